@@ -1,0 +1,1 @@
+"""Reading checkpoints, making dummy ones, packing them for the disk tier."""

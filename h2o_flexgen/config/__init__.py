@@ -1,0 +1,1 @@
+"""What a run is made of, as frozen, validated dataclasses. No torch."""

@@ -1,0 +1,1 @@
+"""Walks the schedule: executor, buffers, sampler, trace and the LLM facade."""

@@ -1,0 +1,1 @@
+"""Attention, score accumulation and slot replacement: one signature, several implementations."""

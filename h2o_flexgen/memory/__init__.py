@@ -1,0 +1,1 @@
+"""Tiers with capacities, contiguous weight units, disk extents and the copies between them."""

@@ -1,0 +1,1 @@
+"""The one decoder layer and the families it can be."""

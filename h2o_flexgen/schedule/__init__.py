@@ -1,0 +1,1 @@
+"""The order of work as data: ticks, their checks, footprint and timeline. No torch."""
