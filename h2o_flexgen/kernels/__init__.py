@@ -1,1 +1,6 @@
-"""Attention, score accumulation and slot replacement: one signature, several implementations."""
+"""Attention and score accumulation: one signature, several implementations."""
+
+from h2o_flexgen.kernels.reference import decode_attention, prefill_attention
+from h2o_flexgen.kernels.types import DecodeAttention, PrefillAttention
+
+__all__ = ["DecodeAttention", "PrefillAttention", "decode_attention", "prefill_attention"]
