@@ -1,0 +1,56 @@
+"""The fast kernels against the slow, obvious ones, and both against transformers' eager softmax by construction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_flexgen.kernels import reference, torch_cpu
+
+SHAPES = [(1, 4, 4), (2, 4, 2), (3, 8, 1), (1, 6, 6)]
+
+
+@pytest.mark.parametrize(("n", "heads", "kv_heads"), SHAPES)
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 300])
+def test_prefill_equals_the_reference(n: int, heads: int, kv_heads: int, length: int, monkeypatch) -> None:
+    monkeypatch.setattr(torch_cpu, "_CHUNK_ELEMENTS", 16 * heads * 64)  # several chunks also for short prompts
+    torch.manual_seed(length)
+    q, k, v = torch.randn(n, heads, length, 8), torch.randn(n, kv_heads, length, 8), torch.randn(n, kv_heads, length, 8)
+    fast, slow = (kernel.prefill_attention(q, k, v, 0.3, True) for kernel in (torch_cpu, reference))
+    torch.testing.assert_close(fast.out, slow.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(fast.column_sums, slow.column_sums, atol=1e-4, rtol=1e-4)
+    assert torch_cpu.prefill_attention(q, k, v, 0.3, False).column_sums is None
+
+
+@pytest.mark.parametrize(("b", "heads", "kv_heads"), SHAPES)
+@pytest.mark.parametrize("slots", [1, 63, 64, 65])
+@pytest.mark.parametrize("masked", [False, True])
+def test_decode_equals_the_reference(b: int, heads: int, kv_heads: int, slots: int, masked: bool) -> None:
+    torch.manual_seed(slots)
+    q, k, v = torch.randn(b, heads, 8), torch.randn(b, kv_heads, slots, 8), torch.randn(b, kv_heads, slots, 8)
+    valid = torch.rand(b, kv_heads, slots) < 0.5 if masked else None
+    if valid is not None:
+        valid[..., 0] = True
+    fast, slow = (kernel.decode_attention(q, k, v, 0.3, valid, True) for kernel in (torch_cpu, reference))
+    torch.testing.assert_close(fast.out, slow.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(fast.row, slow.row, atol=1e-5, rtol=1e-5)
+    if valid is not None:
+        assert not fast.row[~valid].any()
+
+
+def test_prefill_memory_does_not_grow_with_the_square_of_the_length() -> None:
+    heads = 4
+    for length in (1000, 4000, 16000):
+        chunk = torch_cpu._chunk_length(heads, length)
+        assert heads * chunk * length <= max(torch_cpu._CHUNK_ELEMENTS, heads * 16 * length)
+
+
+def test_bfloat16_stays_close_to_float32() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 200, 64) for _ in range(3))
+    exact = reference.prefill_attention(q, k, v, 0.125, True)
+    half = torch_cpu.prefill_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.125, True)
+    assert half.out.dtype == torch.bfloat16
+    assert half.column_sums.dtype == torch.float32
+    torch.testing.assert_close(half.out.float(), exact.out, atol=0.03, rtol=0.03)
+    torch.testing.assert_close(half.column_sums, exact.column_sums, atol=0.05, rtol=0.05)
