@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Makes .venv with this project in it, once: `source scripts/setup_env.sh [EXTRAS]`, sourced by the other scripts.
+# Needs Python 3.11 or newer with venv, and the package registry. PYTHON=python3.12 picks an interpreter.
+setup_env() {
+  local extras=${1:-test} python=${PYTHON:-python3} stamp wanted
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
+    echo "needs Python 3.11 or newer as '$python'; set PYTHON=/path/to/python" >&2; return 2; }
+  stamp=.venv/installed-$extras
+  wanted=$(cat setup.py constraints.txt | cksum)
+  if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
+    echo "setting up .venv (once) ..." >&2
+    [ -x .venv/bin/python ] || "$python" -m venv .venv || return 2
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip || return 2
+    # torch by its exact version first: a range may bring gigabytes of CUDA that a machine without a GPU has no use for.
+    .venv/bin/python -c 'import torch' 2>/dev/null || .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+      "$(grep '^torch==' constraints.txt)" -c constraints.txt || return 2
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" || return 2
+    echo "$wanted" >"$stamp"
+  fi
+  PATH="$PWD/.venv/bin:$PATH"
+}
+setup_env "$@"

@@ -1,0 +1,42 @@
+"""Metadata and extras. Ranges are for users; `constraints.txt` pins what the tests run with."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+TEST = ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-tqdm", "types-psutil"]
+
+setup(
+    name="h2o_flexgen",
+    version="0.1.0",
+    description="Offline, throughput-oriented inference for language models that do not fit, with heavy-hitter KV eviction",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=[*find_packages(include=["h2o_flexgen", "h2o_flexgen.*"]), "h2o_flexgen.configs"],
+    package_dir={"h2o_flexgen.configs": "configs"},
+    package_data={"h2o_flexgen": ["py.typed", "data/demo/*"], "h2o_flexgen.configs": ["*/*.json"]},
+    install_requires=[
+        "torch>=2.6",
+        "numpy>=1.26",
+        "transformers>=4.56",
+        "safetensors>=0.5",
+        "huggingface_hub>=0.34",
+        "pulp>=2.9",
+        "highspy>=1.10",
+        "tqdm>=4.66",
+        "psutil>=5.9",
+        "xxhash>=3.4",
+    ],
+    extras_require={
+        "test": TEST,
+        "compare": ["accelerate>=1.0", "flexgen==0.1.8", "kvpress"],
+        "report": ["matplotlib>=3.8"],
+        "eval": ["lm-eval>=0.4.9"],
+        "ray": ["ray[data]>=2.40"],
+        "gpu": ["triton>=3.2"],
+    },
+    classifiers=["Programming Language :: Python :: 3", "Operating System :: POSIX :: Linux"],
+)
