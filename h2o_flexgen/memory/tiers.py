@@ -1,0 +1,152 @@
+"""The tiers: places with a capacity. `Tier` hands out memory, `DiskTier` regions of files; `Tiers` is the run's set."""
+
+from __future__ import annotations
+
+import torch
+
+from h2o_flexgen.errors import PlanError
+from h2o_flexgen.memory.disk_tier import DiskTier, Region
+from h2o_flexgen.memory.handle import page_ceil
+from h2o_flexgen.memory.ledger import Ledger
+from h2o_flexgen.memory.pages import Block, CudaMemory, HostMemory, Memory
+from h2o_flexgen.memory.rundir import OffloadDir
+
+__all__ = ["Buffer", "DiskTier", "Ledger", "Region", "Tier", "Tiers", "make_tiers"]
+
+
+class Buffer:
+    """A lease on bytes of a tier: `tensor` is 1-D uint8 of `nbytes`, page-aligned on the host, zeroed there.
+
+    `release` (or leaving the `with` block) gives the memory back to the system at once, whoever still holds a view.
+    """
+
+    def __init__(self, tier: Tier, nbytes: int, what: str, block: Block) -> None:
+        self.tier, self.nbytes, self.what = tier, nbytes, what
+        self._block: Block | None = block
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The bytes; RuntimeError after the release."""
+        if self._block is None:
+            raise RuntimeError(f"the buffer of {self.what} was released")
+        return self._block.tensor
+
+    @property
+    def released(self) -> bool:
+        """True once the memory is gone."""
+        return self._block is None
+
+    def release(self) -> None:
+        """Return the memory; a second call does nothing."""
+        block, self._block = self._block, None
+        if block is not None:
+            block.release()
+            self.tier.give_back(self)
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Tier(Ledger):
+    """Memory with a capacity: `gpu` (a CUDA device, or host memory emulating one) or `cpu`.
+
+    Every allocation is counted in whole pages before it is made. Thread safe.
+    """
+
+    def __init__(self, name: str, capacity: int | None, memory: Memory) -> None:
+        super().__init__(name, capacity)
+        self.device = memory.device
+        self._memory = memory
+        self._live: set[Buffer] = set()
+
+    def allocate(self, nbytes: int, what: str) -> Buffer:
+        """`nbytes` for `what`. PlanError naming tier, what, needed and free where they do not fit."""
+        self.charge(page_ceil(nbytes), what)
+        try:
+            buffer = Buffer(self, nbytes, what, self._memory.allocate(nbytes))
+        except BaseException:
+            self.refund(page_ceil(nbytes), what)
+            raise
+        self._live.add(buffer)
+        return buffer
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Called by Buffer.release."""
+        self._live.discard(buffer)
+        self.refund(page_ceil(buffer.nbytes), buffer.what)
+
+    def close(self) -> None:
+        """Release whatever is still allocated."""
+        for buffer in tuple(self._live):
+            buffer.release()
+
+
+class Tiers:
+    """The tiers of one run. `gpu` is None on a machine that computes on its CPU. A context manager; owns no folder."""
+
+    def __init__(self, gpu: Tier | None, cpu: Tier, disk: DiskTier, emulated: bool = False) -> None:
+        self.gpu, self.cpu, self.disk, self.emulated = gpu, cpu, disk, emulated
+
+    @property
+    def compute(self) -> Tier:
+        """The tier next to the compute device: gpu where there is one, else cpu."""
+        return self.gpu or self.cpu
+
+    @property
+    def device(self) -> torch.device:
+        """The torch device of the compute tier (the CPU when the GPU is emulated)."""
+        return self.compute.device
+
+    def memory(self, name: str) -> Tier:
+        """The memory tier called `name` ("gpu" or "cpu"). PlanError where this run has none."""
+        tier = {"gpu": self.gpu, "cpu": self.cpu}.get(name)
+        if tier is None:
+            change = "give --emulate-gpu, or run where there is a CUDA device" if name == "gpu" else ""
+            raise PlanError(f"this run has no {name} memory tier", f"it has {', '.join(self.peaks())}", change)
+        return tier
+
+    def peaks(self) -> dict[str, int]:
+        """Peak bytes per tier, fastest first."""
+        tiers: tuple[Ledger | None, ...] = (self.gpu, self.cpu, self.disk)
+        return {tier.name: tier.peak for tier in tiers if tier is not None}
+
+    def close(self) -> None:
+        """Release every buffer and region; a second call does nothing."""
+        for tier in (self.gpu, self.cpu, self.disk):
+            if tier is not None:
+                tier.close()
+
+    def __enter__(self) -> Tiers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def make_tiers(
+    gpu_capacity: int | None,
+    cpu_capacity: int | None,
+    disk_capacity: int | None,
+    emulate_gpu: bool,
+    run_dir: OffloadDir | None,
+    *,
+    device: torch.device | None = None,
+) -> Tiers:
+    """The tiers of a run; capacities in bytes, None for no limit.
+
+    `device` is the compute device, by default CUDA where there is one. `emulate_gpu` adds a gpu tier in host memory,
+    and computes on the CPU. Without `run_dir` the disk tier refuses every allocation.
+    """
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() and not emulate_gpu else "cpu")
+    gpu: Tier | None = None
+    if emulate_gpu:
+        gpu = Tier("gpu", gpu_capacity, HostMemory())
+    elif device.type == "cuda":
+        gpu = Tier("gpu", gpu_capacity, CudaMemory(device))
+    real_gpu = gpu is not None and not emulate_gpu
+    cpu = Tier("cpu", cpu_capacity, HostMemory(pinned=real_gpu))
+    return Tiers(gpu, cpu, DiskTier(disk_capacity, run_dir), emulated=emulate_gpu)
