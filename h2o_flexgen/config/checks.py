@@ -1,0 +1,64 @@
+"""Checks that the configuration classes share. All of them raise UsageError."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.registry import suggestion
+
+
+def whole(value: object, label: str, minimum: int) -> int:
+    """`value` as an int that is at least `minimum`; True and 2.0 are no ints here. `label` names the flag or field."""
+    index = getattr(type(value), "__index__", None)  # numpy's integers count too
+    if isinstance(value, bool) or index is None:
+        raise UsageError(f"{label} is {value!r}", f"needed a whole number, at least {minimum}")
+    number = int(index(value))
+    if number < minimum:
+        raise UsageError(f"{label} is {number}", f"needed at least {minimum}")
+    return number
+
+
+def truth(value: object, label: str) -> bool:
+    """`value` if it is a bool."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{label} is {value!r}", "needed true or false")
+    return value
+
+
+def share(value: object, label: str) -> float:
+    """`value` as a float in (0, 1]; nan, zero and everything outside raise."""
+    if isinstance(value, bool) or not hasattr(type(value), "__float__"):
+        raise UsageError(f"{label} is {value!r}", "needed a number above 0 and at most 1")
+    number = float(value)  # type: ignore[arg-type]  # __float__ was looked up above
+    if math.isnan(number) or not 0 < number <= 1:
+        raise UsageError(f"{label} is {value}", "needed a number above 0 and at most 1")
+    return number
+
+
+def known_keys(data: object, cls: type[Any], *, derived: tuple[str, ...] = ()) -> dict[str, Any]:
+    """`data` as keyword arguments of the dataclass `cls`; a missing or an unknown key raises.
+
+    `derived` keys may be there but are left out of the result.
+    """
+    if not isinstance(data, Mapping):
+        raise UsageError(f"a {cls.__name__} cannot be made from {data!r}", "needed a JSON object")
+    fields = {item.name: item for item in dataclasses.fields(cls) if item.init}
+    for key in data:
+        if key not in fields and key not in derived:
+            raise UsageError(
+                f"{cls.__name__} has no key {key!r}",
+                f"needed keys among {', '.join(fields)}",
+                suggestion(str(key), fields),
+            )
+    missing = [
+        name
+        for name, item in fields.items()
+        if name not in data and item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise UsageError(f"{cls.__name__} lacks the keys {', '.join(missing)}")
+    return {key: value for key, value in data.items() if key in fields}

@@ -1,0 +1,152 @@
+"""Which tokens stay in a KV cache, in numbers: the budget and how it splits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any, Literal, NamedTuple
+
+from h2o_flexgen.config.checks import known_keys, share, whole
+from h2o_flexgen.config.flags import flag
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.registry import Registry
+
+
+class Split(NamedTuple):
+    """How an eviction policy divides its budget."""
+
+    rest: Literal["half", "recent", "heavy"]
+    """What is left beside the sinks: half heavy and half recent, all recent, or all heavy."""
+    sinks: int = 0
+    """Unless given."""
+    takes_sinks: bool = True
+
+
+SPLITS: Registry[Split] = Registry("eviction policy")
+SPLITS.register("full", Split("recent", takes_sinks=False))
+SPLITS.register("h2o", Split("half"))
+SPLITS.register("streaming", Split("recent", sinks=4))
+SPLITS.register("local", Split("recent", takes_sinks=False))
+SPLITS.register("heavy", Split("heavy"))
+SPLITS.register("random", Split("half"))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Tokens that one KV cache may hold: total = sinks + heavy + recent. `full`: total is the length, nothing goes."""
+
+    total: int
+    heavy: int
+    recent: int
+    sinks: int
+    full: bool
+
+
+@dataclass(frozen=True)
+class EvictionConfig:
+    """The eviction policy and its budget, as asked for; `resolve` gives tokens. Raises UsageError naming the flag."""
+
+    name: str = field(default="full", metadata=flag("--eviction", help="eviction policy", metavar="NAME"))
+    ratio: float = field(
+        default=1.0,
+        metadata=flag("--hh-ratio", help="KV budget as a share of prompt and generated tokens, in (0, 1]", metavar="R"),
+    )
+    budget: int | None = field(
+        default=None,
+        metadata=flag("--kv-budget", help="KV budget in tokens, instead of --hh-ratio", metavar="N", unset="by ratio"),
+    )
+    recent: int | None = field(
+        default=None, metadata=flag("--recent", help="most recent tokens kept", metavar="N", unset="half the budget")
+    )
+    sinks: int | None = field(
+        default=None,
+        metadata=flag("--sinks", help="first tokens kept", metavar="N", unset="4 for streaming, else 0"),
+    )
+    recent_ratio: float | None = field(
+        default=None,
+        metadata=flag(
+            "--recent-ratio",
+            help="--recent as a share of prompt and generated tokens",
+            metavar="R",
+            unset="half the budget",
+        ),
+    )
+    seed: int = 0
+    """Of the random policy."""
+
+    def __post_init__(self) -> None:
+        split = SPLITS.get(self.name)
+        object.__setattr__(self, "ratio", share(self.ratio, "--hh-ratio"))
+        if self.recent_ratio is not None:
+            object.__setattr__(self, "recent_ratio", share(self.recent_ratio, "--recent-ratio"))
+        for name, label, minimum in (("budget", "--kv-budget", 1), ("recent", "--recent", 0), ("sinks", "--sinks", 0)):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, whole(getattr(self, name), label, minimum))
+        object.__setattr__(self, "seed", whole(self.seed, "seed", 0))
+        if self.recent is not None and self.recent_ratio is not None:
+            raise UsageError("--recent and --recent-ratio are both given", "needed one of them")
+        if self.name == "full" and (self.budget is not None or self.ratio < 1):
+            asked = f"--kv-budget {self.budget}" if self.budget is not None else f"--hh-ratio {self.ratio!r}"
+            raise UsageError(f"{asked} is given with the full cache", "name an eviction policy", "--eviction h2o")
+        for name, label in (("recent", "--recent"), ("recent_ratio", "--recent-ratio"), ("sinks", "--sinks")):
+            if getattr(self, name) and not (split.takes_sinks if name == "sinks" else split.rest == "half"):
+                raise UsageError(
+                    f"{label} is {getattr(self, name)} with --eviction {self.name}",
+                    "the whole budget is spent otherwise there",
+                    f"leave {label} out, or choose --eviction h2o",
+                )
+
+    def resolve(self, prompt_len: int, gen_len: int) -> Budget:
+        """The budget of a sequence of `prompt_len` prompt tokens and at most `gen_len` new ones.
+
+        A budget that reaches the length is the full cache. Raises UsageError where sinks and recent do not fit.
+        """
+        length = whole(prompt_len, "the prompt length", 1) + whole(gen_len, "the generation length", 0)
+        split = SPLITS.get(self.name)
+        asked = self.budget if self.budget is not None else exact_ceiling(self.ratio, length)
+        full = asked >= length
+        total = length if full else asked
+        sinks = split.sinks if self.sinks is None else self.sinks
+        if full:
+            sinks = min(sinks, total)
+        elif sinks >= total:
+            raise UsageError(
+                f"the budget is {total} of {length} tokens, {sinks} sinks leave nothing of it",
+                f"needed a budget of at least {sinks + 1}",
+                "raise --hh-ratio or --kv-budget, or lower --sinks",
+            )
+        recent = self._recent(split, total - sinks, length, full)
+        return Budget(total=total, heavy=total - sinks - recent, recent=recent, sinks=sinks, full=full)
+
+    def _recent(self, split: Split, rest: int, length: int, full: bool) -> int:
+        """The most recent tokens among the `rest` of the budget beside the sinks."""
+        if split.rest != "half":
+            return rest if split.rest == "recent" else 0
+        if self.recent_ratio is not None:
+            return min(rest, exact_ceiling(self.recent_ratio, length))
+        if self.recent is None:
+            return rest - rest // 2
+        if self.recent > rest and not full:
+            raise UsageError(
+                f"--recent is {self.recent}, beside the sinks the budget has {rest} tokens",
+                f"needed at most {rest}",
+                "lower --recent, or raise --hh-ratio or --kv-budget",
+            )
+        return min(self.recent, rest)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> EvictionConfig:
+        """The config of `to_json`; unknown keys raise UsageError with a suggestion."""
+        return cls(**known_keys(data, cls))
+
+
+def exact_ceiling(ratio: float, count: int) -> int:
+    """ceil(ratio * count), taking the decimal number that `ratio` is written as: 0.07 of 100 is 7, not 8."""
+    return math.ceil(Decimal(repr(ratio)) * count)

@@ -1,0 +1,173 @@
+"""Where weights, KV cache and hidden states live, and the shape of the block."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from h2o_flexgen.config.checks import known_keys, truth, whole
+from h2o_flexgen.config.flags import flag
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.registry import suggestion
+
+TIERS = ("gpu", "cpu", "disk")
+"""Fastest first."""
+
+
+class Shares(Mapping[str, float]):
+    """Shares over the tiers: immutable, hashable, fastest tier first, zero shares left out.
+
+    Reading a tier that has no share gives 0.0 (as a Counter does), while `in` and iteration see the others only.
+    `label` names the flag in a UsageError: an unknown tier, a share that is negative or nan, a sum other than 1.
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, shares: Mapping[str, float], label: str = "shares") -> None:
+        if not isinstance(shares, Mapping):
+            raise UsageError(f"{label} is {shares!r}", 'needed shares by tier: {"cpu": 0.3, "disk": 0.7}')
+        for tier, value in shares.items():
+            if tier not in TIERS:
+                hint = suggestion(str(tier), TIERS)
+                raise UsageError(f"{label} names the tier {tier!r}", f"needed tiers among {', '.join(TIERS)}", hint)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise UsageError(f"{label} gives {tier} the share {value!r}", "needed a number from 0 to 1")
+        total = sum(shares.values())
+        if abs(total - 1) > 1e-6:
+            listed = ", ".join(f"{tier} {value:g}" for tier, value in shares.items())
+            raise UsageError(f"{label} adds up to {total:g} ({listed})", "needed shares that sum to 1")
+        self._items = tuple((tier, float(shares[tier])) for tier in TIERS if shares.get(tier))
+
+    def __getitem__(self, tier: str) -> float:
+        if tier not in TIERS:
+            raise KeyError(tier)
+        return dict(self._items).get(tier, 0.0)
+
+    def __contains__(self, tier: object) -> bool:
+        return any(name == tier for name, _ in self._items)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(self._items)
+
+    def __repr__(self) -> str:
+        return repr(dict(self._items))
+
+    def __str__(self) -> str:
+        return ",".join(f"{tier}={value!r}" for tier, value in self._items)
+
+
+def parse_shares(text: str) -> Shares:
+    """The shares in `cpu=0.3,disk=0.7`, or `cpu` for all of it there. Raises UsageError."""
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        tier, _, value = part.strip().partition("=")
+        tier = tier.strip().lower()
+        if tier in shares:
+            raise UsageError(f"{text!r} names {tier} twice", "needed every tier once: cpu=0.3,disk=0.7")
+        try:
+            shares[tier] = float(value) if "=" in part else 1.0
+        except ValueError:
+            raise UsageError(f"{part!r} is not a share", "needed tier=number: cpu=0.3,disk=0.7") from None
+    return Shares(shares, f"{text!r}")
+
+
+def _placement_flag(name: str, what: str) -> dict[str, Any]:
+    text = f"shares of the {what} over the tiers, cpu=0.3,disk=0.7; whole units, spread over the depth"
+    return flag(name, help=text, metavar="TIER=SHARE,...", parse=parse_shares, show=str)
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """The placements and the block shape of a run (FlexGen, arXiv 2303.06865, section 4). Hashable; raises UsageError.
+
+    Placements are given as any mapping from tier to share and kept as Shares.
+    """
+
+    gpu_batch_size: int = field(
+        default=1,
+        metadata=flag("--gpu-batch-size", "--gbs", help="sequences that go through a layer together", metavar="N"),
+    )
+    num_gpu_batches: int = field(
+        default=1,
+        metadata=flag("--num-gpu-batches", "--num-gb", help="GPU batches per pass over the weights", metavar="N"),
+    )
+    weights: Mapping[str, float] = field(
+        default_factory=lambda: Shares({"cpu": 1.0}), metadata=_placement_flag("--weights-placement", "weights")
+    )
+    cache: Mapping[str, float] = field(
+        default_factory=lambda: Shares({"cpu": 1.0}), metadata=_placement_flag("--cache-placement", "KV cache")
+    )
+    hidden: Mapping[str, float] = field(
+        default_factory=lambda: Shares({"cpu": 1.0}), metadata=_placement_flag("--hidden-placement", "hidden states")
+    )
+    cpu_cache_compute: bool = field(
+        default=False, metadata=flag("--cpu-cache-compute", help="compute the attention of a cache on the CPU there")
+    )
+    overlap: bool = field(default=True, metadata=flag("--overlap", help="copy and compute at the same time"))
+    lookahead: int = field(
+        default=1, metadata=flag("--lookahead", help="streamed weight groups in flight beyond the current", metavar="N")
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_batch_size", "num_gpu_batches", "lookahead"):
+            object.__setattr__(self, name, whole(getattr(self, name), "--" + name.replace("_", "-"), 1))
+        for name in ("cpu_cache_compute", "overlap"):
+            truth(getattr(self, name), "--" + name.replace("_", "-"))
+        for name in ("weights", "cache", "hidden"):
+            value = getattr(self, name)
+            if not isinstance(value, Shares):
+                object.__setattr__(self, name, Shares(value, f"the placement of {name}"))
+
+    @property
+    def block_size(self) -> int:
+        """Sequences that share one pass over the weights."""
+        return self.gpu_batch_size * self.num_gpu_batches
+
+    @classmethod
+    def from_percent(cls, percent: Sequence[int], **others: Any) -> OffloadPolicy:
+        """FlexGen's six percentages: weights, cache and hidden on gpu and cpu (wg wc cg cc hg hc); disk has the rest.
+
+        `others` are the remaining fields. Raises UsageError.
+        """
+        found = f"--percent is {' '.join(map(str, percent))}"
+        if len(percent) != 6:
+            raise UsageError(found, f"needed 6 numbers: gpu and cpu, of weights, cache and hidden; got {len(percent)}")
+        numbers = [whole(value, f"{found}: one of them", 0) for value in percent]
+        placements: dict[str, Any] = {}
+        for position, kind in enumerate(("weights", "cache", "hidden")):
+            gpu, cpu = numbers[2 * position : 2 * position + 2]
+            if gpu + cpu > 100:
+                raise UsageError(
+                    f"{found}: {kind} {gpu} + {cpu} = {gpu + cpu}", "needed at most 100; disk has the rest"
+                )
+            placements[kind] = Shares({"gpu": gpu / 100, "cpu": cpu / 100, "disk": (100 - gpu - cpu) / 100})
+        return cls(**placements, **others)
+
+    def with_gpu_as_cpu(self) -> OffloadPolicy:
+        """The same policy on a machine without a gpu tier: what was to be there is on cpu."""
+
+        def moved(shares: Mapping[str, float]) -> Shares:
+            return Shares({"cpu": shares["gpu"] + shares["cpu"], "disk": shares["disk"]})
+
+        return dataclasses.replace(
+            self, weights=moved(self.weights), cache=moved(self.cache), hidden=moved(self.hidden)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field, as plain JSON values."""
+        values = ((item.name, getattr(self, item.name)) for item in dataclasses.fields(self))
+        return {name: dict(value) if isinstance(value, Shares) else value for name, value in values}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> OffloadPolicy:
+        """The policy of `to_json`; unknown keys raise UsageError with a suggestion."""
+        return cls(**known_keys(data, cls))

@@ -1,0 +1,65 @@
+"""Which weight group, cache and GPU batch lives where: the shares of an OffloadPolicy, in whole units."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.offload import TIERS, OffloadPolicy
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The tier of every weight group (by key), of every cache (by layer and GPU batch) and of every GPU batch."""
+
+    weights: Mapping[str, str]
+    cache: Mapping[tuple[int, int], str]
+    hidden: Mapping[int, str]
+
+    def achieved(self, spec: ModelSpec, dtype: str) -> dict[str, dict[str, float]]:
+        """The shares really placed, by kind and tier; tiers that hold nothing are left out."""
+        groups = spec.groups_by_key
+        return {
+            "weights": _shares((tier, groups[key].nbytes(dtype)) for key, tier in self.weights.items()),
+            "cache": _shares((tier, 1) for tier in self.cache.values()),
+            "hidden": _shares((tier, 1) for tier in self.hidden.values()),
+        }
+
+
+def place(spec: ModelSpec, policy: OffloadPolicy, dtype: str) -> Placement:
+    """Spread the units of each kind over the tiers, evenly over the depth, as close to the shares as whole units come.
+
+    Weights go by bytes in the order of use; caches in the order of compute (layer, then GPU batch).
+    """
+    layers, batches = range(spec.num_layers), range(policy.num_gpu_batches)
+    return Placement(
+        weights=_spread([(group.key, group.nbytes(dtype)) for group in spec.weight_groups], policy.weights),
+        cache=_spread([((layer, batch), 1) for layer in layers for batch in batches], policy.cache),
+        hidden=_spread([(batch, 1) for batch in batches], policy.hidden),
+    )
+
+
+def _spread(items: Iterable[tuple[K, int]], shares: Mapping[str, float]) -> dict[K, str]:
+    """Error diffusion: each item goes to the tier that lags furthest behind its share; ties go to the faster tier."""
+    tiers = [tier for tier in TIERS if shares.get(tier)]
+    lag = dict.fromkeys(tiers, 0.0)
+    placed: dict[K, str] = {}
+    for key, size in items:
+        for tier in tiers:
+            lag[tier] += shares[tier] * size
+        chosen = max(tiers, key=lambda tier: lag[tier])
+        lag[chosen] -= size
+        placed[key] = chosen
+    return placed
+
+
+def _shares(sizes: Iterable[tuple[str, int]]) -> dict[str, float]:
+    totals: dict[str, int] = {}
+    for tier, size in sizes:
+        totals[tier] = totals.get(tier, 0) + size
+    whole = sum(totals.values())
+    return {tier: totals[tier] / whole for tier in TIERS if tier in totals}

@@ -1,0 +1,51 @@
+"""The model families, by the model_type of their config.json. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.errors import ModelError
+from h2o_flexgen.models import opt
+from h2o_flexgen.registry import Registry
+
+
+class Family(NamedTuple):
+    """What has to be known about one family: its shape, its names, and what to skip in its checkpoints."""
+
+    spec_from_config: Callable[[Mapping[str, Any], str], ModelSpec]
+    checkpoint_names: Callable[[ModelSpec], dict[str, tuple[str, ...]]]
+    ignored: tuple[str, ...]
+
+
+FAMILIES: Registry[Family] = Registry("model family", ModelError)
+FAMILIES.register("opt", Family(opt.spec_from_config, opt.checkpoint_names, opt.IGNORED))
+
+
+def family_of(config: Mapping[str, Any], name: str) -> Family:
+    """The family of a config.json; ModelError for one that is not supported, with the list of those that are."""
+    model_type = config.get("model_type")
+    supported = ", ".join(FAMILIES.names())
+    if not isinstance(model_type, str):
+        raise ModelError(f"{name}: config.json has no model_type", f"needed one of {supported}")
+    if model_type not in FAMILIES:
+        raise ModelError(
+            f"{name} is of the family {model_type!r}, which is not supported", f"needed one of {supported}"
+        )
+    return FAMILIES.get(model_type)
+
+
+def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """The ModelSpec of a config.json of any supported family."""
+    return family_of(config, name).spec_from_config(config, name)
+
+
+def checkpoint_names(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """For every canonical tensor of `spec` the names it may have in a checkpoint."""
+    return FAMILIES.get(spec.arch.family).checkpoint_names(spec)
+
+
+def ignored_names(spec: ModelSpec) -> tuple[str, ...]:
+    """Patterns (fnmatch) of checkpoint tensors that are not weights of `spec` and may be skipped."""
+    return FAMILIES.get(spec.arch.family).ignored

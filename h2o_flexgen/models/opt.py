@@ -1,0 +1,109 @@
+"""OPT and Galactica (transformers' model_type "opt"): config.json to ModelSpec, and the names in their checkpoints.
+
+No torch. Zhang et al., "OPT: Open Pre-trained Transformer Language Models", arXiv 2205.01068.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from h2o_flexgen.config.model import Activation, ArchSpec, ModelSpec
+from h2o_flexgen.models.fields import ConfigReader
+
+IGNORED: tuple[str, ...] = ("*.rotary_emb.inv_freq", "*.attention.bias", "*.masked_bias", "lm_head.weight")
+"""Patterns of tensors that may be in a checkpoint and are not read; `lm_head.weight` is a copy of the embedding
+wherever it is not among the names asked for."""
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+
+_LAYER_PARTS = {
+    "attn.norm": "self_attn_layer_norm",
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.out_proj",
+    "mlp.norm": "final_layer_norm",
+    "mlp.up": "fc1",
+    "mlp.down": "fc2",
+}
+
+_OUTER_NAMES = {
+    "embed.tokens": "embed_tokens.weight",
+    "embed.positions": "embed_positions.weight",
+    "embed.project_in": "project_in.weight",
+    "head.project_out": "project_out.weight",
+    "head.norm.weight": "final_layer_norm.weight",
+    "head.norm.bias": "final_layer_norm.bias",
+}
+
+
+def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """The ModelSpec of a config.json; keys that are absent have OPTConfig's defaults. Raises ModelError."""
+    read = ConfigReader(config, name)
+    hidden = read.whole("hidden_size", 768)
+    heads = read.whole("num_attention_heads", 12)
+    head_dim = read.divide("hidden_size", hidden, "num_attention_heads", heads)
+    pre_norm = read.flag("do_layer_norm_before", True)
+    biases = read.flag("enable_bias", True)
+    eos = read.token_ids("eos_token_id", 2)
+    bos = read.token_id("bos_token_id", 2)
+    return ModelSpec(
+        name=name,
+        vocab_size=read.whole("vocab_size", 50272),
+        hidden_size=hidden,
+        ffn_size=read.whole("ffn_dim", 3072),
+        num_layers=read.whole("num_hidden_layers", 12),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        embed_dim=read.whole("word_embed_proj_dim", hidden),
+        max_positions=read.whole("max_position_embeddings", 2048),
+        arch=ArchSpec(
+            family="opt",
+            norm_affine=read.flag("layer_norm_elementwise_affine", True),
+            pre_norm=pre_norm,
+            # Only the first conversions of OPT lost the final norm; transformers marks them so.
+            final_norm=pre_norm and not read.flag("_remove_final_layer_norm", False),
+            activation=read.choice("activation_function", "relu", _ACTIVATIONS),
+            attention_bias=biases,
+            mlp_bias=biases,
+            position_offset=2,
+            tied_head=read.flag("tie_word_embeddings", True),
+        ),
+        bos_token_id=bos if bos is not None else (eos[0] if eos else 0),
+        eos_token_id=eos[0] if len(eos) == 1 else eos,
+        pad_token_id=read.token_id("pad_token_id", 1),
+        dtype=read.dtype("float16"),
+    )
+
+
+def checkpoint_names(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """For every canonical tensor the names it may have in a checkpoint, the usual one first."""
+    names: dict[str, tuple[str, ...]] = {}
+    for group in spec.weight_groups:
+        for tensor in group.tensors:
+            if tensor.name == "head.vocab":
+                names[tensor.name] = ("lm_head.weight",)
+            else:
+                names[tensor.name] = tuple(
+                    prefix + _decoder_name(tensor.name) for prefix in ("model.decoder.", "decoder.")
+                )
+    return names
+
+
+def _decoder_name(canonical: str) -> str:
+    """`self_attn.q_proj.weight` in layer 0 for `layers.0.attn.q.weight`, and so on."""
+    if canonical in _OUTER_NAMES:
+        return _OUTER_NAMES[canonical]
+    _, layer, half, part, suffix = canonical.split(".")
+    return f"layers.{layer}.{_LAYER_PARTS[f'{half}.{part}']}.{suffix}"

@@ -1,0 +1,53 @@
+"""Names that users type, looked up with help for the ones mistyped."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+from h2o_flexgen.errors import H2OFlexGenError, UsageError
+
+T = TypeVar("T")
+
+
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'h2o'?` for a `word` close to one of `known`, else an empty string."""
+    lowered = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    return f"did you mean {lowered[close[0]]!r}?" if close else ""
+
+
+class Registry(Generic[T]):
+    """A mapping from names to things of one `kind` ("eviction policy"), in the order of registration.
+
+    `error` is the exception that an unknown name raises.
+    """
+
+    def __init__(self, kind: str, error: type[H2OFlexGenError] = UsageError) -> None:
+        self.kind, self._error = kind, error
+        self._items: dict[str, T] = {}
+
+    def register(self, name: str, item: T) -> T:
+        """Add `item` and return it; a name that is taken raises ValueError."""
+        if name in self._items:
+            raise ValueError(f"the {self.kind} {name!r} is registered twice")
+        self._items[name] = item
+        return item
+
+    def get(self, name: str) -> T:
+        """The item called `name`; an unknown one raises `error` with the list of names and the closest of them."""
+        if not isinstance(name, str) or name not in self._items:
+            raise self._error(
+                f"unknown {self.kind} {name!r}",
+                f"needed one of {', '.join(self.names())}",
+                suggestion(str(name), self.names()),
+            )
+        return self._items[name]
+
+    def names(self) -> tuple[str, ...]:
+        """Every registered name."""
+        return tuple(self._items)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items
