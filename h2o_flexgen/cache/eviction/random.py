@@ -1,0 +1,55 @@
+"""Recent tokens and a random choice of the others: what H2O would be if its score meant nothing."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.cache.eviction.base import RankedPolicy, Tokens
+
+_MASK = 0xFFFFFFFF
+_IntOrTensor = TypeVar("_IntOrTensor", int, Tensor)
+
+
+def _mix(value: _IntOrTensor) -> _IntOrTensor:
+    """A bijection of 32-bit integers whose every output bit depends on every input bit (xor-shift, multiply, twice).
+
+    Both factors are below 2^31, so that no product leaves int64.
+    """
+    value = (value ^ (value >> 16)) * 0x7FEB352D & _MASK
+    value = (value ^ (value >> 15)) * 0x045D9F3B & _MASK
+    return value ^ (value >> 16)
+
+
+def _absorb(state: int, part: int) -> int:
+    return _mix((state + part + 0x9E3779B9) & _MASK)
+
+
+def _absorb_tensor(state: int | Tensor, part: Tensor) -> Tensor:
+    return _mix((part + state + 0x9E3779B9) & _MASK)
+
+
+class RandomPolicy(RankedPolicy):
+    """The score is a hash of (seed, layer, sequence, KV head, position), uniform in [0, 1).
+
+    It depends on nothing else: neither on the other sequences of a GPU batch nor on where the cache lives.
+    """
+
+    name = "random"
+
+    def prompt_scores(self, tokens: Tokens, column_sums: Tensor | None) -> Tensor:
+        return self._hash(tokens)
+
+    def new_scores(self, tokens: Tokens) -> Tensor:
+        return self._hash(tokens)
+
+    def _hash(self, tokens: Tokens) -> Tensor:
+        state = 0
+        for part in (self.seed & _MASK, self.seed >> 32 & _MASK, tokens.layer):
+            state = _absorb(state, part)
+        heads = _absorb_tensor(_absorb_tensor(state, tokens.row_ids), tokens.heads)
+        hashed = _absorb_tensor(heads, tokens.positions)
+        # The upper 24 bits: as many as a float32 holds exactly.
+        return (hashed >> 8).to(torch.float32) / (1 << 24)

@@ -1,0 +1,208 @@
+"""The KV cache of one layer for one GPU batch: filled once from the prompts, then one token in, one out, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.cache.clock import RowClock, slots_needed
+from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
+from h2o_flexgen.cache.ranked import RankedSlots
+from h2o_flexgen.cache.slots import ArrivalSlots, Rows, SlotBook
+from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.kernels import decode_attention
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Extent of K and of V: (batch, kv_heads, capacity, head_dim). `capacity` counts slots, see `slots_needed`."""
+
+    batch: int
+    kv_heads: int
+    head_dim: int
+    capacity: int
+
+    @classmethod
+    def of(cls, budgets: Sequence[Budget], kv_heads: int, head_dim: int) -> CacheShape:
+        """The smallest cache for rows with these budgets."""
+        return cls(len(budgets), kv_heads, head_dim, slots_needed(budgets))
+
+    def buffers(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """A K and a V of this shape, zeros."""
+        size = (self.batch, self.kv_heads, self.capacity, self.head_dim)
+        return torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device)
+
+
+class KVCache:
+    """K and V of the tokens kept, per row and KV head, and the record of which tokens those are.
+
+    Owns the record (positions, scores, free slots); K and V are buffers of the caller, attached and detached as they
+    move between tiers, written in place. Nothing grows. A cache belongs to one (layer, GPU batch) of one block and is
+    used by one thread; it is thrown away with the block, so that no state survives. There is no padding: rows have
+    their own prompt lengths and budgets, and a row's decisions never depend on its neighbours.
+
+    A batch whose budgets are all full is kept in order, without scores, whatever the policy: bit for bit the full
+    cache.
+    """
+
+    def __init__(
+        self,
+        shape: CacheShape,
+        budgets: Sequence[Budget],
+        policy: EvictionPolicy,
+        *,
+        layer: int,
+        row_ids: Sequence[int],
+        device: torch.device | str = "cpu",
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+    ) -> None:
+        if not len(budgets) == len(row_ids) == shape.batch:
+            raise ValueError(f"{len(budgets)} budgets and {len(row_ids)} row ids for {shape.batch} rows")
+        if shape.capacity < slots_needed(budgets):
+            raise ValueError(f"{shape.capacity} slots are too few, these budgets need {slots_needed(budgets)}")
+        self.shape, self.device = shape, torch.device(device)
+        self._clock = RowClock(budgets, self.device)
+        self.statistic = "none" if self._clock.all_full else policy.statistic
+        self._book: SlotBook
+        if isinstance(policy, RankedPolicy) and not self._clock.all_full:
+            self._book = RankedSlots(self._clock, policy, shape.kv_heads, shape.capacity, layer, row_ids)
+        else:
+            self._book = ArrivalSlots(self._clock, shape.kv_heads, shape.capacity)
+        self._last: int | Tensor | None = None
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+        if k is not None and v is not None:
+            self.attach(k, v)
+
+    @property
+    def wants_column_sums(self) -> bool:
+        """Whether `fill` must be given the column sums of the prompt's attention."""
+        return self.statistic == "column_sums"
+
+    def attach(self, k: Tensor, v: Tensor) -> None:
+        """Work on these contiguous buffers from now on: what the cache holds, or anything finite before `fill`."""
+        size = (self.shape.batch, self.shape.kv_heads, self.shape.capacity, self.shape.head_dim)
+        for name, buffer in (("K", k), ("V", v)):
+            if buffer.shape != size or not buffer.is_contiguous() or buffer.device != self.device:
+                found = f"{name} {tuple(buffer.shape)} on {buffer.device}"
+                raise ValueError(f"{found}: needed contiguous {size} on {self.device}")
+        self.k, self.v = k, v
+        self._flat_k, self._flat_v = k.view(-1, self.shape.head_dim), v.view(-1, self.shape.head_dim)
+
+    def detach(self) -> None:
+        """Let go of the buffers: they are about to be stored or reused."""
+        self.k = self.v = None
+        del self._flat_k, self._flat_v
+
+    def fill(self, rows: Sequence[int], k: Tensor, v: Tensor, column_sums: Tensor | None = None) -> None:
+        """Prompts of `rows`, all of one length S: k, v (n, kv_heads, S, head_dim), float32 sums (n, kv_heads, S).
+
+        Keeps what each row's own budget allows, in time order from slot 0, and zeroes the row's other slots.
+        """
+        same_budget: dict[Budget, list[int]] = {}
+        for index, row in enumerate(rows):
+            self._clock.fill(row, k.shape[2])
+            same_budget.setdefault(self._clock.budgets[row], []).append(index)
+        for budget, members in same_budget.items():
+            source, target = self._rows(members), self._rows([rows[index] for index in members])
+            sums = None if column_sums is None else column_sums[source]
+            kept = self._book.fill(target, k.shape[2], budget, sums)
+            for buffer, prompt in ((self.k, k[source]), (self.v, v[source])):
+                if buffer is None:
+                    raise RuntimeError("no K and V are attached")
+                chosen = _select(prompt, kept)
+                buffer[target, :, : chosen.shape[2]] = chosen
+                buffer[target, :, chosen.shape[2] :] = 0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """One decode step: q (b, heads, head_dim) over everything kept and the new token itself; (b, heads, head_dim).
+
+        k, v (b, kv_heads, head_dim) of the new token go into the free slots; rows over budget then let one token go.
+        """
+        if self.k is None or self.v is None:
+            raise RuntimeError("no K and V are attached")
+        if not self._clock.started:
+            self._clock.start()
+            self._book.start()
+        slot = self._last = self._book.take()
+        if isinstance(slot, int):
+            self.k.select(2, slot).copy_(k)
+            self.v.select(2, slot).copy_(v)
+        else:
+            self._flat_k.index_copy_(0, slot, k.reshape(self._flat_k.shape[0] // self.shape.capacity, -1))
+            self._flat_v.index_copy_(0, slot, v.reshape(self._flat_v.shape[0] // self.shape.capacity, -1))
+        length, valid = self._clock.occupied()
+        if valid is not None:
+            valid = valid.expand(-1, self.shape.kv_heads, -1)
+        out, row = decode_attention(
+            q, self.k.narrow(2, 0, length), self.v.narrow(2, 0, length), scale, valid, self._book.needs_rows
+        )
+        self._book.settle(row, length)
+        self._clock.tick()
+        return out
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens held by each row, the same for all its heads."""
+        return self._clock.counts
+
+    @property
+    def next_pos(self) -> list[int]:
+        """Absolute position of each row's next token."""
+        return self._clock.next_pos
+
+    @property
+    def occupied(self) -> int:
+        """Slots from the first on that any row has ever used: what a copy of the cache must contain."""
+        clock = self._clock
+        return max(min(held + clock.step, limit) for held, limit in zip(clock.held, clock.limits, strict=True))
+
+    @property
+    def last_slots(self) -> Tensor:
+        """Where the newest token was written, (b, kv_heads) int64: all that one step changed in K and V."""
+        size = (self.shape.batch, self.shape.kv_heads)
+        if self._last is None:
+            raise RuntimeError("no token has been written yet")
+        if isinstance(self._last, int):
+            return torch.full(size, self._last, device=self.device)
+        return (self._last % self.shape.capacity).view(size)
+
+    @property
+    def pos(self) -> Tensor:
+        """Absolute position of the token in each slot, (b, kv_heads, capacity) int32, -1 where empty. A copy."""
+        return self._book.positions()
+
+    @property
+    def score(self) -> Tensor | None:
+        """Scores, (b, kv_heads, capacity) float32, +inf for sinks and unused slots; None for policies without."""
+        return self._book.score
+
+    def kept(self, row: int, head: int) -> list[int]:
+        """Positions held by one row and KV head, ascending."""
+        return sorted(position for position in self.pos[row, head].tolist() if position >= 0)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes on the device beside K and V."""
+        return self._book.nbytes
+
+    def _rows(self, rows: Sequence[int]) -> Rows:
+        """An index of these rows; a slice where they are neighbours, so that nothing is copied."""
+        if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+            return slice(rows[0], rows[0] + len(rows))
+        return torch.tensor(rows, device=self.device)
+
+
+def _select(prompt: Tensor, kept: Tensor | None) -> Tensor:
+    """The positions `kept`, as `SlotBook.fill` returns them, of K or V (n, kv_heads, S, d)."""
+    if kept is None:
+        return prompt
+    if kept.dim() == 1:
+        return prompt.index_select(2, kept)
+    n, heads = prompt.shape[:2]
+    rows = torch.arange(n, device=prompt.device).view(-1, 1, 1)
+    return prompt[rows, torch.arange(heads, device=prompt.device).view(1, -1, 1), kept]

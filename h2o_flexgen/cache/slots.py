@@ -1,0 +1,117 @@
+"""Slots in the order of arrival: everything, or sinks and a ring. No scores, no positions, next to no state."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.cache.clock import RowClock
+from h2o_flexgen.config.eviction import Budget
+
+Rows = slice | Tensor
+
+
+class SlotBook(ABC):
+    """Which token sits in which slot, and which slot the next one takes.
+
+    One step: `take` names the slot of the new token, attention runs, `settle` frees the slot of the token that goes.
+    """
+
+    score: Tensor | None = None  # (b, kv_heads, capacity) float32
+    needs_rows = False
+
+    @abstractmethod
+    def fill(self, rows: Rows, length: int, budget: Budget, column_sums: Tensor | None) -> Tensor | None:
+        """Choose what stays of prompts of one length and one budget; it goes into slots 0, 1, ... in time order.
+
+        Returns positions, ascending: (c,) for all alike, (n, kv_heads, c), or None where everything stays.
+        """
+
+    @abstractmethod
+    def start(self) -> None:
+        """All prompts are in."""
+
+    @abstractmethod
+    def take(self) -> int | Tensor:
+        """The new token's slot: one for all, or indices (b * kv_heads,) into the flattened (b, kv_heads, capacity)."""
+
+    @abstractmethod
+    def settle(self, row: Tensor | None, length: int) -> None:
+        """Attention over the first `length` slots gave `row` (b, kv_heads, length): score, let one per row go."""
+
+    @abstractmethod
+    def positions(self) -> Tensor:
+        """Absolute position in each slot, (b, kv_heads, capacity) int32, -1 where empty. For inspection: not fast."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of state on the device."""
+
+
+class ArrivalSlots(SlotBook):
+    """The first `sinks` slots are for ever, the others are a ring of `recent` + 1 whose oldest goes.
+
+    A full row is the same with a ring of one: slots in order, and only a row past its end comes back to its last slot.
+    """
+
+    def __init__(self, clock: RowClock, kv_heads: int, capacity: int) -> None:
+        scored = [budget for budget in clock.budgets if budget.heavy and not budget.full]
+        if scored:
+            raise ValueError(f"{scored[0]} has heavy tokens, which need a policy with scores")
+        self._clock, self._kv_heads, self._capacity = clock, kv_heads, capacity
+        self._first = [limit - 1 if b.full else b.sinks for b, limit in zip(clock.budgets, clock.limits, strict=True)]
+        self._slot: int | None = None
+        self._flat = torch.empty(0, dtype=torch.int64, device=clock.device)
+
+    def fill(self, rows: Rows, length: int, budget: Budget, column_sums: Tensor | None) -> Tensor | None:
+        if length <= budget.total:
+            return None
+        kept = torch.arange(budget.total, device=self._clock.device)
+        kept[budget.sinks :] += length - budget.total
+        return kept
+
+    def start(self) -> None:
+        clock = self._clock
+        if len(set(zip(clock.held, self._first, clock.limits, strict=True))) == 1:
+            self._slot = min(clock.held[0], clock.limits[0] - 1)
+            return
+        held, first, limit = (torch.tensor(x, device=clock.device) for x in (clock.held, self._first, clock.limits))
+        base = torch.arange(len(clock.budgets) * self._kv_heads, device=clock.device) * self._capacity
+        per_head = (x.repeat_interleave(self._kv_heads) + base for x in (torch.minimum(held, limit - 1), first, limit))
+        self._flat, self._wrap, self._end = per_head
+
+    def take(self) -> int | Tensor:
+        return self._flat if self._slot is None else self._slot
+
+    def settle(self, row: Tensor | None, length: int) -> None:
+        if self._slot is None:
+            following = self._flat + 1
+            self._flat = torch.where(following == self._end, self._wrap, following)
+        else:
+            self._slot += 1
+            if self._slot == self._clock.limits[0]:
+                self._slot = self._first[0]
+
+    def positions(self) -> Tensor:
+        clock = self._clock
+        table = torch.full((len(self._first), self._capacity), -1, dtype=torch.int32)
+        for row, (budget, now) in enumerate(zip(clock.budgets, clock.next_pos, strict=True)):
+            prompt, held = now - clock.step, clock.held[row]
+            table[row, :held] = torch.arange(held)
+            table[row, min(budget.sinks, held) : held] += prompt - held
+            for arrival in range(clock.step):
+                table[row, self._slot_of(row, held + arrival)] = prompt + arrival
+            if not budget.full:
+                table[row, self._slot_of(row, held + clock.step)] = -1  # what the last step let go
+        return table[:, None].expand(-1, self._kv_heads, -1)
+
+    def _slot_of(self, row: int, order: int) -> int:
+        first, limit = self._first[row], self._clock.limits[row]
+        return order if order < limit else first + (order - first) % (limit - first)
+
+    @property
+    def nbytes(self) -> int:
+        return self._flat.nbytes
