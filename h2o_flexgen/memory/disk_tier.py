@@ -16,12 +16,22 @@ from h2o_flexgen.units import format_bytes
 class Region:
     """A span of a preallocated file: bytes [offset, offset + nbytes), on pages that belong to it alone.
 
-    `part` gives views that share the file; releasing the whole region closes and removes it.
+    `part` gives views that share the file; releasing the whole region closes and removes it. A region remembers the
+    digest of the last write through it, a part of its own writes only.
     """
 
     def __init__(self, file: DirectFile, offset: int, nbytes: int, what: str, tier: DiskTier | None = None) -> None:
         self.file, self.offset, self.nbytes, self.what = file, offset, nbytes, what
         self._tier = tier
+        self._written: tuple[int, bytes] | None = None
+
+    def remember(self, nbytes: int, digest: bytes) -> None:
+        """Called after a write of `nbytes` from the start of the region."""
+        self._written = (nbytes, digest)
+
+    def digest_of(self, nbytes: int) -> bytes | None:
+        """The digest of the region's first `nbytes`, None unless the last write was of just those."""
+        return self._written[1] if self._written is not None and self._written[0] == nbytes else None
 
     def part(self, offset: int, nbytes: int) -> Region:
         """The sub-span [offset, offset + nbytes); `offset` is a multiple of PAGE. It owns nothing."""
