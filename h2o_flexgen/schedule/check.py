@@ -1,0 +1,287 @@
+"""Proof that a schedule is sound, rule by rule, from its ticks alone.
+
+Nothing here is shared with the generators: the checker plays the ticks and keeps its own account of what lies where.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, Tick
+
+LOADS = frozenset({TaskKind.LOAD_WEIGHTS, TaskKind.LOAD_CACHE, TaskKind.LOAD_HIDDEN})
+STORES = frozenset({TaskKind.STORE_CACHE, TaskKind.STORE_HIDDEN})
+WEIGHTS = frozenset({TaskKind.LOAD_WEIGHTS, TaskKind.FREE_WEIGHTS})
+CACHE = frozenset({TaskKind.LOAD_CACHE, TaskKind.STORE_CACHE})
+
+
+class ScheduleError(AssertionError):
+    """A schedule breaks a rule: always a fault of the generator, never of the user."""
+
+
+class Report(NamedTuple):
+    """What a sound schedule does.
+
+    ticks       number of ticks, a drain tick included
+    steps       steps run; fewer than the shape's when every row finished early
+    tasks       number of tasks of each kind
+    loads       number of loads of each streamed weight group
+    peak_alive  largest number of weight copies alive at once
+    unused      weight loads that an early finish made useless
+    """
+
+    ticks: int
+    steps: int
+    tasks: dict[TaskKind, int]
+    loads: dict[str, int]
+    peak_alive: int
+    unused: int
+
+
+def check(ticks: Iterable[Tick], shape: ScheduleShape, active: Sequence[Sequence[int]] | None = None) -> Report:
+    """Prove that `ticks` is a sound schedule for `shape`, or raise ScheduleError naming the tick and the rule.
+
+    active: the batches that were active in each step (a final empty entry is allowed); None: taken from the ticks, and
+    then the schedule may end after any step. The rules:
+    - form: ticks are numbered; each task stands where its kind belongs; only the last tick may lack a compute, and then
+      it loads nothing;
+    - order: every (step, unit, active batch) is computed once, steps in order, within a step unit by unit (zig-zag) or
+      batch by batch (row by row); active batches only ever become fewer;
+    - weights: a streamed group is on the compute tier before the tick that uses it (the first tick loads its own), is
+      there once, is freed once and in the tick of its last use, and at most lookahead + 1 groups are there at once;
+    - cache and hidden: what moves is loaded in the tick before its compute, from where it was stored, and stored in the
+      tick after; what does not move has no tasks; caches are not stored in the last step;
+    - end: no copy is alive and nothing is left to store.
+    """
+    ticks = list(ticks)
+    _check_form(ticks, shape)
+    steps = _check_order(ticks, shape, active)
+    books = _WeightBooks(shape, ended_early=steps < shape.num_steps)
+    for tick in ticks:
+        books.play(tick)
+    books.close()
+    states = _StateBooks(shape, ticks)
+    for tick in ticks:
+        states.play(tick)
+    states.close()
+    tasks = Counter(task.kind for tick in ticks for task in _tasks(tick))
+    return Report(len(ticks), steps, dict(tasks), dict(books.loads), books.peak, books.unused)
+
+
+def _tasks(tick: Tick) -> Iterator[Task]:
+    yield from tick.stores
+    yield from tick.loads
+    if tick.compute is not None:
+        yield tick.compute
+    yield from tick.frees
+
+
+def _require(holds: bool, tick: int, rule: str) -> None:
+    if not holds:
+        raise ScheduleError(f"tick {tick}: {rule}")
+
+
+def _check_form(ticks: Sequence[Tick], shape: ScheduleShape) -> None:
+    for index, tick in enumerate(ticks):
+        _require(tick.index == index, index, f"form: is numbered {tick.index}")
+        for place, kinds in ((tick.loads, LOADS), (tick.stores, STORES), (tick.frees, {TaskKind.FREE_WEIGHTS})):
+            for task in place:
+                _require(task.kind in kinds, index, f"form: {task} does not belong there")
+        for task in _tasks(tick):
+            batches = range(NO_BATCH, 0) if task.kind in WEIGHTS else range(shape.num_batches)
+            exists = task.step in range(shape.num_steps) and task.unit in range(len(shape.units))
+            _require(exists and task.batch in batches, index, f"form: {task} has an index that does not exist")
+            cacheable = task.kind not in CACHE or shape.units[task.unit].kind == "attn"
+            _require(cacheable, index, f"form: {task} names a unit without a cache")
+        if tick.compute is None:
+            _require(index == len(ticks) - 1, index, "form: a tick without a compute is not the last one")
+            _require(not tick.loads, index, "form: a drain tick loads something")
+        else:
+            _require(tick.compute.kind is TaskKind.COMPUTE, index, f"form: {tick.compute} is not a compute")
+
+
+def _check_order(ticks: Sequence[Tick], shape: ScheduleShape, active: Sequence[Sequence[int]] | None) -> int:
+    """Check the computes; the number of steps run."""
+    computes = [tick.compute for tick in ticks if tick.compute is not None]
+    before = set(range(shape.num_batches))
+    steps, start = 0, 0
+    for step, group in groupby(computes, key=lambda task: task.step):
+        done = [(task.unit, task.batch) for task in group]
+        _require(step == steps, start, f"order: step {step} follows step {steps - 1}")
+        batches = {batch for _, batch in done}
+        _require(batches <= before, start, f"order: batches {sorted(batches - before)} come back in step {step}")
+        if active is not None:
+            recorded = list(active[step]) if step < len(active) else []
+            _require(sorted(batches) == recorded, start, f"order: batches {sorted(batches)}, active are {recorded}")
+        units = range(len(shape.units))
+        wanted = (
+            [(unit, batch) for unit in units for batch in sorted(batches)],
+            [(unit, batch) for batch in sorted(batches) for unit in units],
+        )
+        agreed = max(_agreement(done, order) for order in wanted)
+        _require(done in wanted, start + agreed, f"order: step {step} is neither unit by unit nor batch by batch")
+        before, steps, start = batches, steps + 1, start + len(done)
+    if active is not None:
+        recorded_steps = sum(1 for batches in active if batches)
+        _require(steps == recorded_steps, len(ticks), f"order: {steps} steps run, active were {recorded_steps}")
+    return steps
+
+
+def _agreement(done: list[tuple[int, int]], wanted: list[tuple[int, int]]) -> int:
+    """Number of leading entries that agree, capped at the last entry of `done`."""
+    pairs = enumerate(zip(done, wanted, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), len(done) - 1)
+
+
+@dataclass
+class _Copy:
+    """A weight group on the compute tier: its load, and its last use so far."""
+
+    load: Task
+    loaded: int
+    used: int | None = None
+    last: Task | None = None
+
+
+class _WeightBooks:
+    """Account of the streamed weight groups on the compute tier."""
+
+    def __init__(self, shape: ScheduleShape, *, ended_early: bool) -> None:
+        self._shape, self._ended_early = shape, ended_early
+        self._copies: dict[str, _Copy] = {}
+        self.loads: Counter[str] = Counter()
+        self.peak = self.unused = 0
+
+    def play(self, tick: Tick) -> None:
+        """Loads, then the compute, then the frees of one tick."""
+        for task in tick.loads:
+            if task.kind is TaskKind.LOAD_WEIGHTS:
+                self._load(tick.index, task)
+        if tick.compute is not None:
+            self._use(tick.index, tick.compute)
+        for task in tick.frees:
+            self._free(tick, task)
+
+    def close(self) -> None:
+        """Nothing may be alive after the last tick."""
+        if self._copies:
+            key, copy = next(iter(self._copies.items()))
+            raise ScheduleError(f"tick {copy.loaded}: end: {key} is loaded by {copy.load} and never freed")
+
+    def _load(self, tick: int, task: Task) -> None:
+        key = self._shape.units[task.unit].weights
+        _require(key in self._shape.streamed, tick, f"weights: {task} loads {key}, which is resident")
+        _require(key not in self._copies, tick, f"weights: {task} loads {key}, which is there already")
+        self._copies[key] = _Copy(task, tick)
+        self.loads[key] += 1
+        self.peak = max(self.peak, len(self._copies))
+        bound = self._shape.lookahead + 1
+        _require(len(self._copies) <= bound, tick, f"weights: {task} makes {len(self._copies)} copies of {bound}")
+
+    def _use(self, tick: int, task: Task) -> None:
+        key = self._shape.units[task.unit].weights
+        if key not in self._shape.streamed:
+            return
+        copy = self._copies.get(key)
+        if copy is None:
+            raise ScheduleError(f"tick {tick}: weights: {task} needs {key}, which is not there")
+        _require(copy.loaded < tick or tick == 0, tick, f"weights: {task} needs {key}, whose load only starts")
+        first = (copy.load.step, copy.load.unit) == (task.step, task.unit)
+        _require(copy.used is not None or first, tick, f"weights: {copy.load} does not name its first use, {task}")
+        copy.used, copy.last = tick, task
+
+    def _free(self, tick: Tick, task: Task) -> None:
+        key = self._shape.units[task.unit].weights
+        copy = self._copies.pop(key, None)
+        if copy is None:
+            raise ScheduleError(f"tick {tick.index}: weights: {task} frees {key}, which is not there")
+        drained = tick.compute is None and self._ended_early
+        _require(copy.used == tick.index or drained, tick.index, f"weights: {task} is not in the tick of the last use")
+        last = copy.last or copy.load
+        _require((last.step, last.unit) == (task.step, task.unit), tick.index, f"weights: {task} does not name {last}")
+        self.unused += copy.used is None
+
+
+class _State(NamedTuple):
+    """The cache of one (layer, GPU batch), or the hidden state of one GPU batch (layer None)."""
+
+    name: str
+    layer: int | None
+    batch: int
+
+
+class _StateBooks:
+    """Account of the caches and hidden states that move.
+
+    A state is at home, or loaded for the next compute, or owed to its home by the last one, or nowhere of interest.
+    """
+
+    def __init__(self, shape: ScheduleShape, ticks: Sequence[Tick]) -> None:
+        self._shape = shape
+        self._computes = [tick.compute for tick in ticks]
+        self._home: set[_State] = set()
+        self._loaded: set[_State] = set()
+        self._owed: dict[_State, Task] = {}
+
+    def play(self, tick: Tick) -> None:
+        """Stores, then loads, then the compute of one tick."""
+        for task in tick.stores:
+            self._store(tick.index, task)
+        if self._owed:
+            state, wrote = next(iter(self._owed.items()))
+            raise ScheduleError(f"tick {tick.index}: {state.name}: what {wrote} wrote is not stored in the next tick")
+        for task in tick.loads:
+            if task.kind is not TaskKind.LOAD_WEIGHTS:
+                self._load(tick.index, task)
+        if tick.compute is not None:
+            self._compute(tick.index, tick.compute)
+
+    def close(self) -> None:
+        """Nothing may be left to store after the last tick."""
+        for wrote in self._owed.values():
+            raise ScheduleError(f"tick {len(self._computes)}: end: what {wrote} wrote is never stored")
+
+    def _store(self, tick: int, task: Task) -> None:
+        state = self._state(task)
+        wrote = self._owed.pop(state, None)
+        matches = wrote is not None and (wrote.step, wrote.unit) == (task.step, task.unit)
+        _require(matches, tick, f"{state.name}: {task} stores what the tick before did not leave to be stored")
+        self._home.add(state)
+
+    def _load(self, tick: int, task: Task) -> None:
+        state = self._state(task)
+        _require(state in self._home, tick, f"{state.name}: {task} loads what is not stored")
+        target = self._compute_at(tick + 1)
+        same = target is not None and (target.step, target.unit, target.batch) == (task.step, task.unit, task.batch)
+        _require(same, tick, f"{state.name}: {task} is not for the compute of the next tick")
+        self._home.remove(state)
+        self._loaded.add(state)
+
+    def _compute(self, tick: int, task: Task) -> None:
+        unit = self._shape.units[task.unit]
+        if unit.kind == "attn" and (unit.layer, task.batch) in self._shape.cache_moves:
+            cache = _State("cache", unit.layer, task.batch)
+            ready = (cache in self._loaded) == (task.step > 0)
+            _require(ready, tick, f"cache: {task} reads a cache that is not loaded, or the prompt finds one")
+            self._loaded.discard(cache)
+            if task.step < self._shape.num_steps - 1:
+                self._owed[cache] = task
+        hidden = _State("hidden", None, task.batch)
+        _require(hidden not in self._home, tick, f"hidden: {task} needs a hidden state that is parked")
+        self._loaded.discard(hidden)
+        following = self._compute_at(tick + 1)
+        interrupted = following is None or following.batch != task.batch
+        if task.batch in self._shape.hidden_moves and unit.kind != "head" and interrupted:
+            self._owed[hidden] = task
+
+    def _compute_at(self, tick: int) -> Task | None:
+        return self._computes[tick] if tick < len(self._computes) else None
+
+    def _state(self, task: Task) -> _State:
+        if task.kind in (TaskKind.LOAD_HIDDEN, TaskKind.STORE_HIDDEN):
+            return _State("hidden", None, task.batch)
+        return _State("cache", self._shape.units[task.unit].layer, task.batch)

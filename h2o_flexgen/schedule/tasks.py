@@ -1,0 +1,105 @@
+"""The nouns of a schedule: a task, a tick (one inner iteration) and the shape a schedule is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from h2o_flexgen.config.model import UnitSpec
+
+NO_BATCH = -1  # the batch index of tasks that move weights: they serve every GPU batch of a pass
+
+
+class TaskKind(StrEnum):
+    """What a task does; the value is the word used in traces and messages."""
+
+    LOAD_WEIGHTS = "load_weights"
+    FREE_WEIGHTS = "free_weights"
+    LOAD_CACHE = "load_cache"
+    STORE_CACHE = "store_cache"
+    LOAD_HIDDEN = "load_hidden"
+    STORE_HIDDEN = "store_hidden"
+    COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to do. `unit` indexes `ScheduleShape.units`.
+
+    Weights tasks have batch NO_BATCH; a load names the step and unit where its group is needed first, a free those that
+    needed it last (of a load that was never used: where it would have been needed). Cache and hidden tasks name the
+    compute they belong to: the one that will read what is loaded, the one that wrote what is stored.
+    """
+
+    kind: TaskKind
+    step: int
+    unit: int
+    batch: int
+
+    def __str__(self) -> str:
+        batch = "" if self.batch == NO_BATCH else f" batch {self.batch}"
+        return f"{self.kind.value} step {self.step} unit {self.unit}{batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """One inner iteration: stores are issued first, then loads, then the compute; frees take effect after the compute.
+
+    stores  what the previous tick's compute wrote; they overlap this tick's compute
+    loads   for later ticks, in order of urgency, each to be issued after this tick's stores; only the very first tick
+            of a schedule loads what its own compute needs
+    compute None only in a drain tick, which ends a schedule with its last stores and frees and loads nothing
+    frees   weight groups whose last use this tick's compute was; in a drain tick also loads that nothing will use
+    """
+
+    index: int
+    loads: tuple[Task, ...]
+    compute: Task | None
+    stores: tuple[Task, ...]
+    frees: tuple[Task, ...]
+
+
+@dataclass(frozen=True)
+class ScheduleShape:
+    """All that a schedule depends on. Raises ValueError for a shape no schedule exists for.
+
+    units         the compute positions in order: input embedding first, output head last
+    streamed      keys of the weight groups that are not resident on the compute tier
+    cache_moves   (layer, batch) of the caches that are not resident on the compute tier
+    hidden_moves  batches whose hidden states are parked off the compute tier while other batches are computed
+    lookahead     streamed weight groups in flight beyond the one in use: at most lookahead + 1 copies are alive
+    """
+
+    units: tuple[UnitSpec, ...]
+    num_steps: int
+    num_batches: int
+    streamed: frozenset[str]
+    cache_moves: frozenset[tuple[int, int]]
+    hidden_moves: frozenset[int]
+    lookahead: int = 1
+
+    def __post_init__(self) -> None:
+        kinds = [unit.kind for unit in self.units]
+        if len(kinds) < 2 or kinds[0] != "embed" or kinds[-1] != "head" or {"embed", "head"} & set(kinds[1:-1]):
+            raise ValueError(f"units are {kinds}: needed one embed, first, and one head, last")
+        if [unit.index for unit in self.units] != list(range(len(kinds))):
+            raise ValueError("unit indices must count from 0 in the order of the units")
+        for name in ("num_steps", "num_batches", "lookahead"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: needed at least 1")
+        if unknown := self.streamed - {unit.weights for unit in self.units}:
+            raise ValueError(f"streamed weight groups {sorted(unknown)} belong to no unit")
+        layers = {unit.layer for unit in self.units if unit.kind == "attn"}
+        if any(layer not in layers or not 0 <= batch < self.num_batches for layer, batch in self.cache_moves):
+            raise ValueError(f"cache_moves names a layer or batch that does not exist: {sorted(self.cache_moves)}")
+        if any(not 0 <= batch < self.num_batches for batch in self.hidden_moves):
+            raise ValueError(f"hidden_moves names a batch that does not exist: {sorted(self.hidden_moves)}")
+
+
+ActiveBatches: TypeAlias = Callable[[int], Sequence[int]]
+"""Maps a step to the ascending indices of the GPU batches that still have unfinished rows; [] ends the schedule."""
+
+Schedule: TypeAlias = Callable[[ScheduleShape, ActiveBatches | None], Iterator[Tick]]
+"""The signature of a generator of ticks: `zigzag` and `row_by_row`."""
