@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.registry import suggestion
+
+T = TypeVar("T")
+
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 def flag(
@@ -20,3 +31,172 @@ def flag(
     (bool, int, float or str) does not say how; `unset` is how `--help` prints a default of None.
     """
     return {"flags": names, "help": help, "metavar": metavar, "parse": parse, "show": show, "unset": unset}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that takes no abbreviations and suggests the flag that an unknown one resembles."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Print `message` to stderr and exit with code 2."""
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            unknown = message.removeprefix(prefix).split()[0].partition("=")[0]
+            hint = suggestion(unknown, self._option_string_actions)
+            message = f"{message}. {hint}" if hint else message
+        super().error(message)
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    cls: type[Any],
+    *,
+    exclude: Collection[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> None:
+    """Give `parser` a group with a flag for every field of the dataclass `cls` that has one.
+
+    Fields in `exclude` get none. `defaults` replace those of the fields, in `--help` too: pass the same to
+    `from_namespace`. A flag that is not typed leaves no trace in the namespace, so that `given` can tell.
+    """
+    group = parser.add_argument_group(cls.__name__)
+    for item in _flagged(cls):
+        if item.name in exclude:
+            continue
+        default = (defaults or {}).get(item.name, item.default)
+        required = default is dataclasses.MISSING
+        note = "required" if required else f"default: {item.show(default)}"
+        text = f"{item.help} ({note})".replace("%", "%%")
+        common: dict[str, Any] = {"dest": item.dest, "default": argparse.SUPPRESS, "required": required, "help": text}
+        if item.type is bool:
+            group.add_argument(*item.names, f"--no-{item.names[0][2:]}", action=_Switch, metavar="BOOL", **common)
+        else:
+            group.add_argument(*item.names, type=_converter(item), metavar=item.metavar, **common)
+
+
+def from_namespace(cls: type[T], namespace: argparse.Namespace, *, defaults: Mapping[str, Any] | None = None) -> T:
+    """The `cls` that the parsed flags describe; what was not typed comes from `defaults`, else from the fields.
+
+    Raises what `cls` raises for values that make no sense: UsageError.
+    """
+    typed = {item.name: getattr(namespace, item.dest) for item in _flagged(cls) if hasattr(namespace, item.dest)}
+    return cls(**{**(defaults or {}), **typed})
+
+
+def given(cls: type[Any], namespace: argparse.Namespace) -> set[str]:
+    """The fields of `cls` whose flags were typed."""
+    return {item.name for item in _flagged(cls) if hasattr(namespace, item.dest)}
+
+
+def to_argv(config: Any) -> list[str]:
+    """The arguments that give `config` back; fields that are None or have no flag are left out."""
+    arguments = []
+    for item in _flagged(type(config)):
+        value = getattr(config, item.name)
+        if isinstance(value, bool):
+            arguments.append(item.names[0] if value else f"--no-{item.names[0][2:]}")
+        elif value is not None:
+            arguments.append(f"{item.names[0]}={item.show(value)}")
+    return arguments
+
+
+def parse_bool(text: str) -> bool:
+    """True for true, 1, yes, on, False for false, 0, no, off, in any case; UsageError for anything else."""
+    word = text.strip().lower()
+    if word not in _TRUE + _FALSE:
+        raise UsageError(f"{text!r} is neither true nor false", f"needed one of {', '.join(_TRUE + _FALSE)}")
+    return word in _TRUE
+
+
+class _Flagged(NamedTuple):
+    """One field with its flag: `type` is the field's own, without None."""
+
+    name: str
+    names: Sequence[str]
+    type: Any
+    default: Any
+    help: str
+    metavar: str | None
+    parse: Callable[[str], Any]
+    show_value: Callable[[Any], str] | None
+    unset: str
+
+    @property
+    def dest(self) -> str:
+        return self.names[0].lstrip("-").replace("-", "_")
+
+    def show(self, value: Any) -> str:
+        """`value` as one types it."""
+        if value is None:
+            return self.unset
+        if self.show_value:
+            return self.show_value(value)
+        return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _flagged(cls: type[Any]) -> Iterator[_Flagged]:
+    hints = typing.get_type_hints(cls)
+    for item in dataclasses.fields(cls):
+        meta = item.metadata
+        if "flags" not in meta:
+            continue
+        default = item.default
+        if item.default_factory is not dataclasses.MISSING:
+            default = item.default_factory()
+        kind = _without_none(hints[item.name])
+        parse = meta["parse"] or (parse_bool if kind is bool else kind)
+        yield _Flagged(
+            name=item.name,
+            names=meta["flags"],
+            type=kind,
+            default=default,
+            help=meta["help"],
+            metavar=meta["metavar"],
+            parse=parse,
+            show_value=meta["show"],
+            unset=meta["unset"],
+        )
+
+
+def _without_none(hint: Any) -> Any:
+    """`int` for `int | None`."""
+    if isinstance(hint, types.UnionType):
+        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+    return hint
+
+
+def _converter(item: _Flagged) -> Callable[[str], Any]:
+    """`item.parse` in a form whose complaints argparse shows."""
+
+    def convert(text: str) -> Any:
+        try:
+            return item.parse(text)
+        except UsageError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    convert.__name__ = getattr(item.parse, "__name__", item.name)
+    return convert
+
+
+class _Switch(argparse.Action):
+    """`--x`, `--no-x`, and FlexGen's `--x true`."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs="?", **options)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        negated = option_string is not None and option_string.startswith("--no-")
+        if negated and values is not None:
+            raise argparse.ArgumentError(self, f"{option_string} takes no value, found {values!r}")
+        try:
+            setattr(namespace, self.dest, not negated if values is None else parse_bool(str(values)))
+        except UsageError as error:
+            raise argparse.ArgumentError(self, str(error)) from None

@@ -47,5 +47,5 @@ def checkpoint_names(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
 
 
 def ignored_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Patterns (fnmatch) of checkpoint tensors that are not weights of `spec` and may be skipped."""
+    """Regular expressions, to be searched for, of checkpoint tensors that are no weights and may be skipped."""
     return FAMILIES.get(spec.arch.family).ignored

@@ -11,9 +11,13 @@ from typing import Any
 from h2o_flexgen.config.model import Activation, ArchSpec, ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
 
-IGNORED: tuple[str, ...] = ("*.rotary_emb.inv_freq", "*.attention.bias", "*.masked_bias", "lm_head.weight")
-"""Patterns of tensors that may be in a checkpoint and are not read; `lm_head.weight` is a copy of the embedding
-wherever it is not among the names asked for."""
+IGNORED: tuple[str, ...] = (
+    r"\.rotary_emb\.inv_freq$",
+    r"\.attention\.bias$",
+    r"\.masked_bias$",
+    r"(^|\.)decoder\.version$",
+)
+"""Regular expressions, to be searched for, of tensors that may be in a checkpoint and are no weights."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",

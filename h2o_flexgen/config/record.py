@@ -1,0 +1,210 @@
+"""What a run reports: the numbers behind the table it prints, and the JSON object on its last line."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from h2o_flexgen.config.checks import known_keys, truth, whole
+from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.errors import UsageError
+
+DERIVED = ("gen_throughput", "total_token_throughput", "prefill_throughput", "decode_throughput")
+"""Keys of the JSON object that are computed from others."""
+
+_NESTED: dict[str, tuple[str, ...]] = {
+    "eviction": ("name", "budget", "heavy", "recent", "sinks"),
+    "policy": ("gpu_batch_size", "num_gpu_batches", "weights", "cache", "hidden"),
+    "peak_bytes": ("gpu", "cpu", "disk", "rss"),
+    "bound": ("phase", "resource", "seconds"),
+}
+"""Keys that a nested object must have; it may have more."""
+
+
+def package_version() -> str:
+    """The installed version of this package."""
+    try:
+        return importlib.metadata.version("h2o_flexgen")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def host_facts() -> dict[str, Any]:
+    """What the run ran on, without a host name: CPU model, usable cores, memory in bytes, system, Python."""
+    cpu = platform.processor()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            cpu = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), cpu)
+    except OSError:
+        pass
+    return {
+        "cpu": cpu or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def eviction_entry(name: str, budgets: Sequence[Budget]) -> dict[str, Any]:
+    """The `eviction` object of a record: tokens per sequence, [smallest, largest] where sequences differ."""
+
+    def spread(values: list[int]) -> int | list[int]:
+        low, high = min(values, default=0), max(values, default=0)
+        return low if low == high else [low, high]
+
+    return {
+        "name": name,
+        "budget": spread([budget.total for budget in budgets]),
+        "heavy": spread([budget.heavy for budget in budgets]),
+        "recent": spread([budget.recent for budget in budgets]),
+        "sinks": spread([budget.sinks for budget in budgets]),
+    }
+
+
+def _today() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What ran, what it moved, how fast, predicted and measured: seconds, bytes, tokens per second.
+
+    Everything is a plain JSON value; a number that is not finite, an unknown key or a negative count raises UsageError.
+    Rates are properties, None where no time was spent.
+    """
+
+    version: str = field(default_factory=package_version)
+    date: str = field(default_factory=_today)
+    """ISO 8601, UTC."""
+    host: dict[str, Any] = field(default_factory=host_facts)
+    model: str
+    dtype: str
+    device: str
+    weights: str
+    """"checkpoint" or "dummy"."""
+    eviction: dict[str, Any]
+    policy: dict[str, Any]
+    prompt_len: int
+    """Of the longest prompt."""
+    gen_len: int
+    """Asked for, of the sequence that asked for most."""
+    sequences: int
+    prompt_tokens: int
+    generated_tokens: int
+    load_s: float
+    prefill_s: float
+    decode_s: float
+    total_s: float
+    bytes_moved: dict[str, int]
+    """By link: "disk->cpu" and so on."""
+    bandwidth: dict[str, float | None]
+    """Bytes per second of each link while it was busy."""
+    flops: int
+    """Matmul FLOPs of prefill and decode together."""
+    peak_bytes: dict[str, int | None]
+    kv_bytes: int
+    bound: dict[str, Any] | None = None
+    predicted: dict[str, Any] | None = None
+    projected: bool = False
+    """The times come from a simulation, not from a clock."""
+    warnings: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            object.__setattr__(self, item.name, _plain(getattr(self, item.name), item.name))
+        if self.weights not in ("checkpoint", "dummy"):
+            raise UsageError(f"weights is {self.weights!r}", "needed checkpoint or dummy")
+        for name in ("prompt_len", "gen_len", "sequences", "prompt_tokens", "generated_tokens", "flops", "kv_bytes"):
+            whole(getattr(self, name), name, 0)
+        for name in ("load_s", "prefill_s", "decode_s", "total_s"):
+            seconds = getattr(self, name)
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds < 0:
+                raise UsageError(f"{name} is {seconds!r}", "needed seconds, at least 0")
+        truth(self.projected, "projected")
+        for name, keys in _NESTED.items():
+            nested = getattr(self, name)
+            if nested is None and name == "bound":
+                continue
+            missing = [key for key in keys if key not in nested] if isinstance(nested, dict) else list(keys)
+            if missing:
+                raise UsageError(f"{name} of a RunRecord lacks {', '.join(missing)}", f"found {nested!r}")
+
+    @property
+    def gen_throughput(self) -> float | None:
+        """Generated tokens per second of prefill and decode together (FlexGen's definition)."""
+        return _rate(self.generated_tokens, self.prefill_s + self.decode_s)
+
+    @property
+    def total_token_throughput(self) -> float | None:
+        """Prompt and generated tokens per second of prefill and decode together."""
+        return _rate(self.prompt_tokens + self.generated_tokens, self.prefill_s + self.decode_s)
+
+    @property
+    def prefill_throughput(self) -> float | None:
+        """Prompt tokens per second of prefill."""
+        return _rate(self.prompt_tokens, self.prefill_s)
+
+    @property
+    def decode_throughput(self) -> float | None:
+        """Generated tokens per second of decode; the first of each sequence is prefill's."""
+        return _rate(max(0, self.generated_tokens - self.sequences), self.decode_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field and every rate, as plain JSON values. Rates follow the times they come from."""
+        data: dict[str, Any] = {}
+        for item in dataclasses.fields(self):
+            data[item.name] = _plain(getattr(self, item.name), item.name)
+            if item.name == "total_s":
+                data.update((name, getattr(self, name)) for name in DERIVED)
+        return data
+
+    def to_line(self) -> str:
+        """`to_json` as one line of text."""
+        return json.dumps(self.to_json(), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RunRecord:
+        """The record of `to_json`; unknown or missing keys, and rates that do not follow, raise UsageError."""
+        if isinstance(data, Mapping):
+            missing = [item.name for item in dataclasses.fields(cls) if item.name not in data]
+            if missing:
+                raise UsageError(f"RunRecord lacks the keys {', '.join(missing)}")
+        record = cls(**known_keys(data, cls, derived=DERIVED))
+        for name in DERIVED:
+            stored, computed = data.get(name), getattr(record, name)
+            if name in data and stored != computed and not (stored and computed and math.isclose(stored, computed)):
+                raise UsageError(f"{name} is {stored!r}", f"its tokens and seconds give {computed!r}")
+        return record
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    """`count` per second, None where that says nothing: no time, or too little to divide by."""
+    rate = count / seconds if seconds > 0 else math.inf
+    return rate if math.isfinite(rate) else None
+
+
+def _plain(value: Any, where: str) -> Any:
+    """A copy of `value` made of dict, list, str, bool, int, float and None; anything else raises UsageError."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{where}[{position}]") for position, item in enumerate(value)]
+    if hasattr(type(value), "__index__"):
+        return int(value)
+    if hasattr(type(value), "__float__"):
+        number = float(value)
+        if math.isfinite(number):
+            return number
+        raise UsageError(f"{where} of a RunRecord is {number}", "needed a finite number")
+    raise UsageError(f"{where} of a RunRecord is a {type(value).__name__}", "needed a plain JSON value")
