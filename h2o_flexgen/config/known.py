@@ -22,7 +22,7 @@ def known_names() -> tuple[str, ...]:
 
     def size(path: Path) -> tuple[str, int]:
         config = _read(path)
-        return path.stem.rpartition("-")[0], config["num_hidden_layers"] * config["hidden_size"]
+        return path.stem.rpartition("-")[0], config.get("num_hidden_layers", 0) * config.get("hidden_size", 0)
 
     return tuple(path.stem for path in sorted(set(_paths().values()), key=size))
 

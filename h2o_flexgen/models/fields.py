@@ -58,10 +58,10 @@ class ConfigReader:
         """The dtype the checkpoint was saved in, by either of the two keys that transformers has used."""
         key = "dtype" if self._config.get("dtype") is not None else "torch_dtype"
         value = self._value(key, default)
-        text = value.removeprefix("torch.") if isinstance(value, str) else value
+        text = value.removeprefix("torch.") if isinstance(value, str) else ""
         if text not in DTYPES:
             raise self._error(key, value, f"one of {', '.join(DTYPES)}")
-        return str(text)
+        return text
 
     def divide(self, key: str, value: int, by_key: str, by: int) -> int:
         """`value` / `by`, which must leave no rest."""

@@ -1,0 +1,129 @@
+"""Budgets: exact ceilings, splits that add up, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h2o_flexgen.config.eviction import SPLITS, Budget, EvictionConfig, exact_ceiling
+from h2o_flexgen.errors import UsageError
+
+EVICTING = [name for name in SPLITS.names() if name != "full"]
+
+
+@given(
+    name=st.sampled_from(EVICTING),
+    prompt_len=st.integers(1, 40),
+    gen_len=st.integers(0, 40),
+    ratio=st.sampled_from(["0.01", "0.2", "0.5", "0.99", "1"]),
+    recent_ratio=st.none() | st.sampled_from([0.01, 0.3, 1.0]),
+)
+def test_budgets_add_up(name: str, prompt_len: int, gen_len: int, ratio: str, recent_ratio: float | None) -> None:
+    length = prompt_len + gen_len
+    total = math.ceil(Fraction(ratio) * length)
+    options: dict[str, Any] = {"recent_ratio": recent_ratio} if SPLITS.get(name).rest == "half" else {}
+    config = EvictionConfig(name, float(ratio), **options)
+    if name == "streaming" and total <= 4 and total < length:
+        with pytest.raises(UsageError, match="sinks leave nothing"):
+            config.resolve(prompt_len, gen_len)
+        return
+    budget = config.resolve(prompt_len, gen_len)
+    assert budget.heavy + budget.recent + budget.sinks == budget.total >= 1
+    assert min(budget.heavy, budget.recent, budget.sinks) >= 0
+    assert budget.total == total
+    assert budget.full == (total >= length)
+
+
+@given(st.integers(1, 10**7), st.integers(1, 10**6))
+def test_the_ceiling_is_of_the_decimal_number(millionths: int, count: int) -> None:
+    ratio = millionths / 10**6
+    assert exact_ceiling(ratio, count) == math.ceil(Fraction(repr(ratio)) * count)
+
+
+def test_seven_hundredths_of_a_hundred_are_seven() -> None:
+    assert math.ceil(0.07 * 100) == 8, "the fault this guards against is gone from Python"
+    assert EvictionConfig("h2o", 0.07).resolve(90, 10).total == 7
+
+
+def test_the_splits() -> None:
+    def split(name: str, **options: Any) -> tuple[int, int, int]:
+        budget = EvictionConfig(name, **options).resolve(60, 40)
+        assert not budget.full
+        return budget.sinks, budget.heavy, budget.recent
+
+    assert split("h2o", ratio=0.2) == (0, 10, 10)
+    assert split("h2o", budget=21) == (0, 10, 11)
+    assert split("h2o", budget=1) == (0, 0, 1)
+    assert split("h2o", budget=21, sinks=4) == (4, 8, 9)
+    assert split("h2o", budget=21, recent=3) == (0, 18, 3)
+    assert split("h2o", budget=21, recent=0) == (0, 21, 0)
+    assert split("h2o", budget=21, recent_ratio=0.07) == (0, 14, 7)
+    assert split("h2o", budget=21, recent_ratio=1) == (0, 0, 21)
+    assert split("random", budget=21) == (0, 10, 11)
+    assert split("local", budget=21) == (0, 0, 21)
+    assert split("streaming", budget=21) == (4, 0, 17)
+    assert split("streaming", budget=21, sinks=1) == (1, 0, 20)
+    assert split("heavy", budget=21) == (0, 21, 0)
+
+
+def test_the_full_cache() -> None:
+    assert EvictionConfig().resolve(60, 40) == Budget(100, 0, 100, 0, True)
+    assert EvictionConfig("h2o").resolve(60, 40) == Budget(100, 50, 50, 0, True)
+    assert EvictionConfig("h2o", budget=500, recent=400).resolve(60, 40) == Budget(100, 0, 100, 0, True)
+    assert EvictionConfig("streaming").resolve(2, 1) == Budget(3, 0, 0, 3, True)
+    assert EvictionConfig("h2o", budget=99).resolve(60, 40).full is False
+
+
+@pytest.mark.parametrize("ratio", [0, 0.0, -0.1, 1.0001, math.nan, math.inf, -math.inf, "0.2", None, True])
+@pytest.mark.parametrize("field", ["ratio", "recent_ratio"])
+def test_shares_that_make_no_sense(field: str, ratio: Any) -> None:
+    if field == "recent_ratio" and ratio is None:
+        return
+    with pytest.raises(UsageError, match="--hh-ratio is" if field == "ratio" else "--recent-ratio is") as caught:
+        EvictionConfig("h2o", **{field: ratio})
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "h20"}, "unknown eviction policy 'h20'.*did you mean 'h2o'"),
+        ({"name": "h2o", "budget": 0}, "--kv-budget is 0. needed at least 1"),
+        ({"name": "h2o", "budget": 2.0}, "--kv-budget is 2.0"),
+        ({"name": "h2o", "recent": -1}, "--recent is -1"),
+        ({"name": "h2o", "sinks": True}, "--sinks is True"),
+        ({"name": "h2o", "recent": 4, "recent_ratio": 0.1}, "both given"),
+        ({"ratio": 0.2}, "--hh-ratio 0.2 is given with the full cache. name an eviction policy"),
+        ({"budget": 20}, "--kv-budget 20 is given with the full cache"),
+        ({"name": "local", "sinks": 4}, "--sinks is 4 with --eviction local"),
+        ({"name": "heavy", "recent": 4}, "--recent is 4 with --eviction heavy"),
+        ({"name": "streaming", "recent_ratio": 0.1}, "--recent-ratio is 0.1 with --eviction streaming"),
+    ],
+)
+def test_what_is_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        EvictionConfig(**options)
+
+
+def test_what_does_not_fit_the_budget() -> None:
+    with pytest.raises(
+        UsageError, match=r"--recent is 11, beside the sinks the budget has 10 tokens. needed at most 10"
+    ):
+        EvictionConfig("h2o", budget=12, sinks=2, recent=11).resolve(60, 40)
+    with pytest.raises(UsageError, match=r"the budget is 4 of 100 tokens, 4 sinks leave nothing of it. .* at least 5"):
+        EvictionConfig("streaming", budget=4).resolve(60, 40)
+    with pytest.raises(UsageError, match="the prompt length is 0"):
+        EvictionConfig().resolve(0, 4)
+
+
+def test_json_round_trip() -> None:
+    config = EvictionConfig("h2o", 0.07, recent=5, seed=3)
+    assert EvictionConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    with pytest.raises(UsageError, match=r"no key 'ration'.*did you mean 'ratio'"):
+        EvictionConfig.from_json({"ration": 0.2})
