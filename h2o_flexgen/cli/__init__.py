@@ -1,0 +1,1 @@
+"""What the programs share: flags to configs, prompts from files, exit codes, progress on stderr."""

@@ -1,0 +1,142 @@
+"""What an engine is told: which model, which machine limits, which policies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from h2o_flexgen.config.checks import known_keys
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.flags import flag
+from h2o_flexgen.config.model import DTYPES
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.registry import suggestion
+from h2o_flexgen.units import parse_bytes
+
+WEIGHTS = ("checkpoint", "dummy")
+DEVICES = ("auto", "cpu", "cuda")
+VERIFY = ("first", "always", "never")
+POLICY_FIELDS = frozenset(item.name for item in dataclasses.fields(OffloadPolicy))
+PLANNED_FIELDS = frozenset({"gpu_batch_size", "num_gpu_batches", "weights", "cache", "hidden"})
+
+
+def _size(*names: str, help: str, unset: str = "what is free") -> dict[str, Any]:
+    return flag(*names, help=f"{help}; 16 and 16GiB are the same", metavar="SIZE", parse=parse_bytes, unset=unset)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The settings of `LLM`. Sizes are given as bytes or text ("8GiB", a bare number counts GiB) and kept in bytes.
+
+    model         a name (`facebook/opt-6.7b`, `opt-6.7b`), a folder, or "demo"
+    path          a folder with models by name, searched first
+    policy        "auto", an OffloadPolicy, or a mapping of the fields that are fixed; the others are then chosen
+    weights       "checkpoint", or "dummy": random numbers of the model's shape
+    dtype         "auto", "float32", "bfloat16", "float16"
+    gpu_mem, cpu_mem, disk_mem   caps per tier; None: what the machine has free
+    emulate_gpu   capacity of a gpu tier in host memory, None for none
+    verify        when packed weights read from disk are checked against their checksums
+    """
+
+    model: str = field(
+        default="demo",
+        metadata=flag("--model", "-m", help="name (opt-30b, facebook/opt-30b), folder, or demo", metavar="MODEL"),
+    )
+    path: str | None = field(
+        default=None,
+        metadata=flag("--path", help="folder with models by name; _DUMMY_ is --weights dummy", metavar="DIR"),
+    )
+    revision: str | None = field(
+        default=None, metadata=flag("--revision", help="of the model on the hub", metavar="REV")
+    )
+    offline: bool | None = field(
+        default=None, metadata=flag("--offline", help="never use the network", unset="HF_HUB_OFFLINE")
+    )
+    eviction: EvictionConfig = field(default_factory=EvictionConfig)
+    policy: str | OffloadPolicy | Mapping[str, Any] = "auto"
+    weights: str = field(
+        default="checkpoint",
+        metadata=flag("--weights", "--load-format", help="checkpoint, or dummy: random weights", metavar="KIND"),
+    )
+    dtype: str = field(
+        default="auto", metadata=flag("--dtype", help="auto, float32, bfloat16, float16", metavar="DTYPE")
+    )
+    device: str = field(default="auto", metadata=flag("--device", help="auto, cpu, cuda", metavar="DEVICE"))
+    gpu_mem: int | None = field(default=None, metadata=_size("--gpu-mem", help="GPU memory the run may use"))
+    cpu_mem: int | None = field(default=None, metadata=_size("--cpu-mem", help="host memory the whole process may use"))
+    disk_mem: int | None = field(
+        default=None, metadata=_size("--nvme-mem", "--disk-mem", help="disk space the run may use")
+    )
+    emulate_gpu: int | None = field(
+        default=None, metadata=_size("--emulate-gpu", help="a gpu tier of this capacity in host memory", unset="none")
+    )
+    offload_dir: str | None = field(
+        default=None,
+        metadata=flag(
+            "--offload-dir",
+            "--offload-folder",
+            help="folder for packed weights and the disk tier",
+            metavar="DIR",
+            unset="~/.cache/h2o_flexgen/offload",
+        ),
+    )
+    verify: str = field(
+        default="first",
+        metadata=flag("--verify", help="checksums of packed weights: first, always or never read", metavar="WHEN"),
+    )
+    trace: bool = False
+    seed: int = field(
+        default=0, metadata=flag("--seed", help="of sampling, dummy weights and random eviction", metavar="N")
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_mem", "cpu_mem", "disk_mem", "emulate_gpu"):
+            value = getattr(self, name)
+            if value is not None:
+                # Whole numbers from code are bytes already once they are large; text and small numbers count GiB.
+                size = value if isinstance(value, int) and value >= 1 << 20 else parse_bytes(value)
+                object.__setattr__(self, name, size)
+        _one_of("weights", self.weights, WEIGHTS)
+        _one_of("dtype", self.dtype, ("auto", *DTYPES))
+        _one_of("device", self.device, DEVICES)
+        _one_of("verify", self.verify, VERIFY)
+        if isinstance(self.policy, str):
+            _one_of("policy", self.policy, ("auto",))
+        elif not isinstance(self.policy, OffloadPolicy):
+            for key in self.policy:
+                if key not in POLICY_FIELDS:
+                    raise UsageError(
+                        f"policy has no field {key!r}",
+                        f"needed {', '.join(sorted(POLICY_FIELDS))}",
+                        suggestion(key, POLICY_FIELDS),
+                    )
+        if not isinstance(self.eviction, EvictionConfig):
+            raise UsageError(f"eviction is {self.eviction!r}", 'needed EvictionConfig(name="h2o", ratio=0.2)')
+
+    @classmethod
+    def of(cls, model: str, **settings: Any) -> EngineConfig:
+        """From keyword arguments; an unknown name raises UsageError with a suggestion."""
+        return cls(**known_keys({"model": model, **settings}, cls))
+
+    @property
+    def fixed_policy(self) -> OffloadPolicy:
+        """The policy as far as it was given; the fields in `free_fields` hold defaults."""
+        if isinstance(self.policy, OffloadPolicy):
+            return self.policy
+        given = {} if isinstance(self.policy, str) else dict(self.policy)
+        return OffloadPolicy(**given)
+
+    @property
+    def free_fields(self) -> frozenset[str]:
+        """The fields of the policy that the planner chooses."""
+        if isinstance(self.policy, OffloadPolicy):
+            return frozenset()
+        return PLANNED_FIELDS - frozenset(() if isinstance(self.policy, str) else self.policy)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name} is {value!r}", f"needed one of {', '.join(allowed)}", suggestion(str(value), allowed))

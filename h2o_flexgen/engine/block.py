@@ -1,0 +1,134 @@
+"""One block from sequences to finished sequences: builds caches and stores, makes the schedule, runs the executor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from h2o_flexgen.cache.eviction.base import EvictionPolicy
+from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.engine.batch import GpuBatch
+from h2o_flexgen.engine.executor import Executor, Machinery
+from h2o_flexgen.engine.plan import Plan
+from h2o_flexgen.engine.sampler import Sampler
+from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.engine.stores import CacheStore, HiddenStore, kv_bytes
+from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.engine.weights import WeightStore
+from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.memory.handle import torch_dtype
+from h2o_flexgen.memory.tiers import Tiers
+from h2o_flexgen.models.decoder import Decoder
+from h2o_flexgen.schedule.tasks import ScheduleShape, Tick
+from h2o_flexgen.schedule.zigzag import zigzag
+
+
+@dataclass
+class BlockTotals:
+    """What the blocks of a call added up to."""
+
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    sequences: int = 0
+    steps: int = 0
+    kv_bytes: int = 0
+    flops: float = 0.0
+    kept: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class BlockRunner:
+    """Runs blocks one after another on loaded weights. Owns nothing but the totals."""
+
+    spec: ModelSpec
+    decoder: Decoder
+    weights: WeightStore
+    tiers: Tiers
+    copies: CopyEngine
+    eviction: EvictionPolicy
+    sampler: Sampler
+    trace: Trace
+    dtype: str
+
+    def run(self, plan: Plan, rows: list[list[Sequence]], totals: BlockTotals) -> Iterator[Sequence]:
+        """Runs `rows` (one list per GPU batch); yields sequences as they finish. Leaves no cache, file or load behind."""
+        caches = self._caches(plan, rows)
+        batches = [GpuBatch(i, batch, self.tiers.device, []) for i, batch in enumerate(rows)]
+        stores: list[CacheStore | HiddenStore] = []
+        try:
+            homes = {place: plan.placement.cache[place] for place in caches}
+            dtype = torch_dtype(self.dtype)
+            store = CacheStore(self.tiers, self.copies, caches, homes, dtype, plan.policy.cpu_cache_compute)
+            stores.append(store)
+            hidden = self._hidden_store(plan, batches)
+            stores.append(hidden)
+            machinery = Machinery(
+                self.decoder, self.weights, store, hidden, self.sampler, self.copies, self.trace, plan.policy.overlap
+            )
+            executor = Executor(machinery, batches)
+            totals.kv_bytes = max(totals.kv_bytes, sum(kv_bytes(cache.shape, dtype) for cache in caches.values()))
+            yield from executor.run(self._ticks(plan, executor, store, hidden, rows))
+            self._count(executor, rows, totals)
+        finally:
+            for each in reversed(stores):
+                each.close()
+            self.weights.reset()
+
+    def _ticks(
+        self, plan: Plan, executor: Executor, caches: CacheStore, hidden: HiddenStore, rows: list[list[Sequence]]
+    ) -> Iterator[Tick]:
+        shape = ScheduleShape(
+            units=self.spec.units,
+            num_steps=max(row.max_new_tokens for batch in rows for row in batch),
+            num_batches=len(rows),
+            streamed=self.weights.streamed,
+            cache_moves=caches.moves,
+            hidden_moves=hidden.moves,
+            lookahead=plan.policy.lookahead,
+        )
+        return zigzag(shape, executor.active)
+
+    def _caches(self, plan: Plan, rows: list[list[Sequence]]) -> dict[tuple[int, int], KVCache]:
+        caches = {}
+        for index, batch in enumerate(rows):
+            shape = CacheShape.of([row.budget for row in batch], self.spec.num_kv_heads, self.spec.head_dim)
+            for layer in range(self.spec.num_layers):
+                caches[layer, index] = KVCache(
+                    shape,
+                    [row.budget for row in batch],
+                    self.eviction,
+                    layer=layer,
+                    row_ids=[row.row_id for row in batch],
+                    device=self._cache_device(plan, layer, index),
+                )
+        return caches
+
+    def _cache_device(self, plan: Plan, layer: int, batch: int) -> torch.device:
+        if plan.policy.cpu_cache_compute and plan.placement.cache[layer, batch] == "cpu":
+            return torch.device("cpu")
+        return self.tiers.device
+
+    def _hidden_store(self, plan: Plan, batches: list[GpuBatch]) -> HiddenStore:
+        homes = {batch.index: plan.placement.hidden[batch.index] for batch in batches}
+        dtype = torch_dtype(self.dtype)
+        tokens = max(batch.prompt_tokens for batch in batches)
+        return HiddenStore(self.tiers, self.copies, homes, tokens * self.spec.hidden_size * dtype.itemsize, dtype)
+
+    def _count(self, executor: Executor, rows: list[list[Sequence]], totals: BlockTotals) -> None:
+        totals.prefill_seconds += executor.prefill_seconds
+        totals.decode_seconds += executor.decode_seconds
+        totals.steps += executor.steps
+        for batch in rows:
+            for row in batch:
+                prompt, generated = len(row.prompt_ids), len(row.token_ids)
+                totals.sequences += 1
+                totals.prompt_tokens += prompt
+                totals.generated_tokens += generated
+                totals.flops += self.spec.prefill_flops(prompt, 1)
+                context = prompt + generated / 2 if row.budget.full else row.budget.total
+                totals.flops += max(0, generated - 1) * self.spec.decode_flops(1, int(context))

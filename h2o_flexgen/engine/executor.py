@@ -1,0 +1,133 @@
+"""Walks the ticks of a schedule: issue stores and loads, wait for what the compute needs, compute, free.
+
+The executor decides nothing: order comes from `schedule`, places from the stores, tokens from the sampler.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.config.model import UnitSpec
+from h2o_flexgen.engine.batch import GpuBatch
+from h2o_flexgen.engine.sampler import Sampler
+from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.engine.stores import CacheStore, HiddenStore
+from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.engine.weights import WeightStore
+from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.models.decoder import Decoder, Weights
+from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
+
+
+@dataclass
+class Machinery:
+    """What a block runs on. All of it outlives the block except `caches` and `hidden`."""
+
+    decoder: Decoder
+    weights: WeightStore
+    caches: CacheStore
+    hidden: HiddenStore
+    sampler: Sampler
+    copies: CopyEngine
+    trace: Trace
+    overlap: bool = True
+
+
+class Executor:
+    """Runs one block: all its GPU batches through all steps of a schedule.
+
+    `run` yields the sequences that finish, as they finish. Computes on the calling thread; copies run on the engine's.
+    """
+
+    def __init__(self, machinery: Machinery, batches: list[GpuBatch]) -> None:
+        self._m, self._batches = machinery, batches
+        self._units: tuple[UnitSpec, ...] = machinery.decoder.spec.units
+        self._layers = machinery.decoder.spec.num_layers
+        self._max_positions = machinery.decoder.spec.max_positions
+        self._issue = {
+            TaskKind.LOAD_WEIGHTS: lambda t: machinery.weights.load(self._units[t.unit].weights),
+            TaskKind.FREE_WEIGHTS: lambda t: machinery.weights.free(self._units[t.unit].weights),
+            TaskKind.LOAD_CACHE: lambda t: machinery.caches.load(self._layer(t), t.batch),
+            TaskKind.STORE_CACHE: lambda t: machinery.caches.store(self._layer(t), t.batch),
+            TaskKind.LOAD_HIDDEN: lambda t: machinery.hidden.load(self._batches[t.batch]),
+            TaskKind.STORE_HIDDEN: lambda t: machinery.hidden.store(self._batches[t.batch]),
+        }
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.steps = 0
+
+    def active(self, step: int) -> list[int]:
+        """The GPU batches that still have an unfinished row: what the schedule asks at the start of every step."""
+        return [batch.index for batch in self._batches if not batch.finished]
+
+    @torch.inference_mode()
+    def run(self, ticks: Iterable[Tick]) -> Iterator[Sequence]:
+        """Walks `ticks`; yields each sequence once it is finished."""
+        clock = time.perf_counter()
+        for tick in ticks:
+            for task in (*tick.stores, *tick.loads):
+                self._issue[task.kind](task)
+                if not self._m.overlap:
+                    self._m.copies.drain()
+            if tick.compute is not None:
+                step = tick.compute.step
+                finished = self._compute(tick.compute)
+                now = time.perf_counter()
+                if step == 0:
+                    self.prefill_seconds += now - clock
+                else:
+                    self.decode_seconds += now - clock
+                clock = now
+                self.steps = max(self.steps, step + 1)
+                yield from finished
+                clock = time.perf_counter() if finished else clock
+            for task in tick.frees:
+                self._issue[task.kind](task)
+
+    def _compute(self, task: Task) -> list[Sequence]:
+        unit, batch = self._units[task.unit], self._batches[task.batch]
+        weights = self._m.weights.get(unit.weights)
+        if unit.kind != "embed":
+            self._m.hidden.wait(batch)
+        cache = self._m.caches.wait(unit.layer, batch.index, task.step) if unit.kind == "attn" else None
+        with self._m.trace.record(task, unit):
+            if unit.kind == "embed":
+                batch.hidden = self._m.decoder.embed(weights, *batch.inputs(task.step, self._max_positions))
+            elif cache is not None:
+                self._attend(unit, batch, weights, cache, task.step)
+            elif unit.kind == "mlp":
+                batch.hidden = self._m.decoder.mlp(weights, batch.take_hidden())
+            else:
+                return self._sample(batch, weights)
+        return []
+
+    def _attend(self, unit: UnitSpec, batch: GpuBatch, weights: Weights, cache: KVCache, step: int) -> None:
+        scale = self._m.decoder.scale
+        if step == 0:
+            attention = partial(batch.prompt_attention, cache, scale)
+        else:
+            attention = partial(_decode_attention, cache, scale)
+        batch.hidden = self._m.decoder.attn(weights, batch.take_hidden(), attention)
+        if step == 0 and unit.layer == self._layers - 1:
+            # Nothing after the last attention looks back: only each prompt's last token goes on.
+            batch.hidden = batch.hidden[batch.last_tokens()]
+
+    def _sample(self, batch: GpuBatch, weights: Weights) -> list[Sequence]:
+        logits = self._m.decoder.head(weights, batch.take_hidden())
+        return self._m.sampler.step(batch.rows, logits)
+
+    def _layer(self, task: Task) -> int:
+        layer = self._units[task.unit].layer
+        if layer is None:
+            raise RuntimeError(f"{task}: a cache task needs a layer")
+        return layer
+
+
+def _decode_attention(cache: KVCache, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One decode step on the device where the cache lives; the new token's q, k, v go there and the answer comes back."""
+    place = cache.device
+    return cache.attend(q.to(place), k.to(place), v.to(place), scale).to(q.device)

@@ -1,0 +1,141 @@
+"""Where a cache or a hidden state rests while it is off the compute tier: memory of another tier, or a region on disk."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.tiers import Buffer, Tier, Tiers
+
+
+class Home(Protocol):
+    """A resting place of a fixed size. `save` and `fetch` move 1-D uint8 tensors of `nbytes`, page-aligned on the host.
+
+    Operations on one home happen in the order in which they were asked for.
+    """
+
+    tier: str
+
+    def save(self, source: Tensor) -> Ticket: ...
+    def fetch(self, target: Tensor) -> Ticket: ...
+    def close(self) -> None: ...
+
+
+class MemoryHome:
+    """Bytes in a memory tier that is not the compute tier."""
+
+    def __init__(self, tier: Tier, nbytes: int, what: str, compute: Tier, copies: CopyEngine) -> None:
+        self.tier = tier.name
+        self._buffer = tier.allocate(nbytes, what)
+        self._copies = copies
+        self._down, self._up = f"{compute.name}->{tier.name}", f"{tier.name}->{compute.name}"
+        self._last: Ticket | None = None
+
+    def save(self, source: Tensor) -> Ticket:
+        target = self._buffer.tensor[: source.numel()]
+        self._last = self._copies.copy(target, source, self._down, after=self._last)
+        return self._last
+
+    def fetch(self, target: Tensor) -> Ticket:
+        source = self._buffer.tensor[: target.numel()]
+        self._last = self._copies.copy(target, source, self._up, after=self._last)
+        return self._last
+
+    def close(self) -> None:
+        self._buffer.release()
+
+
+class StagingPool:
+    """Host buffers between a GPU and the disk, taken in turns; `take` waits for the transfer that used the buffer last."""
+
+    def __init__(self, tier: Tier, nbytes: int, count: int = 2) -> None:
+        self._buffers = [tier.allocate(nbytes, "staging buffers") for _ in range(count)]
+        self._busy: list[Ticket | None] = [None] * count
+        self._turn = 0
+
+    def take(self, nbytes: int) -> tuple[int, Tensor]:
+        turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
+        ticket = self._busy[turn]
+        if ticket is not None:
+            ticket.wait()
+        return turn, self._buffers[turn].tensor[:nbytes]
+
+    def until(self, turn: int, ticket: Ticket) -> None:
+        self._busy[turn] = ticket
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            buffer.release()
+
+
+class DiskHome:
+    """A region of a preallocated file in the run directory. What is read back is checked against what was written."""
+
+    tier = "disk"
+
+    def __init__(self, tiers: Tiers, nbytes: int, what: str, copies: CopyEngine, staging: StagingPool | None) -> None:
+        self._region = tiers.disk.allocate(nbytes, what)
+        self._copies, self._staging = copies, staging
+        self._compute = tiers.compute.name
+        self._last: Ticket | None = None
+
+    def save(self, source: Tensor) -> Ticket:
+        if self._staging is None:
+            self._last = self._copies.write(self._region, source, after=self._last)
+            return self._last
+        turn, stage = self._staging.take(source.numel())
+        down = self._copies.copy(stage, source, f"{self._compute}->cpu", after=self._last)
+        self._last = self._copies.write(self._region, stage, after=down)
+        self._staging.until(turn, self._last)
+        return self._last
+
+    def fetch(self, target: Tensor) -> Ticket:
+        if self._staging is None:
+            self._last = self._copies.read_region(self._region, target, after=self._last)
+            return self._last
+        turn, stage = self._staging.take(target.numel())
+        read = self._copies.read_region(self._region, stage, after=self._last)
+        self._last = self._copies.copy(target, stage, f"cpu->{self._compute}", after=read)
+        self._staging.until(turn, self._last)
+        return self._last
+
+    def close(self) -> None:
+        self._region.release()
+
+
+class BufferRing:
+    """Transfer buffers on the compute tier. `take` prefers a free one, else waits for the oldest that is being saved."""
+
+    def __init__(self, tier: Tier, nbytes: int, count: int, what: str) -> None:
+        self.buffers: list[Buffer] = [tier.allocate(nbytes, what) for _ in range(count)]
+        self._free = list(range(count))
+        self._saving: list[tuple[int, Ticket]] = []
+
+    def take(self) -> int:
+        if not self._free:
+            if not self._saving:
+                raise RuntimeError("every transfer buffer is in use: the schedule holds more copies than it states")
+            slot, ticket = self._saving.pop(0)
+            ticket.wait()
+            return slot
+        return self._free.pop()
+
+    def give_back(self, slot: int, after: Ticket | None = None) -> None:
+        """The buffer is free at once, or once `after` is done."""
+        if after is None:
+            self._free.append(slot)
+        else:
+            self._saving.append((slot, after))
+
+    def drain(self) -> None:
+        for slot, ticket in self._saving:
+            ticket.wait()
+            self._free.append(slot)
+        self._saving.clear()
+
+    def close(self) -> None:
+        for buffer in self.buffers:
+            buffer.release()
+        self.buffers = []

@@ -1,0 +1,260 @@
+"""`LLM`: a model and a machine's limits in, text out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence as SequenceOf
+from contextlib import closing
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from h2o_flexgen.cache.eviction import make_policy
+from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.engine import machine
+from h2o_flexgen.engine.block import BlockRunner, BlockTotals
+from h2o_flexgen.engine.loader import Loaded, Progress, load
+from h2o_flexgen.engine.model import Model, open_model
+from h2o_flexgen.engine.plan import Caps, Plan, PlanRequest, automatic, make_plan, require_fit
+from h2o_flexgen.engine.recorder import Measured, make_record
+from h2o_flexgen.engine.requests import Prompt, RequestReader, blocks, workload_of
+from h2o_flexgen.engine.sampler import Sampler
+from h2o_flexgen.engine.sequence import RequestOutput, Score, Sequence
+from h2o_flexgen.engine.text import text_of
+from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.models.decoder import Decoder
+from h2o_flexgen.schedule.timeline import Timeline
+
+DEFAULT_OFFLOAD_DIR = "~/.cache/h2o_flexgen/offload"
+
+
+class LLM:
+    """An offline engine. A context manager: `close` stops its threads and removes its files.
+
+    `settings` are the fields of EngineConfig by name. Weights are placed by the first call that needs them, when its
+    lengths are known, and stay; a later call whose plan differs places them anew. Not thread safe.
+    """
+
+    def __init__(self, model: str = "demo", **settings: Any) -> None:
+        self.config = EngineConfig.of(model, **settings)
+        self.device = _device(self.config)
+        self.model: Model = open_model(self.config, self.device)
+        self.last_record: RunRecord | None = None
+        self.last_plan: Plan | None = None
+        self.on_progress: Progress = lambda what, done, total: None
+        self._loaded: Loaded | None = None
+        self._load_seconds = 0.0
+        self._decoder = Decoder(self.model.spec)
+        self._trace = Trace(self.config.trace)
+        self._baseline = machine.rss()
+
+    def generate(
+        self,
+        prompts: SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        **settings: Any,
+    ) -> list[RequestOutput]:
+        """Completes `prompts` (strings or lists of token ids); order kept, num_return_sequences outputs per prompt.
+
+        `settings` are SamplingParams fields for callers that have no object. UsageError for what cannot be run.
+        """
+        outputs = list(self.stream(prompts, params, **settings))
+        return sorted(outputs, key=lambda output: (output.index, output.sample))
+
+    def stream(
+        self,
+        prompts: SequenceOf[Prompt],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        **settings: Any,
+    ) -> Iterator[RequestOutput]:
+        """As `generate`, but yields each sequence as soon as it is finished, in the order in which that happens."""
+        if params is None:
+            params = SamplingParams.from_kwargs(**settings)
+        elif settings:
+            if not isinstance(params, SamplingParams):
+                raise TypeError("give settings by name or a list of SamplingParams, not both")
+            params = params.with_kwargs(**settings)
+        for row in self._run(self._reader().read(prompts, params)):
+            yield self._output(row)
+
+    def score(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Score]:
+        """Log-probability of each continuation after its context, with eviction active while scoring.
+
+        The context is prefilled and pruned, the continuation decoded as given; its length counts as gen_len.
+        """
+        rows = self._reader().read_scored(pairs)
+        list(self._run(rows))
+        return [Score(sum(row.logprobs), all(row.greedy), row.logprobs) for row in rows]
+
+    def generate_ids(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **settings: Any
+    ) -> torch.Tensor:
+        """`transformers`' generate: (n, S) ids, left-padded where `attention_mask` is 0, to (n * samples, S + new) LongTensor.
+
+        Finished rows are filled with the pad token. Settings are SamplingParams fields.
+        """
+        prompts = unpad(input_ids, attention_mask)
+        outputs = self.generate(prompts, SamplingParams.from_kwargs(**settings))
+        longest = max((len(output.token_ids) for output in outputs), default=0)
+        eos = self.model.spec.eos_token_ids[0]
+        pad = eos if self.model.spec.pad_token_id is None else self.model.spec.pad_token_id
+        new = torch.tensor([output.token_ids + [pad] * (longest - len(output.token_ids)) for output in outputs])
+        given = input_ids.cpu()[torch.tensor([output.index for output in outputs])]
+        return torch.cat([given, new.to(given.dtype)], dim=1)
+
+    def plan(self, workload: Workload) -> Plan:
+        """How this engine would run `workload`; nothing is allocated. PlanError where it cannot."""
+        config = self.config
+        request = PlanRequest(
+            self.model.spec,
+            workload,
+            config.eviction,
+            self.model.dtype,
+            self._caps(),
+            self._compute_tier(),
+            self._baseline,
+        )
+        policy = config.fixed_policy
+        if self._compute_tier() == "cpu":
+            policy = policy.with_gpu_as_cpu()
+        return (
+            automatic(request, policy, config.free_fields)
+            if config.free_fields
+            else require_fit(make_plan(request, policy))
+        )
+
+    @property
+    def timeline(self) -> Timeline:
+        """What was busy when, if the engine was made with trace=True."""
+        return self._trace.timeline()
+
+    def close(self) -> None:
+        """Gives memory, threads and files back. A second call does nothing."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.close()
+        self.model.source.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, rows: list[Sequence]) -> Iterator[Sequence]:
+        """Runs sequences in blocks; yields them as they finish and leaves `last_record` behind."""
+        if not rows:
+            return
+        plan = self.plan(workload_of(rows))
+        loaded = self._load(plan)
+        moved, totals = dict(loaded.copies.bytes_moved), BlockTotals()
+        runner = self._runner(loaded)
+        started = time.perf_counter()
+        for block in blocks(rows, plan.policy.gpu_batch_size, plan.policy.block_size):
+            with closing(runner.run(plan, block, totals)) as finished:
+                yield from finished
+        measured = Measured(
+            totals=totals,
+            load_seconds=self._load_seconds,
+            total_seconds=time.perf_counter() - started,
+            bytes_moved={link: n - moved.get(link, 0) for link, n in loaded.copies.bytes_moved.items()},
+            busy_seconds=dict(loaded.copies.busy_seconds),
+            compute_seconds=dict(self._trace.compute_seconds),
+            peak_bytes={**loaded.tiers.peaks(), "rss": machine.peak_rss()},
+        )
+        self.last_record = make_record(self.config, self.model, plan, rows, measured)
+
+    def _runner(self, loaded: Loaded) -> BlockRunner:
+        return BlockRunner(
+            self.model.spec,
+            self._decoder,
+            loaded.weights,
+            loaded.tiers,
+            loaded.copies,
+            make_policy(self.config.eviction),
+            Sampler(self.model.codec.decode if self.model.codec else None),
+            self._trace,
+            self.model.dtype,
+        )
+
+    def _load(self, plan: Plan) -> Loaded:
+        """The weights where `plan` wants them; loaded anew only if they are elsewhere."""
+        self.last_plan = plan
+        if self._loaded is not None and self._loaded.serves(plan):
+            self._load_seconds = 0.0
+            return self._loaded
+        if self._loaded is not None:
+            self._loaded.close()
+            self._loaded = None
+        started = time.perf_counter()
+        config = self.config
+        folder = config.offload_dir or os.environ.get("H2O_FLEXGEN_OFFLOAD_DIR", DEFAULT_OFFLOAD_DIR)
+        place = str(Path(folder).expanduser())
+        self._loaded = load(plan, self.model.source, config, place, self._trace.add, self._note)
+        self._load_seconds = time.perf_counter() - started
+        return self._loaded
+
+    def _note(self, what: str, done: int, total: int) -> None:
+        self.on_progress(what, done, total)
+
+    def _compute_tier(self) -> str:
+        return "gpu" if self.device.type == "cuda" or self.config.emulate_gpu is not None else "cpu"
+
+    def _caps(self) -> Caps:
+        config = self.config
+        gpu = config.emulate_gpu if config.emulate_gpu is not None else config.gpu_mem
+        if gpu is None and self.device.type == "cuda":
+            gpu = machine.default_gpu_memory(self.device)
+        return Caps(gpu, machine.default_cpu_memory() if config.cpu_mem is None else config.cpu_mem, config.disk_mem)
+
+    def _reader(self) -> RequestReader:
+        codec = self.model.codec
+        return RequestReader(self.model.spec, self.config.eviction, codec.encode if codec else None, self.config.seed)
+
+    def _output(self, row: Sequence) -> RequestOutput:
+        if row.finish_reason is None:
+            raise RuntimeError(f"sequence {row.row_id} is not finished")
+        return RequestOutput(
+            row.index,
+            row.sample,
+            row.prompt_ids,
+            row.token_ids,
+            None if self.model.dummy else text_of(self.model.codec, row),
+            row.finish_reason,
+            row.logprobs if row.params.logprobs is not None else None,
+            row.top_logprobs if row.params.logprobs else None,
+            row.error,
+        )
+
+
+def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:
+    """Rows of token ids without the padding that `attention_mask` (n, S) marks with 0."""
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; needed (sequences, tokens)")
+    if attention_mask is None:
+        return [list(map(int, row)) for row in input_ids.tolist()]
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
+    return [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
+
+
+def _device(config: EngineConfig) -> torch.device:
+    """CUDA where there is one and it was not refused, else the CPU. UsageError for a CUDA that is not there."""
+    if config.emulate_gpu is not None or config.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if config.device == "cuda":
+        raise UsageError(
+            "device is 'cuda', and torch finds no CUDA device", change="leave --device out, or install torch for CUDA"
+        )
+    return torch.device("cpu")

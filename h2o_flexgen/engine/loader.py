@@ -1,0 +1,130 @@
+"""Brings a model onto its tiers: memory groups filled from the checkpoint, disk groups found in it or packed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from h2o_flexgen.checkpoint.pack import PackedUnit, ensure_packed
+from h2o_flexgen.checkpoint.source import WeightSource
+from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.model import ModelSpec, WeightGroup
+from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.engine.plan import Plan
+from h2o_flexgen.engine.weights import Home, WeightStore
+from h2o_flexgen.errors import PlanError
+from h2o_flexgen.memory.copies import CopyEngine, TraceCallback
+from h2o_flexgen.memory.handle import direct_layout, direct_obstacle, packed_layout, views
+from h2o_flexgen.memory.rundir import OffloadDir
+from h2o_flexgen.memory.tiers import Tiers, make_tiers
+
+Progress = Callable[[str, int, int], None]
+"""(what, bytes done, bytes in all)"""
+
+
+@dataclass
+class Loaded:
+    """A model on its tiers. Owns tiers, copy threads, weights and the run folder; `close` gives all of it back."""
+
+    placement: Placement
+    lookahead: int
+    tiers: Tiers
+    copies: CopyEngine
+    weights: WeightStore
+    folder: OffloadDir | None
+    resources: ExitStack
+
+    def serves(self, plan: Plan) -> bool:
+        """Whether `plan` wants the weights where they are; caches and hidden states are placed per block anyway."""
+        used = {*plan.placement.cache.values(), *plan.placement.hidden.values()}
+        same = plan.placement.weights == self.placement.weights and plan.policy.lookahead == self.lookahead
+        return same and ("disk" not in used or self.folder is not None)
+
+    def close(self) -> None:
+        self.resources.close()
+
+
+def load(
+    plan: Plan, source: WeightSource, config: EngineConfig, offload_dir: str, trace: TraceCallback, progress: Progress
+) -> Loaded:
+    """Places every weight group as `plan` says and verifies that this is what happened.
+
+    Peak host memory is the cpu tier's own share and one weight group. ModelError, PlanError or StorageError where it fails;
+    nothing stays behind then.
+    """
+    caps, spec, dtype = plan.request.caps, plan.request.spec, plan.request.dtype
+    placed = {*plan.placement.weights.values(), *plan.placement.cache.values(), *plan.placement.hidden.values()}
+    with ExitStack() as stack:
+        folder = stack.enter_context(OffloadDir(offload_dir)) if "disk" in placed else None
+        tiers = stack.enter_context(
+            make_tiers(caps.gpu, _cpu_capacity(plan), caps.disk, config.emulate_gpu is not None, folder)
+        )
+        copies = stack.enter_context(CopyEngine(trace=trace))
+        homes = _fill_memory(spec, plan.placement, source, dtype, tiers, progress)
+        on_disk = [group for group in spec.weight_groups if plan.placement.weights[group.key] == "disk"]
+        for key, unit in _disk_units(on_disk, source, dtype, folder, progress).items():
+            homes[key] = Home("disk", unit.layout, unit=unit)
+        _verify_placement(plan.placement, homes)
+        weights = WeightStore(homes, tiers, copies, plan.policy.lookahead, config.verify)
+        stack.callback(weights.close)
+        return Loaded(plan.placement, plan.policy.lookahead, tiers, copies, weights, folder, stack.pop_all())
+
+
+def _cpu_capacity(plan: Plan) -> int | None:
+    """What the cpu tier may hand out: the cap less what the process and its working space take outside the tiers."""
+    cap = plan.request.caps.cpu
+    return None if cap is None else max(0, cap - plan.request.baseline)
+
+
+def _fill_memory(
+    spec: ModelSpec, placement: Placement, source: WeightSource, dtype: str, tiers: Tiers, progress: Progress
+) -> dict[str, Home]:
+    homes: dict[str, Home] = {}
+    groups = [group for group in spec.weight_groups if placement.weights[group.key] != "disk"]
+    total, done = sum(group.nbytes(dtype) for group in groups), 0
+    for group in groups:
+        tier = tiers.memory(placement.weights[group.key])
+        layout = packed_layout(group, dtype)
+        buffer = tier.allocate(layout.nbytes, "weights")
+        for name, view in views(layout, buffer.tensor).items():
+            source.read_into(name, view)
+        homes[group.key] = Home(tier.name, layout, buffer=buffer)
+        done += group.nbytes(dtype)
+        progress("loading weights", done, total)
+    return homes
+
+
+def _disk_units(
+    groups: list[WeightGroup], source: WeightSource, dtype: str, folder: OffloadDir | None, progress: Progress
+) -> dict[str, PackedUnit]:
+    """Straight out of the user's files where dtype and layout allow, else from our own packed files, made once."""
+    if not groups:
+        return {}
+    if folder is None:
+        raise PlanError("weights are placed on disk, and there is no offload folder")
+    units: dict[str, PackedUnit] = {}
+    packed = []
+    for group in groups:
+        locations = _locations(group, source) if source.dtype == dtype else None
+        if locations is not None and direct_obstacle(group, dtype, locations) is None:
+            layout, extents = direct_layout(group, dtype, locations)
+            units[group.key] = PackedUnit(layout, extents, None)
+        else:
+            packed.append(group)
+    if packed:
+        units.update(ensure_packed(packed, source, dtype, folder, lambda d, t: progress("packing weights", d, t)))
+    return units
+
+
+def _locations(group: WeightGroup, source: WeightSource) -> Mapping[str, tuple[str, int, int]] | None:
+    found = {tensor.name: source.location(tensor.name) for tensor in group.tensors}
+    return {name: place for name, place in found.items() if place is not None} if all(found.values()) else None
+
+
+def _verify_placement(placement: Placement, homes: Mapping[str, Home]) -> None:
+    """A share that was asked for and not realised is an error, never a silent no-op."""
+    wrong = {key: home.tier for key, home in homes.items() if placement.weights[key] != home.tier}
+    missing = placement.weights.keys() - homes.keys()
+    if wrong or missing:
+        raise PlanError(f"weights are not where the plan put them: {wrong or sorted(missing)}")

@@ -1,0 +1,60 @@
+"""A model before it is placed: its shape, its source of weights, its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from h2o_flexgen.checkpoint.dummy import DummySource
+from h2o_flexgen.checkpoint.hub import resolve_model
+from h2o_flexgen.checkpoint.reader import open_checkpoint
+from h2o_flexgen.checkpoint.source import WeightSource
+from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.engine.machine import resolve_dtype
+from h2o_flexgen.engine.text import TextCodec
+from h2o_flexgen.errors import ModelError
+from h2o_flexgen.models.families import checkpoint_names, ignored_names, spec_from_config
+
+
+@dataclass
+class Model:
+    """What `open_model` found. `source` holds open files until it is closed."""
+
+    spec: ModelSpec
+    source: WeightSource
+    codec: TextCodec | None
+    dtype: str
+    folder: Path | None
+    origin: str
+
+    @property
+    def dummy(self) -> bool:
+        return self.source.dummy
+
+
+def open_model(config: EngineConfig, device: torch.device) -> Model:
+    """Finds the model that `config` names and checks all of it that can be checked without reading weights.
+
+    ModelError saying what was looked for and where. With dummy weights only a config.json is needed.
+    """
+    dummy = config.weights == "dummy"
+    found = resolve_model(
+        config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=not dummy
+    )
+    spec = spec_from_config(found.config, found.name)
+    source: WeightSource
+    if dummy:
+        source = DummySource(spec, spec.dtype, config.seed)
+    elif found.folder is None:
+        raise ModelError(f"{found.name} has a known shape, and no checkpoint was found")
+    else:
+        source = open_checkpoint(str(found.folder), spec, checkpoint_names(spec), ignored_names(spec))
+    dtype = resolve_dtype(config.dtype, source.dtype, device)
+    codec = TextCodec.open(Path(found.tokenizer_folder) if found.tokenizer_folder else None)
+    if dummy:
+        # Random numbers have no stored dtype: making them in the dtype they are used in saves a conversion.
+        source = DummySource(spec, dtype, config.seed)
+    return Model(spec, source, codec, dtype, Path(found.folder) if found.folder else None, found.origin)

@@ -1,0 +1,191 @@
+"""Decides block shape and placement before anything is allocated, and refuses what does not fit.
+
+The rule: as many rows per GPU batch as asked for or sensible, as much weight on the fastest tier as then fits, the rest one
+tier down. Everything is judged by `schedule.footprint`, so the plan that is printed is the plan that is checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.placement import Placement, place
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.errors import PlanError
+from h2o_flexgen.schedule.footprint import Footprint, footprint
+from h2o_flexgen.units import format_bytes
+
+DEFAULT_BATCH = 32  # rows at which GEMMs of a decode step come close to their full rate
+MOST_BATCHES = (
+    8  # GPU batches per block when weights stream: each halves the weight bytes per token, ever less worth it
+)
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Bytes each tier may hold; None: no limit."""
+
+    gpu: int | None = None
+    cpu: int | None = None
+    disk: int | None = None
+
+    def of(self, tier: str) -> int | None:
+        return {"gpu": self.gpu, "cpu": self.cpu, "disk": self.disk}[tier]
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a plan is made for. `baseline`: host bytes the process holds before anything is placed."""
+
+    spec: ModelSpec
+    workload: Workload
+    eviction: EvictionConfig
+    dtype: str
+    caps: Caps
+    compute_tier: str
+    baseline: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A block shape, a placement, and what it takes. `fits` names the first tier that is too small."""
+
+    request: PlanRequest
+    policy: OffloadPolicy
+    placement: Placement
+    footprint: Footprint
+
+    def shortage(self) -> tuple[str, int, int] | None:
+        """(tier, needed, cap) of the tier that is exceeded most, None where everything fits."""
+        tight = []
+        for tier in ("gpu", "cpu", "disk"):
+            cap, needed = self.request.caps.of(tier), self.footprint.total(tier)
+            if cap is not None and needed > cap:
+                tight.append((needed - cap, (tier, needed, cap)))
+        return max(tight)[1] if tight else None
+
+
+def make_plan(request: PlanRequest, policy: OffloadPolicy) -> Plan:
+    """The plan of an explicit policy, fitting or not."""
+    placement = place(request.spec, policy, request.dtype)
+    foot = footprint(
+        request.spec,
+        request.workload,
+        policy,
+        request.eviction,
+        dtype=request.dtype,
+        compute_tier=request.compute_tier,
+        assignment=placement,
+        baseline=request.baseline,
+    )
+    return Plan(request, policy, placement, foot)
+
+
+def require_fit(plan: Plan) -> Plan:
+    """`plan`, or PlanError that names the binding tier and the smallest cap that works."""
+    short = plan.shortage()
+    if short is None:
+        return plan
+    tier, needed, cap = short
+    raise PlanError(
+        f"the plan needs {format_bytes(needed)} on the {tier} tier, and its cap is {format_bytes(cap)}:\n"
+        + plan.footprint.table(),
+        change=f"give --{'nvme' if tier == 'disk' else tier}-mem {format_bytes(needed).replace(' ', '')} or more, "
+        "a smaller --gpu-batch-size, a smaller --hh-ratio, or a larger share on another tier",
+    )
+
+
+def automatic(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Plan:
+    """Fills in the fields of `fixed` that are in `free` ("gpu_batch_size", "num_gpu_batches", "weights", "cache", "hidden").
+
+    PlanError with the smallest plan's needs where nothing fits.
+    """
+    last: Plan | None = None
+    if "weights" in free:
+        plan = make_plan(request, _all_resident(request, fixed, free))
+        if plan.shortage() is None:
+            return plan
+    for policy in _candidates(request, fixed, free):
+        plan = _fill_weights(request, policy) if "weights" in free else make_plan(request, policy)
+        if plan.shortage() is None:
+            return plan
+        last = plan
+    if last is None:
+        raise PlanError("no block shape to try")
+    return require_fit(last)
+
+
+def _all_resident(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> OffloadPolicy:
+    """Everything on the compute tier: then one GPU batch at a time is as good as many."""
+    changes: dict[str, Any] = {
+        name: {request.compute_tier: 1.0} for name in ("weights", "cache", "hidden") if name in free
+    }
+    if "gpu_batch_size" in free:
+        changes["gpu_batch_size"] = min(request.workload.num_sequences, DEFAULT_BATCH)
+    if "num_gpu_batches" in free:
+        changes["num_gpu_batches"] = 1
+    return replace(fixed, **changes)
+
+
+def _candidates(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Iterator[OffloadPolicy]:
+    """Policies to try when weights stream, best first: the largest block, on the fastest tier that takes its caches."""
+    count = request.workload.num_sequences
+    sizes = _halvings(min(count, DEFAULT_BATCH)) if "gpu_batch_size" in free else [fixed.gpu_batch_size]
+    for slower in _fallbacks(request, free):
+        for size in sizes:
+            wanted = min(MOST_BATCHES, -(-count // size))
+            for batches in _halvings(wanted) if "num_gpu_batches" in free else [fixed.num_gpu_batches]:
+                changes: dict[str, Any] = {"gpu_batch_size": size, "num_gpu_batches": batches, **slower}
+                yield replace(fixed, **changes)
+
+
+def _fallbacks(request: PlanRequest, free: frozenset[str]) -> Iterator[dict[str, dict[str, float]]]:
+    """Where cache and hidden states may live, fastest first."""
+    tiers = ("gpu", "cpu", "disk") if request.compute_tier == "gpu" else ("cpu", "disk")
+    for tier in tiers:
+        yield {name: {tier: 1.0} for name in ("cache", "hidden") if name in free}
+        if "cache" not in free and "hidden" not in free:
+            return
+
+
+def _halvings(value: int) -> list[int]:
+    sizes = [max(1, value)]
+    while sizes[-1] > 1:
+        sizes.append(sizes[-1] // 2)
+    return sizes
+
+
+def _fill_weights(request: PlanRequest, policy: OffloadPolicy) -> Plan:
+    """As many weights as fit on the fastest tier, then on the next; the largest shares by bisection over whole groups."""
+    tiers = ["gpu", "cpu", "disk"] if request.compute_tier == "gpu" else ["cpu", "disk"]
+    shares: dict[str, float] = {}
+    left = 1.0
+    for tier, rest in zip(tiers, tiers[1:], strict=False):
+        share = _largest_share(request, policy, shares, tier, rest, left)
+        shares[tier] = share
+        left = max(0.0, left - share)
+    shares[tiers[-1]] = left
+    return make_plan(request, replace(policy, weights={t: s for t, s in shares.items() if s > 0} or {tiers[-1]: 1.0}))
+
+
+def _largest_share(
+    request: PlanRequest, policy: OffloadPolicy, done: dict[str, float], tier: str, rest: str, left: float
+) -> float:
+    def fits(share: float) -> bool:
+        weights = {name: s for name, s in {**done, tier: share, rest: left - share}.items() if s > 1e-9}
+        plan = make_plan(request, replace(policy, weights=weights))
+        cap = request.caps.of(tier)
+        return cap is None or plan.footprint.total(tier) <= cap
+
+    if fits(left):
+        return left
+    steps = 2 * len(request.spec.weight_groups)
+    low, high = 0, steps
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(left * middle / steps) else (low, middle)
+    return left * low / steps

@@ -1,0 +1,101 @@
+"""The physics of a run: from counted bytes and measured seconds to a RunRecord."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.record import RunRecord, eviction_entry
+from h2o_flexgen.engine.block import BlockTotals
+from h2o_flexgen.engine.model import Model
+from h2o_flexgen.engine.plan import Plan
+from h2o_flexgen.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the clocks and counters of one call say. Busy and compute seconds are this call's own."""
+
+    totals: BlockTotals
+    load_seconds: float
+    total_seconds: float
+    bytes_moved: dict[str, int]
+    busy_seconds: dict[str, float]
+    compute_seconds: dict[str, float]
+    peak_bytes: dict[str, int]
+
+
+def make_record(
+    config: EngineConfig, model: Model, plan: Plan, rows: SequenceOf[Sequence], measured: Measured
+) -> RunRecord:
+    """The record of one call of `LLM.generate`, `stream` or `score`."""
+    totals, policy = measured.totals, plan.policy
+    achieved = plan.placement.achieved(model.spec, model.dtype)
+    return RunRecord(
+        model=model.spec.name,
+        dtype=model.dtype,
+        device=_device(plan, config),
+        weights="dummy" if model.dummy else "checkpoint",
+        eviction=_eviction(config, rows),
+        policy={
+            "gpu_batch_size": policy.gpu_batch_size,
+            "num_gpu_batches": policy.num_gpu_batches,
+            **{kind: achieved[kind] for kind in ("weights", "cache", "hidden")},
+            "cpu_cache_compute": policy.cpu_cache_compute,
+            "overlap": policy.overlap,
+            "lookahead": policy.lookahead,
+        },
+        prompt_len=plan.request.workload.prompt_len,
+        gen_len=plan.request.workload.gen_len,
+        sequences=totals.sequences,
+        prompt_tokens=totals.prompt_tokens,
+        generated_tokens=totals.generated_tokens,
+        load_s=measured.load_seconds,
+        prefill_s=totals.prefill_seconds,
+        decode_s=totals.decode_seconds,
+        total_s=measured.total_seconds,
+        bytes_moved=measured.bytes_moved,
+        bandwidth={
+            link: n / measured.busy_seconds[link] if measured.busy_seconds.get(link) else None
+            for link, n in measured.bytes_moved.items()
+        },
+        flops=int(totals.flops),
+        peak_bytes={"gpu": None, "cpu": None, "disk": None, **measured.peak_bytes},
+        kv_bytes=totals.kv_bytes,
+        bound=_bound(measured),
+        warnings=_warnings(plan, measured),
+    )
+
+
+def _device(plan: Plan, config: EngineConfig) -> str:
+    if plan.request.compute_tier == "cpu":
+        return "cpu"
+    return "emulated gpu" if config.emulate_gpu is not None else "cuda"
+
+
+def _eviction(config: EngineConfig, rows: SequenceOf[Sequence]) -> dict[str, Any]:
+    """Resolved tokens, and the budget as a share of prompt and of whole sequence (of the first row)."""
+    entry = eviction_entry(config.eviction.name, [row.budget for row in rows])
+    first = rows[0]
+    prompt, length = len(first.prompt_ids), len(first.prompt_ids) + first.max_new_tokens
+    entry["share_of_prompt"] = first.budget.total / prompt
+    entry["share_of_sequence"] = first.budget.total / length
+    return entry
+
+
+def _bound(measured: Measured) -> dict[str, Any] | None:
+    """The resource that was busy longest, and in which phase most time went."""
+    totals = measured.totals
+    phase = "prefill" if totals.prefill_seconds >= totals.decode_seconds else "decode"
+    busy = {**measured.busy_seconds, "compute": sum(measured.compute_seconds.values())}
+    resource, seconds = max(busy.items(), key=lambda item: item[1])
+    return {"phase": phase, "resource": resource, "seconds": seconds, "busy": busy}
+
+
+def _warnings(plan: Plan, measured: Measured) -> list[str]:
+    cap, peak = plan.request.caps.cpu, measured.peak_bytes.get("rss", 0)
+    if cap is not None and peak > cap:
+        return [f"peak resident memory of {peak} bytes is above the cap of {cap}: the working space was underestimated"]
+    return []

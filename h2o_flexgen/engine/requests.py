@@ -1,0 +1,130 @@
+"""From what a user passes to rows of GPU batches: token ids, checks at the edge, buckets by length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import Any
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.errors import UsageError
+
+Prompt = str | SequenceOf[int]
+
+
+@dataclass(frozen=True)
+class RequestReader:
+    """Makes sequences of prompts for one model. `encode` is None where there is no tokenizer."""
+
+    spec: ModelSpec
+    eviction: EvictionConfig
+    encode: Callable[[str], list[int]] | None
+    seed: int
+
+    def read(self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams]) -> list[Sequence]:
+        """One sequence per prompt and sample, in order. UsageError naming the prompt where one cannot be run."""
+        if isinstance(prompts, str):
+            raise UsageError("prompts is one string", "needed a list of prompts", "wrap it: [prompt]")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise UsageError(f"{len(each)} SamplingParams for {len(prompts)} prompts", "needed one, or one per prompt")
+        sequences: list[Sequence] = []
+        for index, (prompt, settings) in enumerate(zip(prompts, each, strict=True)):
+            ids = self.token_ids(prompt, f"prompt {index}")
+            for sample in range(settings.num_return_sequences):
+                sequences.append(self._sequence(index, sample, len(sequences), ids, settings))
+        return sequences
+
+    def read_scored(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Sequence]:
+        """One sequence per (context, continuation); the continuation is forced and its length counts as gen_len."""
+        sequences = []
+        for index, (context, continuation) in enumerate(pairs):
+            ids, forced = self._split(context, continuation, index)
+            params = SamplingParams(max_new_tokens=len(forced))
+            sequences.append(replace(self._sequence(index, 0, index, ids, params), forced=forced))
+        return sequences
+
+    def _split(self, context: Prompt, continuation: Prompt, index: int) -> tuple[list[int], list[int]]:
+        """Token ids of a pair. Strings are encoded together, so that the boundary is tokenised as in running text."""
+        where = f"pair {index}"
+        if isinstance(context, str) and isinstance(continuation, str):
+            prefix = self.token_ids(context, where)
+            whole = self.token_ids(context + continuation, where)
+            if whole[: len(prefix)] == prefix:
+                return self._nonempty(prefix, whole[len(prefix) :], where)
+        ids = self.token_ids(context, where)
+        tail = self.token_ids(continuation, where, bare=True)
+        return self._nonempty(ids, tail, where)
+
+    def _nonempty(self, ids: list[int], forced: list[int], where: str) -> tuple[list[int], list[int]]:
+        if not forced:
+            raise UsageError(f"{where} has an empty continuation", "needed at least one token to score")
+        return ids, forced
+
+    def token_ids(self, prompt: Prompt, where: str, bare: bool = False) -> list[int]:
+        """Ids of one prompt; an empty one becomes BOS. `bare`: no special tokens, and empty stays empty."""
+        if isinstance(prompt, str):
+            if self.encode is None:
+                raise UsageError(f"{where} is text, and this model has no tokenizer", "needed lists of token ids")
+            ids = self.encode(prompt)
+            if bare and ids and ids[0] == self.spec.bos_token_id:
+                ids = ids[1:]
+        else:
+            ids = [_as_int(token, where) for token in prompt]
+        for token in ids:
+            if not 0 <= token < self.spec.vocab_size:
+                raise UsageError(f"{where} holds token id {token}", f"needed 0 to {self.spec.vocab_size - 1}")
+        return ids if ids or bare else [self.spec.bos_token_id]
+
+    def _sequence(self, index: int, sample: int, row_id: int, ids: list[int], params: SamplingParams) -> Sequence:
+        length = len(ids) + params.max_new_tokens
+        if length > self.spec.max_positions:
+            raise UsageError(
+                f"prompt {index} has {len(ids)} tokens and {params.max_new_tokens} are to be generated: {length} in all",
+                f"the context of {self.spec.name} is {self.spec.max_positions} tokens",
+                "shorten the prompt or generate less; nothing is ever cut off silently",
+            )
+        return Sequence(
+            index=index,
+            sample=sample,
+            row_id=row_id,
+            prompt_ids=ids,
+            params=params,
+            budget=self.eviction.resolve(len(ids), params.max_new_tokens),
+            eos=_eos(params, self.spec),
+            seed=self.seed if params.seed is None else params.seed,
+        )
+
+
+def _as_int(token: Any, where: str) -> int:
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise UsageError(f"{where} holds {token!r}", "needed a string or a list of token ids")
+    return int(token)
+
+
+def _eos(params: SamplingParams, spec: ModelSpec) -> frozenset[int]:
+    eos = spec.eos_token_id if params.eos_token_id is None else params.eos_token_id
+    return frozenset((eos,) if isinstance(eos, int) else eos)
+
+
+def workload_of(sequences: SequenceOf[Sequence]) -> Workload:
+    """The largest lengths and the count: what a plan is made for."""
+    return Workload(
+        prompt_len=max(len(s.prompt_ids) for s in sequences),
+        gen_len=max(s.max_new_tokens for s in sequences),
+        num_sequences=len(sequences),
+    )
+
+
+def blocks(sequences: SequenceOf[Sequence], gpu_batch_size: int, block_size: int) -> list[list[list[Sequence]]]:
+    """Blocks of GPU batches of rows, bucketed by length: neighbours in length share a batch, longest first.
+
+    Longest first makes the estimate of a progress bar pessimistic, and shows at once whether memory suffices.
+    """
+    ordered = sorted(sequences, key=lambda s: (-len(s.prompt_ids), -s.max_new_tokens, s.row_id))
+    parts = [ordered[start : start + block_size] for start in range(0, len(ordered), block_size)]
+    return [[part[i : i + gpu_batch_size] for i in range(0, len(part), gpu_batch_size)] for part in parts]

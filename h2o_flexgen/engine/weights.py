@@ -1,0 +1,122 @@
+"""Weights while a model runs: resident groups, and a ring of buffers through which the others stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from h2o_flexgen.checkpoint.pack import PackedUnit
+from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.handle import UnitLayout, views
+from h2o_flexgen.memory.tiers import Buffer, Tiers
+from h2o_flexgen.models.decoder import bind
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a weight group lives: a buffer on gpu or cpu, or extents on disk. Exactly one of the two is set."""
+
+    tier: str
+    layout: UnitLayout
+    buffer: Buffer | None = None
+    unit: PackedUnit | None = None
+
+
+class WeightStore:
+    """Hands bound weights of a group to the executor, streaming the groups that do not live on the compute tier.
+
+    Owns the homes and the stream buffers (`lookahead + 1` of the largest streamed group). `load`, `get` and `free` are called
+    by the executor in schedule order; the copies run on the engine's threads.
+    """
+
+    def __init__(
+        self, homes: Mapping[str, Home], tiers: Tiers, copies: CopyEngine, lookahead: int, verify: str = "first"
+    ) -> None:
+        self._homes, self._tiers, self._copies = dict(homes), tiers, copies
+        compute = tiers.compute.name
+        self.streamed = frozenset(key for key, home in homes.items() if home.tier != compute)
+        self._resident = {
+            key: bind(views(home.layout, home.buffer.tensor))
+            for key, home in homes.items()
+            if home.tier == compute and home.buffer is not None
+        }
+        largest = max((homes[key].layout.nbytes for key in self.streamed), default=0)
+        count = lookahead + 1 if self.streamed else 0
+        self._buffers = [tiers.compute.allocate(largest, "weight buffers") for _ in range(count)]
+        staged = compute != "cpu" and any(homes[key].tier == "disk" for key in self.streamed)
+        self._staging = [tiers.cpu.allocate(largest, "staging buffers") for _ in range(count if staged else 0)]
+        self._free = list(range(count))
+        self._bound: dict[tuple[str, int], dict[str, Tensor]] = {}
+        self._loading: dict[str, tuple[int, Ticket]] = {}
+        self._verify = verify
+        self._verified: set[str] = set(homes) if verify == "never" else set()
+
+    def load(self, key: str) -> None:
+        """Starts bringing a streamed group to the compute tier."""
+        slot = self._free.pop()
+        home = self._homes[key]
+        target = self._buffers[slot].tensor
+        if home.unit is None:
+            ticket = self._copies.copy(
+                target[: home.layout.nbytes], _data(home), f"{home.tier}->{self._tiers.compute.name}"
+            )
+        elif not self._staging:
+            ticket = self._read(key, home.unit, target)
+        else:
+            staging = self._staging[slot].tensor
+            read = self._read(key, home.unit, staging)
+            nbytes = home.layout.nbytes
+            ticket = self._copies.copy(
+                target[:nbytes], staging[:nbytes], f"cpu->{self._tiers.compute.name}", after=read
+            )
+        self._loading[key] = (slot, ticket)
+
+    def _read(self, key: str, unit: PackedUnit, target: Tensor) -> Ticket:
+        """A disk read; unless told otherwise the first one of each packed group is checked against its checksum."""
+        digest = None if key in self._verified else unit.checksum
+        if self._verify == "first":
+            self._verified.add(key)
+        return self._copies.read_extents(unit.extents, target, digest=digest)
+
+    def get(self, key: str) -> dict[str, Tensor]:
+        """The bound tensors of a group, waiting for its load if it streams."""
+        if key in self._resident:
+            return self._resident[key]
+        slot, ticket = self._loading[key]
+        ticket.wait()
+        bound = self._bound.get((key, slot))
+        if bound is None:
+            bound = bind(views(self._homes[key].layout, self._buffers[slot].tensor))
+            self._bound[key, slot] = bound
+        return bound
+
+    def free(self, key: str) -> None:
+        """Gives a streamed group's buffer back; waits for a load that was never used."""
+        slot, ticket = self._loading.pop(key)
+        ticket.wait()
+        self._free.append(slot)
+
+    def reset(self) -> None:
+        """Drops loads that an interrupted block left behind."""
+        for key in list(self._loading):
+            self.free(key)
+
+    def close(self) -> None:
+        """Releases every buffer. The views handed out must not be used afterwards."""
+        self._resident.clear()
+        self._bound.clear()
+        for buffer in [
+            *self._buffers,
+            *self._staging,
+            *(h.buffer for h in self._homes.values() if h.buffer is not None),
+        ]:
+            buffer.release()
+        self._buffers, self._staging, self._homes = [], [], {}
+
+
+def _data(home: Home) -> Tensor:
+    if home.buffer is None:
+        raise RuntimeError(f"{home.layout.key}: no buffer")
+    return home.buffer.tensor[: home.layout.nbytes]

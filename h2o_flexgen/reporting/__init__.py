@@ -1,0 +1,1 @@
+"""From records to text, tables and pictures. No torch."""

@@ -1,0 +1,31 @@
+"""`python -m h2o_flexgen.run`: prompts in, text and a report out.
+
+    python -m h2o_flexgen.run --prompt "Once upon a time"
+    python -m h2o_flexgen.run --model opt-30b --hh-ratio 0.2 --prompts prompts.txt --output answers.jsonl
+
+Results go to stdout (or --output), the last line of stdout is one JSON object, everything else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from h2o_flexgen.cli.arguments import RunArguments, parse_arguments
+from h2o_flexgen.cli.program import exit_on_errors
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code."""
+    return exit_on_errors(lambda: _run(parse_arguments(argv)))
+
+
+def _run(arguments: RunArguments) -> int:
+    # torch takes seconds to import: --help and usage errors do without it.
+    from h2o_flexgen.cli.generate import generate
+
+    return generate(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
