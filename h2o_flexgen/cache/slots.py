@@ -97,16 +97,18 @@ class ArrivalSlots(SlotBook):
 
     def positions(self) -> Tensor:
         clock = self._clock
-        table = torch.full((len(self._first), self._capacity), -1, dtype=torch.int32)
+        table = []
         for row, (budget, now) in enumerate(zip(clock.budgets, clock.next_pos, strict=True)):
             prompt, held = now - clock.step, clock.held[row]
-            table[row, :held] = torch.arange(held)
-            table[row, min(budget.sinks, held) : held] += prompt - held
-            for arrival in range(clock.step):
-                table[row, self._slot_of(row, held + arrival)] = prompt + arrival
+            slots = [slot if slot < budget.sinks else slot + prompt - held for slot in range(held)]
+            slots += [-1] * (self._capacity - held)
+            for arrival in range(max(clock.step - self._capacity, 0), clock.step):
+                slots[self._slot_of(row, held + arrival)] = prompt + arrival
             if not budget.full:
-                table[row, self._slot_of(row, held + clock.step)] = -1  # what the last step let go
-        return table[:, None].expand(-1, self._kv_heads, -1)
+                slots[self._slot_of(row, held + clock.step)] = -1  # what the last step let go
+            table.append(slots)
+        positions = torch.tensor(table, dtype=torch.int32, device=clock.device)
+        return positions[:, None].expand(-1, self._kv_heads, -1)
 
     def _slot_of(self, row: int, order: int) -> int:
         first, limit = self._first[row], self._clock.limits[row]

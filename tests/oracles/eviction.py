@@ -1,0 +1,153 @@
+"""Each eviction policy for one sequence and one KV head, in double precision, one token after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import mul
+
+from h2o_flexgen.config.eviction import Budget
+
+Vector = Sequence[float]
+
+
+def softmax(logits: list[float]) -> list[float]:
+    largest = max(logits)
+    weights = [math.exp(logit - largest) for logit in logits]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+class EvictionOracle:
+    """Keeps everything. Subclasses say what stays.
+
+    `prompt` takes whole prompts, `step` one token; both give the attention output of every query head of the group.
+    `closest` is the smallest difference of two scores that a decision has hung on: below rounding error, two correct
+    implementations may disagree from then on.
+    """
+
+    def __init__(
+        self, budget: Budget, *, scale: float, seed: int = 0, layer: int = 0, row_id: int = 0, head: int = 0
+    ) -> None:
+        self.budget, self.scale = budget, scale
+        self.seed, self.layer, self.row_id, self.head = seed, layer, row_id, head
+        self.keys: dict[int, Vector] = {}
+        self.values: dict[int, Vector] = {}
+        self.scores: dict[int, float] = {}
+        self.length = 0
+        self.closest = math.inf
+
+    @property
+    def kept(self) -> set[int]:
+        return set(self.keys)
+
+    def prompt(
+        self, queries: Sequence[Sequence[Vector]], keys: Sequence[Vector], values: Sequence[Vector]
+    ) -> list[list[list[float]]]:
+        """`queries` is (S, group, d), `keys` and `values` (S, d). Nothing goes before the last token is in."""
+        outputs = [self._attend(*token) for token in zip(queries, keys, values, strict=True)]
+        self._evict()
+        return outputs
+
+    def step(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
+        """One token: it attends to everything kept and to itself, then something may go."""
+        output = self._attend(queries, key, value)
+        self._evict()
+        return output
+
+    def staying(self, now: int) -> set[int]:
+        """The positions that stay, of those in `keys`, when `now` is the newest."""
+        return self.kept
+
+    def first_score(self, position: int) -> float:
+        return 0.0
+
+    def attended(self, position: int, probability: float) -> None:
+        """`position` has received `probability`, the mean over the group."""
+
+    def _attend(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
+        position = self.length
+        self.length += 1
+        self.keys[position], self.values[position] = key, value
+        self.scores[position] = self.first_score(position)
+        outputs = []
+        received = dict.fromkeys(self.keys, 0.0)
+        for query in queries:
+            positions = list(self.keys)
+            probabilities = softmax([self.scale * sum(map(mul, query, self.keys[p])) for p in positions])
+            output = [0.0] * len(value)
+            for p, probability in zip(positions, probabilities, strict=True):
+                received[p] += probability / len(queries)
+                for i, x in enumerate(self.values[p]):
+                    output[i] += probability * x
+            outputs.append(output)
+        for p, probability in received.items():
+            self.attended(p, probability)
+        return outputs
+
+    def _evict(self) -> None:
+        if self.budget.full:
+            return
+        for position in self.kept - self.staying(self.length - 1):
+            del self.keys[position], self.values[position], self.scores[position]
+
+
+class FullOracle(EvictionOracle):
+    """Everything stays."""
+
+
+class LocalOracle(EvictionOracle):
+    """The last `recent` tokens stay."""
+
+    def staying(self, now: int) -> set[int]:
+        return {p for p in self.keys if p > now - self.budget.recent}
+
+
+class StreamingOracle(EvictionOracle):
+    """The first `sinks` and the last `recent` tokens stay; while there is room, everything."""
+
+    def staying(self, now: int) -> set[int]:
+        return {p for p in self.keys if p < self.budget.sinks or p > now - self.budget.recent}
+
+
+class RankedOracle(EvictionOracle):
+    """Sinks, the last `recent`, and the `heavy` best of the rest; of two equal scores the lower position is better."""
+
+    def staying(self, now: int) -> set[int]:
+        protected = {p for p in self.keys if p < self.budget.sinks or p > now - self.budget.recent}
+        rest = sorted(self.kept - protected, key=lambda p: (-self.scores[p], p))
+        room = self.budget.total - len(protected)
+        if 0 < room < len(rest):
+            self.closest = min(self.closest, self.scores[rest[room - 1]] - self.scores[rest[room]])
+        return protected | set(rest[:room])
+
+
+class H2OOracle(RankedOracle):
+    """The score of a token is all the attention it has received."""
+
+    def attended(self, position: int, probability: float) -> None:
+        self.scores[position] += probability
+
+
+class HeavyOracle(H2OOracle):
+    """H2O with `recent` = 0."""
+
+
+class RandomOracle(RankedOracle):
+    """The score of a token is a hash of where it stands."""
+
+    def first_score(self, position: int) -> float:
+        state = 0
+        for part in (self.seed, self.seed >> 32, self.layer, self.row_id, self.head, position):
+            state = (state + part % 2**32 + 0x9E3779B9) % 2**32
+            state ^= state >> 16
+            state = state * 0x7FEB352D % 2**32
+            state ^= state >> 15
+            state = state * 0x045D9F3B % 2**32
+            state ^= state >> 16
+        return (state >> 8) / 2**24
+
+    def staying(self, now: int) -> set[int]:
+        staying = super().staying(now)
+        self.closest = math.inf  # hashes are exact
+        return staying

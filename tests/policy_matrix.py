@@ -1,0 +1,42 @@
+"""Every eviction policy that there is: tests that should hold for all of them run over these rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from tests.oracles.eviction import (
+    EvictionOracle,
+    FullOracle,
+    H2OOracle,
+    HeavyOracle,
+    LocalOracle,
+    RandomOracle,
+    StreamingOracle,
+)
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """A policy by name, the budget to try it at and the oracle that says what it should do."""
+
+    name: str
+    oracle: type[EvictionOracle]
+    config: dict[str, Any] = field(default_factory=lambda: {"ratio": 0.3})
+
+    def eviction(self, **changes: Any) -> EvictionConfig:
+        """The config, with `changes`."""
+        return EvictionConfig(**{"name": self.name, **self.config, **changes})
+
+
+POLICIES = (
+    PolicyRow("full", FullOracle, {}),
+    PolicyRow("h2o", H2OOracle),
+    PolicyRow("streaming", StreamingOracle, {"ratio": 0.3, "sinks": 2}),
+    PolicyRow("local", LocalOracle),
+    PolicyRow("heavy", HeavyOracle),
+    PolicyRow("random", RandomOracle, {"ratio": 0.3, "seed": 7}),
+)
+EVICTING = tuple(row for row in POLICIES if row.name != "full")
+SCORED = tuple(row for row in POLICIES if row.name in ("h2o", "heavy", "random"))
