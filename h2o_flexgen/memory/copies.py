@@ -12,10 +12,11 @@ from typing import Any, cast
 import torch
 import xxhash
 
+from h2o_flexgen.config.model import PAGE
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.disk import DirectFile, HostView, Syscalls, host_view
 from h2o_flexgen.memory.disk_tier import Region
-from h2o_flexgen.memory.handle import PAGE, Extent, page_floor
+from h2o_flexgen.memory.handle import Extent, page_floor
 from h2o_flexgen.memory.workers import Job, Piece, Ticket, TraceCallback, Workers, many_pieces, one_piece
 
 __all__ = ["CopyEngine", "Ticket", "TraceCallback", "checksum"]

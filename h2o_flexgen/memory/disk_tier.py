@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
+from h2o_flexgen.config.model import PAGE
 from h2o_flexgen.errors import PlanError, StorageError
 from h2o_flexgen.memory.disk import DirectFile, Syscalls
-from h2o_flexgen.memory.handle import PAGE, page_ceil
+from h2o_flexgen.memory.handle import page_ceil
 from h2o_flexgen.memory.ledger import Ledger
 from h2o_flexgen.memory.locks import storage_error
 from h2o_flexgen.memory.rundir import OffloadDir

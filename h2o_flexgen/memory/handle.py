@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from h2o_flexgen.config.model import PAGE, TENSOR_ALIGN, WeightGroup, round_up
 from h2o_flexgen.errors import ModelError
-
-if TYPE_CHECKING:
-    from h2o_flexgen.config.model import TensorSpec, WeightGroup
-
-PAGE = 4096  # bytes; the alignment of O_DIRECT and of every buffer
-SLOT_ALIGN = 64  # bytes; one cache line, and the widest vector load of a CPU
 
 
 def page_floor(value: int) -> int:
@@ -28,7 +23,7 @@ def page_floor(value: int) -> int:
 
 def page_ceil(value: int) -> int:
     """The page boundary at or above `value`."""
-    return -(-value // PAGE) * PAGE
+    return round_up(value, PAGE)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -83,12 +78,12 @@ class Extent:
 
 
 def packed_layout(group: WeightGroup, dtype: str) -> UnitLayout:
-    """The canonical layout: the group's order, each tensor on SLOT_ALIGN; nbytes equals group.buffer_bytes(dtype)."""
+    """The canonical layout: the group's order, each tensor on TENSOR_ALIGN; nbytes equals group.buffer_bytes(dtype)."""
     slots, cursor = [], 0
     for tensor in group.tensors:
-        nbytes = _nbytes(tensor, dtype)
+        nbytes = tensor.nbytes(dtype)
         slots.append(TensorSlot(tensor.name, tuple(tensor.shape), dtype, cursor, nbytes))
-        cursor = -(-(cursor + nbytes) // SLOT_ALIGN) * SLOT_ALIGN
+        cursor = round_up(cursor + nbytes, TENSOR_ALIGN)
     return UnitLayout(group.key, tuple(slots), page_ceil(cursor))
 
 
@@ -102,8 +97,8 @@ def direct_obstacle(group: WeightGroup, dtype: str, locations: Mapping[str, tupl
         if tensor.name not in locations:
             return f"{tensor.name} has no single run of bytes in a file"
         path, offset, nbytes = locations[tensor.name]
-        if nbytes != _nbytes(tensor, dtype):
-            return f"{tensor.name} has {nbytes} bytes in {path}, {_nbytes(tensor, dtype)} as {dtype}"
+        if nbytes != tensor.nbytes(dtype):
+            return f"{tensor.name} has {nbytes} bytes in {path}, {tensor.nbytes(dtype)} as {dtype}"
         if offset % itemsize:
             return f"{tensor.name} starts at byte {offset} of {path}, which no {dtype} may"
     return None
@@ -132,7 +127,7 @@ def direct_layout(
         extents.append(Extent(run[0][1].path, start, stop - start, base, label))
         cursor = page_ceil(base + stop - start)
     slots = tuple(
-        TensorSlot(tensor.name, tuple(tensor.shape), dtype, placed[tensor.name], _nbytes(tensor, dtype))
+        TensorSlot(tensor.name, tuple(tensor.shape), dtype, placed[tensor.name], tensor.nbytes(dtype))
         for tensor in group.tensors
     )
     return UnitLayout(group.key, slots, cursor), tuple(extents)
@@ -148,13 +143,6 @@ def views(layout: UnitLayout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         slot.name: buffer.narrow(0, slot.offset, slot.nbytes).view(torch_dtype(slot.dtype)).view(slot.shape)
         for slot in layout.slots
     }
-
-
-def _nbytes(tensor: TensorSpec, dtype: str) -> int:
-    count = torch_dtype(dtype).itemsize
-    for size in tensor.shape:
-        count *= size
-    return count
 
 
 def _runs(locations: Mapping[str, Location]) -> list[list[tuple[str, Location]]]:

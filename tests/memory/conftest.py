@@ -1,0 +1,65 @@
+"""What the memory tests share: a file system call that fails on demand, and a watch over threads left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from h2o_flexgen.memory.disk import Syscalls
+
+
+class Faulty(Syscalls):
+    """Fails where `when(call number, from 1)` says so: with `error`, or by letting only `short` bytes through."""
+
+    def __init__(self, when: Callable[[int], bool], error: int = errno.EIO, short: int | None = None) -> None:
+        self.when, self.error, self.short = when, error, short
+        self.calls = 0
+        self._lock = threading.Lock()
+
+    def _fails(self) -> bool:
+        with self._lock:
+            self.calls += 1
+            return self.when(self.calls)
+
+    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
+        if not self._fails():
+            return super().preadv(fd, view, offset)
+        if self.short is None:
+            raise OSError(self.error, os.strerror(self.error))
+        return min(self.short, super().preadv(fd, view, offset))
+
+    def pwritev(self, fd: int, view: memoryview, offset: int) -> int:
+        if not self._fails():
+            return super().pwritev(fd, view, offset)
+        if self.short is None:
+            raise OSError(self.error, os.strerror(self.error))
+        return min(self.short, super().pwritev(fd, view, offset))
+
+    def fallocate(self, fd: int, nbytes: int) -> None:
+        if self._fails():
+            raise OSError(self.error, os.strerror(self.error))
+        super().fallocate(fd, nbytes)
+
+
+def engine_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("h2o-")]
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left() -> Iterator[None]:
+    yield
+    assert engine_threads() == [], "threads outlived their engine"
+
+
+@pytest.fixture
+def payload(tmp_path: Path) -> tuple[str, bytes]:
+    """A file whose size is no multiple of a page, and its bytes."""
+    data = os.urandom(3 * 4096 * 16 + 1234)
+    path = tmp_path / "payload.bin"
+    path.write_bytes(data)
+    return str(path), data
