@@ -1,0 +1,91 @@
+"""Collecting everything that is wrong with a checkpoint, so that one error can list it all."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from h2o_flexgen.errors import ModelError
+
+_SHOWN = 100
+_DRIVE = re.compile(r"[A-Za-z]:")
+
+
+class Problems:
+    """The faults found so far, in the order in which they were found."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._download = False
+
+    def add(self, text: str, *, download: bool = False) -> None:
+        """Note one fault; `download` says that fetching the files again is the cure."""
+        self.texts.append(text)
+        self._download = self._download or download
+
+    def raise_any(self, folder: str) -> None:
+        """Raise one ModelError that lists the faults (the first 100 of them), if there are any."""
+        if not self.texts:
+            return
+        shown = self.texts[:_SHOWN]
+        if len(self.texts) > _SHOWN:
+            shown = [*shown, f"and {len(self.texts) - _SHOWN} more"]
+        many = "one problem" if len(self.texts) == 1 else f"{len(self.texts)} problems"
+        raise ModelError(
+            f"the checkpoint in {folder} cannot be used, {many}:\n  " + "\n  ".join(shown) + "\n",
+            "needed a complete checkpoint of the model that its config.json describes",
+            "download again what is damaged or missing" if self._download else "check that both belong to one model",
+        )
+
+
+def name_fault(name: object) -> str | None:
+    """Why `name` may not name a tensor or a shard, None when it may.
+
+    Such names come from files that anybody may have written, and none of them has a reason to look like a path.
+    """
+    if not isinstance(name, str) or not name:
+        return "is not a name"
+    if "/" in name or "\\" in name:
+        return "has a path separator"
+    if ".." in name or name == ".":
+        return "has '..'" if ".." in name else "is a folder"
+    if _DRIVE.match(name):
+        return "has a drive letter"
+    if not name.isprintable():
+        return "has a NUL or another unprintable character"
+    return None
+
+
+def strict_json(text: bytes) -> Any:
+    """JSON as the standard has it; ValueError for doubled keys, NaN, broken UTF-8 and endless nesting too."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return found
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def foreign_content(head: bytes, size: int) -> str | None:
+    """What a file of `size` bytes that starts with `head` is, if it is something that gets saved instead of weights."""
+    if size == 0:
+        return "is empty"
+    if head.startswith(b"version https://git-lfs"):
+        expected = re.search(rb"\nsize (\d{1,18})", head)
+        sizes = f": expected {int(expected.group(1))} bytes, found {size}" if expected else f" of {size} bytes"
+        return f"is a Git LFS pointer, not the file it stands for{sizes}"
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:9].lower()
+    if start.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        return f"is a web page of {size} bytes, not weights"
+    if start.startswith((b"entry not", b"invalid u", b"not found", b"access to")):
+        return f"is an error message of a download of {size} bytes, not weights"
+    return None
