@@ -80,28 +80,29 @@ def _tasks(tick: Tick) -> Iterator[Task]:
     yield from tick.frees
 
 
-def _require(holds: bool, tick: int, rule: str) -> None:
+def _require(holds: bool, tick: int, rule: str, *parts: object) -> None:
+    """`rule` is a template for `parts`, filled in only where it is broken: most time would go into sentences else."""
     if not holds:
-        raise ScheduleError(f"tick {tick}: {rule}")
+        raise ScheduleError(f"tick {tick}: {rule.format(*parts)}")
 
 
 def _check_form(ticks: Sequence[Tick], shape: ScheduleShape) -> None:
     for index, tick in enumerate(ticks):
-        _require(tick.index == index, index, f"form: is numbered {tick.index}")
+        _require(tick.index == index, index, "form: is numbered {}", tick.index)
         for place, kinds in ((tick.loads, LOADS), (tick.stores, STORES), (tick.frees, {TaskKind.FREE_WEIGHTS})):
             for task in place:
-                _require(task.kind in kinds, index, f"form: {task} does not belong there")
+                _require(task.kind in kinds, index, "form: {} does not belong there", task)
         for task in _tasks(tick):
             batches = range(NO_BATCH, 0) if task.kind in WEIGHTS else range(shape.num_batches)
             exists = task.step in range(shape.num_steps) and task.unit in range(len(shape.units))
-            _require(exists and task.batch in batches, index, f"form: {task} has an index that does not exist")
+            _require(exists and task.batch in batches, index, "form: {} has an index that does not exist", task)
             cacheable = task.kind not in CACHE or shape.units[task.unit].kind == "attn"
-            _require(cacheable, index, f"form: {task} names a unit without a cache")
+            _require(cacheable, index, "form: {} names a unit without a cache", task)
         if tick.compute is None:
             _require(index == len(ticks) - 1, index, "form: a tick without a compute is not the last one")
             _require(not tick.loads, index, "form: a drain tick loads something")
         else:
-            _require(tick.compute.kind is TaskKind.COMPUTE, index, f"form: {tick.compute} is not a compute")
+            _require(tick.compute.kind is TaskKind.COMPUTE, index, "form: {} is not a compute", tick.compute)
 
 
 def _check_order(ticks: Sequence[Tick], shape: ScheduleShape, active: Sequence[Sequence[int]] | None) -> int:
@@ -111,23 +112,23 @@ def _check_order(ticks: Sequence[Tick], shape: ScheduleShape, active: Sequence[S
     steps, start = 0, 0
     for step, group in groupby(computes, key=lambda task: task.step):
         done = [(task.unit, task.batch) for task in group]
-        _require(step == steps, start, f"order: step {step} follows step {steps - 1}")
+        _require(step == steps, start, "order: step {} follows step {}", step, steps - 1)
         batches = {batch for _, batch in done}
-        _require(batches <= before, start, f"order: batches {sorted(batches - before)} come back in step {step}")
+        _require(batches <= before, start, "order: batches {} come back in step {}", sorted(batches - before), step)
         if active is not None:
             recorded = list(active[step]) if step < len(active) else []
-            _require(sorted(batches) == recorded, start, f"order: batches {sorted(batches)}, active are {recorded}")
+            _require(sorted(batches) == recorded, start, "order: batches {}, active are {}", sorted(batches), recorded)
         units = range(len(shape.units))
         wanted = (
             [(unit, batch) for unit in units for batch in sorted(batches)],
             [(unit, batch) for batch in sorted(batches) for unit in units],
         )
         agreed = max(_agreement(done, order) for order in wanted)
-        _require(done in wanted, start + agreed, f"order: step {step} is neither unit by unit nor batch by batch")
+        _require(done in wanted, start + agreed, "order: step {} is neither unit by unit nor batch by batch", step)
         before, steps, start = batches, steps + 1, start + len(done)
     if active is not None:
         recorded_steps = sum(1 for batches in active if batches)
-        _require(steps == recorded_steps, len(ticks), f"order: {steps} steps run, active were {recorded_steps}")
+        _require(steps == recorded_steps, len(ticks), "order: {} steps run, active were {}", steps, recorded_steps)
     return steps
 
 
@@ -174,13 +175,13 @@ class _WeightBooks:
 
     def _load(self, tick: int, task: Task) -> None:
         key = self._shape.units[task.unit].weights
-        _require(key in self._shape.streamed, tick, f"weights: {task} loads {key}, which is resident")
-        _require(key not in self._copies, tick, f"weights: {task} loads {key}, which is there already")
+        _require(key in self._shape.streamed, tick, "weights: {} loads {}, which is resident", task, key)
+        _require(key not in self._copies, tick, "weights: {} loads {}, which is there already", task, key)
         self._copies[key] = _Copy(task, tick)
         self.loads[key] += 1
         self.peak = max(self.peak, len(self._copies))
         bound = self._shape.lookahead + 1
-        _require(len(self._copies) <= bound, tick, f"weights: {task} makes {len(self._copies)} copies of {bound}")
+        _require(len(self._copies) <= bound, tick, "weights: {} makes {} copies of {}", task, len(self._copies), bound)
 
     def _use(self, tick: int, task: Task) -> None:
         key = self._shape.units[task.unit].weights
@@ -189,9 +190,9 @@ class _WeightBooks:
         copy = self._copies.get(key)
         if copy is None:
             raise ScheduleError(f"tick {tick}: weights: {task} needs {key}, which is not there")
-        _require(copy.loaded < tick or tick == 0, tick, f"weights: {task} needs {key}, whose load only starts")
+        _require(copy.loaded < tick or tick == 0, tick, "weights: {} needs {}, whose load only starts", task, key)
         first = (copy.load.step, copy.load.unit) == (task.step, task.unit)
-        _require(copy.used is not None or first, tick, f"weights: {copy.load} does not name its first use, {task}")
+        _require(copy.used is not None or first, tick, "weights: {} does not name its first use, {}", copy.load, task)
         copy.used, copy.last = tick, task
 
     def _free(self, tick: Tick, task: Task) -> None:
@@ -200,9 +201,11 @@ class _WeightBooks:
         if copy is None:
             raise ScheduleError(f"tick {tick.index}: weights: {task} frees {key}, which is not there")
         drained = tick.compute is None and self._ended_early
-        _require(copy.used == tick.index or drained, tick.index, f"weights: {task} is not in the tick of the last use")
+        _require(copy.used == tick.index or drained, tick.index, "weights: {} is not in the tick of the last use", task)
         last = copy.last or copy.load
-        _require((last.step, last.unit) == (task.step, task.unit), tick.index, f"weights: {task} does not name {last}")
+        _require(
+            (last.step, last.unit) == (task.step, task.unit), tick.index, "weights: {} does not name {}", task, last
+        )
         self.unused += copy.used is None
 
 
@@ -249,15 +252,15 @@ class _StateBooks:
         state = self._state(task)
         wrote = self._owed.pop(state, None)
         matches = wrote is not None and (wrote.step, wrote.unit) == (task.step, task.unit)
-        _require(matches, tick, f"{state.name}: {task} stores what the tick before did not leave to be stored")
+        _require(matches, tick, "{}: {} stores what the tick before did not leave to be stored", state.name, task)
         self._home.add(state)
 
     def _load(self, tick: int, task: Task) -> None:
         state = self._state(task)
-        _require(state in self._home, tick, f"{state.name}: {task} loads what is not stored")
+        _require(state in self._home, tick, "{}: {} loads what is not stored", state.name, task)
         target = self._compute_at(tick + 1)
         same = target is not None and (target.step, target.unit, target.batch) == (task.step, task.unit, task.batch)
-        _require(same, tick, f"{state.name}: {task} is not for the compute of the next tick")
+        _require(same, tick, "{}: {} is not for the compute of the next tick", state.name, task)
         self._home.remove(state)
         self._loaded.add(state)
 
@@ -266,12 +269,12 @@ class _StateBooks:
         if unit.kind == "attn" and (unit.layer, task.batch) in self._shape.cache_moves:
             cache = _State("cache", unit.layer, task.batch)
             ready = (cache in self._loaded) == (task.step > 0)
-            _require(ready, tick, f"cache: {task} reads a cache that is not loaded, or the prompt finds one")
+            _require(ready, tick, "cache: {} reads a cache that is not loaded, or the prompt finds one", task)
             self._loaded.discard(cache)
             if task.step < self._shape.num_steps - 1:
                 self._owed[cache] = task
         hidden = _State("hidden", None, task.batch)
-        _require(hidden not in self._home, tick, f"hidden: {task} needs a hidden state that is parked")
+        _require(hidden not in self._home, tick, "hidden: {} needs a hidden state that is parked", task)
         self._loaded.discard(hidden)
         following = self._compute_at(tick + 1)
         interrupted = following is None or following.batch != task.batch

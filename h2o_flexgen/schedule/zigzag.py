@@ -140,7 +140,8 @@ class _WeightStream:
 
         A link works in order, and the next tick comes before the next unit.
         """
-        own, ahead = [], []
+        own: list[Task] = []
+        ahead: list[Task] = []
         while self._queue and len(self._alive) < self._copies:
             task = self._queue[0]
             key = self._keys[task.unit]

@@ -86,7 +86,7 @@ def test_duplicating_any_task_is_found(case: Case, order: bool, data: st.DataObj
     assert fails(duplicated(ticks, place), case)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases(), st.booleans(), st.data())
 def test_moving_any_task_is_found(case: Case, order: bool, data: st.DataObject) -> None:
     """To any other tick; a weights load may be early (while copies last), so it is moved to its use or later."""

@@ -153,7 +153,7 @@ def test_shapes_without_a_schedule_are_refused(change: dict, message: str) -> No
         make_shape(**change)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_zigzag_is_sound_and_in_order(case: Case) -> None:
     ticks = list(zigzag(case.shape, case.active))
@@ -165,7 +165,7 @@ def test_zigzag_is_sound_and_in_order(case: Case) -> None:
     assert list(zigzag(case.shape, case.active)) == ticks
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_row_by_row_is_sound_and_in_order(case: Case) -> None:
     ticks = list(row_by_row(case.shape, case.active))

@@ -1,0 +1,197 @@
+"""The footprint: numbers by hand for a tiny model, and what must hold for every plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model import ArchSpec, ModelSpec
+from h2o_flexgen.config.offload import TIERS, OffloadPolicy
+from h2o_flexgen.config.placement import place
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.schedule.footprint import Footprint, Item, footprint
+
+SPEC = ModelSpec(
+    name="tiny",
+    vocab_size=1000,
+    hidden_size=64,
+    ffn_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    embed_dim=64,
+    max_positions=128,
+    arch=ArchSpec("opt", position_offset=2),
+    bos_token_id=2,
+    eos_token_id=2,
+    pad_token_id=1,
+)
+WORKLOAD = Workload(prompt_len=24, gen_len=8, num_sequences=100)
+PAGE = 4096
+
+
+def measure(
+    policy: OffloadPolicy,
+    eviction: EvictionConfig | None = None,
+    compute: str = "gpu",
+    spec: ModelSpec = SPEC,
+    workload: Workload = WORKLOAD,
+    **others,
+) -> Footprint:
+    return footprint(
+        spec,
+        workload,
+        policy,
+        eviction or EvictionConfig(),
+        dtype="float16",
+        compute_tier=compute,
+        assignment=place(spec, policy, "float16"),
+        **others,
+    )
+
+
+def amounts(foot: Footprint) -> dict[tuple[str, str], int]:
+    found = {(item.tier, item.what): item.nbytes for item in foot.items}
+    assert len(found) == len(foot.items), "an item appears twice"
+    return found
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def test_everything_on_the_compute_tier() -> None:
+    everywhere = {"cpu": 1.0}
+    policy = OffloadPolicy(4, 2, everywhere, everywhere, everywhere)
+    found = amounts(measure(policy, compute="cpu", baseline=123))
+    attn = pages(2 * (4 * 64 * 64 + 6 * 64))  # q, k, v, o with biases, and the norm
+    mlp = pages(2 * (2 * 64 * 256 + 256 + 3 * 64))
+    vocab = pages(2 * (1000 * 64 + 130 * 64 + 2 * 64))
+    workspace = 96 * 6 * 64 * 2 + 4 * 4 * 4 * 24 + (1 << 20) * 10  # the attention of the prompt
+    assert found == {
+        ("cpu", "weights"): vocab + 2 * (attn + mlp),
+        ("cpu", "KV cache"): 2 * 2 * pages(2 * 4 * 64 * 32 * 2),
+        ("cpu", "hidden states"): 2 * pages(96 * 64 * 2),
+        ("cpu", "prompt K and V of one layer"): 2 * 96 * 64 * 2,
+        ("cpu", "workspace"): workspace,
+        ("cpu", "process"): 123,
+    }
+
+
+def test_everything_streams_from_disk_to_a_gpu() -> None:
+    disk = {"disk": 1.0}
+    policy = OffloadPolicy(4, 2, disk, disk, disk, lookahead=2)
+    sizes = {group.key: 10_000 * (index + 1) for index, group in enumerate(SPEC.weight_groups)}
+    found = amounts(measure(policy, EvictionConfig("h2o", ratio=0.5), unit_bytes=sizes))
+    cache, hidden = pages(2 * 4 * 64 * 17 * 2), pages(96 * 64 * 2)  # 16 of 32 tokens and a free slot
+    assert found.pop(("gpu", "workspace")) > 0
+    assert found == {
+        ("disk", "weights"): sum(sizes.values()),
+        ("gpu", "weight buffers"): 3 * 50_000,
+        ("cpu", "weight staging buffers"): 3 * 50_000,
+        ("disk", "KV cache"): 4 * cache,
+        ("gpu", "cache buffers"): 3 * cache,
+        ("cpu", "cache staging buffers"): 2 * cache,
+        ("gpu", "new tokens of moving caches"): 4 * 6 * (4 * 2 * 64 * 2 + 16 * 8),
+        ("gpu", "cache records"): 4 * (16 * 17 * 8 + 16 * 64),
+        ("disk", "hidden states"): 2 * hidden,
+        ("gpu", "hidden buffers"): 3 * hidden,
+        ("cpu", "hidden staging buffers"): 2 * hidden,
+        ("gpu", "prompt K and V of one layer"): 2 * 96 * 64 * 2,
+    }
+
+
+def test_caches_computed_on_the_cpu_stay_there() -> None:
+    policy = OffloadPolicy(4, 2, {"gpu": 1}, {"cpu": 0.5, "gpu": 0.5}, {"gpu": 1}, cpu_cache_compute=True)
+    found = amounts(measure(policy, EvictionConfig("h2o", ratio=0.5)))
+    assert not [what for _, what in found if "buffers" in what or "new tokens" in what]
+    assert found["cpu", "cache records"] == found["gpu", "cache records"]
+    assert found["cpu", "workspace"] > 0
+
+
+def test_weights_read_in_place_get_two_pages_per_tensor() -> None:
+    policy = OffloadPolicy(weights={"disk": 1.0})
+    found = amounts(measure(policy, compute="cpu"))
+    tensors = sum(len(group.tensors) for group in SPEC.weight_groups)
+    packed = sum(group.buffer_bytes("float16") for group in SPEC.weight_groups)
+    assert found["disk", "weights"] == packed + 2 * PAGE * tensors
+    assert ("cpu", "weight staging buffers") not in found
+
+
+def test_the_head_is_the_workspace_of_a_large_vocabulary() -> None:
+    large = dataclasses.replace(SPEC, vocab_size=1_000_000)
+    found = amounts(measure(OffloadPolicy(4), spec=large, compute="cpu"))
+    assert found["cpu", "workspace"] == 4 * (2 * 64 + 1_000_000) * 2 + (4 * 4 + 32) * 1_000_000
+
+
+def test_opt_30b_needs_what_is_known() -> None:
+    opt = dataclasses.replace(
+        SPEC,
+        name="opt-30b",
+        vocab_size=50272,
+        hidden_size=7168,
+        ffn_size=28672,
+        num_layers=48,
+        num_heads=56,
+        num_kv_heads=56,
+        head_dim=128,
+        embed_dim=7168,
+        max_positions=2048,
+    )
+    foot = measure(OffloadPolicy(8, 4), spec=opt, workload=Workload(512, 32))
+    assert amounts(foot)["cpu", "weights"] / 2**30 == pytest.approx(55.8, abs=0.1)
+    assert amounts(foot)["cpu", "KV cache"] / 2**30 == pytest.approx(2 * 48 * 7168 * 544 * 32 * 2 / 2**30, rel=1e-3)
+
+
+def test_table() -> None:
+    foot = Footprint(
+        (Item("cpu", "KV cache", 1 << 20), Item("gpu", "weights", 1 << 30), Item("cpu", "weights", 1 << 21))
+    )
+    assert foot.table().splitlines() == [
+        "gpu   weights        1 GiB",
+        "gpu   in all         1 GiB",
+        "cpu   weights        2 MiB",
+        "cpu   KV cache       1 MiB",
+        "cpu   in all         3 MiB",
+    ]
+    assert foot.total("disk") == 0
+
+
+def shares() -> st.SearchStrategy[dict[str, float]]:
+    weights = st.lists(st.integers(0, 3), min_size=3, max_size=3).filter(any)
+    return weights.map(lambda parts: {tier: part / sum(parts) for tier, part in zip(TIERS, parts, strict=True) if part})
+
+
+POLICIES = st.builds(
+    OffloadPolicy,
+    gpu_batch_size=st.integers(1, 9),
+    num_gpu_batches=st.integers(1, 5),
+    weights=shares(),
+    cache=shares(),
+    hidden=shares(),
+    cpu_cache_compute=st.booleans(),
+    lookahead=st.integers(1, 3),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(POLICIES, st.sampled_from(["full", "h2o", "streaming"]))
+def test_every_kind_is_counted_once_and_more_work_needs_no_less(policy: OffloadPolicy, name: str) -> None:
+    eviction = EvictionConfig() if name == "full" else EvictionConfig(name, ratio=0.5)
+    foot = measure(policy, eviction)
+    found = amounts(foot)
+    assert all(nbytes > 0 for nbytes in found.values())
+    assert sum(foot.total(tier) for tier in TIERS) == sum(found.values())
+    slots = eviction.resolve(24, 8).total + (name != "full")
+    cache = pages(policy.gpu_batch_size * slots * SPEC.kv_bytes_per_token_and_layer("float16"))
+    caches = sum(nbytes for (_, what), nbytes in found.items() if what == "KV cache")
+    assert caches == 2 * policy.num_gpu_batches * cache
+    placed = place(SPEC, policy, "float16")
+    assert (("gpu", "weight buffers") in found) == any(tier != "gpu" for tier in placed.weights.values())
+    bigger = measure(dataclasses.replace(policy, gpu_batch_size=policy.gpu_batch_size + 1), eviction)
+    assert all(bigger.total(tier) >= foot.total(tier) for tier in TIERS)
