@@ -1,0 +1,20 @@
+"""Settings for all tests: one thread (the models are tiny, and runs share cores), no network."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _private_offload_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test may use or fill the user's own offload folder."""
+    monkeypatch.setenv("H2O_FLEXGEN_OFFLOAD_DIR", str(tmp_path_factory.getbasetemp() / "offload"))
