@@ -196,9 +196,10 @@ def _workspace(block: _Block) -> int:
 
     embed      ids and positions (T) int64, four (T, max(E, H))
     attention  input, its norm and the output (T, H), queries and attention output (T, Q), the kernel's output of a
-               group of equal prompts (T, Q), column sums (b, kv_heads, P) float32, and the larger of: for a chunk of
-               queries the logits, their softmax (float32) and its cast, at most _LOGITS of each or _MIN_CHUNK rows of
-               (heads, P); four int64 of (b, kv_heads, P) to rank the prompt's tokens
+               group of equal prompts (T, Q), column sums (b, kv_heads, P) float32, and the larger of two:
+               for queries in chunks, the softmax of one beside the logits of the next (three float32 and the cast, at
+               most _LOGITS of each or _MIN_CHUNK rows of (heads, P)), and queries and output of one row (P, Q);
+               to rank the prompt's tokens, four int64 of (b, kv_heads, P)
     decode     the (b, H) and (b, Q) of the above, and `_decode_attention`
     mlp        input, its norm and the output (T, H), and the (T, F) before and after the activation, the gate too
     head       logits (b, V) in the dtype and in float32, and a sampler's sorted copies of one row
@@ -206,13 +207,13 @@ def _workspace(block: _Block) -> int:
     spec, size, tokens, rows = block.spec, block.size, block.tokens, block.rows
     query = spec.num_heads * spec.head_dim
     prompt = block.workload.prompt_len
-    chunk = max(_LOGITS, _MIN_CHUNK * spec.num_heads * prompt)
+    chunk = min(max(_LOGITS, _MIN_CHUNK * spec.num_heads * prompt), spec.num_heads * prompt * prompt)
     wide = 3 if spec.arch.gated_mlp else 2
     return max(
         tokens * (32 + 4 * max(spec.embed_dim, spec.hidden_size) * size),
         tokens * (3 * spec.hidden_size + 3 * query) * size
         + 4 * block.heads * prompt
-        + max(chunk * (8 + size), 32 * block.heads * prompt),
+        + max(chunk * (12 + size) + 2 * prompt * query * size, 32 * block.heads * prompt),
         rows * (3 * spec.hidden_size + 3 * query) * size + _decode_attention(block),
         tokens * (3 * spec.hidden_size + wide * spec.ffn_size) * size,
         rows * (2 * spec.hidden_size + spec.vocab_size) * size + (4 * rows + 32) * spec.vocab_size,

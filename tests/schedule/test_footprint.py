@@ -72,7 +72,7 @@ def test_everything_on_the_compute_tier() -> None:
     attn = pages(2 * (4 * 64 * 64 + 6 * 64))  # q, k, v, o with biases, and the norm
     mlp = pages(2 * (2 * 64 * 256 + 256 + 3 * 64))
     vocab = pages(2 * (1000 * 64 + 130 * 64 + 2 * 64))
-    workspace = 96 * 6 * 64 * 2 + 4 * 4 * 4 * 24 + (1 << 20) * 10  # the attention of the prompt
+    workspace = 96 * (3 * 64 + 2 * 256) * 2  # the MLP of the prompt
     assert found == {
         ("cpu", "weights"): vocab + 2 * (attn + mlp),
         ("cpu", "KV cache"): 2 * 2 * pages(2 * 4 * 64 * 32 * 2),
@@ -127,6 +127,12 @@ def test_the_head_is_the_workspace_of_a_large_vocabulary() -> None:
     large = dataclasses.replace(SPEC, vocab_size=1_000_000)
     found = amounts(measure(OffloadPolicy(4), spec=large, compute="cpu"))
     assert found["cpu", "workspace"] == 4 * (2 * 64 + 1_000_000) * 2 + (4 * 4 + 32) * 1_000_000
+
+
+def test_attention_is_the_workspace_of_a_long_prompt() -> None:
+    found = amounts(measure(OffloadPolicy(4), workload=Workload(120, 8), compute="cpu"))
+    logits = 4 * 120 * 120 * (3 * 4 + 2)
+    assert found["cpu", "workspace"] == 480 * 6 * 64 * 2 + 4 * 16 * 120 + logits + 2 * 120 * 64 * 2
 
 
 def test_opt_30b_needs_what_is_known() -> None:
