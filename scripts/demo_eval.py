@@ -1,0 +1,167 @@
+"""Measure the demo model with plain transformers, and write what ships beside it: figures, curves, held-out samples."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import re
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+import torch
+from demo_rows import BOS, CONTEXT, Corpus
+from demo_text import story
+from transformers import AutoModelForCausalLM, OPTForCausalLM
+
+if TYPE_CHECKING:
+    from train_demo import Recipe
+
+DISTANCES = (100, 300, 600, 900)
+HELD_SEED = 77
+
+
+@torch.no_grad()
+def recall_accuracy(model: OPTForCausalLM, corpus: Corpus, rng: Random, distance: int, cases: int) -> float:
+    """Share of answers that greedy decoding gives exactly; checked teacher-forced, which is the same thing."""
+    right = 0
+    for _ in range(cases):
+        case = corpus.recall_case(rng, distance)
+        head = [BOS, *corpus.encode(case.prompt)]
+        full = [BOS, *corpus.encode(f"{case.prompt} {case.answer}")]
+        logits = model(input_ids=torch.tensor([full])).logits[0]
+        right += logits[len(head) - 1:-1].argmax(-1).tolist() == full[len(head):]
+    return right / cases
+
+
+@torch.no_grad()
+def perplexity(model: OPTForCausalLM, corpus: Corpus, text: str) -> dict[str, float]:
+    """Perplexity per token over rows of the full context, and bits per byte, which other tokenizers can be held to."""
+    ids = corpus.encode(text)
+    total, count = 0.0, 0
+    for at in range(0, len(ids), CONTEXT - 1):
+        row = torch.tensor([[BOS, *ids[at:at + CONTEXT - 1]]])
+        logits = model(input_ids=row).logits[0, :-1].float()
+        total += torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").item()
+        count += row.shape[1] - 1
+    return {"tokens": count, "perplexity": round(math.exp(total / count), 2),
+            "bits_per_byte": round(total / math.log(2) / len(text.encode()), 3)}
+
+
+def heldout_texts(corpus: Corpus, size: int) -> dict[str, str]:
+    """About `size` characters per source, none of them trained on; stories come from a seed of their own."""
+    rng, stories = Random(HELD_SEED), []
+    while sum(map(len, stories)) < size:
+        stories.append(" ".join(story(rng)))
+    texts = {"stories": "\n".join(stories)}
+    for name, lines in zip(corpus.names, corpus.held_text, strict=True):
+        cut = next((n for n in range(len(lines)) if sum(map(len, lines[:n])) >= size), len(lines))
+        texts[name] = "\n".join(lines[:cut])
+    return texts
+
+
+def write_samples(corpus: Corpus, out: Path) -> None:
+    """heldout.txt (every source in turn) and recall_prompts.jsonl (64 held-out questions, 400 to 900 tokens)."""
+    (out / "heldout.txt").write_text("\n\n".join(heldout_texts(corpus, 20_000).values()) + "\n", encoding="utf-8")
+    rng, rows = Random(HELD_SEED + 1), []
+    while len(rows) < 64:
+        case = corpus.recall_case(rng, rng.randint(250, 800))
+        tokens = len(corpus.encode(case.prompt)) + 1
+        if 400 <= tokens <= 900:
+            rows.append({"prompt": case.prompt, "answer": case.answer, "tokens": tokens, "distance": case.distance})
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (out / "recall_prompts.jsonl").write_text(text, encoding="utf-8")
+
+
+def plot(history: list[dict], figures: dict, path: Path) -> None:
+    """Loss over steps, and the recall accuracy of the early looks, on one page."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (top, low) = plt.subplots(2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 2), layout="constrained")
+    steps = [row["step"] for row in history]
+    top.plot(steps, [row["loss"] for row in history], color="#1f5fa8", linewidth=1.2)
+    top.set_ylabel("training loss (answers weigh 5)")
+    sizes = f"{figures['parameters'] / 1e6:.1f} M parameters, {figures['tokens'] / 1e6:.0f} M tokens"
+    top.set_title(f"Demo model: {sizes}, {figures['seconds'] / 60:.0f} min on {figures['threads']} CPU threads",
+                  fontsize=11)
+    switch = next((row["step"] for row in history if row["length"] == CONTEXT), None)
+    looks = [row for row in history if "recall_100" in row]
+    for far, colour in ((100, "#7fb069"), (300, "#e08e45"), (800, "#b23a48")):
+        low.plot([row["step"] for row in looks], [row[f"recall_{far}"] for row in looks], "o-", color=colour,
+                 markersize=3.5, linewidth=1.2, label=f"{far} tokens back")
+    low.set(ylabel="exact recall (24 held-out)", xlabel="step", ylim=(-0.04, 1.04))
+    low.legend(frameon=False, fontsize=9)
+    for axes in (top, low):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if switch:
+            axes.axvline(switch, color="grey", linestyle=":", linewidth=1)
+    if switch:
+        top.annotate(f" rows of 256 | rows of {CONTEXT}", (switch, top.get_ylim()[1]), ha="center", va="top",
+                     fontsize=9, color="grey")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+
+
+def processor() -> str:
+    """The CPU's name as Linux gives it, else what Python knows."""
+    try:
+        names = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        return f"{names[0]}, {len(names)} logical cores"
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()
+
+
+def past_training(args: argparse.Namespace, recipe: Recipe) -> dict:
+    """What is known of the training: from this run's checkpoint, else from the training.json written last time."""
+    checkpoint, written = args.work / "checkpoint.pt", args.docs / "training.json"
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        return {"recipe": asdict(recipe) | {"steps": state["step"]}, "seconds": round(state["seconds"]),
+                "tokens": recipe.tokens(state["step"]), "history": state["history"],
+                "hardware": processor(), "threads": args.threads, "torch": torch.__version__}
+    keys = ("recipe", "seconds", "tokens", "history", "hardware", "threads", "torch")
+    return {key: value for key, value in json.loads(written.read_text()).items() if key in keys}
+
+
+def figures_table(figures: dict) -> str:
+    """The measured figures as Markdown, for the model card."""
+    lines = ["| held-out text | tokens | perplexity | bits per byte |", "|---|---|---|---|"]
+    for name, row in figures["heldout"].items():
+        lines.append(f"| {name} | {row['tokens']:,} | {row['perplexity']} | {row['bits_per_byte']} |")
+    lines += ["", "| fact about this many tokens back | exact recall |", "|---|---|"]
+    for far, share in figures["recall"].items():
+        lines.append(f"| {far} | {100 * share:.1f} % of {figures['recall_cases']} |")
+    lines += ["", f"Parameters {figures['parameters']:,}; trained on {figures['tokens'] / 1e6:.1f} M tokens in "
+                  f"{figures['seconds'] / 60:.0f} minutes with {figures['threads']} threads ({figures['hardware']}); "
+                  f"seed {figures['recipe']['seed']}, {figures['recipe']['steps']} steps, torch {figures['torch']}."]
+    return "\n".join(lines)
+
+
+def evaluate(args: argparse.Namespace, recipe: Recipe, corpus: Corpus, cases: int = 200) -> None:
+    """Measure the model in `args.out` in float32; write the samples, training.json, loss.png and the card's figures."""
+    model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
+    figures = {"parameters": sum(param.numel() for param in model.parameters())} | past_training(args, recipe)
+    texts = heldout_texts(corpus, 120_000)
+    figures["heldout"] = {name: perplexity(model, corpus, text) for name, text in texts.items()}
+    figures["recall_cases"] = cases
+    figures["recall"] = {str(far): recall_accuracy(model, corpus, Random(HELD_SEED + far), far, cases)
+                         for far in DISTANCES}
+    write_samples(corpus, args.out)
+    history = figures.pop("history")
+    plot(history, figures, args.docs / "loss.png")
+    rows = ",\n  ".join(json.dumps(row) for row in history)
+    body = json.dumps(figures, indent=1)[:-2]
+    (args.docs / "training.json").write_text(f'{body},\n "history": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
+    card = args.out / "README.md"
+    if card.exists():
+        text = re.sub(r"(?s)(<!-- figures -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{figures_table(figures)}\n{m[2]}",
+                      card.read_text(encoding="utf-8"))
+        card.write_text(text, encoding="utf-8")
+    print(json.dumps(figures))

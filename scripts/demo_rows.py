@@ -1,0 +1,160 @@
+"""Rows of token ids for training the demo model, and its tokenizer: text, stories, recall passages, repeated noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import torch
+from demo_text import Span, draw_facts, load_source, recall_passage, sentences_of, split_heldout, story
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+CONTEXT = 1024
+VOCAB = 4096
+BOS, PAD = 2, 1
+ANSWER_WEIGHT = 5.0
+
+
+def build_tokenizer(sources: list[Path], seed: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with OPT's special ids; each digit is one token (with the space before it), so that a code is copied digit by digit."""
+    rng = Random(seed)
+    lines = [line for path in sources for line in split_heldout(load_source(path))[0]]
+    for _ in range(4000):
+        told = story(rng)
+        lines.append(" ".join(told))
+        spans = recall_passage(rng, told[:3], draw_facts(rng, 4, set()), 0.5, 1.0, 4)
+        lines.append("".join(span.text for span in spans))
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r" ?\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    core.decoder = decoders.ByteLevel()
+    core.train_from_iterator(lines, trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=["<s>", "<pad>", "</s>", "<unk>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    core.post_processor = processors.TemplateProcessing(
+        single="</s> $A", pair="</s> $A </s> $B", special_tokens=[("</s>", BOS)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="</s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>",
+        model_max_length=CONTEXT, clean_up_tokenization_spaces=False)
+
+
+class RecallCase(NamedTuple):
+    """A question about a fact `distance` tokens back; `prompt` ends where the answer must come."""
+
+    prompt: str
+    answer: str
+    distance: int
+
+
+class Corpus:
+    """The sources as token streams, split into training and held-out, and the maker of seeded batches."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, sources: list[Path]) -> None:
+        self.tokenizer = tokenizer
+        self.names = [path.stem.strip("_") for path in sources]
+        self.train_text: list[list[str]] = []
+        self.held_text: list[list[str]] = []
+        self.streams: list[list[int]] = []
+        for path in sources:
+            kept, held = split_heldout(load_source(path))
+            self.train_text.append(kept)
+            self.held_text.append(held)
+            self.streams.append(self.encode("\n".join(kept)))
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_spans(self, spans: list[Span]) -> tuple[list[int], list[float]]:
+        """Ids of the joined text, and each token's loss weight: that of the span its last character lies in."""
+        coded = self.tokenizer.backend_tokenizer.encode("".join(span.text for span in spans), add_special_tokens=False)
+        weights = [span.weight for span in spans for _ in span.text]
+        return coded.ids, [weights[end - 1] for _, end in coded.offsets]
+
+    def filler(self, rng: Random, tokens: int, held: bool = False) -> list[str]:
+        """Consecutive sentences of about `tokens` tokens: half the time stories, else one of the sources."""
+        pools = self.held_text if held else self.train_text
+        pool = rng.choice(pools) if pools and rng.random() < 0.5 else None
+        at = rng.randrange(len(pool)) if pool else 0
+        found: list[str] = []
+        room = tokens * 4.2
+        while room > 0:
+            for sentence in sentences_of(pool[at % len(pool)]) if pool else story(rng):
+                if room > 0:
+                    found.append(sentence)
+                    room -= len(sentence) + 1
+            at += 1
+        return found
+
+    def passage(self, rng: Random, tokens: int, used: set[str], plain: float) -> tuple[list[int], list[float]]:
+        """A recall passage of about `tokens` tokens: few facts and long filler, or many facts and little filler."""
+        most = max(2, min(10, tokens // 40))
+        facts = draw_facts(rng, rng.randint(2, most), used)
+        questions = rng.randint(1, len(facts))
+        room = tokens - 17 * len(facts) - 24 * questions
+        filler = self.filler(rng, room) if room > 15 else []
+        late = len(filler) > 8 and rng.random() < 0.4
+        return self.encode_spans(recall_passage(rng, filler, facts, plain, ANSWER_WEIGHT, questions, late))
+
+    def recall_row(self, rng: Random, length: int, progress: float) -> tuple[list[int], list[float]]:
+        """Passages until the row is full, each whole; subjects are distinct within the row."""
+        ids, weights, used = [BOS], [1.0], set[str]()
+        plain = 0.95 if progress < 0.15 else 0.6
+        while (room := length - len(ids)) > 90:
+            size = room - 30 if rng.random() < 0.5 else rng.randint(60, room)
+            if progress < 0.1:
+                size = min(size, rng.randint(80, 250))
+            more, heavy = self.passage(rng, size, used, plain)
+            if len(more) < room:
+                ids += [*more, BOS]
+                weights += [*heavy, 1.0]
+        more = self.encode(" ".join(story(rng)))[:length - len(ids)]
+        return ids + more, weights + [1.0] * len(more)
+
+    def text_row(self, rng: Random, length: int) -> list[int]:
+        """A run of one source, or stories."""
+        ids = [BOS]
+        if self.streams and rng.random() < 0.6:
+            stream = rng.choice(self.streams)
+            start = rng.randrange(max(1, len(stream) - length))
+            return ids + stream[start:start + length - 1]
+        while len(ids) < length:
+            ids += [*self.encode(" ".join(story(rng))), BOS]
+        return ids[:length]
+
+    def noise_row(self, rng: Random, length: int) -> tuple[list[int], list[float]]:
+        """Random tokens said twice or more; only the repeats count. The quickest lesson in copying."""
+        period = rng.randint(12, min(100, length // 2))
+        ids = [rng.randrange(4, VOCAB) for _ in range(period)]
+        return (ids * (length // period + 1))[:length], ([0.0] * period + [1.0] * length)[:length]
+
+    def batch(self, rng: Random, rows: int, length: int, progress: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, weights), each (rows, length + 1)."""
+        all_ids, all_weights = [], []
+        noise = 0.15 if progress < 0.12 else 0.0
+        for _ in range(rows):
+            kind, weights = rng.random(), [1.0] * (length + 1)
+            if kind < noise:
+                ids, weights = self.noise_row(rng, length + 1)
+            elif kind < noise + 0.45:
+                ids, weights = self.recall_row(rng, length + 1, progress)
+            else:
+                ids = self.text_row(rng, length + 1)
+            short = length + 1 - len(ids)
+            all_ids.append(ids + [PAD] * short)
+            all_weights.append(weights[:len(ids)] + [0.0] * short)
+        return torch.tensor(all_ids), torch.tensor(all_weights)
+
+    def recall_case(self, rng: Random, distance: int) -> RecallCase:
+        """A case with held-out filler, its fact within 15 % of `distance`."""
+        while True:
+            facts = draw_facts(rng, rng.randint(3, 6), set())
+            filler = self.filler(rng, distance + rng.randint(0, 40), held=True)
+            spans = recall_passage(rng, filler, facts, 0.8, 1.0, 1)
+            prompt = "".join(span.text for span in spans[:-2])
+            fact = next(fact for fact in facts if prompt.endswith(fact.lead))
+            told = max(prompt.lower().rfind(tell.lower()) for tell in fact.tells)
+            far = len(self.encode(prompt[told:]))
+            if abs(far - distance) <= 0.15 * distance and len(self.encode(prompt)) < CONTEXT - 20:
+                return RecallCase(prompt, fact.answer, far)
