@@ -30,12 +30,12 @@ def parse_bytes(value: str | int | float) -> int:
 
 def format_bytes(nbytes: float) -> str:
     """`nbytes` with a binary unit and three digits: "13.3 GiB"."""
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} TiB" if size < 1000 else f"{size:.0f} TiB"
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 999.5 else f"{size:.3g} {unit}"
 
 
 def format_seconds(seconds: float) -> str:

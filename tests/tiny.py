@@ -15,7 +15,7 @@ OPT_VARIANTS: dict[str, dict[str, Any]] = {
     "opt-350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
     "opt-projected": {"word_embed_proj_dim": 16},
     "opt-no-bias": {"enable_bias": False},
-    "galactica": {"enable_bias": False, "activation_function": "gelu", "layer_norm_elementwise_affine": True},
+    "galactica": {"enable_bias": False, "activation_function": "gelu", "layer_norm_elementwise_affine": False},
     "opt-no-affine": {"layer_norm_elementwise_affine": False},
     "opt-untied": {"tie_word_embeddings": False},
 }
@@ -45,10 +45,15 @@ def make_opt(variant: str = "opt", seed: int = 0, **changes: Any) -> OPTForCausa
     model = OPTForCausalLM(opt_config(variant, **changes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
             if "norm" in name and name.endswith("weight"):
-                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+                parameter.copy_(1 + 0.3 * noise)
+            elif "positions" in name:
+                parameter.copy_(noise)
+            elif "q_proj" in name or "k_proj" in name:
+                parameter.copy_(0.25 * noise)
             else:
-                parameter.copy_((0.25 if "proj" in name or "fc" in name else 0.5) * torch.randn_like(parameter))
+                parameter.copy_((0.8 if "proj" in name or "fc" in name else 0.3) * noise)
     return model
 
 

@@ -49,7 +49,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> RunArguments:
     """Parses `argv`. Exits with code 2 where argparse objects; UsageError where the configs do."""
     parser = _parser()
     args = parser.parse_args(argv)
-    for name in vars(args).get("refused", []):
+    for name in getattr(args, "refused", None) or []:
         raise UsageError(f"{name} is not taken", _REFUSED[name])
     notes: list[str] = []
     engine = _engine(args, notes)

@@ -31,10 +31,12 @@ class _Bars:
     def __init__(self, quiet: bool) -> None:
         self._off = quiet or not sys.stderr.isatty()
         self._bar: tqdm[None] | None = None
+        self._what = ""
 
     def loading(self, what: str, done: int, total: int) -> None:
-        if self._bar is None or self._bar.desc.rstrip(": ") != what:
+        if self._bar is None or self._what != what:
             self.close()
+            self._what = what
             self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=self._off, leave=False)
         self._bar.update(done - self._bar.n)
 

@@ -114,7 +114,8 @@ class BlockRunner:
         return self.tiers.device
 
     def _hidden_store(self, plan: Plan, batches: list[GpuBatch]) -> HiddenStore:
-        homes = {batch.index: plan.placement.hidden[batch.index] for batch in batches}
+        # One batch alone is never parked: its hidden states are wanted again by the very next unit.
+        homes = {batch.index: plan.placement.hidden[batch.index] for batch in batches} if len(batches) > 1 else {}
         dtype = torch_dtype(self.dtype)
         tokens = max(batch.prompt_tokens for batch in batches)
         return HiddenStore(self.tiers, self.copies, homes, tokens * self.spec.hidden_size * dtype.itemsize, dtype)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from h2o_flexgen.memory.copies import CopyEngine, Ticket
 from h2o_flexgen.memory.tiers import Buffer, Tier, Tiers
+from h2o_flexgen.schedule.footprint import STAGING_BUFFERS
 
 
 class Home(Protocol):
@@ -50,7 +51,7 @@ class MemoryHome:
 class StagingPool:
     """Host buffers between a GPU and the disk, taken in turns; `take` waits for the transfer that used the buffer last."""
 
-    def __init__(self, tier: Tier, nbytes: int, count: int = 2) -> None:
+    def __init__(self, tier: Tier, nbytes: int, count: int = STAGING_BUFFERS) -> None:
         self._buffers = [tier.allocate(nbytes, "staging buffers") for _ in range(count)]
         self._busy: list[Ticket | None] = [None] * count
         self._turn = 0

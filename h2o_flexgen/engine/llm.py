@@ -199,7 +199,7 @@ class LLM:
         config = self.config
         folder = config.offload_dir or os.environ.get("H2O_FLEXGEN_OFFLOAD_DIR", DEFAULT_OFFLOAD_DIR)
         place = str(Path(folder).expanduser())
-        self._loaded = load(plan, self.model.source, config, place, self._trace.add, self._note)
+        self._loaded = load(plan, self.model.source, config, self.device, place, self._trace.add, self._note)
         self._load_seconds = time.perf_counter() - started
         return self._loaded
 

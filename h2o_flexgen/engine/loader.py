@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import torch
+
 from h2o_flexgen.checkpoint.pack import PackedUnit, ensure_packed
 from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.engine import EngineConfig
@@ -46,7 +48,13 @@ class Loaded:
 
 
 def load(
-    plan: Plan, source: WeightSource, config: EngineConfig, offload_dir: str, trace: TraceCallback, progress: Progress
+    plan: Plan,
+    source: WeightSource,
+    config: EngineConfig,
+    device: torch.device,
+    offload_dir: str,
+    trace: TraceCallback,
+    progress: Progress,
 ) -> Loaded:
     """Places every weight group as `plan` says and verifies that this is what happened.
 
@@ -58,7 +66,7 @@ def load(
     with ExitStack() as stack:
         folder = stack.enter_context(OffloadDir(offload_dir)) if "disk" in placed else None
         tiers = stack.enter_context(
-            make_tiers(caps.gpu, _cpu_capacity(plan), caps.disk, config.emulate_gpu is not None, folder)
+            make_tiers(caps.gpu, _cpu_capacity(plan), caps.disk, config.emulate_gpu is not None, folder, device=device)
         )
         copies = stack.enter_context(CopyEngine(trace=trace))
         homes = _fill_memory(spec, plan.placement, source, dtype, tiers, progress)
@@ -66,8 +74,13 @@ def load(
         for key, unit in _disk_units(on_disk, source, dtype, folder, progress).items():
             homes[key] = Home("disk", unit.layout, unit=unit)
         _verify_placement(plan.placement, homes)
+        for unit in (home.unit for home in homes.values() if home.unit is not None):
+            # From here on a file that changes under the run is an error, not other weights.
+            copies.watch((extent.path for extent in unit.extents), ours=unit.checksum is not None)
         weights = WeightStore(homes, tiers, copies, plan.policy.lookahead, config.verify)
+        # The copy threads stop before the buffers they write to go.
         stack.callback(weights.close)
+        stack.callback(copies.close)
         return Loaded(plan.placement, plan.policy.lookahead, tiers, copies, weights, folder, stack.pop_all())
 
 

@@ -70,7 +70,10 @@ class Plan:
 
 
 def make_plan(request: PlanRequest, policy: OffloadPolicy) -> Plan:
-    """The plan of an explicit policy, fitting or not."""
+    """The plan of an explicit policy, fitting or not. A block is never larger than the work there is."""
+    count = request.workload.num_sequences
+    size = min(policy.gpu_batch_size, count)
+    policy = replace(policy, gpu_batch_size=size, num_gpu_batches=min(policy.num_gpu_batches, -(-count // size)))
     placement = place(request.spec, policy, request.dtype)
     foot = footprint(
         request.spec,

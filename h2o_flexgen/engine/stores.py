@@ -13,9 +13,7 @@ from h2o_flexgen.engine.homes import BufferRing, DiskHome, Home, MemoryHome, Sta
 from h2o_flexgen.memory.copies import CopyEngine, Ticket
 from h2o_flexgen.memory.handle import page_ceil
 from h2o_flexgen.memory.tiers import Buffer, Tiers
-
-REWRITE_EVERY = 16
-"""Decode steps whose new tokens wait in memory before a disk home is rewritten: a sixteenth of the writes for a little RAM."""
+from h2o_flexgen.schedule.footprint import REWRITE_EVERY, STATE_BUFFERS
 
 Place = tuple[int, int]  # (layer, batch index)
 
@@ -43,7 +41,10 @@ class _MovingCache:
         self._news: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def save(self, buffer: Tensor, step: int) -> Ticket | None:
-        """Writes everything after the prompt and every REWRITE_EVERY steps, else only remembers the new token."""
+        """Writes everything after the prompt and every REWRITE_EVERY steps, else only remembers the new token.
+
+        A sixteenth of the writes for a little memory; a load applies what is remembered.
+        """
         if step > 0 and len(self._news) + 1 < REWRITE_EVERY:
             slots = self.cache.last_slots.clone()
             self._news.append((*self._at(slots), slots))
@@ -89,7 +90,7 @@ class CacheStore:
         self._used: list[_MovingCache] = []
         moving = [place for place in caches if homes[place] not in resident]
         largest = max((page_ceil(kv_bytes(caches[place].shape, dtype)) for place in moving), default=0)
-        self._ring = BufferRing(tiers.compute, largest, 3 if moving else 0, "cache buffers")
+        self._ring = BufferRing(tiers.compute, largest, STATE_BUFFERS if moving else 0, "cache buffers")
         on_disk = any(homes[place] == "disk" for place in moving)
         self._staging = StagingPool(tiers.cpu, largest) if on_disk and tiers.gpu is not None else None
         for place, cache in caches.items():
@@ -188,7 +189,7 @@ class HiddenStore:
         parked = {batch: tier for batch, tier in homes.items() if tier != compute.name}
         self.moves = frozenset(parked)
         self._dtype, size = dtype, page_ceil(nbytes)
-        self._ring = BufferRing(compute, size, 3 if parked else 0, "hidden buffers")
+        self._ring = BufferRing(compute, size, STATE_BUFFERS if parked else 0, "hidden buffers")
         on_disk = "disk" in parked.values()
         self._staging = StagingPool(tiers.cpu, size) if on_disk and tiers.gpu is not None else None
         self._homes: dict[int, Home] = {

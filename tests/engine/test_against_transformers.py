@@ -1,0 +1,88 @@
+"""Greedy tokens and log-probabilities equal transformers' for every OPT variant, alone and in ragged batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine.llm import LLM
+from tests.tiny import OPT_VARIANTS, prompts_of, save, transformers_greedy
+
+LENGTHS = [5, 9, 9, 17, 1, 30]
+NEW = 20
+
+
+@pytest.mark.parametrize("variant", OPT_VARIANTS)
+def test_greedy_tokens_and_logprobs(variant: str, checkpoint) -> None:
+    model, folder = checkpoint(variant)
+    prompts = prompts_of(LENGTHS)
+    expected = [transformers_greedy(model, prompt, NEW) for prompt in prompts]
+    with LLM(folder, dtype="float32", policy={"gpu_batch_size": 4}) as llm:
+        together = llm.generate(prompts, max_new_tokens=NEW, ignore_eos=True, logprobs=0)
+        alone = [llm.generate([prompt], max_new_tokens=NEW, ignore_eos=True, logprobs=0)[0] for prompt in prompts]
+    for outputs in (together, alone):
+        for (tokens, logprobs), output in zip(expected, outputs, strict=True):
+            assert output.token_ids == tokens
+            assert output.logprobs == pytest.approx(logprobs, abs=1e-3)
+
+
+def test_generate_ids_equals_transformers_generate_with_left_padding(checkpoint) -> None:
+    model, folder = checkpoint("opt")
+    prompts = prompts_of([4, 11, 7])
+    width = max(map(len, prompts))
+    ids = torch.tensor([[1] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+    with LLM(folder, dtype="float32") as llm:
+        found = llm.generate_ids(ids, mask, max_new_tokens=12)
+    assert found.dtype == torch.int64
+    assert torch.equal(found, expected)
+
+
+def test_early_eos_leaves_the_others_unchanged(checkpoint) -> None:
+    model, folder = checkpoint("opt")
+    prompts = prompts_of([6, 12, 9, 15])
+    full = [transformers_greedy(model, prompt, NEW)[0] for prompt in prompts]
+    eos = full[1][3]  # makes at least one row stop early
+    expected = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in full]
+    with LLM(folder, dtype="float32", policy={"gpu_batch_size": 2, "num_gpu_batches": 2}) as llm:
+        outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=eos)
+    assert [output.token_ids for output in outputs] == expected
+    assert [output.finish_reason for output in outputs] == ["stop" if eos in t else "length" for t in full]
+
+
+def test_score_equals_transformers_logprobs_with_the_full_cache(checkpoint) -> None:
+    model, folder = checkpoint("opt")
+    pairs = list(zip(prompts_of([5, 9, 1]), prompts_of([4, 7, 3], seed=1), strict=True))
+    with LLM(folder, dtype="float32") as llm:
+        scores = llm.score(pairs)
+    for (context, continuation), score in zip(pairs, scores, strict=True):
+        logits = model(torch.tensor([context + continuation])).logits[0].detach().float().log_softmax(-1)
+        rows = logits[len(context) - 1 : -1]
+        expected = rows[torch.arange(len(continuation)), torch.tensor(continuation)]
+        assert score.token_logprobs == pytest.approx(expected.tolist(), abs=1e-3)
+        assert score.logprob == pytest.approx(float(expected.sum()), abs=1e-2)
+        assert score.is_greedy == bool((rows.argmax(-1) == torch.tensor(continuation)).all())
+
+
+def test_score_runs_with_eviction_active(checkpoint) -> None:
+    _, folder = checkpoint("opt")
+    pairs = [(prompts_of([40])[0], prompts_of([8], seed=1)[0])]
+    with LLM(folder, dtype="float32") as full, LLM(folder, dtype="float32", eviction=EvictionConfig("h2o", 0.2)) as h2o:
+        assert full.score(pairs)[0].token_logprobs[0] == pytest.approx(h2o.score(pairs)[0].token_logprobs[0], abs=1e-5)
+        assert full.score(pairs)[0].logprob != pytest.approx(h2o.score(pairs)[0].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["safetensors", "sharded", "bin"])
+def test_checkpoint_layouts_give_the_same_tokens(layout: str, checkpoint, tmp_path) -> None:
+    model, folder = checkpoint("opt")
+    if layout == "bin":
+        torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+        model.config.save_pretrained(tmp_path)
+    else:
+        save(model, tmp_path, **({"max_shard_size": "20KB"} if layout == "sharded" else {}))
+    prompt = prompts_of([9])
+    with LLM(folder, dtype="float32") as one, LLM(str(tmp_path), dtype="float32") as other:
+        settings = {"max_new_tokens": NEW, "ignore_eos": True}
+        assert one.generate(prompt, **settings)[0].token_ids == other.generate(prompt, **settings)[0].token_ids

@@ -1,0 +1,134 @@
+"""The engine with eviction against the slow oracle: tokens, log-probabilities and kept sets, step by step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine import block
+from h2o_flexgen.engine.llm import LLM
+from tests.oracles.model import oracle_generate
+from tests.policy_matrix import EVICTING, POLICIES, PolicyRow
+from tests.tiny import prompts_of
+
+LENGTHS = [23, 40, 12, 40, 31]
+NEW = 16
+History = dict[tuple[int, int], list[list[set[int]]]]
+
+
+@pytest.fixture
+def history(monkeypatch: pytest.MonkeyPatch) -> History:
+    """(layer, row id) -> kept positions per head, after the prompt and after every decode step."""
+    record: History = defaultdict(list)
+
+    class Recorded(KVCache):
+        def __init__(self, *args, row_ids, layer, **kwargs) -> None:
+            super().__init__(*args, row_ids=row_ids, layer=layer, **kwargs)
+            self._names = [(layer, row_id) for row_id in row_ids]
+
+        def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+            if not record[self._names[0]] or self._last is None:
+                self._note()  # what the prompt left, of all rows
+            out = super().attend(q, k, v, scale)
+            self._note()
+            return out
+
+        def _note(self) -> None:
+            for row, name in enumerate(self._names):
+                record[name].append([set(self.kept(row, head)) for head in range(self.shape.kv_heads)])
+
+    monkeypatch.setattr(block, "KVCache", Recorded)
+    return record
+
+
+def _assert_equal(run, output, history: History, row_id: int, layers: int) -> None:
+    assert run.closest > 1e-6, "this seed hangs a decision on a rounding error: choose another"
+    assert output.token_ids == run.tokens
+    assert output.logprobs == pytest.approx(run.logprobs, abs=1e-3)
+    for layer in range(layers):
+        expected = [step[layer] for step in run.kept]
+        assert history[layer, row_id][: len(expected)] == expected, f"row {row_id}, layer {layer}"
+
+
+@pytest.mark.parametrize("variant", ["opt", "opt-350m"])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
+def test_engine_equals_the_oracle_alone_and_in_ragged_batches(
+    policy: PolicyRow, variant: str, checkpoint, history: History
+) -> None:
+    model, folder = checkpoint(variant)
+    prompts = prompts_of(LENGTHS)
+    runs = [
+        oracle_generate(model, prompt, NEW, policy.oracle, policy.eviction(), row_id=i)
+        for i, prompt in enumerate(prompts)
+    ]
+    settings = {"max_new_tokens": NEW, "ignore_eos": True, "logprobs": 0}
+    seed = policy.eviction().seed
+    with LLM(folder, dtype="float32", eviction=policy.eviction(), policy={"gpu_batch_size": 3}, seed=seed) as llm:
+        for i, (run, output) in enumerate(zip(runs, llm.generate(prompts, **settings), strict=True)):
+            _assert_equal(run, output, history, i, model.config.num_hidden_layers)
+        history.clear()
+        output = llm.generate(prompts[:1], **settings)[0]
+        _assert_equal(runs[0], output, history, 0, model.config.num_hidden_layers)
+
+
+@pytest.mark.parametrize("policy", EVICTING, ids=lambda row: row.name)
+def test_ratio_one_is_the_full_cache_bit_for_bit(policy: PolicyRow, checkpoint, monkeypatch) -> None:
+    _, folder = checkpoint("opt")
+    seen: dict[str, list[Tensor]] = defaultdict(list)
+    for name in ("full", policy.name):
+        eviction = EvictionConfig(name) if name == "full" else EvictionConfig(name, ratio=1.0)
+        with LLM(folder, dtype="float32", eviction=eviction) as llm:
+            head = llm._decoder.head
+            monkeypatch.setattr(
+                llm._decoder, "head", lambda w, h, head=head, name=name: seen[name].append(head(w, h)) or seen[name][-1]
+            )
+            llm.generate(prompts_of(LENGTHS), max_new_tokens=NEW, ignore_eos=True)
+    assert all(torch.equal(a, b) for a, b in zip(seen["full"], seen[policy.name], strict=True))
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 1000])
+def test_budgets_from_one_token_to_more_than_the_sequence(budget: int, checkpoint) -> None:
+    _, folder = checkpoint("opt")
+    prompts = prompts_of([9, 20])
+    with LLM(folder, dtype="float32", eviction=EvictionConfig("h2o", budget=budget)) as llm:
+        outputs = llm.generate(prompts, max_new_tokens=8, ignore_eos=True)
+        assert [len(output.token_ids) for output in outputs] == [8, 8]
+        low, high = llm.last_record.eviction["budget"] if budget == 1000 else (budget, budget)
+        assert (low, high) == ((17, 28) if budget == 1000 else (budget, budget))
+
+
+def test_running_a_b_a_gives_a_twice(checkpoint) -> None:
+    """No score, slot or position survives a request (trap 9)."""
+    _, folder = checkpoint("opt")
+    a, b = prompts_of([30]), prompts_of([25, 28], seed=5)
+    with LLM(folder, dtype="float32", eviction=EvictionConfig("h2o", ratio=0.3)) as llm:
+        first = llm.generate(a, max_new_tokens=NEW, logprobs=0)
+        llm.generate(b, max_new_tokens=NEW)
+        assert llm.generate(a, max_new_tokens=NEW, logprobs=0) == first
+
+
+def test_row_order_does_not_matter(checkpoint) -> None:
+    _, folder = checkpoint("opt")
+    prompts = prompts_of(LENGTHS)
+    with LLM(folder, dtype="float32", eviction=EvictionConfig("h2o", ratio=0.3)) as llm:
+        forward = [o.token_ids for o in llm.generate(prompts, max_new_tokens=NEW, ignore_eos=True)]
+        backward = [o.token_ids for o in llm.generate(prompts[::-1], max_new_tokens=NEW, ignore_eos=True)]
+    assert forward == backward[::-1]
+
+
+def test_left_padding_never_counts(checkpoint) -> None:
+    """A left-padded short prompt beside a long one: same tokens as alone for 64 steps (trap 1)."""
+    _, folder = checkpoint("opt")
+    short, long = prompts_of([9, 33])
+    ids = torch.tensor([[1] * 24 + short, long])
+    mask = torch.tensor([[0] * 24 + [1] * 9, [1] * 33])
+    with LLM(folder, dtype="float32", eviction=EvictionConfig("h2o", ratio=0.3)) as llm:
+        both = llm.generate_ids(ids, mask, max_new_tokens=64, ignore_eos=True)
+        for row, prompt in enumerate((short, long)):
+            alone = llm.generate_ids(torch.tensor([prompt]), max_new_tokens=64, ignore_eos=True)
+            assert both[row, 33:].tolist() == alone[0, len(prompt) :].tolist()

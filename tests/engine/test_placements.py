@@ -1,0 +1,181 @@
+"""The same tokens wherever weights, cache and hidden states live and however the block is cut; bytes as planned."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.errors import PlanError
+from tests.policy_matrix import POLICIES, PolicyRow
+from tests.tiny import prompts_of
+
+LENGTHS = [23, 40, 12, 40, 31, 8, 19]
+NEW = 20  # more than the 16 steps after which a cache on disk is rewritten
+SETTINGS: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
+
+CPU, DISK, MIXED = {"cpu": 1.0}, {"disk": 1.0}, {"cpu": 0.5, "disk": 0.5}
+GPU, THREE = {"gpu": 1.0}, {"gpu": 0.3, "cpu": 0.3, "disk": 0.4}
+
+ON_CPU: dict[str, dict[str, Any]] = {
+    "all-cpu": {"weights": CPU, "cache": CPU, "hidden": CPU},
+    "all-disk": {"weights": DISK, "cache": DISK, "hidden": DISK},
+    "weights-disk": {"weights": DISK, "cache": CPU, "hidden": CPU},
+    "weights-mixed": {"weights": MIXED, "cache": CPU, "hidden": CPU},
+    "cache-disk": {"weights": CPU, "cache": DISK, "hidden": CPU},
+    "cache-mixed": {"weights": CPU, "cache": MIXED, "hidden": CPU},
+    "hidden-disk": {"weights": CPU, "cache": CPU, "hidden": DISK},
+    "deep-lookahead": {"weights": DISK, "cache": DISK, "hidden": CPU, "lookahead": 3},
+    "no-overlap": {"weights": DISK, "cache": DISK, "hidden": DISK, "overlap": False},
+}
+ON_GPU: dict[str, dict[str, Any]] = {
+    "all-gpu": {"weights": GPU, "cache": GPU, "hidden": GPU},
+    "all-cpu": {"weights": CPU, "cache": CPU, "hidden": CPU},
+    "all-disk": {"weights": DISK, "cache": DISK, "hidden": DISK},
+    "three-tiers": {"weights": THREE, "cache": THREE, "hidden": THREE},
+    "cpu-cache-compute": {"weights": CPU, "cache": CPU, "hidden": GPU, "cpu_cache_compute": True},
+}
+SHAPES = [(7, 1), (3, 1), (2, 2), (1, 7), (3, 3)]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint) -> dict[str, list[list[int]]]:
+    """Tokens of every policy with everything resident, one prompt at a time."""
+    folder, tokens = checkpoint("opt")[1], {}
+    for row in POLICIES:
+        eviction = row.eviction()
+        with LLM(folder, dtype="float32", eviction=eviction, policy={"gpu_batch_size": 1}, seed=eviction.seed) as llm:
+            tokens[row.name] = [o.token_ids for o in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
+    return tokens
+
+
+def _tokens(folder: str, policy: dict[str, Any], shape: tuple[int, int], eviction: EvictionConfig, **engine: Any):
+    block = {"gpu_batch_size": shape[0], "num_gpu_batches": shape[1]}
+    with LLM(
+        folder, dtype="float32", eviction=eviction, policy={**policy, **block}, seed=eviction.seed, **engine
+    ) as llm:
+        tokens = [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
+        record = llm.last_record
+    assert record is not None
+    return tokens, record
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("placement", ON_CPU)
+def test_cpu_and_disk_placements(placement: str, shape: tuple[int, int], checkpoint, expected) -> None:
+    eviction = EvictionConfig("h2o", ratio=0.3)
+    tokens, record = _tokens(checkpoint("opt")[1], ON_CPU[placement], shape, eviction)
+    assert tokens == expected["h2o"]
+    for kind in ("weights", "cache", "hidden"):
+        assert set(record.policy[kind]) <= set(ON_CPU[placement][kind])
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (2, 2), (3, 3)], ids=str)
+@pytest.mark.parametrize("placement", ON_GPU)
+def test_emulated_gpu_placements(placement: str, shape: tuple[int, int], checkpoint, expected) -> None:
+    eviction = EvictionConfig("h2o", ratio=0.3)
+    tokens, record = _tokens(checkpoint("opt")[1], ON_GPU[placement], shape, eviction, emulate_gpu="1GiB")
+    assert tokens == expected["h2o"]
+    assert record.device == "emulated gpu"
+    if placement == "cpu-cache-compute":
+        cache_moved = record.bytes_moved.get("gpu->cpu", 0)
+        assert cache_moved == 0  # only q, k, v and the answer would cross, and an emulated gpu shares the host's memory
+    elif placement != "all-gpu":
+        assert record.bytes_moved["cpu->gpu"] > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
+@pytest.mark.parametrize(("placement", "gpu"), [("all-cpu", None), ("all-disk", None), ("three-tiers", "1GiB")])
+def test_every_policy_on_every_tier(policy: PolicyRow, placement: str, gpu: str | None, checkpoint, expected) -> None:
+    placements = ON_CPU if gpu is None else ON_GPU
+    tokens, _ = _tokens(checkpoint("opt")[1], placements[placement], (2, 3), policy.eviction(), emulate_gpu=gpu)
+    assert tokens == expected[policy.name]
+
+
+@pytest.mark.parametrize("variant", ["opt-350m", "opt-untied", "opt-no-bias", "galactica"])
+def test_variants_stream_from_disk(variant: str, checkpoint) -> None:
+    folder = checkpoint(variant)[1]
+    resident, _ = _tokens(folder, ON_CPU["all-cpu"], (3, 2), EvictionConfig("h2o", ratio=0.3))
+    streamed, _ = _tokens(folder, ON_CPU["all-disk"], (3, 2), EvictionConfig("h2o", ratio=0.3))
+    assert streamed == resident
+
+
+def test_weights_are_read_once_per_step_and_block(checkpoint) -> None:
+    """Bytes counted equal the plan: every group once per step, the tied vocabulary once more at the start."""
+    folder = checkpoint("opt")[1]
+    policy = {"weights": DISK, "cache": CPU, "hidden": CPU}
+    for shape, blocks in (((7, 1), 1), ((2, 4), 1), ((2, 2), 2), ((7, 1), 1)):
+        _, record = _tokens(folder, policy, shape, EvictionConfig())
+        with LLM(folder, dtype="float32") as llm:
+            groups = {group.key: group.nbytes("float32") for group in llm.model.spec.weight_groups}
+        expected = sum(size * (NEW + 1 if key == "vocab" else NEW) for key, size in groups.items())
+        assert record.bytes_moved["disk->cpu"] == pytest.approx(blocks * expected, rel=0.02)
+
+
+def test_h2o_takes_a_fifth_of_the_kv_memory(checkpoint) -> None:
+    folder = checkpoint("opt")[1]
+    full = _tokens(folder, ON_CPU["all-cpu"], (7, 1), EvictionConfig())[1].kv_bytes
+    h2o = _tokens(folder, ON_CPU["all-cpu"], (7, 1), EvictionConfig("h2o", ratio=0.2))[1].kv_bytes
+    assert h2o / full == pytest.approx(0.2, abs=0.03)  # one slot more than a fifth of 60
+
+
+def test_nothing_is_left_behind(checkpoint, tmp_path: Path) -> None:
+    before = Counter(thread.name for thread in threading.enumerate())
+    offload = tmp_path / "offload"
+    for close_early in (False, True):
+        llm = LLM(checkpoint("opt")[1], dtype="float32", policy=ON_CPU["all-disk"], offload_dir=str(offload))
+        stream = llm.stream(prompts_of(LENGTHS), **SETTINGS)
+        next(stream)
+        if not close_early:
+            list(stream)
+        stream.close()
+        llm.close()
+        assert Counter(thread.name for thread in threading.enumerate()) == before
+        assert [path.name for path in offload.iterdir() if path.name.startswith("run-")] == []
+
+
+def test_interrupted_run_leaves_nothing_behind_and_can_go_on(checkpoint, tmp_path: Path, monkeypatch) -> None:
+    offload = tmp_path / "offload"
+    with LLM(checkpoint("opt")[1], dtype="float32", policy=ON_CPU["all-disk"], offload_dir=str(offload)) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
+        calls = 0
+
+        def interrupt(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 30:
+                raise KeyboardInterrupt
+
+        mlp = llm._decoder.mlp
+        monkeypatch.setattr(llm._decoder, "mlp", lambda w, h: interrupt() or mlp(w, h))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts_of(LENGTHS), **SETTINGS)
+        assert [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)] == expected
+    assert [path for path in offload.glob("run-*")] == []
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(checkpoint) -> None:
+    folder = checkpoint("opt")[1]
+    with LLM(folder, dtype="float32", policy=ON_GPU["all-gpu"], emulate_gpu="20KiB") as llm:
+        with pytest.raises(PlanError, match="on the gpu tier, and its cap is 20 KiB") as caught:
+            llm.generate(prompts_of(LENGTHS), **SETTINGS)
+        assert "--gpu-mem" in str(caught.value)
+
+
+def test_the_rule_places_as_much_as_fits_on_the_fastest_tier(checkpoint) -> None:
+    folder = checkpoint("opt")[1]
+    with LLM(folder, dtype="float32", emulate_gpu="1GiB") as llm:
+        llm.generate(prompts_of(LENGTHS), **SETTINGS)
+        assert llm.last_record.policy["weights"] == {"gpu": 1.0}
+        whole = llm.last_plan.footprint.total("gpu")
+    with LLM(folder, dtype="float32", emulate_gpu=f"{whole - 30000}B") as llm:
+        llm.generate(prompts_of(LENGTHS), **SETTINGS)
+        weights = llm.last_record.policy["weights"]
+        assert 0 < weights["gpu"] < 1
+        assert weights["gpu"] + weights["cpu"] == pytest.approx(1)
+        assert llm.last_record.peak_bytes["gpu"] <= whole - 30000
