@@ -236,8 +236,7 @@ def test_trap_07_brute_force_agrees_for_500_steps(calls: list[DecodeAttention]) 
 
 
 def test_trap_07_leaving_the_window_is_no_demotion() -> None:
-    # Token 5 gets all attention while it is recent; when it leaves the window it must beat the heavy ones, and the weakest
-    # of those goes at once.
+    # Token 5 gets all attention while it is recent; when it leaves the window it must beat the heavy ones at once.
     q, k = torch.zeros(1, 30, 2), torch.zeros(1, 30, 2)
     q[..., 0] = 8.0
     k[0, 5, 0] = 8.0
@@ -289,7 +288,7 @@ def test_trap_08_order_of_slots_changes_nothing() -> None:
     permuted.steps(20)
     book: Any = permuted.cache._book
     order = torch.randperm(11, generator=torch.Generator().manual_seed(1))
-    for tensor in (permuted.cache.k, permuted.cache.v, book._keys):
+    for tensor in (permuted.cache.k, permuted.cache.v, book._pos, book.score):
         assert tensor is not None
         tensor.copy_(tensor[:, :, order])
     place = order.argsort()
