@@ -32,7 +32,7 @@ class CheckpointFile:
 
     def head(self, nbytes: int, offset: int = 0) -> bytes:
         """Up to `nbytes` bytes from `offset`, fewer only at the end of the file. StorageError, ModelError: see read."""
-        nbytes = max(0, min(nbytes, self.size - offset))
+        nbytes = max(0, min(nbytes, self.size - offset)) if offset >= 0 else 0
         view = host_view(torch.empty(nbytes, dtype=torch.uint8))
         self.read(view, 0, offset, nbytes, "the header")
         return bytes(view.view)

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 DEMO = "demo"
 _MAX_CONFIG = 16 << 20  # bytes
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+_CONFIG_WANTED = "give a folder that holds its config.json with --model /path/to/folder"
 _WAYS_ON = (
     "give the folder of a copy with --model /path/to/folder, or run a model of this shape with random weights: "
     "--weights dummy"
@@ -84,11 +85,11 @@ def resolve_model(
     searched: list[str] = []
     for folder in _candidates(name, path):
         searched.append(f"folder {folder}")
-        if folder.is_dir() and (path is None or (folder / "config.json").exists()):
+        if name and folder.is_dir() and (path is None or (folder / "config.json").exists()):
             return _in_folder(name, folder, "folder", tuple(searched))
     if _is_path(name):
         raise ModelError(
-            f"{name} is {'a file' if Path(name).expanduser().is_file() else 'not there'}",
+            f"{name!r} is {'a file' if Path(name).expanduser().is_file() else 'not there'}",
             "needed the folder that holds config.json and the weights, or the name of a model",
         )
     return _by_repo(request, searched, offline_wanted() if offline is None else offline, path is not None)
@@ -148,9 +149,9 @@ def _not_found(request: _Request, searched: list[str], lack: str | None, why: st
     places = "".join(f"\n  {place}" for place in searched) + (f" ({lack})" if lack and request.need_weights else "")
     near = "" if known_config(request.name) else suggestion(request.name, known_names())
     return ModelError(
-        f"the model {called} was not found. Looked in:{places}\n  hub: {why}\n",
+        f"the model {called} was not found",
         near,
-        _WAYS_ON if request.need_weights else "give a folder that holds its config.json with --model /path/to/folder",
+        (_WAYS_ON if request.need_weights else _CONFIG_WANTED) + f". Looked in:{places}\n  hub: {why}",
     )
 
 

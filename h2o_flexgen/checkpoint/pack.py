@@ -235,6 +235,7 @@ def _write(path: Path, data: torch.Tensor, what: str, progress: _Progress) -> No
             file.write(view, start, start, nbytes, what)
             progress(start + nbytes)
         os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         file.close()
 

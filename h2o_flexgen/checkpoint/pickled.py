@@ -18,6 +18,7 @@ import torch
 from h2o_flexgen.checkpoint.files import CheckpointFile
 from h2o_flexgen.checkpoint.problems import Problems, foreign_content, name_fault
 from h2o_flexgen.checkpoint.tables import Entry
+from h2o_flexgen.errors import H2OFlexGenError
 
 _LOCAL_HEADER = 30  # bytes before the name in a zip entry
 _CONVERT = "load it with transformers elsewhere and save_pretrained it, which writes safetensors"
@@ -38,7 +39,9 @@ def bin_table(file: CheckpointFile, problems: Problems, at_least: int) -> dict[s
         return None
     try:
         places = _data_places(file)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
+    except H2OFlexGenError:
+        raise
+    except Exception as error:  # zipfile, too, raises nearly anything for a damaged archive
         problems.add(
             f"{file.name} is truncated or damaged ({error}): expected more than {at_least} bytes with a zip directory "
             f"at their end, found {file.size}",
@@ -78,7 +81,7 @@ def _load(file: CheckpointFile, problems: Problems) -> dict[str, torch.Tensor] |
             + ": use a safetensors version of the model"
         )
         return None
-    except Exception as error:  # torch.load raises nearly anything for a damaged archive
+    except Exception as error:  # for a damaged archive torch.load raises nearly anything
         problems.add(f"{file.name} cannot be read: {str(error).strip().splitlines()[0][:200]}", download=True)
         return None
     plain = isinstance(state, Mapping) and all(isinstance(value, torch.Tensor) for value in state.values())
@@ -94,10 +97,10 @@ def _data_places(file: CheckpointFile) -> dict[int, int]:
     with zipfile.ZipFile(_Reader(file)) as archive:
         for info in archive.infolist():
             leaf = info.filename.rpartition("/")[2]
-            if leaf == "byteorder" and archive.read(info).strip() != sys.byteorder.encode():
-                raise ValueError("its bytes are in the order of another kind of machine")
             if info.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("its tensors are compressed")
+            if leaf == "byteorder" and archive.read(info).strip() != sys.byteorder.encode():
+                raise ValueError("its bytes are in the order of another kind of machine")
             header = file.head(_LOCAL_HEADER, info.header_offset)
             if len(header) < _LOCAL_HEADER or not header.startswith(b"PK\x03\x04"):
                 raise ValueError(f"entry {leaf!r} is not where the directory has it")

@@ -32,10 +32,11 @@ class Problems:
         if len(self.texts) > _SHOWN:
             shown = [*shown, f"and {len(self.texts) - _SHOWN} more"]
         many = "one problem" if len(self.texts) == 1 else f"{len(self.texts)} problems"
+        advice = "download again what is damaged or missing" if self._download else "check that they belong together"
         raise ModelError(
-            f"the checkpoint in {folder} cannot be used, {many}:\n  " + "\n  ".join(shown) + "\n",
-            "needed a complete checkpoint of the model that its config.json describes",
-            "download again what is damaged or missing" if self._download else "check that both belong to one model",
+            f"the checkpoint in {folder} cannot be used, {many}",
+            "needed all weights of the model that config.json describes, and no others",
+            f"{advice}:\n  " + "\n  ".join(shown),
         )
 
 

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from h2o_flexgen.checkpoint.dummy import DummySource
+from h2o_flexgen.errors import ModelError
+from h2o_flexgen.memory.pages import HostMemory
+from tests.checkpoint.models import make_spec, read_all
+
+
+def test_the_same_seed_gives_the_same_weights() -> None:
+    spec = make_spec()
+    first, again, other = (read_all(DummySource(spec, "float16", seed), spec, torch.float16) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["embed.tokens"], other["embed.tokens"])
+    assert len({tensor.flatten()[:8].sum().item() for name, tensor in first.items() if name.endswith("q.weight")}) == 2
+
+
+def test_a_tensor_does_not_depend_on_the_rest_of_the_model() -> None:
+    small, large = make_spec(), make_spec(num_hidden_layers=9)
+    name, one, other = "layers.1.mlp.up.weight", torch.empty(64, 32), torch.empty(64, 32)
+    DummySource(small, "float32").read_into(name, one)
+    DummySource(large, "float32").read_into(name, other)
+    assert torch.equal(one, other)
+
+
+def test_values_are_those_of_the_stored_dtype() -> None:
+    spec = make_spec()
+    source = DummySource(spec, "bfloat16", 3)
+    stored, wide = read_all(source, spec, torch.bfloat16), read_all(source, spec, torch.float32)
+    assert all(torch.equal(stored[name].float(), wide[name]) for name in stored)
+
+
+def test_the_scale_is_sane() -> None:
+    spec = make_spec(vocab_size=4000, hidden_size=2048, ffn_dim=256, word_embed_proj_dim=2048)
+    got = read_all(DummySource(spec, "float32"), spec, torch.float32)  # more numbers than the pool has
+    tokens = got["embed.tokens"]
+    assert tokens.std().item() == pytest.approx(0.02, rel=0.01)
+    assert abs(tokens.mean().item()) < 1e-4
+    assert tokens.abs().max() < 0.2
+    assert torch.unique(tokens[:, :4], dim=0).shape[0] == 4000
+    assert torch.equal(got["layers.0.attn.norm.weight"], torch.ones(2048))
+    assert torch.equal(got["layers.0.mlp.down.bias"], torch.zeros(2048))
+
+
+def test_it_says_what_it_is() -> None:
+    spec = make_spec()
+    source = DummySource(spec)
+    assert source.dummy
+    assert source.dtype == spec.dtype
+    assert source.location("embed.tokens") is None
+    marks = {
+        DummySource(spec, "float16").fingerprint,
+        DummySource(spec, "float16", 1).fingerprint,
+        DummySource(spec, "bfloat16").fingerprint,
+        DummySource(make_spec(vocab_size=97), "float16").fingerprint,
+    }
+    assert len(marks) == 4
+    assert DummySource(spec, "float16").fingerprint in marks
+    with pytest.raises(ModelError, match="int8"):
+        DummySource(spec, "int8")
+    with pytest.raises(ValueError, match="contiguous float tensor"):
+        source.read_into("embed.tokens", torch.empty(3))
+
+
+def test_it_is_as_fast_as_memory() -> None:
+    spec = make_spec(vocab_size=32 << 10, hidden_size=2048, word_embed_proj_dim=2048, ffn_dim=64, num_hidden_layers=1)
+    source = DummySource(spec, "float16")
+    block = HostMemory().allocate(128 << 20)
+    out = block.tensor.view(torch.float16).view(32 << 10, 2048)
+    best = 1e9
+    for _ in range(3):
+        start = time.perf_counter()
+        source.read_into("embed.tokens", out)
+        best = min(best, time.perf_counter() - start)
+    block.release()
+    assert (128 << 20) / best > 1e9
