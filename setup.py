@@ -9,7 +9,7 @@ TEST = ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.9", "mypy>=1.1
 setup(
     name="h2o_flexgen",
     version="0.1.0",
-    description="Offline, throughput-oriented inference for language models that do not fit, with heavy-hitter KV eviction",
+    description="Offline, throughput-oriented inference for language models that do not fit, with KV eviction",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

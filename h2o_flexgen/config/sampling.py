@@ -16,8 +16,8 @@ from h2o_flexgen.errors import UsageError
 class SamplingParams:
     """One sequence's generation settings; greedy unless `do_sample`. Raises UsageError for values that make no sense.
 
-    `eos_token_id`: None means the model's own; a tuple means any of them ends the sequence. `seed`: None means the engine's.
-    `logprobs`: None, or how many of the likeliest tokens to report beside the chosen one at each step (0: only the chosen).
+    `eos_token_id`: None means the model's own; of a tuple any ends the sequence. `seed`: None means the engine's.
+    `logprobs`: None, or how many of the likeliest tokens to report beside the chosen one (0: only the chosen).
     """
 
     max_new_tokens: int = field(

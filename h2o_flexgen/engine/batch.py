@@ -61,7 +61,7 @@ class GpuBatch:
     def inputs(self, step: int, max_positions: int) -> tuple[Tensor, Tensor]:
         """Token ids and absolute positions of this step, both (T,) int64.
 
-        A finished row goes on with its last token until its GPU batch is done; its position is clamped to the model's range.
+        A finished row idles on its last token until its GPU batch is done, its position clamped to the model's range.
         """
         if step == 0:
             tokens = [token for row in self.rows for token in row.prompt_ids]
@@ -76,13 +76,13 @@ class GpuBatch:
         return torch.tensor(tokens, device=self.device), positions.to(self.device)
 
     def prompt_attention(self, cache: KVCache, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of the packed prompts, (T, heads, d); prunes into `cache`, so that no full-length KV outlives it."""
+        """Attention of the packed prompts, (T, heads, d); pruned into `cache`, no full-length KV outlives it."""
         column_sums = cache.wants_column_sums
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for rows, start, length in self.groups:
             stop = start + len(rows) * length
             shaped = [t[start:stop].unflatten(0, (len(rows), length)).transpose(1, 2) for t in (q, k, v)]
-            mixed, sums = prefill_attention(*shaped, scale, column_sums)
+            mixed, sums = prefill_attention(shaped[0], shaped[1], shaped[2], scale, column_sums)
             cache.fill(list(rows), shaped[1], shaped[2], sums)
             out[start:stop] = mixed.transpose(1, 2).flatten(0, 1)
         return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -55,8 +55,8 @@ class BlockRunner:
     trace: Trace
     dtype: str
 
-    def run(self, plan: Plan, rows: list[list[Sequence]], totals: BlockTotals) -> Iterator[Sequence]:
-        """Runs `rows` (one list per GPU batch); yields sequences as they finish. Leaves no cache, file or load behind."""
+    def run(self, plan: Plan, rows: list[list[Sequence]], totals: BlockTotals) -> Generator[Sequence]:
+        """Runs `rows` (one list per GPU batch); yields sequences as they finish. Leaves nothing behind."""
         caches = self._caches(plan, rows)
         batches = [GpuBatch(i, batch, self.tiers.device, []) for i, batch in enumerate(rows)]
         stores: list[CacheStore | HiddenStore] = []

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
+
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model import UnitSpec
 from h2o_flexgen.engine.batch import GpuBatch
@@ -93,7 +95,9 @@ class Executor:
         weights = self._m.weights.get(unit.weights)
         if unit.kind != "embed":
             self._m.hidden.wait(batch)
-        cache = self._m.caches.wait(unit.layer, batch.index, task.step) if unit.kind == "attn" else None
+        cache = None
+        if unit.kind == "attn":
+            cache = self._m.caches.wait(self._layer(task), batch.index, task.step)
         with self._m.trace.record(task, unit):
             if unit.kind == "embed":
                 batch.hidden = self._m.decoder.embed(weights, *batch.inputs(task.step, self._max_positions))
@@ -128,6 +132,6 @@ class Executor:
 
 
 def _decode_attention(cache: KVCache, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One decode step on the device where the cache lives; the new token's q, k, v go there and the answer comes back."""
+    """One decode step where the cache lives; the new token's q, k, v go there and the answer comes back."""
     place = cache.device
     return cache.attend(q.to(place), k.to(place), v.to(place), scale).to(q.device)

@@ -1,4 +1,4 @@
-"""Where a cache or a hidden state rests while it is off the compute tier: memory of another tier, or a region on disk."""
+"""Where a cache or hidden states rest while off the compute tier: memory of another tier, or a region on disk."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class MemoryHome:
 
 
 class StagingPool:
-    """Host buffers between a GPU and the disk, taken in turns; `take` waits for the transfer that used the buffer last."""
+    """Host buffers between a GPU and the disk, taken in turns; `take` waits for the buffer's last transfer."""
 
     def __init__(self, tier: Tier, nbytes: int, count: int = STAGING_BUFFERS) -> None:
         self._buffers = [tier.allocate(nbytes, "staging buffers") for _ in range(count)]
@@ -107,7 +107,7 @@ class DiskHome:
 
 
 class BufferRing:
-    """Transfer buffers on the compute tier. `take` prefers a free one, else waits for the oldest that is being saved."""
+    """Transfer buffers on the compute tier. `take` prefers a free one, else waits for the oldest being saved."""
 
     def __init__(self, tier: Tier, nbytes: int, count: int, what: str) -> None:
         self.buffers: list[Buffer] = [tier.allocate(nbytes, what) for _ in range(count)]

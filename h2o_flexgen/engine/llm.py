@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence as SequenceOf
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
@@ -96,7 +97,7 @@ class LLM:
     def generate_ids(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **settings: Any
     ) -> torch.Tensor:
-        """`transformers`' generate: (n, S) ids, left-padded where `attention_mask` is 0, to (n * samples, S + new) LongTensor.
+        """As transformers' generate: ids (n, S), left-padded where the mask is 0, to (n * samples, S + new).
 
         Finished rows are filled with the pad token. Settings are SamplingParams fields.
         """

@@ -58,8 +58,8 @@ def load(
 ) -> Loaded:
     """Places every weight group as `plan` says and verifies that this is what happened.
 
-    Peak host memory is the cpu tier's own share and one weight group. ModelError, PlanError or StorageError where it fails;
-    nothing stays behind then.
+    Peak host memory is the cpu tier's own share and one weight group. ModelError, PlanError or StorageError where it
+    fails; nothing stays behind then.
     """
     caps, spec, dtype = plan.request.caps, plan.request.spec, plan.request.dtype
     placed = {*plan.placement.weights.values(), *plan.placement.cache.values(), *plan.placement.hidden.values()}

@@ -1,13 +1,15 @@
 """Decides block shape and placement before anything is allocated, and refuses what does not fit.
 
-The rule: as many rows per GPU batch as asked for or sensible, as much weight on the fastest tier as then fits, the rest one
-tier down. Everything is judged by `schedule.footprint`, so the plan that is printed is the plan that is checked.
+The rule: as many rows per GPU batch as asked for or sensible, as much weight on the fastest tier as then fits, the
+rest one tier down. Everything is judged by `schedule.footprint`, so the plan that is printed is the plan that is
+checked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from h2o_flexgen.config.eviction import EvictionConfig
@@ -103,7 +105,7 @@ def require_fit(plan: Plan) -> Plan:
 
 
 def automatic(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Plan:
-    """Fills in the fields of `fixed` that are in `free` ("gpu_batch_size", "num_gpu_batches", "weights", "cache", "hidden").
+    """Fills in the fields of `fixed` that are in `free`, a subset of config.engine.PLANNED_FIELDS.
 
     PlanError with the smallest plan's needs where nothing fits.
     """
@@ -163,11 +165,11 @@ def _halvings(value: int) -> list[int]:
 
 
 def _fill_weights(request: PlanRequest, policy: OffloadPolicy) -> Plan:
-    """As many weights as fit on the fastest tier, then on the next; the largest shares by bisection over whole groups."""
+    """As many weights as fit on the fastest tier, then on the next: the largest shares, by bisection."""
     tiers = ["gpu", "cpu", "disk"] if request.compute_tier == "gpu" else ["cpu", "disk"]
     shares: dict[str, float] = {}
     left = 1.0
-    for tier, rest in zip(tiers, tiers[1:], strict=False):
+    for tier, rest in pairwise(tiers):
         share = _largest_share(request, policy, shares, tier, rest, left)
         shares[tier] = share
         left = max(0.0, left - share)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence as SequenceOf
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,7 +85,7 @@ class RequestReader:
         length = len(ids) + params.max_new_tokens
         if length > self.spec.max_positions:
             raise UsageError(
-                f"prompt {index} has {len(ids)} tokens and {params.max_new_tokens} are to be generated: {length} in all",
+                f"prompt {index} has {len(ids)} tokens, with {params.max_new_tokens} to be generated {length} in all",
                 f"the context of {self.spec.name} is {self.spec.max_positions} tokens",
                 "shorten the prompt or generate less; nothing is ever cut off silently",
             )

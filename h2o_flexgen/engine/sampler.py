@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ Decode = Callable[[list[int]], str]
 
 
 class Sampler:
-    """Appends one token per unfinished row, in place. A row's choice depends on its own logits and its own generator only."""
+    """Appends one token per unfinished row, in place. A row's choice depends on its own logits and generator."""
 
     def __init__(self, decode: Decode | None = None) -> None:
         self._decode = decode
@@ -23,7 +24,7 @@ class Sampler:
         best, greedy = torch.max(logits, dim=-1)
         bad = (~torch.isfinite(best)).tolist()
         choices = greedy.tolist()
-        done = []
+        done: list[Sequence] = []
         for r, row in enumerate(rows):
             if row.finished:
                 continue
@@ -50,9 +51,8 @@ class Sampler:
         self._finish(row, token)
 
     def _finish(self, row: Sequence, token: int) -> None:
-        if row.forced is None and token in row.eos and not row.params.ignore_eos:
-            row.finish_reason = "stop"
-        elif row.forced is None and row.params.stop_strings and self._stopped(row):
+        free, params = row.forced is None, row.params
+        if free and ((token in row.eos and not params.ignore_eos) or (params.stop_strings and self._stopped(row))):
             row.finish_reason = "stop"
         elif len(row.token_ids) >= row.max_new_tokens:
             row.finish_reason = "length"

@@ -17,9 +17,9 @@ FinishReason = Literal["stop", "length", "error"]
 class Sequence:
     """The state of one row while it runs. Mutated by the sampler only.
 
-    `index` is the prompt's place in the call, `sample` counts its num_return_sequences, `row_id` numbers all sequences of a
-    call; policies and generators are seeded by these, so that neighbours never matter. `forced` replaces sampling: the tokens
-    are appended as they are and their log-probabilities recorded (`LLM.score`).
+    `index` is the prompt's place in the call, `sample` counts its num_return_sequences, `row_id` numbers all sequences
+    of a call; policies and generators are seeded by these, so that neighbours never matter. `forced` replaces
+    sampling: the tokens are appended as they are and their log-probabilities recorded (`LLM.score`).
     """
 
     index: int
@@ -62,8 +62,8 @@ class Sequence:
 class RequestOutput:
     """What a finished sequence gives back.
 
-    `token_ids` are the new tokens only, with the eos that stopped the row; `text` is without special tokens and without the
-    stop string (None without a tokenizer). `logprobs` are those of the chosen tokens, if asked for.
+    `token_ids` are the new tokens only, with the eos that stopped the row; `text` is without special tokens and
+    without the stop string (None without a tokenizer). `logprobs` are those of the chosen tokens, if asked for.
     """
 
     index: int

@@ -27,8 +27,8 @@ class Home:
 class WeightStore:
     """Hands bound weights of a group to the executor, streaming the groups that do not live on the compute tier.
 
-    Owns the homes and the stream buffers (`lookahead + 1` of the largest streamed group). `load`, `get` and `free` are called
-    by the executor in schedule order; the copies run on the engine's threads.
+    Owns the homes and the stream buffers (`lookahead + 1` of the largest streamed group). `load`, `get` and `free` are
+    called by the executor in schedule order; the copies run on the engine's threads.
     """
 
     def __init__(

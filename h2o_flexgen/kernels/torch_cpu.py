@@ -1,9 +1,9 @@
 """The kernels in plain torch operations, arranged for a CPU's caches. They run on any device; Triton has its own.
 
-Two facts decide the shape of this file (bfloat16, two AVX-512 cores). Batched GEMMs run near the peak rate as long as their
-output stays in the last-level cache, while torch's fused CPU attention reaches a sixth of it and gives no column sums. So
-prompts go through in chunks of queries whose logits fit the cache, and the softmax weights of a chunk serve both the output
-and the column sums: memory is O(S) per head, and no second pass over Q K^T is needed.
+Two facts decide the shape of this file (bfloat16, two AVX-512 cores). Batched GEMMs run near the peak rate as long as
+their output stays in the last-level cache, while torch's fused CPU attention reaches a sixth of it and gives no column
+sums. So prompts go through in chunks of queries whose logits fit the cache, and the softmax weights of a chunk serve
+both the output and the column sums: memory is O(S) per head, and no second pass over Q K^T is needed.
 """
 
 from __future__ import annotations

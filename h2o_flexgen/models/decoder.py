@@ -1,13 +1,14 @@
 """The one decoder layer, driven by an ArchSpec: embedding, attention half, MLP half, output head.
 
-Each method computes one unit for one GPU batch. Tokens are packed: during the prompt `hidden` is (T, hidden_size) with the
-sequences one after another and no padding; while decoding T is the number of rows. All branches on the architecture are
-taken here, at construction; the tensors of a unit arrive bound by `bind`, wherever they live.
+Each method computes one unit for one GPU batch. Tokens are packed: during the prompt `hidden` is (T, hidden_size) with
+the sequences one after another and no padding; while decoding T is the number of rows. All branches on the
+architecture are taken here, at construction; the tensors of a unit arrive bound by `bind`, wherever they live.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +29,10 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def bind(views: Weights) -> dict[str, Tensor]:
-    """The tensors of one weight group under names without the layer ("q.weight"), plus "qkv.*" where q, k and v are adjacent.
+    """The tensors of a weight group under names without the layer ("q.weight"), plus "qkv.*" where these adjoin.
 
-    A fused projection is a view over the unit's buffer, made only if the three tensors lie back to back in it: then one GEMM
-    does the work of three. Straight-from-checkpoint units usually cannot be fused; they keep three GEMMs.
+    A fused projection is a view over the unit's buffer, made only if the three tensors lie back to back in it: then
+    one GEMM does the work of three. Straight-from-checkpoint units usually cannot be fused; they keep three GEMMs.
     """
     bound = {(name.split(".", 3)[3] if name.startswith("layers.") else name): tensor for name, tensor in views.items()}
     for part in ("weight", "bias"):
@@ -46,7 +47,7 @@ def bind(views: Weights) -> dict[str, Tensor]:
 
 
 def _adjacent(tensors: list[Tensor]) -> bool:
-    pairs = zip(tensors, tensors[1:], strict=False)
+    pairs = pairwise(tensors)
     return all(b.data_ptr() == a.data_ptr() + a.numel() * a.element_size() for a, b in pairs)
 
 

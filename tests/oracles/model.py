@@ -1,7 +1,7 @@
 """An OPT decoder with an evicting cache, one sequence and one token at a time, on transformers' own layers.
 
-Projections, norms and embeddings are transformers' modules; attention and eviction are the slow oracles'. Nothing of the
-engine is used, so that both can only agree by being right.
+Projections, norms and embeddings are transformers' modules; attention and eviction are the slow oracles'. Nothing of
+the engine is used, so that both can only agree by being right.
 """
 
 from __future__ import annotations
