@@ -5,13 +5,15 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from h2o_flexgen.checkpoint import reader
+from h2o_flexgen.checkpoint import chunks
 from h2o_flexgen.errors import ModelError, StorageError
 from h2o_flexgen.models.families import checkpoint_names
 from tests.checkpoint.models import (
@@ -137,13 +139,25 @@ def test_tensors_in_several_dtypes_and_at_odd_offsets(tmp_path: Path) -> None:
 
 
 def test_tensors_of_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "CHUNK", 1 << 10)
+    monkeypatch.setattr(chunks, "CHUNK", 1 << 10)
     spec = make_spec(vocab_size=1001)
     write_single(tmp_path, weights(spec))
     with open_tiny(tmp_path, spec) as source:
         for dtype in (torch.float16, torch.float32):
             got = read_all(source, spec, dtype)
             assert torch.equal(got["embed.tokens"], weights(spec)["model.decoder.embed_tokens.weight"].to(dtype))
+
+
+def test_many_threads_may_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK", 1 << 12)
+    spec = make_spec(vocab_size=1001)
+    write_single(tmp_path, weights(spec))
+    before = threading.active_count()
+    with open_tiny(tmp_path, spec) as source, ThreadPoolExecutor(6) as pool:
+        expected = read_all(source, spec, torch.float32)
+        results = list(pool.map(lambda _: read_all(source, spec, torch.float32), range(12)))
+    assert all(torch.equal(result[name], expected[name]) for result in results for name in expected)
+    assert threading.active_count() == before
 
 
 def test_reading_needs_the_right_kind_of_tensor(tmp_path: Path) -> None:
@@ -250,6 +264,6 @@ def test_loading_takes_one_chunk_beyond_the_destination(tmp_path: Path) -> None:
     )
     opening, reading, cached, total = run.stdout.split()
     assert int(opening) < 8 << 20
-    assert int(reading) < 2 * reader.CHUNK + (4 << 20)
+    assert int(reading) < 2 * chunks.CHUNK + (4 << 20)
     assert int(cached) < 100
     assert float(total) == 0
