@@ -100,7 +100,7 @@ def test_random_damage_never_crashes(tmp_path: Path) -> None:
     spec, chance, accepted = make_spec(), random.Random(3), 0
     torch.save(weights(spec), tmp_path / BIN)
     data = (tmp_path / BIN).read_bytes()
-    for _ in range(200):
+    for _ in range(100):
         damaged = bytearray(data)
         for _ in range(chance.randint(1, 3)):
             damaged[chance.choice([chance.randrange(5000), chance.randrange(-6000, 0)])] = chance.randrange(256)
@@ -111,7 +111,7 @@ def test_random_damage_never_crashes(tmp_path: Path) -> None:
             accepted += 1
         except ModelError:
             continue
-    assert accepted < 150  # much of the head and tail is padding and sizes that nobody reads
+    assert accepted < 75  # much of the head and tail is padding and sizes that nobody reads
 
 
 def test_a_truncated_file_names_the_sizes(tmp_path: Path) -> None:
