@@ -45,34 +45,38 @@ class CacheRun:
         row_ids: Sequence[int] | None = None,
         buffers: tuple[Tensor, Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
     ) -> None:
-        self.streams, self.dtype = list(streams), dtype
+        self.streams, self.dtype, self.device = list(streams), dtype, device
         kv_heads, _, d = self.streams[0].k.shape
         self.scale = d**-0.5
         self.shape = CacheShape.of(budgets, kv_heads, d)
-        k, v = buffers or self.shape.buffers(dtype)
+        k, v = buffers or self.shape.buffers(dtype, device)
         ids = range(len(self.streams)) if row_ids is None else row_ids
-        self.cache = KVCache(self.shape, budgets, policy, layer=layer, row_ids=ids, k=k, v=v)
+        self.cache = KVCache(self.shape, budgets, policy, layer=layer, row_ids=ids, device=k.device, k=k, v=v)
         self.time = 0
         self.prompt_outputs: list[Tensor] = []
         for length, members in groupby(range(len(self.streams)), key=lambda row: self.streams[row].prompt):
             self._fill(list(members), length)
 
     def _fill(self, rows: list[int], length: int) -> None:
-        q, k, v = (
-            torch.stack([getattr(self.streams[row], name)[:, :length] for row in rows]).to(self.dtype) for name in "qkv"
-        )
+        q, k, v = self._stack(rows, slice(length))
         attention = prefill_attention(q, k, v, self.scale, self.cache.wants_column_sums)
         self.prompt_outputs += list(attention.out)
         self.cache.fill(rows, k, v, attention.column_sums)
 
     def step(self) -> Tensor:
-        q, k, v = (
-            torch.stack([getattr(stream, name)[:, stream.prompt + self.time] for stream in self.streams]).to(self.dtype)
-            for name in "qkv"
-        )
+        q, k, v = self._stack(range(len(self.streams)), None)
         self.time += 1
         return self.cache.attend(q, k, v, self.scale)
+
+    def _stack(self, rows: Sequence[int], tokens: slice | None) -> list[Tensor]:
+        """q, k, v of `tokens`, or of the token whose turn it is."""
+        streams = [self.streams[row] for row in rows]
+        stacked = (
+            torch.stack([getattr(s, name)[:, tokens or s.prompt + self.time] for s in streams]) for name in "qkv"
+        )
+        return [x.to(self.dtype).to(self.device) for x in stacked]
 
     def steps(self, count: int) -> Tensor:
         """(count, b, heads, d)."""

@@ -190,3 +190,13 @@ def test_full_rows_end_with_their_length() -> None:
         run.step()
     with pytest.raises(ValueError, match="a prompt of 10 tokens, needed at most 9"):
         CacheRun([make_stream(10, 1)], [Budget(9, 0, 9, 0, True)], make_policy(EvictionConfig()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@each_policy
+def test_gpu_decides_like_the_cpu(policy: PolicyRow) -> None:
+    here, there = ragged_run(policy), ragged_run(policy, device="cuda")
+    for step in range(40):
+        assert here.kept() == there.kept(), f"step {step}"
+        torch.testing.assert_close(there.step().cpu(), here.step(), atol=1e-5, rtol=1e-4)

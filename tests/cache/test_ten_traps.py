@@ -174,6 +174,7 @@ def test_trap_05_budget_of_the_whole_length_is_the_full_cache_bit_for_bit(
     config = policy.eviction(**{"ratio": 1.0, **full})
     streams = [make_stream(prompt, 30, group=2, seed=prompt) for prompt in (40, 21, 21)]
     run = CacheRun(streams, [config.resolve(s.prompt, 30) for s in streams], make_policy(config))
+    assert not run.cache.wants_column_sums
     reference = run_of(POLICIES[0], streams, 30)
     assert torch.equal(run.steps(30), reference.steps(30)), "same code, same bits"
     assert run.kept() == [[list(range(s.prompt + 30))] * 2 for s in streams]
@@ -324,12 +325,13 @@ def test_trap_09_order_of_rows_changes_nothing(policy: PolicyRow) -> None:
 
 
 @each_policy
-def test_trap_09_a_row_that_ends_early_leaves_the_others_unchanged(policy: PolicyRow) -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_trap_09_a_row_that_ends_early_leaves_the_others_unchanged(policy: PolicyRow, full: bool) -> None:
     config = policy.eviction()
     short, long = make_stream(10, 60, seed=1), make_stream(12, 60, seed=2)
-    budgets = [config.resolve(10, 5), config.resolve(12, 60)]
-    batch = CacheRun([short, long], budgets, make_policy(config))
-    alone = CacheRun([long], budgets[1:], make_policy(config), row_ids=[1])
+    ended, going = Budget(15, 0, 15, 0, True) if full else config.resolve(10, 5), config.resolve(12, 60)
+    batch = CacheRun([short, long, short], [ended, going, ended], make_policy(config))
+    alone = CacheRun([long], [going], make_policy(config), row_ids=[1])
     for _ in range(60):
         assert batch.kept()[1] == alone.kept()[0]
         torch.testing.assert_close(batch.step()[1], alone.step()[0], atol=1e-6, rtol=1e-5)
