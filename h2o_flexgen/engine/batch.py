@@ -11,14 +11,26 @@ from torch import Tensor
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.sequence import Sequence
 from h2o_flexgen.kernels import prefill_attention
+from h2o_flexgen.schedule.footprint import PROMPT_CHUNK
 
 
 class PromptGroup(NamedTuple):
-    """Neighbouring rows whose prompts have one length: they go through attention together, without padding."""
+    """Neighbouring rows whose prompts have one length: they go through attention together, without padding.
+
+    `start` is where the first of them begins in its chunk.
+    """
 
     rows: range
     start: int
     length: int
+
+
+class PromptChunk(NamedTuple):
+    """Whole prompts, tokens [start, stop) of the packed batch, that go through a unit at once."""
+
+    start: int
+    stop: int
+    groups: list[PromptGroup]
 
 
 @dataclass
@@ -36,7 +48,7 @@ class GpuBatch:
     hidden: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.groups = _groups([len(row.prompt_ids) for row in self.rows])
+        self.chunks = _chunks([len(row.prompt_ids) for row in self.rows])
         self._next_positions: Tensor | None = None
 
     @property
@@ -75,26 +87,33 @@ class GpuBatch:
             self._next_positions += 1
         return torch.tensor(tokens, device=self.device), positions.to(self.device)
 
-    def prompt_attention(self, cache: KVCache, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of the packed prompts, (T, heads, d); pruned into `cache`, no full-length KV outlives it."""
-        column_sums = cache.wants_column_sums
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for rows, start, length in self.groups:
-            stop = start + len(rows) * length
-            shaped = [t[start:stop].unflatten(0, (len(rows), length)).transpose(1, 2) for t in (q, k, v)]
-            mixed, sums = prefill_attention(shaped[0], shaped[1], shaped[2], scale, column_sums)
-            cache.fill(list(rows), shaped[1], shaped[2], sums)
-            out[start:stop] = mixed.transpose(1, 2).flatten(0, 1)
-        return out
+
+def prompt_attention(chunk: PromptChunk, cache: KVCache, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of a chunk of packed prompts, (t, heads, d); pruned into `cache`, no full-length KV outlives it."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for rows, start, length in chunk.groups:
+        stop = start + len(rows) * length
+        queries, keys, values = (t[start:stop].unflatten(0, (len(rows), length)).transpose(1, 2) for t in (q, k, v))
+        mixed, sums = prefill_attention(queries, keys, values, scale, cache.wants_column_sums)
+        place = cache.device
+        cache.fill(list(rows), keys.to(place), values.to(place), None if sums is None else sums.to(place))
+        out[start:stop] = mixed.transpose(1, 2).flatten(0, 1)
+    return out
 
 
-def _groups(lengths: list[int]) -> list[PromptGroup]:
-    groups: list[PromptGroup] = []
-    start = first = 0
+def _chunks(lengths: list[int]) -> list[PromptChunk]:
+    """Neighbouring rows, as many as PROMPT_CHUNK tokens hold and at least one, grouped by length within."""
+    chunks: list[PromptChunk] = []
     for row, length in enumerate(lengths):
-        if row + 1 == len(lengths) or lengths[row + 1] != length:
-            rows = range(first, row + 1)
-            groups.append(PromptGroup(rows, start, length))
-            start += len(rows) * length
-            first = row + 1
-    return groups
+        last = chunks[-1] if chunks else None
+        if last is None or last.stop - last.start + length > PROMPT_CHUNK:
+            start = 0 if last is None else last.stop
+            chunks.append(PromptChunk(start, start + length, [PromptGroup(range(row, row + 1), 0, length)]))
+            continue
+        group = last.groups[-1]
+        if group.length == length:
+            last.groups[-1] = group._replace(rows=range(group.rows.start, row + 1))
+        else:
+            last.groups.append(PromptGroup(range(row, row + 1), last.stop - last.start, length))
+        chunks[-1] = last._replace(stop=last.stop + length)
+    return chunks

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model import UnitSpec
-from h2o_flexgen.engine.batch import GpuBatch
+from h2o_flexgen.engine.batch import GpuBatch, prompt_attention
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import Sequence
 from h2o_flexgen.engine.stores import CacheStore, HiddenStore
@@ -23,6 +23,7 @@ from h2o_flexgen.engine.trace import Trace
 from h2o_flexgen.engine.weights import WeightStore
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.models.decoder import Decoder, Weights
+from h2o_flexgen.schedule.footprint import PROMPT_CHUNK
 from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
 
 
@@ -104,21 +105,23 @@ class Executor:
             elif cache is not None:
                 self._attend(unit, batch, weights, cache, task.step)
             elif unit.kind == "mlp":
-                batch.hidden = self._m.decoder.mlp(weights, batch.take_hidden())
+                for part in batch.take_hidden().split(PROMPT_CHUNK):
+                    self._m.decoder.mlp(weights, part)
             else:
                 return self._sample(batch, weights)
         return []
 
     def _attend(self, unit: UnitSpec, batch: GpuBatch, weights: Weights, cache: KVCache, step: int) -> None:
-        scale = self._m.decoder.scale
-        if step == 0:
-            attention = partial(batch.prompt_attention, cache, scale)
-        else:
-            attention = partial(_decode_attention, cache, scale)
-        batch.hidden = self._m.decoder.attn(weights, batch.take_hidden(), attention)
-        if step == 0 and unit.layer == self._layers - 1:
+        decoder, hidden = self._m.decoder, batch.take_hidden()
+        if step > 0:
+            decoder.attn(weights, hidden, partial(_decode_attention, cache, decoder.scale))
+            return
+        for chunk in batch.chunks:
+            attention = partial(prompt_attention, chunk, cache, decoder.scale)
+            decoder.attn(weights, hidden[chunk.start : chunk.stop], attention)
+        if unit.layer == self._layers - 1:
             # Nothing after the last attention looks back: only each prompt's last token goes on.
-            batch.hidden = batch.hidden[batch.last_tokens()]
+            batch.hidden = hidden[batch.last_tokens()]
 
     def _sample(self, batch: GpuBatch, weights: Weights) -> list[Sequence]:
         logits = self._m.decoder.head(weights, batch.take_hidden())

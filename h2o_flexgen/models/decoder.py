@@ -21,7 +21,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q (T, heads, d), k (T, kv_heads, d), v (T, kv_heads, d)) -> (T, heads, d); keeps the cache."""
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu,
+    "relu": torch.relu_,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
@@ -75,13 +75,13 @@ class Decoder:
             hidden = F.linear(hidden, w["embed.project_in"])
         return hidden + F.embedding(positions + self._position_offset, w["embed.positions"])
 
-    def attn(self, w: Weights, hidden: Tensor, attention: Attention) -> Tensor:
-        """The attention half of a layer, residual included: (T, hidden_size) to the same."""
-        return self._half(w, hidden, lambda x: self._attend(w, x, attention))
+    def attn(self, w: Weights, hidden: Tensor, attention: Attention) -> None:
+        """The attention half of a layer, residual included: updates hidden (T, hidden_size) in place."""
+        self._half(w, hidden, lambda x: self._attend(w, x, attention))
 
-    def mlp(self, w: Weights, hidden: Tensor) -> Tensor:
-        """The MLP half of a layer, residual included: (T, hidden_size) to the same."""
-        return self._half(w, hidden, lambda x: self._feed_forward(w, x))
+    def mlp(self, w: Weights, hidden: Tensor) -> None:
+        """The MLP half of a layer, residual included: updates hidden (T, hidden_size) in place."""
+        self._half(w, hidden, lambda x: self._feed_forward(w, x))
 
     def head(self, w: Weights, hidden: Tensor) -> Tensor:
         """Logits (T, vocab_size) in float32."""
@@ -94,11 +94,11 @@ class Decoder:
     def _norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), w.get(f"{name}.weight"), w.get(f"{name}.bias"), self._eps)
 
-    def _pre_norm_half(self, w: Weights, hidden: Tensor, inner: Callable[[Tensor], Tensor]) -> Tensor:
-        return inner(self._norm(w, "norm", hidden)).add_(hidden)
+    def _pre_norm_half(self, w: Weights, hidden: Tensor, inner: Callable[[Tensor], Tensor]) -> None:
+        hidden.add_(inner(self._norm(w, "norm", hidden)))
 
-    def _post_norm_half(self, w: Weights, hidden: Tensor, inner: Callable[[Tensor], Tensor]) -> Tensor:
-        return self._norm(w, "norm", inner(hidden).add_(hidden))
+    def _post_norm_half(self, w: Weights, hidden: Tensor, inner: Callable[[Tensor], Tensor]) -> None:
+        hidden.copy_(self._norm(w, "norm", inner(hidden).add_(hidden)))
 
     def _attend(self, w: Weights, x: Tensor, attention: Attention) -> Tensor:
         if "qkv.weight" in w:

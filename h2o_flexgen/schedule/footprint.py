@@ -19,6 +19,9 @@ STATE_BUFFERS = 3
 """Copies of a cache or hidden state on its way: one arriving, one computed on, one leaving."""
 STAGING_BUFFERS = 2
 """Host copies of a cache or hidden state between a GPU and the disk."""
+PROMPT_CHUNK = 2048
+"""Prompt tokens that go through a unit at once, in whole sequences: activations stay in the CPU's caches, GEMMs run at
+their full rate, and nothing but hidden states grows with the GPU batch."""
 _LOGITS = 1 << 20  # attention logits of a chunk of queries that the prompt kernel has alive at once
 _MIN_CHUNK = 16  # queries per chunk, at least
 
@@ -69,9 +72,10 @@ def footprint(
 
     unit_bytes: buffer size of each weight group where it is known, else the packed size, and for groups on disk the
     most that reading them in place can take (two pages more per tensor). baseline: host bytes that the process holds
-    already. In the formulas: b gpu_batch_size, P prompt_len, T = b P tokens, H hidden, E embedding width, F ffn,
-    Q = heads x head_dim, G = kv_heads x head_dim, V vocabulary, C = cache slots per row and head (the budget and a free
-    one; a full cache needs none free), s bytes per number. A thing streams or moves if it is not on the compute tier.
+    already. In the formulas: b gpu_batch_size, P prompt_len, T = b P tokens, t = min(T, max(P, PROMPT_CHUNK)), H
+    hidden, E embedding width, F ffn, Q = heads x head_dim, G = kv_heads x head_dim, V vocabulary, C = cache slots per
+    row and head (the budget and a free one; a full cache needs none free), s bytes per number. A thing streams or
+    moves if it is not on the compute tier.
 
     weights           every group's buffer, on its tier
     weight buffers    compute tier: (lookahead + 1) x the largest streamed group; as many on cpu as staging buffers if
@@ -84,7 +88,7 @@ def footprint(
                       not yet written home, at most REWRITE_EVERY - 1 of them
     hidden states     on their tier, per GPU batch: the prompt's, (T, H)
     hidden buffers    compute tier: STATE_BUFFERS of them, if any is parked; STAGING_BUFFERS on cpu as above
-    prompt K and V    compute tier: one layer of one GPU batch at full length, 2 T G s
+    prompt K and V    compute tier: one layer of one chunk of prompts at full length, 2 t G s
     workspace         compute tier: what the hungriest unit of one GPU batch has alive beside all that, `_workspace`
     process           cpu: `baseline`
     """
@@ -93,7 +97,7 @@ def footprint(
         *_weight_items(block, assignment, unit_bytes or {}),
         *_cache_items(block, assignment),
         *_hidden_items(block, assignment),
-        Item(compute_tier, "prompt K and V of one layer", block.tokens * spec.kv_bytes_per_token_and_layer(dtype)),
+        Item(compute_tier, "prompt K and V of one layer", block.chunk * spec.kv_bytes_per_token_and_layer(dtype)),
         Item(compute_tier, "workspace", _workspace(block)),
         Item("cpu", "process", baseline),
     ]
@@ -125,6 +129,11 @@ class _Block:
     def tokens(self) -> int:
         """T: prompt tokens of one GPU batch."""
         return self.rows * self.workload.prompt_len
+
+    @property
+    def chunk(self) -> int:
+        """t: prompt tokens that go through a unit at once."""
+        return min(self.tokens, max(self.workload.prompt_len, PROMPT_CHUNK))
 
     @property
     def slots(self) -> int:
@@ -192,25 +201,25 @@ def _hidden_items(block: _Block, assignment: Placement) -> Iterator[Item]:
 
 
 def _workspace(block: _Block) -> int:
-    """Bytes of activations that the hungriest unit has alive at once, its input hidden states (T, H) included.
+    """Bytes of activations that the hungriest unit has alive at once, beside hidden states, which it updates in place.
 
     embed      ids and positions (T) int64, four (T, max(E, H))
-    attention  input, its norm and the output (T, H), queries and attention output (T, Q), the kernel's output of a
-               group of equal prompts (T, Q), column sums (b, kv_heads, P) float32, and the larger of two:
+    attention  norm and output (t, H), queries and attention output (t, Q), the kernel's output of a
+               group of equal prompts (t, Q), column sums (b, kv_heads, P) float32, and the larger of two:
                for queries in chunks, the softmax of one beside the logits of the next (three float32 and the cast, at
                most _LOGITS of each or _MIN_CHUNK rows of (heads, P)), and queries and output of one row (P, Q);
                to rank the prompt's tokens, four int64 of (b, kv_heads, P)
     decode     the (b, H) and (b, Q) of the above, and `_decode_attention`
-    mlp        input, its norm and the output (T, H), and the (T, F) before and after the activation, the gate too
+    mlp        norm and output (t, H), and the (t, F) before and after the activation, the gate too
     head       logits (b, V) in the dtype and in float32, and a sampler's sorted copies of one row
     """
-    spec, size, tokens, rows = block.spec, block.size, block.tokens, block.rows
+    spec, size, tokens, rows = block.spec, block.size, block.chunk, block.rows
     query = spec.num_heads * spec.head_dim
     prompt = block.workload.prompt_len
     chunk = min(max(_LOGITS, _MIN_CHUNK * spec.num_heads * prompt), spec.num_heads * prompt * prompt)
     wide = 3 if spec.arch.gated_mlp else 2
     return max(
-        tokens * (32 + 4 * max(spec.embed_dim, spec.hidden_size) * size),
+        block.tokens * (32 + 4 * max(spec.embed_dim, spec.hidden_size) * size),
         tokens * (3 * spec.hidden_size + 3 * query) * size
         + 4 * block.heads * prompt
         + max(chunk * (12 + size) + 2 * prompt * query * size, 32 * block.heads * prompt),
