@@ -14,9 +14,13 @@ NEVER = 1 << 62
 
 
 class Occupied(NamedTuple):
-    """The prefix of slots that attention reads: `length` of them, tokens but where `valid` (b, 1, length) denies it."""
+    """What attention reads: the first `width` slots, of which the first `length` have been used by some row.
+
+    All of them hold tokens unless `valid` (b, 1, width) says less.
+    """
 
     length: int
+    width: int
     valid: Tensor | None
 
 
@@ -38,9 +42,9 @@ class RowClock:
     waits for a device.
     """
 
-    def __init__(self, budgets: Sequence[Budget], device: torch.device) -> None:
+    def __init__(self, budgets: Sequence[Budget], capacity: int, device: torch.device) -> None:
         self.budgets = tuple(budgets)
-        self.device = device
+        self.capacity, self.device = capacity, device
         self.limits = [_limit(budget) for budget in budgets]
         self.prompts: list[int | None] = [None] * len(self.budgets)
         self.step = 0
@@ -82,27 +86,34 @@ class RowClock:
         self.started = True
         self.first_eviction = min(evicting, default=NEVER)  # no row evicts before this step
         self.all_evict = NEVER if len(evicting) < len(held) else max(evicting)  # every row evicts from this step on
-        self._alike = len(set(zip(held, self.limits, strict=True))) == 1
         self._saturated = max(growth) - 1  # from this step on no row occupies one more slot
         self._end = max(growth) if self.all_full else NEVER
-        self._held, self._limits = torch.tensor(held), torch.tensor(self.limits)
+        self._growth = list(zip(held, self.limits, strict=True))
+        self._slots = torch.arange(self.capacity, device=self.device).view(1, 1, -1)
 
     def occupied(self) -> Occupied:
         """What attention reads at this step, the new token included."""
         if self._occupied is not None:
             return self._occupied
-        if self._alike:
-            occupied = Occupied(min(int(self._held[0]) + self.step + 1, self.limits[0]), None)
-        else:
-            counts = torch.minimum(self._held + self.step + 1, self._limits)
-            length = int(counts.max())
-            ragged = int(counts.min()) < length
-            occupied = Occupied(
-                length, (torch.arange(length) < counts[:, None, None]).to(self.device) if ragged else None
-            )
+        counts = [min(held + self.step + 1, limit) for held, limit in self._growth]
+        length = max(counts)
+        width = self._width(length)
+        valid = None
+        if min(counts) < width:
+            ends = counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=self.device)[:, None, None]
+            valid = self._slots[:, :, :width] < ends
+        occupied = Occupied(length, width, valid)
         if self.step >= self._saturated:
             self._occupied = occupied
         return occupied
+
+    def _width(self, length: int) -> int:
+        """How many slots to hand to attention: those in use, or all where few are free.
+
+        A prefix of every (row, head)'s slots is not contiguous, and GEMMs on a CPU copy such operands first, which
+        takes longer than reading them. All slots cost less while more than two in five are in use.
+        """
+        return self.capacity if self.device.type == "cpu" and 5 * length > 2 * self.capacity else length
 
     def tick(self) -> None:
         """A step is over. Raises RuntimeError when every row was at its end before it."""

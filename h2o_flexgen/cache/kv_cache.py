@@ -65,7 +65,7 @@ class KVCache:
         if shape.capacity < slots_needed(budgets):
             raise ValueError(f"{shape.capacity} slots are too few, these budgets need {slots_needed(budgets)}")
         self.shape, self.device = shape, torch.device(device)
-        self._clock = RowClock(budgets, self.device)
+        self._clock = RowClock(budgets, shape.capacity, self.device)
         self.statistic = "none" if self._clock.all_full else policy.statistic
         self._book: SlotBook
         if isinstance(policy, RankedPolicy) and not self._clock.all_full:
@@ -135,13 +135,13 @@ class KVCache:
         else:
             self._flat_k.index_copy_(0, slot, k.reshape(self._flat_k.shape[0] // self.shape.capacity, -1))
             self._flat_v.index_copy_(0, slot, v.reshape(self._flat_v.shape[0] // self.shape.capacity, -1))
-        length, valid = self._clock.occupied()
+        length, width, valid = self._clock.occupied()
         if valid is not None:
-            valid = valid.expand(-1, self.shape.kv_heads, -1)
+            valid = valid.expand(self.shape.batch, self.shape.kv_heads, -1)
         out, row = decode_attention(
-            q, self.k.narrow(2, 0, length), self.v.narrow(2, 0, length), scale, valid, self._book.needs_rows
+            q, self.k.narrow(2, 0, width), self.v.narrow(2, 0, width), scale, valid, self._book.needs_rows
         )
-        self._book.settle(row, length)
+        self._book.settle(None if row is None else row[..., :length], length)
         self._clock.tick()
         return out
 

@@ -33,7 +33,7 @@ def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, column_sums
     out = torch.empty(n, length, heads, d, dtype=q.dtype, device=q.device).transpose(1, 2)
     sums = torch.zeros(n, kv_heads, length, dtype=torch.float32, device=q.device) if column_sums else None
     for row in range(n):
-        keys, values = k[row].transpose(-1, -2), v[row]
+        keys, values = k[row].contiguous().transpose(-1, -2), v[row].contiguous()
         for start in range(0, length, chunk):
             stop = min(start + chunk, length)
             size = stop - start
@@ -59,6 +59,8 @@ def decode_attention(
     b, heads, d = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
+    # A GEMM copies an operand that is not contiguous, and a transposed one slowly: better here, in order.
+    k, v = k.contiguous(), v.contiguous()
     logits = torch.matmul(q.view(b, kv_heads, group, d), k.transpose(-1, -2)).float().mul_(scale)
     if valid is not None:
         logits.masked_fill_(~valid.unsqueeze(2), float("-inf"))
