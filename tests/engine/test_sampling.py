@@ -1,0 +1,215 @@
+"""Token choice against transformers' logits processors; seeds, stop strings and errors row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.sampler import Sampler
+from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.errors import UsageError
+from tests.tiny import VOCAB, prompts_of
+
+EOS = 2
+
+
+def row(prompt: list[int] | None = None, seed: int = 0, index: int = 0, sample: int = 0, **settings: Any) -> Sequence:
+    params = SamplingParams(**{"max_new_tokens": 50, **settings})
+    budget = Budget(total=100, heavy=0, recent=100, sinks=0, full=True)
+    return Sequence(index, sample, index, prompt or [EOS, 5, 7], params, budget, frozenset({EOS}), seed=seed)
+
+
+def draw(sequence: Sequence, logits: torch.Tensor, steps: int) -> list[int]:
+    for _ in range(steps):
+        Sampler().step([sequence], logits)
+    return sequence.token_ids
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.5},
+        {"temperature": 2.0, "top_k": 5},
+        {"top_k": 0, "top_p": 0.6},
+        {"temperature": 1.3, "top_k": 20, "top_p": 0.8},
+        {"top_k": 0, "repetition_penalty": 1.8},
+    ],
+    ids=str,
+)
+def test_the_distribution_is_that_of_transformers(settings: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(1, 12) * 2
+    prompt = [3, 4, 4, 9]
+    expected = RepetitionPenaltyLogitsProcessor(settings.get("repetition_penalty", 1.0))(
+        torch.tensor([prompt]), logits.clone()
+    )
+    expected = TemperatureLogitsWarper(float(settings.get("temperature", 1.0)))(None, expected)
+    if settings.get("top_k", 50):
+        expected = TopKLogitsWarper(settings.get("top_k", 50))(None, expected)
+    expected = TopPLogitsWarper(settings.get("top_p", 1.0))(None, expected).softmax(-1)[0]
+    counts = torch.zeros(12)
+    for index in range(4000):
+        sequence = row(prompt, index=index, do_sample=True, **settings)
+        sequence.eos = frozenset()
+        counts[draw(sequence, logits, 1)[0]] += 1
+    found = counts / counts.sum()
+    assert not found[expected == 0].any()
+    assert torch.allclose(found, expected, atol=0.035)  # 4 standard deviations of a share of 0.4
+
+
+def test_greedy_repetition_penalty_and_min_new_tokens_equal_transformers() -> None:
+    torch.manual_seed(3)
+    prompt, logits = [3, 4, 4, 9], torch.randn(1, 12)
+    logits[0, EOS] = 10.0
+    sequence, ids = row(prompt, repetition_penalty=1.5, min_new_tokens=3), torch.tensor([prompt])
+    for _ in range(5):
+        scores = RepetitionPenaltyLogitsProcessor(1.5)(ids, logits.clone())
+        scores = MinNewTokensLengthLogitsProcessor(len(prompt), 3, EOS, device="cpu")(ids, scores)
+        ids = torch.cat([ids, scores.argmax(-1, keepdim=True)], dim=1)
+        Sampler().step([sequence], logits)
+        if ids[0, -1] == EOS:
+            break
+    assert sequence.token_ids == ids[0, len(prompt) :].tolist()
+    assert sequence.finish_reason == "stop"
+
+
+def test_draws_depend_on_seed_prompt_and_sample_alone() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(1, 50)
+    alone = draw(row(do_sample=True, seed=7, index=3), logits, 10)
+    beside = [row(do_sample=True, seed=7, index=i) for i in (9, 3, 1)]
+    for _ in range(10):
+        Sampler().step(beside, logits.expand(3, -1))
+    assert beside[1].token_ids == alone
+    for other in ({"seed": 8, "index": 3}, {"seed": 7, "index": 4}, {"seed": 7, "index": 3, "sample": 1}):
+        assert draw(row(do_sample=True, **other), logits, 10) != alone
+
+
+def test_sampled_tokens_do_not_depend_on_block_shape(checkpoint) -> None:
+    _, folder = checkpoint("opt")
+    prompts = prompts_of([9, 20, 14, 9, 31])
+    settings = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 12, "num_return_sequences": 2, "seed": 5}
+    found = []
+    for policy in ({"gpu_batch_size": 10}, {"gpu_batch_size": 1}, {"gpu_batch_size": 3, "num_gpu_batches": 2}):
+        with LLM(folder, dtype="float32", policy=policy) as llm:
+            found.append([(o.index, o.sample, o.token_ids) for o in llm.generate(prompts, **settings)])
+    assert found[0] == found[1] == found[2]
+    assert found[0][0][2] != found[0][1][2]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_end_their_row_only(bad: float) -> None:
+    logits = torch.randn(2, 9)
+    logits[0, 4] = bad
+    rows = [row(index=0), row(index=1)]
+    assert Sampler().step(rows, logits) == [rows[0]]
+    assert rows[0].finish_reason == "error"
+    assert "not finite" in rows[0].error
+    assert rows[1].token_ids == [int(logits[1].argmax())]
+
+
+def test_logprobs_are_those_of_the_model(checkpoint) -> None:
+    _, folder = checkpoint("opt")
+    with LLM(folder, dtype="float32") as llm:
+        output = llm.generate(prompts_of([9]), max_new_tokens=4, logprobs=3, ignore_eos=True)[0]
+    assert len(output.logprobs) == len(output.top_logprobs) == 4
+    for token, logprob, top in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):
+        assert len(top) == 3
+        assert top[token] == logprob == max(top.values())
+
+
+class TestStopStrings:
+    @staticmethod
+    def decode(ids: list[int]) -> str:
+        return "".join(chr(96 + token) for token in ids)
+
+    def test_the_text_ends_before_and_the_tokens_with_it(self) -> None:
+        sequence = row(stop_strings=("cd",))
+        sampler = Sampler(self.decode)
+        for token in (1, 5, 3, 4, 6):
+            if not sequence.finished:
+                sampler.step([sequence], torch.nn.functional.one_hot(torch.tensor([token]), 30).float())
+        assert sequence.token_ids == [1, 5, 3, 4]
+        assert (sequence.finish_reason, sequence.stop_string) == ("stop", "cd")
+
+    def test_a_stop_string_that_reaches_over_tokens_before_the_answer_does_not_count(self) -> None:
+        sequence = row([EOS, 3], stop_strings=("cd",))
+        Sampler(self.decode).step([sequence], torch.nn.functional.one_hot(torch.tensor([4]), 30).float())
+        assert not sequence.finished
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 1.5},
+        {"min_new_tokens": 9, "max_new_tokens": 8},
+        {"temperature": 0.0},
+        {"temperature": float("nan")},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"stop_strings": ("",)},
+        {"num_return_sequences": 2},
+        {"max_new_token": 8},
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        SamplingParams.from_kwargs(**settings)
+
+
+def test_an_unknown_setting_names_the_closest() -> None:
+    with pytest.raises(UsageError, match="did you mean 'max_new_tokens'"):
+        SamplingParams.from_kwargs(max_new_token=8)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint) -> Iterator[LLM]:
+    with LLM(checkpoint("opt")[1], dtype="float32") as engine:
+        yield engine
+
+
+class TestPrompts:
+    def test_an_empty_prompt_starts_from_bos(self, llm) -> None:
+        outputs = llm.generate([[], [2]], max_new_tokens=5)
+        assert outputs[0].token_ids == outputs[1].token_ids
+        assert outputs[0].prompt_ids == [2]
+
+    def test_no_prompts_give_no_outputs(self, llm) -> None:
+        assert llm.generate([], max_new_tokens=5) == []
+
+    def test_past_the_context_is_refused_with_numbers(self, llm) -> None:
+        with pytest.raises(UsageError, match=r"125 tokens, with 4 to be generated 129.*context .* 128") as caught:
+            llm.generate(prompts_of([9, 125]), max_new_tokens=4)
+        assert caught.value.exit_code == 2
+
+    def test_the_last_position_of_the_context_can_be_used(self, llm) -> None:
+        assert len(llm.generate(prompts_of([124]), max_new_tokens=4, ignore_eos=True)[0].token_ids) == 4
+
+    @pytest.mark.parametrize("prompts", ["text", ["text"], [[1.5]], [[VOCAB]], [[-1]], [["a"]]], ids=str)
+    def test_what_is_no_prompt_is_refused(self, llm, prompts) -> None:
+        with pytest.raises(UsageError):
+            llm.generate(prompts, max_new_tokens=4)
+
+    def test_each_prompt_may_have_its_own_settings(self, llm) -> None:
+        params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (3, 9, 1)]
+        outputs = llm.generate(prompts_of([5, 12, 8]), params)
+        assert [len(output.token_ids) for output in outputs] == [3, 9, 1]
+
+    def test_stream_gives_every_sequence_once_as_it_finishes(self, llm) -> None:
+        params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (9, 3, 6)]
+        assert [output.index for output in llm.stream(prompts_of([5, 5, 5]), params)] == [1, 2, 0]
