@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -54,6 +54,8 @@ class BlockRunner:
     sampler: Sampler
     trace: Trace
     dtype: str
+    on_tokens: Callable[[int], None] = lambda tokens: None
+    """Called at every step with the tokens of the block so far; a finished sequence counts as all it asked for."""
 
     def run(self, plan: Plan, rows: list[list[Sequence]], totals: BlockTotals) -> Generator[Sequence]:
         """Runs `rows` (one list per GPU batch); yields sequences as they finish. Leaves nothing behind."""
@@ -82,6 +84,11 @@ class BlockRunner:
     def _ticks(
         self, plan: Plan, executor: Executor, caches: CacheStore, hidden: HiddenStore, rows: list[list[Sequence]]
     ) -> Iterator[Tick]:
+        def active(step: int) -> list[int]:
+            every = (row for batch in rows for row in batch)
+            self.on_tokens(sum(row.max_new_tokens if row.finished else len(row.token_ids) for row in every))
+            return executor.active(step)
+
         shape = ScheduleShape(
             units=self.spec.units,
             num_steps=max(row.max_new_tokens for batch in rows for row in batch),
@@ -91,7 +98,7 @@ class BlockRunner:
             hidden_moves=hidden.moves,
             lookahead=plan.policy.lookahead,
         )
-        return zigzag(shape, executor.active)
+        return zigzag(shape, active)
 
     def _caches(self, plan: Plan, rows: list[list[Sequence]]) -> dict[tuple[int, int], KVCache]:
         caches = {}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -159,10 +160,12 @@ class LLM:
         loaded = self._load(plan)
         moved, totals = dict(loaded.copies.bytes_moved), BlockTotals()
         runner = self._runner(loaded)
-        started = time.perf_counter()
+        started, before, asked = time.perf_counter(), 0, sum(row.max_new_tokens for row in rows)
         for block in blocks(rows, plan.policy.gpu_batch_size, plan.policy.block_size):
+            runner.on_tokens = partial(self._count_tokens, before, asked)
             with closing(runner.run(plan, block, totals)) as finished:
                 yield from finished
+            before += sum(row.max_new_tokens for batch in block for row in batch)
         measured = Measured(
             totals=totals,
             load_seconds=self._load_seconds,
@@ -206,6 +209,9 @@ class LLM:
 
     def _note(self, what: str, done: int, total: int) -> None:
         self.on_progress(what, done, total)
+
+    def _count_tokens(self, before: int, asked: int, tokens: int) -> None:
+        self._note("generating", before + tokens, asked)
 
     def _compute_tier(self) -> str:
         return "gpu" if self.device.type == "cuda" or self.config.emulate_gpu is not None else "cpu"
