@@ -70,7 +70,8 @@ def eviction_entry(name: str, budgets: Sequence[Budget]) -> dict[str, Any]:
     }
 
 
-def _today() -> str:
+def utc_now() -> str:
+    """The time to the second, ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
@@ -83,7 +84,7 @@ class RunRecord:
     """
 
     version: str = field(default_factory=package_version)
-    date: str = field(default_factory=_today)
+    date: str = field(default_factory=utc_now)
     """ISO 8601, UTC."""
     host: dict[str, Any] = field(default_factory=host_facts)
     model: str

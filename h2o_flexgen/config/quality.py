@@ -1,0 +1,151 @@
+"""What measuring an eviction policy's quality reports: one row per policy and ratio, and the frame around the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from h2o_flexgen.config.checks import known_keys, share, whole
+from h2o_flexgen.config.record import RunRecord, host_facts, package_version, utc_now
+from h2o_flexgen.errors import UsageError
+
+MAX_NLL = 100.0
+"""Nats per token beyond which a perplexity says nothing more, and would soon be no finite number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityRow:
+    """One policy at one ratio. Counts, nats per token, bytes and seconds; shares are computed from the counts.
+
+    `eviction` is that of the recall run's record: tokens per head, [smallest, largest] where prompts differ. The first
+    token of an answer comes from the prompt's own attention, before anything is evicted; `long_*` counts the answers
+    of two tokens or more, which the evicted cache has a say in.
+    """
+
+    policy: str
+    ratio: float
+    eviction: dict[str, Any]
+    recall_right: int
+    recall_cases: int
+    long_right: int
+    long_cases: int
+    nll: float
+    """Mean negative log-likelihood of the scored tokens, in nats."""
+    scored_tokens: int
+    kv_bytes: int
+    """KV cache of the largest block of the recall run."""
+    seconds: float
+
+    def __post_init__(self) -> None:
+        share(self.ratio, "ratio")
+        for name in ("recall_right", "recall_cases", "long_right", "long_cases", "scored_tokens", "kv_bytes"):
+            whole(getattr(self, name), name, 0)
+        if self.recall_right > self.recall_cases or self.long_right > self.long_cases:
+            raise UsageError(f"more right answers than cases: {self.recall_right} of {self.recall_cases}")
+        if not math.isfinite(self.nll) or self.nll < 0:
+            raise UsageError(f"nll is {self.nll}", "needed a finite number, at least 0")
+
+    @property
+    def recall_accuracy(self) -> float | None:
+        """Share of all answers that are right; None without cases."""
+        return self.recall_right / self.recall_cases if self.recall_cases else None
+
+    @property
+    def long_accuracy(self) -> float | None:
+        """Share of the answers of two tokens or more that are right; None without such cases."""
+        return self.long_right / self.long_cases if self.long_cases else None
+
+    @property
+    def perplexity(self) -> float:
+        """Per token of the model's own tokenizer."""
+        return math.exp(min(self.nll, MAX_NLL))
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field and every share."""
+        return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in _ROW_DERIVED}}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> QualityRow:
+        """The row of `to_json`; unknown keys raise UsageError with a suggestion."""
+        return cls(**known_keys(data, cls, derived=_ROW_DERIVED))
+
+
+_ROW_DERIVED = ("recall_accuracy", "long_accuracy", "perplexity")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityReport:
+    """Rows measured on one model, one set of recall questions and one text."""
+
+    version: str = field(default_factory=package_version)
+    date: str = field(default_factory=utc_now)
+    host: dict[str, Any] = field(default_factory=host_facts)
+    model: str
+    dtype: str
+    device: str
+    recall_file: str
+    text_file: str
+    context: int
+    """Tokens that are prefilled and pruned before scoring."""
+    continuation: int
+    """Tokens scored after each context, one at a time, with eviction active."""
+    windows: int
+    rows: tuple[QualityRow, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field."""
+        data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return {**data, "rows": [row.to_json() for row in self.rows]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> QualityReport:
+        """The report of `to_json`; unknown keys raise UsageError with a suggestion."""
+        values = known_keys(data, cls)
+        return cls(**{**values, "rows": tuple(QualityRow.from_json(row) for row in values["rows"])})
+
+
+@dataclass(frozen=True)
+class AnswerPair:
+    """What one prompt gave with the full cache and with an evicted one.
+
+    `expected` is the right answer where the prompt asks for one; `full_right` and `evicted_right` say who gave it.
+    """
+
+    prompt: str
+    full: str
+    evicted: str
+    expected: str | None = None
+    full_right: bool = False
+    evicted_right: bool = False
+
+    @property
+    def equal(self) -> bool:
+        """The two texts are the same."""
+        return self.full == self.evicted
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """The same prompts run twice, with the full cache and with an eviction policy; `ratio` is that of the policy."""
+
+    full: RunRecord
+    evicted: RunRecord
+    ratio: float
+    pairs: tuple[AnswerPair, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Both records, and the pairs with the whole prompts left out."""
+        pairs = [{**dataclasses.asdict(pair), "equal": pair.equal} for pair in self.pairs]
+        for pair in pairs:
+            del pair["prompt"]
+        return {
+            "ratio": self.ratio,
+            "equal": sum(pair.equal for pair in self.pairs),
+            "prompts": len(self.pairs),
+            "pairs": pairs,
+            "full": self.full.to_json(),
+            "evicted": self.evicted.to_json(),
+        }

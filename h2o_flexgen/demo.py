@@ -1,0 +1,81 @@
+"""`python -m h2o_flexgen.demo`: the demo model on the same prompts, with the full cache and with an evicted one.
+
+Texts and figures go to stdout side by side, its last line is one JSON object, everything else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from h2o_flexgen.cli.program import exit_on_errors, print_error, write_result
+from h2o_flexgen.cli.prompts import demo_prompts
+from h2o_flexgen.config.checks import whole
+from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.flags import Parser, add_arguments, from_namespace, given
+from h2o_flexgen.config.quality import SideBySide
+from h2o_flexgen.evaluation.sources import RecallCase, read_cases
+from h2o_flexgen.reporting.side_by_side import answers_text, evicted_name, figures_table
+
+DEFAULTS: dict[str, Any] = {"name": "h2o", "ratio": 0.2}
+RECALL_PROMPTS = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code."""
+    return exit_on_errors(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    eviction = from_namespace(EvictionConfig, args, defaults=DEFAULTS)
+    engine: dict[str, Any] = {name: getattr(args, name) for name in given(EngineConfig, args)}
+    prompts: list[tuple[str, str | None]] = [(prompt, None) for prompt in demo_prompts()]
+    prompts += [(case.prompt, case.answer) for case in _questions()]
+    # torch takes seconds to import: --help does without it.
+    from h2o_flexgen.evaluation.side_by_side import side_by_side
+
+    def stage(name: str) -> None:
+        print_error(f"running {len(prompts)} prompts: {name} ...")
+
+    result = side_by_side(prompts, eviction, args.gen_len, engine.pop("model", "demo"), engine, stage)
+    write_result(f"{_text(result)}\n{json.dumps(result.to_json(), allow_nan=False)}\n")
+    return 0
+
+
+def _questions() -> list[RecallCase]:
+    """A few of the long prompts, whose answers were stated hundreds of tokens before the question."""
+    return read_cases(None)[:RECALL_PROMPTS]
+
+
+def _text(result: SideBySide) -> str:
+    full, name = result.full, evicted_name(result)
+    head = (
+        f"{full.model}, {full.dtype} on {full.device}: {full.sequences} prompts of up to {full.prompt_len} tokens,\n"
+        f"{full.gen_len} new ones at most, with the full cache and with {name}. Only each prompt's end is shown;\n"
+        f"the last {RECALL_PROMPTS} ask for a fact that stands far above."
+    )
+    return f"{head}\n\n{answers_text(result)}\n\n{figures_table(result)}\n"
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m h2o_flexgen.demo",
+        description="Runs the demo prompts twice, with the full cache and with an evicted one, side by side.",
+    )
+    parser.add_argument("--gen-len", type=_count, default=32, metavar="N", help="most new tokens (default: 32)")
+    add_arguments(parser, EvictionConfig, defaults=DEFAULTS)
+    # The demo's prompts are text, and random weights give none.
+    add_arguments(parser, EngineConfig, exclude=("weights",))
+    return parser
+
+
+def _count(text: str) -> int:
+    return whole(int(text), "--gen-len", 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

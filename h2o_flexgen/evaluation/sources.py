@@ -1,0 +1,56 @@
+"""Questions and text from files: the user's, or those that ship with the demo model. No torch."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+from h2o_flexgen.errors import UsageError
+
+RECALL_FILE, TEXT_FILE = "recall_prompts.jsonl", "heldout.txt"
+
+
+class RecallCase(NamedTuple):
+    """A prompt that ends where the answer must come, and that answer."""
+
+    prompt: str
+    answer: str
+
+
+def read_cases(file: str | None) -> list[RecallCase]:
+    """The questions in a .jsonl file, the demo's for None; UsageError naming the line where one cannot be used."""
+    name, lines = file or RECALL_FILE, _read(file, RECALL_FILE, "--recall").splitlines()
+    cases = [_case(line, f"{name} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not cases:
+        raise UsageError(f"{name} holds no questions", 'needed {"prompt": "...", "answer": "..."} per line')
+    return cases
+
+
+def read_text(file: str | None) -> str:
+    """The text to score, the demo's held-out text for None."""
+    return _read(file, TEXT_FILE, "--text")
+
+
+def _read(file: str | None, shipped: str, flag: str) -> str:
+    try:
+        if file is None:
+            return resources.files("h2o_flexgen").joinpath("data/demo", shipped).read_text(encoding="utf-8")
+        return Path(file).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file} is not UTF-8 text: byte {error.start}", "needed a text file") from None
+    except OSError as error:
+        raise UsageError(f"{flag} {file or shipped}: {error.strerror}", "needed a readable file") from None
+
+
+def _case(line: str, where: str) -> RecallCase:
+    needed = 'needed {"prompt": "...", "answer": "..."}'
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not JSON: {error}", needed) from None
+    prompt, answer = (entry.get("prompt"), entry.get("answer")) if isinstance(entry, dict) else (None, None)
+    if not (isinstance(prompt, str) and isinstance(answer, str) and prompt.strip() and answer.strip()):
+        raise UsageError(f"{where} lacks a prompt or an answer", needed)
+    return RecallCase(prompt, answer)

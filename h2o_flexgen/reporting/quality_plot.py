@@ -1,0 +1,82 @@
+"""Recall and perplexity against the KV budget, a line per policy. matplotlib is imported when a picture is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from h2o_flexgen.config.quality import QualityReport, QualityRow
+from h2o_flexgen.errors import StorageError, UsageError
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+_LOOKS = {
+    "h2o": ("#c1121f", "o"),
+    "local": ("#1f5fa8", "s"),
+    "streaming": ("#2a9d8f", "^"),
+    "heavy": ("#e08e45", "D"),
+    "random": ("#7b6d8d", "v"),
+}
+_SPARE = ("#444444", "P")
+
+
+def check_plot(path: Path) -> None:
+    """UsageError where no picture can be drawn to `path`: to be asked before the figures are measured."""
+    if find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib, which is not installed", change="pip install 'h2o_flexgen[report]'")
+    if path.suffix not in SUFFIXES:
+        raise UsageError(f"--plot {path}", f"needed a name that ends in {', '.join(SUFFIXES)}")
+
+
+def plot_quality(report: QualityReport, path: Path) -> None:
+    """Writes the picture to `path`, in the format of its suffix. StorageError where that fails."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
+    recall, perplexity = figure.subplots(1, 2)
+    long = any(row.long_cases for row in report.rows)
+    _panel(recall, report, lambda row: row.long_accuracy if long else row.recall_accuracy)
+    some = report.rows[0]
+    asked = f"{some.long_cases} questions, answers of 2+ tokens" if long else f"{some.recall_cases} questions"
+    recall.set(ylabel="right answers", ylim=(-0.03, 1.03), title=f"Recall: {asked}")
+    recall.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    _panel(perplexity, report, lambda row: row.perplexity)
+    perplexity.set(ylabel="perplexity per token", title=f"Held-out text: {some.scored_tokens:,} tokens scored")
+    _log_if_wide(perplexity, [row.perplexity for row in report.rows])
+    figure.legend(*recall.get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)
+    figure.suptitle(f"{report.model} ({report.dtype}): quality against the KV budget", fontsize=12)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _panel(axes: Any, report: QualityReport, value: Callable[[QualityRow], float | None]) -> None:
+    """One line per policy; the full cache, which has no ratio, as a level."""
+    for policy in dict.fromkeys(row.policy for row in report.rows):
+        rows = [row for row in report.rows if row.policy == policy]
+        points = sorted((row.ratio, y) for row in rows if (y := value(row)) is not None)
+        if policy == "full":
+            for _, level in points:
+                axes.axhline(level, color="black", linestyle="--", linewidth=1.2, label="full cache", zorder=1)
+            continue
+        color, marker = _LOOKS.get(policy, _SPARE)
+        xs, ys = [x for x, _ in points], [y for _, y in points]
+        axes.plot(xs, ys, color=color, marker=marker, markersize=6, linewidth=1.8, alpha=0.9, label=policy)
+    ratios = sorted({row.ratio for row in report.rows if row.policy != "full"})
+    axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.set_xticks(ratios, [f"{ratio:.0%}" if ratio >= 0.01 else f"{ratio:.1%}" for ratio in ratios])
+    axes.set_xlabel("KV budget, share of prompt and generated tokens")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _log_if_wide(axes: Any, values: list[float]) -> None:
+    """A logarithmic axis, labelled in plain numbers, where the worst policy would flatten all others."""
+    if max(values) > 4 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(lambda value, _: "")

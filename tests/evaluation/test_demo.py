@@ -1,0 +1,70 @@
+"""The program `demo`: two caches side by side, readable in a terminal of 100 columns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.quality import AnswerPair
+from h2o_flexgen.demo import main
+from h2o_flexgen.evaluation.side_by_side import side_by_side
+from h2o_flexgen.evaluation.sources import read_cases
+from h2o_flexgen.reporting.side_by_side import answers_text, figures_table
+from tests.evaluation.conftest import write_tokenizer
+from tests.tiny import make_opt, save
+
+
+def test_ratio_one_is_the_full_cache(tiny: str, files: tuple[str, str]) -> None:
+    cases = [(case.prompt, case.answer) for case in read_cases(files[0])]
+    result = side_by_side(cases, EvictionConfig(name="h2o"), 4, tiny, {"dtype": "float32"})
+    assert [pair.equal for pair in result.pairs] == [True] * 4
+    assert all(pair.full_right and pair.evicted_right for pair in result.pairs)
+    assert "4 of 4" in figures_table(result)
+    assert answers_text(result).count("(the same)") == 4
+
+
+def test_an_evicted_cache_is_smaller_and_may_be_wrong(tiny: str, files: tuple[str, str]) -> None:
+    cases = [(case.prompt, case.answer) for case in read_cases(files[0])]
+    stages: list[str] = []
+    result = side_by_side(cases, EvictionConfig(name="local", ratio=0.05), 4, tiny, {"dtype": "float32"}, stages.append)
+    assert stages == ["full cache", "local at 5%"]
+    assert result.evicted.kv_bytes < result.full.kv_bytes / 5
+    assert all(pair.full_right for pair in result.pairs)
+    assert not all(pair.evicted_right for pair in result.pairs)
+    assert "[wrong: " in answers_text(result)
+    data = json.loads(json.dumps(result.to_json()))
+    assert data["prompts"] == 4
+    assert data["equal"] == sum(pair["equal"] for pair in data["pairs"])
+    assert data["evicted"]["eviction"]["name"] == "local"
+
+
+def test_the_program_fits_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(make_opt(max_position_embeddings=1100, num_hidden_layers=1), tmp_path / "tiny")
+    write_tokenizer(folder)
+    monkeypatch.chdir(tmp_path)
+    assert main(["--model", "tiny", "--gen-len", "5", "--dtype", "float32"]) == 0
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    data = json.loads(lines[-1])
+    assert data["prompts"] == 11
+    assert data["full"]["eviction"]["name"] == "full"
+    assert data["evicted"]["eviction"]["name"] == "h2o"
+    assert data["ratio"] == 0.2
+    assert max(map(len, lines[:-1])) <= 100
+    assert "\x1b" not in out + err
+    assert sum(line.startswith("    full cache") for line in lines) == 11
+
+
+@pytest.mark.parametrize("argv", [["--gen-len", "0"], ["--gen-len", "many"], ["--hh-ratio", "0"]])
+def test_flags_that_make_no_sense(argv: list[str]) -> None:
+    assert main(argv) == 2
+
+
+def test_pairs_compare_texts() -> None:
+    assert AnswerPair("p", "a", "a").equal
+    assert not AnswerPair("p", "a", "b").equal

@@ -1,0 +1,78 @@
+"""Windows tile the text, and the likelihood is transformers' own where nothing is evicted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.evaluation.perplexity import cut_windows, likelihood
+from h2o_flexgen.evaluation.settings import EvaluationSettings
+from h2o_flexgen.evaluation.sources import read_text
+from tests.evaluation.conftest import POSITIONS, make_tiny
+
+
+def settings(**changes: int) -> EvaluationSettings:
+    return EvaluationSettings(**changes)
+
+
+def test_windows_cover_the_text_once(tiny: str, files: tuple[str, str]) -> None:
+    with LLM(tiny) as llm:
+        assert llm.model.codec is not None
+        ids = llm.model.codec.encode(read_text(files[1]))
+        windows = cut_windows(llm, read_text(files[1]), settings(context=33, continuation=12))
+    assert len(windows.pairs) == 30
+    for at, (context, continuation) in enumerate(windows.pairs):
+        assert context[0] == 2
+        assert context[1:] + continuation == ids[at * 12 + 1 :][:44]
+    scored = [token for _, continuation in windows.pairs for token in continuation]
+    assert scored == ids[33 : 33 + 360]
+
+
+def test_lengths_follow_the_context_of_the_model(tiny: str, files: tuple[str, str]) -> None:
+    with LLM(tiny) as llm:
+        windows = cut_windows(llm, read_text(files[1]), settings())
+    assert (windows.context, windows.continuation) == (96, 32)
+    assert windows.context + windows.continuation == POSITIONS
+    assert {(len(a), len(b)) for a, b in windows.pairs} == {(96, 32)}
+
+
+def test_a_limit_takes_windows_from_all_over_the_text(tiny: str, files: tuple[str, str]) -> None:
+    with LLM(tiny) as llm:
+        every = cut_windows(llm, read_text(files[1]), settings(context=20, continuation=20)).pairs
+        some = cut_windows(llm, read_text(files[1]), settings(context=20, continuation=20, limit=3)).pairs
+    assert some == [every[at] for at in (3, 9, 15)]
+    assert len(every) == 19
+
+
+def test_what_does_not_fit_is_refused(tiny: str) -> None:
+    with LLM(tiny) as llm:
+        with pytest.raises(UsageError, match="the model's context is 128"):
+            cut_windows(llm, "w4 " * 400, settings(context=100, continuation=40))
+        with pytest.raises(UsageError, match="the text has 30 tokens"):
+            cut_windows(llm, "w4 " * 30, settings(context=20, continuation=20))
+
+
+def test_the_full_cache_gives_transformers_likelihood(tiny: str, files: tuple[str, str]) -> None:
+    with LLM(tiny, dtype="float32") as llm:
+        windows = cut_windows(llm, read_text(files[1]), settings(limit=5))
+        ours = likelihood(llm, windows.pairs)
+    model, total = make_tiny(), 0.0
+    with torch.no_grad():
+        for context, continuation in windows.pairs:
+            logprobs = model(torch.tensor([context + continuation])).logits[0].log_softmax(-1)
+            total -= sum(float(logprobs[len(context) - 1 + at, token]) for at, token in enumerate(continuation))
+    assert ours.tokens == 5 * 32
+    assert ours.nll == pytest.approx(total / ours.tokens, abs=1e-4)
+
+
+def test_eviction_is_active_while_scoring(tiny: str, files: tuple[str, str]) -> None:
+    found = {}
+    for eviction in (EvictionConfig(), EvictionConfig(name="h2o"), EvictionConfig(name="h2o", budget=8)):
+        with LLM(tiny, dtype="float32", eviction=eviction) as llm:
+            found[eviction] = likelihood(llm, cut_windows(llm, read_text(files[1]), settings(limit=2)).pairs).nll
+    full, whole, evicted = found.values()
+    assert whole == full
+    assert abs(evicted - full) > 1e-3
