@@ -1,0 +1,167 @@
+"""What a comparison is asked to do: systems, model, lengths, repetitions."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from h2o_flexgen.baselines.systems import SYSTEMS
+from h2o_flexgen.config.checks import share, whole
+from h2o_flexgen.config.flags import flag
+from h2o_flexgen.config.known import known_config, known_names
+from h2o_flexgen.errors import ModelError, UsageError
+from h2o_flexgen.registry import suggestion
+
+DTYPES = ("bfloat16", "float32", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+WEIGHTS = ("dummy", "checkpoint")
+
+
+def usable_threads() -> int:
+    """OMP_NUM_THREADS where it is set, else the cores this process may use."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+@dataclass(frozen=True)
+class BenchSettings:
+    """The settings of `bench`; UsageError for values that make no sense.
+
+    systems     in the order in which each repetition runs them
+    reference   what the others are compared with: transformers if it is among the systems, else the last
+    """
+
+    systems: tuple[str, ...] = field(
+        default=("h2o", "full", "transformers"),
+        metadata=flag("--systems", help="what to run, with commas", metavar="NAMES", parse=_names, show=",".join),
+    )
+    reference: str = field(
+        default="",
+        metadata=flag(
+            "--reference",
+            help="the system to compare with",
+            metavar="NAME",
+            show=lambda name: name or "transformers, else the last",
+        ),
+    )
+    model: str = field(
+        default="opt-125m",
+        metadata=flag("--model", "-m", help="name (opt-125m), folder, or demo", metavar="MODEL"),
+    )
+    weights: str = field(
+        default="dummy",
+        metadata=flag(
+            "--weights",
+            "--load-format",
+            help="dummy: random, for speed; checkpoint: the same for all, text compared too",
+            metavar="KIND",
+        ),
+    )
+    batch_size: int = field(default=32, metadata=flag("--batch-size", "-b", help="sequences", metavar="N"))
+    prompt_len: int = field(
+        default=512, metadata=flag("--prompt-len", "--input-len", "-p", help="tokens per prompt", metavar="N")
+    )
+    gen_len: int = field(
+        default=64, metadata=flag("--gen-len", "--output-len", "-n", help="new tokens per sequence", metavar="N")
+    )
+    dtype: str = field(default="bfloat16", metadata=flag("--dtype", help=", ".join(DTYPES), metavar="DTYPE"))
+    device: str = field(default="auto", metadata=flag("--device", help=", ".join(DEVICES), metavar="DEVICE"))
+    hh_ratio: float = field(
+        default=0.2, metadata=flag("--hh-ratio", help="KV budget of h2o as a share of the sequence", metavar="R")
+    )
+    repetitions: int = field(
+        default=3, metadata=flag("--repetitions", "-r", help="of all systems in turn", metavar="N")
+    )
+    threads: int = field(
+        default_factory=usable_threads, metadata=flag("--threads", help="compute threads of each system", metavar="N")
+    )
+    seed: int = field(default=0, metadata=flag("--seed", help="of prompts and random weights", metavar="N"))
+    timeout: float = field(
+        default=3600.0, metadata=flag("--timeout", help="seconds after which a run is given up", metavar="S")
+    )
+
+    def __post_init__(self) -> None:
+        if not self.systems:
+            raise UsageError("--systems names no system", f"needed names among {', '.join(SYSTEMS.names())}")
+        for name in self.systems:
+            SYSTEMS.get(name)
+        if len(set(self.systems)) != len(self.systems):
+            raise UsageError(f"--systems {','.join(self.systems)} names a system twice", "needed each once")
+        if not self.reference:
+            chosen = "transformers" if "transformers" in self.systems else self.systems[-1]
+            object.__setattr__(self, "reference", chosen)
+        _one_of("--reference", self.reference, self.systems)
+        _one_of("--dtype", self.dtype, DTYPES)
+        _one_of("--device", self.device, DEVICES)
+        _one_of("--weights", self.weights, WEIGHTS)
+        for name in ("batch_size", "prompt_len", "gen_len", "repetitions", "threads"):
+            whole(getattr(self, name), f"--{name.replace('_', '-')}", 1)
+        whole(self.seed, "--seed", 0)
+        share(self.hh_ratio, "--hh-ratio")
+        if not self.timeout > 0:
+            raise UsageError(f"--timeout is {self.timeout}", "needed seconds above 0")
+
+    @property
+    def model_name(self) -> str:
+        """The model without the folders it is in: for records, which name no machine's paths."""
+        return Path(self.model).name or self.model
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "systems": list(self.systems), "model": self.model_name}
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """The model's config.json, and the folder of its checkpoint if there is one."""
+
+    config: dict[str, Any]
+    folder: Path | None
+
+
+def find_model(settings: BenchSettings) -> BenchModel:
+    """A folder, "demo", or a well-known name with random weights. ModelError where it is none of them.
+
+    Asks no network and loads no torch, so that the process that measures the others stays small.
+    """
+    name, dummy = settings.model, settings.weights == "dummy"
+    folder = Path(str(resources.files("h2o_flexgen") / "data" / "demo")) if name == "demo" else Path(name).expanduser()
+    known = known_config(name)
+    if (folder / "config.json").is_file():
+        model = BenchModel(_read_config(folder / "config.json"), None if dummy else folder)
+    elif known is None:
+        near = suggestion(name, known_names())
+        raise ModelError(f"no model {name!r}: neither a folder with a config.json nor a well-known name", near)
+    elif not dummy:
+        raise ModelError(f"{name} is known by its sizes alone here", "needed the folder of a checkpoint, or demo")
+    else:
+        model = BenchModel(known, None)
+    limit, length = model.config.get("max_position_embeddings"), settings.prompt_len + settings.gen_len
+    if isinstance(limit, int) and length > limit:
+        raise UsageError(f"--prompt-len and --gen-len make {length} tokens", f"{name} takes {limit}")
+    return model
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("vocab_size"), int):
+        raise ModelError(f"{path} is not a JSON object with a vocab_size")
+    return config
+
+
+def _one_of(flag_name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{flag_name} is {value!r}", f"needed one of {', '.join(allowed)}", suggestion(value, allowed))

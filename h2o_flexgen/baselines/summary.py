@@ -1,0 +1,82 @@
+"""Medians of each system, and ratios of pairs: repetition by repetition, so that drift of the machine cancels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from h2o_flexgen.baselines.compare import SCHEMA, Comparison, Measurement, environment
+
+RATES = ("prefill_throughput", "decode_throughput", "gen_throughput")
+"""Compared as ratios: more is better in each."""
+FIGURES = ("prefill_s", "decode_s", "total_s", "load_s", "peak_rss_bytes", *RATES, "total_token_throughput")
+MEASURED = (
+    "Seconds of generation alone, in a process of its own per run: starting, loading and a warm-up of a few tokens "
+    "with the whole batch come before the clock. Prefill ends when every sequence has its first token. Peak memory is "
+    "that of the whole process. Ratios are speeds, of runs of one repetition: above 1 is faster."
+)
+
+
+def summarise(result: Comparison) -> dict[str, Any]:
+    """The summary as one JSON object: settings, {median, min, max} per system and figure, ratios per pair, failures."""
+    ran = [name for name in result.settings.systems if result.runs[name]]
+    summary: dict[str, Any] = {
+        "bench": SCHEMA,
+        **environment(result.settings),
+        "measured": MEASURED,
+        "highest_load_average": max((run.load_average for name in ran for run in result.runs[name]), default=None),
+        "systems": {name: _system(result.runs[name]) for name in ran},
+        "ratios": {f"{one}/{two}": _ratios(result, one, two) for i, one in enumerate(ran) for two in ran[i + 1 :]},
+        "failed": dict(result.failed),
+    }
+    reference = result.settings.reference
+    if result.settings.weights == "checkpoint" and reference in ran:
+        summary["same_text"] = {name: _same_text(result, name, reference) for name in ran}
+    return summary
+
+
+def spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Median, least and most of the values that there are; None where there are none."""
+    known = [value for value in values if value is not None]
+    return {"median": median(known), "min": min(known), "max": max(known)} if known else None
+
+
+def ratio_of(summary: dict[str, Any], one: str, two: str, figure: str) -> dict[str, float] | None:
+    """The spread of one/two from a summary, whichever way round it holds the pair."""
+    if one == two:
+        return None
+    pair = summary["ratios"].get(f"{one}/{two}")
+    if pair is not None:
+        found: dict[str, float] | None = pair[figure]
+        return found
+    turned = summary["ratios"].get(f"{two}/{one}", {}).get(figure)
+    if turned is None:
+        return None
+    return {"median": 1 / turned["median"], "min": 1 / turned["max"], "max": 1 / turned["min"]}
+
+
+def _system(runs: Sequence[Measurement]) -> dict[str, Any]:
+    return {
+        "repetitions": len(runs),
+        "versions": runs[0].versions,
+        **{name: spread([getattr(run, name) for run in runs]) for name in FIGURES},
+    }
+
+
+def _ratios(result: Comparison, one: str, two: str) -> dict[str, Any]:
+    """Ratios of rates of `one` to those of `two`, over the repetitions that both finished."""
+    others = {run.repetition: run for run in result.runs[two]}
+    pairs = [(run, others[run.repetition]) for run in result.runs[one] if run.repetition in others]
+    return {"pairs": len(pairs), **{name: spread([_ratio(a, b, name) for a, b in pairs]) for name in RATES}}
+
+
+def _ratio(one: Measurement, two: Measurement, figure: str) -> float | None:
+    upper, lower = getattr(one, figure), getattr(two, figure)
+    return upper / lower if upper and lower else None
+
+
+def _same_text(result: Comparison, name: str, reference: str) -> dict[str, int]:
+    """How many sequences of the first repetition have the reference's tokens, all of them."""
+    own, theirs = result.runs[name][0].token_ids, result.runs[reference][0].token_ids
+    return {"same": sum(a == b for a, b in zip(own, theirs, strict=True)), "sequences": len(own)}

@@ -1,0 +1,164 @@
+"""The comparison itself: order, records, ratios, failures; with adapters that only pretend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.baselines.process import run_process
+from h2o_flexgen.baselines.settings import BenchSettings, find_model
+from h2o_flexgen.baselines.summary import ratio_of, spread
+from h2o_flexgen.baselines.systems import SYSTEMS, System
+from h2o_flexgen.bench import main
+from h2o_flexgen.errors import ModelError, UsageError
+
+SMALL = ["--batch-size", "2", "--prompt-len", "8", "--gen-len", "4", "--threads", "1"]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch):
+    """`pretend(name, speed=2.0)` makes a system of that name behave as `tests.baselines.fake` says."""
+
+    def add(name: str, own: bool = False, **options: Any) -> None:
+        system = System("tests.baselines.fake", "pretends", lambda ratio: options, own)
+        monkeypatch.setitem(SYSTEMS._items, name, system)
+
+    return add
+
+
+def _bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, dict[str, Any], str]:
+    code = main([*SMALL, *arguments])
+    out, err = capsys.readouterr()
+    table, _, last = out.rstrip("\n").rpartition("\n")
+    return code, table, json.loads(last), err
+
+
+def test_systems_take_turns_and_leave_records(pretend, capsys, tmp_path: Path) -> None:
+    pretend("quick", speed=4.0, own=True)
+    pretend("slow")
+    folder = tmp_path / "records"
+    code, table, summary, err = _bench(capsys, "--systems", "quick,slow", "-r", "2", "--output-dir", str(folder))
+    assert code == 0
+    order = [line.partition(":")[0] for line in err.splitlines() if "/2:" in line]
+    assert order == ["quick 1/2", "slow 1/2", "quick 2/2", "slow 2/2"]
+    assert {path.name for path in folder.iterdir()} == {
+        *(f"run-{number:02d}-{name}.json" for number in (1, 2) for name in ("quick", "slow")),
+        "summary.json",
+        "table.md",
+    }
+    record = json.loads((folder / "run-02-quick.json").read_text())
+    assert (record["prefill_s"], record["decode_s"], record["repetition"]) == (0.25, 0.5, 2)
+    assert record["decode_throughput"] == 2 * 3 / 0.5
+    assert record["gen_throughput"] == 2 * 4 / 0.75
+    assert record["peak_rss_bytes"] > 1 << 20
+    assert record["settings"]["batch_size"] == 2
+    assert record["host"]["cores"] >= 1
+    assert "token_ids" not in record  # those of random weights mean nothing
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    assert (folder / "table.md").read_text().strip() == table.strip()
+    assert summary["ratios"]["quick/slow"]["decode_throughput"] == {"median": 4, "min": 4, "max": 4}
+    assert summary["ratios"]["quick/slow"]["pairs"] == 2
+    assert "| 4.00x (4.00-4.00) |" in table
+    assert "quick: pretends (fake 1)." in table
+
+
+def test_a_system_that_fails_is_listed_with_its_reason(pretend, capsys, tmp_path: Path) -> None:
+    pretend("good")
+    pretend("broken", fail="ImportError: no | module named peer")
+    pretend("lazy", short=1)
+    arguments = ["--systems", "broken,good,lazy,deepspeed", "-r", "2", "--output-dir", str(tmp_path / "r")]
+    code, table, summary, err = _bench(capsys, *arguments)
+    assert code == 0  # peers may fail; our own systems may not
+    assert list(summary["systems"]) == ["good"]
+    assert summary["failed"]["broken"] == "exit code 4: ImportError: no | module named peer"
+    assert "generated [3] tokens" in summary["failed"]["lazy"]
+    assert summary["failed"]["deepspeed"] == "no adapter yet"
+    assert err.count("broken") == 1
+    assert "| broken | did not run: exit code 4: ImportError: no / module named peer |" in table
+    assert "Traceback" in (tmp_path / "r" / "run-01-broken.stderr.txt").read_text()
+
+
+def test_our_own_failure_is_an_exit_code(pretend, capsys, tmp_path: Path) -> None:
+    pretend("ours", own=True, fail="boom")
+    code, table, summary, _ = _bench(capsys, "--systems", "ours", "-r", "1", "--output-dir", str(tmp_path))
+    assert (code, summary["systems"]) == (1, {})
+    assert "boom" in table
+
+
+def test_a_run_that_takes_too_long_is_ended(pretend, capsys, tmp_path: Path) -> None:
+    pretend("asleep", sleep=60)
+    arguments = ["--systems", "asleep", "-r", "1", "--timeout", "0.2", "--output-dir", str(tmp_path)]
+    assert "gave up after" in _bench(capsys, *arguments)[2]["failed"]["asleep"]
+
+
+def test_same_text_is_counted_for_checkpoints(pretend, capsys, tmp_path: Path) -> None:
+    pretend("one")
+    pretend("two", speed=2.0)
+    arguments = ["--model", "demo", "--weights", "checkpoint", "--systems", "one,two", "-r", "1"]
+    _, table, summary, _ = _bench(capsys, *arguments, "--output-dir", str(tmp_path))
+    assert summary["same_text"]["one"] == {"same": 2, "sequences": 2}
+    assert "2 of 2 |" in table
+    assert len(json.loads((tmp_path / "run-01-one.json").read_text())["token_ids"]) == 2
+
+
+def test_nothing_is_overwritten(pretend, capsys, tmp_path: Path) -> None:
+    pretend("one")
+    (tmp_path / "old.json").touch()
+    assert main([*SMALL, "--systems", "one", "--output-dir", str(tmp_path)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_the_own_engine_in_a_process(capsys, tmp_path: Path) -> None:
+    arguments = ["--model", "demo", "--weights", "checkpoint", "--dtype", "float32", "--systems", "full", "-r", "1"]
+    code, table, summary, err = _bench(capsys, *arguments, "--output-dir", str(tmp_path))
+    assert code == 0, err
+    assert summary["systems"]["full"]["peak_rss_bytes"]["median"] > 1 << 26
+    assert json.loads((tmp_path / "run-01-full.json").read_text())["detail"]["eviction"]["name"] == "full"
+    assert "| full |" in table
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"systems": ("h2o", "transformer")}, "did you mean 'transformers'"),
+        ({"systems": ()}, "names no system"),
+        ({"systems": ("h2o", "h2o")}, "twice"),
+        ({"systems": ("h2o",), "reference": "full"}, "--reference is 'full'"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"repetitions": 0}, "--repetitions is 0"),
+        ({"hh_ratio": 1.5}, "--hh-ratio"),
+        ({"timeout": float("nan")}, "--timeout"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        BenchSettings(**settings)
+
+
+def test_models() -> None:
+    assert find_model(BenchSettings(model="facebook/opt-1.3b")).config["hidden_size"] == 2048
+    assert find_model(BenchSettings(model="demo", weights="checkpoint")).folder is not None
+    with pytest.raises(ModelError, match="opt-125m"):
+        find_model(BenchSettings(model="opt-125"))
+    with pytest.raises(ModelError, match="known by its sizes alone"):
+        find_model(BenchSettings(model="opt-125m", weights="checkpoint"))
+    with pytest.raises(UsageError, match="2048"):
+        find_model(BenchSettings(prompt_len=2000, gen_len=49))
+
+
+def test_spread_and_turned_ratios() -> None:
+    assert spread([3.0, None, 1.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
+    assert spread([None]) is None
+    summary = {"ratios": {"a/b": {"x": {"median": 2.0, "min": 1.0, "max": 4.0}, "y": None}}}
+    assert ratio_of(summary, "b", "a", "x") == {"median": 0.5, "min": 0.25, "max": 1.0}
+    assert ratio_of(summary, "b", "a", "y") is None
+    assert ratio_of(summary, "a", "a", "x") is None
+
+
+def test_a_process_of_an_unknown_module_has_a_reason() -> None:
+    finished = run_process("h2o_flexgen.nowhere", [], threads=1, timeout=30)
+    assert finished.exit_code == 1
+    assert "No module named h2o_flexgen.nowhere" in finished.reason
