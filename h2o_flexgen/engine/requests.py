@@ -82,6 +82,8 @@ class RequestReader:
         return ids if ids or bare else [self.spec.bos_token_id]
 
     def _sequence(self, index: int, sample: int, row_id: int, ids: list[int], params: SamplingParams) -> Sequence:
+        if params.stop_strings and self.encode is None:
+            raise UsageError("stop_strings are given, and this model has no tokenizer", "needed eos_token_id instead")
         length = len(ids) + params.max_new_tokens
         if length > self.spec.max_positions:
             raise UsageError(

@@ -112,13 +112,13 @@ def test_sampled_tokens_do_not_depend_on_block_shape(checkpoint) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_end_their_row_only(bad: float) -> None:
-    logits = torch.randn(2, 9)
-    logits[0, 4] = bad
+    logits = torch.zeros(2, 9)
+    logits[0, 4], logits[1, 6] = bad, 1.0
     rows = [row(index=0), row(index=1)]
     assert Sampler().step(rows, logits) == [rows[0]]
     assert rows[0].finish_reason == "error"
     assert "not finite" in rows[0].error
-    assert rows[1].token_ids == [int(logits[1].argmax())]
+    assert rows[1].token_ids == [6]
 
 
 def test_logprobs_are_those_of_the_model(checkpoint) -> None:
@@ -196,6 +196,10 @@ class TestPrompts:
         with pytest.raises(UsageError, match=r"125 tokens, with 4 to be generated 129.*context .* 128") as caught:
             llm.generate(prompts_of([9, 125]), max_new_tokens=4)
         assert caught.value.exit_code == 2
+
+    def test_stop_strings_need_a_tokenizer(self, llm) -> None:
+        with pytest.raises(UsageError, match="no tokenizer"):
+            llm.generate(prompts_of([5]), max_new_tokens=4, stop_strings=("x",))
 
     def test_the_last_position_of_the_context_can_be_used(self, llm) -> None:
         assert len(llm.generate(prompts_of([124]), max_new_tokens=4, ignore_eos=True)[0].token_ids) == 4

@@ -1,0 +1,56 @@
+"""The executor's trace: the order of the schedule, every resource that worked, and overlap that can be switched off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.schedule.tasks import ScheduleShape
+from h2o_flexgen.schedule.zigzag import zigzag
+from tests.tiny import prompts_of
+
+NEW = 4
+DISK = {"weights": {"disk": 1.0}, "cache": {"disk": 1.0}, "gpu_batch_size": 2, "num_gpu_batches": 2}
+
+
+@pytest.fixture(scope="module")
+def traced(checkpoint):
+    with LLM(checkpoint("opt")[1], dtype="float32", policy=DISK, trace=True) as llm:
+        llm.generate(prompts_of([9, 9, 9, 9]), max_new_tokens=NEW, ignore_eos=True)
+        return llm.timeline, llm.model.spec
+
+
+def test_computes_are_traced_in_the_order_of_the_generator(traced) -> None:
+    timeline, spec = traced
+    shape = ScheduleShape(spec.units, NEW, 2, frozenset(), frozenset(), frozenset())
+    expected = [
+        f"{spec.units[tick.compute.unit].name} step {tick.compute.step} batch {tick.compute.batch}"
+        for tick in zigzag(shape)
+        if tick.compute is not None
+    ]
+    rows = sorted((row for row in timeline.rows if row.resource == "compute"), key=lambda row: row.start)
+    assert [row.task for row in rows] == expected
+
+
+def test_every_link_that_moved_bytes_is_there(traced) -> None:
+    timeline, _ = traced
+    assert {"compute", "disk->cpu", "cpu->disk"} <= set(timeline.resources)
+    assert all(row.end >= row.start for row in timeline.rows)
+
+
+def test_the_file_opens_as_a_chrome_trace(traced, tmp_path: Path) -> None:
+    timeline, _ = traced
+    path = tmp_path / "trace.json"
+    timeline.write_chrome_trace(path)
+    data = json.loads(path.read_text())
+    events = data["traceEvents"] if isinstance(data, dict) else data
+    assert sum(event["ph"] == "X" for event in events) == len(timeline.rows)
+
+
+def test_without_trace_nothing_is_kept(checkpoint) -> None:
+    with LLM(checkpoint("opt")[1], dtype="float32") as llm:
+        llm.generate(prompts_of([5]), max_new_tokens=2)
+        assert llm.timeline.rows == ()
