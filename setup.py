@@ -4,7 +4,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-TEST = ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-tqdm", "types-psutil"]
+REPORT = ["matplotlib>=3.8"]
+TEST = ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-tqdm", "types-psutil", *REPORT]
 
 setup(
     name="h2o_flexgen",
@@ -33,7 +34,7 @@ setup(
     extras_require={
         "test": TEST,
         "compare": ["accelerate>=1.0", "flexgen==0.1.8", "kvpress"],
-        "report": ["matplotlib>=3.8"],
+        "report": REPORT,
         "eval": ["lm-eval>=0.4.9"],
         "ray": ["ray[data]>=2.40"],
         "gpu": ["triton>=3.2"],

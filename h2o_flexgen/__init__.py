@@ -1,1 +1,53 @@
-"""h2o_flexgen: offline, throughput-oriented inference of language models that do not fit."""
+"""h2o_flexgen: offline, throughput-oriented inference of language models that do not fit.
+
+The public names below are imported when they are first asked for, so that `import h2o_flexgen` loads no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from h2o_flexgen.config.eviction import EvictionConfig
+    from h2o_flexgen.config.offload import OffloadPolicy
+    from h2o_flexgen.config.record import RunRecord
+    from h2o_flexgen.config.sampling import SamplingParams
+    from h2o_flexgen.engine.llm import LLM
+    from h2o_flexgen.engine.sequence import RequestOutput
+
+    __version__: str
+
+_HOMES = {
+    "LLM": "engine.llm",
+    "SamplingParams": "config.sampling",
+    "OffloadPolicy": "config.offload",
+    "EvictionConfig": "config.eviction",
+    "RequestOutput": "engine.sequence",
+    "RunRecord": "config.record",
+}
+
+__all__ = [
+    "LLM",
+    "EvictionConfig",
+    "OffloadPolicy",
+    "RequestOutput",
+    "RunRecord",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = import_module("h2o_flexgen.config.record").package_version()
+    elif name in _HOMES:
+        value = getattr(import_module(f"h2o_flexgen.{_HOMES[name]}"), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # asked for once
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,181 @@
+"""Who may import whom, read from the syntax of every file; and what must answer without torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "h2o_flexgen"
+
+OPEN_TO_ALL = {"errors", "units", "registry"}
+ALLOWED: dict[str, set[str]] = {
+    "config": set(),
+    "schedule": {"config"},
+    "cost": {"schedule", "config"},
+    "reporting": {"schedule", "config"},
+    "kernels": set(),
+    "quant": {"kernels", "config"},
+    "memory": {"quant", "config"},
+    "cache": {"memory", "quant", "kernels", "config"},
+    "models": {"kernels", "quant", "config"},
+    "checkpoint": {"models", "memory", "quant", "config"},
+    # The prompt's attention runs over groups of rows, which only the engine knows: it calls the kernel itself.
+    "engine": {"schedule", "checkpoint", "models", "cache", "memory", "kernels", "config"},
+    "evaluation": {"engine", "config"},
+    "jobs": {"engine", "config"},
+    # The offload check compares what was moved with what the schedule says.
+    "baselines": {"engine", "schedule", "config"},
+}
+ONLY_AS_TYPES = {"models": {"cache"}}
+"""May be imported for annotations, under TYPE_CHECKING."""
+PROGRAM_PACKAGES = {"cli"}
+"""What the programs share counts as a program: it may import anything, and only programs may import it."""
+
+
+class Import(NamedTuple):
+    """One import of our own package: `target` is the package or module directly below h2o_flexgen."""
+
+    file: str
+    line: int
+    source: str
+    target: str
+    only_type: bool
+
+
+def _part(module: str) -> str | None:
+    """`cache` for h2o_flexgen.cache.eviction, `` for h2o_flexgen itself, None for other people's modules."""
+    names = module.split(".")
+    return None if names[0] != "h2o_flexgen" else names[1] if len(names) > 1 else ""
+
+
+def _targets(node: ast.Import | ast.ImportFrom, folder: tuple[str, ...]) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [part for alias in node.names if (part := _part(alias.name)) is not None]
+    module = node.module or ""
+    if node.level:
+        module = ".".join(["h2o_flexgen", *folder[: len(folder) + 1 - node.level], *filter(None, [module])])
+    part = _part(module)
+    if part == "":  # from h2o_flexgen import x: x is what counts
+        return [alias.name for alias in node.names]
+    return [] if part is None else [part]
+
+
+def _type_checking(tree: ast.AST) -> set[ast.AST]:
+    """Every node inside `if TYPE_CHECKING:`."""
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    return {
+        inner
+        for block in blocks
+        if ast.unparse(block.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in block.body
+        for inner in ast.walk(statement)
+    }
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    relative = path.relative_to(PACKAGE)
+    source = relative.parts[0] if len(relative.parts) > 1 else relative.stem
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    types = _type_checking(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for target in _targets(node, relative.parts[:-1]):
+                yield Import(str(relative), node.lineno, source, target, node in types)
+
+
+IMPORTS = [found for path in sorted(PACKAGE.rglob("*.py")) for found in imports_of(path)]
+PACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+PROGRAMS = {path.stem for path in PACKAGE.glob("*.py")} - OPEN_TO_ALL - {"__init__"}
+
+
+def _forbidden(found: Import) -> bool:
+    source, target = found.source, found.target
+    if target in OPEN_TO_ALL or target == source:
+        return False
+    if source in PROGRAMS:
+        return target in PROGRAMS
+    if source in PROGRAM_PACKAGES:
+        return target in PROGRAMS
+    if source == "__init__":  # the facade: lazy names of any library package
+        return target in PROGRAMS | PROGRAM_PACKAGES
+    if found.only_type and target in ONLY_AS_TYPES.get(source, set()):
+        return False
+    return target not in ALLOWED.get(source, set())
+
+
+def test_every_package_has_its_place() -> None:
+    known = set(ALLOWED) | PROGRAM_PACKAGES
+    assert known >= PACKAGES, f"add {PACKAGES - known} to ALLOWED, with what they may import"
+    assert {"config", "engine", "cli"} <= PACKAGES
+    assert "run" in PROGRAMS
+
+
+def test_the_arrows_have_one_direction() -> None:
+    wrong = [f"{f.file}:{f.line} imports {f.target or 'the package'}" for f in IMPORTS if _forbidden(f)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_a_program() -> None:
+    libraries = [f for f in IMPORTS if f.source in PACKAGES - PROGRAM_PACKAGES]
+    assert len(libraries) > 50, "the imports were not found"
+    wrong = [f"{f.file}:{f.line}" for f in libraries if f.target in PROGRAMS | PROGRAM_PACKAGES]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_reader_of_imports_sees_them_all() -> None:
+    """Relative, aliased, deferred and type-only imports."""
+    text = (
+        "from __future__ import annotations\n"
+        "import h2o_flexgen.cache.slots as s\nfrom h2o_flexgen import engine, cli\nfrom .. import run\n"
+        "from ..memory.disk import x\nfrom .executor import y\nimport torch\n"
+        "if TYPE_CHECKING:\n    from h2o_flexgen.kernels import z\n"
+        "def f():\n    from h2o_flexgen.models import decoder\n"
+    )
+    tree = ast.parse(text)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    found = {target for node in nodes for target in _targets(node, ("engine",))}
+    assert found == {"cache", "engine", "cli", "run", "memory", "kernels", "models"}
+    typed = [node for node in nodes if node in _type_checking(tree)]
+    assert [_targets(node, ("engine",)) for node in typed] == [["kernels"]]
+
+
+def _python(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+HEAVY = "{'torch', 'transformers', 'matplotlib', 'numpy'} & set(sys.modules)"
+
+
+def test_light_packages_load_no_torch() -> None:
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for name in ("config", "schedule", "cost", "reporting")
+        for path in sorted((PACKAGE / name).rglob("*.py"))
+        if path.stem != "__init__"
+    ]
+    lines = ["import sys, h2o_flexgen, h2o_flexgen.config, h2o_flexgen.schedule"]
+    lines += [f"import {module}" for module in modules]
+    run = _python("\n".join([*lines, f"print(sorted({HEAVY}))"]))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("program", sorted(PROGRAMS))
+def test_help_loads_no_torch(program: str) -> None:
+    code = (
+        f"import sys, runpy\nsys.argv = [{program!r}, '--help']\n"
+        f"try:\n    runpy.run_module('h2o_flexgen.{program}', run_name='__main__')\n"
+        f"except SystemExit as stop:\n    code = stop.code\n"
+        f"print(code, sorted({HEAVY}), file=sys.stderr)"
+    )
+    run = _python(code)
+    assert run.stderr.splitlines()[-1] == "0 []", run.stderr
+    assert f"python -m h2o_flexgen.{program}" in run.stdout

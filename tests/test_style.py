@@ -1,0 +1,116 @@
+"""Habits that a parser can check: files, functions and signatures of a size one can read, and names that say which."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "h2o_flexgen"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+FILE_LINES, FUNCTION_LINES, PARAMETERS = 300, 60, 8
+
+LONG_FILES: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {}
+MANY_PARAMETERS: dict[str, str] = {
+    "schedule/footprint.py:footprint": "four things to plan for, then facts of the machine, by keyword only",
+}
+"""Exceptions: "folder/file.py" or "folder/file.py:Class.function", and the reason."""
+
+PROGRAM_FOLDERS = {"cli"}
+"""Where the programs' shared code writes to the terminal."""
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def named(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
+    """Functions and methods, with the classes and functions that they are in."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function):
+            yield prefix + child.name, child
+        scoped = isinstance(child, Function | ast.ClassDef)
+        yield from named(child, f"{prefix}{child.name}." if scoped else prefix)
+
+
+FUNCTIONS = [
+    (f"{path.relative_to(PACKAGE)}:{name}", function) for path in FILES for name, function in named(tree_of(path))
+]
+
+
+def parameters(function: Function) -> int:
+    """How many a caller has to know of: all but self and cls."""
+    args = function.args
+    every = [*args.posonlyargs, *args.args, *args.kwonlyargs]
+    return len([arg for arg in every if arg.arg not in ("self", "cls")])
+
+
+def prints(tree: ast.AST) -> list[int]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
+
+
+def test_the_files_are_found() -> None:
+    assert len(FILES) > 50
+    assert len(FUNCTIONS) > 300
+
+
+def test_a_file_is_an_idea() -> None:
+    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    long = {name: lines for name, lines in lengths.items() if lines > FILE_LINES}
+    assert set(long) == set(LONG_FILES), f"over {FILE_LINES} lines: {long}"
+
+
+def test_a_function_fits_a_screen() -> None:
+    long = {name: lines for name, f in FUNCTIONS if (lines := (f.end_lineno or 0) - f.lineno + 1) > FUNCTION_LINES}
+    assert set(long) == set(LONG_FUNCTIONS), f"over {FUNCTION_LINES} lines: {long}"
+
+
+def test_a_signature_fits_a_head() -> None:
+    many = {name: count for name, function in FUNCTIONS if (count := parameters(function)) > PARAMETERS}
+    assert set(many) == set(MANY_PARAMETERS), f"over {PARAMETERS} parameters: {many}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_assertions_prints_and_names(path: Path) -> None:
+    tree, where = tree_of(path), path.relative_to(PACKAGE)
+    bare = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert) and node.msg is None]
+    assert not bare, f"{where}: assert without a message in lines {bare}"
+    classes = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert "Policy" not in classes, f"{where}: an OffloadPolicy or an EvictionPolicy? Never a bare Policy"
+    if len(where.parts) > 1 and where.parts[0] not in PROGRAM_FOLDERS:
+        assert not prints(tree), f"{where}: print in the library, in lines {prints(tree)}"
+
+
+def test_every_file_says_what_it_is() -> None:
+    silent = [str(path.relative_to(PACKAGE)) for path in FILES if not ast.get_docstring(tree_of(path))]
+    assert not silent, f"no docstring: {silent}"
+
+
+def test_annotations_are_not_evaluated() -> None:
+    """`from __future__ import annotations` everywhere that anything is defined."""
+    missing = [
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if any(isinstance(node, Function | ast.ClassDef) for node in ast.walk(tree_of(path)))
+        and "from __future__ import annotations" not in path.read_text(encoding="utf-8")
+    ]
+    assert not missing, f"without the import: {missing}"
+
+
+def test_exceptions_have_reasons() -> None:
+    for reason in (*LONG_FILES.values(), *LONG_FUNCTIONS.values(), *MANY_PARAMETERS.values()):
+        assert len(reason.split()) > 3, reason
+
+
+def test_the_checks_see_what_they_are_for() -> None:
+    tree = ast.parse("class A:\n    def f(self, a, *, b, c=1):\n        def g(x): print(x)\n        assert a\n")
+    assert [(name, parameters(function)) for name, function in named(tree)] == [("A.f", 3), ("A.f.g", 1)]
+    assert prints(tree) == [3]
