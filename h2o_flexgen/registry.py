@@ -12,9 +12,10 @@ T = TypeVar("T")
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'h2o'?` for a `word` close to one of `known`, else an empty string."""
+    """`did you mean 'h2o'?` for a `word` that begins one of `known` or is close to one, else an empty string."""
     lowered = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    begun = sorted((name for name in lowered if len(word) > 3 and name.startswith(word.lower())), key=len)
+    close = begun or difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     return f"did you mean {lowered[close[0]]!r}?" if close else ""
 
 

@@ -2,46 +2,84 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import math
 import os
-import sys
+import stat
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
+from h2o_flexgen.cli.program import print_error, write_result
 from h2o_flexgen.engine.sequence import RequestOutput
 from h2o_flexgen.errors import StorageError, UsageError
 
 
 class AnswerFile:
-    """Finished sequences as JSON lines, in the order in which they finish; every line is whole and flushed.
+    """Finished sequences as JSON lines, in the order in which they finish. Every line in the file is whole.
 
-    A new file is written in place. With `overwrite` an existing one is replaced only when the run is complete.
+    A new file is written in place; with `overwrite` an existing one stays until the run is complete. When a run fails,
+    the finished lines stay, and where they are is printed; a file without any is removed. What is no regular file (a
+    pipe, /dev/stdout) is written to as it is.
     """
 
     def __init__(self, path: Path, overwrite: bool) -> None:
-        self._path = path
-        self._target = path.with_name(f".{path.name}.{os.getpid()}.part") if overwrite and path.exists() else path
+        self.path = path
+        self.count = self._size = 0
+        # Through a link, so that the file is replaced and not the link.
+        self._final = self._written = Path(os.path.realpath(path))
+        self._regular, self._mode = True, 0o666
         try:
-            self._file: IO[str] = self._target.open("x", encoding="utf-8")
-        except FileExistsError:
-            raise UsageError(
-                f"--output {path} exists", "nothing is overwritten unasked", "name another file, or add --overwrite"
-            ) from None
+            self._fd = self._open(overwrite)
         except OSError as error:
-            raise UsageError(f"--output {path}: {error.strerror}", "needed a file that can be written") from None
+            folder = self._final.parent
+            reason = error.strerror if folder.is_dir() else f"the folder {folder} is not there"
+            raise UsageError(f"--output {path}: {reason}", "needed a file that can be written") from None
+
+    def _open(self, overwrite: bool) -> int:
+        """A descriptor for the answers: of a new file, of one beside the file to replace, or of what is no file."""
+        with contextlib.suppress(FileNotFoundError):
+            mode = os.stat(self._final).st_mode
+            self._regular = stat.S_ISREG(mode)
+            if not self._regular and not stat.S_ISDIR(mode):
+                return os.open(self._final, os.O_WRONLY | os.O_CLOEXEC)
+            if overwrite and self._regular:
+                if not os.access(self._final, os.W_OK):
+                    raise PermissionError(errno.EACCES, "the file that is there is write-protected")
+                self._written = self._final.with_name(f"{self._final.name}.{os.getpid()}.part")
+                self._mode = stat.S_IMODE(mode)
+        try:
+            return os.open(self._written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
+        except FileExistsError:
+            if self._written.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "this is a folder") from None
+            raise UsageError(
+                f"--output {self._written} exists",
+                "nothing is overwritten unasked",
+                "name another file, or add --overwrite",
+            ) from None
 
     def write(self, answer: dict[str, Any]) -> None:
-        """One line. StorageError where the disk is full or failing; the lines before stay valid."""
+        """One line. StorageError where the disk is full or failing; what was written of the line is taken back then."""
+        line = memoryview((json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace"))
+        done = 0
         try:
-            self._file.write(json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            full = " (the file system is full)" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            raise StorageError(
-                f"cannot write {self._path}: {error.strerror}{full}", "finished lines before stay valid"
-            ) from None
+            while done < len(line):
+                done += os.write(self._fd, line[done:])
+        except BaseException as error:
+            if self._regular:
+                os.ftruncate(self._fd, self._size)
+                os.lseek(self._fd, self._size, os.SEEK_SET)
+            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                raise StorageError(
+                    f"cannot write to --output {self.path}: {error.strerror}",
+                    change="free some space, or name a file on another disk",
+                ) from error
+            raise
+        self._size += done
+        self.count += 1
 
     def __enter__(self) -> AnswerFile:
         return self
@@ -49,30 +87,56 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        if self._target != self._path:
-            if kind is None:
-                os.replace(self._target, self._path)
-            else:
-                self._target.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what is no file cannot be synced
+            os.fsync(self._fd)
+        os.close(self._fd)
+        if kind is None or issubclass(kind, BrokenPipeError):
+            if self._written != self._final:
+                os.replace(self._written, self._final)
+        elif self._regular and self.count == 0:
+            self._written.unlink(missing_ok=True)
+        else:
+            word = "1 answer that was" if self.count == 1 else f"{self.count} answers that were"
+            print_error(f"the {word} finished: {self._written}")
 
 
-def answer_json(output: RequestOutput, prompt: str | None) -> dict[str, Any]:
-    """One answer as it is written to a file."""
+class AnswerPrinter:
+    """Finished sequences on stdout: as text, or as JSON lines for `--output -`."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def write(self, answer: dict[str, Any]) -> None:
+        """One answer. Nothing where it has neither text nor a prompt that somebody gave."""
+        if self._as_json:
+            write_result(json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n")
+            return
+        if "prompt" not in answer or answer.get("weights") == "dummy":
+            return
+        name = f"{answer['index']}" if answer["sample"] == 0 else f"{answer['index']}.{answer['sample']}"
+        text = f"token ids {answer['token_ids']}" if answer["text"] is None else answer["text"].strip()
+        write_result(f"--- {name} ({answer['finish_reason']})\n{answer['prompt']}\n>>> {text}\n")
+
+
+def answer_json(output: RequestOutput, prompt: str | list[int] | None, dummy: bool = False) -> dict[str, Any]:
+    """One answer as it is written to a file. `prompt` is None where nobody gave one (random tokens)."""
     answer: dict[str, Any] = {"index": output.index, "sample": output.sample}
     if prompt is not None:
         answer["prompt"] = prompt
     answer.update(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason)
     if output.logprobs is not None:
-        answer["logprobs"] = output.logprobs
+        answer["logprobs"] = [_finite(value) for value in output.logprobs]
+    if output.top_logprobs is not None:
+        answer["top_logprobs"] = [
+            {str(token): _finite(value) for token, value in likeliest.items()} for likeliest in output.top_logprobs
+        ]
     if output.error is not None:
         answer["error"] = output.error
+    if dummy:
+        answer["weights"] = "dummy"
     return answer
 
 
-def print_answer(output: RequestOutput, prompt: str | None) -> None:
-    """One answer as a person reads it."""
-    if output.text is None or prompt is None:
-        return
-    name = f"{output.index}" if output.sample == 0 else f"{output.index}.{output.sample}"
-    sys.stdout.write(f"--- {name} ({output.finish_reason})\n{prompt}\n>>> {output.text.strip()}\n")
+def _finite(value: float) -> float | None:
+    """JSON has no infinity: the logarithm of a probability of 0 is null."""
+    return value if math.isfinite(value) else None

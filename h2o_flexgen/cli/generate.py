@@ -2,135 +2,161 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from tqdm import tqdm
-
-from h2o_flexgen.cli.answers import AnswerFile, answer_json, print_answer
+from h2o_flexgen.cli.answers import AnswerFile, AnswerPrinter, answer_json
 from h2o_flexgen.cli.arguments import RunArguments
-from h2o_flexgen.cli.program import print_error
-from h2o_flexgen.cli.prompts import demo_prompts, random_prompts, read_prompts
-from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.cli.program import print_error, write_result
+from h2o_flexgen.cli.progress import Progress
+from h2o_flexgen.cli.prompts import Prompt, demo_prompts, random_prompts, read_prompts
+from h2o_flexgen.config.record import RunRecord, eviction_entry
+from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.requests import Prompt
-from h2o_flexgen.engine.sequence import RequestOutput
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.errors import StorageError
 from h2o_flexgen.reporting.flexgen_log import flexgen_log
 from h2o_flexgen.reporting.run_report import run_report
 
 DEFAULT_RANDOM = (512, 4)  # tokens and prompts of FlexGen's default workload
-
-
-class _Bars:
-    """Progress on stderr; nothing where that is no terminal or quiet was asked for."""
-
-    def __init__(self, quiet: bool) -> None:
-        self._off = quiet or not sys.stderr.isatty()
-        self._bar: tqdm[None] | None = None
-        self._what = ""
-
-    def loading(self, what: str, done: int, total: int) -> None:
-        if self._bar is None or self._what != what:
-            self.close()
-            self._what = what
-            self._bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=self._off, leave=False)
-        self._bar.update(done - self._bar.n)
-
-    def sequences(self, total: int) -> tqdm[None]:
-        self.close()
-        self._bar = tqdm(total=total, desc="generating", unit="seq", disable=self._off)
-        return self._bar
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        self._bar = None
+EXIT_SOME_FAILED = 3
 
 
 def generate(arguments: RunArguments) -> int:
     """Runs; returns 0, or 3 where sequences ended in an error."""
-    bars = _Bars(arguments.quiet)
+    for note in arguments.notes:
+        print_error(f"note: {note}")
+    given = _given_prompts(arguments)
     with ExitStack() as stack:
-        stack.callback(bars.close)
-        texts = _texts(arguments)
-        answers = (
-            None if arguments.output is None else stack.enter_context(AnswerFile(arguments.output, arguments.overwrite))
-        )
+        answers: AnswerFile | AnswerPrinter = AnswerPrinter(as_json=str(arguments.output) == "-")
+        if arguments.output is not None and str(arguments.output) != "-":
+            answers = stack.enter_context(AnswerFile(arguments.output, arguments.overwrite))
         llm = stack.enter_context(LLM(**_settings(arguments)))
-        if arguments.notes and llm.device.type != "cuda" and arguments.engine.emulate_gpu is None:
-            print_error("note: no GPU here, so the gpu shares of --percent count as cpu")
-        llm.on_progress = bars.loading
-        prompts, sampling = _prompts(arguments, texts, llm)
+        prompts, sampling = _work(arguments, given, llm)
+        _notes(arguments, llm, given, prompts)
+        progress = Progress(arguments.quiet, len(prompts) * sampling.num_return_sequences)
+        stack.callback(progress.close)
+        llm.on_progress = progress
         failed = 0
-        if prompts:
-            bar = bars.sequences(len(prompts) * sampling.num_return_sequences)
-            for output in llm.stream(prompts, sampling):
-                bar.update()
-                failed += output.finish_reason == "error"
-                _give(output, texts, answers, bar)
-        if llm.last_record is not None:
-            _report(llm, llm.last_record, arguments)
-    return 3 if failed else 0
+        for output in llm.stream(prompts, sampling) if prompts else ():
+            progress.finished()
+            if output.error is not None:
+                failed += 1
+                print_error(f"prompt {output.index}: {output.error}")
+            prompt = None if given is None else given[output.index]
+            answers.write(answer_json(output, prompt, llm.model.dummy))
+        progress.close()
+        if failed:
+            print_error(f"{failed} of {len(prompts) * sampling.num_return_sequences} sequences ended in an error")
+        _report(llm, llm.last_record or _nothing_done(llm), arguments)
+    return EXIT_SOME_FAILED if failed else 0
 
 
-def _settings(arguments: RunArguments) -> dict[str, object]:
+def _settings(arguments: RunArguments) -> dict[str, Any]:
     engine = arguments.engine
     return {name: getattr(engine, name) for name in engine.__dataclass_fields__}
 
 
-def _texts(arguments: RunArguments) -> list[str] | None:
-    """The prompts as text, None where random ones are wanted."""
-    sources = [bool(arguments.prompts), arguments.prompts_file is not None, arguments.prompt_len is not None]
-    if sum(sources) > 1:
-        raise UsageError("--prompt, --prompts and --prompt-len are given together", "needed one of them")
+def _given_prompts(arguments: RunArguments) -> list[Prompt] | None:
+    """The prompts that somebody wrote, None where random ones are wanted."""
+    prompts: list[Prompt]
     if arguments.prompts:
-        return list(arguments.prompts)
-    if arguments.prompts_file is not None:
-        return read_prompts(arguments.prompts_file)
-    if arguments.prompt_len is None and arguments.engine.model == "demo" and arguments.engine.weights == "checkpoint":
-        return demo_prompts()
-    return None
+        prompts = list(arguments.prompts)
+    elif arguments.prompts_file is not None:
+        prompts = read_prompts(arguments.prompts_file)
+    elif arguments.prompt_len is None and arguments.engine.model == "demo" and arguments.engine.weights == "checkpoint":
+        prompts = list(demo_prompts())
+    else:
+        return None
+    return prompts[: arguments.num_prompts]
 
 
-def _prompts(arguments: RunArguments, texts: list[str] | None, llm: LLM) -> tuple[Sequence[Prompt], object]:
-    if texts is not None:
-        return texts, arguments.sampling
-    policy = llm.config.fixed_policy
-    count = arguments.num_prompts or (policy.block_size if policy.block_size > 1 else DEFAULT_RANDOM[1])
-    length = arguments.prompt_len or DEFAULT_RANDOM[0]
+def _work(
+    arguments: RunArguments, given: list[Prompt] | None, llm: LLM
+) -> tuple[Sequence[str | Sequence[int]], SamplingParams]:
+    if given is not None:
+        return given, arguments.sampling
+    shape_typed = not llm.config.free_fields >= {"gpu_batch_size", "num_gpu_batches"}
+    block = llm.config.fixed_policy.block_size if shape_typed else DEFAULT_RANDOM[1]
+    count, length = arguments.num_prompts or block, arguments.prompt_len or DEFAULT_RANDOM[0]
     prompts = random_prompts(count, length, llm.model.spec.vocab_size, arguments.engine.seed)
     # Work of a known size: random prompts are for measuring, so no sequence may end early.
     return prompts, replace(arguments.sampling, ignore_eos=True)
 
 
-def _give(output: RequestOutput, texts: list[str] | None, answers: AnswerFile | None, bar: tqdm[None]) -> None:
-    prompt = None if texts is None else texts[output.index]
-    if output.error is not None:
-        print_error(f"prompt {output.index}: {output.error}")
-    if answers is not None:
-        answers.write(answer_json(output, prompt))
-    else:
-        bar.clear()
-        print_answer(output, prompt)
+def _notes(
+    arguments: RunArguments, llm: LLM, given: list[Prompt] | None, prompts: Sequence[str | Sequence[int]]
+) -> None:
+    """What the user asked for and does not get as they may think."""
+    config, policy = llm.config, llm.config.fixed_policy
+    if llm.device.type != "cuda" and config.emulate_gpu is None:
+        if any(shares["gpu"] for shares in (policy.weights, policy.cache, policy.hidden)):
+            print_error("note: there is no GPU here, so the gpu shares count as cpu")
+        if config.gpu_mem is not None:
+            print_error("note: there is no GPU here, so --gpu-mem has no effect")
+    if given is not None and not prompts:
+        print_error("note: there are no prompts, so nothing is generated")
+    if given is None and arguments.prompt_len is None:
+        print_error(
+            f"note: no prompts were given, so {len(prompts)} random ones of {len(prompts[0])} tokens measure the "
+            "speed; --prompt TEXT or --prompts FILE for answers"
+        )
+    if given is not None and llm.model.dummy:
+        print_error("note: the weights are random numbers, so no text is shown")
+    if given is not None and config.eviction.name != "full" and arguments.sampling.logprobs is not None:
+        print_error("note: log-probabilities are those under eviction, not of the full cache")
 
 
 def _report(llm: LLM, record: RunRecord, arguments: RunArguments) -> None:
+    """The report on stderr, the record as the last line of stdout, then the files that were asked for."""
     if not arguments.quiet:
         print_error(run_report(record))
-    if arguments.log_file is not None:
-        _write_text(arguments.log_file, flexgen_log(record, llm.model.spec))
-    if arguments.trace_file is not None:
-        llm.timeline.write_chrome_trace(arguments.trace_file)
-    sys.stdout.write(record.to_line() + "\n")
-    sys.stdout.flush()
-
-
-def _write_text(path: Path, text: str) -> None:
+    write_result(record.to_line() + "\n")
     try:
-        path.write_text(text, encoding="utf-8")
+        if arguments.log_file is not None:
+            with _log_path(arguments.log_file, record).open("a", encoding="utf-8") as file:
+                file.write(flexgen_log(record, llm.model.spec))
+        if arguments.trace_file is not None:
+            llm.timeline.write_chrome_trace(arguments.trace_file)
     except OSError as error:
-        raise UsageError(f"--log-file {path}: {error.strerror}", "needed a file that can be written") from None
+        raise StorageError(f"cannot write {error.filename or 'a file'}: {error.strerror}") from error
+
+
+def _log_path(path: Path, record: RunRecord) -> Path:
+    """`path`; for FlexGen's `--log-file auto` a name that says what ran."""
+    if str(path) != "auto":
+        return path
+    policy = record.policy
+    shape = f"gbs-{policy['gpu_batch_size']}-ngbs-{policy['num_gpu_batches']}"
+    model = Path(record.model).name
+    return Path(f"fo-{model}-{shape}-prompt-{record.prompt_len}-gen-{record.gen_len}.log")
+
+
+def _nothing_done(llm: LLM) -> RunRecord:
+    """The record of a run without prompts."""
+    policy = llm.config.fixed_policy.to_json()
+    return RunRecord(
+        model=llm.model.spec.name,
+        dtype=llm.model.dtype,
+        device=llm.device.type,
+        weights="dummy" if llm.model.dummy else "checkpoint",
+        eviction=eviction_entry(llm.config.eviction.name, []),
+        policy=policy,
+        prompt_len=0,
+        gen_len=0,
+        sequences=0,
+        prompt_tokens=0,
+        generated_tokens=0,
+        load_s=0.0,
+        prefill_s=0.0,
+        decode_s=0.0,
+        total_s=0.0,
+        bytes_moved={},
+        bandwidth={},
+        flops=0,
+        peak_bytes=dict.fromkeys(("gpu", "cpu", "disk", "rss")),
+        kv_bytes=0,
+        bound=None,
+    )

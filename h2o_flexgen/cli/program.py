@@ -1,16 +1,22 @@
-"""Exit codes and signals: what every program does around its work."""
+"""Exit codes, signals and messages: what every program does around its work."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+import threading
+import warnings
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
-from h2o_flexgen.errors import H2OFlexGenError
+from h2o_flexgen.errors import H2OFlexGenError, PlanError, StorageError
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Terminated(BaseException):
@@ -18,37 +24,125 @@ class Terminated(BaseException):
 
 
 def exit_on_errors(work: Callable[[], int]) -> int:
-    """Runs `work`; a user's mistake becomes one message on stderr and its exit code, a signal a clean end.
+    """Runs `work` and returns the exit code; a user's mistake becomes one message on stderr, a signal a clean end.
 
-    A second signal ends the process at once. H2O_FLEXGEN_DEBUG=1 shows tracebacks of user errors too.
+    A second signal ends the process at once. Notices of the library and Python warnings go to stderr as one line each.
+    H2O_FLEXGEN_DEBUG=1 shows tracebacks of user errors too.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    _require_streams()
+    with _signals_raise(), _notices():
+        try:
+            code = work()
+            write_result("")
+            return code
+        except SystemExit as stop:  # argparse's way to end after --help or a typo
+            return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        except H2OFlexGenError as error:
+            return _failed(error)
+        except MemoryError:
+            return _failed(PlanError("out of memory", change="lower --cpu-mem or --gpu-batch-size"))
+        except KeyboardInterrupt:
+            print_error("interrupted: threads are stopped and temporary files removed")
+            return EXIT_INTERRUPTED
+        except Terminated:
+            print_error("terminated: threads are stopped and temporary files removed")
+            return EXIT_TERMINATED
+        except BrokenPipeError:
+            # The reader of stdout went away (`| head`): not an error of ours, and nothing more can be said there.
+            return 0
+        finally:
+            _let_go_of_stdout()
+
+
+def write_result(text: str) -> None:
+    """Results on stdout, at once. BrokenPipeError where the reader has gone, StorageError where there is no room."""
     try:
-        return work()
-    except H2OFlexGenError as error:
-        if os.environ.get("H2O_FLEXGEN_DEBUG") == "1":
-            raise
-        print_error(f"error: {error}")
-        return error.exit_code
-    except KeyboardInterrupt:
-        print_error("interrupted: threads are stopped and temporary files removed")
-        return EXIT_INTERRUPTED
-    except Terminated:
-        print_error("terminated: threads are stopped and temporary files removed")
-        return EXIT_TERMINATED
+        with _above_bars():
+            sys.stdout.write(text)
+            sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of stdout went away (`| head`): not an error of ours, and nothing more can be said there.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot write to stdout: {error.strerror}") from error
 
 
 def print_error(message: str) -> None:
     """One message on stderr."""
-    sys.stderr.write(message + "\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError), _above_bars():  # a stderr that is closed or full is no reason to fail
+        sys.stderr.write(message + "\n")
+        sys.stderr.flush()
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    raise Terminated
+def _above_bars() -> contextlib.AbstractContextManager[None]:
+    """Takes progress bars off the terminal while something else is written to it."""
+    tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)  # where it was not imported, there are no bars
+    return contextlib.nullcontext() if tqdm is None else tqdm.external_write_mode(file=sys.stderr)
+
+
+def _failed(error: H2OFlexGenError) -> int:
+    """Prints what was found, needed and can be changed, a line each, and returns the exit code."""
+    if os.environ.get("H2O_FLEXGEN_DEBUG") == "1":
+        raise error
+    found, *rest = [part.rstrip(".") for part in (error.found, error.needed, error.change) if part]
+    print_error("\n  ".join([f"error: {found}", *rest]))
+    return error.exit_code
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[None]:
+    """SIGINT and SIGTERM raise once, wherever the main thread is; what was ignored (nohup, `&`) stays ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _raise)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise(signum: int, frame: FrameType | None) -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    raise KeyboardInterrupt if signum == signal.SIGINT else Terminated
+
+
+class _Stderr(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print_error(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+@contextlib.contextmanager
+def _notices() -> Iterator[None]:
+    """What the library logs (a run left behind, a lock that is waited for) and warns of, as lines on stderr."""
+    logger, handler = logging.getLogger("h2o_flexgen"), _Stderr(logging.WARNING)
+    logger.addHandler(handler)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: print_error(f"warning: {message}")
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+
+
+def _require_streams() -> None:
+    """Streams that were closed (`>&-`) swallow what is written; text that a terminal cannot show is replaced."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # open until the end
+    reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+
+
+def _let_go_of_stdout() -> None:
+    """Where stdout does not take what is left in it, that goes nowhere: at exit the interpreter must not try again."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,41 +4,45 @@ from __future__ import annotations
 
 import json
 import random
+import sys
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from h2o_flexgen.errors import UsageError
 
+Prompt = str | list[int]
 
-def read_prompts(path: Path) -> list[str]:
-    """Prompts in a text file (one per line) or a .jsonl file ({"prompt": "..."} per line); blank lines are skipped.
+_WANTED = 'needed {"prompt": "..."}, "..." or {"prompt": [token ids]}'
+_SHOWN = 5
 
-    A byte order mark is tolerated. UsageError naming the file and line where one cannot be used.
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Prompts in a text file (one per line) or a .jsonl file ({"prompt": ...} per line); "-" is stdin.
+
+    Blank lines and a byte order mark are passed over; "prompt" may be text or a list of token ids. UsageError names the
+    file and the lines that cannot be used. Stdin is JSONL where its first line is a JSON object.
     """
+    name = "stdin" if str(path) == "-" else str(path)
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: byte {error.start}", "needed a text file or .jsonl") from None
+        data = sys.stdin.buffer.read() if name == "stdin" else path.read_bytes()
     except OSError as error:
-        raise UsageError(f"--prompts {path}: {error.strerror}", "needed a readable file") from None
-    if path.suffix == ".jsonl":
-        return [_prompt_of(line, f"{path} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
-    return [line for line in lines if line.strip()]
+        raise UsageError(f"--prompts {name}: {error.strerror}", "needed a readable file") from None
+    # Not splitlines(): a form feed or U+2028 belongs to the prompt in which it stands.
+    lines = [line.removesuffix("\r") for line in _text_of(data, name).split("\n")]
+    if path.suffix in (".jsonl", ".ndjson", ".json") or (name == "stdin" and lines[0].lstrip().startswith("{")):
+        return _parsed(lines, name, _json_prompt)
+    return _parsed(lines, name, str)
 
 
-def _prompt_of(line: str, where: str) -> str:
+def checked_text(text: str, where: str) -> str:
+    """`text` if it can be encoded; UsageError for a command line that is no UTF-8, and half surrogate pairs."""
     try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where} is not JSON: {error}", 'needed {"prompt": "..."}') from None
-    prompt = entry.get("prompt") if isinstance(entry, dict) else entry
-    if not isinstance(prompt, str):
-        raise UsageError(f"{where} has no prompt text", 'needed {"prompt": "..."}')
-    try:
-        prompt.encode()
+        text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{where} holds half a surrogate pair, which is no text", "needed valid Unicode") from None
-    return prompt
+        raise UsageError(f"{where} is no valid Unicode text: {text!r}", "needed UTF-8") from None
+    return text
 
 
 def demo_prompts() -> list[str]:
@@ -52,3 +56,50 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
     source = random.Random(seed)
     first = min(4, vocab_size - 1)  # the first ids are special tokens in most vocabularies
     return [[source.randrange(first, vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def _text_of(data: bytes, name: str) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name} is not UTF-8 text: byte {error.start}", "needed a text file or .jsonl") from None
+    if "\0" in text:
+        raise UsageError(f"{name} is not text: it holds a NUL byte", "needed a text file (UTF-8) or .jsonl")
+    return text
+
+
+def _parsed(lines: list[str], name: str, parse: Callable[[str], Prompt]) -> list[Prompt]:
+    """`parse` of every line that is not blank; all complaints together."""
+    prompts: list[Prompt] = []
+    faults: list[str] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                prompts.append(parse(line))
+            except UsageError as error:
+                faults.append(f"line {number} {error.found}")
+    if faults:
+        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise UsageError(f"{name}: " + "; ".join(faults[:_SHOWN]) + more, _WANTED)
+    return prompts
+
+
+def _json_prompt(line: str) -> Prompt:
+    try:
+        entry = json.loads(line, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"is not JSON ({error})") from None
+    prompt: Any = entry.get("prompt") if isinstance(entry, dict) else entry
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return prompt
+    if not isinstance(prompt, str):
+        raise UsageError("has no prompt")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UsageError("holds half a surrogate pair, which is no text") from None
+    return prompt
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no JSON number")

@@ -34,7 +34,10 @@ def flag(
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that takes no abbreviations and suggests the flag that an unknown one resembles."""
+    """An argument parser that takes no abbreviations and suggests the flag that an unknown one resembles.
+
+    A mistake is told in two lines: dozens of flags in a usage text would scroll it off the screen.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -45,8 +48,8 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(prefix):
             unknown = message.removeprefix(prefix).split()[0].partition("=")[0]
             hint = suggestion(unknown, self._option_string_actions)
-            message = f"{message}. {hint}" if hint else message
-        super().error(message)
+            message = f"{message}\n  {hint}" if hint else message
+        self.exit(2, f"error: {message}\n  {self.prog} --help lists the flags\n")
 
 
 def add_arguments(
@@ -55,13 +58,14 @@ def add_arguments(
     *,
     exclude: Collection[str] = (),
     defaults: Mapping[str, Any] | None = None,
+    title: str | None = None,
 ) -> None:
-    """Give `parser` a group with a flag for every field of the dataclass `cls` that has one.
+    """Give `parser` a group, called `title`, with a flag for every field of the dataclass `cls` that has one.
 
     Fields in `exclude` get none. `defaults` replace those of the fields, in `--help` too: pass the same to
     `from_namespace`. A flag that is not typed leaves no trace in the namespace, so that `given` can tell.
     """
-    group = parser.add_argument_group(cls.__name__)
+    group = parser.add_argument_group(title or cls.__name__)
     for item in _flagged(cls):
         if item.name in exclude:
             continue

@@ -82,7 +82,7 @@ def parse_shares(text: str) -> Shares:
 
 def _placement_flag(name: str, what: str) -> dict[str, Any]:
     text = f"shares of the {what} over the tiers, cpu=0.3,disk=0.7; whole units, spread over the depth"
-    return flag(name, help=text, metavar="TIER=SHARE,...", parse=parse_shares, show=str)
+    return flag(name, help=text, metavar="TIER=SHARE,...", parse=parse_shares, show=str, unset="planned")
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,15 @@ class OffloadPolicy:
 
     gpu_batch_size: int = field(
         default=1,
-        metadata=flag("--gpu-batch-size", "--gbs", help="sequences that go through a layer together", metavar="N"),
+        metadata=flag(
+            "--gpu-batch-size", "--gbs", help="sequences that go through a layer together", metavar="N", unset="planned"
+        ),
     )
     num_gpu_batches: int = field(
         default=1,
-        metadata=flag("--num-gpu-batches", "--num-gb", help="GPU batches per pass over the weights", metavar="N"),
+        metadata=flag(
+            "--num-gpu-batches", "--num-gb", help="GPU batches per pass over the weights", metavar="N", unset="planned"
+        ),
     )
     weights: Mapping[str, float] = field(
         default_factory=lambda: Shares({"cpu": 1.0}), metadata=_placement_flag("--weights-placement", "weights")

@@ -1,0 +1,56 @@
+"""Every flag can also be given as an environment variable: --gpu-batch-size 8 is H2O_FLEXGEN_GPU_BATCH_SIZE=8."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+
+from h2o_flexgen.config.flags import parse_bool
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.registry import suggestion
+
+PREFIX = "H2O_FLEXGEN_"
+_NO_FLAGS = {f"{PREFIX}DEBUG"}
+
+
+def environment_arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """What the environment adds to `argv`, by variable; a flag that was typed wins, an empty variable says nothing.
+
+    UsageError where a switch is neither true nor false.
+    """
+    typed = {argument.partition("=")[0] for argument in argv}
+    found = {}
+    for name, action in _variables(parser):
+        value = environ.get(name, "")
+        if value and not typed.intersection(action.option_strings):
+            found[name] = _as_typed(action, name, value)
+    return found
+
+
+def misspelt(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> list[str]:
+    """A sentence for each variable that looks like one of ours and is none."""
+    known = {name for name, _ in _variables(parser)} | _NO_FLAGS
+    hints = {name: suggestion(name, known) for name in environ if name.startswith(PREFIX) and name not in known}
+    return [f"{name} is set, and no flag is called so: {hint}" for name, hint in hints.items() if hint]
+
+
+def _variables(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+    for action in parser._actions:
+        names = [option for option in action.option_strings if option.startswith("--")]
+        if names and names[0] != "--help" and action.help is not argparse.SUPPRESS:
+            yield PREFIX + names[0][2:].replace("-", "_").upper(), action
+
+
+def _as_typed(action: argparse.Action, name: str, value: str) -> list[str]:
+    """The arguments that one would type for a variable's value."""
+    flag = next(option for option in action.option_strings if option.startswith("--"))
+    if isinstance(action.nargs, int) and action.nargs > 0:
+        return [flag, *value.split()]
+    if action.nargs == 0:
+        try:
+            return [flag] if parse_bool(value) else []
+        except UsageError as error:
+            raise UsageError(f"{name} is {error.found}", error.needed) from None
+    return [f"{flag}={value}"]

@@ -1,0 +1,156 @@
+"""FAULTS row 5: Ctrl-C and SIGTERM, whatever the run is doing. Every run here is a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.checkpoint.reader import CheckpointSource
+from h2o_flexgen.engine.executor import Executor
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.schedule.tasks import Task
+from tests.programs import Child, answers, left_in, until
+
+ON_DISK = ("--weights-placement", "disk", "--cache-placement", "disk", "--hidden-placement", "disk")
+SMALL_BLOCKS = ("--gpu-batch-size", 2, "--num-gpu-batches", 2)
+Patch = Callable[[], None]
+
+
+def slow_loading(marker: Path) -> Patch:
+    """Makes a child say when it loads weights, and take its time over it."""
+    original = CheckpointSource.read_into
+
+    def read_into(self: CheckpointSource, *arguments: Any) -> None:
+        marker.touch()
+        time.sleep(0.05)
+        original(self, *arguments)
+
+    return lambda: setattr(CheckpointSource, "read_into", read_into)
+
+
+def slow_steps(marker: Path, first: int, seconds: float = 0.05) -> Patch:
+    """Makes a child say when it computes step `first` or a later one, and take its time from there on."""
+    original = Executor._compute
+
+    def compute(self: Executor, task: Task) -> Any:
+        if task.step >= first:
+            marker.touch()
+            time.sleep(seconds)
+        return original(self, task)
+
+    return lambda: setattr(Executor, "_compute", compute)
+
+
+PHASES: dict[str, tuple[Callable[[Path], Patch], tuple[str, ...]]] = {
+    "loading": (slow_loading, ()),
+    "packing": (slow_loading, ("--dtype", "bfloat16")),
+    "prefill": (lambda marker: slow_steps(marker, 0), ()),
+    "decode": (lambda marker: slow_steps(marker, 3), ()),
+}
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("phase", PHASES)
+def test_row_05_a_signal_ends_the_run_cleanly(
+    tmp_path: Path, model: Path, phase: str, number: signal.Signals, code: int
+) -> None:
+    patch, extra = PHASES[phase]
+    if phase == "loading":
+        placed: tuple[object, ...] = ("--cache-placement", "disk")
+    else:
+        placed = (*ON_DISK, *extra)
+    offload, marker, output = tmp_path / "offload", tmp_path / "marker", tmp_path / "answers.jsonl"
+    arguments = ("--model", model, "--prompt-len", 9, "--num-prompts", 8, "--gen-len", 8, *SMALL_BLOCKS, *placed)
+    with Child(tmp_path, *arguments, "--offload-dir", offload, "--output", output, before=patch(marker)) as child:
+        until(marker.exists)
+        started = time.monotonic()
+        child.kill(number)
+        ran = child.wait()
+    assert (ran.code, ran.out) == (code, "")
+    assert ("interrupted" if code == 130 else "terminated") in ran.err
+    assert "Traceback" not in ran.err
+    assert time.monotonic() - started < 5
+    assert left_in(offload) == []
+    assert not output.exists(), "an empty answer file is in the way of the next run"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_row_05_finished_answers_are_kept_whole(tmp_path: Path, model: Path, overwrite: bool) -> None:
+    output, marker = tmp_path / "answers.jsonl", tmp_path / "marker"
+    if overwrite:
+        output.write_text('"what was there"\n')
+    arguments = ("--model", model, "--prompt-len", 5, "--num-prompts", 200, "--gen-len", 2, "--gpu-batch-size", 1)
+    flags, slow = ("--overwrite",) if overwrite else (), slow_steps(marker, 0, 0.005)
+    with Child(tmp_path, *arguments, "--output", output, *flags, before=slow) as child:
+
+        def written() -> Path:
+            return next(tmp_path.glob("answers.jsonl.*.part"), output) if overwrite else output
+
+        until(lambda: written().exists() and written().read_bytes().count(b"\n") >= 2)
+        child.kill(signal.SIGINT)
+        ran = child.wait()
+    assert ran.code == 130
+    kept = written()
+    lines = answers(kept)
+    assert 2 <= len(lines) < 200
+    assert f"the {len(lines)} answers that were finished: {kept}" in ran.err
+    if overwrite:
+        assert output.read_text() == '"what was there"\n', "the old file stays until the new one is complete"
+
+
+def test_row_05_a_second_signal_quits_at_once(tmp_path: Path, model: Path) -> None:
+    marker, closing = tmp_path / "marker", tmp_path / "closing"
+
+    def before() -> None:
+        slow_steps(marker, 0)()
+
+        def close(self: LLM) -> None:
+            closing.touch()
+            time.sleep(60)
+
+        LLM.close = close  # type: ignore[method-assign]
+
+    with Child(tmp_path, "--model", model, "--prompt-len", 9, before=before) as child:
+        until(marker.exists)
+        child.kill(signal.SIGTERM)
+        until(closing.exists)
+        child.kill(signal.SIGTERM)
+        assert child.wait(5).code == 128 + signal.SIGTERM
+
+
+def test_row_05_what_nohup_ignores_stays_ignored(tmp_path: Path, model: Path) -> None:
+    marker = tmp_path / "marker"
+
+    def before() -> None:
+        slow_steps(marker, 0, 0.01)()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    with Child(tmp_path, "--model", model, "--prompt-len", 3, "--num-prompts", 1, "-n", 1, before=before) as child:
+        until(marker.exists)
+        child.kill(signal.SIGINT)
+        assert child.wait().code == 0
+
+
+def test_row_05_a_whole_process_ends_too(tmp_path: Path, model: Path) -> None:
+    """The same by `python -m`, with nothing patched: the interpreter's own exit must not wait for a thread."""
+    offload, output = tmp_path / "offload", tmp_path / "answers.jsonl"
+    command = [sys.executable, "-m", "h2o_flexgen.run", "--model", str(model), "--offload-dir", str(offload)]
+    command += ["--prompt-len", "20", "--num-prompts", "20000", "--gbs", "1", "-n", "8", "-o", str(output)]
+    default = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    with subprocess.Popen(
+        [*command, *ON_DISK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default
+    ) as process:
+        until(lambda: output.exists() and output.stat().st_size > 0)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, out) == (130, ""), err
+    assert "Traceback" not in err
+    assert left_in(offload) == []
+    assert 0 < len(answers(output)) < 20000
