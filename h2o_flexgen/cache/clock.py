@@ -108,12 +108,12 @@ class RowClock:
         return occupied
 
     def _width(self, length: int) -> int:
-        """How many slots to hand to attention: those in use, or all where few are free.
+        """How many slots to hand to attention: those in use, or on a CPU all of them.
 
-        A prefix of every (row, head)'s slots is not contiguous, and GEMMs on a CPU copy such operands first, which
-        takes longer than reading them. All slots cost less while more than two in five are in use.
+        A prefix of every (row, head)'s slots is not contiguous, and GEMMs on a CPU copy such operands before every use,
+        which takes longer than reading some free slots: K and V are never copied.
         """
-        return self.capacity if self.device.type == "cpu" and 5 * length > 2 * self.capacity else length
+        return self.capacity if self.device.type == "cpu" else length
 
     def tick(self) -> None:
         """A step is over. Raises RuntimeError when every row was at its end before it."""

@@ -59,8 +59,6 @@ def decode_attention(
     b, heads, d = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    # A GEMM copies an operand that is not contiguous, and a transposed one slowly: better here, in order.
-    k, v = k.contiguous(), v.contiguous()
     logits = torch.matmul(q.view(b, kv_heads, group, d), k.transpose(-1, -2)).float().mul_(scale)
     if valid is not None:
         logits.masked_fill_(~valid.unsqueeze(2), float("-inf"))
