@@ -4,8 +4,8 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+TEST = ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-tqdm", "types-psutil"]
 REPORT = ["matplotlib>=3.8"]
-TEST = ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-tqdm", "types-psutil", *REPORT]
 
 setup(
     name="h2o_flexgen",
@@ -32,7 +32,7 @@ setup(
         "xxhash>=3.4",
     ],
     extras_require={
-        "test": TEST,
+        "test": [*TEST, *REPORT],
         "compare": ["accelerate>=1.0", "flexgen==0.1.8", "kvpress"],
         "report": REPORT,
         "eval": ["lm-eval>=0.4.9"],
