@@ -77,6 +77,8 @@ class BlockRunner:
             yield from executor.run(self._ticks(plan, executor, store, hidden, rows))
             self._count(executor, rows, totals)
         finally:
+            # Whatever is still under way writes to buffers and files that go now; its errors no longer matter.
+            self.copies.drain()
             for each in reversed(stores):
                 each.close()
             self.weights.reset()

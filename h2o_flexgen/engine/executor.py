@@ -56,7 +56,7 @@ class Executor:
             TaskKind.LOAD_WEIGHTS: lambda t: machinery.weights.load(self._units[t.unit].weights),
             TaskKind.FREE_WEIGHTS: lambda t: machinery.weights.free(self._units[t.unit].weights),
             TaskKind.LOAD_CACHE: lambda t: machinery.caches.load(self._layer(t), t.batch),
-            TaskKind.STORE_CACHE: lambda t: machinery.caches.store(self._layer(t), t.batch),
+            TaskKind.STORE_CACHE: lambda t: machinery.caches.store(self._layer(t), t.batch, t.step),
             TaskKind.LOAD_HIDDEN: lambda t: machinery.hidden.load(self._batches[t.batch]),
             TaskKind.STORE_HIDDEN: lambda t: machinery.hidden.store(self._batches[t.batch]),
         }

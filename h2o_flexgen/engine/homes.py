@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack, closing
 from typing import Protocol
 
 from torch import Tensor
@@ -106,6 +107,26 @@ class DiskHome:
         self._region.release()
 
 
+class HomeMaker:
+    """Makes homes of one kind of thing; `stack` closes them, and the staging buffers that those on disk share."""
+
+    def __init__(
+        self, tiers: Tiers, copies: CopyEngine, what: str, largest: int, used: set[str], stack: ExitStack
+    ) -> None:
+        """`largest`: bytes of the largest thing; `used`: the tiers that homes will be asked for."""
+        self._tiers, self._copies, self._what, self._stack = tiers, copies, what, stack
+        staged = "disk" in used and tiers.gpu is not None
+        self._staging = stack.enter_context(closing(StagingPool(tiers.cpu, largest))) if staged else None
+
+    def __call__(self, tier: str, nbytes: int) -> Home:
+        home: DiskHome | MemoryHome
+        if tier == "disk":
+            home = DiskHome(self._tiers, nbytes, self._what, self._copies, self._staging)
+        else:
+            home = MemoryHome(self._tiers.memory(tier), nbytes, self._what, self._tiers.compute, self._copies)
+        return self._stack.enter_context(closing(home))
+
+
 class BufferRing:
     """Transfer buffers on the compute tier. `take` prefers a free one, else waits for the oldest being saved."""
 
@@ -129,12 +150,6 @@ class BufferRing:
             self._free.append(slot)
         else:
             self._saving.append((slot, after))
-
-    def drain(self) -> None:
-        for slot, ticket in self._saving:
-            ticket.wait()
-            self._free.append(slot)
-        self._saving.clear()
 
     def close(self) -> None:
         for buffer in self.buffers:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
 from h2o_flexgen.engine.batch import GpuBatch
-from h2o_flexgen.engine.homes import BufferRing, DiskHome, Home, MemoryHome, StagingPool
+from h2o_flexgen.engine.homes import BufferRing, Home, HomeMaker
 from h2o_flexgen.memory.copies import CopyEngine, Ticket
 from h2o_flexgen.memory.handle import page_ceil
-from h2o_flexgen.memory.tiers import Buffer, Tiers
+from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY, STATE_BUFFERS
 
 Place = tuple[int, int]  # (layer, batch index)
@@ -85,26 +86,22 @@ class CacheStore:
         """`homes`: the tier of each (layer, batch). `stays_on_cpu`: attention of caches on cpu is computed there."""
         self._tiers, self._caches, self._dtype = tiers, dict(caches), dtype
         resident = {tiers.compute.name, "cpu"} if stays_on_cpu else {tiers.compute.name}
-        self._owned: list[Buffer] = []
         self._moving: dict[Place, _MovingCache] = {}
         self._used: list[_MovingCache] = []
-        moving = [place for place in caches if homes[place] not in resident]
+        moving = {place for place in caches if homes[place] not in resident}
         largest = max((page_ceil(kv_bytes(caches[place].shape, dtype)) for place in moving), default=0)
-        self._ring = BufferRing(tiers.compute, largest, STATE_BUFFERS if moving else 0, "cache buffers")
-        on_disk = any(homes[place] == "disk" for place in moving)
-        self._staging = StagingPool(tiers.cpu, largest) if on_disk and tiers.gpu is not None else None
-        for place, cache in caches.items():
-            nbytes = page_ceil(kv_bytes(cache.shape, dtype))
-            if place not in moving:
-                buffer = tiers.memory(homes[place]).allocate(nbytes, "kv cache")
-                self._owned.append(buffer)
-                cache.attach(*kv_views(buffer.tensor, cache.shape, dtype))
-            elif homes[place] == "disk":
-                self._moving[place] = _MovingCache(cache, DiskHome(tiers, nbytes, "kv cache", copies, self._staging))
-            else:
-                home = MemoryHome(tiers.memory(homes[place]), nbytes, "kv cache", tiers.compute, copies)
-                self._moving[place] = _MovingCache(cache, home)
-        self._step: dict[Place, int] = {}
+        with ExitStack() as stack:
+            count = STATE_BUFFERS if moving else 0
+            self._ring = stack.enter_context(closing(BufferRing(tiers.compute, largest, count, "cache buffers")))
+            make_home = HomeMaker(tiers, copies, "kv cache", largest, {homes[place] for place in moving}, stack)
+            for place, cache in caches.items():
+                nbytes = page_ceil(kv_bytes(cache.shape, dtype))
+                if place in moving:
+                    self._moving[place] = _MovingCache(cache, make_home(homes[place], nbytes))
+                else:
+                    buffer = stack.enter_context(tiers.memory(homes[place]).allocate(nbytes, "kv cache"))
+                    cache.attach(*kv_views(buffer.tensor, cache.shape, dtype))
+            self._resources = stack.pop_all()
 
     @property
     def moves(self) -> frozenset[Place]:
@@ -119,11 +116,9 @@ class CacheStore:
 
     def wait(self, layer: int, batch: int, step: int) -> KVCache:
         """The cache, with K and V where attention is computed."""
-        place = (layer, batch)
-        self._step[place] = step
-        if place not in self._moving:
-            return self._caches[place]
-        moving = self._moving[place]
+        if (layer, batch) not in self._moving:
+            return self._caches[layer, batch]
+        moving = self._moving[layer, batch]
         if step == 0:
             moving.slot = self._take()
         if moving.slot is None:
@@ -137,11 +132,10 @@ class CacheStore:
         self._used.append(moving)
         return moving.cache
 
-    def store(self, layer: int, batch: int) -> None:
-        """Starts saving a cache that was just used; its buffer is free once that is done."""
+    def store(self, layer: int, batch: int, step: int) -> None:
+        """Starts saving a cache that `step` used; its buffer is free once that is done."""
         moving = self._moving[layer, batch]
-        ticket = moving.save(self._bytes(moving), self._step[layer, batch])
-        self._release(moving, ticket)
+        self._release(moving, moving.save(self._bytes(moving), step))
 
     def _release(self, moving: _MovingCache, ticket: Ticket | None) -> None:
         self._used.remove(moving)
@@ -162,19 +156,11 @@ class CacheStore:
         return self._ring.buffers[moving.slot].tensor[: page_ceil(kv_bytes(moving.cache.shape, self._dtype))]
 
     def close(self) -> None:
-        """Waits for pending saves and gives all memory and files back."""
+        """Gives all memory and files back. No copy may be under way."""
         for cache in self._caches.values():
             if cache.k is not None:
                 cache.detach()
-        self._ring.drain()
-        self._ring.close()
-        if self._staging is not None:
-            self._staging.close()
-        for moving in self._moving.values():
-            moving.home.close()
-        for buffer in self._owned:
-            buffer.release()
-        self._owned.clear()
+        self._resources.close()
         self._moving.clear()
 
 
@@ -189,15 +175,12 @@ class HiddenStore:
         parked = {batch: tier for batch, tier in homes.items() if tier != compute.name}
         self.moves = frozenset(parked)
         self._dtype, size = dtype, page_ceil(nbytes)
-        self._ring = BufferRing(compute, size, STATE_BUFFERS if parked else 0, "hidden buffers")
-        on_disk = "disk" in parked.values()
-        self._staging = StagingPool(tiers.cpu, size) if on_disk and tiers.gpu is not None else None
-        self._homes: dict[int, Home] = {
-            batch: DiskHome(tiers, size, "hidden states", copies, self._staging)
-            if tier == "disk"
-            else MemoryHome(tiers.memory(tier), size, "hidden states", compute, copies)
-            for batch, tier in parked.items()
-        }
+        with ExitStack() as stack:
+            count = STATE_BUFFERS if parked else 0
+            self._ring = stack.enter_context(closing(BufferRing(compute, size, count, "hidden buffers")))
+            make_home = HomeMaker(tiers, copies, "hidden states", size, set(parked.values()), stack)
+            self._homes: dict[int, Home] = {batch: make_home(tier, size) for batch, tier in parked.items()}
+            self._resources = stack.pop_all()
         self._shapes: dict[int, torch.Size] = {}
         self._loading: dict[int, tuple[int, Ticket]] = {}
 
@@ -230,14 +213,7 @@ class HiddenStore:
         return buffer[: shape.numel() * self._dtype.itemsize].view(self._dtype).view(shape)
 
     def close(self) -> None:
-        """Waits for pending saves and gives all memory and files back."""
-        for _, ticket in self._loading.values():
-            ticket.wait()
+        """Gives all memory and files back. No copy may be under way."""
         self._loading.clear()
-        self._ring.drain()
-        self._ring.close()
-        if self._staging is not None:
-            self._staging.close()
-        for home in self._homes.values():
-            home.close()
+        self._resources.close()
         self._homes.clear()

@@ -99,9 +99,9 @@ class WeightStore:
         self._free.append(slot)
 
     def reset(self) -> None:
-        """Drops loads that an interrupted block left behind."""
-        for key in list(self._loading):
-            self.free(key)
+        """Forgets loads that an interrupted block left behind. No copy may be under way."""
+        self._free.extend(slot for slot, _ in self._loading.values())
+        self._loading.clear()
 
     def close(self) -> None:
         """Releases every buffer. The views handed out must not be used afterwards."""
