@@ -155,7 +155,7 @@ class Child:
             os._exit(code)
 
     def wait(self, seconds: float = 20.0) -> Ran:
-        """The end of the program; 128 + n for one that signal n killed. AssertionError where it does not end in time."""
+        """How it ended; 128 + n for one that signal n killed. AssertionError where it does not end in time."""
         end = time.monotonic() + seconds
         while True:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

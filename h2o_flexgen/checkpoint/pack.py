@@ -60,12 +60,13 @@ def ensure_packed(
     dtype: str,
     offload: OffloadDir,
     progress: Progress | None = None,
+    reserve: int = 0,
 ) -> dict[str, PackedUnit]:
     """The packed files of `groups` in `dtype` by group key: those that earlier runs made, and missing ones made now.
 
     Waits for another run that is packing the same weights. Takes one buffer of the largest group to be packed, and no
-    page cache. Raises StorageError where the disk fails or is full (before anything is written, if that can be known),
-    and what `source` raises.
+    page cache. Raises StorageError where the disk fails or has no room for the packed weights and `reserve` bytes more
+    (before anything is written, if that can be known), and what `source` raises.
     """
     groups = tuple(groups)
     with offload.packed(f"{source.fingerprint} {dtype}") as path:
@@ -75,7 +76,8 @@ def ensure_packed(
             missing = [packed_layout(group, dtype) for group in groups if found[group.key] is None]
             total = sum(layout.nbytes for layout in missing)
             if missing:
-                offload.require_free(total + _SLACK, f"packing {len(missing)} weight groups as {dtype}")
+                what = f"packing {len(missing)} weight groups as {dtype}"
+                offload.require_free(total + _SLACK + reserve, what + (" beside the KV cache" if reserve else ""))
                 buffer = HostMemory().allocate(max(layout.nbytes for layout in missing))
                 done = 0
                 try:

@@ -118,8 +118,12 @@ class CheckpointSource:
         entry.file.check()
 
     def location(self, name: str) -> Location | None:
-        """Where the bytes of `name` lie, if they are of this source's dtype and start on a multiple of its size."""
+        """Where the bytes of `name` lie, if they are of this source's dtype and start on a multiple of its size.
+
+        ModelError where the file is no longer the one that was opened.
+        """
         entry = self._entries[name]
+        entry.file.check()
         if entry.dtype != self.dtype or entry.offset % torch_dtype(self.dtype).itemsize:
             return None
         return Location(entry.file.path, entry.offset, entry.nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -65,13 +66,15 @@ def load(
     placed = {*plan.placement.weights.values(), *plan.placement.cache.values(), *plan.placement.hidden.values()}
     with ExitStack() as stack:
         folder = stack.enter_context(OffloadDir(offload_dir)) if "disk" in placed else None
+        if folder is not None and _state_on_disk(plan):
+            folder.require_free(_state_on_disk(plan), "the KV cache and hidden states of a block")
         tiers = stack.enter_context(
             make_tiers(caps.gpu, _cpu_capacity(plan), caps.disk, config.emulate_gpu is not None, folder, device=device)
         )
         copies = stack.enter_context(CopyEngine(trace=trace))
         homes = _fill_memory(spec, plan.placement, source, dtype, tiers, progress)
         on_disk = [group for group in spec.weight_groups if plan.placement.weights[group.key] == "disk"]
-        for key, unit in _disk_units(on_disk, source, dtype, folder, progress).items():
+        for key, unit in _disk_units(on_disk, source, dtype, folder, _state_on_disk(plan), progress).items():
             homes[key] = Home("disk", unit.layout, unit=unit)
         _verify_placement(plan.placement, homes)
         for unit in (home.unit for home in homes.values() if home.unit is not None):
@@ -108,10 +111,23 @@ def _fill_memory(
     return homes
 
 
+def _state_on_disk(plan: Plan) -> int:
+    """Bytes of caches and hidden states that a block will want on disk beside the weights."""
+    return sum(item.nbytes for item in plan.footprint.items if item.tier == "disk" and item.what != "weights")
+
+
 def _disk_units(
-    groups: list[WeightGroup], source: WeightSource, dtype: str, folder: OffloadDir | None, progress: Progress
+    groups: list[WeightGroup],
+    source: WeightSource,
+    dtype: str,
+    folder: OffloadDir | None,
+    reserve: int,
+    progress: Progress,
 ) -> dict[str, PackedUnit]:
-    """Straight out of the user's files where dtype and layout allow, else from our own packed files, made once."""
+    """Straight out of the user's files where dtype and layout allow, else from our own packed files, made once.
+
+    `reserve`: bytes that packing must leave free.
+    """
     if not groups:
         return {}
     if folder is None:
@@ -126,7 +142,8 @@ def _disk_units(
         else:
             packed.append(group)
     if packed:
-        units.update(ensure_packed(packed, source, dtype, folder, lambda d, t: progress("packing weights", d, t)))
+        note = partial(progress, "packing weights")
+        units.update(ensure_packed(packed, source, dtype, folder, note, reserve))
     return units
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from h2o_flexgen.checkpoint.pack import PackedUnit
+from h2o_flexgen.checkpoint.pack import PackedUnit, discard
+from h2o_flexgen.errors import H2OFlexGenError, StorageError
 from h2o_flexgen.memory.copies import CopyEngine, Ticket
 from h2o_flexgen.memory.handle import UnitLayout, views
 from h2o_flexgen.memory.tiers import Buffer, Tiers
@@ -85,17 +87,29 @@ class WeightStore:
         if key in self._resident:
             return self._resident[key]
         slot, ticket = self._loading[key]
-        ticket.wait()
+        try:
+            ticket.wait()
+        except StorageError as error:
+            raise self._distrust(key, error) from error
         bound = self._bound.get((key, slot))
         if bound is None:
             bound = bind(views(self._homes[key].layout, self._buffers[slot].tensor))
             self._bound[key, slot] = bound
         return bound
 
+    def _distrust(self, key: str, error: StorageError) -> StorageError:
+        """A packed file of ours that is damaged or cannot be read is removed: the next run packs it anew."""
+        unit = self._homes[key].unit
+        if unit is None or unit.checksum is None:
+            return error
+        discard(unit)
+        return StorageError(error.found, error.needed, "the damaged file was removed; run again to have it packed anew")
+
     def free(self, key: str) -> None:
-        """Gives a streamed group's buffer back; waits for a load that was never used."""
+        """Gives a streamed group's buffer back. Waits for a load that was never used, whether it fails or not."""
         slot, ticket = self._loading.pop(key)
-        ticket.wait()
+        with suppress(H2OFlexGenError):
+            ticket.wait()
         self._free.append(slot)
 
     def reset(self) -> None:

@@ -88,7 +88,7 @@ def test_aliases_and_values() -> None:
         (["--gbs", "four"], "invalid int value: 'four'"),
         (["--weights-placement", "cpu=0.3"], "adds up to 0.3"),
         (["--cache-placement", "dsk"], "did you mean 'disk'?"),
-        (["--gpu-batch-sze", "4"], "unrecognized arguments: --gpu-batch-sze 4. did you mean '--gpu-batch-size'?"),
+        (["--gpu-batch-sze", "4"], "unrecognized arguments: --gpu-batch-sze 4\n  did you mean '--gpu-batch-size'?"),
         (["--gpu-batch", "4"], "did you mean '--gpu-batch-size'?"),
     ],
 )
