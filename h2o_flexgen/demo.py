@@ -21,7 +21,8 @@ from h2o_flexgen.evaluation.sources import RecallCase, read_cases
 from h2o_flexgen.reporting.side_by_side import answers_text, evicted_name, figures_table
 
 DEFAULTS: dict[str, Any] = {"name": "h2o", "ratio": 0.2}
-RECALL_PROMPTS = 3
+QUESTIONS = {"used": 2, "once": 1}
+"""Long recall prompts by kind: facts asked for before and told once, far above the question."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,16 +48,19 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _questions() -> list[RecallCase]:
-    """A few of the long prompts, whose answers were stated hundreds of tokens before the question."""
-    return read_cases(None)[:RECALL_PROMPTS]
+    """A few of the long prompts, of every kind that is wanted."""
+    cases = read_cases(None)
+    return [case for kind, count in QUESTIONS.items() for case in [case for case in cases if case.kind == kind][:count]]
 
 
 def _text(result: SideBySide) -> str:
     full, name = result.full, evicted_name(result)
+    before, once = QUESTIONS["used"], QUESTIONS["once"]
     head = (
-        f"{full.model}, {full.dtype} on {full.device}: {full.sequences} prompts of up to {full.prompt_len} tokens,\n"
-        f"{full.gen_len} new ones at most, with the full cache and with {name}. Only each prompt's end is shown;\n"
-        f"the last {RECALL_PROMPTS} ask for a fact that stands far above."
+        f"{full.model}, {full.dtype} on {full.device}: {full.sequences} prompts of up to {full.prompt_len} tokens, "
+        f"{full.gen_len} new ones at most,\nwith the full cache and with {name}. Only each prompt's end is shown.\n"
+        f"The last {before + once} ask for a fact that stands hundreds of tokens above:\n"
+        f"{before} of them were asked for it before, {once} was not."
     )
     return f"{head}\n\n{answers_text(result)}\n\n{figures_table(result)}\n"
 
@@ -67,9 +71,9 @@ def _parser() -> Parser:
         description="Runs the demo prompts twice, with the full cache and with an evicted one, side by side.",
     )
     parser.add_argument("--gen-len", type=_count, default=32, metavar="N", help="most new tokens (default: 32)")
-    add_arguments(parser, EvictionConfig, defaults=DEFAULTS)
+    add_arguments(parser, EvictionConfig, title="which tokens stay in the KV cache", defaults=DEFAULTS)
     # The demo's prompts are text, and random weights give none.
-    add_arguments(parser, EngineConfig, exclude=("weights",))
+    add_arguments(parser, EngineConfig, title="model and machine", exclude=("weights",))
     return parser
 
 

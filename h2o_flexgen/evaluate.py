@@ -53,9 +53,9 @@ def _parser() -> Parser:
         prog="python -m h2o_flexgen.evaluate",
         description="Measures recall and perplexity under eviction policies at several KV budgets.",
     )
-    add_arguments(parser, EvaluationSettings)
+    add_arguments(parser, EvaluationSettings, title="what is measured")
     # Random weights have no quality to measure.
-    add_arguments(parser, EngineConfig, exclude=("weights",))
+    add_arguments(parser, EngineConfig, title="model and machine", exclude=("weights",))
     out = parser.add_argument_group("output")
     out.add_argument("--output", "-o", metavar="FILE", help="the JSON object in a file too")
     out.add_argument("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")

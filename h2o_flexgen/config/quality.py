@@ -16,22 +16,57 @@ MAX_NLL = 100.0
 """Nats per token beyond which a perplexity says nothing more, and would soon be no finite number."""
 
 
+@dataclass(frozen=True)
+class RecallTally:
+    """Right answers to the questions of one kind ("" where a file knows no kinds).
+
+    The question stands in the prompt, and the answer is generated greedily. Its first token then comes from the
+    prompt's own attention, before anything is evicted: `long_*` counts the answers of two tokens or more.
+    `later_*`: the question comes after the passage was read and evicted from, so that every token of the answer depends
+    on what was kept; right is an answer each of whose tokens has more than half of the probability.
+    """
+
+    kind: str
+    right: int
+    cases: int
+    long_right: int
+    long_cases: int
+    later_right: int = 0
+    later_cases: int = 0
+
+    def __post_init__(self) -> None:
+        for part in ("", "long_", "later_"):
+            right, cases = getattr(self, f"{part}right"), getattr(self, f"{part}cases")
+            if whole(right, f"{part}right", 0) > whole(cases, f"{part}cases", 0):
+                raise UsageError(f"more right answers than questions: {right} of {cases}")
+
+    @property
+    def shown(self) -> float | None:
+        """The share that eviction has a say in: of long answers, of all where there are none."""
+        return ratio_of(self.long_right, self.long_cases) if self.long_cases else ratio_of(self.right, self.cases)
+
+    @property
+    def later(self) -> float | None:
+        """The share right where the question comes later; None without such questions."""
+        return ratio_of(self.later_right, self.later_cases)
+
+
+def ratio_of(right: int, cases: int) -> float | None:
+    """`right` of `cases`, None for none."""
+    return right / cases if cases else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class QualityRow:
-    """One policy at one ratio. Counts, nats per token, bytes and seconds; shares are computed from the counts.
+    """One policy at one ratio. Counts, nats per token, bytes and seconds; the accuracies are computed from the counts.
 
-    `eviction` is that of the recall run's record: tokens per head, [smallest, largest] where prompts differ. The first
-    token of an answer comes from the prompt's own attention, before anything is evicted; `long_*` counts the answers
-    of two tokens or more, which the evicted cache has a say in.
+    `eviction` is that of the recall run's record: tokens per head, [smallest, largest] where prompts differ.
     """
 
     policy: str
     ratio: float
     eviction: dict[str, Any]
-    recall_right: int
-    recall_cases: int
-    long_right: int
-    long_cases: int
+    recall: tuple[RecallTally, ...]
     nll: float
     """Mean negative log-likelihood of the scored tokens, in nats."""
     scored_tokens: int
@@ -41,22 +76,15 @@ class QualityRow:
 
     def __post_init__(self) -> None:
         share(self.ratio, "ratio")
-        for name in ("recall_right", "recall_cases", "long_right", "long_cases", "scored_tokens", "kv_bytes"):
-            whole(getattr(self, name), name, 0)
-        if self.recall_right > self.recall_cases or self.long_right > self.long_cases:
-            raise UsageError(f"more right answers than cases: {self.recall_right} of {self.recall_cases}")
+        whole(self.scored_tokens, "scored_tokens", 0)
+        whole(self.kv_bytes, "kv_bytes", 0)
         if not math.isfinite(self.nll) or self.nll < 0:
             raise UsageError(f"nll is {self.nll}", "needed a finite number, at least 0")
 
     @property
     def recall_accuracy(self) -> float | None:
-        """Share of all answers that are right; None without cases."""
-        return self.recall_right / self.recall_cases if self.recall_cases else None
-
-    @property
-    def long_accuracy(self) -> float | None:
-        """Share of the answers of two tokens or more that are right; None without such cases."""
-        return self.long_right / self.long_cases if self.long_cases else None
+        """Share of all answers that are right, the question in the prompt; None without questions."""
+        return ratio_of(sum(tally.right for tally in self.recall), sum(tally.cases for tally in self.recall))
 
     @property
     def perplexity(self) -> float:
@@ -64,16 +92,18 @@ class QualityRow:
         return math.exp(min(self.nll, MAX_NLL))
 
     def to_json(self) -> dict[str, Any]:
-        """Every field and every share."""
+        """Every field and what follows from them."""
         return {**dataclasses.asdict(self), **{name: getattr(self, name) for name in _ROW_DERIVED}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QualityRow:
         """The row of `to_json`; unknown keys raise UsageError with a suggestion."""
-        return cls(**known_keys(data, cls, derived=_ROW_DERIVED))
+        values = known_keys(data, cls, derived=_ROW_DERIVED)
+        tallies = tuple(RecallTally(**known_keys(tally, RecallTally)) for tally in values["recall"])
+        return cls(**{**values, "recall": tallies})
 
 
-_ROW_DERIVED = ("recall_accuracy", "long_accuracy", "perplexity")
+_ROW_DERIVED = ("recall_accuracy", "perplexity")
 
 
 @dataclass(frozen=True, kw_only=True)

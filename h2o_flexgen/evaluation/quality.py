@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from h2o_flexgen.config.eviction import EvictionConfig
@@ -29,7 +30,8 @@ def evaluate(
     cases = read_cases(settings.recall)[: settings.limit]
     text = read_text(settings.text)
     rows: list[QualityRow] = []
-    for eviction in settings.cells:
+    for cell in settings.cells:
+        eviction = replace(cell, seed=(engine or {}).get("seed", 0))
         with LLM(model, **{**(engine or {}), "eviction": eviction}) as llm:
             windows = cut_windows(llm, text, settings)
             row, record = _measure(llm, eviction, cases, windows)
@@ -52,7 +54,7 @@ def _measure(
     llm: LLM, eviction: EvictionConfig, cases: list[RecallCase], windows: Windows
 ) -> tuple[QualityRow, RunRecord]:
     started = time.perf_counter()
-    count = recall(llm, cases)
+    tallies = recall(llm, cases)
     record = llm.last_record
     if record is None:
         raise RuntimeError("a run of at least one question left no record")
@@ -61,10 +63,7 @@ def _measure(
         policy=eviction.name,
         ratio=eviction.ratio,
         eviction=record.eviction,
-        recall_right=count.right,
-        recall_cases=count.cases,
-        long_right=count.long_right,
-        long_cases=count.long_cases,
+        recall=tallies,
         nll=nll,
         scored_tokens=tokens,
         kv_bytes=record.kv_bytes,

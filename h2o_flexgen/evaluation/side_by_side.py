@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from h2o_flexgen.config.eviction import EvictionConfig
@@ -32,6 +33,7 @@ def side_by_side(
     records: list[RunRecord] = []
     for config in (EvictionConfig(), eviction):
         on_stage("full cache" if config.name == "full" else f"{config.name} at {config.ratio:.0%}")
+        config = replace(config, seed=(engine or {}).get("seed", 0))
         with LLM(model, **{**(engine or {}), "eviction": config}) as llm:
             llm.generate(texts, SamplingParams(max_new_tokens=WARM_UP_TOKENS))
             outputs = llm.generate(texts, SamplingParams(max_new_tokens=gen_len))

@@ -13,10 +13,16 @@ RECALL_FILE, TEXT_FILE = "recall_prompts.jsonl", "heldout.txt"
 
 
 class RecallCase(NamedTuple):
-    """A prompt that ends where the answer must come, and that answer."""
+    """A prompt that ends where the answer must come, and that answer.
+
+    kind: any name that questions are counted under. question_at: the passage without its question is
+    `prompt[:question_at]`; None where that is not known.
+    """
 
     prompt: str
     answer: str
+    kind: str = ""
+    question_at: int | None = None
 
 
 def read_cases(file: str | None) -> list[RecallCase]:
@@ -53,4 +59,10 @@ def _case(line: str, where: str) -> RecallCase:
     prompt, answer = (entry.get("prompt"), entry.get("answer")) if isinstance(entry, dict) else (None, None)
     if not (isinstance(prompt, str) and isinstance(answer, str) and prompt.strip() and answer.strip()):
         raise UsageError(f"{where} lacks a prompt or an answer", needed)
-    return RecallCase(prompt, answer)
+    kind, question_at = entry.get("kind", ""), entry.get("question_at")
+    inside = question_at is None or (type(question_at) is int and 0 < question_at < len(prompt))
+    if not (isinstance(kind, str) and inside):
+        raise UsageError(
+            f"{where} has kind {kind!r} and question_at {question_at!r}", "needed text, and a place in the prompt"
+        )
+    return RecallCase(prompt, answer, kind, question_at)

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.quality import QualityReport, QualityRow
+from h2o_flexgen.config.quality import QualityReport, QualityRow, RecallTally
 from h2o_flexgen.errors import StorageError, UsageError
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -34,23 +34,43 @@ def plot_quality(report: QualityReport, path: Path) -> None:
     """Writes the picture to `path`, in the format of its suffix. StorageError where that fails."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
-    recall, perplexity = figure.subplots(1, 2)
-    long = any(row.long_cases for row in report.rows)
-    _panel(recall, report, lambda row: row.long_accuracy if long else row.recall_accuracy)
-    some = report.rows[0]
-    asked = f"{some.long_cases} questions, answers of 2+ tokens" if long else f"{some.recall_cases} questions"
-    recall.set(ylabel="right answers", ylim=(-0.03, 1.03), title=f"Recall: {asked}")
-    recall.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    _panel(perplexity, report, lambda row: row.perplexity)
-    perplexity.set(ylabel="perplexity per token", title=f"Held-out text: {some.scored_tokens:,} tokens scored")
-    _log_if_wide(perplexity, [row.perplexity for row in report.rows])
-    figure.legend(*recall.get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)
-    figure.suptitle(f"{report.model} ({report.dtype}): quality against the KV budget", fontsize=12)
+    tallies = report.rows[0].recall
+    later = any(tally.later_cases for tally in tallies)
+    columns = len(tallies) + 1
+    figure = Figure(figsize=(4.7 * columns, 8.2 if later else 4.6), layout="constrained")
+    grid: Any = figure.subplots(2 if later else 1, columns, squeeze=False)
+    for place, tally in enumerate(tallies):
+        _recall_panel(
+            grid[0][place], report, place, f"{tally.kind or 'recall'}: asked in the prompt", lambda t: t.shown
+        )
+        if later:
+            _recall_panel(grid[1][place], report, place, f"{tally.kind}: asked after eviction", lambda t: t.later)
+    _perplexity_panel(grid[0][-1], report)
+    handles = grid[0][0].get_legend_handles_labels()
+    if later:
+        grid[1][-1].axis("off")
+        grid[1][-1].legend(*handles, loc="center", frameon=False, fontsize=11)
+    else:
+        figure.legend(*handles, loc="outside lower center", ncols=7, frameon=False)
+    figure.suptitle(f"{report.model} ({report.dtype}): quality against the KV budget", fontsize=13)
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _recall_panel(
+    axes: Any, report: QualityReport, place: int, title: str, value: Callable[[RecallTally], float | None]
+) -> None:
+    _panel(axes, report, lambda row: value(row.recall[place]))
+    axes.set(ylabel="right answers", ylim=(-0.03, 1.03), title=title)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+
+
+def _perplexity_panel(axes: Any, report: QualityReport) -> None:
+    _panel(axes, report, lambda row: row.perplexity)
+    axes.set(ylabel="perplexity per token", title=f"held-out text: {report.rows[0].scored_tokens:,} tokens")
+    _log_if_wide(axes, [row.perplexity for row in report.rows])
 
 
 def _panel(axes: Any, report: QualityReport, value: Callable[[QualityRow], float | None]) -> None:

@@ -2,49 +2,38 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from h2o_flexgen.config.quality import QualityReport, QualityRow
 from h2o_flexgen.reporting.tables import markdown_table
 from h2o_flexgen.units import format_bytes
 
-HEADER = ("policy", "ratio", "tokens per head", "KV cache", "recall", "2+ tokens", "perplexity")
+COLUMNS = 100
 
 
 def quality_table(report: QualityReport) -> str:
     """A row per policy and ratio, and the lines that say what the columns are."""
-    some, context, scored = report.rows[0], report.context, report.continuation
-    notes = [
-        f"{report.model}, {report.dtype} on {report.device}.",
-        f"recall      right answers to the {some.recall_cases} questions of {report.recall_file}, greedily",
-        f"2+ tokens   of these the {some.long_cases} whose answer has two tokens or more: an answer's first token",
-        "            still comes from the whole prompt, from which tokens are evicted once it is read",
-        f"perplexity  of {some.scored_tokens} tokens of {report.text_file}: in {report.windows} windows",
-        f"            {context} tokens are read and most of them evicted, then {scored} are scored one by one",
-        "ratio       KV budget as a share of prompt and generated tokens",
-        "tokens per head, KV cache   in the recall run: over its questions, and of its largest block",
-    ]
-    return markdown_table(HEADER, [_cells(row) for row in report.rows]) + "\n\n" + "\n".join(notes)
+    header = ["policy", "ratio", "tokens", "KV cache", "recall"]
+    header += [column_name(tally.kind) for tally in report.rows[0].recall]
+    header += [column_name(tally.kind, later=True) for tally in report.rows[0].recall if tally.later_cases]
+    table = markdown_table([*header, "perplexity"], [_cells(row) for row in report.rows])
+    return f"{table}\n\n{_notes(report)}"
 
 
 def quality_line(row: QualityRow) -> str:
     """One row as a line of a log."""
-    return (
-        f"{row.policy} {row.ratio:g}: recall {row.recall_right}/{row.recall_cases}, "
-        f"2+ tokens {row.long_right}/{row.long_cases}, perplexity {row.perplexity:.4g} ({row.seconds:.0f} s)"
-    )
+    parts = [f"{column_name(tally.kind)} {_percent(tally.shown)}" for tally in row.recall]
+    parts += [
+        f"{column_name(tally.kind, later=True)} {_percent(tally.later)}" for tally in row.recall if tally.later_cases
+    ]
+    recall = f"recall {_percent(row.recall_accuracy)}, {', '.join(parts)}"
+    return f"{row.policy} {row.ratio:g}: {recall}, perplexity {row.perplexity:.4g} ({row.seconds:.0f} s)"
 
 
-def _cells(row: QualityRow) -> tuple[str, ...]:
-    return (
-        row.policy,
-        f"{row.ratio:g}",
-        span(row.eviction["budget"]),
-        format_bytes(row.kv_bytes),
-        _share(row.recall_right, row.recall_cases),
-        _share(row.long_right, row.long_cases),
-        f"{row.perplexity:.2f}" if row.perplexity < 1e5 else f"{row.perplexity:.2g}",
-    )
+def column_name(kind: str, later: bool = False) -> str:
+    """The name of a kind of question: "used", "used later", and "2+ tokens", "later" where a file knows no kinds."""
+    return f"{kind} later".strip() if later else kind or "2+ tokens"
 
 
 def span(value: Any) -> str:
@@ -52,5 +41,33 @@ def span(value: Any) -> str:
     return f"{value[0]}-{value[1]}" if isinstance(value, list) else str(value)
 
 
-def _share(right: int, cases: int) -> str:
-    return f"{right / cases:.1%}" if cases else "-"
+def _cells(row: QualityRow) -> list[str]:
+    perplexity = f"{row.perplexity:.2f}" if row.perplexity < 1e5 else f"{row.perplexity:.2g}"
+    cells = [row.policy, f"{row.ratio:g}", span(row.eviction["budget"]), format_bytes(row.kv_bytes)]
+    cells += [_percent(row.recall_accuracy), *(_percent(tally.shown) for tally in row.recall)]
+    return [*cells, *(_percent(tally.later) for tally in row.recall if tally.later_cases), perplexity]
+
+
+def _notes(report: QualityReport) -> str:
+    first = report.rows[0]
+    cases, later = (sum(getattr(tally, name) for tally in first.recall) for name in ("cases", "later_cases"))
+    long = ", ".join(f"{tally.long_cases} of {tally.cases} {tally.kind}".strip() for tally in first.recall)
+    notes = [
+        f"{report.model}, {report.dtype} on {report.device}. Ratio: the budget's share of prompt and generated tokens. "
+        "Tokens: kept per head, over the questions. KV cache: of the largest block of questions.",
+        f"Recall: right answers to the {cases} questions of {report.recall_file}, generated greedily. An answer's "
+        "first token comes from the prompt's own attention, before anything is evicted, so the columns beside it "
+        f"count the answers of two tokens or more ({long}).",
+        f"Perplexity: of {first.scored_tokens} tokens of {report.text_file}, in {report.windows} windows of which "
+        f"{report.context} tokens are read and evicted from, and {report.continuation} more scored one by one.",
+    ]
+    if later:
+        said = (
+            "Later: the question comes after the passage was read and evicted from; right is an answer each of whose "
+        )
+        notes.insert(2, said + "tokens has more than half of the probability.")
+    return "\n".join(textwrap.fill(note, COLUMNS, subsequent_indent="  ") for note in notes)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.config.quality import QualityReport, QualityRow
+from h2o_flexgen.config.quality import QualityReport, QualityRow, RecallTally
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluate import main
+from h2o_flexgen.evaluation.quality import evaluate
 from h2o_flexgen.evaluation.settings import EvaluationSettings
 from h2o_flexgen.reporting.quality_plot import check_plot, plot_quality
 from h2o_flexgen.reporting.quality_table import quality_table
@@ -48,7 +49,7 @@ def test_the_program_end_to_end(
     ]
     assert (report.windows, report.context, report.continuation) == (3, 96, 32)
     full, small, half = report.rows[:3]
-    assert (full.recall_right, full.recall_cases) == (3, 3)
+    assert full.recall_accuracy == 1
     assert full.nll != small.nll
     assert small.kv_bytes < half.kv_bytes < full.kv_bytes
     assert [line.split("|")[1].strip() for line in lines[2:7]] == ["full", "h2o", "h2o", "local", "local"]
@@ -96,10 +97,7 @@ def row(policy: str, ratio: float, nll: float, right: int = 3) -> QualityRow:
         policy=policy,
         ratio=ratio,
         eviction={"name": policy, "budget": [8, 80], "heavy": 4, "recent": 4, "sinks": 0},
-        recall_right=right,
-        recall_cases=8,
-        long_right=0,
-        long_cases=0,
+        recall=(RecallTally("once", right, 8, 0, 0), RecallTally("used", 4, 8, 3, 6, 1, 8)),
         nll=nll,
         scored_tokens=1000,
         kv_bytes=1 << 20,
@@ -121,18 +119,18 @@ def report(*rows: QualityRow) -> QualityReport:
     )
 
 
-def test_rows_with_no_long_answers_and_wild_perplexities(tmp_path: Path) -> None:
+def test_rows_of_two_kinds_and_wild_perplexities(tmp_path: Path) -> None:
     wild = report(row("full", 1.0, 2.0), row("local", 0.1, 900.0), row("unheard-of", 0.003, 5.0))
     table = quality_table(wild)
     assert "2.7e+43" in table
-    assert "|  37.5% |         - |" in table
+    assert "|    44% |  38% |  50% |        12% |" in table
     plot_quality(wild, tmp_path / "wild.svg")
     plot_quality(report(row("full", 1.0, 2.0)), tmp_path / "full.png")
     assert QualityReport.from_json(json.loads(json.dumps(wild.to_json()))) == wild
 
 
 def test_rows_are_checked() -> None:
-    with pytest.raises(UsageError, match="more right answers than cases"):
+    with pytest.raises(UsageError, match="more right answers than questions"):
         row("h2o", 0.2, 1.0, right=9)
     with pytest.raises(UsageError, match="nll is nan"):
         row("h2o", 0.2, float("nan"))
@@ -144,3 +142,9 @@ def test_a_missing_matplotlib_is_said_before_the_work(monkeypatch: pytest.Monkey
     monkeypatch.setattr("h2o_flexgen.reporting.quality_plot.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="needs matplotlib"):
         check_plot(Path("quality.png"))
+
+
+def test_the_seed_reaches_the_random_policy(tiny: str, files: tuple[str, str]) -> None:
+    settings = EvaluationSettings(("random",), (0.2,), *files, limit=2)
+    found = [evaluate(settings, tiny, {"dtype": "float32", "seed": seed}).rows[0].nll for seed in (0, 1, 0)]
+    assert found[0] == found[2] != found[1]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.quality import RecallTally
 from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.sequence import Score
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.evaluation.recall import RecallCount, answered, recall
+from h2o_flexgen.evaluation.recall import answered, recall
 from h2o_flexgen.evaluation.sources import RecallCase, read_cases, read_text
 from tests.tiny import make_opt, save
 
@@ -32,7 +35,7 @@ def test_an_answer_is_a_whole_word_at_the_start(text: str, right: bool) -> None:
 
 def test_the_full_cache_gives_its_own_answers(tiny: str, files: tuple[str, str]) -> None:
     with LLM(tiny, dtype="float32") as llm:
-        assert recall(llm, read_cases(files[0])) == RecallCount(4, 4, 3, 3)
+        assert recall(llm, read_cases(files[0])) == (RecallTally("", 4, 4, 3, 3),)
 
 
 @pytest.mark.parametrize("name", ["h2o", "local", "streaming", "heavy", "random"])
@@ -40,16 +43,48 @@ def test_an_answer_of_one_token_is_right_under_every_policy(name: str, tiny: str
     """It comes from the prompt's own attention: that is why the others are counted apart."""
     cases = read_cases(files[0])
     with LLM(tiny, dtype="float32", eviction=EvictionConfig(name=name, budget=6)) as llm:
-        assert recall(llm, cases[3:]) == RecallCount(1, 1, 0, 0)
-        count = recall(llm, cases)
-    assert (count.cases, count.long_cases) == (4, 3)
-    assert count.right == count.long_right + 1
+        assert recall(llm, cases[3:]) == (RecallTally("", 1, 1, 0, 0),)
+        (tally,) = recall(llm, cases)
+    assert (tally.cases, tally.long_cases, tally.later_cases) == (4, 3, 0)
+    assert tally.right == tally.long_right + 1
 
 
 def test_eviction_is_active(tiny: str, files: tuple[str, str]) -> None:
     """A budget of a few tokens cannot give all that the full cache gives."""
     with LLM(tiny, dtype="float32", eviction=EvictionConfig(name="local", budget=2)) as llm:
-        assert recall(llm, read_cases(files[0])).long_right < 3
+        (tally,) = recall(llm, read_cases(files[0]))
+    assert tally.long_right < 3
+
+
+def test_kinds_are_counted_apart_and_asked_later(tiny: str, files: tuple[str, str]) -> None:
+    """Later, every token of the answer depends on what was kept: the passage is read before the question is known."""
+    first, second, *_ = read_cases(files[0])
+    at = second.prompt.rindex(" ")
+    cases = [first._replace(kind="once"), second._replace(kind="used", question_at=at)]
+    with LLM(tiny, dtype="float32") as llm:
+        once, used = recall(llm, cases)
+        assert llm.last_record is not None
+        assert llm.last_record.sequences == 2
+        (score,) = llm.score([(second.prompt, " " + second.answer)])
+    assert once == RecallTally("once", 1, 1, 1, 1)
+    sure = all(logprob > math.log(0.5) for logprob in score.token_logprobs)
+    assert used == RecallTally("used", 1, 1, 1, 1, int(sure), 1)
+
+
+def test_a_certain_answer_is_right_later(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the answer's tokens count, not those of the question before it."""
+    seen: list[tuple[str, str]] = []
+
+    def score(pairs: list[tuple[str, str]]) -> list[Score]:
+        seen.extend(pairs)
+        return [Score(0.0, False, [-9.0, -9.0, -0.6, -0.1]), Score(0.0, False, [-0.1, -0.1, -0.1, -0.8])]
+
+    case = RecallCase("w4 w5 w6 w7 w8", "w9 w10", "k", 8)
+    with LLM(tiny) as llm:
+        monkeypatch.setattr(llm, "score", score)
+        (tally,) = recall(llm, [case, case])
+    assert seen == [("w4 w5 w6", " w7 w8 w9 w10")] * 2
+    assert (tally.later_right, tally.later_cases) == (1, 2)
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -67,6 +102,8 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         ('{"prompt": "a", "answer": " "}', "line 1 lacks"),
         ('["a", "b"]', "line 1 lacks"),
         ("{", "line 1 is not JSON"),
+        ('{"prompt": "abc", "answer": "b", "question_at": 3}', "line 1 has kind '' and question_at 3"),
+        ('{"prompt": "abc", "answer": "b", "kind": 7}', "line 1 has kind 7"),
     ],
 )
 def test_bad_questions_are_named(tmp_path: Path, content: str, message: str) -> None:
@@ -86,6 +123,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 def test_the_demo_files_are_there() -> None:
     cases = read_cases(None)
-    assert len(cases) == 64
+    assert len(cases) >= 32
     assert all(case.answer in case.prompt for case in cases)
     assert len(read_text(None)) > 10_000
