@@ -123,7 +123,7 @@ def answers(path: Path) -> list[dict[str, Any]]:
     """The lines of an answer file, each of which must be whole."""
     text = path.read_text(encoding="utf-8")
     assert text == "" or text.endswith("\n"), text
-    return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 class Child:

@@ -63,7 +63,7 @@ class AnswerFile:
 
     def write(self, answer: dict[str, Any]) -> None:
         """One line. StorageError where the disk is full or failing; what was written of the line is taken back then."""
-        line = memoryview((json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace"))
+        line = memoryview(_line(answer).encode("utf-8", "replace"))
         done = 0
         try:
             while done < len(line):
@@ -109,7 +109,7 @@ class AnswerPrinter:
     def write(self, answer: dict[str, Any]) -> None:
         """One answer. Nothing where it has neither text nor a prompt that somebody gave."""
         if self._as_json:
-            write_result(json.dumps(answer, ensure_ascii=False, allow_nan=False) + "\n")
+            write_result(_line(answer))
             return
         if "prompt" not in answer or answer.get("weights") == "dummy":
             return
@@ -135,6 +135,14 @@ def answer_json(output: RequestOutput, prompt: str | list[int] | None, dummy: bo
     if dummy:
         answer["weights"] = "dummy"
     return answer
+
+
+def _line(answer: dict[str, Any]) -> str:
+    """One line by every reader's idea of a line: some end one at U+2028, U+2029 or U+0085 too."""
+    text = json.dumps(answer, ensure_ascii=False, allow_nan=False)
+    for separator in "\u2028\u2029\x85":
+        text = text.replace(separator, f"\\u{ord(separator):04x}")
+    return text + "\n"
 
 
 def _finite(value: float) -> float | None:

@@ -14,7 +14,7 @@ from h2o_flexgen.config.model import DTYPES
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
-from h2o_flexgen.units import parse_bytes
+from h2o_flexgen.units import MIB, parse_bytes
 
 WEIGHTS = ("checkpoint", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
@@ -24,7 +24,13 @@ PLANNED_FIELDS = frozenset({"gpu_batch_size", "num_gpu_batches", "weights", "cac
 
 
 def _size(*names: str, help: str, unset: str = "what is free") -> dict[str, Any]:
-    return flag(*names, help=f"{help}; 16 and 16GiB are the same", metavar="SIZE", parse=parse_bytes, unset=unset)
+    return flag(*names, help=f"{help}; 16 and 16GiB are the same", metavar="SIZE", parse=_checked_size, unset=unset)
+
+
+def _checked_size(text: str) -> str:
+    """The text itself: the field says what a number means, and it is to be read once."""
+    parse_bytes(text)
+    return text
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None:
                 # Whole numbers from code are bytes already once they are large; text and small numbers count GiB.
-                size = value if isinstance(value, int) and value >= 1 << 20 else parse_bytes(value)
+                size = value if isinstance(value, int) and value >= MIB else parse_bytes(value)
+                if 0 < size < MIB:
+                    raise UsageError(f"{name} is {value}", "needed 0, or at least 1MiB")
                 object.__setattr__(self, name, size)
         _one_of("weights", self.weights, WEIGHTS)
         _one_of("dtype", self.dtype, ("auto", *DTYPES))

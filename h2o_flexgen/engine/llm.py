@@ -221,7 +221,8 @@ class LLM:
         gpu = config.emulate_gpu if config.emulate_gpu is not None else config.gpu_mem
         if gpu is None and self.device.type == "cuda":
             gpu = machine.default_gpu_memory(self.device)
-        return Caps(gpu, machine.default_cpu_memory() if config.cpu_mem is None else config.cpu_mem, config.disk_mem)
+        cpu = machine.default_cpu_memory() if config.cpu_mem is None else config.cpu_mem
+        return Caps(gpu, cpu, config.disk_mem, emulated=config.emulate_gpu is not None)
 
     def _reader(self) -> RequestReader:
         codec = self.model.codec

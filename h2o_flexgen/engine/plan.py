@@ -19,7 +19,7 @@ from h2o_flexgen.config.placement import Placement, place
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.schedule.footprint import Footprint, footprint
-from h2o_flexgen.units import format_bytes
+from h2o_flexgen.units import GIB, MIB, format_bytes
 
 DEFAULT_BATCH = 32  # rows at which GEMMs of a decode step come close to their full rate
 MOST_BATCHES = (
@@ -29,14 +29,20 @@ MOST_BATCHES = (
 
 @dataclass(frozen=True)
 class Caps:
-    """Bytes each tier may hold; None: no limit."""
+    """Bytes each tier may hold; None: no limit. `emulated`: the gpu is host memory, capped by --emulate-gpu."""
 
     gpu: int | None = None
     cpu: int | None = None
     disk: int | None = None
+    emulated: bool = False
 
     def of(self, tier: str) -> int | None:
         return {"gpu": self.gpu, "cpu": self.cpu, "disk": self.disk}[tier]
+
+    def flag(self, tier: str) -> str:
+        """The flag that sets the cap of `tier`."""
+        gpu = "--emulate-gpu" if self.emulated else "--gpu-mem"
+        return {"gpu": gpu, "cpu": "--cpu-mem", "disk": "--nvme-mem"}[tier]
 
 
 @dataclass(frozen=True)
@@ -99,9 +105,16 @@ def require_fit(plan: Plan) -> Plan:
     raise PlanError(
         f"the plan needs {format_bytes(needed)} on the {tier} tier, and its cap is {format_bytes(cap)}:\n"
         + plan.footprint.table(),
-        change=f"give --{'nvme' if tier == 'disk' else tier}-mem {format_bytes(needed).replace(' ', '')} or more, "
+        change=f"give {plan.request.caps.flag(tier)} {_at_least(needed)} or more, "
         "a smaller --gpu-batch-size, a smaller --hh-ratio, or a larger share on another tier",
     )
+
+
+def _at_least(nbytes: int) -> str:
+    """A size to type that is no smaller than `nbytes`."""
+    if nbytes < 10 * GIB:
+        return f"{-(-nbytes // MIB)}MiB"
+    return f"{-(-10 * nbytes // GIB) / 10:.1f}GiB"
 
 
 def automatic(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ def make_record(
         peak_bytes={"gpu": None, "cpu": None, "disk": None, **measured.peak_bytes},
         kv_bytes=totals.kv_bytes,
         bound=_bound(measured),
-        warnings=_warnings(plan, measured),
+        warnings=[*_unrealised(config, plan, achieved), *_warnings(plan, measured)],
     )
 
 
@@ -92,6 +93,17 @@ def _bound(measured: Measured) -> dict[str, Any] | None:
     busy = {**measured.busy_seconds, "compute": sum(measured.compute_seconds.values())}
     resource, seconds = max(busy.items(), key=lambda item: item[1])
     return {"phase": phase, "resource": resource, "seconds": seconds, "busy": busy}
+
+
+def _unrealised(config: EngineConfig, plan: Plan, achieved: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Shares that were asked for and came to nothing, because units are placed whole."""
+    return [
+        f"{share:.1%} of {kind} was asked for on {tier}, and none of it is there: units are placed whole"
+        for kind in ("weights", "cache", "hidden")
+        if kind not in config.free_fields
+        for tier, share in getattr(plan.policy, kind).items()
+        if tier not in achieved[kind]
+    ]
 
 
 def _warnings(plan: Plan, measured: Measured) -> list[str]:

@@ -70,7 +70,10 @@ class RequestReader:
         """Ids of one prompt; an empty one becomes BOS. `bare`: no special tokens, and empty stays empty."""
         if isinstance(prompt, str):
             if self.encode is None:
-                raise UsageError(f"{where} is text, and this model has no tokenizer", "needed lists of token ids")
+                raise UsageError(
+                    f"{where} is text, and this model has no tokenizer",
+                    "needed lists of token ids, or a tokenizer.json beside its config.json",
+                )
             ids = self.encode(prompt)
             if bare and ids and ids[0] == self.spec.bos_token_id:
                 ids = ids[1:]
