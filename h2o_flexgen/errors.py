@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each says what was found, what was needed and what to change; each has an exit code."""
+"""The errors a user can meet. Each says what was found, what was needed, what to change, and carries an exit code."""
 
 from __future__ import annotations
 
