@@ -161,20 +161,20 @@ def test_interrupted_run_leaves_nothing_behind_and_can_go_on(checkpoint, tmp_pat
 
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(checkpoint) -> None:
     folder = checkpoint("opt")[1]
-    with LLM(folder, dtype="float32", policy=ON_GPU["all-gpu"], emulate_gpu="20KiB") as llm:
-        with pytest.raises(PlanError, match="on the gpu tier, and its cap is 20 KiB") as caught:
-            llm.generate(prompts_of(LENGTHS), **SETTINGS)
+    with LLM(folder, dtype="float32", policy=ON_GPU["all-gpu"], emulate_gpu="1MiB") as llm:
+        with pytest.raises(PlanError, match="on the gpu tier, and its cap is 1 MiB") as caught:
+            llm.generate(prompts_of(LENGTHS * 4), **SETTINGS)
         assert "--gpu-mem" in str(caught.value)
 
 
 def test_the_rule_places_as_much_as_fits_on_the_fastest_tier(checkpoint) -> None:
     folder = checkpoint("opt")[1]
     with LLM(folder, dtype="float32", emulate_gpu="1GiB") as llm:
-        llm.generate(prompts_of(LENGTHS), **SETTINGS)
+        llm.generate(prompts_of(LENGTHS * 4), **SETTINGS)
         assert llm.last_record.policy["weights"] == {"gpu": 1.0}
         whole = llm.last_plan.footprint.total("gpu")
     with LLM(folder, dtype="float32", emulate_gpu=f"{whole - 30000}B") as llm:
-        llm.generate(prompts_of(LENGTHS), **SETTINGS)
+        llm.generate(prompts_of(LENGTHS * 4), **SETTINGS)
         weights = llm.last_record.policy["weights"]
         assert 0 < weights["gpu"] < 1
         assert weights["gpu"] + weights["cpu"] == pytest.approx(1)
