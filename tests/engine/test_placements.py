@@ -161,9 +161,9 @@ def test_interrupted_run_leaves_nothing_behind_and_can_go_on(checkpoint, tmp_pat
 
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(checkpoint) -> None:
     folder = checkpoint("opt")[1]
-    with LLM(folder, dtype="float32", policy=ON_GPU["all-gpu"], emulate_gpu="1MiB") as llm:
+    with LLM(folder, dtype="float32", policy={**ON_GPU["all-gpu"], "gpu_batch_size": 40}, emulate_gpu="1MiB") as llm:
         with pytest.raises(PlanError, match="on the gpu tier, and its cap is 1 MiB") as caught:
-            llm.generate(prompts_of(LENGTHS * 4), **SETTINGS)
+            llm.generate(prompts_of([100] * 40), **SETTINGS)
         assert "--gpu-mem" in str(caught.value)
 
 
