@@ -158,7 +158,7 @@ class LLM:
             return
         plan = self.plan(workload_of(rows))
         loaded = self._load(plan)
-        moved, totals = dict(loaded.copies.bytes_moved), BlockTotals()
+        counted, totals = self._counters(loaded), BlockTotals()
         runner = self._runner(loaded)
         started, before, asked = time.perf_counter(), 0, sum(row.max_new_tokens for row in rows)
         for block in blocks(rows, plan.policy.gpu_batch_size, plan.policy.block_size):
@@ -170,12 +170,21 @@ class LLM:
             totals=totals,
             load_seconds=self._load_seconds,
             total_seconds=time.perf_counter() - started,
-            bytes_moved={link: n - moved.get(link, 0) for link, n in loaded.copies.bytes_moved.items()},
-            busy_seconds=dict(loaded.copies.busy_seconds),
-            compute_seconds=dict(self._trace.compute_seconds),
+            **{
+                name: {key: value - counted[name].get(key, 0) for key, value in now.items()}
+                for name, now in self._counters(loaded).items()
+            },
             peak_bytes={**loaded.tiers.peaks(), "rss": machine.peak_rss()},
         )
         self.last_record = make_record(self.config, self.model, plan, rows, measured)
+
+    def _counters(self, loaded: Loaded) -> dict[str, dict[str, Any]]:
+        """What only ever grows, over all calls: fields of Measured."""
+        return {
+            "bytes_moved": dict(loaded.copies.bytes_moved),
+            "busy_seconds": dict(loaded.copies.busy_seconds),
+            "compute_seconds": dict(self._trace.compute_seconds),
+        }
 
     def _runner(self, loaded: Loaded) -> BlockRunner:
         return BlockRunner(

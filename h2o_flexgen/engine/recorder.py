@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from h2o_flexgen.engine.block import BlockTotals
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,16 @@ def _device(plan: Plan, config: EngineConfig) -> str:
 
 
 def _eviction(config: EngineConfig, rows: SequenceOf[Sequence]) -> dict[str, Any]:
-    """Resolved tokens, and the budget as a share of prompt and of whole sequence (of the first row)."""
+    """Resolved tokens, and the budget as a share of prompt and of whole sequence; [least, most] where rows differ."""
     entry = eviction_entry(config.eviction.name, [row.budget for row in rows])
-    first = rows[0]
-    prompt, length = len(first.prompt_ids), len(first.prompt_ids) + first.max_new_tokens
-    entry["share_of_prompt"] = first.budget.total / prompt
-    entry["share_of_sequence"] = first.budget.total / length
+    entry["share_of_prompt"] = _span(row.budget.total / len(row.prompt_ids) for row in rows)
+    entry["share_of_sequence"] = _span(row.budget.total / (len(row.prompt_ids) + row.max_new_tokens) for row in rows)
     return entry
+
+
+def _span(values: Iterable[float]) -> float | list[float]:
+    ordered = sorted(values)
+    return ordered[0] if ordered[0] == ordered[-1] else [ordered[0], ordered[-1]]
 
 
 def _bound(measured: Measured) -> dict[str, Any] | None:
@@ -109,5 +113,8 @@ def _unrealised(config: EngineConfig, plan: Plan, achieved: Mapping[str, Mapping
 def _warnings(plan: Plan, measured: Measured) -> list[str]:
     cap, peak = plan.request.caps.cpu, measured.peak_bytes.get("rss", 0)
     if cap is not None and peak > cap:
-        return [f"peak resident memory of {peak} bytes is above the cap of {cap}: the working space was underestimated"]
+        return [
+            f"peak resident memory of {format_bytes(peak)} is above the cap of {format_bytes(cap)}: "
+            "the working space was underestimated"
+        ]
     return []

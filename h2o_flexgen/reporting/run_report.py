@@ -2,60 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from h2o_flexgen.config.record import RunRecord
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 
+_WIDTH = 12
+_KINDS = ("weights", "cache", "hidden")
+
 
 def run_report(record: RunRecord) -> str:
-    """Speed, bytes, bound and memory of one run, a line each."""
-    policy = record.policy
-    lines = [
-        f"{record.model}, {record.dtype} on {record.device}, {record.weights} weights"
-        + (" (random numbers: speed only, the text means nothing)" if record.weights == "dummy" else ""),
-        f"eviction    {_eviction(record.eviction)}",
-        f"block       {policy['num_gpu_batches']} GPU batches of {policy['gpu_batch_size']}; "
-        + "; ".join(f"{kind} {_shares(policy[kind])}" for kind in ("weights", "cache", "hidden")),
-        f"work        {record.sequences} sequences, {record.prompt_tokens} prompt tokens, "
-        f"{record.generated_tokens} generated",
-        f"prefill     {format_seconds(record.prefill_s)}, {_tokens(record.prefill_throughput)}",
-        f"decode      {format_seconds(record.decode_s)}, {_tokens(record.decode_throughput)}",
-        f"throughput  {_tokens(record.gen_throughput)} generated over prefill and decode; "
-        f"{_tokens(record.total_token_throughput)} in all",
-        f"kv cache    {format_bytes(record.kv_bytes)} per block",
-    ]
-    seconds = record.prefill_s + record.decode_s
+    """What ran, how fast, what it moved, what bound it and what memory it took: a line each."""
+    return "\n".join(f"{name:{_WIDTH}}{text}" for name, text in _lines(record))
+
+
+def _lines(record: RunRecord) -> Iterator[tuple[str, str]]:
+    policy, seconds = record.policy, record.prefill_s + record.decode_s
+    random = "random weights: speed only, text would mean nothing" if record.weights == "dummy" else "checkpoint weights"
+    yield "model", f"{record.model}, {record.dtype} on {record.device}, {random}"
+    yield "eviction", _eviction(record.eviction)
+    batches = _count(policy["num_gpu_batches"], "GPU batch", "GPU batches")
+    yield "block", f"{batches} of {_count(policy['gpu_batch_size'], 'sequence')}"
+    yield "placement", "; ".join(f"{kind} {_shares(policy[kind])}" for kind in _KINDS)
+    work = f"{_count(record.sequences, 'sequence')}, {_count(record.prompt_tokens, 'prompt token')}"
+    yield "work", f"{work}, {record.generated_tokens} generated"
+    yield "load", format_seconds(record.load_s)
+    yield "prefill", f"{format_seconds(record.prefill_s)}, {_rate(record.prefill_throughput)}"
+    yield "decode", f"{format_seconds(record.decode_s)}, {_rate(record.decode_throughput)}"
+    generated, every = _rate(record.gen_throughput), _rate(record.total_token_throughput)
+    yield "throughput", f"{generated} generated over prefill and decode; {every} with the prompts"
+    yield "KV cache", f"{format_bytes(record.kv_bytes)} per block"
     if record.flops and seconds:
-        lines.append(f"compute     {record.flops / 1e12:.3g} TFLOP, {record.flops / seconds / 1e12:.3g} TFLOP/s")
+        yield "compute", f"{_scaled(record.flops)}FLOP, {_scaled(record.flops / seconds)}FLOP/s"
     for link, nbytes in sorted(record.bytes_moved.items()):
-        rate = record.bandwidth.get(link)
-        at = f" at {format_rate(rate)} while busy" if rate else ""
-        lines.append(f"moved       {link}: {format_bytes(nbytes)}{at}")
-    if record.bound:
-        lines.append(f"bound       {record.bound['resource']}, busy for {format_seconds(record.bound['seconds'])}")
-    peaks = ", ".join(f"{tier} {format_bytes(n)}" for tier, n in record.peak_bytes.items() if n)
-    lines.append(f"peak memory {peaks}")
-    lines.extend(f"warning     {warning}" for warning in record.warnings)
-    return "\n".join(lines)
+        bandwidth = record.bandwidth.get(link)
+        busy = f" at {format_rate(bandwidth)} while busy" if bandwidth else ""
+        yield "moved", f"{link}: {format_bytes(nbytes)}{busy}"
+    if record.bound and seconds:
+        busy = f"busy for {format_seconds(record.bound['seconds'])} of {format_seconds(seconds)}"
+        yield "bound", f"{record.bound['resource']}, {busy}"
+    yield "peak memory", _peaks(record.peak_bytes)
+    for warning in record.warnings:
+        yield "warning", warning
 
 
 def _eviction(eviction: dict[str, Any]) -> str:
     if eviction["name"] == "full":
-        return "full cache"
-    share = eviction.get("share_of_sequence")
-    of = f" ({share:.0%} of the sequence, {eviction['share_of_prompt']:.0%} of the prompt)" if share else ""
-    parts = ", ".join(f"{_span(eviction[part])} {part}" for part in ("heavy", "recent", "sinks"))
-    return f"{eviction['name']}: {_span(eviction['budget'])} tokens per head{of}: {parts}"
+        return "none: the full cache"
+    shares = ""
+    if "share_of_sequence" in eviction:
+        of_sequence, of_prompt = _span(eviction["share_of_sequence"], ".0%"), _span(eviction["share_of_prompt"], ".0%")
+        shares = f" ({of_sequence} of the sequence, {of_prompt} of the prompt)"
+    parts = ", ".join(f"{_span(eviction[part])} {part}" for part in ("heavy", "recent", "sinks") if eviction[part])
+    return f"{eviction['name']} keeps {_span(eviction['budget'])} tokens per head{shares}: {parts}"
 
 
-def _span(value: Any) -> str:
-    return f"{value[0]} to {value[1]}" if isinstance(value, list) else str(value)
+def _span(value: Any, form: str = "") -> str:
+    """`value`, or "least to most" of a pair whose ends look different."""
+    ends = [format(end, form) for end in (value if isinstance(value, list) else [value])]
+    return ends[0] if ends[0] == ends[-1] else f"{ends[0]} to {ends[-1]}"
 
 
 def _shares(shares: dict[str, float]) -> str:
-    return ", ".join(f"{share:.0%} {tier}" for tier, share in shares.items())
+    return ", ".join(f"{share:.0%} {tier}" for tier, share in shares.items() if share)
 
 
-def _tokens(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate:.4g} tokens/s"
+def _peaks(peaks: dict[str, int | None]) -> str:
+    tiers = [f"{tier} tier {format_bytes(nbytes)}" for tier, nbytes in peaks.items() if nbytes and tier != "rss"]
+    whole = peaks.get("rss")
+    return ", ".join([*tiers, f"process {format_bytes(whole)}"] if whole else tiers) or "not measured"
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _rate(rate: float | None) -> str:
+    if rate is None:
+        return "-"
+    return f"{rate:,.0f} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s"
+
+
+def _scaled(value: float) -> str:
+    """A number with a decimal prefix: 4.28 G."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(value) < 999.5:
+            return f"{value:.3g} {prefix}"
+        value /= 1000
+    return f"{value:.3g} P"

@@ -1,0 +1,131 @@
+"""The report, FlexGen's log and the record: the figures of this run, readable by people and by scripts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.reporting.run_report import run_report
+from tests.programs import Run
+
+RECORD = RunRecord(
+    model="opt-30b",
+    dtype="float16",
+    device="cuda",
+    weights="checkpoint",
+    eviction={
+        "name": "h2o", "budget": [110, 120], "heavy": [55, 60], "recent": [55, 60], "sinks": 0,
+        "share_of_prompt": [0.2141, 0.2142], "share_of_sequence": 0.2,
+    },
+    policy={
+        "gpu_batch_size": 64, "num_gpu_batches": 1,
+        "weights": {"gpu": 0.2, "cpu": 0.8}, "cache": {"cpu": 1.0}, "hidden": {"gpu": 1.0, "cpu": 0.0},
+    },
+    prompt_len=512,
+    gen_len=32,
+    sequences=64,
+    prompt_tokens=32768,
+    generated_tokens=2048,
+    load_s=61.0,
+    prefill_s=40.0,
+    decode_s=360.0,
+    total_s=402.0,
+    bytes_moved={"cpu->gpu": 10**12, "gpu->cpu": 0},
+    bandwidth={"cpu->gpu": 12.5e9, "gpu->cpu": None},
+    flops=2 * 10**15,
+    peak_bytes={"gpu": 15 << 30, "cpu": 60 << 30, "disk": None, "rss": 61 << 30},
+    kv_bytes=3 << 30,
+    bound={"phase": "decode", "resource": "cpu->gpu", "seconds": 350.0},
+    warnings=["something to know"],
+)  # fmt: skip
+
+
+def test_the_report_line_by_line() -> None:
+    assert run_report(RECORD).splitlines() == [
+        "model       opt-30b, float16 on cuda, checkpoint weights",
+        "eviction    h2o keeps 110 to 120 tokens per head (20% of the sequence, 21% of the prompt): "
+        "55 to 60 heavy, 55 to 60 recent",
+        "block       1 GPU batch of 64 sequences",
+        "placement   weights 20% gpu, 80% cpu; cache 100% cpu; hidden 100% gpu",
+        "work        64 sequences, 32768 prompt tokens, 2048 generated",
+        "load        61 s",
+        "prefill     40 s, 819 tokens/s",
+        "decode      6 min 00 s, 5.51 tokens/s",
+        "throughput  5.12 tokens/s generated over prefill and decode; 87 tokens/s with the prompts",
+        "KV cache    3 GiB per block",
+        "compute     2 PFLOP, 5 TFLOP/s",
+        "moved       cpu->gpu: 931 GiB at 12.5 GB/s while busy",
+        "moved       gpu->cpu: 0 B",
+        "bound       cpu->gpu, busy for 5 min 50 s of 6 min 40 s",
+        "peak memory gpu tier 15 GiB, cpu tier 60 GiB, process 61 GiB",
+        "warning     something to know",
+    ]
+
+
+def test_the_report_of_dummy_weights_says_so_first() -> None:
+    report = run_report(dataclasses.replace(RECORD, weights="dummy", eviction={**RECORD.eviction, "name": "full"}))
+    assert "random weights: speed only, text would mean nothing" in report.splitlines()[0]
+    assert "eviction    none: the full cache" in report
+
+
+def test_flexgens_log_is_what_its_scripts_parse(tmp_path: Path, model: Path, run: Run) -> None:
+    log = tmp_path / "flexgen.log"
+    arguments = ("--model", model, "--prompt-len", 9, "--num-prompts", 4, "-n", 5, "--log-file", log)
+    record = run(*arguments).record
+    lines = log.read_text().splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "model size", "peak gpu mem", "prefill latency", "decode latency", "total latency",
+    ]  # fmt: skip
+    for line, seconds, rate in (
+        (lines[2], record["prefill_s"], record["prefill_throughput"]),
+        (lines[3], record["decode_s"], record["decode_throughput"]),
+        (lines[4], record["prefill_s"] + record["decode_s"], record["gen_throughput"]),
+    ):
+        latency, throughput = line.split("\t")
+        assert latency.endswith(f": {seconds:.3f} s")
+        assert throughput.endswith(f": {rate:.3f} token/s")
+    assert lines[1].endswith("projected: False")
+    run(*arguments)
+    assert len(log.read_text().splitlines()) == 10, "FlexGen appends"
+    assert not run(*arguments, "--no-log", "--log-file", tmp_path / "none").code
+    assert not (tmp_path / "none").exists()
+
+
+def test_flexgens_automatic_log_name(tmp_path: Path, model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("--model", model, "--prompt-len", 9, "--num-prompts", 4, "-n", 5, "--log-file", "auto").code == 0
+    assert [path.name for path in tmp_path.glob("*.log")] == ["fo-model-gbs-4-ngbs-1-prompt-9-gen-5.log"]
+
+
+def test_a_trace_is_a_chrome_trace(tmp_path: Path, model: Path, run: Run) -> None:
+    trace = tmp_path / "trace.json"
+    placed = ("--weights-placement", "disk", "--offload-dir", tmp_path / "offload")
+    assert run("--model", model, "--prompt-len", 9, "-n", 3, "--trace", trace, *placed).code == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    threads = {event["args"]["name"] for event in events if event["ph"] == "M" and event["name"] == "thread_name"}
+    assert {"compute", "disk->cpu"} <= threads
+
+
+def test_the_record_is_of_the_last_call_alone(tmp_path: Path, model: Path) -> None:
+    """One engine, three calls: seconds and bytes are not those of all calls together."""
+    policy = {"weights": {"disk": 1.0}}
+    records: list[dict[str, Any]] = []
+    with LLM(str(model), policy=policy, offload_dir=str(tmp_path / "offload")) as llm:
+        for new_tokens in (40, 2, 2):
+            llm.generate([[2, 9, 8, 7]], max_new_tokens=new_tokens)
+            assert llm.last_record is not None
+            records.append(llm.last_record.to_json())
+    first, second, third = records
+    assert second["bytes_moved"] == third["bytes_moved"]
+    assert second["bytes_moved"]["disk->cpu"] * 10 < first["bytes_moved"]["disk->cpu"]
+    for record in records:
+        assert record["bound"]["busy"]["compute"] <= record["prefill_s"] + record["decode_s"]
+        busy = record["bytes_moved"]["disk->cpu"] / record["bandwidth"]["disk->cpu"]
+        assert busy == pytest.approx(record["bound"]["busy"]["disk->cpu"])
+    assert third["bound"]["busy"]["disk->cpu"] < first["bound"]["busy"]["disk->cpu"]
