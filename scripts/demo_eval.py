@@ -53,25 +53,29 @@ def perplexity(model: OPTForCausalLM, corpus: Corpus, text: str) -> dict[str, fl
 
 def heldout_texts(corpus: Corpus, size: int) -> dict[str, str]:
     """About `size` characters per source, none of them trained on; stories come from a seed of their own."""
-    rng, stories = Random(HELD_SEED), []
-    while sum(map(len, stories)) < size:
+    rng, stories = Random(HELD_SEED), list[str]()
+    while sum(len(text) for text in stories) < size:
         stories.append(" ".join(story(rng)))
     texts = {"stories": "\n".join(stories)}
     for name, lines in zip(corpus.names, corpus.held_text, strict=True):
-        cut = next((n for n in range(len(lines)) if sum(map(len, lines[:n])) >= size), len(lines))
+        cut = next((n for n in range(len(lines)) if sum(len(line) for line in lines[:n]) >= size), len(lines))
         texts[name] = "\n".join(lines[:cut])
     return texts
 
 
 def write_samples(corpus: Corpus, out: Path) -> None:
-    """heldout.txt (every source in turn) and recall_prompts.jsonl (64 held-out questions, 400 to 900 tokens)."""
+    """heldout.txt (every source in turn) and recall_prompts.jsonl: 40 questions about facts told once and not used
+    since, 40 about facts that were asked for before (what a policy that follows attention can know to matter)."""
     (out / "heldout.txt").write_text("\n\n".join(heldout_texts(corpus, 20_000).values()) + "\n", encoding="utf-8")
     rng, rows = Random(HELD_SEED + 1), []
-    while len(rows) < 64:
-        case = corpus.recall_case(rng, rng.randint(250, 800))
-        tokens = len(corpus.encode(case.prompt)) + 1
-        if 400 <= tokens <= 900:
-            rows.append({"prompt": case.prompt, "answer": case.answer, "tokens": tokens, "distance": case.distance})
+    for kind, make, sizes in (("once", corpus.recall_case, (250, 800)), ("used", corpus.used_case, (400, 900))):
+        found = 0
+        while found < 40:
+            case = make(rng, rng.randint(*sizes))
+            tokens = len(corpus.encode(case.prompt)) + 1
+            if 400 <= tokens <= 900:
+                found += 1
+                rows.append({"kind": kind, "tokens": tokens} | case._asdict())
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (out / "recall_prompts.jsonl").write_text(text, encoding="utf-8")
 
@@ -90,7 +94,7 @@ def plot(history: list[dict], figures: dict, path: Path) -> None:
     sizes = f"{figures['parameters'] / 1e6:.1f} M parameters, {figures['tokens'] / 1e6:.0f} M tokens"
     top.set_title(f"Demo model: {sizes}, {figures['seconds'] / 60:.0f} min on {figures['threads']} CPU threads",
                   fontsize=11)
-    switch = next((row["step"] for row in history if row["length"] == CONTEXT), None)
+    switch = max((row["step"] for row in history if row["length"] < CONTEXT), default=None)
     looks = [row for row in history if "recall_100" in row]
     for far, colour in ((100, "#7fb069"), (300, "#e08e45"), (800, "#b23a48")):
         low.plot([row["step"] for row in looks], [row[f"recall_{far}"] for row in looks], "o-", color=colour,

@@ -7,7 +7,7 @@ from random import Random
 from typing import NamedTuple
 
 import torch
-from demo_text import Span, draw_facts, load_source, recall_passage, sentences_of, split_heldout, story
+from demo_text import Fact, Span, draw_facts, load_source, recall_passage, sentences_of, split_heldout, story
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -15,10 +15,11 @@ CONTEXT = 1024
 VOCAB = 4096
 BOS, PAD = 2, 1
 ANSWER_WEIGHT = 5.0
+DENSE_UNTIL, NOISE_UNTIL, EASY_UNTIL, REVIEW_FROM = 240, 288, 360, 800  # steps: the curriculum
 
 
 def build_tokenizer(sources: list[Path], seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with OPT's special ids; each digit is one token (with the space before it), so that a code is copied digit by digit."""
+    """A byte-level BPE with OPT's special ids; each digit, with the space before it, is a token, for copying codes."""
     rng = Random(seed)
     lines = [line for path in sources for line in split_heldout(load_source(path))[0]]
     for _ in range(4000):
@@ -41,11 +42,16 @@ def build_tokenizer(sources: list[Path], seed: int) -> PreTrainedTokenizerFast:
 
 
 class RecallCase(NamedTuple):
-    """A question about a fact `distance` tokens back; `prompt` ends where the answer must come."""
+    """A question about a fact last mentioned `distance` tokens back; `prompt` ends where the answer must come.
+
+    `prompt[:question_at]` is the passage without the question; `asked` counts the earlier questions about the fact.
+    """
 
     prompt: str
     answer: str
     distance: int
+    question_at: int
+    asked: int
 
 
 class Corpus:
@@ -87,7 +93,7 @@ class Corpus:
             at += 1
         return found
 
-    def passage(self, rng: Random, tokens: int, used: set[str], plain: float) -> tuple[list[int], list[float]]:
+    def passage(self, rng: Random, tokens: int, used: set[str], step: int) -> tuple[list[int], list[float]]:
         """A recall passage of about `tokens` tokens: few facts and long filler, or many facts and little filler."""
         most = max(2, min(10, tokens // 40))
         facts = draw_facts(rng, rng.randint(2, most), used)
@@ -95,17 +101,18 @@ class Corpus:
         room = tokens - 17 * len(facts) - 24 * questions
         filler = self.filler(rng, room) if room > 15 else []
         late = len(filler) > 8 and rng.random() < 0.4
-        return self.encode_spans(recall_passage(rng, filler, facts, plain, ANSWER_WEIGHT, questions, late))
+        plain = 0.95 if step < EASY_UNTIL else 0.6
+        review = 0.12 if step >= REVIEW_FROM and rng.random() < 0.5 else 0.0
+        return self.encode_spans(recall_passage(rng, filler, facts, plain, ANSWER_WEIGHT, questions, late, review))
 
-    def recall_row(self, rng: Random, length: int, progress: float) -> tuple[list[int], list[float]]:
+    def recall_row(self, rng: Random, length: int, step: int) -> tuple[list[int], list[float]]:
         """Passages until the row is full, each whole; subjects are distinct within the row."""
         ids, weights, used = [BOS], [1.0], set[str]()
-        plain = 0.95 if progress < 0.15 else 0.6
         while (room := length - len(ids)) > 90:
             size = room - 30 if rng.random() < 0.5 else rng.randint(60, room)
-            if progress < 0.1:
+            if step < DENSE_UNTIL:
                 size = min(size, rng.randint(80, 250))
-            more, heavy = self.passage(rng, size, used, plain)
+            more, heavy = self.passage(rng, size, used, step)
             if len(more) < room:
                 ids += [*more, BOS]
                 weights += [*heavy, 1.0]
@@ -129,16 +136,17 @@ class Corpus:
         ids = [rng.randrange(4, VOCAB) for _ in range(period)]
         return (ids * (length // period + 1))[:length], ([0.0] * period + [1.0] * length)[:length]
 
-    def batch(self, rng: Random, rows: int, length: int, progress: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, rng: Random, rows: int, length: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(ids, weights), each (rows, length + 1)."""
         all_ids, all_weights = [], []
-        noise = 0.15 if progress < 0.12 else 0.0
+        noise = 0.15 if step < NOISE_UNTIL else 0.0
+        recall = 0.45 if step < REVIEW_FROM else 0.4
         for _ in range(rows):
             kind, weights = rng.random(), [1.0] * (length + 1)
             if kind < noise:
                 ids, weights = self.noise_row(rng, length + 1)
-            elif kind < noise + 0.45:
-                ids, weights = self.recall_row(rng, length + 1, progress)
+            elif kind < noise + recall:
+                ids, weights = self.recall_row(rng, length + 1, step)
             else:
                 ids = self.text_row(rng, length + 1)
             short = length + 1 - len(ids)
@@ -147,14 +155,30 @@ class Corpus:
         return torch.tensor(all_ids), torch.tensor(all_weights)
 
     def recall_case(self, rng: Random, distance: int) -> RecallCase:
-        """A case with held-out filler, its fact within 15 % of `distance`."""
+        """A fact told once, within 15 % of `distance` tokens before the question; the filler is held out."""
         while True:
             facts = draw_facts(rng, rng.randint(3, 6), set())
             filler = self.filler(rng, distance + rng.randint(0, 40), held=True)
-            spans = recall_passage(rng, filler, facts, 0.8, 1.0, 1)
-            prompt = "".join(span.text for span in spans[:-2])
-            fact = next(fact for fact in facts if prompt.endswith(fact.lead))
-            told = max(prompt.lower().rfind(tell.lower()) for tell in fact.tells)
-            far = len(self.encode(prompt[told:]))
-            if abs(far - distance) <= 0.15 * distance and len(self.encode(prompt)) < CONTEXT - 20:
-                return RecallCase(prompt, fact.answer, far)
+            case = self.last_question(recall_passage(rng, filler, facts, 0.8, 1.0, 1), facts)
+            if abs(case.distance - distance) <= 0.15 * distance and len(self.encode(case.prompt)) < CONTEXT - 20:
+                return case
+
+    def used_case(self, rng: Random, tokens: int) -> RecallCase:
+        """A fact told early, asked for twice or more on the way, and last mentioned at least 30 % of the prompt ago."""
+        while True:
+            facts = draw_facts(rng, rng.randint(3, 6), set())
+            filler = self.filler(rng, tokens - 100, held=True)
+            case = self.last_question(recall_passage(rng, filler, facts, 0.8, 1.0, 1, True, 0.12), facts)
+            length = len(self.encode(case.prompt))
+            if case.asked > 1 and case.distance >= 0.3 * length and length < CONTEXT - 20:
+                return case
+
+    def last_question(self, spans: list[Span], facts: list[Fact]) -> RecallCase:
+        """Cut a passage just before its last answer."""
+        prompt = "".join(span.text for span in spans[:-2])
+        before = prompt[:len(prompt) - len(spans[-3].text) - 1]
+        fact = next(fact for fact in facts if prompt.endswith(fact.lead))
+        mentions = [*fact.tells, f"{fact.lead} {fact.answer}"]
+        last = max(before.lower().rfind(mention.lower()) for mention in mentions)
+        return RecallCase(prompt, fact.answer, len(self.encode(prompt[last:])), len(before),
+                          sum(before.count(ask) for ask in fact.asks))

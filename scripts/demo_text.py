@@ -107,11 +107,12 @@ def draw_facts(rng: Random, count: int, used: set[str]) -> list[Fact]:
 
 
 def recall_passage(rng: Random, filler: list[str], facts: list[Fact], plain: float, weight: float,
-                   questions: int, late: bool = False) -> list[Span]:
+                   questions: int, late: bool = False, review: float = 0.0) -> list[Span]:
     """Facts between `filler` sentences, then questions and weighted answers.
 
-    `plain` is the chance that a fact is told in the words of its answer (the easy case). `late` asks only about facts
-    of the first third, so that the answer lies almost the whole passage back.
+    `plain` is the chance that a fact is told in the words of its answer (the easy case). `late` tells facts in the
+    first third only, so that the answer lies almost the whole passage back. `review` is the chance, at each sentence,
+    of a question in the midst of the filler: facts then matter all along, not only at the end.
     """
     share = 3 if late else 1
     slots = sorted(rng.randrange(len(filler) // share + 1) for _ in facts)
@@ -126,11 +127,18 @@ def recall_passage(rng: Random, filler: list[str], facts: list[Fact], plain: flo
             spans.append(Span((mark + tell if mark else upper(tell)) + " "))
         if index < len(filler):
             spans.append(Span(filler[index] + " "))
+            known = [fact for fact in facts if fact not in told]
+            if review and known and rng.random() < review:
+                spans += question(rng, rng.choice(known), plain, weight)
     for fact in rng.sample(facts, min(questions, len(facts))):
-        ask = fact.asks[0] if rng.random() < plain else rng.choice(fact.asks)
-        spans += [Span(f"{ask} {fact.lead}"), Span(f" {fact.answer}", weight), Span(". ")]
+        spans += question(rng, fact, plain, weight)
     spans[-1] = Span(".")
     return spans
+
+
+def question(rng: Random, fact: Fact, plain: float, weight: float) -> list[Span]:
+    ask = fact.asks[0] if rng.random() < plain else rng.choice(fact.asks)
+    return [Span(f"{ask} {fact.lead}"), Span(f" {fact.answer}", weight), Span(". ")]
 
 
 # ---------------------------------------------------------------- stories

@@ -26,7 +26,7 @@ from pathlib import Path
 from random import Random
 
 import torch
-from demo_rows import CONTEXT, PAD, Corpus, build_tokenizer
+from demo_rows import BOS, CONTEXT, PAD, Corpus, build_tokenizer
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,8 +37,8 @@ class Recipe:
     """Everything that decides the weights besides the text; stored in the checkpoint and in training.json."""
 
     seed: int = 2023
-    steps: int = 2400
-    short_share: float = 0.4
+    steps: int = 1700
+    short_steps: int = 800
     short_rows: int = 16
     long_rows: int = 8
     hidden: int = 256
@@ -50,7 +50,7 @@ class Recipe:
     decay_share: float = 0.45
 
     def row_length(self, step: int) -> int:
-        return 256 if step < self.short_share * self.steps else CONTEXT
+        return 256 if step < self.short_steps else CONTEXT
 
     def rows(self, step: int) -> int:
         return self.short_rows if self.row_length(step) < CONTEXT else self.long_rows
@@ -71,7 +71,7 @@ def new_model(recipe: Recipe, vocab: int) -> OPTForCausalLM:
         vocab_size=vocab, hidden_size=recipe.hidden, word_embed_proj_dim=recipe.hidden, ffn_dim=4 * recipe.hidden,
         num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, max_position_embeddings=CONTEXT,
         dropout=0.0, attention_dropout=0.0, activation_function="relu", do_layer_norm_before=True, init_std=0.04,
-        bos_token_id=2, eos_token_id=2, pad_token_id=1, attn_implementation="sdpa",
+        bos_token_id=BOS, eos_token_id=BOS, pad_token_id=PAD,
     )
     model = OPTForCausalLM(config)
     with torch.no_grad():
@@ -162,14 +162,14 @@ class Trainer:
     def train_step(self, corpus: Corpus) -> float:
         rng = Random(self.recipe.seed * 1_000_003 + self.step)
         length = self.recipe.row_length(self.step)
-        progress = self.step / self.recipe.steps
-        ids, weights = corpus.batch(rng, self.recipe.rows(self.step), length, progress)
+        ids, weights = corpus.batch(rng, self.recipe.rows(self.step), length, self.step)
         starts = [rng.randrange(CONTEXT - length + 1) for _ in range(len(ids))]
         positions = torch.tensor(starts)[:, None] + torch.arange(length)
         loss = self.loss(ids, positions, weights)
         loss.backward()
         with torch.no_grad():
             for master, param in zip(self.masters, self.params, strict=True):
+                assert param.grad is not None, "every trained parameter takes part in the loss"
                 master.grad, param.grad = param.grad.float(), None
             torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
             for optimizer, base in zip(self.optimizers, self.base_rates, strict=True):
@@ -209,12 +209,12 @@ class Trainer:
                 row = {"step": self.step, "loss": round(sum(losses) / len(losses), 4),
                        "length": self.recipe.row_length(self.step - 1), "seconds": round(self.seconds, 1)}
                 losses.clear()
+                self.history.append(row)
                 if self.step % every == 0:
                     row |= {f"recall_{far}": recall_accuracy(self.model, corpus, Random(far), far, 24)
                             for far in (100, 300, 800)}
                     self.save()
                     export(self.model, tokenizer, out)
-                self.history.append(row)
                 print(json.dumps(row), flush=True)
         self.save()
 
