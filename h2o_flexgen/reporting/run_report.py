@@ -19,8 +19,9 @@ def run_report(record: RunRecord) -> str:
 
 def _lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     policy, seconds = record.policy, record.prefill_s + record.decode_s
-    random = "random weights: speed only, text would mean nothing" if record.weights == "dummy" else "checkpoint weights"
-    yield "model", f"{record.model}, {record.dtype} on {record.device}, {random}"
+    dummy = record.weights == "dummy"
+    source = "random weights: speed only, text would mean nothing" if dummy else "checkpoint weights"
+    yield "model", f"{record.model}, {record.dtype} on {record.device}, {source}"
     yield "eviction", _eviction(record.eviction)
     batches = _count(policy["num_gpu_batches"], "GPU batch", "GPU batches")
     yield "block", f"{batches} of {_count(policy['gpu_batch_size'], 'sequence')}"
