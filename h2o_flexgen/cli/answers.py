@@ -35,7 +35,8 @@ class AnswerFile:
             self._fd = self._open(overwrite)
         except OSError as error:
             folder = self._final.parent
-            reason = error.strerror if folder.is_dir() else f"the folder {folder} is not there"
+            gone = error.errno == errno.ENOENT and not os.path.isdir(folder)
+            reason = f"the folder {folder} is not there" if gone else error.strerror
             raise UsageError(f"--output {path}: {reason}", "needed a file that can be written") from None
 
     def _open(self, overwrite: bool) -> int:
@@ -53,7 +54,7 @@ class AnswerFile:
         try:
             return os.open(self._written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._mode)
         except FileExistsError:
-            if self._written.is_dir():
+            if os.path.isdir(self._written):
                 raise IsADirectoryError(errno.EISDIR, "this is a folder") from None
             raise UsageError(
                 f"--output {self._written} exists",

@@ -46,17 +46,16 @@ def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = run_parser()
     added = environment_arguments(parser, argv, environ)
-    if added:
-        source = ", ".join(f"{name}={environ[name]}" for name in added)
-        parser.origin = f"from the environment: {source}"
+    parser.origins = {f"{name}={environ[name]}": words[0].partition("=")[0] for name, words in added.items() if words}
     args = parser.parse_args([*(word for words in added.values() for word in words), *argv])
     try:
         return _checked(args, misspelt(parser, environ))
     except UsageError as error:
-        if not added:
+        origin = parser.origin(str(error))
+        if not origin:
             raise
-        change = f"{error.change}. " if error.change else ""
-        raise UsageError(error.found, error.needed, change + parser.origin) from None
+        change = f"{error.change}. {origin}" if error.change else origin
+        raise UsageError(error.found, error.needed, change) from None
 
 
 def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
@@ -95,11 +94,11 @@ def _new_file(flag: str, text: str | None) -> Path | None:
         return None
     path = Path(text)
     folder = path.parent
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UsageError(f"{flag} {path}: this is a folder", "needed a file that can be written")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UsageError(f"{flag} {path}: the folder {folder} is not there", "needed a file that can be written")
-    if not os.access(path if path.exists() else folder, os.W_OK):
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise UsageError(f"{flag} {path}: permission denied", "needed a file that can be written")
     return path
 

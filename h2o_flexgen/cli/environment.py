@@ -32,7 +32,9 @@ def environment_arguments(
 def misspelt(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> list[str]:
     """A sentence for each variable that looks like one of ours and is none."""
     known = {name for name, _ in _variables(parser)} | _NO_FLAGS
-    hints = {name: suggestion(name, known) for name in environ if name.startswith(PREFIX) and name not in known}
+    words = [name.removeprefix(PREFIX) for name in known]
+    unknown = [name for name in environ if name.startswith(PREFIX) and name not in known]
+    hints = {name: suggestion(name.removeprefix(PREFIX), words) for name in unknown}
     return [f"{name} is set, and no flag is called so: {hint}" for name, hint in hints.items() if hint]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
@@ -35,15 +38,24 @@ REFUSED = {
 
 
 class RunParser(Parser):
-    """Knows where a bare word of the command line belongs. `origin` says what did not come from there."""
+    """Knows where a bare word of the command line belongs, and what did not come from there.
 
-    origin = ""
+    `origins` holds the variables of the environment that were read, as one would set them, and the flag of each.
+    """
+
+    origins: Mapping[str, str] = MappingProxyType({})
+
+    def origin(self, message: str) -> str:
+        """Where the flags that `message` is about were set, if that was in the environment."""
+        set_there = [setting for setting, flag in self.origins.items() if re.search(rf"{flag}\b(?!-)", message)]
+        return f"from the environment: {', '.join(set_there)}" if set_there else ""
 
     def error(self, message: str) -> NoReturn:
         word = message.removeprefix("unrecognized arguments: ")
         if word != message and not word.startswith("-"):
             message += "\n  a prompt is given with --prompt TEXT"
-        super().error(f"{message}\n  {self.origin}" if self.origin else message)
+        origin = self.origin(message)
+        super().error(f"{message}\n  {origin}" if origin else message)
 
 
 def run_parser() -> RunParser:

@@ -136,7 +136,8 @@ def _require_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # open until the end
     reconfigure: Any = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
-        reconfigure(errors="replace")
+        with contextlib.suppress(OSError):  # a stream that was redirected under Python's feet
+            reconfigure(errors="replace")
 
 
 def _let_go_of_stdout() -> None:

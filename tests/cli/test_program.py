@@ -1,0 +1,170 @@
+"""What is around every program: prompts from stdin, streams that are closed, notices, progress, failures of our own."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from h2o_flexgen.cli import progress
+from h2o_flexgen.cli.program import exit_on_errors
+from h2o_flexgen.cli.progress import Progress
+from h2o_flexgen.errors import PlanError
+from tests.programs import Child, Run
+
+
+def from_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+def test_prompts_from_stdin(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from_stdin(monkeypatch, "one\n\ntwo\n")
+    assert run("--model", model, "--prompts", "-").record["sequences"] == 2
+    from_stdin(monkeypatch, '{"prompt": "three"}\n')
+    ran = run("--model", model, "--prompts", "-", "-n", 2)
+    assert ran.out.splitlines()[1] == "three"
+    from_stdin(monkeypatch, "one\n\0\n")
+    assert "stdin is not text" in run("--model", model, "--prompts", "-").err
+
+
+def test_the_first_prompts_only(model: Path, run: Run) -> None:
+    assert run("--model", model, "--prompt", "a", "--prompt", "b", "--num-prompts", 1).record["sequences"] == 1
+
+
+def test_a_command_line_that_is_no_unicode(model: Path, run: Run) -> None:
+    ran = run("--model", model, "--prompt", "a\udcff")
+    assert ran.code == 2
+    assert "--prompt is no valid Unicode text" in ran.err
+
+
+def test_without_prompts_the_speed_is_measured_and_that_is_said(run: Run) -> None:
+    ran = run("--model", "demo", "--weights", "dummy", "-n", 2, "--gbs", 1, "--num-gb", 1)
+    assert ran.code == 0
+    assert "note: no prompts were given, so 1 random ones of 512 tokens measure the speed" in ran.err
+    assert (ran.record["sequences"], ran.record["prompt_tokens"]) == (1, 512)
+
+
+def test_the_default_run_answers_the_demo_prompts(run: Run) -> None:
+    ran = run("-n", 4)
+    assert ran.code == 0, ran.err
+    assert ran.out.count("\n>>> ") == ran.record["sequences"] > 3
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_stream_that_is_closed(tmp_path: Path, model: Path, closed: int) -> None:
+    def before() -> None:
+        os.close(closed)
+        setattr(sys, {1: "stdout", 2: "stderr"}[closed], None)
+
+    with Child(tmp_path, "--model", model, "--prompt", "abc", before=before) as child:
+        assert child.wait().code == 0
+
+
+def test_python_warnings_are_one_line(model: Path, run: Run) -> None:
+    ran = run("--model", model, "--prompt", "abc", "--temperature", 2, "-q")
+    assert ran.err == "warning: temperature, top_k and top_p have no effect without do_sample=True\n"
+
+
+def test_programs_run_in_any_thread(capsys: pytest.CaptureFixture[str]) -> None:
+    """Signal handlers belong to the main thread; elsewhere the program does without."""
+    codes: list[int] = []
+
+    def fail() -> int:
+        raise PlanError("too large", "needed less", "take less")
+
+    thread = threading.Thread(target=lambda: codes.append(exit_on_errors(fail)))
+    thread.start()
+    thread.join()
+    assert codes == [5]
+    assert capsys.readouterr().err == "error: too large\n  needed less\n  take less\n"
+
+
+def test_exit_codes_of_other_ends(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def ends(error: BaseException) -> int:
+        def work() -> int:
+            raise error
+
+        return exit_on_errors(work)
+
+    assert ends(MemoryError()) == 5
+    assert "error: out of memory" in capsys.readouterr().err
+    assert ends(SystemExit(2)) == 2
+    assert ends(KeyboardInterrupt()) == 130
+    with pytest.raises(ZeroDivisionError):
+        ends(ZeroDivisionError())
+    monkeypatch.setenv("H2O_FLEXGEN_DEBUG", "1")
+    with pytest.raises(PlanError):
+        ends(PlanError("shown with its traceback"))
+
+
+def test_handlers_and_warnings_are_put_back() -> None:
+    import signal
+
+    before = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), warnings.showwarning)
+    assert exit_on_errors(lambda: 0) == 0
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), warnings.showwarning) == before
+
+
+def on_a_terminal(tmp_path: Path, columns: int, *arguments: object) -> tuple[int, str]:
+    """The exit code, and all that a terminal of `columns` got on stderr."""
+    import fcntl
+    import struct
+    import termios
+
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with Child(tmp_path, *arguments, before=lambda: os.dup2(follower, 2)) as child:
+        os.close(follower)
+        seen = b""
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            if select.select([leader], [], [], 0.1)[0]:
+                try:
+                    seen += os.read(leader, 65536)
+                except OSError:  # the other end is closed
+                    break
+        code = child.wait().code
+    os.close(leader)
+    return code, seen.decode()
+
+
+@pytest.mark.parametrize("columns", [0, 100])
+def test_a_bar_on_a_terminal(tmp_path: Path, model: Path, columns: int) -> None:
+    arguments = ("--model", model, "--prompt-len", 9, "--num-prompts", 6, "-n", 50, "--gbs", 2)
+    code, seen = on_a_terminal(tmp_path, columns, *arguments)
+    assert code == 0
+    assert "loading weights:   0%|" in seen
+    assert re.search(r"generating: +\d+%\|.*\d+/300 ", seen), seen
+    assert "model       " in seen
+    assert "bar" not in seen.splitlines()[-1]
+    assert "generating" not in on_a_terminal(tmp_path, 100, *arguments, "--quiet")[1]
+
+
+def test_a_line_now_and_then_where_stderr_is_no_terminal(
+    model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = run("--model", model, "--prompt-len", 9, "--num-prompts", 4, "-n", 3, "--gbs", 2)
+    assert "generating" not in ran.err, "a short run needs none"
+    monkeypatch.setattr(progress, "_LINE_EVERY", 0.0)
+    ran = run("--model", model, "--prompt-len", 9, "--num-prompts", 4, "-n", 3, "--gbs", 2)
+    lines = [line for line in ran.err.splitlines() if line.startswith("generating")]
+    assert lines[0] == "generating: 0 of 12 tokens, 0 of 4 sequences"
+    assert "generating: 6 of 12 tokens, 2 of 4 sequences" in lines
+    assert any(line.startswith("loading weights: ") for line in ran.err.splitlines())
+
+
+def test_progress_that_is_closed_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    bars = Progress(quiet=False, sequences=1)
+    bars("generating", 1, 2)
+    bars.close()
+    bars.close()
+    assert capsys.readouterr().out == ""
