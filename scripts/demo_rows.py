@@ -133,7 +133,7 @@ class Corpus:
     def noise_row(self, rng: Random, length: int) -> tuple[list[int], list[float]]:
         """Random tokens said twice or more; only the repeats count. The quickest lesson in copying."""
         period = rng.randint(12, min(100, length // 2))
-        ids = [rng.randrange(4, VOCAB) for _ in range(period)]
+        ids = [rng.randrange(4, len(self.tokenizer)) for _ in range(period)]
         return (ids * (length // period + 1))[:length], ([0.0] * period + [1.0] * length)[:length]
 
     def batch(self, rng: Random, rows: int, length: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
