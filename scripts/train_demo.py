@@ -243,7 +243,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--text", nargs="*", type=Path, default=[], help="text files, or folders of .rst files")
     parser.add_argument("--out", type=Path, default=ROOT / "h2o_flexgen/data/demo", help="where the model goes")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs/demo", help="where training.json and loss.png go")
-    parser.add_argument("--work", type=Path, default=ROOT / "results/local/demo", help="checkpoint, tokenizer, unfinished export")
+    parser.add_argument("--work", type=Path, default=ROOT / "results/local/demo", help="checkpoint, unfinished export")
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
