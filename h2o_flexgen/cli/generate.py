@@ -19,6 +19,7 @@ from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.reporting.flexgen_log import flexgen_log
 from h2o_flexgen.reporting.run_report import run_report
+from h2o_flexgen.units import format_bytes
 
 DEFAULT_RANDOM = (512, 4)  # tokens and prompts of FlexGen's default workload
 EXIT_SOME_FAILED = 3
@@ -48,6 +49,9 @@ def generate(arguments: RunArguments) -> int:
             prompt = None if given is None else given[output.index]
             answers.write(answer_json(output, prompt, llm.model.dummy))
         progress.close()
+        if progress.packed:
+            packed = format_bytes(progress.packed)
+            print_error(f"note: {packed} of packed weights stay in {llm.offload_folder} and serve later runs")
         if failed:
             print_error(f"{failed} of {len(prompts) * sampling.num_return_sequences} sequences ended in an error")
         _report(llm, llm.last_record or _nothing_done(llm), arguments)
@@ -96,6 +100,8 @@ def _notes(
             print_error("note: there is no GPU here, so the gpu shares count as cpu")
         if config.gpu_mem is not None:
             print_error("note: there is no GPU here, so --gpu-mem has no effect")
+    if config.revision is not None and llm.model.origin not in ("cache", "hub"):
+        print_error(f"note: --revision has no effect on a model from a {llm.model.origin}")
     if given is not None and not prompts:
         print_error("note: there are no prompts, so nothing is generated")
     if given is None and arguments.prompt_len is None:

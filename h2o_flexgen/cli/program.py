@@ -39,8 +39,11 @@ def exit_on_errors(work: Callable[[], int]) -> int:
             return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except H2OFlexGenError as error:
             return _failed(error)
-        except MemoryError:
-            return _failed(PlanError("out of memory", change="lower --cpu-mem or --gpu-batch-size"))
+        except (MemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
+                raise
+            tier = "--gpu-mem" if "CUDA" in str(error) else "--cpu-mem"
+            return _failed(PlanError("out of memory", change=f"free some, or lower {tier} or --gpu-batch-size"))
         except KeyboardInterrupt:
             print_error("interrupted: threads are stopped and temporary files removed")
             return EXIT_INTERRUPTED
@@ -86,6 +89,12 @@ def _failed(error: H2OFlexGenError) -> int:
     found, *rest = [part.rstrip(".") for part in (error.found, error.needed, error.change) if part]
     print_error("\n  ".join([f"error: {found}", *rest]))
     return error.exit_code
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether Python or torch was refused memory. torch's own types are not named, so that this needs no torch."""
+    told = "DefaultCPUAllocator" in str(error) or type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, MemoryError) or told
 
 
 @contextlib.contextmanager

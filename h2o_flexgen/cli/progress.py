@@ -12,7 +12,7 @@ from tqdm import tqdm
 from h2o_flexgen.cli.program import print_error
 from h2o_flexgen.units import format_bytes
 
-GENERATING = "generating"
+GENERATING, PACKING = "generating", "packing weights"
 _LINE_EVERY = 30.0  # seconds
 
 
@@ -25,8 +25,12 @@ class Progress:
         self._bar: tqdm[Any] | None = None
         self._what = ""
         self._said = time.monotonic()
+        self.packed = 0
+        """Bytes of weights that were packed for the disk."""
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        if what == PACKING:
+            self.packed = done
         if self._quiet:
             return
         if self._terminal:

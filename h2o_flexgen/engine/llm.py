@@ -133,6 +133,12 @@ class LLM:
         )
 
     @property
+    def offload_folder(self) -> Path:
+        """Where packed weights and the disk tier go, if anything does; an empty name counts as none."""
+        named = self.config.offload_dir or os.environ.get("H2O_FLEXGEN_OFFLOAD_DIR")
+        return Path(named or DEFAULT_OFFLOAD_DIR).expanduser()
+
+    @property
     def timeline(self) -> Timeline:
         """What was busy when, if the engine was made with trace=True."""
         return self._trace.timeline()
@@ -210,8 +216,7 @@ class LLM:
             self._loaded = None
         started = time.perf_counter()
         config = self.config
-        folder = config.offload_dir or os.environ.get("H2O_FLEXGEN_OFFLOAD_DIR", DEFAULT_OFFLOAD_DIR)
-        place = str(Path(folder).expanduser())
+        place = str(self.offload_folder)
         self._loaded = load(plan, self.model.source, config, self.device, place, self._trace.add, self._note)
         self._load_seconds = time.perf_counter() - started
         return self._loaded

@@ -67,7 +67,7 @@ def load(
     with ExitStack() as stack:
         folder = stack.enter_context(OffloadDir(offload_dir)) if "disk" in placed else None
         if folder is not None and _state_on_disk(plan):
-            folder.require_free(_state_on_disk(plan), "the KV cache and hidden states of a block")
+            folder.require_free(_state_on_disk(plan), "the KV cache of a block")
         tiers = stack.enter_context(
             make_tiers(caps.gpu, _cpu_capacity(plan), caps.disk, config.emulate_gpu is not None, folder, device=device)
         )

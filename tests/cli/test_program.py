@@ -59,6 +59,28 @@ def test_the_default_run_answers_the_demo_prompts(run: Run) -> None:
     assert ran.out.count("\n>>> ") == ran.record["sequences"] > 3
 
 
+def test_packed_weights_are_mentioned_once(tmp_path: Path, model: Path, run: Run) -> None:
+    offload = tmp_path / "offload"
+    arguments = ("--model", model, "--prompt", "abc", "--weights-placement", "disk", "--dtype", "bfloat16")
+    ran = run(*arguments, "--offload-dir", offload)
+    assert re.search(rf"note: \S+ KiB of packed weights stay in {offload} and serve later runs", ran.err), ran.err
+    assert "packed weights" not in run(*arguments, "--offload-dir", offload).err
+
+
+def test_an_empty_offload_folder_is_none(
+    tmp_path: Path, model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`H2O_FLEXGEN_OFFLOAD_DIR=` must not mean the current folder."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("H2O_FLEXGEN_OFFLOAD_DIR", "")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for flags in ((), ("--offload-dir", "")):
+        assert run("--model", model, "--prompt", "abc", "--cache-placement", "disk", *flags).code == 0
+    assert list((tmp_path / "here").iterdir()) == []
+    assert (tmp_path / "home/.cache/h2o_flexgen/offload/lock").exists()
+
+
 @pytest.mark.parametrize("closed", [1, 2])
 def test_a_stream_that_is_closed(tmp_path: Path, model: Path, closed: int) -> None:
     def before() -> None:
@@ -97,6 +119,10 @@ def test_exit_codes_of_other_ends(capsys: pytest.CaptureFixture[str], monkeypatc
 
     assert ends(MemoryError()) == 5
     assert "error: out of memory" in capsys.readouterr().err
+    assert ends(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 17 bytes")) == 5
+    assert "lower --cpu-mem" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="a bug of ours"):
+        ends(RuntimeError("a bug of ours"))
     assert ends(SystemExit(2)) == 2
     assert ends(KeyboardInterrupt()) == 130
     with pytest.raises(ZeroDivisionError):

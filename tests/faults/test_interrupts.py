@@ -105,6 +105,33 @@ def test_row_05_finished_answers_are_kept_whole(tmp_path: Path, model: Path, ove
         assert output.read_text() == '"what was there"\n', "the old file stays until the new one is complete"
 
 
+def test_row_05_an_engine_survives_an_interrupt(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a notebook: wherever it arrives, the same engine works again and holds no memory of the failed call."""
+    prompts = [[2, 9, 8, 7, 6], [2, 30, 31], [2, 40, 50, 60], [2, 70]]
+    everything = {name: {"cpu": 0.5, "disk": 0.5} for name in ("weights", "cache", "hidden")}
+    policy: dict[str, Any] = {"gpu_batch_size": 2, "num_gpu_batches": 2, **everything}
+    with LLM(str(model), policy=policy, offload_dir=str(tmp_path / "offload")) as llm:
+        expected = [output.token_ids for output in llm.generate(prompts, max_new_tokens=4)]
+        assert llm._loaded is not None
+        used = dict(llm._loaded.tiers.cpu.usage())
+        for ticks in range(0, 60, 7):
+            calls = iter(range(1000))
+            original = Executor._compute
+
+            def compute(self: Executor, task: Task, calls: Any = calls, ticks: int = ticks, run: Any = original) -> Any:
+                if next(calls) == ticks:
+                    raise KeyboardInterrupt
+                return run(self, task)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Executor, "_compute", compute)
+                with pytest.raises(KeyboardInterrupt):
+                    llm.generate(prompts, max_new_tokens=4)
+            assert dict(llm._loaded.tiers.cpu.usage()) == used
+            assert llm._loaded.tiers.disk.used == 0
+        assert [output.token_ids for output in llm.generate(prompts, max_new_tokens=4)] == expected
+
+
 def test_row_05_a_second_signal_quits_at_once(tmp_path: Path, model: Path) -> None:
     marker, closing = tmp_path / "marker", tmp_path / "closing"
 
