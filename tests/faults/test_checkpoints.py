@@ -76,6 +76,12 @@ def test_row_11_a_download_that_went_wrong(
     refused(own_model, WEIGHTS, str(own_model), "download", *words)
 
 
+def test_row_11_a_torn_tokenizer(own_model: Path, refused: Refused) -> None:
+    path = own_model / "tokenizer.json"
+    path.write_bytes(path.read_bytes()[:500])
+    refused(own_model, f"the tokenizer in {own_model} cannot be read")
+
+
 def test_row_12_shards_that_are_missing_and_tensors_too_many_are_listed_at_once(
     own_model: Path, refused: Refused
 ) -> None:
