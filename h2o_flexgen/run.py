@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from h2o_flexgen.cli.arguments import RunArguments, parse_arguments
-from h2o_flexgen.cli.program import exit_on_errors
+from h2o_flexgen.cli.program import exit_on_errors, leaving_at_once
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: RunArguments) -> int:
     # torch takes seconds to import: --help and usage errors do without it.
-    from h2o_flexgen.cli.generate import generate
+    with leaving_at_once():
+        from h2o_flexgen.cli.generate import generate
 
     return generate(arguments)
 

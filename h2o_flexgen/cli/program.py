@@ -19,6 +19,10 @@ EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+_arrived: list[int] = []
+"""The signal that has to end the program; raising it is not enough, a destructor may swallow what is raised in it."""
+
+
 class Terminated(BaseException):
     """SIGTERM arrived: unwind as for Ctrl-C, so that threads stop and files go."""
 
@@ -45,16 +49,38 @@ def exit_on_errors(work: Callable[[], int]) -> int:
             tier = "--gpu-mem" if "CUDA" in str(error) else "--cpu-mem"
             return _failed(PlanError("out of memory", change=f"free some, or lower {tier} or --gpu-batch-size"))
         except KeyboardInterrupt:
-            print_error("interrupted: threads are stopped and temporary files removed")
-            return EXIT_INTERRUPTED
+            return _stopped(signal.SIGINT)
         except Terminated:
-            print_error("terminated: threads are stopped and temporary files removed")
-            return EXIT_TERMINATED
+            return _stopped(signal.SIGTERM)
         except BrokenPipeError:
             # The reader of stdout went away (`| head`): not an error of ours, and nothing more can be said there.
             return 0
         finally:
+            _arrived.clear()
             _let_go_of_stdout()
+
+
+def stop_if_told() -> None:
+    """Raises once more what a signal raised, if that was swallowed on its way. Called now and then by long work."""
+    if _arrived:
+        _raise(_arrived[0], None)
+
+
+@contextlib.contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """Signals end the process there and then: for imports, which swallow exceptions and leave nothing to tidy up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, _leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def write_result(text: str) -> None:
@@ -82,8 +108,17 @@ def _above_bars() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if tqdm is None else tqdm.external_write_mode(file=sys.stderr)
 
 
+def _stopped(signum: int) -> int:
+    """Says why the program ends, and returns its exit code."""
+    word = "interrupted" if signum == signal.SIGINT else "terminated"
+    print_error(f"{word}: threads are stopped and temporary files removed")
+    return EXIT_INTERRUPTED if signum == signal.SIGINT else EXIT_TERMINATED
+
+
 def _failed(error: H2OFlexGenError) -> int:
     """Prints what was found, needed and can be changed, a line each, and returns the exit code."""
+    if _arrived:  # whatever went wrong then, it was while the program was being ended
+        return _stopped(_arrived[0])
     if os.environ.get("H2O_FLEXGEN_DEBUG") == "1":
         raise error
     found, *rest = [part.rstrip(".") for part in (error.found, error.needed, error.change) if part]
@@ -115,9 +150,15 @@ def _signals_raise() -> Iterator[None]:
 
 
 def _raise(signum: int, frame: FrameType | None) -> None:
+    _arrived[:] = [signum]
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     raise KeyboardInterrupt if signum == signal.SIGINT else Terminated
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    os.write(2, b"interrupted\n" if signum == signal.SIGINT else b"terminated\n")
+    os._exit(EXIT_INTERRUPTED if signum == signal.SIGINT else EXIT_TERMINATED)
 
 
 class _Stderr(logging.Handler):

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from h2o_flexgen.cli.program import print_error
+from h2o_flexgen.cli.program import print_error, stop_if_told
 from h2o_flexgen.units import format_bytes
 
 GENERATING, PACKING = "generating", "packing weights"
@@ -29,6 +29,7 @@ class Progress:
         """Bytes of weights that were packed for the disk."""
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        stop_if_told()
         if what == PACKING:
             self.packed = done
         if self._quiet:
@@ -42,6 +43,8 @@ class Progress:
     def finished(self) -> None:
         """One more sequence is done."""
         self._finished += 1
+        if self._bar is not None and self._what == GENERATING:
+            self._bar.set_postfix_str(self._count(), refresh=False)
 
     def close(self) -> None:
         """Takes the bar off the terminal."""
@@ -58,8 +61,8 @@ class Progress:
             options |= {"dynamic_ncols": True} if os.get_terminal_size(sys.stderr.fileno()).columns else {"ncols": 80}
             bar = tqdm(total=total, desc=what, leave=False, file=sys.stderr, **options)
             self._bar, self._what = bar, what
-        if not in_bytes:
-            bar.set_postfix_str(self._count(), refresh=False)
+            if not in_bytes:
+                bar.set_postfix_str(self._count(), refresh=False)
         bar.update(done - bar.n)
 
     def _line(self, what: str, done: int, total: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +23,11 @@ from tests.programs import Child, answers, left_in, until
 ON_DISK = ("--weights-placement", "disk", "--cache-placement", "disk", "--hidden-placement", "disk")
 SMALL_BLOCKS = ("--gpu-batch-size", 2, "--num-gpu-batches", 2)
 Patch = Callable[[], None]
+
+
+def default_signals() -> None:
+    """As a shell starts a program in the foreground, however the tests were started."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def slow_loading(marker: Path) -> Patch:
@@ -165,14 +172,53 @@ def test_row_05_what_nohup_ignores_stays_ignored(tmp_path: Path, model: Path) ->
         assert child.wait().code == 0
 
 
+def test_row_05_a_signal_that_is_swallowed_ends_the_run_all_the_same(tmp_path: Path, model: Path) -> None:
+    """What a handler raises inside a destructor or a callback is printed and forgotten by Python."""
+
+    def before() -> None:
+        original, killed = Executor._compute, []
+
+        def compute(self: Executor, task: Task) -> Any:
+            if not killed:
+                killed.append(True)
+                with contextlib.suppress(BaseException):
+                    signal.raise_signal(signal.SIGTERM)
+            return original(self, task)
+
+        Executor._compute = compute  # type: ignore[method-assign]
+
+    output = tmp_path / "answers.jsonl"
+    with Child(tmp_path, "--model", model, "--prompt-len", 9, "-n", 50, "-o", output, before=before) as child:
+        ran = child.wait()
+    assert (ran.code, ran.out) == (143, "")
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_row_05_a_signal_while_torch_is_imported(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    """Which takes seconds, and swallows exceptions as this stand-in for torch does."""
+    marker = tmp_path / "marker"
+    wait = "try: time.sleep(20)\nexcept BaseException: pass\n"
+    (tmp_path / "torch.py").write_text(f"import pathlib, time\npathlib.Path({str(marker)!r}).touch()\n{wait}")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    with subprocess.Popen(
+        [sys.executable, "-m", "h2o_flexgen.run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path}, preexec_fn=default_signals,
+    ) as process:  # fmt: skip
+        until(marker.exists)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=10)
+    assert (process.returncode, out) == (code, "")
+    assert err == ("interrupted\n" if code == 130 else "terminated\n")
+
+
 def test_row_05_a_whole_process_ends_too(tmp_path: Path, model: Path) -> None:
     """The same by `python -m`, with nothing patched: the interpreter's own exit must not wait for a thread."""
     offload, output = tmp_path / "offload", tmp_path / "answers.jsonl"
     command = [sys.executable, "-m", "h2o_flexgen.run", "--model", str(model), "--offload-dir", str(offload)]
     command += ["--prompt-len", "20", "--num-prompts", "20000", "--gbs", "1", "-n", "8", "-o", str(output)]
-    default = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
     with subprocess.Popen(
-        [*command, *ON_DISK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default
+        [*command, *ON_DISK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=default_signals
     ) as process:
         until(lambda: output.exists() and output.stat().st_size > 0)
         process.send_signal(signal.SIGINT)
