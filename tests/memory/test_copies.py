@@ -400,8 +400,7 @@ def test_waiting_can_be_interrupted(how: str) -> None:
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(InterruptedError):
-            timer.start()
-            waits[how]()
+            (timer.start(), waits[how]())
     finally:
         timer.join()
         signal.signal(signal.SIGUSR1, before)
