@@ -82,6 +82,13 @@ def test_row_10_offload_folders_that_are_refused(tmp_path: Path, model: Path, ru
         assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
+def test_row_10_an_offload_folder_that_cannot_be_made(model: Path, run: Run) -> None:
+    ran = run("--model", model, *DISK_CACHE, *WORK, "--offload-dir", "/proc/offload")
+    assert ran.code == 6
+    assert "cannot make the offload folder /proc/offload" in ran.err
+    assert "name another with --offload-dir" in ran.err
+
+
 def test_row_10_the_run_folder_is_private(
     tmp_path: Path, model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
