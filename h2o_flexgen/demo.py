@@ -24,6 +24,9 @@ DEFAULTS: dict[str, Any] = {"name": "h2o", "ratio": 0.2}
 QUESTIONS = {"used": 2, "once": 1}
 """Long recall prompts by kind: facts asked for before and told once, far above the question."""
 
+FOOT = """The budget is a share of each sequence: it leaves short prompts a few tokens, long ones hundreds.
+What each share and policy costs: python -m h2o_flexgen.evaluate"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
@@ -49,8 +52,9 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _questions() -> list[RecallCase]:
     """A few of the long prompts, of every kind that is wanted."""
-    cases = read_cases(None)
-    return [case for kind, count in QUESTIONS.items() for case in [case for case in cases if case.kind == kind][:count]]
+    # Codes only: an answer of one token comes from the prompt's own attention, whatever is evicted after it.
+    codes = [case for case in read_cases(None) if case.answer.isdigit()]
+    return [case for kind, count in QUESTIONS.items() for case in [c for c in codes if c.kind == kind][:count]]
 
 
 def _text(result: SideBySide) -> str:
@@ -62,7 +66,7 @@ def _text(result: SideBySide) -> str:
         f"The last {before + once} ask for a fact that stands hundreds of tokens above:\n"
         f"{before} of them were asked for it before, {once} was not."
     )
-    return f"{head}\n\n{answers_text(result)}\n\n{figures_table(result)}\n"
+    return f"{head}\n\n{answers_text(result)}\n\n{figures_table(result)}\n\n{FOOT}\n"
 
 
 def _parser() -> Parser:

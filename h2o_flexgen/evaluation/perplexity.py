@@ -8,6 +8,7 @@ from typing import NamedTuple
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
 from h2o_flexgen.evaluation.settings import EvaluationSettings
+from h2o_flexgen.evaluation.sources import spread
 
 LARGEST_CONTEXT, MOST_WINDOWS = 768, 32
 
@@ -50,8 +51,7 @@ def cut_windows(llm: LLM, text: str, settings: EvaluationSettings) -> Windows:
             "give a longer text, or lower --context and --continuation",
         )
     starts = range(0, last + 1, continuation)
-    wanted = min(len(starts), settings.limit or MOST_WINDOWS)
-    chosen = [starts[(2 * i + 1) * len(starts) // (2 * wanted)] for i in range(wanted)]
+    chosen = spread(starts, settings.limit or MOST_WINDOWS)
     pairs = [(head + body[at : at + inside], body[at + inside : at + inside + continuation]) for at in chosen]
     return Windows(pairs, context, continuation)
 

@@ -14,7 +14,7 @@ from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.evaluation.perplexity import Windows, cut_windows, likelihood
 from h2o_flexgen.evaluation.recall import recall
 from h2o_flexgen.evaluation.settings import EvaluationSettings
-from h2o_flexgen.evaluation.sources import RECALL_FILE, TEXT_FILE, RecallCase, read_cases, read_text
+from h2o_flexgen.evaluation.sources import RECALL_FILE, TEXT_FILE, RecallCase, read_cases, read_text, spread
 
 
 def evaluate(
@@ -27,7 +27,7 @@ def evaluate(
 
     Every cell sees the same questions and the same windows of text, and makes an engine of its own.
     """
-    cases = read_cases(settings.recall)[: settings.limit]
+    cases = spread(read_cases(settings.recall), settings.limit)
     text = read_text(settings.text)
     rows: list[QualityRow] = []
     for cell in settings.cells:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from h2o_flexgen.errors import UsageError
+
+T = TypeVar("T")
 
 RECALL_FILE, TEXT_FILE = "recall_prompts.jsonl", "heldout.txt"
 
@@ -23,6 +26,12 @@ class RecallCase(NamedTuple):
     answer: str
     kind: str = ""
     question_at: int | None = None
+
+
+def spread(items: Sequence[T], count: int | None) -> list[T]:
+    """`count` of `items` (None: all), evenly from beginning to end, in their order."""
+    wanted = len(items) if count is None else min(count, len(items))
+    return [items[(2 * place + 1) * len(items) // (2 * wanted)] for place in range(wanted)]
 
 
 def read_cases(file: str | None) -> list[RecallCase]:

@@ -40,11 +40,11 @@ def plot_quality(report: QualityReport, path: Path) -> None:
     figure = Figure(figsize=(4.7 * columns, 8.2 if later else 4.6), layout="constrained")
     grid: Any = figure.subplots(2 if later else 1, columns, squeeze=False)
     for place, tally in enumerate(tallies):
-        _recall_panel(
-            grid[0][place], report, place, f"{tally.kind or 'recall'}: asked in the prompt", lambda t: t.shown
-        )
+        title = f"{tally.kind or 'recall'}: asked in the prompt, n = {tally.long_cases or tally.cases}"
+        _recall_panel(grid[0][place], report, place, title, lambda tally: tally.shown)
         if later:
-            _recall_panel(grid[1][place], report, place, f"{tally.kind}: asked after eviction", lambda t: t.later)
+            title = f"{tally.kind}: asked after eviction, n = {tally.later_cases}"
+            _recall_panel(grid[1][place], report, place, title, lambda tally: tally.later)
     _perplexity_panel(grid[0][-1], report)
     handles = grid[0][0].get_legend_handles_labels()
     if later:
@@ -96,7 +96,10 @@ def _panel(axes: Any, report: QualityReport, value: Callable[[QualityRow], float
 
 def _log_if_wide(axes: Any, values: list[float]) -> None:
     """A logarithmic axis, labelled in plain numbers, where the worst policy would flatten all others."""
+    from matplotlib.ticker import LogLocator
+
     if max(values) > 4 * min(values):
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(lambda value, _: "")
+        axes.minorticks_off()

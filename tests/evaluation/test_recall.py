@@ -13,7 +13,7 @@ from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.sequence import Score
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluation.recall import answered, recall
-from h2o_flexgen.evaluation.sources import RecallCase, read_cases, read_text
+from h2o_flexgen.evaluation.sources import RecallCase, read_cases, read_text, spread
 from tests.tiny import make_opt, save
 
 
@@ -119,6 +119,12 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     with pytest.raises(UsageError, match="not UTF-8 text: byte 3"):
         read_text(str(tmp_path / "latin"))
+
+
+def test_a_limit_takes_from_all_over() -> None:
+    assert spread(range(80), 4) == [10, 30, 50, 70]
+    assert spread(range(3), 5) == spread(range(3), None) == [0, 1, 2]
+    assert spread([], 5) == []
 
 
 def test_the_demo_files_are_there() -> None:
