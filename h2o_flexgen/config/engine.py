@@ -44,6 +44,7 @@ class EngineConfig:
     dtype         "auto", "float32", "bfloat16", "float16"
     gpu_mem, cpu_mem, disk_mem   caps per tier; None: what the machine has free
     emulate_gpu   capacity of a gpu tier in host memory, None for none
+    check_finite  whether a sequence that fails is told in which unit its numbers stopped being finite
     verify        when packed weights read from disk are checked against their checksums
     """
 
@@ -92,6 +93,9 @@ class EngineConfig:
     verify: str = field(
         default="first",
         metadata=flag("--verify", help="checksums of packed weights: first, always or never read", metavar="WHEN"),
+    )
+    check_finite: bool = field(
+        default=False, metadata=flag("--check-finite", help="say in which unit numbers stop being finite; slow")
     )
     trace: bool = False
     seed: int = field(

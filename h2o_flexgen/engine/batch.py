@@ -44,7 +44,6 @@ class GpuBatch:
     index: int
     rows: list[Sequence]
     device: torch.device
-    caches: list[KVCache]
     hidden: Tensor | None = None
 
     def __post_init__(self) -> None:

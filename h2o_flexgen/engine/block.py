@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +12,7 @@ from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.engine.batch import GpuBatch
 from h2o_flexgen.engine.executor import Executor, Machinery
+from h2o_flexgen.engine.finite import FiniteCheck
 from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import Sequence
@@ -38,7 +39,6 @@ class BlockTotals:
     steps: int = 0
     kv_bytes: int = 0
     flops: float = 0.0
-    kept: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass
@@ -54,13 +54,14 @@ class BlockRunner:
     sampler: Sampler
     trace: Trace
     dtype: str
+    check_finite: bool = False
     on_tokens: Callable[[int], None] = lambda tokens: None
     """Called at every step with the tokens of the block so far; a finished sequence counts as all it asked for."""
 
     def run(self, plan: Plan, rows: list[list[Sequence]], totals: BlockTotals) -> Generator[Sequence]:
         """Runs `rows` (one list per GPU batch); yields sequences as they finish. Leaves nothing behind."""
         caches = self._caches(plan, rows)
-        batches = [GpuBatch(i, batch, self.tiers.device, []) for i, batch in enumerate(rows)]
+        batches = [GpuBatch(i, batch, self.tiers.device) for i, batch in enumerate(rows)]
         stores: list[CacheStore | HiddenStore] = []
         try:
             homes = {place: plan.placement.cache[place] for place in caches}
@@ -70,7 +71,15 @@ class BlockRunner:
             hidden = self._hidden_store(plan, batches)
             stores.append(hidden)
             machinery = Machinery(
-                self.decoder, self.weights, store, hidden, self.sampler, self.copies, self.trace, plan.policy.overlap
+                self.decoder,
+                self.weights,
+                store,
+                hidden,
+                self.sampler,
+                self.copies,
+                self.trace,
+                plan.policy.overlap,
+                FiniteCheck() if self.check_finite else None,
             )
             executor = Executor(machinery, batches)
             totals.kv_bytes = max(totals.kv_bytes, sum(kv_bytes(cache.shape, dtype) for cache in caches.values()))

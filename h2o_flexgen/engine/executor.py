@@ -16,6 +16,7 @@ from torch import Tensor
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model import UnitSpec
 from h2o_flexgen.engine.batch import GpuBatch, prompt_attention
+from h2o_flexgen.engine.finite import FiniteCheck
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import Sequence
 from h2o_flexgen.engine.stores import CacheStore, HiddenStore
@@ -39,6 +40,7 @@ class Machinery:
     copies: CopyEngine
     trace: Trace
     overlap: bool = True
+    finite: FiniteCheck | None = None
 
 
 class Executor:
@@ -109,6 +111,8 @@ class Executor:
                     self._m.decoder.mlp(weights, part)
             else:
                 return self._sample(batch, weights)
+        if self._m.finite is not None:
+            self._m.finite.look(unit, batch)
         return []
 
     def _attend(self, unit: UnitSpec, batch: GpuBatch, weights: Weights, cache: KVCache, step: int) -> None:
@@ -125,7 +129,11 @@ class Executor:
 
     def _sample(self, batch: GpuBatch, weights: Weights) -> list[Sequence]:
         logits = self._m.decoder.head(weights, batch.take_hidden())
-        return self._m.sampler.step(batch.rows, logits)
+        finished = self._m.sampler.step(batch.rows, logits)
+        if self._m.finite is not None:
+            for row in finished:
+                self._m.finite.explain(row)
+        return finished
 
     def _layer(self, task: Task) -> int:
         layer = self._units[task.unit].layer

@@ -203,6 +203,7 @@ class LLM:
             Sampler(self.model.codec.decode if self.model.codec else None),
             self._trace,
             self.model.dtype,
+            self.config.check_finite,
         )
 
     def _load(self, plan: Plan) -> Loaded:
