@@ -10,11 +10,11 @@ setup_env() {
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "setting up .venv (once) ..." >&2
     [ -x .venv/bin/python ] || "$python" -m venv .venv || return 2
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip || return 2
+    .venv/bin/python -m pip install -qq --disable-pip-version-check --upgrade pip || return 2
     # torch by its exact version first: a range may bring gigabytes of CUDA that a machine without a GPU has no use for.
-    .venv/bin/python -c 'import torch' 2>/dev/null || .venv/bin/python -m pip install --quiet --disable-pip-version-check \
+    .venv/bin/python -c 'import torch' 2>/dev/null || .venv/bin/python -m pip install -qq --disable-pip-version-check \
       "$(grep '^torch==' constraints.txt)" -c constraints.txt || return 2
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" || return 2
+    .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$extras]" || return 2
     echo "$wanted" >"$stamp"
   fi
   PATH="$PWD/.venv/bin:$PATH"

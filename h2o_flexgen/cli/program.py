@@ -34,7 +34,7 @@ def exit_on_errors(work: Callable[[], int]) -> int:
     H2O_FLEXGEN_DEBUG=1 shows tracebacks of user errors too.
     """
     _require_streams()
-    with _signals_raise(), _notices():
+    with _signals_call(_raise), _notices():
         try:
             code = work()
             write_result("")
@@ -69,18 +69,8 @@ def stop_if_told() -> None:
 @contextlib.contextmanager
 def leaving_at_once() -> Iterator[None]:
     """Signals end the process there and then: for imports, which swallow exceptions and leave nothing to tidy up."""
-    if threading.current_thread() is not threading.main_thread():
+    with _signals_call(_leave):
         yield
-        return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, _leave)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def write_result(text: str) -> None:
@@ -133,15 +123,15 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 @contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGINT and SIGTERM raise once, wherever the main thread is; what was ignored (nohup, `&`) stays ignored."""
+def _signals_call(told: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """SIGINT and SIGTERM call `told`, wherever the main thread is; what was ignored (nohup, `&`) stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, _raise)
+            signal.signal(number, told)
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,7 @@ from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import RequestOutput, Score, Sequence
 from h2o_flexgen.engine.text import text_of
 from h2o_flexgen.engine.trace import Trace
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.errors import PlanError, UsageError
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.timeline import Timeline
 
@@ -112,7 +113,10 @@ class LLM:
         return torch.cat([given, new.to(given.dtype)], dim=1)
 
     def plan(self, workload: Workload) -> Plan:
-        """How this engine would run `workload`; nothing is allocated. PlanError where it cannot."""
+        """How this engine would run `workload`; nothing is allocated. PlanError where it cannot.
+
+        Weights that are loaded already stay where they are if a block as large fits beside them.
+        """
         config = self.config
         request = PlanRequest(
             self.model.spec,
@@ -126,11 +130,18 @@ class LLM:
         policy = config.fixed_policy
         if self._compute_tier() == "cpu":
             policy = policy.with_gpu_as_cpu()
-        return (
-            automatic(request, policy, config.free_fields)
-            if config.free_fields
-            else require_fit(make_plan(request, policy))
-        )
+        if not config.free_fields:
+            return require_fit(make_plan(request, policy))
+        best = automatic(request, policy, config.free_fields)
+        if self._loaded is None or self.last_plan is None or "weights" not in config.free_fields:
+            return best
+        try:
+            beside = replace(policy, weights=self.last_plan.policy.weights)
+            kept = automatic(request, beside, config.free_fields - {"weights"})
+        except PlanError:
+            return best
+        as_good = kept.policy.block_size >= best.policy.block_size and kept.policy.cache == best.policy.cache
+        return kept if as_good else best
 
     @property
     def offload_folder(self) -> Path:

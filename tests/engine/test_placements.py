@@ -167,6 +167,16 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(checkp
         assert "--emulate-gpu 7MiB or more" in str(caught.value)
 
 
+def test_weights_stay_where_they_are_while_caches_fit_beside_them(checkpoint) -> None:
+    with LLM(checkpoint("opt")[1], dtype="float32", emulate_gpu="1500KiB") as llm:
+        expected = [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
+        loaded = llm._loaded
+        llm.generate(prompts_of(LENGTHS[:2]), **SETTINGS)
+        llm.score([(prompt, [5, 6]) for prompt in prompts_of(LENGTHS)])
+        assert [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)] == expected
+        assert llm._loaded is loaded
+
+
 def test_the_rule_places_as_much_as_fits_on_the_fastest_tier(checkpoint) -> None:
     folder = checkpoint("opt")[1]
     with LLM(folder, dtype="float32", emulate_gpu="1GiB") as llm:
