@@ -16,6 +16,7 @@ from h2o_flexgen.baselines.process import Finished, run_process
 from h2o_flexgen.baselines.settings import BenchModel, BenchSettings
 from h2o_flexgen.baselines.systems import SYSTEMS
 from h2o_flexgen.baselines.work import Outcome, Work
+from h2o_flexgen.config.rates import DERIVED, Rates
 from h2o_flexgen.config.record import host_facts, package_version
 from h2o_flexgen.errors import StorageError
 
@@ -24,7 +25,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Measurement(Rates):
     """One run of one system. Seconds, bytes, tokens per second; rates are None where no time was spent.
 
     peak_rss_bytes   of the whole process, imports and loading included, by the kernel's count
@@ -49,33 +50,12 @@ class Measurement:
     token_ids: list[list[int]] = field(repr=False)
     detail: dict[str, Any] = field(repr=False)
 
-    @property
-    def gen_throughput(self) -> float | None:
-        """Generated tokens per second of prefill and decode (FlexGen's definition)."""
-        return _rate(self.generated_tokens, self.prefill_s + self.decode_s)
-
-    @property
-    def total_token_throughput(self) -> float | None:
-        """Prompt and generated tokens per second of prefill and decode (vLLM's definition)."""
-        return _rate(self.prompt_tokens + self.generated_tokens, self.prefill_s + self.decode_s)
-
-    @property
-    def prefill_throughput(self) -> float | None:
-        """Prompt tokens per second of prefill."""
-        return _rate(self.prompt_tokens, self.prefill_s)
-
-    @property
-    def decode_throughput(self) -> float | None:
-        """Generated tokens per second of decode; the first of each sequence is prefill's."""
-        return _rate(self.generated_tokens - self.sequences, self.decode_s)
-
     def to_json(self, settings: BenchSettings) -> dict[str, Any]:
         """The record as it is written. Tokens only where they mean something: those of random weights do not."""
         data = dataclasses.asdict(self)
         detail = data.pop("detail")
         tokens = data.pop("token_ids")
-        for name in ("gen_throughput", "total_token_throughput", "prefill_throughput", "decode_throughput"):
-            data[name] = getattr(self, name)
+        data.update((name, getattr(self, name)) for name in DERIVED)
         if settings.weights == "checkpoint":
             data["token_ids"] = tokens
         return {"bench_run": SCHEMA, **data, **environment(settings), "detail": detail}
@@ -184,7 +164,3 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
-
-
-def _rate(count: int, seconds: float) -> float | None:
-    return count / seconds if seconds > 0 and count > 0 else None

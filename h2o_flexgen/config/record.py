@@ -15,10 +15,8 @@ from typing import Any
 
 from h2o_flexgen.config.checks import known_keys, truth, whole
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.rates import DERIVED, Rates
 from h2o_flexgen.errors import UsageError
-
-DERIVED = ("gen_throughput", "total_token_throughput", "prefill_throughput", "decode_throughput")
-"""Keys of the JSON object that are computed from others."""
 
 _NESTED: dict[str, tuple[str, ...]] = {
     "eviction": ("name", "budget", "heavy", "recent", "sinks"),
@@ -76,7 +74,7 @@ def utc_now() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord:
+class RunRecord(Rates):
     """What ran, what it moved, how fast, predicted and measured: seconds, bytes, tokens per second.
 
     Everything is a plain JSON value; a number that is not finite, an unknown key or a negative count raises UsageError.
@@ -139,26 +137,6 @@ class RunRecord:
             if missing:
                 raise UsageError(f"{name} of a RunRecord lacks {', '.join(missing)}", f"found {nested!r}")
 
-    @property
-    def gen_throughput(self) -> float | None:
-        """Generated tokens per second of prefill and decode together (FlexGen's definition)."""
-        return _rate(self.generated_tokens, self.prefill_s + self.decode_s)
-
-    @property
-    def total_token_throughput(self) -> float | None:
-        """Prompt and generated tokens per second of prefill and decode together."""
-        return _rate(self.prompt_tokens + self.generated_tokens, self.prefill_s + self.decode_s)
-
-    @property
-    def prefill_throughput(self) -> float | None:
-        """Prompt tokens per second of prefill."""
-        return _rate(self.prompt_tokens, self.prefill_s)
-
-    @property
-    def decode_throughput(self) -> float | None:
-        """Generated tokens per second of decode; the first of each sequence is prefill's."""
-        return _rate(max(0, self.generated_tokens - self.sequences), self.decode_s)
-
     def to_json(self) -> dict[str, Any]:
         """Every field and every rate, as plain JSON values. Rates follow the times they come from."""
         data: dict[str, Any] = {}
@@ -185,12 +163,6 @@ class RunRecord:
             if name in data and stored != computed and not (stored and computed and math.isclose(stored, computed)):
                 raise UsageError(f"{name} is {stored!r}", f"its tokens and seconds give {computed!r}")
         return record
-
-
-def _rate(count: int, seconds: float) -> float | None:
-    """`count` per second, None where that says nothing: no time, or too little to divide by."""
-    rate = count / seconds if seconds > 0 else math.inf
-    return rate if math.isfinite(rate) else None
 
 
 def _plain(value: Any, where: str) -> Any:
