@@ -41,9 +41,3 @@ class StorageError(H2OFlexGenError, OSError):
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-class LockedError(H2OFlexGenError):
-    """A folder is in use by another run."""
-
-    exit_code = 7

@@ -36,7 +36,6 @@ class BlockTotals:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     sequences: int = 0
-    steps: int = 0
     kv_bytes: int = 0
     flops: float = 0.0
 
@@ -141,7 +140,6 @@ class BlockRunner:
     def _count(self, executor: Executor, rows: list[list[Sequence]], totals: BlockTotals) -> None:
         totals.prefill_seconds += executor.prefill_seconds
         totals.decode_seconds += executor.decode_seconds
-        totals.steps += executor.steps
         for batch in rows:
             for row in batch:
                 prompt, generated = len(row.prompt_ids), len(row.token_ids)

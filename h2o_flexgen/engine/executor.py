@@ -63,7 +63,6 @@ class Executor:
             TaskKind.STORE_HIDDEN: lambda t: machinery.hidden.store(self._batches[t.batch]),
         }
         self.prefill_seconds = self.decode_seconds = 0.0
-        self.steps = 0
 
     def active(self, step: int) -> list[int]:
         """The GPU batches that still have an unfinished row: what the schedule asks at the start of every step."""
@@ -87,7 +86,6 @@ class Executor:
                 else:
                     self.decode_seconds += now - clock
                 clock = now
-                self.steps = max(self.steps, step + 1)
                 yield from finished
                 clock = time.perf_counter() if finished else clock
             for task in tick.frees:
