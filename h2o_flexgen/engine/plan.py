@@ -60,7 +60,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Plan:
-    """A block shape, a placement, and what it takes. `fits` names the first tier that is too small."""
+    """A block shape, a placement, and what it takes."""
 
     request: PlanRequest
     policy: OffloadPolicy
