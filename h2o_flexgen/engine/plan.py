@@ -83,6 +83,9 @@ def make_plan(request: PlanRequest, policy: OffloadPolicy) -> Plan:
     size = min(policy.gpu_batch_size, count)
     policy = replace(policy, gpu_batch_size=size, num_gpu_batches=min(policy.num_gpu_batches, -(-count // size)))
     placement = place(request.spec, policy, request.dtype)
+    if policy.num_gpu_batches == 1:
+        # One batch alone is never parked: its hidden states are wanted again by the very next unit.
+        placement = replace(placement, hidden={0: request.compute_tier})
     foot = footprint(
         request.spec,
         request.workload,

@@ -100,9 +100,12 @@ def _bound(measured: Measured) -> dict[str, Any] | None:
 
 
 def _unrealised(config: EngineConfig, plan: Plan, achieved: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Shares that were asked for and came to nothing, because units are placed whole."""
+    """Shares that were asked for and came to nothing, and why."""
+    alone = plan.policy.num_gpu_batches == 1
+    why = {"hidden": "one GPU batch alone is never parked"} if alone else {}
     return [
-        f"{share:.1%} of {kind} was asked for on {tier}, and none of it is there: units are placed whole"
+        f"{share:.1%} of {kind} was asked for on {tier}, and none of it is there: "
+        + why.get(kind, "units are placed whole")
         for kind in ("weights", "cache", "hidden")
         if kind not in config.free_fields
         for tier, share in getattr(plan.policy, kind).items()
