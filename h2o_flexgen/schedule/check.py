@@ -200,13 +200,22 @@ class _WeightBooks:
         copy = self._copies.pop(key, None)
         if copy is None:
             raise ScheduleError(f"tick {tick.index}: weights: {task} frees {key}, which is not there")
-        drained = tick.compute is None and self._ended_early
+        # An early end surprises what was for the next step: read ahead, or kept by the head for its tied embedding.
+        tied = key == self._shape.units[0].weights
+        kept = tied and copy.used == tick.index - 1
+        drained = tick.compute is None and self._ended_early and (copy.used is None or kept)
         _require(copy.used == tick.index or drained, tick.index, "weights: {} is not in the tick of the last use", task)
+        hasty = tied and self._may_go_on(tick)
+        _require(not hasty, tick.index, "weights: {} frees what the next step may need", task)
         last = copy.last or copy.load
-        _require(
-            (last.step, last.unit) == (task.step, task.unit), tick.index, "weights: {} does not name {}", task, last
-        )
+        named = (last.step, last.unit) == (task.step, task.unit)
+        _require(named, tick.index, "weights: {} does not name {}", task, last)
         self.unused += copy.used is None
+
+    def _may_go_on(self, tick: Tick) -> bool:
+        """Whether another step may follow this head: its tokens decide, and the tick is handed out before them."""
+        compute, shape = tick.compute, self._shape
+        return compute is not None and compute.unit == len(shape.units) - 1 and compute.step < shape.num_steps - 1
 
 
 class _State(NamedTuple):

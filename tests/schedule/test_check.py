@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -183,6 +183,25 @@ def test_the_record_of_active_batches_is_compared() -> None:
         check(ticks, shape, [[0, 1], [0, 1]])
     with pytest.raises(ScheduleError, match="order: 1 steps run, active were 2"):
         check(zigzag(shape, [[0, 1], []].__getitem__), shape, [[0, 1], [1]])
+
+
+@pytest.mark.parametrize("generator", [zigzag, row_by_row])
+def test_a_drain_tick_frees_late_only_what_the_next_step_would_have_used(
+    generator: Callable[..., Iterator[Tick]],
+) -> None:
+    """The head's own weights go with the head; only weights it shares with the embedding wait for the drain tick."""
+    shape = make_shape(layers=1, steps=2, batches=1, tied=False)
+    ticks = list(generator(shape, [[0], []].__getitem__))
+    assert ticks[-1].compute is None
+    head = next(p for p in places(ticks) if p[1] == "frees" and getattr(ticks[p[0]], p[1])[p[2]].unit == 3)
+    with pytest.raises(ScheduleError, match="is not in the tick of the last use"):
+        check(moved(ticks, head, ticks[-1].index), shape)
+    tied = make_shape(layers=1, steps=2, batches=1)
+    ticks = list(generator(tied, [[0], []].__getitem__))
+    check(ticks, tied)
+    vocab = next(p for p in places(ticks) if p[:2] == (4, "frees") and getattr(ticks[4], p[1])[p[2]].unit == 3)
+    with pytest.raises(ScheduleError, match="frees what the next step may need"):
+        check(moved(ticks, vocab, 3), tied)
 
 
 def test_report_counts() -> None:
