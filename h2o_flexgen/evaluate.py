@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from h2o_flexgen.cli.files import output_file
 from h2o_flexgen.cli.program import exit_on_errors, print_error, write_result
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import Parser, add_arguments, from_namespace, given
 from h2o_flexgen.config.quality import QualityReport, QualityRow
-from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.errors import StorageError
 from h2o_flexgen.evaluation.settings import EvaluationSettings
 from h2o_flexgen.reporting.quality_plot import check_plot, plot_quality
 from h2o_flexgen.reporting.quality_table import quality_line, quality_table
@@ -34,7 +35,8 @@ def _run(argv: Sequence[str] | None) -> int:
     settings = from_namespace(EvaluationSettings, args)
     engine: dict[str, Any] = {name: getattr(args, name) for name in given(EngineConfig, args)}
     EngineConfig(**engine)  # a setting that makes no sense is said before torch is imported
-    output, plot = (_new_file(args, flag) for flag in ("output", "plot"))
+    output = output_file("--output", args.output, keep=not args.overwrite)
+    plot = output_file("--plot", args.plot, keep=not args.overwrite)
     if plot is not None:
         check_plot(plot)
     # torch takes seconds to import: --help and usage errors do without it.
@@ -61,18 +63,6 @@ def _parser() -> Parser:
     out.add_argument("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")
     out.add_argument("--overwrite", action="store_true", help="replace existing --output and --plot files")
     return parser
-
-
-def _new_file(args: Any, flag: str) -> Path | None:
-    """The path typed for `flag`; UsageError where it would overwrite a file or has no folder, before work is done."""
-    if getattr(args, flag) is None:
-        return None
-    path = Path(getattr(args, flag))
-    if path.exists() and not args.overwrite:
-        raise UsageError(f"--{flag} {path} exists", "nothing is overwritten unasked", "add --overwrite")
-    if not path.parent.is_dir():
-        raise UsageError(f"--{flag} {path}: there is no folder {path.parent}", "needed one that exists")
-    return path
 
 
 def _give(report: QualityReport, output: Path | None, plot: Path | None) -> None:

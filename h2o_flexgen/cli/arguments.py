@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.cli.environment import environment_arguments, misspelt
+from h2o_flexgen.cli.files import output_file
 from h2o_flexgen.cli.parser import REFUSED, is_false, run_parser
 from h2o_flexgen.cli.prompts import checked_text
 from h2o_flexgen.config.engine import EngineConfig
@@ -66,8 +67,8 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
     sampling = from_namespace(SamplingParams, args, defaults=stops)
     if sum((bool(args.prompt), args.prompts is not None, args.prompt_len is not None)) > 1:
         raise UsageError("--prompt, --prompts and --prompt-len are given together", "needed one of them")
-    if args.overwrite and args.output is None:
-        raise UsageError("--overwrite is given without --output", "needed --output FILE")
+    if args.overwrite and args.output is None and args.trace is None:
+        raise UsageError("--overwrite is given without --output", "needed --output FILE or --trace FILE")
     return RunArguments(
         engine=engine,
         sampling=sampling,
@@ -77,8 +78,8 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
         num_prompts=args.num_prompts,
         output=_path(args.output),
         overwrite=args.overwrite,
-        log_file=None if args.no_log else _new_file("--log-file", args.log_file),
-        trace_file=_new_file("--trace", args.trace),
+        log_file=None if args.no_log else output_file("--log-file", args.log_file, keep=False),
+        trace_file=output_file("--trace", args.trace, keep=not args.overwrite),
         quiet=args.quiet,
         notes=tuple(notes),
     )
@@ -86,21 +87,6 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
 
 def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
-
-
-def _new_file(flag: str, text: str | None) -> Path | None:
-    """A file to be written at the end: found out now, not after hours, where it cannot be."""
-    if text is None:
-        return None
-    path = Path(text)
-    folder = path.parent
-    if os.path.isdir(path):
-        raise UsageError(f"{flag} {path}: this is a folder", "needed a file that can be written")
-    if not os.path.isdir(folder):
-        raise UsageError(f"{flag} {path}: the folder {folder} is not there", "needed a file that can be written")
-    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise UsageError(f"{flag} {path}: permission denied", "needed a file that can be written")
-    return path
 
 
 def _engine(args: argparse.Namespace, notes: list[str]) -> EngineConfig:

@@ -108,7 +108,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="answers as JSONL; - for stdout (default: text there)",
     )
-    work.add_argument("--overwrite", action="store_true", help="replace an existing --output FILE")
+    work.add_argument("--overwrite", action="store_true", help="replace an existing --output or --trace FILE")
     work.add_argument("--log-file", metavar="FILE", help="append figures in FlexGen's five-line log format")
     work.add_argument("--no-log", action="store_true", help="no log file, whatever --log-file says")
     work.add_argument("--trace", metavar="FILE", help="a timeline for ui.perfetto.dev")

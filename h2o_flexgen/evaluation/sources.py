@@ -36,7 +36,8 @@ def spread(items: Sequence[T], count: int | None) -> list[T]:
 
 def read_cases(file: str | None) -> list[RecallCase]:
     """The questions in a .jsonl file, the demo's for None; UsageError naming the line where one cannot be used."""
-    name, lines = file or RECALL_FILE, _read(file, RECALL_FILE, "--recall").splitlines()
+    # Not splitlines(): a form feed or U+2028 belongs to the prompt in which it stands.
+    name, lines = file or RECALL_FILE, _read(file, RECALL_FILE, "--recall").split("\n")
     cases = [_case(line, f"{name} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not cases:
         raise UsageError(f"{name} holds no questions", 'needed {"prompt": "...", "answer": "..."} per line')

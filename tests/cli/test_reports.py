@@ -129,3 +129,15 @@ def test_the_record_is_of_the_last_call_alone(tmp_path: Path, model: Path) -> No
         busy = record["bytes_moved"]["disk->cpu"] / record["bandwidth"]["disk->cpu"]
         assert busy == pytest.approx(record["bound"]["busy"]["disk->cpu"])
     assert third["bound"]["busy"]["disk->cpu"] < first["bound"]["busy"]["disk->cpu"]
+
+
+def test_a_trace_replaces_no_file_unasked(tmp_path: Path, model: Path, run: Run) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text("somebody's")
+    arguments = ("--model", model, "--prompt-len", 9, "-n", 3, "--trace", trace)
+    ran = run(*arguments)
+    assert (ran.code, trace.read_text()) == (2, "somebody's")
+    assert f"--trace {trace} exists" in ran.err
+    assert "add --overwrite" in ran.err
+    assert run(*arguments, "--overwrite").code == 0
+    assert json.loads(trace.read_text())["traceEvents"]

@@ -132,3 +132,11 @@ def test_the_demo_files_are_there() -> None:
     assert len(cases) >= 32
     assert all(case.answer in case.prompt for case in cases)
     assert len(read_text(None)) > 10_000
+
+
+def test_a_separator_inside_a_question_does_not_end_its_line(tmp_path: Path) -> None:
+    """U+2028 and a form feed may stand in JSON text; only a newline ends a line, whatever came before it."""
+    lines = ['{"prompt": "a\u2028b?", "answer": "c"}', '{"prompt": "d?", "answer": "e"}']
+    file = tmp_path / "questions.jsonl"
+    file.write_bytes("\r\n".join(lines).encode())
+    assert [case.prompt for case in read_cases(str(file))] == ["a\u2028b?", "d?"]
