@@ -1,4 +1,4 @@
-"""A GPU batch while it runs: its rows, where each row's prompt lies in the packed hidden states, its caches."""
+"""A GPU batch while it runs: its rows, and where each row's prompt lies in the packed hidden states."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GpuBatch:
         return sum(len(row.prompt_ids) for row in self.rows)
 
     def take_hidden(self) -> Tensor:
-        """The current hidden states; a unit's forward consumes them."""
+        """The current hidden states, which a unit's forward updates in place; RuntimeError while they are parked."""
         if self.hidden is None:
             raise RuntimeError(f"GPU batch {self.index}: hidden states are not on the compute tier")
         return self.hidden

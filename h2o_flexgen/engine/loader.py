@@ -88,7 +88,7 @@ def load(
 
 
 def _cpu_capacity(plan: Plan) -> int | None:
-    """What the cpu tier may hand out: the cap less what the process and its working space take outside the tiers."""
+    """What the cpu tier may hand out: the cap less what the process held before anything was placed."""
     cap = plan.request.caps.cpu
     return None if cap is None else max(0, cap - plan.request.baseline)
 

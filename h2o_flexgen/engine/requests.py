@@ -113,7 +113,7 @@ def _as_int(token: Any, where: str) -> int:
 
 
 def _eos(params: SamplingParams, spec: ModelSpec) -> frozenset[int]:
-    eos = spec.eos_token_id if params.eos_token_id is None else params.eos_token_id
+    eos = spec.eos_token_ids if params.eos_token_id is None else params.eos_token_id
     return frozenset((eos,) if isinstance(eos, int) else eos)
 
 

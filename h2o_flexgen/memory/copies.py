@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
@@ -122,15 +122,12 @@ class CopyEngine:
         nbytes = _fitting(region, target)
         label = label or region.what
 
-        def piece(start: int, size: int) -> Piece:
-            return Piece(partial(region.file.read, target, start, region.offset + start, size, label), size)
-
         def finish() -> None:
             expected = digest if digest is not None else region.digest_of(nbytes)
             if expected is not None and checksum((out,)) != expected:
                 raise _bit_flip(label, region.file.path, region.offset)
 
-        pieces = many_pieces(piece(*cut) for cut in _cuts(0, nbytes, self._chunk))
+        pieces = self._region_pieces(region, region.file.read, target, label)
         job = Job(Ticket(label, link, nbytes), pieces, after, finish)
         return self._workers.submit("disk-read", job, self._read_threads)
 
@@ -147,13 +144,18 @@ class CopyEngine:
         source = host_view(data)
         nbytes = _fitting(region, source)
         label = label or region.what
-
-        def piece(start: int, size: int) -> Piece:
-            return Piece(partial(region.file.write, source, start, region.offset + start, size, label), size)
-
-        pieces = many_pieces(piece(*cut) for cut in _cuts(0, nbytes, self._chunk))
+        pieces = self._region_pieces(region, region.file.write, source, label)
         job = Job(Ticket(label, link, nbytes), pieces, after, lambda: region.remember(nbytes, checksum((data,))))
         return self._workers.submit("disk-write", job)
+
+    def _region_pieces(
+        self, region: Region, transfer: Callable[[HostView, int, int, int, str], None], view: HostView, label: str
+    ) -> deque[Piece]:
+        """`transfer` between all of `view` and the start of `region`, a piece per chunk."""
+        cuts = _cuts(0, len(view.view), self._chunk)
+        return many_pieces(
+            Piece(partial(transfer, view, start, region.offset + start, size, label), size) for start, size in cuts
+        )
 
     def copy(
         self, dst: torch.Tensor, src: torch.Tensor, link: str, *, after: Ticket | None = None, label: str = ""
