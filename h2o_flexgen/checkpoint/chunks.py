@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from h2o_flexgen.checkpoint.tables import Entry
-from h2o_flexgen.config.model import PAGE
+from h2o_flexgen.config.tensors import PAGE
 from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.pages import HostMemory
 

@@ -6,73 +6,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from h2o_flexgen.config.arch import ArchSpec
 from h2o_flexgen.config.checks import whole
+from h2o_flexgen.config.tensors import (
+    WeightGroup,
+    attn_tensors,
+    dtype_bytes,
+    embed_tensors,
+    head_tensors,
+    mlp_tensors,
+)
 from h2o_flexgen.errors import ModelError, UsageError
-from h2o_flexgen.registry import suggestion
-
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
-
-DTYPES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes per number."""
-
-TENSOR_ALIGN = 64
-"""Where a tensor may start in its unit's buffer: a cache line, and any SIMD load."""
-PAGE = 4096
-"""What a unit's buffer is rounded up to: a memory page, and the unit of O_DIRECT."""
-
-
-def dtype_bytes(dtype: str) -> int:
-    """Bytes per number of `dtype`; a dtype that is not in DTYPES raises UsageError."""
-    if dtype not in DTYPES:
-        raise UsageError(f"unknown dtype {dtype!r}", f"needed one of {', '.join(DTYPES)}", suggestion(dtype, DTYPES))
-    return DTYPES[dtype]
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple
-
-
-@dataclass(frozen=True)
-class ArchSpec:
-    """What one decoder layer is made of, apart from its sizes."""
-
-    family: str
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_eps: float = 1e-5
-    norm_affine: bool = True
-    """The norms have a weight (and a bias, if `norm` is layernorm)."""
-    pre_norm: bool = True
-    """False: the norm follows the residual addition, as in OPT-350m."""
-    final_norm: bool = True
-    activation: Activation = "relu"
-    gated_mlp: bool = False
-    attention_bias: bool = True
-    mlp_bias: bool = True
-    positions: Literal["learned", "rotary"] = "learned"
-    position_offset: int = 0
-    """Rows of the position table before that of position 0."""
-    tied_head: bool = True
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One weight by its canonical name; linear weights have the shape (out, in) of nn.Linear."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """How many numbers it holds."""
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
-
-    def nbytes(self, dtype: str) -> int:
-        """Its bytes in `dtype`."""
-        return self.numel * dtype_bytes(dtype)
 
 
 @dataclass(frozen=True)
@@ -84,22 +28,6 @@ class UnitSpec:
     kind: Literal["embed", "attn", "mlp", "head"]
     layer: int | None
     weights: str
-
-
-@dataclass(frozen=True)
-class WeightGroup:
-    """The tensors that are loaded at once, as one contiguous buffer, in the order of that buffer."""
-
-    key: str
-    tensors: tuple[TensorSpec, ...]
-
-    def nbytes(self, dtype: str) -> int:
-        """The bytes of the tensors alone."""
-        return sum(tensor.nbytes(dtype) for tensor in self.tensors)
-
-    def buffer_bytes(self, dtype: str) -> int:
-        """The bytes of the buffer: tensors start at multiples of TENSOR_ALIGN, the whole is a multiple of PAGE."""
-        return round_up(sum(round_up(tensor.nbytes(dtype), TENSOR_ALIGN) for tensor in self.tensors), PAGE)
 
 
 class FlopTerms(NamedTuple):
@@ -177,12 +105,12 @@ class ModelSpec:
     @cached_property
     def weight_groups(self) -> tuple[WeightGroup, ...]:
         """What the units need, each group once, in the order of first use."""
-        embed, head = self._embed_tensors(), self._head_tensors()
+        embed, head = embed_tensors(self), head_tensors(self)
         tied = self.arch.tied_head
         groups = [WeightGroup("vocab", embed + head) if tied else WeightGroup("embed", embed)]
         for layer in range(self.num_layers):
-            groups.append(WeightGroup(f"layers.{layer}.attn", self._attn_tensors(f"layers.{layer}.attn")))
-            groups.append(WeightGroup(f"layers.{layer}.mlp", self._mlp_tensors(f"layers.{layer}.mlp")))
+            groups.append(WeightGroup(f"layers.{layer}.attn", attn_tensors(self, f"layers.{layer}.attn")))
+            groups.append(WeightGroup(f"layers.{layer}.mlp", mlp_tensors(self, f"layers.{layer}.mlp")))
         return (*groups,) if tied else (*groups, WeightGroup("head", head))
 
     @cached_property
@@ -207,9 +135,15 @@ class ModelSpec:
         """Bytes of one token's keys and values in all layers."""
         return self.num_layers * self.kv_bytes_per_token_and_layer(dtype)
 
+    @property
+    def hidden_width(self) -> int:
+        """Numbers of one token's hidden state between two units: hidden_size, and beside it the sum that both halves of
+        a parallel layer add to."""
+        return self.hidden_size * (2 if self.arch.parallel else 1)
+
     def hidden_bytes(self, tokens: int, dtype: str) -> int:
         """Bytes of the hidden states of `tokens` tokens."""
-        return tokens * self.hidden_size * dtype_bytes(dtype)
+        return tokens * self.hidden_width * dtype_bytes(dtype)
 
     def prefill_terms(self, prompt_len: int, batch: int = 1) -> FlopTerms:
         """FLOPs of `batch` prompts of `prompt_len` tokens; logits are made at the last position only."""
@@ -228,7 +162,7 @@ class ModelSpec:
         return self.decode_terms(batch, context).total
 
     def _terms(self, *, tokens: int, attended: int, batch: int) -> FlopTerms:
-        hidden, bridge = self.hidden_size, self._bridged * self.hidden_size * self.embed_dim
+        hidden, bridge = self.hidden_size, self.bridged * self.hidden_size * self.embed_dim
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return FlopTerms(
             projections=self.num_layers * 2 * tokens * hidden * (2 * query + 2 * kv),
@@ -239,49 +173,6 @@ class ModelSpec:
         )
 
     @property
-    def _bridged(self) -> bool:
+    def bridged(self) -> bool:
+        """Whether project_in and project_out are there."""
         return self.embed_dim != self.hidden_size
-
-    def _norm_tensors(self, prefix: str) -> tuple[TensorSpec, ...]:
-        if not self.arch.norm_affine:
-            return ()
-        names = ("weight", "bias") if self.arch.norm == "layernorm" else ("weight",)
-        return tuple(TensorSpec(f"{prefix}.norm.{name}", (self.hidden_size,)) for name in names)
-
-    def _embed_tensors(self) -> tuple[TensorSpec, ...]:
-        tensors = [TensorSpec("embed.tokens", (self.vocab_size, self.embed_dim))]
-        if self.arch.positions == "learned":
-            rows = self.max_positions + self.arch.position_offset
-            tensors.append(TensorSpec("embed.positions", (rows, self.hidden_size)))
-        if self._bridged:
-            tensors.append(TensorSpec("embed.project_in", (self.hidden_size, self.embed_dim)))
-        return tuple(tensors)
-
-    def _head_tensors(self) -> tuple[TensorSpec, ...]:
-        tensors = [TensorSpec("head.project_out", (self.embed_dim, self.hidden_size))] if self._bridged else []
-        if self.arch.final_norm:
-            tensors.extend(self._norm_tensors("head"))
-        if not self.arch.tied_head:
-            tensors.append(TensorSpec("head.vocab", (self.vocab_size, self.embed_dim)))
-        return tuple(tensors)
-
-    def _attn_tensors(self, prefix: str) -> tuple[TensorSpec, ...]:
-        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        widths = (("q", query), ("k", kv), ("v", kv))
-        # q, k and v lie side by side, so that one view of the buffer is the fused projection.
-        tensors = [TensorSpec(f"{prefix}.{name}.weight", (width, self.hidden_size)) for name, width in widths]
-        if self.arch.attention_bias:
-            tensors.extend(TensorSpec(f"{prefix}.{name}.bias", (width,)) for name, width in widths)
-        tensors.append(TensorSpec(f"{prefix}.o.weight", (self.hidden_size, query)))
-        if self.arch.attention_bias:
-            tensors.append(TensorSpec(f"{prefix}.o.bias", (self.hidden_size,)))
-        return (*self._norm_tensors(prefix), *tensors)
-
-    def _mlp_tensors(self, prefix: str) -> tuple[TensorSpec, ...]:
-        wide = ("up", "gate") if self.arch.gated_mlp else ("up",)
-        tensors = [TensorSpec(f"{prefix}.{name}.weight", (self.ffn_size, self.hidden_size)) for name in wide]
-        tensors.append(TensorSpec(f"{prefix}.down.weight", (self.hidden_size, self.ffn_size)))
-        if self.arch.mlp_bias:
-            tensors.extend(TensorSpec(f"{prefix}.{name}.bias", (self.ffn_size,)) for name in wide)
-            tensors.append(TensorSpec(f"{prefix}.down.bias", (self.hidden_size,)))
-        return (*self._norm_tensors(prefix), *tensors)

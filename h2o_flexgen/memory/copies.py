@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import xxhash
 
-from h2o_flexgen.config.model import PAGE
+from h2o_flexgen.config.tensors import PAGE
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.disk import DirectFile, HostView, Syscalls, host_view
 from h2o_flexgen.memory.disk_tier import Region

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from h2o_flexgen.config.model import DTYPES
+from h2o_flexgen.config.tensors import DTYPES
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.registry import suggestion
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from h2o_flexgen.config.model import Activation, ArchSpec, ModelSpec
+from h2o_flexgen.config.arch import Activation, ArchSpec
+from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
 
 IGNORED: tuple[str, ...] = (
@@ -79,7 +80,8 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
             # Only the first conversions of OPT lost the final norm; transformers marks them so.
             final_norm=pre_norm and not read.flag("_remove_final_layer_norm", False),
             activation=read.choice("activation_function", "relu", _ACTIVATIONS),
-            attention_bias=biases,
+            qkv_bias=biases,
+            output_bias=biases,
             mlp_bias=biases,
             position_offset=2,
             tied_head=read.flag("tie_word_embeddings", True),

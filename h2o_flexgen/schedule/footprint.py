@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
-from h2o_flexgen.config.model import PAGE, ModelSpec, WeightGroup, dtype_bytes, round_up
+from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.config.tensors import PAGE, WeightGroup, dtype_bytes, round_up
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.units import format_bytes
 

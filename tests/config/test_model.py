@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 
-from h2o_flexgen.config.model import PAGE, TENSOR_ALIGN, ArchSpec, ModelSpec, TensorSpec, WeightGroup
+from h2o_flexgen.config.arch import ArchSpec
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.tensors import PAGE, TENSOR_ALIGN, TensorSpec, WeightGroup
 from h2o_flexgen.errors import ModelError, UsageError
 
 SPEC = ModelSpec(
@@ -79,7 +81,9 @@ def test_tensors_of_a_layer_are_in_the_order_of_the_buffer() -> None:
 
 
 def test_a_gated_model_without_biases() -> None:
-    arch = ArchSpec("llama", "rmsnorm", gated_mlp=True, attention_bias=False, mlp_bias=False, positions="rotary")
+    arch = ArchSpec(
+        "llama", "rmsnorm", gated_mlp=True, qkv_bias=False, output_bias=False, mlp_bias=False, positions="rotary"
+    )
     spec = dataclasses.replace(SPEC, arch=arch)
     names = [tensor.name for group in spec.weight_groups for tensor in group.tensors if ".1." not in tensor.name]
     assert names == [

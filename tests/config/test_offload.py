@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.config.model import ArchSpec, ModelSpec
+from h2o_flexgen.config.arch import ArchSpec
+from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy, Shares, parse_shares
 from h2o_flexgen.config.placement import place
 from h2o_flexgen.errors import UsageError

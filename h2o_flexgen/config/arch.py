@@ -1,0 +1,96 @@
+"""What a decoder layer is made of, apart from its sizes: the switches one decoder reads for all families. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Scaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """Rotary position embedding (Su et al., arXiv 2104.09864), halves rotated against each other as transformers does.
+
+    dim                 leading dimensions of each head that turn; less than head_dim is partial rotary
+    theta               base of the wave lengths
+    scaling             how it is stretched beyond `original_positions`, the context it was trained with
+    factor              of the stretch
+    attention_factor    multiplies cosines and sines (yarn, longrope)
+    low_freq_factor, high_freq_factor                     llama3
+    beta_fast, beta_slow, truncate                        yarn
+    short_factors, long_factors (dim / 2 each)            longrope: for sequences within original_positions, and longer
+    """
+
+    dim: int
+    theta: float = 10000.0
+    scaling: Scaling = "none"
+    factor: float = 1.0
+    original_positions: int = 0
+    attention_factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the angles depend on how long the sequence is, not on the position alone."""
+        return self.scaling in ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    """What one decoder layer is made of, apart from its sizes."""
+
+    family: str
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: float = 1e-5
+    norm_affine: bool = True
+    """The norms have a weight (and a bias, if `norm` is layernorm)."""
+    norm_offset: float = 0.0
+    """Added to every norm's weight: 1 where checkpoints hold the difference from it (Gemma)."""
+    pre_norm: bool = True
+    """False: the norm follows the residual addition, as in OPT-350m."""
+    post_norms: bool = False
+    """Besides the norm before it, each half's output is normed before the residual addition (Gemma)."""
+    final_norm: bool = True
+    qk_norm: bool = False
+    """Each head of q and of k is normed, before it is rotated (Qwen3, Gemma 3)."""
+    activation: Activation = "relu"
+    gated_mlp: bool = False
+    qkv_bias: bool = True
+    output_bias: bool = True
+    """Of the attention's output projection."""
+    mlp_bias: bool = True
+    head_bias: bool = False
+    parallel: bool = False
+    """Both halves of a layer read its input, and their outputs are added to it together (GPT-NeoX)."""
+    positions: Literal["learned", "rotary"] = "learned"
+    position_offset: int = 0
+    """Rows of the position table before that of position 0."""
+    rotary: RotarySpec | None = None
+    local_rotary: RotarySpec | None = None
+    """Of the windowed layers, where it differs."""
+    window: int | None = None
+    """Tokens that a query of a windowed layer sees, itself included."""
+    window_layers: tuple[int, ...] | None = None
+    """Which layers are windowed, if `window` is given; None: all."""
+    attention_scale: float | None = None
+    """Multiplies the logits of attention; None: head_dim ** -0.5."""
+    embed_scale: float = 1.0
+    """Multiplies the token embeddings (Gemma)."""
+    tied_head: bool = True
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that a query of `layer` sees, itself included; None: all of them."""
+        return self.window if self.window_layers is None or layer in self.window_layers else None
+
+    def rotary_of(self, layer: int) -> RotarySpec | None:
+        """How `layer` rotates its queries and keys; None where positions are learned."""
+        local = self.local_rotary is not None and self.window_of(layer) is not None
+        return self.local_rotary if local else self.rotary
