@@ -5,23 +5,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.types import DecodeAttention, PrefillAttention
+from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttention
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, column_sums: bool) -> PrefillAttention:
-    """Causal attention over whole prompts of one length, and how much attention each key received.
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    column_sums: bool,
+    *,
+    past: KeysValues | None = None,
+    window: int | None = None,
+) -> PrefillAttention:
+    """Causal attention of whole prompts, or ends of prompts, of one length, and how much attention each key received.
 
-    q: (n, heads, S, d); k, v: (n, kv_heads, S, d). `column_sums[j]` is the sum over all queries i >= j of the softmax
-    probability of key j, averaged over the query heads that share a KV head (H2O section 3; accumulated score).
+    q: (n, heads, S, d); k, v: (n, kv_heads, S, d); past: keys and values (kv_heads, P, d) of P earlier tokens that all
+    n rows have in common. Query i has position P + i and sees the keys up to there, with a window only the last
+    `window` of them. `column_sums` (n, kv_heads, P + S): the sum over these S queries of the softmax probability of
+    each key, averaged over the query heads that share a KV head (H2O section 3; accumulated score).
     """
+    if past is not None:
+        k, v = (torch.cat([p.expand(len(own), -1, -1, -1), own], dim=2) for p, own in zip(past, (k, v), strict=True))
     n, heads, length, _ = q.shape
-    kv_heads = k.shape[1]
+    kv_heads, total = k.shape[1:3]
     group = heads // kv_heads
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     logits = q.float() @ keys.transpose(-1, -2) * scale
-    future = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    probs = logits.masked_fill(future, float("-inf")).softmax(-1)
-    sums = probs.sum(2).view(n, kv_heads, group, length).mean(2) if column_sums else None
+    distance = torch.arange(total - length, total).unsqueeze(1) - torch.arange(total)
+    hidden = (distance < 0) | (distance >= (total if window is None else window))
+    probs = logits.masked_fill(hidden.to(q.device), float("-inf")).softmax(-1)
+    sums = probs.sum(2).view(n, kv_heads, group, total).mean(2) if column_sums else None
     return PrefillAttention((probs @ values).to(q.dtype), sums)
 
 

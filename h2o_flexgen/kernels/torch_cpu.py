@@ -11,45 +11,104 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.types import DecodeAttention, PrefillAttention
+from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttention
 
 _CHUNK_ELEMENTS = 1 << 20  # float32 logits alive at once: 4 MiB
 _MIN_CHUNK = 16
 
 
-def _chunk_length(heads: int, length: int) -> int:
-    """Queries per chunk, a multiple of 16, so that heads x chunk x length logits stay within `_CHUNK_ELEMENTS`."""
-    fitting = _CHUNK_ELEMENTS // (heads * length)
-    return min(length, max(_MIN_CHUNK, fitting // _MIN_CHUNK * _MIN_CHUNK))
+def _block_shape(n: int, heads: int, length: int, total: int) -> tuple[int, int]:
+    """Rows and queries whose heads x rows x queries x `total` logits stay within `_CHUNK_ELEMENTS`.
+
+    Whole rows where their queries fit, else one row and a multiple of 16 of its queries.
+    """
+    fitting = _CHUNK_ELEMENTS // (heads * total)
+    if fitting >= length:
+        return min(n, fitting // length), length
+    return 1, min(length, max(_MIN_CHUNK, fitting // _MIN_CHUNK * _MIN_CHUNK))
 
 
-def prefill_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, column_sums: bool) -> PrefillAttention:
+def prefill_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    column_sums: bool,
+    *,
+    past: KeysValues | None = None,
+    window: int | None = None,
+) -> PrefillAttention:
     """Causal attention and column sums; shapes and meaning as `reference.prefill_attention`."""
     n, heads, length, d = q.shape
     kv_heads = k.shape[1]
-    group = heads // kv_heads
-    chunk = _chunk_length(heads, length)
-    future = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu_(1)
+    group, before = heads // kv_heads, 0 if past is None else past[0].shape[1]
+    rows, queries = _block_shape(n, heads, length, before + length)
     out = torch.empty(n, length, heads, d, dtype=q.dtype, device=q.device).transpose(1, 2)
-    sums = torch.zeros(n, kv_heads, length, dtype=torch.float32, device=q.device) if column_sums else None
-    for row in range(n):
-        keys, values = k[row].contiguous().transpose(-1, -2), v[row].contiguous()
-        for start in range(0, length, chunk):
-            stop = min(start + chunk, length)
-            size = stop - start
+    size = (n, kv_heads, before + length)
+    sums = torch.zeros(size, dtype=torch.float32, device=q.device) if column_sums else None
+    for row in range(0, n, rows):
+        own = KeysValues(k[row : row + rows].contiguous(), v[row : row + rows].contiguous())
+        for start in range(0, length, queries):
+            stop = min(start + queries, length)
             # The query heads of one KV head become more query rows: KV is never repeated.
-            queries = q[row, :, start:stop].reshape(kv_heads, group * size, d)
-            logits = torch.matmul(queries, keys[:, :, :stop]).float().mul_(scale)
-            by_query = logits.view(kv_heads, group, size, stop)
-            by_query[..., start:].masked_fill_(future[:size, :size], float("-inf"))
+            asked = q[row : row + rows, :, start:stop].reshape(-1, kv_heads, group * (stop - start), d)
+            first = 0 if window is None else max(0, before + start + 1 - window)
+            seen = _seen(past, own, first, before, stop)
+            logits = _logits(asked, *seen).mul_(scale)
+            by_query = logits.view(-1, kv_heads, group, stop - start, logits.shape[-1])
+            _mask(by_query, before + start - first, window)
             probs = torch.softmax(logits, dim=-1)
             if sums is not None:
-                sums[row, :, :stop] += probs.sum(1)
-            mixed = torch.matmul(probs.to(v.dtype), values[:, :stop])
-            out[row, :, start:stop] = mixed.view(heads, size, d)
+                sums[row : row + rows, :, first : before + stop] += probs.sum(2)
+            out[row : row + rows, :, start:stop] = _mix(probs.to(v.dtype), *seen).view(-1, heads, stop - start, d)
     if sums is not None and group > 1:
         sums /= group
     return PrefillAttention(out, sums)
+
+
+def _seen(
+    past: KeysValues | None, own: KeysValues, first: int, before: int, stop: int
+) -> tuple[KeysValues | None, KeysValues]:
+    """The keys and values from position `first` up to own token `stop`, as far as there are any."""
+    start = max(0, first - before)
+    own = KeysValues(own.k[:, :, start:stop], own.v[:, :, start:stop])
+    if past is None or first >= before:
+        return None, own
+    return past if first == 0 else KeysValues(past.k[:, first:], past.v[:, first:]), own
+
+
+def _mask(by_query: Tensor, offset: int, window: int | None) -> None:
+    """Hides from query i, whose position among the keys is `offset` + i, what comes after it or left its window."""
+    size, width = by_query.shape[-2:]
+    first = offset if window is None else 0  # before the first of the queries every one of them sees everything
+    key = torch.arange(first, width, device=by_query.device)
+    query = torch.arange(offset, offset + size, device=by_query.device).unsqueeze(1)
+    hidden = key > query if window is None else (key > query) | (key <= query - window)
+    by_query[..., first:].masked_fill_(hidden, float("-inf"))
+
+
+def _logits(q: Tensor, past: KeysValues | None, own: KeysValues) -> Tensor:
+    """q (r, kv_heads, m, d) times all keys, (r, kv_heads, m, keys) float32: past ones, which the rows share, first."""
+    logits = torch.matmul(q, own.k.transpose(-1, -2))
+    if past is None:
+        return logits.float()
+    rows, kv_heads, m, d = q.shape
+    shared = torch.matmul(q.transpose(0, 1).reshape(kv_heads, rows * m, d), past.k.transpose(-1, -2))
+    before, width = past.k.shape[1], logits.shape[-1]
+    both = torch.empty(rows, kv_heads, m, before + width, dtype=torch.float32, device=q.device)
+    both[..., :before] = shared.view(kv_heads, rows, m, before).transpose(0, 1)
+    both[..., before:] = logits
+    return both
+
+
+def _mix(probs: Tensor, past: KeysValues | None, own: KeysValues) -> Tensor:
+    """probs (r, kv_heads, m, keys) times all values, (r, kv_heads, m, d)."""
+    if past is None:
+        return torch.matmul(probs, own.v)
+    before, (rows, kv_heads, m, _) = past.k.shape[1], probs.shape
+    mixed = torch.matmul(probs[..., before:], own.v)
+    shared = torch.matmul(probs[..., :before].transpose(0, 1).reshape(kv_heads, rows * m, before), past.v)
+    return mixed.add_(shared.view(kv_heads, rows, m, -1).transpose(0, 1))
 
 
 def decode_attention(

@@ -7,8 +7,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class KeysValues(NamedTuple):
+    """Keys and values of the same tokens, (..., kv_heads, tokens, d)."""
+
+    k: Tensor
+    v: Tensor
+
+
 class PrefillAttention(NamedTuple):
-    """`out` (n, heads, S, d) in the dtype of q; `column_sums` (n, kv_heads, S) float32, or None if not asked for."""
+    """`out` (n, heads, S, d) in q's dtype; `column_sums` (n, kv_heads, P + S) float32, or None if not asked for."""
 
     out: Tensor
     column_sums: Tensor | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.kernels import reference, torch_cpu
+from h2o_flexgen.kernels import KeysValues, reference, torch_cpu
 
 SHAPES = [(1, 4, 4), (2, 4, 2), (3, 8, 1), (1, 6, 6)]
 
@@ -20,6 +20,38 @@ def test_prefill_equals_the_reference(n: int, heads: int, kv_heads: int, length:
     torch.testing.assert_close(fast.out, slow.out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(fast.column_sums, slow.column_sums, atol=1e-4, rtol=1e-4)
     assert torch_cpu.prefill_attention(q, k, v, 0.3, False).column_sums is None
+
+
+@pytest.mark.parametrize(("n", "heads", "kv_heads"), SHAPES)
+@pytest.mark.parametrize(("before", "length"), [(0, 40), (1, 1), (7, 40), (64, 3), (40, 64)])
+@pytest.mark.parametrize("window", [None, 1, 5, 40, 1000])
+@pytest.mark.parametrize("budget", [1, 500, 1 << 20])
+def test_prefill_after_a_past_and_within_a_window(
+    n: int, heads: int, kv_heads: int, before: int, length: int, window: int | None, budget: int, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch_cpu, "_CHUNK_ELEMENTS", budget)
+    torch.manual_seed(before + length)
+    q, k, v = torch.randn(n, heads, length, 8), torch.randn(n, kv_heads, length, 8), torch.randn(n, kv_heads, length, 8)
+    past = KeysValues(*torch.randn(2, kv_heads, before, 8)) if before else None
+    fast, slow = (
+        kernel.prefill_attention(q, k, v, 0.3, True, past=past, window=window) for kernel in (torch_cpu, reference)
+    )
+    torch.testing.assert_close(fast.out, slow.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(fast.column_sums, slow.column_sums, atol=1e-4, rtol=1e-4)
+    assert slow.column_sums.sum() == pytest.approx(n * kv_heads * length, rel=1e-4)
+
+
+def test_a_prompt_in_two_parts_equals_the_whole() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 50, 8) for _ in range(3))
+    whole = torch_cpu.prefill_attention(q, k, v, 0.3, True)
+    first = torch_cpu.prefill_attention(q[:, :, :30], k[:, :, :30], v[:, :, :30], 0.3, True)
+    past = KeysValues(k[0, :, :30], v[0, :, :30])
+    second = torch_cpu.prefill_attention(q[:, :, 30:], k[:, :, 30:], v[:, :, 30:], 0.3, True, past=past)
+    torch.testing.assert_close(torch.cat([first.out, second.out], dim=2), whole.out)
+    sums = second.column_sums.clone()
+    sums[..., :30] += first.column_sums
+    torch.testing.assert_close(sums, whole.column_sums)
 
 
 @pytest.mark.parametrize(("b", "heads", "kv_heads"), SHAPES)
@@ -40,9 +72,10 @@ def test_decode_equals_the_reference(b: int, heads: int, kv_heads: int, slots: i
 
 def test_prefill_memory_does_not_grow_with_the_square_of_the_length() -> None:
     heads = 4
-    for length in (1000, 4000, 16000):
-        chunk = torch_cpu._chunk_length(heads, length)
-        assert heads * chunk * length <= max(torch_cpu._CHUNK_ELEMENTS, heads * 16 * length)
+    for n, length in ((1, 1000), (3, 4000), (2, 16000), (64, 10)):
+        rows, queries = torch_cpu._block_shape(n, heads, length, length)
+        assert rows <= n
+        assert rows * heads * queries * length <= max(torch_cpu._CHUNK_ELEMENTS, heads * 16 * length)
 
 
 def test_bfloat16_stays_close_to_float32() -> None:
