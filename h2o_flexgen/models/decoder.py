@@ -1,8 +1,11 @@
 """The one decoder layer, driven by an ArchSpec: embedding, attention half, MLP half, output head.
 
-Each method computes one unit for one GPU batch. Tokens are packed: during the prompt `hidden` is (T, hidden_size) with
+Each method computes one unit for one GPU batch. Tokens are packed: during the prompt `hidden` is (T, hidden_width) with
 the sequences one after another and no padding; while decoding T is the number of rows. All branches on the
 architecture are taken here, at construction; the tensors of a unit arrive bound by `bind`, wherever they live.
+
+Between the units of a parallel layer `hidden` is twice as wide: columns [:H] hold the layer's input, which both halves
+read, and columns [H:] what the attention half has added to it so far.
 """
 
 from __future__ import annotations
@@ -14,41 +17,55 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from h2o_flexgen.config.arch import ArchSpec
 from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.models.rotary import Rotary
 
 Weights = Mapping[str, Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q (T, heads, d), k (T, kv_heads, d), v (T, kv_heads, d)) -> (T, heads, d); keeps the cache."""
+"""(q (T, heads, d), k (T, kv_heads, d), v (T, kv_heads, d)) -> (T, heads, d); rotates q and k, keeps the cache."""
+
+Inner = Callable[[Tensor], Tensor]
+"""What a half computes between its norm and the residual addition: (T, H) -> (T, H), newly made."""
+Half = Callable[[Weights, Tensor, Inner], None]
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu_,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
+    "gelu": torch.ops.aten.gelu_,
+    "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
+    "silu": lambda x: F.silu(x, inplace=True),
 }
+"""All in place: what goes in is the output of a projection, which nothing else reads."""
+
+_FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("up", "gate")}
+"""Projections of the same input that one GEMM can do, in the order of their tensors in a unit's buffer."""
 
 
 def bind(views: Weights) -> dict[str, Tensor]:
-    """The tensors of a weight group under names without the layer ("q.weight"), plus "qkv.*" where these adjoin.
+    """The tensors of a weight group under names without the layer ("q.weight"), plus "qkv.*" and "gate_up.*" (rows of
+    up, then of gate) where their parts adjoin.
 
-    A fused projection is a view over the unit's buffer, made only if the three tensors lie back to back in it: then
-    one GEMM does the work of three. Straight-from-checkpoint units usually cannot be fused; they keep three GEMMs.
+    A fused projection is a view over the unit's buffer, made only if its tensors lie back to back in it: then one GEMM
+    does the work of two or three. Straight-from-checkpoint units usually cannot be fused; they keep their own GEMMs.
     """
     bound = {(name.split(".", 3)[3] if name.startswith("layers.") else name): tensor for name, tensor in views.items()}
-    for part in ("weight", "bias"):
-        parts = [bound[f"{p}.{part}"] for p in "qkv" if f"{p}.{part}" in bound]
-        if len(parts) == 3 and _adjacent(parts):
-            rows = sum(p.shape[0] for p in parts)
-            first = parts[0]
-            bound[f"qkv.{part}"] = first.as_strided((rows, *first.shape[1:]), first.stride())
-    if "qkv.weight" in bound and "q.bias" in bound and "qkv.bias" not in bound:
-        del bound["qkv.weight"]
+    for fused, names in _FUSED.items():
+        for kind in ("weight", "bias"):
+            parts = [bound[f"{name}.{kind}"] for name in names if f"{name}.{kind}" in bound]
+            if len(parts) == len(names) and _adjacent(parts):
+                rows, first = sum(part.shape[0] for part in parts), parts[0]
+                bound[f"{fused}.{kind}"] = first.as_strided((rows, *first.shape[1:]), first.stride())
+        if f"{names[0]}.bias" in bound and f"{fused}.bias" not in bound:
+            bound.pop(f"{fused}.weight", None)
     return bound
 
 
 def _adjacent(tensors: list[Tensor]) -> bool:
-    pairs = pairwise(tensors)
-    return all(b.data_ptr() == a.data_ptr() + a.numel() * a.element_size() for a, b in pairs)
+    return all(
+        b.data_ptr() == a.data_ptr() + a.numel() * a.element_size()
+        and b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
+        for a, b in pairwise(tensors)
+    )
 
 
 class Decoder:
@@ -56,49 +73,122 @@ class Decoder:
 
     def __init__(self, spec: ModelSpec) -> None:
         arch = spec.arch
-        if arch.positions != "learned" or arch.norm != "layernorm" or arch.gated_mlp:
-            raise NotImplementedError(f"{arch.family}: only learned positions, LayerNorm and plain MLPs are built yet")
         self.spec = spec
+        self.scale = spec.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
         self._activation = _ACTIVATIONS[arch.activation]
-        self._eps = arch.norm_eps
-        self._half = self._pre_norm_half if arch.pre_norm else self._post_norm_half
+        self._eps, self._offset = arch.norm_eps, arch.norm_offset
+        self._norm = self._layer_norm if arch.norm == "layernorm" else self._rms_norm
+        self._attn_half, self._mlp_half = self._halves(arch)
+        self._qk_norm = self._norm_heads if arch.qk_norm else self._leave_heads
+        self._feed_forward = self._gated if arch.gated_mlp else self._plain
         self._position_offset = arch.position_offset
+        self._embed_scale = arch.embed_scale
         self._head_name = "embed.tokens" if arch.tied_head else "head.vocab"
-        self._final_norm = arch.final_norm
+        self._embed_steps, self._head_steps = self._outer_steps(spec)
         self._sizes = [n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-        self.scale = spec.head_dim**-0.5
+        specs = [arch.rotary_of(layer) for layer in range(spec.num_layers)]
+        made = {each: Rotary(each, spec.max_positions) for each in set(specs) if each is not None}
+        self._rotaries = [None if each is None else made[each] for each in specs]
+
+    def rotary_of(self, layer: int) -> Rotary | None:
+        """How `layer` rotates queries and keys, the same object for all layers that do it alike; None: not at all."""
+        return self._rotaries[layer]
 
     def embed(self, w: Weights, tokens: Tensor, positions: Tensor) -> Tensor:
-        """(T,) token ids and (T,) absolute positions to hidden states (T, hidden_size)."""
+        """(T,) token ids and (T,) absolute positions to hidden states (T, hidden_width)."""
         hidden = F.embedding(tokens, w["embed.tokens"])
-        if "embed.project_in" in w:
-            hidden = F.linear(hidden, w["embed.project_in"])
-        return hidden + F.embedding(positions + self._position_offset, w["embed.positions"])
+        for step in self._embed_steps:
+            hidden = step(w, hidden, positions)
+        return hidden
 
     def attn(self, w: Weights, hidden: Tensor, attention: Attention) -> None:
-        """The attention half of a layer, residual included: updates hidden (T, hidden_size) in place."""
-        self._half(w, hidden, lambda x: self._attend(w, x, attention))
+        """The attention half of a layer, residual included: updates hidden (T, hidden_width) in place.
+
+        `attention` gets q and k normed where the model does that, and not rotated.
+        """
+        self._attn_half(w, hidden, lambda x: self._attend(w, x, attention))
 
     def mlp(self, w: Weights, hidden: Tensor) -> None:
-        """The MLP half of a layer, residual included: updates hidden (T, hidden_size) in place."""
-        self._half(w, hidden, lambda x: self._feed_forward(w, x))
+        """The MLP half of a layer, residual included: updates hidden (T, hidden_width) in place."""
+        self._mlp_half(w, hidden, lambda x: self._feed_forward(w, x))
 
     def head(self, w: Weights, hidden: Tensor) -> Tensor:
-        """Logits (T, vocab_size) in float32."""
-        if self._final_norm:
-            hidden = self._norm(w, "head.norm", hidden)
-        if "head.project_out" in w:
-            hidden = F.linear(hidden, w["head.project_out"])
-        return F.linear(hidden, w[self._head_name]).float()
+        """Logits (T, vocab_size) in float32 of hidden (T, hidden_width)."""
+        for step in self._head_steps:
+            hidden = step(w, hidden)
+        return F.linear(hidden, w[self._head_name], w.get("head.vocab_bias")).float()
 
-    def _norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
+    # ---- choices made at construction
+
+    def _halves(self, arch: ArchSpec) -> tuple[Half, Half]:
+        if arch.parallel:
+            return self._parallel_attn, self._parallel_mlp
+        if arch.post_norms:
+            return self._sandwich_half, self._sandwich_half
+        half = self._pre_norm_half if arch.pre_norm else self._post_norm_half
+        return half, half
+
+    def _outer_steps(
+        self, spec: ModelSpec
+    ) -> tuple[list[Callable[[Weights, Tensor, Tensor], Tensor]], list[Callable[[Weights, Tensor], Tensor]]]:
+        """What `embed` does to the token embeddings, and `head` to the hidden states before the last product."""
+        arch, width = spec.arch, spec.hidden_size
+        embed = [
+            (arch.embed_scale != 1.0, self._scale_embeddings),
+            (spec.bridged, lambda w, x, positions: F.linear(x, w["embed.project_in"])),
+            (arch.positions == "learned", self._add_positions),
+            (arch.parallel, lambda w, x, positions: F.pad(x, (0, width))),
+        ]
+        head = [
+            (arch.parallel, lambda w, x: x[:, :width]),
+            (arch.final_norm, lambda w, x: self._norm(w, "head.norm", x)),
+            (spec.bridged, lambda w, x: F.linear(x, w["head.project_out"])),
+        ]
+        return [step for wanted, step in embed if wanted], [step for wanted, step in head if wanted]
+
+    # ---- embeddings: x (T, embed_dim) or (T, H), newly made
+
+    def _scale_embeddings(self, w: Weights, x: Tensor, positions: Tensor) -> Tensor:
+        # Rounded to the embeddings' dtype first, as transformers does: in bfloat16 the square root of 3072 is 55.5.
+        return x.mul_(torch.tensor(self._embed_scale, dtype=x.dtype).item())
+
+    def _add_positions(self, w: Weights, x: Tensor, positions: Tensor) -> Tensor:
+        return x.add_(F.embedding(positions + self._position_offset, w["embed.positions"]))
+
+    # ---- norms
+
+    def _layer_norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), w.get(f"{name}.weight"), w.get(f"{name}.bias"), self._eps)
 
-    def _pre_norm_half(self, w: Weights, hidden: Tensor, inner: Callable[[Tensor], Tensor]) -> None:
+    def _rms_norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
+        return rms_norm(x, w.get(f"{name}.weight"), self._eps, self._offset)
+
+    def _norm_heads(self, w: Weights, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rms_norm(w, "q_norm", q), self._rms_norm(w, "k_norm", k)
+
+    def _leave_heads(self, w: Weights, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q, k
+
+    # ---- residuals
+
+    def _pre_norm_half(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
         hidden.add_(inner(self._norm(w, "norm", hidden)))
 
-    def _post_norm_half(self, w: Weights, hidden: Tensor, inner: Callable[[Tensor], Tensor]) -> None:
+    def _post_norm_half(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
         hidden.copy_(self._norm(w, "norm", inner(hidden).add_(hidden)))
+
+    def _sandwich_half(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
+        hidden.add_(self._norm(w, "post_norm", inner(self._norm(w, "norm", hidden))))
+
+    def _parallel_attn(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
+        x, added = hidden.chunk(2, dim=-1)
+        added.copy_(inner(self._norm(w, "norm", x)))
+
+    def _parallel_mlp(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
+        x, added = hidden.chunk(2, dim=-1)
+        x.add_(inner(self._norm(w, "norm", x)).add_(added))
+
+    # ---- what a half computes: x (T, H) -> (T, H)
 
     def _attend(self, w: Weights, x: Tensor, attention: Attention) -> Tensor:
         if "qkv.weight" in w:
@@ -106,8 +196,33 @@ class Decoder:
         else:
             q, k, v = (F.linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
         q, k, v = (t.unflatten(-1, (-1, self.spec.head_dim)) for t in (q, k, v))
+        q, k = self._qk_norm(w, q, k)
         return F.linear(attention(q, k, v).flatten(1), w["o.weight"], w.get("o.bias"))
 
-    def _feed_forward(self, w: Weights, x: Tensor) -> Tensor:
+    def _plain(self, w: Weights, x: Tensor) -> Tensor:
         up = self._activation(F.linear(x, w["up.weight"], w.get("up.bias")))
         return F.linear(up, w["down.weight"], w.get("down.bias"))
+
+    def _gated(self, w: Weights, x: Tensor) -> Tensor:
+        if "gate_up.weight" in w:
+            up, gate = F.linear(x, w["gate_up.weight"], w.get("gate_up.bias")).chunk(2, dim=-1)
+        else:
+            up, gate = (F.linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in ("up", "gate"))
+        return F.linear(self._activation(gate).mul_(up), w["down.weight"], w.get("down.bias"))
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    """x (..., n) over its root mean square, times weight (n,) + offset; newly made, in the dtype of x.
+
+    Statistics are float32. The weight multiplies what is rounded to the dtype of x, unless there is an offset: then
+    the sum and the product are float32 too (Gemma). Zhang and Sennrich, arXiv 1910.07467.
+    """
+    wide = x.float()
+    inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    # On a CPU a norm and one product are 1.7 times as fast as F.rms_norm, which writes all squares down.
+    normed = wide * inverse if wide is x else wide.mul_(inverse)
+    if weight is None:
+        return normed.to(x.dtype)
+    if offset:
+        return normed.mul_(weight.float() + offset).to(x.dtype)
+    return normed.to(x.dtype).mul_(weight)

@@ -1,0 +1,152 @@
+"""Rotary position embedding (Su et al., arXiv 2104.09864) and the ways to stretch it beyond the trained context.
+
+Dimension i of the rotated part of a head, i < dim / 2, turns together with dimension i + dim / 2 by the angle
+position * f_i, where f_i = theta ** (-2 i / dim) before scaling:
+
+linear      f / factor: positions are interpolated (Chen et al., arXiv 2306.15595)
+dynamic     NTK-aware: theta grows with the length of the sequence, once that exceeds the trained context
+llama3      f / factor for waves longer than the trained context, f for short ones, a ramp in between (Llama 3.1)
+yarn        the same idea with the ramp over dimensions, and a temperature (Peng et al., arXiv 2309.00071)
+longrope    f / a factor per dimension, of two sets: for sequences within the trained context, and for longer ones
+            (Ding et al., arXiv 2402.13753)
+
+Frequencies are computed in float32 in the order of operations that transformers has: at position 100,000 one rounding
+more is an angle of 0.01.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.config.arch import RotarySpec
+
+
+class Angles(NamedTuple):
+    """Cosines and sines, both (..., dim), of the angles by which the leading `dim` dimensions of a head turn.
+
+    The second half of `dim` repeats the first: both members of a pair turn by the same angle.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Rotary:
+    """The angles of one RotarySpec. Frequencies are computed once; positions cost one outer product."""
+
+    def __init__(self, spec: RotarySpec, max_positions: int) -> None:
+        """`max_positions`: the model's context, the trained one where the spec names no other."""
+        self.spec = spec
+        self._original = spec.original_positions or max_positions
+        self._exponents = torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim
+        self._frequencies = self._scaled(spec.short_factors)
+        self._long_frequencies = self._scaled(spec.long_factors) if spec.scaling == "longrope" else self._frequencies
+
+    def angles(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> Angles:
+        """Angles (T, dim) in `dtype` of tokens at `positions` (T,) int64, computed in float32 where `positions` are.
+
+        `lengths` (T,) int64: how many tokens the sequence of each token has so far, for all that go through the model
+        together the same number, the newest token's position + 1. Read only where `spec.by_length`.
+        """
+        frequencies = self._by_length(lengths) if self.spec.by_length else self._on(positions.device)
+        angles = positions.unsqueeze(-1).float() * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self.spec.attention_factor != 1.0:
+            cos, sin = cos.mul_(self.spec.attention_factor), sin.mul_(self.spec.attention_factor)
+        return Angles(*(torch.cat((t, t), dim=-1) for t in (cos.to(dtype), sin.to(dtype))))
+
+    def table(self, size: int, dtype: torch.dtype, device: torch.device) -> Angles:
+        """Angles (size, dim) of positions 0 to size - 1 of a sequence of `size` tokens."""
+        return self.angles(torch.arange(size, device=device), torch.full((size,), size, device=device), dtype)
+
+    def _on(self, device: torch.device) -> Tensor:
+        """The frequencies (dim / 2,) on `device`, where they then stay."""
+        if self._frequencies.device != device:
+            self._frequencies = self._frequencies.to(device)
+        return self._frequencies
+
+    def _by_length(self, lengths: Tensor) -> Tensor:
+        """Frequencies (T, dim / 2) of tokens in sequences of `lengths` tokens."""
+        lengths = lengths.unsqueeze(-1)
+        short = self._on(lengths.device)
+        if self.spec.scaling == "dynamic":
+            long = self._dynamic(lengths)
+        else:
+            self._long_frequencies = long = self._long_frequencies.to(lengths.device)
+        return torch.where(lengths > self._original, long, short)
+
+    def _dynamic(self, lengths: Tensor) -> Tensor:
+        """Frequencies by NTK-aware scaling: theta grows so that the longest wave stretches as the sequence does."""
+        spec = self.spec
+        # Lengths within the context would make this negative under the root; the caller takes others for them.
+        stretch = spec.factor * lengths.clamp(min=self._original) / self._original - (spec.factor - 1)
+        self._exponents = self._exponents.to(lengths.device)
+        return 1.0 / (spec.theta * stretch ** (spec.dim / (spec.dim - 2))) ** self._exponents
+
+    def _scaled(self, factors: tuple[float, ...]) -> Tensor:
+        """Frequencies (dim / 2,) float32 that hold for sequences of every length, or for those `factors` are for."""
+        spec = self.spec
+        waves = spec.theta**self._exponents
+        if spec.scaling == "linear":
+            return 1.0 / waves / spec.factor
+        if spec.scaling == "llama3":
+            return self._llama3(1.0 / waves)
+        if spec.scaling == "yarn":
+            return self._yarn(waves)
+        if spec.scaling == "longrope":
+            return 1.0 / (torch.tensor(factors) * waves)
+        return 1.0 / waves
+
+    def _llama3(self, frequencies: Tensor) -> Tensor:
+        """Waves that fit into the context less than `low_freq_factor` times are stretched, those that fit more often
+        than `high_freq_factor` are kept, and the share of stretching falls linearly with the number in between.
+        """
+        spec, context = self.spec, self._original
+        waves = 2 * math.pi / frequencies
+        kept = (context / waves - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+        between = (1 - kept) * frequencies / spec.factor + kept * frequencies
+        stretched = torch.where(waves > context / spec.low_freq_factor, frequencies / spec.factor, between)
+        return torch.where(waves < context / spec.high_freq_factor, frequencies, stretched)
+
+    def _yarn(self, waves: Tensor) -> Tensor:
+        """Dimensions that turn more than `beta_fast` times within the context are kept, those that turn less than
+        `beta_slow` times are stretched, and the share of stretching rises linearly with the dimension in between.
+        """
+        spec = self.spec
+        low, high = (self._turning(turns) for turns in (spec.beta_fast, spec.beta_slow))
+        if spec.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, spec.dim - 1)
+        # Where both ends meet, a step of the ramp's own: no division by zero.
+        ramp = (torch.arange(spec.dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+        kept = 1 - ramp.clamp(0, 1)
+        return 1.0 / (spec.factor * waves) * (1 - kept) + 1.0 / waves * kept
+
+    def _turning(self, turns: float) -> float:
+        """The dimension, a fraction too, that turns `turns` times within the trained context."""
+        return self.spec.dim * math.log(self._original / (turns * 2 * math.pi)) / (2 * math.log(self.spec.theta))
+
+
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Turns x (..., heads, head_dim) by angles (..., dim); dimensions beyond `dim` pass through.
+
+    The result is new and contiguous, whatever the strides of x; both have one dtype.
+    """
+    dim = angles.cos.shape[-1]
+    half = dim // 2
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    cos, sin = angles.cos.unsqueeze(-2), angles.sin[..., :half].unsqueeze(-2)
+    first, second = x[..., :half], x[..., half:dim]
+    if dim == x.shape[-1]:
+        torch.mul(x, cos, out=out)
+    else:
+        torch.mul(x[..., :dim], cos, out=out[..., :dim])
+        out[..., dim:] = x[..., dim:]
+    # One full-width product and two fused multiply-adds: no temporary, and half the time of other orders.
+    out[..., :half].addcmul_(second, sin, value=-1)
+    out[..., half:dim].addcmul_(first, sin)
+    return out
