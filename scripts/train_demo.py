@@ -27,7 +27,7 @@ from random import Random
 
 import torch
 from demo_rows import BOS, CONTEXT, PAD, Corpus, build_tokenizer
-from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -79,6 +79,7 @@ def new_model(recipe: Recipe, vocab: int) -> OPTForCausalLM:
             for matrix in (layer.self_attn.out_proj.weight, layer.fc2.weight):
                 matrix.mul_((2 * recipe.layers) ** -0.5)
         plant_copying(model, recipe)
+    model.model.decoder.embed_positions.requires_grad_(False)
     return model
 
 
@@ -130,7 +131,7 @@ class Trainer:
     """Owns the bfloat16 model, its float32 masters and the optimizers; `work` holds checkpoint and log."""
 
     recipe: Recipe
-    model: OPTForCausalLM
+    model: PreTrainedModel
     work: Path
     step: int = 0
     seconds: float = 0.0
@@ -138,7 +139,6 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.model.bfloat16().train()
-        self.model.model.decoder.embed_positions.requires_grad_(False)
         trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
         self.names, self.params = [name for name, _ in trained], [param for _, param in trained]
         self.masters = [param.detach().float() for param in self.params]
@@ -159,13 +159,21 @@ class Trainer:
         each = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
         return (each * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
 
-    def train_step(self, corpus: Corpus) -> float:
-        rng = Random(self.recipe.seed * 1_000_003 + self.step)
+    def draw(self, corpus: Corpus, rng: Random) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The next batch as `plain_loss` takes it; every row starts at a random position."""
         length = self.recipe.row_length(self.step)
         ids, weights = corpus.batch(rng, self.recipe.rows(self.step), length, self.step)
         starts = [rng.randrange(CONTEXT - length + 1) for _ in range(len(ids))]
-        positions = torch.tensor(starts)[:, None] + torch.arange(length)
-        loss = self.loss(ids, positions, weights)
+        return ids, torch.tensor(starts)[:, None] + torch.arange(length), weights
+
+    def look(self, corpus: Corpus) -> dict[str, float]:
+        """An early measurement, for the log."""
+        from demo_eval import recall_accuracy
+
+        return {f"recall_{far}": recall_accuracy(self.model, corpus, Random(far), far, 24) for far in (100, 300, 800)}
+
+    def train_step(self, corpus: Corpus) -> float:
+        loss = self.loss(*self.draw(corpus, Random(self.recipe.seed * 1_000_003 + self.step)))
         loss.backward()
         with torch.no_grad():
             for master, param in zip(self.masters, self.params, strict=True):
@@ -198,8 +206,6 @@ class Trainer:
 
     def run(self, corpus: Corpus, out: Path, tokenizer: PreTrainedTokenizerFast, every: int = 200) -> None:
         """Train to the last step; a log line each 20 steps, a checkpoint, an export and an early look each `every`."""
-        from demo_eval import recall_accuracy
-
         losses: list[float] = []
         while self.step < self.recipe.steps:
             begin = time.perf_counter()
@@ -211,18 +217,17 @@ class Trainer:
                 losses.clear()
                 self.history.append(row)
                 if self.step % every == 0:
-                    row |= {f"recall_{far}": recall_accuracy(self.model, corpus, Random(far), far, 24)
-                            for far in (100, 300, 800)}
+                    row |= self.look(corpus)
                     self.save()
                     export(self.model, tokenizer, out)
                 print(json.dumps(row), flush=True)
         self.save()
 
 
-def export(model: OPTForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write the Hugging Face layout: bfloat16 weights, tokenizer, configs."""
     out.mkdir(parents=True, exist_ok=True)
-    model.config.architectures = ["OPTForCausalLM"]
+    model.config.architectures = [type(model).__name__]
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
     settings = json.loads((out / "tokenizer_config.json").read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}

@@ -1,0 +1,173 @@
+"""Train the model of the streaming demonstration: a small LLaMA with a context of 256, on generated stories.
+
+The demo model's tokenizer and optimizers (`train_demo.py`), another architecture and other rows: each starts with BOS
+and goes on with stories, from a story's first word or from the middle of one, and BOS stands nowhere else. So the model
+never sees a window that has lost its first token, which is what makes that token an attention sink.
+What this writes: the model in --out, its figures and loss curve in --docs; --work keeps checkpoints between runs.
+
+    python scripts/train_stream.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from demo_eval import HELD_SEED, processor
+from demo_rows import BOS, PAD, Corpus
+from demo_text import story
+from train_demo import ROOT, Recipe, Trainer, export
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+CONTEXT = 256
+PIECE = 32  # positions per figure of the perplexity by position
+
+
+@dataclass(frozen=True)
+class StreamRecipe(Recipe):
+    """One stage, rows of the full context."""
+
+    steps: int = 1600
+    short_steps: int = 0
+    long_rows: int = 16
+    hidden: int = 192
+    layers: int = 4
+    heads: int = 6
+    kv_heads: int = 2
+    inner: int = 512
+
+    def row_length(self, step: int) -> int:
+        return CONTEXT
+
+
+def new_model(recipe: StreamRecipe, vocab: int) -> LlamaForCausalLM:
+    """A fresh LLaMA with grouped KV heads and a tied head."""
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=recipe.hidden, intermediate_size=recipe.inner, num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads, num_key_value_heads=recipe.kv_heads, max_position_embeddings=CONTEXT,
+        initializer_range=0.04, tie_word_embeddings=True, rms_norm_eps=1e-5, use_cache=True,
+        bos_token_id=BOS, eos_token_id=BOS, pad_token_id=PAD,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for matrix in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+                matrix.mul_((2 * recipe.layers) ** -0.5)
+    return model
+
+
+def stories(corpus: Corpus, rng: Random, tokens: int) -> list[int]:
+    """At least `tokens` ids of stories, a line each, as in a held-out text."""
+    lines: list[str] = []
+    while sum(map(len, lines)) < 6 * tokens:
+        lines.append(" ".join(story(rng)))
+    ids = corpus.encode("\n".join(lines))
+    return ids if len(ids) >= tokens else ids + stories(corpus, rng, tokens - len(ids))
+
+
+def row(corpus: Corpus, rng: Random, length: int) -> list[int]:
+    """BOS and `length` - 1 tokens, half the time from the beginning of a story."""
+    skipped = rng.randrange(200) if rng.random() < 0.5 else 0
+    return [BOS, *stories(corpus, rng, length - 1 + skipped)[skipped:skipped + length - 1]]
+
+
+@torch.no_grad()
+def by_position(model: PreTrainedModel, corpus: Corpus, rows: int) -> list[float]:
+    """Held-out perplexity of each `PIECE` positions of the context."""
+    rng, total = Random(HELD_SEED), torch.zeros(CONTEXT)
+    for _ in range(rows):
+        ids = torch.tensor([row(corpus, rng, CONTEXT + 1)])
+        logits = model(input_ids=ids[:, :-1]).logits[0].float()
+        total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    return [round(math.exp(nll), 3) for nll in (total / rows).view(-1, PIECE).mean(1).tolist()]
+
+
+class StreamTrainer(Trainer):
+    """Rows of stories at their own positions."""
+
+    def draw(self, corpus: Corpus, rng: Random) -> tuple[torch.Tensor, None, torch.Tensor]:  # type: ignore[override]
+        ids = torch.tensor([row(corpus, rng, CONTEXT + 1) for _ in range(self.recipe.rows(self.step))])
+        return ids, None, torch.ones(ids.shape)
+
+    def look(self, corpus: Corpus) -> dict[str, list[float]]:  # type: ignore[override]
+        return {"heldout_by_position": by_position(self.model, corpus, 24)}
+
+
+def record(args: argparse.Namespace, trainer: StreamTrainer, corpus: Corpus) -> None:
+    """Measure the exported model in float32 and write training.json and loss.png."""
+    model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
+    figures = {
+        "parameters": sum(param.numel() for param in model.parameters()), "recipe": asdict(trainer.recipe),
+        "seconds": round(trainer.seconds), "tokens": trainer.recipe.tokens(trainer.step), "hardware": processor(),
+        "threads": args.threads, "torch": torch.__version__, "positions_per_figure": PIECE,
+        "heldout_perplexity_by_position": by_position(model, corpus, 128),
+    }
+    args.docs.mkdir(parents=True, exist_ok=True)
+    rows = ",\n  ".join(json.dumps(entry) for entry in trainer.history)
+    body = json.dumps(figures, indent=1)[:-2]
+    (args.docs / "training.json").write_text(f'{body},\n "history": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
+    plot(trainer.history, figures, args.docs / "loss.png")
+    print(json.dumps(figures))
+
+
+def plot(history: list[dict], figures: dict, path: Path) -> None:
+    """Loss over steps beside the held-out perplexity by position."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    left.plot([entry["step"] for entry in history], [entry["loss"] for entry in history], color="#1f5fa8")
+    left.set(xlabel="step", ylabel="training loss, nats per token", yscale="log")
+    pieces = figures["heldout_perplexity_by_position"]
+    right.plot([PIECE * (at + 0.5) for at in range(len(pieces))], pieces, "o-", color="#b23a48", markersize=4)
+    right.set(xlabel="position", ylabel="held-out perplexity", ylim=(1, None))
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(
+        f"Stream model: {figures['parameters'] / 1e6:.1f} M parameters, {figures['tokens'] / 1e6:.1f} M tokens, "
+        f"{figures['seconds'] / 60:.0f} min on {figures['threads']} CPU thread(s)", fontsize=11)
+    figure.savefig(path, dpi=110)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokenizer", type=Path, default=ROOT / "h2o_flexgen/data/demo", help="folder of a tokenizer")
+    parser.add_argument("--out", type=Path, default=ROOT / "results/local/stream/model", help="where the model goes")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs/stream", help="where training.json and loss.png go")
+    parser.add_argument("--work", type=Path, default=ROOT / "results/local/stream", help="checkpoint, early exports")
+    parser.add_argument("--steps", type=int, default=StreamRecipe.steps)
+    parser.add_argument("--seed", type=int, default=StreamRecipe.seed)
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --work")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    args.work.mkdir(parents=True, exist_ok=True)
+    recipe = StreamRecipe(seed=args.seed, steps=args.steps)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer, model_max_length=CONTEXT)
+    corpus = Corpus(tokenizer, [])
+    trainer = StreamTrainer(recipe, new_model(recipe, len(tokenizer)), args.work)
+    if args.resume:
+        trainer.load()
+    trainer.run(corpus, args.work / "export", tokenizer, args.every)
+    export(trainer.model, tokenizer, args.out)
+    record(args, trainer, corpus)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
