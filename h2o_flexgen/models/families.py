@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.models import opt
+from h2o_flexgen.models import gpt_neox, llama, llama_like, mistral, opt, qwen2, qwen3
+from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.stored import Names
 from h2o_flexgen.registry import Registry
 
 
@@ -15,12 +17,17 @@ class Family(NamedTuple):
     """What has to be known about one family: its shape, its names, and what to skip in its checkpoints."""
 
     spec_from_config: Callable[[Mapping[str, Any], str], ModelSpec]
-    checkpoint_names: Callable[[ModelSpec], dict[str, tuple[str, ...]]]
+    checkpoint_names: Callable[[ModelSpec], Names]
     ignored: tuple[str, ...]
 
 
 FAMILIES: Registry[Family] = Registry("model family", ModelError)
 FAMILIES.register("opt", Family(opt.spec_from_config, opt.checkpoint_names, opt.IGNORED))
+FAMILIES.register("llama", Family(llama.spec_from_config, llama_like.checkpoint_names, llama_like.IGNORED))
+FAMILIES.register("mistral", Family(mistral.spec_from_config, llama_like.checkpoint_names, llama_like.IGNORED))
+FAMILIES.register("qwen2", Family(qwen2.spec_from_config, llama_like.checkpoint_names, llama_like.IGNORED))
+FAMILIES.register("qwen3", Family(qwen3.spec_from_config, llama_like.checkpoint_names, llama_like.IGNORED))
+FAMILIES.register("gpt_neox", Family(gpt_neox.spec_from_config, gpt_neox.checkpoint_names, gpt_neox.IGNORED))
 
 
 def family_of(config: Mapping[str, Any], name: str) -> Family:
@@ -36,13 +43,20 @@ def family_of(config: Mapping[str, Any], name: str) -> Family:
     return FAMILIES.get(model_type)
 
 
+UNDONE = ("quantization_config", "num_local_experts", "num_experts", "n_routed_experts")
+"""Keys of things that no family does here; transformers would do them, or the weights would not fit."""
+
+
 def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
-    """The ModelSpec of a config.json of any supported family."""
+    """The ModelSpec of a config.json of any supported family; ModelError for what it asks and is not done."""
+    for key in UNDONE:
+        if config.get(key):
+            raise ConfigReader(config, name).error(key, "a model without it, which is not supported")
     return family_of(config, name).spec_from_config(config, name)
 
 
-def checkpoint_names(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
-    """For every canonical tensor of `spec` the names it may have in a checkpoint."""
+def checkpoint_names(spec: ModelSpec) -> Names:
+    """For every canonical tensor of `spec` where a checkpoint may keep it, the usual place first."""
     return FAMILIES.get(spec.arch.family).checkpoint_names(spec)
 
 

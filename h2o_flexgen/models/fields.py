@@ -2,28 +2,102 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from h2o_flexgen.config.arch import Activation
 from h2o_flexgen.config.tensors import DTYPES
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.registry import suggestion
 
 T = TypeVar("T")
 
+ACTIVATIONS: dict[str, Activation] = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""The activations by the names that transformers has for them."""
+
+_SHOWN = 80
+"""Characters of a wrong value that an error shows."""
+
 
 class ConfigReader:
-    """Typed access to `config`, with the model's `name` in every error. A null counts as absent."""
+    """Typed access to `config`, with the model's `name` in every error. A null counts as absent.
 
-    def __init__(self, config: Mapping[str, Any], name: str) -> None:
-        self._config, self._name = config, name
+    `path` goes before the keys in errors: `rope_parameters.` for an object inside the config.
+    """
 
-    def whole(self, key: str, default: int) -> int:
-        """A whole number, at least 1."""
+    def __init__(self, config: Mapping[str, Any], name: str, path: str = "") -> None:
+        self._config, self._name, self._path = config, name, path
+
+    def __contains__(self, key: str) -> bool:
+        return self._config.get(key) is not None
+
+    def keys(self) -> tuple[str, ...]:
+        """Those that have a value."""
+        return tuple(key for key in self._config if key in self)
+
+    def section(self, key: str) -> ConfigReader:
+        """The object inside the config that `key` holds; an empty one where it is absent."""
+        value = self._value(key, {})
+        if not isinstance(value, dict):
+            raise self.error(key, "an object")
+        return ConfigReader(value, self._name, f"{self._path}{key}.")
+
+    def filled(self, **defaults: Any) -> ConfigReader:
+        """The same with `defaults` for the keys that have no value."""
+        own = {key: self._config[key] for key in self.keys()}
+        return ConfigReader({**defaults, **own}, self._name, self._path)
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number, at least 1; without a default the key has to be there."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self._error(key, value, "a whole number, at least 1")
         return value
+
+    def whole_or_null(self, key: str, default: int | None) -> int | None:
+        """A whole number, at least 1, or None for a null: here a null is not the default."""
+        return (default if key not in self._config else None) if key not in self else self.whole(key)
+
+    def count(self, key: str, default: int) -> int:
+        """A whole number, at least 0."""
+        value = self._value(key, default)
+        return value if value == 0 and type(value) is int else self.whole(key, default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0; without a default the key has to be there."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self._error(key, value, "a number above 0")
+        return float(value)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of `count` finite numbers above 0."""
+        values = self._value(key, None)
+        numbers = values if isinstance(values, list) else []
+        sound = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in numbers)
+        if len(numbers) != count or not sound:
+            raise self._error(key, values, f"a list of {count} numbers above 0")
+        return tuple(float(x) for x in numbers)
+
+    def words(self, key: str, count: int, options: Mapping[str, T]) -> tuple[T, ...]:
+        """What `options` has for each of a list of `count` words."""
+        values = self._value(key, None)
+        if not isinstance(values, list) or len(values) != count:
+            raise self._error(key, values, f"a list of {count} of {', '.join(options)}")
+        for value in values:
+            if not isinstance(value, str) or value not in options:
+                raise self._error(key, value, f"one of {', '.join(options)} for each layer")
+        return tuple(options[value] for value in values)
 
     def flag(self, key: str, default: bool) -> bool:
         """true or false."""
@@ -39,14 +113,14 @@ class ConfigReader:
             raise self._error(key, value, f"one of {', '.join(options)}", suggestion(str(value), options))
         return options[value]
 
-    def token_id(self, key: str, default: int) -> int | None:
+    def token_id(self, key: str, default: int | None) -> int | None:
         """A token id, or None where the config says null."""
         ids = self.token_ids(key, default)
         if len(ids) > 1:
             raise self._error(key, list(ids), "one token id")
         return ids[0] if ids else None
 
-    def token_ids(self, key: str, default: int) -> tuple[int, ...]:
+    def token_ids(self, key: str, default: int | None) -> tuple[int, ...]:
         """One token id or a list of them; null is none."""
         value = self._config.get(key, default)
         ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -69,9 +143,15 @@ class ConfigReader:
             raise ModelError(f"{self._name}: {key} {value} is no multiple of {by_key} {by}")
         return value // by
 
+    def error(self, key: str, needed: str, change: str = "") -> ModelError:
+        """That the value of `key` will not do."""
+        return self._error(key, self._config.get(key), needed, change)
+
     def _value(self, key: str, default: Any) -> Any:
         value = self._config.get(key)
         return default if value is None else value
 
     def _error(self, key: str, value: object, needed: str, change: str = "") -> ModelError:
-        return ModelError(f"{self._name}: {key} is {value!r} in config.json", f"needed {needed}", change)
+        shown = repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}..."
+        found = f"{self._path}{key} is {'missing' if value is None else shown} in config.json"
+        return ModelError(f"{self._name}: {found}", f"needed {needed}", change)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from h2o_flexgen.config.arch import Activation, ArchSpec
+from h2o_flexgen.config.arch import ArchSpec
 from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.fields import ACTIVATIONS, ConfigReader
+from h2o_flexgen.models.stored import Names
 
 IGNORED: tuple[str, ...] = (
     r"\.rotary_emb\.inv_freq$",
@@ -19,17 +20,6 @@ IGNORED: tuple[str, ...] = (
     r"(^|\.)decoder\.version$",
 )
 """Regular expressions, to be searched for, of tensors that may be in a checkpoint and are no weights."""
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "silu": "silu",
-    "swish": "silu",
-}
 
 _LAYER_PARTS = {
     "attn.norm": "self_attn_layer_norm",
@@ -79,7 +69,7 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
             pre_norm=pre_norm,
             # Only the first conversions of OPT lost the final norm; transformers marks them so.
             final_norm=pre_norm and not read.flag("_remove_final_layer_norm", False),
-            activation=read.choice("activation_function", "relu", _ACTIVATIONS),
+            activation=read.choice("activation_function", "relu", ACTIVATIONS),
             qkv_bias=biases,
             output_bias=biases,
             mlp_bias=biases,
@@ -93,9 +83,9 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     )
 
 
-def checkpoint_names(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+def checkpoint_names(spec: ModelSpec) -> Names:
     """For every canonical tensor the names it may have in a checkpoint, the usual one first."""
-    names: dict[str, tuple[str, ...]] = {}
+    names: Names = {}
     for group in spec.weight_groups:
         for tensor in group.tensors:
             if tensor.name == "head.vocab":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -18,3 +19,13 @@ class Stored:
     name: str
     spans: tuple[tuple[int, int], ...] | None = None
     rows: int = 0
+
+
+Names = dict[str, tuple[str | Stored, ...]]
+"""For every canonical tensor where a checkpoint may keep it, the usual place first; a str is a whole tensor."""
+
+
+def fused(names: Iterable[str], spans: Iterable[tuple[int, int]], rows: int) -> tuple[Stored, ...]:
+    """The same rows of a fused tensor under each of the names it may have."""
+    kept = tuple(spans)
+    return tuple(Stored(name, kept, rows) for name in names)

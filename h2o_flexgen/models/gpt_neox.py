@@ -1,0 +1,106 @@
+"""GPT-NeoX and Pythia (transformers' model_type "gpt_neox"): parallel halves, partly turned heads, q, k and v fused.
+
+No torch. Black et al., "GPT-NeoX-20B", arXiv 2204.06745; Biderman et al., "Pythia", arXiv 2304.01373.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from h2o_flexgen.config.arch import ArchSpec, RotarySpec
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.models.fields import ACTIVATIONS, ConfigReader
+from h2o_flexgen.models.rope_fields import context, rope_section, rotary_spec, turned_dimensions
+from h2o_flexgen.models.stored import Names, Stored, fused
+
+IGNORED: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$", r"\.attention\.bias$", r"\.masked_bias$")
+"""Regular expressions, to be searched for, of tensors that may be in a checkpoint and are no weights."""
+
+_PARTS = {
+    "attn.norm": "input_layernorm",
+    "attn.o": "attention.dense",
+    "mlp.norm": "post_attention_layernorm",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+_OUTER = {
+    "embed.tokens": "embed_in.weight",
+    "head.norm.weight": "final_layer_norm.weight",
+    "head.norm.bias": "final_layer_norm.bias",
+}
+
+
+def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """The ModelSpec of a config.json; keys that are absent have GPTNeoXConfig's defaults. Raises ModelError."""
+    read = ConfigReader(config, name)
+    hidden, heads = read.whole("hidden_size", 6144), read.whole("num_attention_heads", 64)
+    head_dim = read.divide("hidden_size", hidden, "num_attention_heads", heads)
+    positions = read.whole("max_position_embeddings", 2048)
+    rotary, bias = _rotary(read, head_dim, positions), read.flag("attention_bias", True)
+    bos, eos = read.token_id("bos_token_id", 0), read.token_ids("eos_token_id", 2)
+    return ModelSpec(
+        name=name,
+        vocab_size=read.whole("vocab_size", 50432),
+        hidden_size=hidden,
+        ffn_size=read.whole("intermediate_size", 24576),
+        num_layers=read.whole("num_hidden_layers", 44),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        embed_dim=hidden,
+        max_positions=context(rotary, positions),
+        arch=ArchSpec(
+            family="gpt_neox",
+            norm_eps=read.number("layer_norm_eps", 1e-5),
+            activation=read.choice("hidden_act", "gelu", ACTIVATIONS),
+            qkv_bias=bias,
+            output_bias=bias,
+            parallel=read.flag("use_parallel_residual", True),
+            positions="rotary",
+            rotary=rotary,
+            tied_head=read.flag("tie_word_embeddings", False),
+        ),
+        bos_token_id=bos if bos is not None else (eos[0] if eos else 0),
+        eos_token_id=eos[0] if len(eos) == 1 else eos,
+        pad_token_id=read.token_id("pad_token_id", None),
+        dtype=read.dtype("float32"),
+    )
+
+
+def _rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
+    """Old files call the base rotary_emb_base and the share of each head that turns rotary_pct."""
+    fields = rope_section(read).filled(
+        rope_theta=read.number("rotary_emb_base", 10000.0), partial_rotary_factor=read.number("rotary_pct", 0.25)
+    )
+    dim = turned_dimensions(fields, "partial_rotary_factor", fields.number("partial_rotary_factor"), head_dim)
+    return rotary_spec(fields, dim, positions, read.whole_or_null("original_max_position_embeddings", None))
+
+
+def checkpoint_names(spec: ModelSpec) -> Names:
+    """For every canonical tensor where a checkpoint keeps it; q, k and v lie head by head in one fused tensor."""
+    names: Names = {}
+    for group in spec.weight_groups:
+        for tensor in group.tensors:
+            if tensor.name == "head.vocab":
+                names[tensor.name] = ("embed_out.weight", "lm_head.weight")
+                continue
+            part = tensor.name.split(".")[-2]
+            places = tuple(prefix + _inner_name(tensor.name) for prefix in ("gpt_neox.", ""))
+            names[tensor.name] = _rows(spec, "qkv".index(part), places) if part in ("q", "k", "v") else places
+    return names
+
+
+def _rows(spec: ModelSpec, part: int, names: tuple[str, ...]) -> tuple[Stored, ...]:
+    """Those of q (0), k (1) or v (2): the rows of each head are its q, then its k, then its v."""
+    dim = spec.head_dim
+    starts = (3 * dim * head + part * dim for head in range(spec.num_heads))
+    return fused(names, ((start, start + dim) for start in starts), 3 * dim * spec.num_heads)
+
+
+def _inner_name(canonical: str) -> str:
+    """`layers.0.attention.query_key_value.weight` for `layers.0.attn.q.weight`, and so on."""
+    if canonical in _OUTER:
+        return _OUTER[canonical]
+    _, layer, half, part, suffix = canonical.split(".")
+    return f"layers.{layer}.{_PARTS.get(f'{half}.{part}', 'attention.query_key_value')}.{suffix}"

@@ -1,0 +1,35 @@
+"""Mistral 7B and its kin (transformers' model_type "mistral"): Llama with a sliding window in every layer, or none.
+
+No torch. Jiang et al., "Mistral 7B", arXiv 2310.06825.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.llama_like import Defaults, read_spec
+from h2o_flexgen.models.windows import everywhere
+
+DEFAULTS = Defaults(
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """The ModelSpec of a config.json; keys that are absent have MistralConfig's defaults. Raises ModelError."""
+    read = ConfigReader(config, name)
+    spec = read_spec(read, name, "mistral", DEFAULTS)
+    window = read.whole_or_null("sliding_window", 4096)
+    return replace(spec, arch=everywhere(spec.arch, read, window, spec.num_layers))

@@ -1,0 +1,34 @@
+"""Qwen3, dense (transformers' model_type "qwen3"): Llama whose queries and keys are normed head by head.
+
+No torch. Yang et al., "Qwen3 Technical Report", arXiv 2505.09388.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.llama_like import Defaults, read_spec
+from h2o_flexgen.models.windows import from_layer_on
+
+DEFAULTS = Defaults(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=22016,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=32,
+    head_dim=128,
+    max_position_embeddings=32768,
+)
+
+
+def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """The ModelSpec of a config.json; keys that are absent have Qwen3Config's defaults. Raises ModelError."""
+    read = ConfigReader(config, name)
+    spec, bias = read_spec(read, name, "qwen3", DEFAULTS), read.flag("attention_bias", False)
+    arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    return replace(spec, arch=from_layer_on(arch, read, spec.num_layers))

@@ -1,0 +1,179 @@
+"""How a config.json describes rotary positions, old keys and new, resolved into a RotarySpec. No torch.
+
+Old files have `rope_theta` beside `rope_scaling`, whose kind is `type` or `rope_type`; transformers 5 writes all into
+one object, `rope_parameters`. Values mean what they mean in transformers 5.23 (modeling_rope_utils): linear
+(kaiokendev), dynamic NTK (bloc97, emozilla), llama3 (Llama 3.1), YaRN (Peng et al., arXiv 2309.00071) and LongRoPE
+(Ding et al., arXiv 2402.13753).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from h2o_flexgen.config.arch import RotarySpec
+from h2o_flexgen.models.fields import ConfigReader
+
+
+class Rope(NamedTuple):
+    """One object with rotary fields, and what the config says around it."""
+
+    fields: ConfigReader
+    dim: int
+    """Dimensions of a head that turn."""
+    theta: float
+    positions: int
+    """max_position_embeddings."""
+    original: int
+    """The context before stretching: as given outside of the object, inside, or else `positions`."""
+
+
+def rope_section(read: ConfigReader) -> ConfigReader:
+    """The object with the scaling's fields: `rope_scaling` before `rope_parameters`, as transformers has it."""
+    old = read.section("rope_scaling")
+    return old if old.keys() else read.section("rope_parameters")
+
+
+def read_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
+    """The rotary positions of a family whose heads turn whole and in all layers alike."""
+    fields = rope_section(read).filled(
+        rope_theta=read.number("rope_theta", 10000.0), partial_rotary_factor=read.number("partial_rotary_factor", 1.0)
+    )
+    if fields.number("partial_rotary_factor") != 1:
+        raise fields.error("partial_rotary_factor", "1: this family turns whole heads")
+    check_even(read, head_dim)
+    return rotary_spec(fields, head_dim, positions, read.whole_or_null("original_max_position_embeddings", None))
+
+
+def check_even(read: ConfigReader, head_dim: int) -> None:
+    """ModelError for a head that cannot be cut in two halves, to be turned against each other."""
+    if head_dim % 2:
+        raise read.error("head_dim", f"an even number of dimensions per head, not {head_dim}")
+
+
+def turned_dimensions(read: ConfigReader, key: str, share: float, head_dim: int) -> int:
+    """The leading dimensions of a head that turn when only a `share` of it, the value of `key`, does. ModelError."""
+    dim = int(head_dim * share)
+    if dim < 2 or dim % 2 or dim > head_dim:
+        raise read.error(key, f"a share of head_dim {head_dim} that is an even number of dimensions, at least 2")
+    return dim
+
+
+def rotary_spec(
+    fields: ConfigReader,
+    dim: int,
+    positions: int,
+    original: int | None = None,
+    kind: str | None = None,
+) -> RotarySpec:
+    """The RotarySpec of an object with rotary fields, of which rope_theta has to be there.
+
+    dim         dimensions of a head that turn
+    positions   max_position_embeddings
+    original    original_max_position_embeddings as given outside of the object, where it goes before the inner one
+    kind        the rope_type, where it is not to be read from the object
+    """
+    if kind is None:
+        kind = fields.choice(
+            "rope_type" if "rope_type" in fields else "type", "default", {name: name for name in KINDS}
+        )
+    inner = original or fields.whole("original_max_position_embeddings", positions)
+    return KINDS[kind](Rope(fields, dim, fields.number("rope_theta"), positions, inner))
+
+
+def context(rotary: RotarySpec, positions: int) -> int:
+    """The longest sequence: `positions`, stretched where max_position_embeddings is the context before stretching.
+
+    It is that under dynamic scaling by definition, and by custom under linear; YaRN's configs have either.
+    """
+    if rotary.scaling in ("linear", "dynamic"):
+        return int(positions * rotary.factor)
+    return max(positions, int(rotary.original_positions * rotary.factor)) if rotary.scaling == "yarn" else positions
+
+
+def _plain(rope: Rope) -> RotarySpec:
+    return RotarySpec(rope.dim, rope.theta)
+
+
+def _linear(rope: Rope) -> RotarySpec:
+    return RotarySpec(rope.dim, rope.theta, "linear", rope.fields.number("factor"))
+
+
+def _dynamic(rope: Rope) -> RotarySpec:
+    if rope.dim <= 2:
+        raise rope.fields.error("rope_type", f"another one: dynamic scaling of {rope.dim} dimensions is undefined")
+    return RotarySpec(rope.dim, rope.theta, "dynamic", rope.fields.number("factor"), rope.positions)
+
+
+def _llama3(rope: Rope) -> RotarySpec:
+    low, high = rope.fields.number("low_freq_factor"), rope.fields.number("high_freq_factor")
+    if high <= low:
+        raise rope.fields.error("high_freq_factor", f"more than low_freq_factor {low:g}")
+    return RotarySpec(
+        rope.dim,
+        rope.theta,
+        "llama3",
+        rope.fields.number("factor"),
+        rope.original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
+def _yarn(rope: Rope) -> RotarySpec:
+    fields = rope.fields
+    if rope.theta == 1:
+        raise fields.error("rope_theta", "another base than 1, whose logarithm yarn divides by")
+    factor = fields.number("factor", rope.positions / rope.original)
+    if "attention_factor" in fields:
+        attention = fields.number("attention_factor")
+    elif "mscale" in fields and "mscale_all_dim" in fields:
+        attention = _yarn_scale(factor, fields.number("mscale")) / _yarn_scale(factor, fields.number("mscale_all_dim"))
+    else:
+        attention = _yarn_scale(factor, 1.0)
+    return RotarySpec(
+        rope.dim,
+        rope.theta,
+        "yarn",
+        factor,
+        rope.original,
+        attention,
+        beta_fast=fields.number("beta_fast", 32.0),
+        beta_slow=fields.number("beta_slow", 1.0),
+        truncate=fields.flag("truncate", True),
+    )
+
+
+def _yarn_scale(factor: float, weight: float) -> float:
+    """How much larger logits are to be when the context is stretched by `factor` (YaRN, equation 22)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _longrope(rope: Rope) -> RotarySpec:
+    fields = rope.fields
+    if rope.original < 2:
+        raise fields.error("original_max_position_embeddings", "at least 2")
+    factor = fields.number("factor", rope.positions / rope.original)
+    scale = math.sqrt(1 + math.log(factor) / math.log(rope.original)) if factor > 1 else 1.0
+    return RotarySpec(
+        rope.dim,
+        rope.theta,
+        "longrope",
+        factor,
+        rope.original,
+        fields.number("attention_factor", scale),
+        short_factors=fields.numbers("short_factor", rope.dim // 2),
+        long_factors=fields.numbers("long_factor", rope.dim // 2),
+    )
+
+
+KINDS: dict[str, Callable[[Rope], RotarySpec]] = {
+    "default": _plain,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}
+"""Every rope_type that is supported."""
