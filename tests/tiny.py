@@ -1,63 +1,193 @@
-"""Tiny random models made by transformers, saved the way the hub has them: what our engine is compared with."""
+"""Tiny random models made by transformers, saved the way the hub has them: what our engine is compared with.
+
+Adding a family adds rows to FAMILIES: every test over all families then runs over them.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 VOCAB = 97
+WINDOW = 12
+"""Of models with a sliding window: less than the sequences that tests run."""
 
-OPT_VARIANTS: dict[str, dict[str, Any]] = {
-    "opt": {},
-    "opt-350m": {"do_layer_norm_before": False, "word_embed_proj_dim": 16},
-    "opt-projected": {"word_embed_proj_dim": 16},
-    "opt-no-bias": {"enable_bias": False},
-    "galactica": {"enable_bias": False, "activation_function": "gelu", "layer_norm_elementwise_affine": False},
-    "opt-no-affine": {"layer_norm_elementwise_affine": False},
-    "opt-untied": {"tie_word_embeddings": False},
+CLEAR = 1e-4
+"""How much larger than the next the largest logit must be for a greedy token to say anything."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
 }
+_OPT = {"word_embed_proj_dim": 32, "ffn_dim": 56, "dropout": 0.0}
+_ROTARY = {"intermediate_size": 56}
+_GROUPED = {**_ROTARY, "num_key_value_heads": 2}
+
+
+def _rope(kind: str, theta: float = 10000.0, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **parameters}}
+
+
+def _longrope(original: int) -> dict[str, Any]:
+    factors = {"short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.2, 1.9, 3.5, 7.0]}
+    return {"original_max_position_embeddings": original, **_rope("longrope", **factors)}
+
+
+class FamilyRow(NamedTuple):
+    """A model of one family: transformers' config class, and what is changed from SIZES and its defaults.
+
+    `seed` makes weights under which no test hangs a token or an eviction on a rounding error.
+    """
+
+    config: type[PreTrainedConfig]
+    settings: dict[str, Any]
+    seed: int = 0
+
+    @property
+    def family(self) -> str:
+        """The model_type of its config.json."""
+        return self.config.model_type
+
+
+FAMILIES: dict[str, FamilyRow] = {
+    "opt": FamilyRow(OPTConfig, _OPT),
+    "opt-350m": FamilyRow(OPTConfig, {**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "opt-projected": FamilyRow(OPTConfig, {**_OPT, "word_embed_proj_dim": 16}),
+    "opt-no-bias": FamilyRow(OPTConfig, {**_OPT, "enable_bias": False}),
+    "galactica": FamilyRow(
+        OPTConfig,
+        {**_OPT, "enable_bias": False, "activation_function": "gelu", "layer_norm_elementwise_affine": False},
+    ),
+    "opt-no-affine": FamilyRow(OPTConfig, {**_OPT, "layer_norm_elementwise_affine": False}),
+    "opt-untied": FamilyRow(OPTConfig, {**_OPT, "tie_word_embeddings": False}),
+    "llama": FamilyRow(LlamaConfig, _ROTARY),
+    "llama-gqa": FamilyRow(LlamaConfig, {**_GROUPED, "rms_norm_eps": 1e-5, **_rope("default", 500.0)}),
+    "llama-gqa1": FamilyRow(LlamaConfig, {**_ROTARY, "num_key_value_heads": 1}),
+    "llama-tied": FamilyRow(LlamaConfig, {**_GROUPED, "tie_word_embeddings": True}),
+    "llama-bias": FamilyRow(LlamaConfig, {**_GROUPED, "attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": FamilyRow(LlamaConfig, {**_GROUPED, "head_dim": 12}),
+    "llama-linear": FamilyRow(LlamaConfig, {**_GROUPED, **_rope("linear", factor=2.5)}),
+    "llama-dynamic": FamilyRow(
+        LlamaConfig, {**_GROUPED, "max_position_embeddings": 32, **_rope("dynamic", factor=4.0)}
+    ),
+    "llama3-rope": FamilyRow(
+        LlamaConfig,
+        {
+            **_GROUPED,
+            **_rope(
+                "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+            ),
+        },
+    ),
+    "llama-yarn": FamilyRow(
+        LlamaConfig, {**_GROUPED, **_rope("yarn", factor=4.0, original_max_position_embeddings=32)}
+    ),
+    "mistral": FamilyRow(MistralConfig, {**_GROUPED, "sliding_window": WINDOW}),
+    "mistral-full": FamilyRow(MistralConfig, {**_GROUPED, "sliding_window": None}),
+    "qwen2": FamilyRow(Qwen2Config, {**_GROUPED, "tie_word_embeddings": True}),
+    "qwen2-window": FamilyRow(
+        Qwen2Config, {**_GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    ),
+    "qwen3": FamilyRow(Qwen3Config, {**_GROUPED, "head_dim": 12}),
+    "phi3": FamilyRow(Phi3Config, {**_GROUPED, "original_max_position_embeddings": 128}),
+    "phi3-longrope": FamilyRow(Phi3Config, {**_GROUPED, **_longrope(64)}),
+    "phi3-longrope-beyond": FamilyRow(Phi3Config, {**_GROUPED, **_longrope(4)}),
+    "gemma3": FamilyRow(
+        Gemma3TextConfig,
+        {
+            **_GROUPED,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 6,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gpt-neox": FamilyRow(GPTNeoXConfig, {**_ROTARY, "rotary_pct": 0.5}),
+    "gpt-neox-serial": FamilyRow(GPTNeoXConfig, {**_ROTARY, "use_parallel_residual": False}),
+    "pythia": FamilyRow(GPTNeoXConfig, {**_ROTARY, "rotary_pct": 0.25}),
+    "pythia-whole-rope": FamilyRow(GPTNeoXConfig, {**_ROTARY, "rotary_pct": 1.0}),
+}
+"""By the names that tests go by; "opt" is the one where nothing depends on the family."""
+
+OPT_VARIANTS: tuple[str, ...] = tuple(name for name, row in FAMILIES.items() if row.config is OPTConfig)
+
+_SCALES = (
+    ("post_feedforward", 2.0),
+    ("norm.weight", 0.3),
+    ("positions", 1.0),
+    ("q_proj", 0.25),
+    ("k_proj", 0.25),
+    ("qkv", 0.3),
+    ("query_key_value", 0.3),
+    ("gate", 0.4),
+    ("proj", 0.8),
+    ("fc", 0.8),
+    ("dense", 0.8),
+)
+"""Of the noise in a parameter, by the first part of its name that is here; else 0.3."""
+
+
+def config_of(name: str, **changes: Any) -> PreTrainedConfig:
+    """A config with every odd size: 3 layers, 4 heads, context 128. Of a row of FAMILIES, with `changes`."""
+    row = FAMILIES[name]
+    # A copy: transformers completes dictionaries inside a config in place.
+    settings = {key: dict(value) if isinstance(value, dict) else value for key, value in row.settings.items()}
+    return row.config(**{**SIZES, **settings, **changes})
 
 
 def opt_config(variant: str = "opt", **changes: Any) -> OPTConfig:
-    """A config with every odd size: 3 layers, 4 heads of 8, context 128."""
-    settings: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "word_embed_proj_dim": 32,
-        "ffn_dim": 56,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 128,
-        "pad_token_id": 1,
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-        "dropout": 0.0,
-    }
-    return OPTConfig(**{**settings, **OPT_VARIANTS[variant], **changes})
+    """`config_of` for the OPT rows."""
+    return config_of(variant, **changes)
 
 
-def make_opt(variant: str = "opt", seed: int = 0, **changes: Any) -> OPTForCausalLM:
+def make_model(name: str, seed: int | None = None, **changes: Any) -> PreTrainedModel:
     """Random weights large enough that attention is far from uniform and the next token far from certain."""
-    torch.manual_seed(seed)
-    model = OPTForCausalLM(opt_config(variant, **changes)).eval()
+    torch.manual_seed(FAMILIES[name].seed if seed is None else seed)
+    model = AutoModelForCausalLM.from_config(config_of(name, **changes), attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            if "norm" in name and name.endswith("weight"):
-                parameter.copy_(1 + 0.3 * noise)
-            elif "positions" in name:
-                parameter.copy_(noise)
-            elif "q_proj" in name or "k_proj" in name:
-                parameter.copy_(0.25 * noise)
+        for parameter_name, parameter in model.named_parameters():
+            scale = next((scale for part, scale in _SCALES if part in parameter_name), 0.3)
+            noise = scale * torch.randn_like(parameter)
+            if parameter_name.endswith("norm.weight"):
+                parameter.add_(noise)  # to what makes it the identity: 1, in Gemma 0
             else:
-                parameter.copy_((0.8 if "proj" in name or "fc" in name else 0.3) * noise)
+                parameter.copy_(noise)
     return model
 
 
-def save(model: OPTForCausalLM, folder: Path, **settings: Any) -> Path:
+def make_opt(variant: str = "opt", seed: int | None = None, **changes: Any) -> OPTForCausalLM:
+    """`make_model` for the OPT rows."""
+    return make_model(variant, seed, **changes)
+
+
+def save(model: PreTrainedModel, folder: Path, **settings: Any) -> Path:
     """Writes config.json and safetensors files."""
     model.save_pretrained(folder, **settings)
     return folder
@@ -69,12 +199,48 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [[2, *torch.randint(3, VOCAB, (n - 1,), generator=generator).tolist()] for n in lengths]
 
 
+def turns_by_length(model: PreTrainedModel) -> bool:
+    """Whether its rotary angles depend on how long a sequence is: keys keep those of the step that made them."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    return rope.get("rope_type") in ("dynamic", "longrope")
+
+
+def forget_lengths(model: PreTrainedModel) -> None:
+    """transformers keeps dynamic rotary angles of the longest sequence so far until a short one comes: here it is."""
+    if turns_by_length(model):
+        model(torch.tensor([[2]]), use_cache=False)
+
+
 @torch.no_grad()
-def transformers_greedy(model: OPTForCausalLM, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
-    """Tokens and their log-probabilities by transformers' own forward, one sequence at a time, without a cache."""
+def transformers_logits(model: PreTrainedModel, prompt: list[int], continuation: list[int]) -> torch.Tensor:
+    """(len(continuation), vocab) log-probabilities at the last prompt token and at all of `continuation` but its last.
+
+    By one forward without a cache; where angles depend on the length, by a cache, as transformers' generate does it.
+    """
+    forget_lengths(model)
+    if not turns_by_length(model):
+        logits = model(torch.tensor([prompt + continuation]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        return logits.float().log_softmax(-1)
+    cache, rows = DynamicCache(), []
+    for ids in (prompt, *([token] for token in continuation[:-1])):
+        rows.append(model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1])
+    return torch.stack(rows).float().log_softmax(-1)
+
+
+@torch.no_grad()
+def transformers_greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
+    """Tokens and their log-probabilities by transformers' own forward, one sequence at a time.
+
+    Without a cache; where angles depend on the length, with one, as transformers' generate does it.
+    """
+    forget_lengths(model)
+    cache = DynamicCache() if turns_by_length(model) else None
     ids, logprobs = list(prompt), []
     for _ in range(new_tokens):
-        logits = model(torch.tensor([ids])).logits[0, -1].float()
+        given = ids if cache is None else ids[cache.get_seq_length() :]
+        logits = model(torch.tensor([given]), past_key_values=cache, use_cache=cache is not None).logits[0, -1].float()
+        best, second = logits.topk(2).values
+        assert best - second > CLEAR, "this seed hangs a token on a rounding error: choose another"
         token = int(logits.argmax())
         logprobs.append(float(logits.log_softmax(-1)[token]))
         ids.append(token)

@@ -1,19 +1,29 @@
-"""An OPT decoder with an evicting cache, one sequence and one token at a time, on transformers' own layers.
+"""transformers' own model with an evicting cache, one sequence and one token at a time.
 
-Projections, norms and embeddings are transformers' modules; attention and eviction are the slow oracles'. Nothing of
-the engine is used, so that both can only agree by being right.
+Everything but attention is transformers' code: embeddings, projections, norms, rotary positions. Attention and eviction
+are the slow oracles', which transformers calls as if they were one of its attention functions. Nothing of the engine is
+used, so that both can only agree by being right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import OPTForCausalLM
+from transformers import AttentionInterface, PreTrainedModel
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from tests.oracles.eviction import EvictionOracle
+from tests.tiny import forget_lengths
+
+NAME = "oracle"
+"""What the slow attention is called among transformers' attention functions."""
+
+MakeCache = Callable[[int, int, float, int | None], EvictionOracle]
+"""(layer, KV head, scale, window) -> the cache of that head."""
 
 
 @dataclass
@@ -26,9 +36,40 @@ class OracleRun:
     closest: float = float("inf")
 
 
+class OracleAttention:
+    """An attention function for transformers that keeps the keys and values of one sequence, as oracles do."""
+
+    def __init__(self, make_cache: MakeCache) -> None:
+        self._make_cache = make_cache
+        self.layers: dict[int, list[EvictionOracle]] = {}
+
+    def __call__(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **settings: Any
+    ) -> tuple[Tensor, None]:
+        """query (1, heads, n, d), key and value (1, kv_heads, n, d) of the new tokens to (1, n, heads, d)."""
+        assert mask is None, "transformers makes masks only for attention functions that it knows"
+        layer, kv_heads = module.layer_idx, key.shape[1]
+        if layer not in self.layers:
+            window = settings.get("sliding_window")
+            self.layers[layer] = [
+                self._make_cache(layer, head, settings["scaling"], window) for head in range(kv_heads)
+            ]
+        groups = query[0].unflatten(0, (kv_heads, -1)).transpose(1, 2).tolist()  # (kv_heads, n, group, d)
+        heads = zip(self.layers[layer], groups, key[0].tolist(), value[0].tolist(), strict=True)
+        outputs = torch.tensor([_attend(*head) for head in heads])
+        return outputs.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None].to(value.dtype), None
+
+
+def _attend(cache: EvictionOracle, q: list, k: list, v: list) -> list:
+    """One KV head, (n, group, d): the whole prompt first, then one token at a time."""
+    if cache.length == 0:
+        return cache.prompt(q, k, v)
+    return [cache.step(*token) for token in zip(q, k, v, strict=True)]
+
+
 @torch.no_grad()
 def oracle_generate(
-    model: OPTForCausalLM,
+    model: PreTrainedModel,
     prompt: list[int],
     new_tokens: int,
     oracle: type[EvictionOracle],
@@ -36,66 +77,34 @@ def oracle_generate(
     row_id: int = 0,
 ) -> OracleRun:
     """Greedy decoding of one prompt."""
-    config = model.config
-    heads, size = config.num_attention_heads, config.hidden_size // config.num_attention_heads
     budget = eviction.resolve(len(prompt), new_tokens)
-    caches = [
-        [
-            oracle(budget, scale=size**-0.5, seed=eviction.seed, layer=layer, row_id=row_id, head=head)
-            for head in range(heads)
-        ]
-        for layer in range(config.num_hidden_layers)
-    ]
+
+    def make_cache(layer: int, head: int, scale: float, window: int | None) -> EvictionOracle:
+        return oracle(budget, scale=scale, seed=eviction.seed, layer=layer, row_id=row_id, head=head)
+
+    forget_lengths(model)
+    attention = OracleAttention(make_cache)
+    before = model.config._attn_implementation
+    AttentionInterface.register(NAME, attention)
+    model.set_attn_implementation(NAME)
+    try:
+        run = _greedy(model, prompt, new_tokens, attention)
+    finally:
+        model.set_attn_implementation(before)
+    run.closest = min(cache.closest for layer in attention.layers.values() for cache in layer)
+    return run
+
+
+def _greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int, attention: OracleAttention) -> OracleRun:
     run = OracleRun()
     ids, first = list(prompt), 0
     while len(run.tokens) < new_tokens:
-        logits = _forward(model, ids[first:], first, caches)
+        positions = torch.arange(first, len(ids))[None]
+        logits = model(torch.tensor([ids[first:]]), position_ids=positions, use_cache=False).logits[0, -1].float()
         token = int(logits.argmax())
-        run.kept.append([[set(cache.kept) for cache in layer] for layer in caches])
+        run.kept.append([[set(cache.kept) for cache in layer] for _, layer in sorted(attention.layers.items())])
         run.tokens.append(token)
         run.logprobs.append(float(logits.log_softmax(-1)[token]))
         first = len(ids)
         ids.append(token)
-    run.closest = min(cache.closest for layer in caches for cache in layer)
     return run
-
-
-def _forward(model: OPTForCausalLM, ids: list[int], first: int, caches: list[list[EvictionOracle]]) -> Tensor:
-    """Logits after the last of `ids`, whose first has the position `first`."""
-    decoder = model.model.decoder
-    hidden = decoder.embed_tokens(torch.tensor(ids))
-    if decoder.project_in is not None:
-        hidden = decoder.project_in(hidden)
-    positions = torch.arange(first, first + len(ids)) + decoder.embed_positions.offset
-    hidden = hidden + torch.nn.functional.embedding(positions, decoder.embed_positions.weight)
-    for layer, layer_caches in zip(decoder.layers, caches, strict=True):
-        hidden = _layer(layer, hidden, layer_caches)
-    if decoder.final_layer_norm is not None:
-        hidden = decoder.final_layer_norm(hidden)
-    if decoder.project_out is not None:
-        hidden = decoder.project_out(hidden)
-    return model.lm_head(hidden[-1])
-
-
-def _layer(layer: torch.nn.Module, hidden: Tensor, caches: list[EvictionOracle]) -> Tensor:
-    before = layer.do_layer_norm_before
-    x = layer.self_attn_layer_norm(hidden) if before else hidden
-    attn = layer.self_attn
-    q, k, v = (
-        projection(x).view(len(x), len(caches), -1).tolist() for projection in (attn.q_proj, attn.k_proj, attn.v_proj)
-    )
-    outputs = [_attend(cache, h, q, k, v) for h, cache in enumerate(caches)]
-    hidden = hidden + attn.out_proj(torch.cat(outputs, dim=-1))
-    hidden = hidden if before else layer.self_attn_layer_norm(hidden)
-    x = layer.final_layer_norm(hidden) if before else hidden
-    hidden = hidden + layer.fc2(layer.activation_fn(layer.fc1(x)))
-    return hidden if before else layer.final_layer_norm(hidden)
-
-
-def _attend(cache: EvictionOracle, head: int, q: list, k: list, v: list) -> Tensor:
-    """One head: the whole prompt first, then one token at a time."""
-    if cache.length == 0:
-        rows = cache.prompt([[t[head]] for t in q], [t[head] for t in k], [t[head] for t in v])
-    else:
-        rows = [cache.step([q[0][head]], k[0][head], v[0][head])]
-    return torch.tensor(rows).squeeze(1)
