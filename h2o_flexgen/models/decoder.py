@@ -211,18 +211,17 @@ class Decoder:
         return F.linear(self._activation(gate).mul_(up), w["down.weight"], w.get("down.bias"))
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
     """x (..., n) over its root mean square, times weight (n,) + offset; newly made, in the dtype of x.
 
-    Statistics are float32. The weight multiplies what is rounded to the dtype of x, unless there is an offset: then
-    the sum and the product are float32 too (Gemma). Zhang and Sennrich, arXiv 1910.07467.
+    Statistics are float32; with an offset, all of it is, up to the last rounding. Zhang and Sennrich, arXiv 1910.07467.
     """
+    if offset and weight is not None:
+        return rms_norm(x.float(), weight.float() + offset, eps).to(x.dtype)
+    if x.is_cuda:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    # On a CPU F.rms_norm is no single kernel and writes all squares down; this takes 0.6 of its time.
     wide = x.float()
     inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    # On a CPU a norm and one product are 1.7 times as fast as F.rms_norm, which writes all squares down.
-    normed = wide * inverse if wide is x else wide.mul_(inverse)
-    if weight is None:
-        return normed.to(x.dtype)
-    if offset:
-        return normed.mul_(weight.float() + offset).to(x.dtype)
-    return normed.to(x.dtype).mul_(weight)
+    normed = (wide * inverse if wide is x else wide.mul_(inverse)).to(x.dtype)
+    return normed if weight is None else normed.mul_(weight)
