@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.models import gpt_neox, llama, llama_like, mistral, opt, qwen2, qwen3
+from h2o_flexgen.models import gemma3, gpt_neox, llama, llama_like, mistral, opt, phi3, qwen2, qwen3
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.stored import Names
 from h2o_flexgen.registry import Registry
@@ -27,6 +27,8 @@ FAMILIES.register("llama", Family(llama.spec_from_config, llama_like.checkpoint_
 FAMILIES.register("mistral", Family(mistral.spec_from_config, llama_like.checkpoint_names, llama_like.IGNORED))
 FAMILIES.register("qwen2", Family(qwen2.spec_from_config, llama_like.checkpoint_names, llama_like.IGNORED))
 FAMILIES.register("qwen3", Family(qwen3.spec_from_config, llama_like.checkpoint_names, llama_like.IGNORED))
+FAMILIES.register("phi3", Family(phi3.spec_from_config, phi3.checkpoint_names, llama_like.IGNORED))
+FAMILIES.register("gemma3_text", Family(gemma3.spec_from_config, gemma3.checkpoint_names, llama_like.IGNORED))
 FAMILIES.register("gpt_neox", Family(gpt_neox.spec_from_config, gpt_neox.checkpoint_names, gpt_neox.IGNORED))
 
 
@@ -44,14 +46,12 @@ def family_of(config: Mapping[str, Any], name: str) -> Family:
 
 
 UNDONE = ("quantization_config", "num_local_experts", "num_experts", "n_routed_experts")
-"""Keys of things that no family does here; transformers would do them, or the weights would not fit."""
+"""Keys that ask for things which no family does here."""
 
 
 def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     """The ModelSpec of a config.json of any supported family; ModelError for what it asks and is not done."""
-    for key in UNDONE:
-        if config.get(key):
-            raise ConfigReader(config, name).error(key, "a model without it, which is not supported")
+    ConfigReader(config, name).refuse(UNDONE)
     return family_of(config, name).spec_from_config(config, name)
 
 

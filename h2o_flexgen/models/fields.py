@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from h2o_flexgen.config.arch import Activation
@@ -41,9 +41,9 @@ class ConfigReader:
     def __contains__(self, key: str) -> bool:
         return self._config.get(key) is not None
 
-    def keys(self) -> tuple[str, ...]:
-        """Those that have a value."""
-        return tuple(key for key in self._config if key in self)
+    def values(self) -> dict[str, Any]:
+        """What is there and no null."""
+        return {key: value for key, value in self._config.items() if value is not None}
 
     def section(self, key: str) -> ConfigReader:
         """The object inside the config that `key` holds; an empty one where it is absent."""
@@ -54,8 +54,13 @@ class ConfigReader:
 
     def filled(self, **defaults: Any) -> ConfigReader:
         """The same with `defaults` for the keys that have no value."""
-        own = {key: self._config[key] for key in self.keys()}
-        return ConfigReader({**defaults, **own}, self._name, self._path)
+        return ConfigReader({**defaults, **self.values()}, self._name, self._path)
+
+    def refuse(self, keys: Iterable[str]) -> None:
+        """ModelError for the first of `keys` that asks for something: that is neither null, false, 0 nor empty."""
+        for key in keys:
+            if self._config.get(key):
+                raise self.error(key, "a model without it: it is not supported")
 
     def whole(self, key: str, default: int | None = None) -> int:
         """A whole number, at least 1; without a default the key has to be there."""

@@ -73,7 +73,7 @@ def _rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
     fields = rope_section(read).filled(
         rope_theta=read.number("rotary_emb_base", 10000.0), partial_rotary_factor=read.number("rotary_pct", 0.25)
     )
-    dim = turned_dimensions(fields, "partial_rotary_factor", fields.number("partial_rotary_factor"), head_dim)
+    dim = turned_dimensions(fields, head_dim)
     return rotary_spec(fields, dim, positions, read.whole_or_null("original_max_position_embeddings", None))
 
 

@@ -5,7 +5,7 @@ No torch. Touvron et al., "LLaMA: Open and Efficient Foundation Language Models"
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from h2o_flexgen.config.arch import ArchSpec, RotarySpec
@@ -17,7 +17,7 @@ from h2o_flexgen.models.stored import Names
 IGNORED: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
 """Regular expressions, to be searched for, of tensors that may be in a checkpoint and are no weights."""
 
-_PARTS = {
+PARTS = {
     "attn.norm": "input_layernorm",
     "attn.q": "self_attn.q_proj",
     "attn.k": "self_attn.k_proj",
@@ -30,6 +30,8 @@ _PARTS = {
     "mlp.gate": "mlp.gate_proj",
     "mlp.down": "mlp.down_proj",
 }
+"""The parts of a layer, as checkpoints call them."""
+
 _OUTER = {"embed.tokens": "embed_tokens.weight", "head.norm.weight": "norm.weight"}
 
 
@@ -109,11 +111,11 @@ def read_spec(
 
 def checkpoint_names(spec: ModelSpec) -> Names:
     """For every canonical tensor the names it may have in a checkpoint, the usual one first."""
-    return named(spec, _PARTS)
+    return {**plain_names(spec, PARTS)}
 
 
-def named(spec: ModelSpec, parts: dict[str, str]) -> Names:
-    """The same with other names for the `parts` of a layer: `mlp.up` to `mlp.up_proj`, and so on."""
+def plain_names(spec: ModelSpec, parts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """The same with the names of `parts` for the parts of a layer."""
     tensors = [tensor.name for group in spec.weight_groups for tensor in group.tensors]
     return {
         name: ("lm_head.weight",)
@@ -123,7 +125,7 @@ def named(spec: ModelSpec, parts: dict[str, str]) -> Names:
     }
 
 
-def _inner_name(canonical: str, parts: dict[str, str]) -> str:
+def _inner_name(canonical: str, parts: Mapping[str, str]) -> str:
     """`layers.0.mlp.up_proj.weight` for `layers.0.mlp.up.weight`, and so on."""
     if canonical in _OUTER:
         return _OUTER[canonical]

@@ -9,7 +9,7 @@ one object, `rope_parameters`. Values mean what they mean in transformers 5.23 (
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from h2o_flexgen.config.arch import RotarySpec
@@ -32,7 +32,7 @@ class Rope(NamedTuple):
 def rope_section(read: ConfigReader) -> ConfigReader:
     """The object with the scaling's fields: `rope_scaling` before `rope_parameters`, as transformers has it."""
     old = read.section("rope_scaling")
-    return old if old.keys() else read.section("rope_parameters")
+    return old if old.values() else read.section("rope_parameters")
 
 
 def read_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
@@ -40,24 +40,30 @@ def read_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec
     fields = rope_section(read).filled(
         rope_theta=read.number("rope_theta", 10000.0), partial_rotary_factor=read.number("partial_rotary_factor", 1.0)
     )
-    if fields.number("partial_rotary_factor") != 1:
-        raise fields.error("partial_rotary_factor", "1: this family turns whole heads")
-    check_even(read, head_dim)
+    check_whole(fields, head_dim)
     return rotary_spec(fields, head_dim, positions, read.whole_or_null("original_max_position_embeddings", None))
 
 
-def check_even(read: ConfigReader, head_dim: int) -> None:
-    """ModelError for a head that cannot be cut in two halves, to be turned against each other."""
-    if head_dim % 2:
-        raise read.error("head_dim", f"an even number of dimensions per head, not {head_dim}")
+def check_whole(fields: ConfigReader, head_dim: int) -> None:
+    """ModelError for heads that turn in part, where a family has none such, or that cannot be cut in two halves."""
+    if fields.number("partial_rotary_factor", 1.0) != 1:
+        raise fields.error("partial_rotary_factor", "1: this family turns whole heads")
+    turned_dimensions(fields, head_dim)
 
 
-def turned_dimensions(read: ConfigReader, key: str, share: float, head_dim: int) -> int:
-    """The leading dimensions of a head that turn when only a `share` of it, the value of `key`, does. ModelError."""
-    dim = int(head_dim * share)
+def turned_dimensions(fields: ConfigReader, head_dim: int) -> int:
+    """The leading dimensions of a head that turn: `partial_rotary_factor` of them, rounded down. ModelError."""
+    dim = int(head_dim * fields.number("partial_rotary_factor", 1.0))
     if dim < 2 or dim % 2 or dim > head_dim:
-        raise read.error(key, f"a share of head_dim {head_dim} that is an even number of dimensions, at least 2")
+        needed = f"a share of head_dim {head_dim} that is an even number of dimensions, at least 2 and at most all"
+        raise fields.error("partial_rotary_factor", needed)
     return dim
+
+
+def rope_kind(fields: ConfigReader, kinds: Mapping[str, str] | None = None) -> str:
+    """The rope_type, a key of KINDS: what `kinds` has for the file's word, or else the word itself. ModelError."""
+    key = "rope_type" if "rope_type" in fields else "type"
+    return fields.choice(key, "default", kinds or {name: name for name in KINDS})
 
 
 def rotary_spec(
@@ -72,14 +78,14 @@ def rotary_spec(
     dim         dimensions of a head that turn
     positions   max_position_embeddings
     original    original_max_position_embeddings as given outside of the object, where it goes before the inner one
-    kind        the rope_type, where it is not to be read from the object
+    kind        the rope_type, where the object has another word for it
     """
     if kind is None:
         kind = fields.choice(
             "rope_type" if "rope_type" in fields else "type", "default", {name: name for name in KINDS}
         )
     inner = original or fields.whole("original_max_position_embeddings", positions)
-    return KINDS[kind](Rope(fields, dim, fields.number("rope_theta"), positions, inner))
+    return KINDS[kind or rope_kind(fields)](Rope(fields, dim, fields.number("rope_theta"), positions, inner))
 
 
 def context(rotary: RotarySpec, positions: int) -> int:

@@ -1,0 +1,100 @@
+"""Gemma 3 without the vision tower (transformers' model_type "gemma3_text").
+
+Norms before and after each half, with weights that are differences from 1; normed queries and keys; most layers see a
+window, and have rotary positions of their own. No torch. "Gemma 3 Technical Report", arXiv 2503.19786.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from h2o_flexgen.config.arch import RotarySpec
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.llama_like import PARTS, Defaults, plain_names, read_spec
+from h2o_flexgen.models.rope_fields import check_whole, rotary_spec
+from h2o_flexgen.models.stored import Names
+from h2o_flexgen.models.windows import by_layer
+
+DEFAULTS = Defaults(
+    vocab_size=262208,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=131072,
+    activation_key="hidden_activation",
+    activation="gelu_pytorch_tanh",
+    tie_word_embeddings=True,
+    bos_token_id=2,
+    eos_token_id=1,
+    pad_token_id=0,
+)
+UNDONE = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
+
+_NORMS = {
+    "attn.post_norm": "post_attention_layernorm",
+    "mlp.norm": "pre_feedforward_layernorm",
+    "mlp.post_norm": "post_feedforward_layernorm",
+}
+
+
+def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """The ModelSpec of a config.json; keys that are absent have Gemma3TextConfig's defaults. Raises ModelError."""
+    read = ConfigReader(config, name)
+    read.refuse(UNDONE)
+    spec, bias = read_spec(read, name, "gemma3_text", DEFAULTS, _global_rotary), read.flag("attention_bias", False)
+    arch = replace(
+        spec.arch,
+        norm_offset=1.0,
+        post_norms=True,
+        qk_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        attention_scale=read.number("query_pre_attn_scalar", 256) ** -0.5,
+        embed_scale=math.sqrt(spec.hidden_size),
+    )
+    positions = read.whole("max_position_embeddings", DEFAULTS.max_position_embeddings)
+    period = read.whole("sliding_window_pattern", 6)
+    local = [(layer + 1) % period != 0 for layer in range(spec.num_layers)]
+    arch = by_layer(arch, read, read.whole_or_null("sliding_window", 4096), local)
+    if arch.window is not None:
+        arch = replace(arch, local_rotary=_local_rotary(read, spec.head_dim, positions))
+    # The published configs give the stretched context.
+    return replace(spec, arch=arch, max_positions=positions)
+
+
+def _global_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
+    """Of the layers that see everything; `rope_scaling` of old files is theirs alone."""
+    new = _of_layers(read, "full_attention")
+    fields = read.section("rope_scaling").filled(**new.values())
+    return _whole_heads(fields.filled(rope_theta=read.number("rope_theta", 1e6)), head_dim, positions)
+
+
+def _local_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
+    """Of the layers with a window."""
+    fields = _of_layers(read, "sliding_attention")
+    return _whole_heads(fields.filled(rope_theta=read.number("rope_local_base_freq", 10000.0)), head_dim, positions)
+
+
+def _of_layers(read: ConfigReader, kind: str) -> ConfigReader:
+    """The rotary fields of one kind of layers, which transformers 5 keeps apart in `rope_parameters`."""
+    section = read.section("rope_parameters")
+    if set(section.values()) - {"full_attention", "sliding_attention"}:
+        raise read.error("rope_parameters", "an object each for full_attention and sliding_attention")
+    return section.section(kind)
+
+
+def _whole_heads(fields: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
+    check_whole(fields, head_dim)
+    return rotary_spec(fields, head_dim, positions)
+
+
+def checkpoint_names(spec: ModelSpec) -> Names:
+    """For every canonical tensor the names it may have in a checkpoint, the usual one first."""
+    return {**plain_names(spec, {**PARTS, **_NORMS})}
