@@ -16,7 +16,7 @@ NEVER = 1 << 62
 class Occupied(NamedTuple):
     """What attention reads: the first `width` slots, of which the first `length` have been used by some row.
 
-    All of them hold tokens unless `valid` (b, 1, width) says less.
+    All of them hold tokens that the query sees unless `valid` (b, 1, width) says less.
     """
 
     length: int
@@ -40,11 +40,20 @@ class RowClock:
     slots: the occupied slots are always a prefix. A full row never evicts; one that is fed beyond its length (it has
     finished, its GPU batch goes on) keeps overwriting its last slot. Per-row numbers live on the host, so that nothing
     waits for a device.
+
+    In a layer with a `window` the query at position p sees tokens after p - window. Budgets are within the window, so
+    that only sinks are ever held unseen: everything else goes by the time it leaves the window. Sinks stay in the first
+    slots, and those that have left are no longer valid.
     """
 
-    def __init__(self, budgets: Sequence[Budget], capacity: int, device: torch.device) -> None:
+    def __init__(
+        self, budgets: Sequence[Budget], capacity: int, device: torch.device, window: int | None = None
+    ) -> None:
         self.budgets = tuple(budgets)
-        self.capacity, self.device = capacity, device
+        self.capacity, self.device, self.window = capacity, device, window
+        wide = [budget for budget in budgets if budget != budget.within(window)]
+        if wide:
+            raise ValueError(f"{wide[0]} is not within the window of {window} tokens")
         self.limits = [_limit(budget) for budget in budgets]
         self.prompts: list[int | None] = [None] * len(self.budgets)
         self.step = 0
@@ -88,6 +97,11 @@ class RowClock:
         self.all_evict = NEVER if len(evicting) < len(held) else max(evicting)  # every row evicts from this step on
         self._saturated = max(growth) - 1  # from this step on no row occupies one more slot
         self._end = max(growth) if self.all_full else NEVER
+        self._leaving: list[tuple[int, int]] = []  # (sinks out of the window at step 0, or less; sinks), if any leave
+        if self.window is not None and any(b.sinks and not b.full for b in self.budgets):
+            sinks = [0 if b.full else b.sinks for b in self.budgets]
+            self._leaving = [(now - self.window + 1, s) for now, s in zip(self._lengths(), sinks, strict=True)]
+            self._saturated = max(self._saturated, *(s - gone for gone, s in self._leaving))
         self._growth = list(zip(held, self.limits, strict=True))
         self._slots = torch.arange(self.capacity, device=self.device).view(1, 1, -1)
 
@@ -99,7 +113,11 @@ class RowClock:
         length = max(counts)
         width = self._width(length)
         valid = None
-        if min(counts) < width:
+        hidden = [min(max(gone + self.step, 0), sinks) for gone, sinks in self._leaving]
+        if any(hidden):
+            starts, ends = (torch.tensor(x, device=self.device)[:, None, None] for x in (hidden, counts))
+            valid = (self._slots[:, :, :width] >= starts) & (self._slots[:, :, :width] < ends)
+        elif min(counts) < width:
             ends = counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=self.device)[:, None, None]
             valid = self._slots[:, :, :width] < ends
         occupied = Occupied(length, width, valid)

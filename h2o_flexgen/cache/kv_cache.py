@@ -44,8 +44,11 @@ class KVCache:
     used by one thread; it is thrown away with the block, so that no state survives. There is no padding: rows have
     their own prompt lengths and budgets, and a row's decisions never depend on its neighbours.
 
-    A batch whose budgets are all full is kept in order, without scores, whatever the policy: bit for bit the full
-    cache.
+    A batch whose budgets leave nothing to choose is kept in order of arrival, without scores, whatever the policy. If
+    all are full, that is bit for bit the full cache.
+
+    In a layer with a `window` the budgets are `within` it, ValueError otherwise, and tokens that have left it are not
+    attended to: what a budget above the window held in vain, and the sinks.
     """
 
     def __init__(
@@ -57,26 +60,24 @@ class KVCache:
         layer: int,
         row_ids: Sequence[int],
         device: torch.device | str = "cpu",
-        k: Tensor | None = None,
-        v: Tensor | None = None,
+        window: int | None = None,
     ) -> None:
         if not len(budgets) == len(row_ids) == shape.batch:
             raise ValueError(f"{len(budgets)} budgets and {len(row_ids)} row ids for {shape.batch} rows")
         if shape.capacity < slots_needed(budgets):
             raise ValueError(f"{shape.capacity} slots are too few, these budgets need {slots_needed(budgets)}")
         self.shape, self.device = shape, torch.device(device)
-        self._clock = RowClock(budgets, shape.capacity, self.device)
-        self.statistic = "none" if self._clock.all_full else policy.statistic
+        self._clock = RowClock(budgets, shape.capacity, self.device, window)
+        chooses = any(budget.heavy and not budget.full for budget in budgets)
+        self.statistic = policy.statistic if chooses else "none"
         self._book: SlotBook
-        if isinstance(policy, RankedPolicy) and not self._clock.all_full:
+        if isinstance(policy, RankedPolicy) and chooses:
             self._book = RankedSlots(self._clock, policy, shape.kv_heads, shape.capacity, layer, row_ids)
         else:
             self._book = ArrivalSlots(self._clock, shape.kv_heads, shape.capacity)
         self._last: int | Tensor | None = None
         self.k: Tensor | None = None
         self.v: Tensor | None = None
-        if k is not None and v is not None:
-            self.attach(k, v)
 
     @property
     def wants_column_sums(self) -> bool:
@@ -98,25 +99,41 @@ class KVCache:
         self.k = self.v = None
         del self._flat_k, self._flat_v
 
-    def fill(self, rows: Sequence[int], k: Tensor, v: Tensor, column_sums: Tensor | None = None) -> None:
-        """Prompts of `rows`, all of one length S: k, v (n, kv_heads, S, head_dim), float32 sums (n, kv_heads, S).
+    def fill(
+        self,
+        rows: Sequence[int],
+        k: Tensor,
+        v: Tensor,
+        column_sums: Tensor | None = None,
+        past: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Prompts of `rows`, all of one length P + S: k, v (n, kv_heads, S, head_dim), the last S tokens of each.
 
-        Keeps what each row's own budget allows, in time order from slot 0, and zeroes the row's other slots.
+        past: K and V (kv_heads, P, head_dim) of earlier tokens that all these rows share; None: P = 0. column_sums:
+        float32 (n, kv_heads, P + S). Keeps what each row's own budget allows, in time order from slot 0, and zeroes the
+        row's other slots.
         """
+        length = k.shape[2] + (0 if past is None else past[0].shape[1])
+        past_k, past_v = past or (None, None)
         same_budget: dict[Budget, list[int]] = {}
         for index, row in enumerate(rows):
-            self._clock.fill(row, k.shape[2])
+            self._clock.fill(row, length)
             same_budget.setdefault(self._clock.budgets[row], []).append(index)
         for budget, members in same_budget.items():
             source, target = self._rows(members), self._rows([rows[index] for index in members])
             sums = None if column_sums is None else column_sums[source]
-            kept = self._book.fill(target, k.shape[2], budget, sums)
-            for buffer, prompt in ((self.k, k[source]), (self.v, v[source])):
+            kept = self._book.fill(target, length, budget, sums)
+            for buffer, own, shared in ((self.k, k[source], past_k), (self.v, v[source], past_v)):
                 if buffer is None:
                     raise RuntimeError("no K and V are attached")
-                chosen = _select(prompt, kept)
-                buffer[target, :, : chosen.shape[2]] = chosen
-                buffer[target, :, chosen.shape[2] :] = 0
+                held = length if kept is None else kept.shape[-1]
+                if kept is not None:
+                    buffer[target, :, :held] = _select(own, shared, kept)
+                else:
+                    buffer[target, :, held - own.shape[2] : held] = own
+                    if shared is not None:
+                        buffer[target, :, : shared.shape[1]] = shared
+                buffer[target, :, held:] = 0
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """One decode step: q (b, heads, head_dim) over everything kept and the new token itself; (b, heads, head_dim).
@@ -197,15 +214,19 @@ class KVCache:
         return torch.tensor(rows, device=self.device)
 
 
-def _select(prompt: Tensor, kept: Tensor | None) -> Tensor:
-    """The positions `kept`, as `SlotBook.fill` returns them, of K or V (n, kv_heads, S, d)."""
-    if kept is None:
-        return prompt
+def _select(own: Tensor, shared: Tensor | None, kept: Tensor) -> Tensor:
+    """The positions `kept`, as `SlotBook.fill` returns them, of K or V: `shared` (kv_heads, P, d), then `own`.
+
+    own: (n, kv_heads, S, d). Returns (n, kv_heads, c, d).
+    """
     # Whole vectors of head_dim by one index: 30 times as fast as `gather`. The engine's prompts lie in memory as
-    # (n, S, kv_heads, d), so that nothing is copied before the choice.
-    n, heads, length, size = prompt.shape
-    vectors = prompt.transpose(1, 2).reshape(-1, size)
-    row = torch.arange(n, device=prompt.device).view(-1, 1, 1)
-    head = torch.arange(heads, device=prompt.device).view(-1, 1)
-    index = (row * length + kept) * heads + head
+    # (n, S, kv_heads, d), so that nothing is copied before the choice, and what rows share is copied once for all.
+    n, heads, length, size = own.shape
+    vectors = own.transpose(1, 2).reshape(-1, size)
+    row = torch.arange(n, device=own.device).view(-1, 1, 1) * length
+    head = torch.arange(heads, device=own.device).view(-1, 1)
+    if shared is not None:
+        vectors = torch.cat([shared.transpose(0, 1).reshape(-1, size), vectors])
+        row = row * (kept >= shared.shape[1])
+    index = (row + kept) * heads + head
     return vectors.index_select(0, index.view(-1)).view(n, heads, -1, size)

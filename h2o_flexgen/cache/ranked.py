@@ -13,6 +13,7 @@ from h2o_flexgen.cache.slots import Rows, SlotBook
 from h2o_flexgen.config.eviction import Budget
 
 _BEST = 0x7FFFFFFF  # as score bits: above every number
+_WORST = -1  # and below
 
 
 def rank_keys(score_bits: Tensor, positions: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class RankedSlots(SlotBook):
         score = self._policy.prompt_scores(self._tokens(positions, self._row_ids[rows]), column_sums)
         kept = None
         if length > budget.total:
-            kept = _choose(score, positions, budget)
+            kept = _choose(score, positions, budget, self._clock.window)
             score, positions = score.gather(-1, kept), kept
         held = score.shape[-1]
         self.score[rows, :, :held] = score
@@ -75,6 +76,13 @@ class RankedSlots(SlotBook):
         bound = [n - b.recent for b, n in zip(clock.budgets, now, strict=True)]
         self._bound = torch.tensor(bound, dtype=torch.int32, device=clock.device).view(-1, 1, 1)
         self._protects = any(budget.recent for budget in clock.budgets)
+        window = clock.window
+        self._first_leaving = NEVER if window is None else window - 1 - max(now)  # no token has left before this step
+        if window is not None:
+            leaving = torch.tensor([n + 1 - window for n in now], dtype=torch.int32, device=clock.device)
+            self._leaving = leaving.view(-1, 1, 1)
+            sinks = torch.tensor([b.sinks for b in clock.budgets], dtype=torch.int32, device=clock.device)
+            self._kept_sinks = sinks.view(-1, 1, 1)
         # New tokens below `sinks` come only after prompts shorter than that.
         self._sinks = self._per_head([b.sinks for b in clock.budgets])
         self._sink_steps = max(b.sinks - n for b, n in zip(clock.budgets, now, strict=True))
@@ -97,6 +105,8 @@ class RankedSlots(SlotBook):
         self._free = self._next_free(length)
         self._new += 1
         self._bound += 1
+        if self._clock.window is not None:
+            self._leaving += 1
 
     def positions(self) -> Tensor:
         table = self._pos.clone()
@@ -121,6 +131,9 @@ class RankedSlots(SlotBook):
 
     def _victims(self, length: int) -> Tensor:
         bits, pos = self.score.view(torch.int32)[..., :length], self._pos[..., :length]
+        if self._clock.step >= self._first_leaving:
+            # The budget is smaller than the window: what leaves it goes at once, one token at a time, unless a sink.
+            bits = bits.masked_fill((pos == self._leaving) & (self._leaving >= self._kept_sinks), _WORST)
         if self._protects:
             # All ones where protected, by arithmetic: `where` branches on every slot and mispredicts half of them.
             protected = torch.sub(self._bound, pos).bitwise_right_shift_(31)
@@ -135,10 +148,15 @@ class RankedSlots(SlotBook):
         return Tokens(positions, row_ids, self._heads, self._layer)
 
 
-def _choose(score: Tensor, positions: Tensor, budget: Budget) -> Tensor:
-    """Ascending positions (n, kv_heads, budget) kept of prompts with `score` (n, kv_heads, S): sinks, heavy, recent."""
-    start = score.shape[-1] - budget.recent
-    keys = rank_keys(score.view(torch.int32), positions)[..., budget.sinks : start]
-    heavy = keys.topk(budget.heavy).indices + budget.sinks
+def _choose(score: Tensor, positions: Tensor, budget: Budget, window: int | None) -> Tensor:
+    """Ascending positions (n, kv_heads, budget) kept of prompts with `score` (n, kv_heads, S): sinks, heavy, recent.
+
+    Heavy tokens are those that the next query sees: a budget within the window always finds enough of them.
+    """
+    length = score.shape[-1]
+    first = budget.sinks if window is None else max(budget.sinks, length - window + 1)
+    start = length - budget.recent
+    keys = rank_keys(score[..., first:start].view(torch.int32), positions[first:start])
+    heavy = keys.topk(budget.heavy).indices + first
     sinks, recent = (part.expand(*score.shape[:2], -1) for part in (positions[: budget.sinks], positions[start:]))
     return torch.cat([sinks, heavy.sort(-1).values, recent], dim=-1)

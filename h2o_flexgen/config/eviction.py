@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
-from h2o_flexgen.config.checks import known_keys, share, whole
+from h2o_flexgen.config.checks import known_keys, share, truth, whole
 from h2o_flexgen.config.flags import flag
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import Registry
@@ -44,6 +44,16 @@ class Budget:
     sinks: int
     full: bool
 
+    def within(self, window: int | None) -> Budget:
+        """The budget in a layer whose queries see the last `window` tokens, themselves included; None: all of them.
+
+        A budget that holds all that the next query can see, window - 1 tokens, is exactly that: no choice is left, and
+        nothing older is kept. A smaller one, or a sequence that never leaves the window, stays as it is.
+        """
+        if window is None or self.total < window - 1 or (self.full and self.total == window - 1):
+            return self
+        return Budget(total=window - 1, heavy=0, recent=window - 1, sinks=0, full=False)
+
 
 @dataclass(frozen=True)
 class EvictionConfig:
@@ -74,6 +84,12 @@ class EvictionConfig:
             unset="half the budget",
         ),
     )
+    rolling_positions: bool = field(
+        default=False,
+        metadata=flag("--rolling-positions", help="positions within the cache, for streams longer than the context"),
+    )
+    """Of models with rotary positions: keys are kept as they were before rotation and turned by their place among the
+    tokens that are held, so that no position ever passes the budget."""
     seed: int = 0
     """Of the random policy."""
 
@@ -85,6 +101,7 @@ class EvictionConfig:
         for name, label, minimum in (("budget", "--kv-budget", 1), ("recent", "--recent", 0), ("sinks", "--sinks", 0)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole(getattr(self, name), label, minimum))
+        truth(self.rolling_positions, "--rolling-positions")
         object.__setattr__(self, "seed", whole(self.seed, "seed", 0))
         if self.recent is not None and self.recent_ratio is not None:
             raise UsageError("--recent and --recent-ratio are both given", "needed one of them")

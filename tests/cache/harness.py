@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
@@ -9,10 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache import CacheShape, EvictionPolicy, KVCache
-from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.kernels import prefill_attention
+from h2o_flexgen.cache import CacheShape, EvictionPolicy, KVCache, make_policy
+from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from h2o_flexgen.kernels import PrefillAttention, prefill_attention
 from tests.oracles.eviction import EvictionOracle
+from tests.policy_matrix import PolicyRow
+
+CLOSE = 1e-5  # scores closer than this are a matter of rounding
 
 
 class Stream(NamedTuple):
@@ -32,6 +36,17 @@ def make_stream(prompt: int, steps: int, kv_heads: int = 2, group: int = 1, d: i
     return Stream(q, k, v, prompt)
 
 
+def windowed_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> PrefillAttention:
+    """Dense attention of whole prompts to the last `window` tokens, and the column sums."""
+    group, length = q.shape[1] // k.shape[1], q.shape[2]
+    visible = torch.ones(length, length, dtype=torch.bool).tril_()
+    if window is not None:
+        visible = visible.triu_(1 - window)
+    logits = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
+    probs = logits.masked_fill(~visible, -math.inf).softmax(-1)
+    return PrefillAttention(probs @ v.repeat_interleave(group, 1), probs.sum(2).unflatten(1, (-1, group)).mean(2))
+
+
 class CacheRun:
     """A KVCache fed with streams, one row each. `step` gives (b, heads, d)."""
 
@@ -46,14 +61,16 @@ class CacheRun:
         buffers: tuple[Tensor, Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        window: int | None = None,
     ) -> None:
-        self.streams, self.dtype, self.device = list(streams), dtype, device
+        self.streams, self.dtype, self.device, self.window = list(streams), dtype, device, window
         kv_heads, _, d = self.streams[0].k.shape
         self.scale = d**-0.5
         self.shape = CacheShape.of(budgets, kv_heads, d)
         k, v = buffers or self.shape.buffers(dtype, device)
         ids = range(len(self.streams)) if row_ids is None else row_ids
-        self.cache = KVCache(self.shape, budgets, policy, layer=layer, row_ids=ids, device=k.device, k=k, v=v)
+        self.cache = KVCache(self.shape, budgets, policy, layer=layer, row_ids=ids, device=k.device, window=window)
+        self.cache.attach(k, v)
         self.time = 0
         self.prompt_outputs: list[Tensor] = []
         for length, members in groupby(range(len(self.streams)), key=lambda row: self.streams[row].prompt):
@@ -61,7 +78,9 @@ class CacheRun:
 
     def _fill(self, rows: list[int], length: int) -> None:
         q, k, v = self._stack(rows, slice(length))
-        attention = prefill_attention(q, k, v, self.scale, self.cache.wants_column_sums)
+        attention = windowed_prefill(q, k, v, self.scale, self.window)
+        if self.window is None:
+            attention = prefill_attention(q, k, v, self.scale, self.cache.wants_column_sums)
         self.prompt_outputs += list(attention.out)
         self.cache.fill(rows, k, v, attention.column_sums)
 
@@ -92,14 +111,22 @@ class OracleRun:
     """The oracles of one stream, one per KV head; `step` gives (heads, d)."""
 
     def __init__(
-        self, stream: Stream, budget: Budget, oracle: type[EvictionOracle], *, layer: int, row_id: int, seed: int
+        self,
+        stream: Stream,
+        budget: Budget,
+        oracle: type[EvictionOracle],
+        *,
+        layer: int,
+        row_id: int,
+        seed: int,
+        window: int | None = None,
     ) -> None:
         self.stream = stream
         self.kv_heads, _, d = stream.k.shape
         self.group = stream.q.shape[0] // self.kv_heads
         self.time = stream.prompt
         self.oracles = [
-            oracle(budget, scale=d**-0.5, seed=seed, layer=layer, row_id=row_id, head=head)
+            oracle(budget, scale=d**-0.5, seed=seed, layer=layer, row_id=row_id, head=head, window=window)
             for head in range(self.kv_heads)
         ]
         self._q = [
@@ -119,3 +146,35 @@ class OracleRun:
             for oracle, q, k, v in zip(self.oracles, self._q, self._k, self._v, strict=True)
         ]
         return torch.tensor([head for group in outputs for head in group])
+
+
+def compare(
+    policy: PolicyRow,
+    config: EvictionConfig,
+    streams: list[Stream],
+    budgets: list[Budget],
+    steps: int,
+    layer: int = 0,
+    window: int | None = None,
+) -> int:
+    """Run cache and oracles; returns how many (row, head, step) were compared, the rest being too close to call."""
+    ids = [3 * row + 1 for row in range(len(streams))]
+    run = CacheRun(streams, budgets, make_policy(config), layer=layer, row_ids=ids, window=window)
+    oracles = [
+        OracleRun(stream, budget, policy.oracle, layer=layer, row_id=row_id, seed=config.seed, window=window)
+        for stream, budget, row_id in zip(streams, budgets, ids, strict=True)
+    ]
+    compared = 0
+    for step in range(steps + 1):
+        if step:
+            error = (run.step() - torch.stack([oracle.step() for oracle in oracles])).abs().amax(-1)
+            errors = error.unflatten(1, (-1, oracles[0].group)).amax(-1).tolist()
+        kept = run.kept()
+        for row, oracle_run in enumerate(oracles):
+            for head, oracle in enumerate(oracle_run.oracles):
+                if oracle.closest > CLOSE:
+                    assert not step or errors[row][head] < 1e-5, f"output of row {row} head {head} step {step}"
+                    assert kept[row][head] == sorted(oracle.kept), f"row {row} head {head} step {step}"
+                    assert len(oracle.kept) == run.cache.counts[row], "count"
+                    compared += 1
+    return compared

@@ -145,7 +145,11 @@ def make_cache(**changes: Any) -> KVCache:
     options: dict[str, Any] = {"layer": 0, "row_ids": [0]}
     shape = changes.pop("shape", CacheShape.of([TEN], 2, 4))
     budgets = changes.pop("budgets", [TEN])
-    return KVCache(shape, budgets, changes.pop("policy", H2OPolicy()), **{**options, **changes})
+    buffers = changes.pop("buffers", None)
+    cache = KVCache(shape, budgets, changes.pop("policy", H2OPolicy()), **{**options, **changes})
+    if buffers is not None:
+        cache.attach(*buffers)
+    return cache
 
 
 def test_refusals_name_what_was_found() -> None:
@@ -166,8 +170,7 @@ def test_refusals_name_what_was_found() -> None:
 
 def test_prompts_come_once_and_first() -> None:
     shape = CacheShape.of([TEN, TEN], 2, 4)
-    k, v = shape.buffers(torch.float32)
-    cache = make_cache(shape=shape, budgets=[TEN, TEN], row_ids=[0, 1], k=k, v=v)
+    cache = make_cache(shape=shape, budgets=[TEN, TEN], row_ids=[0, 1], buffers=shape.buffers(torch.float32))
     prompt, sums, one = torch.zeros(1, 2, 8, 4), torch.ones(1, 2, 8), torch.zeros(2, 2, 4)
     cache.fill([1], prompt, prompt, sums)
     with pytest.raises(RuntimeError, match=r"rows \[0\] have no prompt"):

@@ -12,36 +12,8 @@ from hypothesis import strategies as st
 from h2o_flexgen.cache import EVICTION_POLICIES, make_policy
 from h2o_flexgen.config.eviction import SPLITS, Budget, EvictionConfig
 from h2o_flexgen.errors import UsageError
-from tests.cache.harness import CacheRun, OracleRun, Stream, make_stream
+from tests.cache.harness import CacheRun, OracleRun, Stream, compare, make_stream
 from tests.policy_matrix import EVICTING, POLICIES, PolicyRow
-
-CLOSE = 1e-5  # scores closer than this are a matter of rounding
-
-
-def compare(
-    policy: PolicyRow, config: EvictionConfig, streams: list[Stream], budgets: list[Budget], steps: int, layer: int = 0
-) -> int:
-    """Run both sides; returns how many (row, head, step) were compared, the rest being too close to call."""
-    ids = [3 * row + 1 for row in range(len(streams))]
-    run = CacheRun(streams, budgets, make_policy(config), layer=layer, row_ids=ids)
-    oracles = [
-        OracleRun(stream, budget, policy.oracle, layer=layer, row_id=row_id, seed=config.seed)
-        for stream, budget, row_id in zip(streams, budgets, ids, strict=True)
-    ]
-    compared = 0
-    for step in range(steps + 1):
-        if step:
-            error = (run.step() - torch.stack([oracle.step() for oracle in oracles])).abs().amax(-1)
-            errors = error.unflatten(1, (-1, oracles[0].group)).amax(-1).tolist()
-        kept = run.kept()
-        for row, oracle_run in enumerate(oracles):
-            for head, oracle in enumerate(oracle_run.oracles):
-                if oracle.closest > CLOSE:
-                    assert not step or errors[row][head] < 1e-5, f"output of row {row} head {head} step {step}"
-                    assert kept[row][head] == sorted(oracle.kept), f"row {row} head {head} step {step}"
-                    assert len(oracle.kept) == run.cache.counts[row], "count"
-                    compared += 1
-    return compared
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)

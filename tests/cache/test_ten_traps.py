@@ -95,8 +95,8 @@ def test_trap_02_long_bfloat16_prompt_is_ranked_in_float32() -> None:
     sums = torch.cat([1 + order * 1e-5, torch.zeros(10)]).view(1, 1, -1)
     assert sums.bfloat16().unique().numel() < 100, "in half precision most of these scores are equal"
     shape = CacheShape(1, 1, 4, 111)
-    k, v = shape.buffers(torch.bfloat16)
-    cache = KVCache(shape, [Budget(110, 100, 10, 0, False)], H2OPolicy(), layer=0, row_ids=[0], k=k, v=v)
+    cache = KVCache(shape, [Budget(110, 100, 10, 0, False)], H2OPolicy(), layer=0, row_ids=[0])
+    cache.attach(*shape.buffers(torch.bfloat16))
     prompt = torch.zeros(1, 1, length, 4, dtype=torch.bfloat16)
     cache.fill([0], prompt, prompt, sums)
     best = (order >= length - 110).nonzero().flatten().tolist()

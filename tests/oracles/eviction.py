@@ -21,15 +21,25 @@ def softmax(logits: list[float]) -> list[float]:
 class EvictionOracle:
     """Keeps everything. Subclasses say what stays.
 
+    `window`: a query sees the tokens whose distance is less, itself included; what the next query will not see is
+    dead, and ranks below everything else.
     `prompt` takes whole prompts, `step` one token; both give the attention output of every query head of the group.
     `closest` is the smallest difference of two scores that a decision has hung on: below rounding error, two correct
     implementations may disagree from then on.
     """
 
     def __init__(
-        self, budget: Budget, *, scale: float, seed: int = 0, layer: int = 0, row_id: int = 0, head: int = 0
+        self,
+        budget: Budget,
+        *,
+        scale: float,
+        seed: int = 0,
+        layer: int = 0,
+        row_id: int = 0,
+        head: int = 0,
+        window: int | None = None,
     ) -> None:
-        self.budget, self.scale = budget, scale
+        self.budget, self.scale, self.window = budget, scale, window
         self.seed, self.layer, self.row_id, self.head = seed, layer, row_id, head
         self.keys: dict[int, Vector] = {}
         self.values: dict[int, Vector] = {}
@@ -59,6 +69,10 @@ class EvictionOracle:
         """The positions that stay, of those in `keys`, when `now` is the newest."""
         return self.kept
 
+    def visible(self, position: int, query: int) -> bool:
+        """Whether the query at position `query` sees the token at `position`."""
+        return self.window is None or query - position < self.window
+
     def first_score(self, position: int) -> float:
         return 0.0
 
@@ -71,9 +85,9 @@ class EvictionOracle:
         self.keys[position], self.values[position] = key, value
         self.scores[position] = self.first_score(position)
         outputs = []
-        received = dict.fromkeys(self.keys, 0.0)
+        positions = [p for p in self.keys if self.visible(p, position)]
+        received = dict.fromkeys(positions, 0.0)
         for query in queries:
-            positions = list(self.keys)
             probabilities = softmax([self.scale * sum(map(mul, query, self.keys[p])) for p in positions])
             output = [0.0] * len(value)
             for p, probability in zip(positions, probabilities, strict=True):
@@ -115,10 +129,11 @@ class RankedOracle(EvictionOracle):
 
     def staying(self, now: int) -> set[int]:
         protected = {p for p in self.keys if p < self.budget.sinks or p > now - self.budget.recent}
-        rest = sorted(self.kept - protected, key=lambda p: (-self.scores[p], p))
+        scores = {p: score if self.visible(p, now + 1) else -1.0 for p, score in self.scores.items()}
+        rest = sorted(self.kept - protected, key=lambda p: (-scores[p], p))
         room = self.budget.total - len(protected)
         if 0 < room < len(rest):
-            self.closest = min(self.closest, self.scores[rest[room - 1]] - self.scores[rest[room]])
+            self.closest = min(self.closest, scores[rest[room - 1]] - scores[rest[room]])
         return protected | set(rest[:room])
 
 
