@@ -5,6 +5,8 @@ Adding a family adds rows to FAMILIES: every test over all families then runs ov
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,49 +201,63 @@ def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [[2, *torch.randint(3, VOCAB, (n - 1,), generator=generator).tolist()] for n in lengths]
 
 
-def turns_by_length(model: PreTrainedModel) -> bool:
-    """Whether its rotary angles depend on how long a sequence is: keys keep those of the step that made them."""
+def rope_of(model: PreTrainedModel) -> dict[str, Any]:
+    """The rotary settings of all layers; empty where positions are learned or layers differ."""
     rope = getattr(model.config, "rope_parameters", None) or {}
-    return rope.get("rope_type") in ("dynamic", "longrope")
+    return rope if "rope_type" in rope else {}
 
 
-def forget_lengths(model: PreTrainedModel) -> None:
-    """transformers keeps dynamic rotary angles of the longest sequence so far until a short one comes: here it is."""
-    if turns_by_length(model):
+@contextmanager
+def in_sequence_of(model: PreTrainedModel, length: int) -> Iterator[bool]:
+    """Rotary angles as they are in a sequence of `length` tokens; gives whether keys must be kept as first rotated.
+
+    dynamic: keys keep the angles of the step that made them, as in transformers' generate. transformers' module keeps
+    those of the longest sequence so far until it sees a short one: it sees one here.
+    longrope: the factors that `length` calls for, from the first token on. transformers changes them when the sequence
+    passes the original context, and then its generate computes all keys anew.
+    """
+    rope = rope_of(model)
+    kind = rope.get("rope_type")
+    if kind in ("dynamic", "longrope"):
         model(torch.tensor([[2]]), use_cache=False)
+    if kind != "longrope":
+        yield kind == "dynamic"
+        return
+    original = rope["original_max_position_embeddings"]
+    rope["original_max_position_embeddings"] = 0 if length > original else length
+    try:
+        yield False
+    finally:
+        rope["original_max_position_embeddings"] = original
 
 
 @torch.no_grad()
-def transformers_logits(model: PreTrainedModel, prompt: list[int], continuation: list[int]) -> torch.Tensor:
-    """(len(continuation), vocab) log-probabilities at the last prompt token and at all of `continuation` but its last.
-
-    By one forward without a cache; where angles depend on the length, by a cache, as transformers' generate does it.
+def transformers_logprobs(model: PreTrainedModel, prompt: list[int], continuation: list[int]) -> torch.Tensor:
+    """Log-probabilities (len(continuation), vocab) of the next token, after the prompt and after each token but the
+    last, by transformers' own forward. Without a cache wherever that is the same, else with one.
     """
-    forget_lengths(model)
-    if not turns_by_length(model):
-        logits = model(torch.tensor([prompt + continuation]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-        return logits.float().log_softmax(-1)
-    cache, rows = DynamicCache(), []
-    for ids in (prompt, *([token] for token in continuation[:-1])):
-        rows.append(model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1])
-    return torch.stack(rows).float().log_softmax(-1)
+    with in_sequence_of(model, len(prompt) + len(continuation)) as cached:
+        if not cached:
+            logits = model(torch.tensor([prompt + continuation]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            return logits.float().log_softmax(-1)
+        cache, rows = DynamicCache(), []
+        for ids in (prompt, *([token] for token in continuation[:-1])):
+            rows.append(model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1])
+        return torch.stack(rows).float().log_softmax(-1)
 
 
 @torch.no_grad()
 def transformers_greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
-    """Tokens and their log-probabilities by transformers' own forward, one sequence at a time.
-
-    Without a cache; where angles depend on the length, with one, as transformers' generate does it.
-    """
-    forget_lengths(model)
-    cache = DynamicCache() if turns_by_length(model) else None
+    """Tokens and their log-probabilities, one sequence at a time, by the same forward passes."""
     ids, logprobs = list(prompt), []
-    for _ in range(new_tokens):
-        given = ids if cache is None else ids[cache.get_seq_length() :]
-        logits = model(torch.tensor([given]), past_key_values=cache, use_cache=cache is not None).logits[0, -1].float()
-        best, second = logits.topk(2).values
-        assert best - second > CLEAR, "this seed hangs a token on a rounding error: choose another"
-        token = int(logits.argmax())
-        logprobs.append(float(logits.log_softmax(-1)[token]))
-        ids.append(token)
+    with in_sequence_of(model, len(prompt) + new_tokens) as cached:
+        cache = DynamicCache() if cached else None
+        for _ in range(new_tokens):
+            given = torch.tensor([ids if cache is None else ids[cache.get_seq_length() :]])
+            logits = model(given, past_key_values=cache, use_cache=cached).logits[0, -1].float()
+            best, second = logits.topk(2).values
+            assert best - second > CLEAR, "this seed hangs a token on a rounding error: choose another"
+            token = int(logits.argmax())
+            logprobs.append(float(logits.log_softmax(-1)[token]))
+            ids.append(token)
     return ids[len(prompt) :], logprobs

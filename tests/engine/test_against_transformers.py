@@ -1,4 +1,4 @@
-"""Greedy tokens and log-probabilities equal transformers' for every OPT variant, alone and in ragged batches."""
+"""Greedy tokens and log-probabilities equal transformers' for every family, alone and in ragged batches."""
 
 from __future__ import annotations
 
@@ -7,28 +7,31 @@ import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.llm import LLM
-from tests.tiny import OPT_VARIANTS, prompts_of, save, transformers_greedy
+from tests.tiny import FAMILIES, prompts_of, save, transformers_greedy, transformers_logprobs
 
 LENGTHS = [5, 9, 9, 17, 1, 30]
 NEW = 20
 
 
-@pytest.mark.parametrize("variant", OPT_VARIANTS)
-def test_greedy_tokens_and_logprobs(variant: str, checkpoint) -> None:
-    model, folder = checkpoint(variant)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_tokens_and_logprobs(name: str, checkpoint) -> None:
+    model, folder = checkpoint(name)
     prompts = prompts_of(LENGTHS)
     expected = [transformers_greedy(model, prompt, NEW) for prompt in prompts]
-    with LLM(folder, dtype="float32", policy={"gpu_batch_size": 4}) as llm:
-        together = llm.generate(prompts, max_new_tokens=NEW, ignore_eos=True, logprobs=0)
-        alone = [llm.generate([prompt], max_new_tokens=NEW, ignore_eos=True, logprobs=0)[0] for prompt in prompts]
+    settings = {"max_new_tokens": NEW, "ignore_eos": True, "logprobs": 0}
+    with LLM(folder, dtype="float32", policy={"gpu_batch_size": 2, "num_gpu_batches": 2}) as llm:
+        together = llm.generate(prompts, **settings)
+    with LLM(folder, dtype="float32") as llm:
+        alone = [llm.generate([prompt], **settings)[0] for prompt in prompts]
     for outputs in (together, alone):
         for (tokens, logprobs), output in zip(expected, outputs, strict=True):
             assert output.token_ids == tokens
             assert output.logprobs == pytest.approx(logprobs, abs=1e-3)
 
 
-def test_generate_ids_equals_transformers_generate_with_left_padding(checkpoint) -> None:
-    model, folder = checkpoint("opt")
+@pytest.mark.parametrize("name", ["opt", "llama-gqa", "gemma3"])
+def test_generate_ids_equals_transformers_generate_with_left_padding(name: str, checkpoint) -> None:
+    model, folder = checkpoint(name)
     prompts = prompts_of([4, 11, 7])
     width = max(map(len, prompts))
     ids = torch.tensor([[1] * (width - len(p)) + p for p in prompts])
@@ -52,14 +55,14 @@ def test_early_eos_leaves_the_others_unchanged(checkpoint) -> None:
     assert [output.finish_reason for output in outputs] == ["stop" if eos in t else "length" for t in full]
 
 
-def test_score_equals_transformers_logprobs_with_the_full_cache(checkpoint) -> None:
-    model, folder = checkpoint("opt")
-    pairs = list(zip(prompts_of([5, 9, 1]), prompts_of([4, 7, 3], seed=1), strict=True))
+@pytest.mark.parametrize("name", ["opt", "llama-dynamic", "mistral", "gpt-neox"])
+def test_score_equals_transformers_logprobs_with_the_full_cache(name: str, checkpoint) -> None:
+    model, folder = checkpoint(name)
+    pairs = list(zip(prompts_of([5, 29, 1]), prompts_of([4, 7, 13], seed=1), strict=True))
     with LLM(folder, dtype="float32") as llm:
         scores = llm.score(pairs)
     for (context, continuation), score in zip(pairs, scores, strict=True):
-        logits = model(torch.tensor([context + continuation])).logits[0].detach().float().log_softmax(-1)
-        rows = logits[len(context) - 1 : -1]
+        rows = transformers_logprobs(model, context, continuation)
         expected = rows[torch.arange(len(continuation)), torch.tensor(continuation)]
         assert score.token_logprobs == pytest.approx(expected.tolist(), abs=1e-3)
         assert score.logprob == pytest.approx(float(expected.sum()), abs=1e-2)
@@ -74,14 +77,17 @@ def test_score_runs_with_eviction_active(checkpoint) -> None:
         assert full.score(pairs)[0].logprob != pytest.approx(h2o.score(pairs)[0].logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["safetensors", "sharded", "bin"])
-def test_checkpoint_layouts_give_the_same_tokens(layout: str, checkpoint, tmp_path) -> None:
-    model, folder = checkpoint("opt")
+@pytest.mark.parametrize("name", ["opt", "llama-tied", "qwen3", "phi3", "gpt-neox"])
+@pytest.mark.parametrize("layout", ["sharded", "bin"])
+def test_checkpoint_layouts_give_the_same_tokens(layout: str, name: str, checkpoint, tmp_path) -> None:
+    """Beside the single safetensors file of every other test; phi3 and gpt-neox have fused projections."""
+    model, folder = checkpoint(name)
     if layout == "bin":
         torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
         model.config.save_pretrained(tmp_path)
     else:
-        save(model, tmp_path, **({"max_shard_size": "20KB"} if layout == "sharded" else {}))
+        save(model, tmp_path, max_shard_size="20KB")
+        assert (tmp_path / "model.safetensors.index.json").exists()
     prompt = prompts_of([9])
     with LLM(folder, dtype="float32") as one, LLM(str(tmp_path), dtype="float32") as other:
         settings = {"max_new_tokens": NEW, "ignore_eos": True}

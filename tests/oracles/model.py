@@ -7,6 +7,7 @@ used, so that both can only agree by being right.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,8 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from tests.oracles.eviction import EvictionOracle
-from tests.tiny import forget_lengths
+from tests.oracles.eviction import EvictionOracle, FullOracle, LocalOracle
+from tests.tiny import in_sequence_of
 
 NAME = "oracle"
 """What the slow attention is called among transformers' attention functions."""
@@ -33,7 +34,9 @@ class OracleRun:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[list[list[set[int]]]] = field(default_factory=list)
-    closest: float = float("inf")
+    closest: float = math.inf
+    """The smallest difference of two scores or logits that a decision has hung on: below rounding error, two correct
+    implementations may disagree from then on."""
 
 
 class OracleAttention:
@@ -80,18 +83,22 @@ def oracle_generate(
     budget = eviction.resolve(len(prompt), new_tokens)
 
     def make_cache(layer: int, head: int, scale: float, window: int | None) -> EvictionOracle:
-        return oracle(budget, scale=scale, seed=eviction.seed, layer=layer, row_id=row_id, head=head)
+        held = budget.within(window)
+        kind = oracle if held.full or oracle is not FullOracle else LocalOracle  # what left the window is let go
+        places = {"layer": layer, "row_id": row_id, "head": head}
+        return kind(held, scale=scale, seed=eviction.seed, window=window, **places)
 
-    forget_lengths(model)
     attention = OracleAttention(make_cache)
     before = model.config._attn_implementation
     AttentionInterface.register(NAME, attention)
     model.set_attn_implementation(NAME)
     try:
-        run = _greedy(model, prompt, new_tokens, attention)
+        with in_sequence_of(model, len(prompt) + new_tokens):
+            attention.layers.clear()
+            run = _greedy(model, prompt, new_tokens, attention)
     finally:
         model.set_attn_implementation(before)
-    run.closest = min(cache.closest for layer in attention.layers.values() for cache in layer)
+    run.closest = min(run.closest, *(cache.closest for layer in attention.layers.values() for cache in layer))
     return run
 
 
@@ -101,6 +108,8 @@ def _greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int, attentio
     while len(run.tokens) < new_tokens:
         positions = torch.arange(first, len(ids))[None]
         logits = model(torch.tensor([ids[first:]]), position_ids=positions, use_cache=False).logits[0, -1].float()
+        best, second = logits.topk(2).values
+        run.closest = min(run.closest, float(best - second))
         token = int(logits.argmax())
         run.kept.append([[set(cache.kept) for cache in layer] for _, layer in sorted(attention.layers.items())])
         run.tokens.append(token)

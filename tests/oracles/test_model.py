@@ -1,0 +1,36 @@
+"""The oracle is right where transformers can say so: with every token kept, it is transformers' own model."""
+
+from __future__ import annotations
+
+import pytest
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from tests.oracles.eviction import FullOracle, H2OOracle
+from tests.oracles.model import oracle_generate
+from tests.tiny import FAMILIES, WINDOW, make_model, prompts_of, transformers_greedy
+
+NEW = 10
+WINDOWED = {"mistral": {0, 1, 2}, "qwen2-window": {1, 2}, "gemma3": {0, 2}}
+"""Layers with a sliding window, by row of FAMILIES."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_full_cache_is_transformers_own_model(name: str) -> None:
+    model = make_model(name)
+    for prompt in prompts_of([1, 7, 29]):
+        tokens, logprobs = transformers_greedy(model, prompt, NEW)
+        run = oracle_generate(model, prompt, NEW, FullOracle, EvictionConfig())
+        assert run.tokens == tokens
+        assert run.logprobs == pytest.approx(logprobs, abs=1e-4)
+        for step, layers in enumerate(run.kept):
+            for layer, heads in enumerate(layers):
+                length = len(prompt) + step
+                first = max(0, length + 1 - WINDOW) if layer in WINDOWED.get(name, ()) else 0
+                assert all(kept == set(range(first, length)) for kept in heads)
+
+
+def test_a_small_budget_changes_the_answer() -> None:
+    model, prompt = make_model("llama-gqa"), prompts_of([29])[0]
+    run = oracle_generate(model, prompt, NEW, H2OOracle, EvictionConfig("h2o", ratio=0.2))
+    assert run.tokens != transformers_greedy(model, prompt, NEW)[0]
+    assert all(len(kept) == 8 for layers in run.kept for heads in layers for kept in heads)
