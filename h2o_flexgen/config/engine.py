@@ -45,6 +45,7 @@ class EngineConfig:
     gpu_mem, cpu_mem, disk_mem   caps per tier; None: what the machine has free
     emulate_gpu   capacity of a gpu tier in host memory, None for none
     check_finite  whether a sequence that fails is told in which unit its numbers stopped being finite
+    share_prefixes  whether tokens that prompts of a block begin with in common are computed once; same results
     verify        when packed weights read from disk are checked against their checksums
     """
 
@@ -96,6 +97,9 @@ class EngineConfig:
     )
     check_finite: bool = field(
         default=False, metadata=flag("--check-finite", help="say in which unit numbers stop being finite; slow")
+    )
+    share_prefixes: bool = field(
+        default=True, metadata=flag("--share-prefixes", help="compute prefixes that prompts of a block share once")
     )
     trace: bool = False
     seed: int = field(

@@ -86,6 +86,18 @@ class ModelSpec:
             )
 
     @property
+    def context(self) -> int:
+        """Tokens of the longest sequence with absolute positions: dynamic scaling stretches as the sequence grows."""
+        rotary = self.arch.rotary
+        stretched = rotary is not None and rotary.scaling == "dynamic"
+        return int(self.max_positions * rotary.factor) if rotary is not None and stretched else self.max_positions
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether equal first tokens have equal keys in every sequence, however long it is."""
+        return not any(rotary.by_length for rotary in (self.arch.rotary, self.arch.local_rotary) if rotary)
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end a sequence, as a tuple in every case."""
         return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
@@ -147,11 +159,11 @@ class ModelSpec:
 
     def prefill_terms(self, prompt_len: int, batch: int = 1) -> FlopTerms:
         """FLOPs of `batch` prompts of `prompt_len` tokens; logits are made at the last position only."""
-        return self._terms(tokens=batch * prompt_len, attended=batch * prompt_len * prompt_len, batch=batch)
+        return self.terms(tokens=batch * prompt_len, attended=batch * prompt_len * prompt_len, batch=batch)
 
     def decode_terms(self, batch: int, context: int) -> FlopTerms:
         """FLOPs of one step of `batch` sequences that attend to `context` tokens each, the new one included."""
-        return self._terms(tokens=batch, attended=batch * context, batch=batch)
+        return self.terms(tokens=batch, attended=batch * context, batch=batch)
 
     def prefill_flops(self, prompt_len: int, batch: int = 1) -> int:
         """The sum of `prefill_terms`."""
@@ -161,7 +173,8 @@ class ModelSpec:
         """The sum of `decode_terms`."""
         return self.decode_terms(batch, context).total
 
-    def _terms(self, *, tokens: int, attended: int, batch: int) -> FlopTerms:
+    def terms(self, *, tokens: int, attended: int, batch: int) -> FlopTerms:
+        """FLOPs of `tokens` tokens that attend to `attended` keys in all, and of logits for `batch` of them."""
         hidden, bridge = self.hidden_size, self.bridged * self.hidden_size * self.embed_dim
         query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         return FlopTerms(

@@ -120,10 +120,16 @@ class OffloadPolicy:
     lookahead: int = field(
         default=1, metadata=flag("--lookahead", help="streamed weight groups in flight beyond the current", metavar="N")
     )
+    prefill_chunk: int = field(
+        default=2048, metadata=flag("--prefill-chunk", help="prompt tokens that go through a unit at once", metavar="N")
+    )
+    """Activations of one chunk stay in the CPU's caches, GEMMs run at their full rate, and a long prompt takes no more
+    working memory than a chunk, its keys and values of one layer, and its hidden states."""
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "lookahead"):
             object.__setattr__(self, name, whole(getattr(self, name), "--" + name.replace("_", "-"), 1))
+        object.__setattr__(self, "prefill_chunk", whole(self.prefill_chunk, "--prefill-chunk", 16))
         for name in ("cpu_cache_compute", "overlap"):
             truth(getattr(self, name), "--" + name.replace("_", "-"))
         for name in ("weights", "cache", "hidden"):

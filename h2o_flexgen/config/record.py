@@ -111,6 +111,8 @@ class RunRecord(Rates):
     """Matmul FLOPs of prefill and decode together."""
     peak_bytes: dict[str, int | None]
     kv_bytes: int
+    computed_prompt_tokens: int | None = None
+    """`prompt_tokens`, but what prompts of a block begin with in common is counted once, as it was computed."""
     bound: dict[str, Any] | None = None
     predicted: dict[str, Any] | None = None
     projected: bool = False

@@ -15,6 +15,7 @@ from h2o_flexgen.engine.executor import Executor, Machinery
 from h2o_flexgen.engine.finite import FiniteCheck
 from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.engine.sampler import Sampler
+from h2o_flexgen.engine.segments import segments_of
 from h2o_flexgen.engine.sequence import Sequence
 from h2o_flexgen.engine.stores import CacheStore, HiddenStore, kv_bytes
 from h2o_flexgen.engine.trace import Trace
@@ -34,6 +35,8 @@ class BlockTotals:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    """Prefixes that several prompts share counted once."""
     generated_tokens: int = 0
     sequences: int = 0
     kv_bytes: int = 0
@@ -54,13 +57,15 @@ class BlockRunner:
     trace: Trace
     dtype: str
     check_finite: bool = False
+    rolling: bool = False
+    share_prefixes: bool = True
     on_tokens: Callable[[int], None] = lambda tokens: None
     """Called at every step with the tokens of the block so far; a finished sequence counts as all it asked for."""
 
     def run(self, plan: Plan, rows: list[list[Sequence]], totals: BlockTotals) -> Generator[Sequence]:
         """Runs `rows` (one list per GPU batch); yields sequences as they finish. Leaves nothing behind."""
         caches = self._caches(plan, rows)
-        batches = [GpuBatch(i, batch, self.tiers.device) for i, batch in enumerate(rows)]
+        batches = self._batches(plan, rows)
         stores: list[CacheStore | HiddenStore] = []
         try:
             homes = {place: plan.placement.cache[place] for place in caches}
@@ -79,11 +84,12 @@ class BlockRunner:
                 self.trace,
                 plan.policy.overlap,
                 FiniteCheck() if self.check_finite else None,
+                self.rolling,
             )
             executor = Executor(machinery, batches)
             totals.kv_bytes = max(totals.kv_bytes, sum(kv_bytes(cache.shape, dtype) for cache in caches.values()))
             yield from executor.run(self._ticks(plan, executor, store, hidden, rows))
-            self._count(executor, rows, totals)
+            self._count(executor, batches, totals)
         finally:
             # Whatever is still under way writes to buffers and files that go now; its errors no longer matter.
             self.copies.drain()
@@ -101,7 +107,7 @@ class BlockRunner:
 
         shape = ScheduleShape(
             units=self.spec.units,
-            num_steps=max(row.max_new_tokens for batch in rows for row in batch),
+            num_steps=max(row.steps for batch in rows for row in batch),
             num_batches=len(rows),
             streamed=self.weights.streamed,
             cache_moves=caches.moves,
@@ -110,18 +116,29 @@ class BlockRunner:
         )
         return zigzag(shape, active)
 
+    def _batches(self, plan: Plan, rows: list[list[Sequence]]) -> list[GpuBatch]:
+        chunk = plan.policy.prefill_chunk
+        prompts = [[row.prompt_ids for row in batch] for batch in rows]
+        segments = segments_of(prompts, chunk, self.share_prefixes)
+        return [
+            GpuBatch(i, batch, parts, chunk, self.tiers.device)
+            for i, (batch, parts) in enumerate(zip(rows, segments, strict=True))
+        ]
+
     def _caches(self, plan: Plan, rows: list[list[Sequence]]) -> dict[tuple[int, int], KVCache]:
         caches = {}
         for index, batch in enumerate(rows):
-            shape = CacheShape.of([row.budget for row in batch], self.spec.num_kv_heads, self.spec.head_dim)
             for layer in range(self.spec.num_layers):
+                window = self.spec.arch.window_of(layer)
+                budgets = [row.budget.within(window) for row in batch]
                 caches[layer, index] = KVCache(
-                    shape,
-                    [row.budget for row in batch],
+                    CacheShape.of(budgets, self.spec.num_kv_heads, self.spec.head_dim),
+                    budgets,
                     self.eviction,
                     layer=layer,
                     row_ids=[row.row_id for row in batch],
                     device=self._cache_device(plan, layer, index),
+                    window=window,
                 )
         return caches
 
@@ -134,18 +151,21 @@ class BlockRunner:
         # One batch alone is never parked: its hidden states are wanted again by the very next unit.
         homes = {batch.index: plan.placement.hidden[batch.index] for batch in batches} if len(batches) > 1 else {}
         dtype = torch_dtype(self.dtype)
-        tokens = max(batch.prompt_tokens for batch in batches)
-        return HiddenStore(self.tiers, self.copies, homes, tokens * self.spec.hidden_size * dtype.itemsize, dtype)
+        nbytes = self.spec.hidden_bytes(max(batch.tokens for batch in batches), self.dtype)
+        return HiddenStore(self.tiers, self.copies, homes, nbytes, dtype)
 
-    def _count(self, executor: Executor, rows: list[list[Sequence]], totals: BlockTotals) -> None:
+    def _count(self, executor: Executor, batches: list[GpuBatch], totals: BlockTotals) -> None:
         totals.prefill_seconds += executor.prefill_seconds
         totals.decode_seconds += executor.decode_seconds
-        for batch in rows:
-            for row in batch:
-                prompt, generated = len(row.prompt_ids), len(row.token_ids)
+        for batch in batches:
+            attended = sum((part.stop - part.start) * (part.past + part.length) for part in batch.segments)
+            totals.computed_prompt_tokens += batch.tokens + sum(len(row.fed) for row in batch.rows)
+            totals.flops += self.spec.terms(tokens=batch.tokens, attended=attended, batch=len(batch.rows)).total
+            for row in batch.rows:
+                prompt, generated = row.prompt_tokens, len(row.token_ids)
                 totals.sequences += 1
                 totals.prompt_tokens += prompt
                 totals.generated_tokens += generated
-                totals.flops += self.spec.prefill_flops(prompt, 1)
                 context = prompt + generated / 2 if row.budget.full else row.budget.total
-                totals.flops += max(0, generated - 1) * self.spec.decode_flops(1, int(context))
+                steps = max(0, len(row.fed) + generated - 1)
+                totals.flops += steps * self.spec.decode_flops(1, int(context))

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model import UnitSpec
-from h2o_flexgen.engine.batch import GpuBatch, prompt_attention
+from h2o_flexgen.engine.batch import GpuBatch
 from h2o_flexgen.engine.finite import FiniteCheck
+from h2o_flexgen.engine.path import PromptAttention, PromptPath
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import Sequence
 from h2o_flexgen.engine.stores import CacheStore, HiddenStore
@@ -24,7 +25,7 @@ from h2o_flexgen.engine.trace import Trace
 from h2o_flexgen.engine.weights import WeightStore
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.models.decoder import Decoder, Weights
-from h2o_flexgen.schedule.footprint import PROMPT_CHUNK
+from h2o_flexgen.models.rotary import Angles, Rotary, rotate
 from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
 
 
@@ -41,6 +42,8 @@ class Machinery:
     trace: Trace
     overlap: bool = True
     finite: FiniteCheck | None = None
+    rolling: bool = False
+    """Keys are rotated by their place in the cache, not by their place in the text."""
 
 
 class Executor:
@@ -52,8 +55,12 @@ class Executor:
     def __init__(self, machinery: Machinery, batches: list[GpuBatch]) -> None:
         self._m, self._batches = machinery, batches
         self._units: tuple[UnitSpec, ...] = machinery.decoder.spec.units
-        self._layers = machinery.decoder.spec.num_layers
-        self._max_positions = machinery.decoder.spec.max_positions
+        spec = machinery.decoder.spec
+        self._layers = spec.num_layers
+        self._last_position = spec.max_positions - 1 if spec.arch.positions == "learned" else None
+        self._windows = [spec.arch.window_of(layer) for layer in range(spec.num_layers)]
+        self._path = PromptPath()
+        self._tables: dict[Rotary, Angles] = {}
         self._issue = {
             TaskKind.LOAD_WEIGHTS: lambda t: machinery.weights.load(self._units[t.unit].weights),
             TaskKind.FREE_WEIGHTS: lambda t: machinery.weights.free(self._units[t.unit].weights),
@@ -101,11 +108,14 @@ class Executor:
             cache = self._m.caches.wait(self._layer(task), batch.index, task.step)
         with self._m.trace.record(task, unit):
             if unit.kind == "embed":
-                batch.hidden = self._m.decoder.embed(weights, *batch.inputs(task.step, self._max_positions))
+                tokens, positions = batch.inputs(task.step)
+                # A finished row goes on counting until its GPU batch is done; the table of positions ends before.
+                positions = positions if self._last_position is None else positions.clamp(max=self._last_position)
+                batch.hidden = self._m.decoder.embed(weights, tokens, positions)
             elif cache is not None:
                 self._attend(unit, batch, weights, cache, task.step)
             elif unit.kind == "mlp":
-                for part in batch.take_hidden().split(PROMPT_CHUNK):
+                for part in batch.take_hidden().split(batch.chunk):
                     self._m.decoder.mlp(weights, part)
             else:
                 return self._sample(batch, weights)
@@ -114,16 +124,38 @@ class Executor:
         return []
 
     def _attend(self, unit: UnitSpec, batch: GpuBatch, weights: Weights, cache: KVCache, step: int) -> None:
-        decoder, hidden = self._m.decoder, batch.take_hidden()
+        decoder, hidden, layer = self._m.decoder, batch.take_hidden(), unit.layer or 0
+        rotary = decoder.rotary_of(layer)
+        angles = None if rotary is None else batch.angles(rotary, hidden.dtype)
         if step > 0:
-            decoder.attn(weights, hidden, partial(_decode_attention, cache, decoder.scale))
+            if rotary is not None and self._m.rolling:
+                attention = partial(_rolling_attention, cache, decoder.scale, self._table(rotary, cache, hidden.dtype))
+            else:
+                attention = partial(_decode_attention, cache, decoder.scale, angles)
+            decoder.attn(weights, hidden, attention)
             return
+        prompts = PromptAttention(
+            cache,
+            self._path,
+            decoder.scale,
+            self._m.caches.wants_column_sums(layer),
+            self._windows[layer],
+            self._m.rolling,
+        )
         for chunk in batch.chunks:
-            attention = partial(prompt_attention, chunk, cache, decoder.scale)
-            decoder.attn(weights, hidden[chunk.start : chunk.stop], attention)
-        if unit.layer == self._layers - 1:
+            decoder.attn(weights, hidden[chunk.start : chunk.stop], partial(prompts.chunk, chunk, angles))
+        if batch is self._batches[-1]:
+            self._path.clear()
+        if layer == self._layers - 1:
             # Nothing after the last attention looks back: only each prompt's last token goes on.
             batch.hidden = hidden[batch.last_tokens()]
+
+    def _table(self, rotary: Rotary, cache: KVCache, dtype: torch.dtype) -> Angles:
+        """What turns the keys of a cache by their places in it; one table serves the whole block."""
+        table = self._tables.get(rotary)
+        if table is None or len(table.cos) < cache.shape.capacity:
+            table = self._tables[rotary] = rotary.table(self._m.caches.most_slots, dtype, cache.device)
+        return table
 
     def _sample(self, batch: GpuBatch, weights: Weights) -> list[Sequence]:
         logits = self._m.decoder.head(weights, batch.take_hidden())
@@ -140,7 +172,15 @@ class Executor:
         return layer
 
 
-def _decode_attention(cache: KVCache, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _decode_attention(cache: KVCache, scale: float, angles: Angles | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """One decode step where the cache lives; the new token's q, k, v go there and the answer comes back."""
     place = cache.device
+    if angles is not None:
+        q, k = rotate(q, angles), rotate(k, angles)
     return cache.attend(q.to(place), k.to(place), v.to(place), scale).to(q.device)
+
+
+def _rolling_attention(cache: KVCache, scale: float, table: Angles, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As `_decode_attention`, with keys that the cache itself rotates by their place in it."""
+    place = cache.device
+    return cache.attend(q.to(place), k.to(place), v.to(place), scale, table=table).to(q.device)

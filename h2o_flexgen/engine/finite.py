@@ -25,10 +25,11 @@ class FiniteCheck:
         if bool(finite.all()):
             return
         packed = len(hidden) != len(batch.rows)
-        lengths = [len(row.prompt_ids) if packed else 1 for row in batch.rows]
-        for row, part in zip(batch.rows, finite.split(lengths), strict=True):
-            if not bool(part.all()):
-                self._first.setdefault(row.row_id, unit.name)
+        spans = batch.rows_at() if packed else ((slice(i, i + 1), [row]) for i, row in enumerate(batch.rows))
+        for span, rows in spans:
+            if not bool(finite[span].all()):
+                for row in rows:
+                    self._first.setdefault(row.row_id, unit.name)
 
     def explain(self, row: Sequence) -> None:
         """Adds to a failed sequence's error where it began: in a unit, or in the output head itself."""

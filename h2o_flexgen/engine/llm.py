@@ -22,6 +22,7 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine import machine
 from h2o_flexgen.engine.block import BlockRunner, BlockTotals
+from h2o_flexgen.engine.hf_generate import Generator
 from h2o_flexgen.engine.loader import Loaded, Progress, load
 from h2o_flexgen.engine.model import Model, open_model
 from h2o_flexgen.engine.plan import Caps, Plan, PlanRequest, automatic, make_plan, require_fit
@@ -52,6 +53,13 @@ class LLM:
         self.last_record: RunRecord | None = None
         self.last_plan: Plan | None = None
         self.on_progress: Progress = lambda what, done, total: None
+        if self.config.eviction.rolling_positions and self.model.spec.arch.rotary is None:
+            self.model.source.close()
+            raise UsageError(
+                f"--rolling-positions with {self.model.spec.name}, which learned a table of positions",
+                "needed a model with rotary positions",
+                "leave --rolling-positions out",
+            )
         self._loaded: Loaded | None = None
         self._load_seconds = 0.0
         self._decoder = Decoder(self.model.spec)
@@ -94,23 +102,20 @@ class LLM:
         """
         rows = self._reader().read_scored(pairs)
         list(self._run(rows))
-        return [Score(sum(row.logprobs), all(row.greedy), row.logprobs) for row in rows]
+        return [Score(sum(row.logprobs), all(row.greedy), row.logprobs, row.greedy) for row in rows]
 
     def generate_ids(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **settings: Any
-    ) -> torch.Tensor:
-        """As transformers' generate: ids (n, S), left-padded where the mask is 0, to (n * samples, S + new).
+        self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, **arguments: Any
+    ) -> Any:
+        """transformers' `generate`: the same arguments, the same result, (n * samples, S + new) token ids.
 
-        Finished rows are filled with the pad token. Settings are SamplingParams fields.
+        `arguments` go before a `generation_config`, that before the model's generation_config.json; `inputs` is another
+        name for input_ids. Rows that finish early are filled with the pad token. Processors, criteria and
+        prefix_allowed_tokens_fn are called per row, with (1, n) ids; sampled rows are seeded by `seed`, else the engine's.
+        Cache arguments and prefill_chunk_size change nothing: OffloadPolicy and EvictionConfig say where keys live and
+        how prompts are cut. ValueError for what is unknown, makes no sense, or is not offered (beams, assistants, ...).
         """
-        prompts = unpad(input_ids, attention_mask)
-        outputs = self.generate(prompts, SamplingParams.from_kwargs(**settings))
-        longest = max((len(output.token_ids) for output in outputs), default=0)
-        eos = self.model.spec.eos_token_ids[0]
-        pad = eos if self.model.spec.pad_token_id is None else self.model.spec.pad_token_id
-        new = torch.tensor([output.token_ids + [pad] * (longest - len(output.token_ids)) for output in outputs])
-        given = input_ids.cpu()[torch.tensor([output.index for output in outputs])]
-        return torch.cat([given, new.to(given.dtype)], dim=1)
+        return Generator(self.model, self._reader().read, self._run)(input_ids, attention_mask, arguments)
 
     def plan(self, workload: Workload) -> Plan:
         """How this engine would run `workload`; nothing is allocated. PlanError where it cannot.
@@ -178,7 +183,7 @@ class LLM:
         counted, totals = self._counters(loaded), BlockTotals()
         runner = self._runner(loaded)
         started, before, asked = time.perf_counter(), 0, sum(row.max_new_tokens for row in rows)
-        for block in blocks(rows, plan.policy.gpu_batch_size, plan.policy.block_size):
+        for block in blocks(rows, plan.policy.gpu_batch_size, plan.policy.block_size, self._shares):
             runner.on_tokens = partial(self._count_tokens, before, asked)
             with closing(runner.run(plan, block, totals)) as finished:
                 yield from finished
@@ -215,7 +220,13 @@ class LLM:
             self._trace,
             self.model.dtype,
             self.config.check_finite,
+            self.config.eviction.rolling_positions,
+            self._shares,
         )
+
+    @property
+    def _shares(self) -> bool:
+        return self.config.share_prefixes and self.model.spec.shares_prefixes
 
     def _load(self, plan: Plan) -> Loaded:
         """The weights where `plan` wants them; loaded anew only if they are elsewhere."""
@@ -260,7 +271,7 @@ class LLM:
         return RequestOutput(
             row.index,
             row.sample,
-            row.prompt_ids,
+            row.prompt_ids + row.fed,
             row.token_ids,
             None if self.model.dummy else text_of(self.model.codec, row),
             row.finish_reason,
@@ -268,17 +279,6 @@ class LLM:
             row.top_logprobs if row.params.logprobs else None,
             row.error,
         )
-
-
-def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:
-    """Rows of token ids without the padding that `attention_mask` (n, S) marks with 0."""
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; needed (sequences, tokens)")
-    if attention_mask is None:
-        return [list(map(int, row)) for row in input_ids.tolist()]
-    if attention_mask.shape != input_ids.shape:
-        raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
-    return [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
 
 
 def _device(config: EngineConfig) -> torch.device:

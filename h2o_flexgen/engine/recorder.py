@@ -48,6 +48,7 @@ def make_record(
             "cpu_cache_compute": policy.cpu_cache_compute,
             "overlap": policy.overlap,
             "lookahead": policy.lookahead,
+            "prefill_chunk": policy.prefill_chunk,
         },
         prompt_len=plan.request.workload.prompt_len,
         gen_len=plan.request.workload.gen_len,
@@ -66,6 +67,7 @@ def make_record(
         flops=int(totals.flops),
         peak_bytes={"gpu": None, "cpu": None, "disk": None, **measured.peak_bytes},
         kv_bytes=totals.kv_bytes,
+        computed_prompt_tokens=totals.computed_prompt_tokens,
         bound=_bound(measured),
         warnings=[*_unrealised(config, plan, achieved), *_warnings(plan, measured)],
     )
@@ -80,8 +82,8 @@ def _device(plan: Plan, config: EngineConfig) -> str:
 def _eviction(config: EngineConfig, rows: SequenceOf[Sequence]) -> dict[str, Any]:
     """Resolved tokens, and the budget as a share of prompt and of whole sequence; [least, most] where rows differ."""
     entry = eviction_entry(config.eviction.name, [row.budget for row in rows])
-    entry["share_of_prompt"] = _span(row.budget.total / len(row.prompt_ids) for row in rows)
-    entry["share_of_sequence"] = _span(row.budget.total / (len(row.prompt_ids) + row.max_new_tokens) for row in rows)
+    entry["share_of_prompt"] = _span(row.budget.total / row.prompt_tokens for row in rows)
+    entry["share_of_sequence"] = _span(row.budget.total / (row.prompt_tokens + row.max_new_tokens) for row in rows)
     return entry
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
 
-from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.engine.segments import shared_first
 from h2o_flexgen.engine.sequence import Sequence
 from h2o_flexgen.errors import UsageError
 
@@ -87,23 +88,42 @@ class RequestReader:
     def _sequence(self, index: int, sample: int, row_id: int, ids: list[int], params: SamplingParams) -> Sequence:
         if params.stop_strings and self.encode is None:
             raise UsageError("stop_strings are given, and this model has no tokenizer", "needed eos_token_id instead")
-        length = len(ids) + params.max_new_tokens
-        if length > self.spec.max_positions:
-            raise UsageError(
-                f"prompt {index} has {len(ids)} tokens, with {params.max_new_tokens} to be generated {length} in all",
-                f"the context of {self.spec.name} is {self.spec.max_positions} tokens",
-                "shorten the prompt or generate less; nothing is ever cut off silently",
-            )
+        budget = self.eviction.resolve(len(ids), params.max_new_tokens)
+        ids, fed = self._first_pass(ids, budget, index, params.max_new_tokens)
         return Sequence(
             index=index,
             sample=sample,
             row_id=row_id,
             prompt_ids=ids,
+            fed=fed,
             params=params,
-            budget=self.eviction.resolve(len(ids), params.max_new_tokens),
+            budget=budget,
             eos=_eos(params, self.spec),
             seed=self.seed if params.seed is None else params.seed,
         )
+
+    def _first_pass(self, ids: list[int], budget: Budget, index: int, new: int) -> tuple[list[int], list[int]]:
+        """The tokens of a prompt that are computed at once, and those that are fed step by step after them.
+
+        With rolling positions a sequence may be as long as it likes, if what a cache holds stays within the context.
+        """
+        spec, length = self.spec, len(ids) + new
+        if not self.eviction.rolling_positions:
+            if length <= spec.context:
+                return ids, []
+            rolls = "use --rolling-positions with a smaller budget, or " if spec.arch.rotary else ""
+            raise UsageError(
+                f"prompt {index} has {len(ids)} tokens, with {new} to be generated {length} in all",
+                f"the context of {spec.name} is {spec.context} tokens",
+                f"{rolls}shorten the prompt or generate less; nothing is ever cut off silently",
+            )
+        if budget.total >= spec.max_positions and length > spec.max_positions:
+            raise UsageError(
+                f"the KV budget of prompt {index} is {budget.total} tokens, and positions roll within it",
+                f"the context of {spec.name} is {spec.max_positions} tokens",
+                f"needed --kv-budget of at most {spec.max_positions - 1}, or a smaller --hh-ratio",
+            )
+        return ids[: spec.max_positions], ids[spec.max_positions :]
 
 
 def _as_int(token: Any, where: str) -> int:
@@ -121,16 +141,16 @@ def workload_of(sequences: SequenceOf[Sequence]) -> Workload:
     """The largest lengths and the count: what a plan is made for."""
     return Workload(
         prompt_len=max(len(s.prompt_ids) for s in sequences),
-        gen_len=max(s.max_new_tokens for s in sequences),
+        gen_len=max(s.steps for s in sequences),
         num_sequences=len(sequences),
     )
 
 
-def blocks(sequences: SequenceOf[Sequence], gpu_batch_size: int, block_size: int) -> list[list[list[Sequence]]]:
-    """Blocks of GPU batches of rows, bucketed by length: neighbours in length share a batch, longest first.
-
-    Longest first makes the estimate of a progress bar pessimistic, and shows at once whether memory suffices.
-    """
-    ordered = sorted(sequences, key=lambda s: (-len(s.prompt_ids), -s.max_new_tokens, s.row_id))
+def blocks(
+    sequences: SequenceOf[Sequence], gpu_batch_size: int, block_size: int, share_prefixes: bool
+) -> list[list[list[Sequence]]]:
+    """Blocks of GPU batches of rows: those that share a prefix are neighbours, then those of similar length."""
+    by_length = sorted(sequences, key=lambda s: (-len(s.prompt_ids), -s.steps, s.row_id))
+    ordered = [by_length[i] for i in shared_first([row.prompt_ids for row in by_length], share_prefixes)]
     parts = [ordered[start : start + block_size] for start in range(0, len(ordered), block_size)]
     return [[part[i : i + gpu_batch_size] for i in range(0, len(part), gpu_batch_size)] for part in parts]

@@ -108,6 +108,15 @@ class CacheStore:
         """(layer, batch) of the caches that the schedule must load and store."""
         return frozenset(self._moving)
 
+    def wants_column_sums(self, layer: int) -> bool:
+        """Whether any cache of `layer` needs the column sums of its prompts' attention."""
+        return any(cache.wants_column_sums for (owner, _), cache in self._caches.items() if owner == layer)
+
+    @property
+    def most_slots(self) -> int:
+        """Slots of the largest cache."""
+        return max(cache.shape.capacity for cache in self._caches.values())
+
     def load(self, layer: int, batch: int) -> None:
         """Starts bringing a cache to the compute tier."""
         moving = self._moving[layer, batch]
