@@ -23,6 +23,8 @@ _SIDE_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
 )
 _CONNECT_S = 3.0
 _PROBE_S = 5.0  # name resolution has no timeout of its own

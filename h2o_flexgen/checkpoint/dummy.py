@@ -20,11 +20,12 @@ _STD = 0.02
 
 
 class DummySource:
-    """A WeightSource of random weights: normal with standard deviation 0.02, norms 1 and biases 0.
+    """A WeightSource of random weights: normal with standard deviation 0.02, norms that change nothing and biases 0.
 
-    A tensor depends on the seed, its name and `dtype` alone; read into another dtype it holds the same numbers as a
-    checkpoint of `dtype` would. Copied from one pool of random numbers, at a start of its own for each tensor, as fast
-    as memory. Owns the pool (16 MiB in float32, and one copy per dtype asked for); thread-safe.
+    A norm's weight is 1, or 0 where the model adds 1 to it. Any other tensor depends on the seed, its name and `dtype`
+    alone; read into another dtype it holds the same numbers as a checkpoint of `dtype` would. Copied from one pool of
+    random numbers, at a start of its own for each tensor, as fast as memory. Owns the pool (16 MiB in float32, and one
+    copy per dtype asked for); thread-safe.
     """
 
     dummy = True
@@ -36,7 +37,8 @@ class DummySource:
             raise ModelError(f"dummy weights cannot be {self.dtype}", f"needed one of {', '.join(WEIGHT_DTYPES)}")
         self._seed = seed
         self._shapes = {tensor.name: tuple(tensor.shape) for group in spec.weight_groups for tensor in group.tensors}
-        facts = json.dumps(["dummy", _POOL, _STD, seed, self.dtype, self._shapes])
+        self._norm = 1.0 - spec.arch.norm_offset
+        facts = json.dumps(["dummy", _POOL, _STD, self._norm, seed, self.dtype, self._shapes])
         self.fingerprint = hashlib.sha256(facts.encode()).hexdigest()
         generator = torch.Generator().manual_seed(seed % (1 << 63))
         pool = torch.empty(_POOL).normal_(0.0, _STD, generator=generator)
@@ -45,11 +47,11 @@ class DummySource:
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` with tensor `name`; see WeightSource."""
         flat = flat_out(name, self._shapes[name], out)
-        if name.endswith(".bias"):
+        if name.endswith("bias"):
             flat.zero_()
             return
         if name.endswith("norm.weight"):
-            flat.fill_(1.0)
+            flat.fill_(self._norm)
             return
         pool, done = self._pool(flat.dtype), 0
         start = int.from_bytes(hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()) % _POOL

@@ -90,9 +90,11 @@ def read_all(source: CheckpointSource, spec: ModelSpec, dtype: torch.dtype) -> d
     return out
 
 
-def raw_safetensors(path: Path, header: dict[str, Any] | bytes, data: bytes) -> None:
-    """A safetensors file as the bytes say, right or wrong."""
+def raw_safetensors(path: Path, header: dict[str, Any] | bytes, data: bytes, shift: int | None = None) -> None:
+    """A safetensors file as the bytes say, right or wrong; with `shift` its data start at that byte modulo 4."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    if shift is not None:
+        text += b" " * ((shift - len(text)) % 4)
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 

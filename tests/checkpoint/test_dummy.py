@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,22 @@ def test_the_scale_is_sane() -> None:
     assert torch.unique(tokens[:, :4], dim=0).shape[0] == 4000
     assert torch.equal(got["layers.0.attn.norm.weight"], torch.ones(2048))
     assert torch.equal(got["layers.0.mlp.down.bias"], torch.zeros(2048))
+
+
+def test_tensors_of_every_architecture() -> None:
+    """Norms of whatever kind change nothing, biases of whatever kind are 0, all else is random."""
+    arch = replace(make_spec().arch, post_norms=True, qk_norm=True, gated_mlp=True, head_bias=True, tied_head=False)
+    spec = replace(make_spec(), arch=arch)
+    gemma = replace(spec, arch=replace(arch, norm="rmsnorm", norm_offset=1.0))
+    for each, one in ((spec, 1.0), (gemma, 0.0)):
+        for name, tensor in read_all(DummySource(each, "float32"), each, torch.float32).items():
+            if "norm" in name and name.endswith("weight"):
+                assert (tensor == one).all(), name
+            elif name.endswith("bias"):
+                assert (tensor == 0).all(), name
+            else:
+                assert tensor.std().item() == pytest.approx(0.02, rel=0.2), name
+    assert DummySource(spec).fingerprint != DummySource(gemma).fingerprint
 
 
 def test_it_says_what_it_is() -> None:

@@ -27,6 +27,8 @@ from tests.checkpoint.models import (
     write_single,
 )
 
+TOKENS = "model.decoder.embed_tokens.weight"
+
 
 def _write(folder: Path, layout: str, tensors: dict[str, torch.Tensor]) -> None:
     if layout == "single":
@@ -87,16 +89,43 @@ def test_an_untied_head_is_a_weight_of_its_own(tmp_path: Path) -> None:
     assert torch.equal(got["head.vocab"], weights(spec)["lm_head.weight"])
 
 
-def test_a_tied_head_and_known_buffers_are_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("head", ["lm_head.weight", "embed_out.weight"])
+@pytest.mark.parametrize("layout", ["single", "shards", "bin", "bin shards"])
+def test_a_tied_head_and_known_buffers_are_left_alone(tmp_path: Path, layout: str, head: str) -> None:
     spec, tensors = make_spec(), weights(make_spec())
-    tensors["lm_head.weight"] = torch.zeros(96, 32, dtype=torch.float16)
+    tensors[head] = tensors[TOKENS].clone()
     tensors["decoder.version"] = torch.zeros(1, dtype=torch.float64)
-    write_single(tmp_path, tensors)
-    open_tiny(tmp_path, spec).close()
-    tensors["lm_head.weight"] = torch.zeros(95, 32, dtype=torch.float16)
-    write_single(tmp_path, tensors)
+    _write(tmp_path, layout, tensors)
+    with open_tiny(tmp_path, spec) as source:
+        assert torch.equal(read_all(source, spec, torch.float16)["embed.tokens"], tensors[TOKENS])
+
+
+def test_a_tied_head_of_another_shape(tmp_path: Path) -> None:
+    write_single(tmp_path, weights(make_spec()) | {"lm_head.weight": torch.zeros(95, 32, dtype=torch.float16)})
     with pytest.raises(ModelError, match=r"lm_head.weight.*\(96, 32\).*\(95, 32\)"):
-        open_tiny(tmp_path, spec)
+        open_tiny(tmp_path)
+
+
+def test_a_tied_head_that_is_another_matrix_is_not_dropped_in_silence(tmp_path: Path) -> None:
+    tensors, open_fds, before = weights(make_spec()), len(os.listdir("/proc/self/fd")), threading.active_count()
+    tensors["lm_head.weight"] = tensors[TOKENS].clone()
+    tensors["lm_head.weight"][95, 31] += 1
+    write_single(tmp_path, tensors)
+    with pytest.raises(ModelError, match="set tie_word_embeddings to false") as caught:
+        open_tiny(tmp_path)
+    assert caught.value.exit_code == 4
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (open_fds, before)
+    open_tiny(tmp_path, make_spec(tie_word_embeddings=False)).close()
+
+
+@pytest.mark.parametrize("layout", ["single", "bin shards"])
+def test_a_tied_embedding_may_be_there_as_the_head_alone(tmp_path: Path, layout: str) -> None:
+    spec, tensors = make_spec(), weights(make_spec())
+    expected = tensors["lm_head.weight"] = tensors.pop(TOKENS)
+    _write(tmp_path, layout, tensors)
+    with open_tiny(tmp_path, spec) as source:
+        assert torch.equal(read_all(source, spec, torch.float16)["embed.tokens"], expected)
+        assert source.location("embed.tokens") is not None
 
 
 def test_safetensors_are_preferred_and_bins_not_even_opened(tmp_path: Path) -> None:
