@@ -56,6 +56,11 @@ class ConfigReader:
         """The same with `defaults` for the keys that have no value."""
         return ConfigReader({**defaults, **self.values()}, self._name, self._path)
 
+    def without_zeros(self, *keys: str) -> ConfigReader:
+        """The same where a 0 under one of `keys` counts as absent."""
+        kept = {key: value for key, value in self._config.items() if value or key not in keys}
+        return ConfigReader(kept, self._name, self._path)
+
     def refuse(self, keys: Iterable[str]) -> None:
         """ModelError for the first of `keys` that asks for something: that is neither null, false, 0 nor empty."""
         for key in keys:

@@ -31,8 +31,11 @@ class Rope(NamedTuple):
 
 def rope_section(read: ConfigReader) -> ConfigReader:
     """The object with the scaling's fields: `rope_scaling` before `rope_parameters`, as transformers has it."""
-    old = read.section("rope_scaling")
-    return old if old.values() else read.section("rope_parameters")
+    key = "rope_scaling" if read.section("rope_scaling").values() else "rope_parameters"
+    fields = read.section(key)
+    if any(isinstance(value, dict) for value in fields.values().values()):
+        raise read.error(key, "one set of fields for all layers")
+    return fields
 
 
 def read_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
@@ -128,7 +131,7 @@ def _llama3(rope: Rope) -> RotarySpec:
 
 
 def _yarn(rope: Rope) -> RotarySpec:
-    fields = rope.fields
+    fields = rope.fields.without_zeros("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
     if rope.theta == 1:
         raise fields.error("rope_theta", "another base than 1, whose logarithm yarn divides by")
     factor = fields.number("factor", rope.positions / rope.original)

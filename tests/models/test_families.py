@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import FAMILIES, checkpoint_names, spec_from_config
 from h2o_flexgen.models.stored import Stored
 
@@ -110,6 +112,135 @@ def test_parameters_are_those_of_transformers(variant: str) -> None:
     model, spec = tiny(variant)
     assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert spec.arch.family == variant.partition("-")[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES.names())
+def test_an_empty_config_has_the_defaults_of_transformers(family: str) -> None:
+    spec, theirs = spec_from_config({"model_type": family}, "x"), AutoConfig.for_model(family)
+    full = spec_from_config(json.loads(theirs.to_json_string(use_diff=False)), "x")
+    assert replace(full, dtype=spec.dtype) == spec
+    assert (spec.hidden_size, spec.num_layers) == (theirs.hidden_size, theirs.num_hidden_layers)
+    assert (spec.max_positions, spec.vocab_size) == (theirs.max_position_embeddings, theirs.vocab_size)
+    assert spec.pad_token_id == theirs.pad_token_id
+    assert spec.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    assert spec.dtype == ("float16" if family == "opt" else "float32")
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES.names()) - {"opt"}))
+def test_switches_of_a_plain_config(family: str) -> None:
+    arch, theirs = spec_from_config({"model_type": family}, "x").arch, AutoConfig.for_model(family)
+    assert arch.family == family
+    assert arch.positions == "rotary"
+    assert arch.norm == ("layernorm" if family == "gpt_neox" else "rmsnorm")
+    assert arch.norm_eps == (theirs.layer_norm_eps if family == "gpt_neox" else theirs.rms_norm_eps)
+    assert arch.gated_mlp == (family != "gpt_neox")
+    assert arch.parallel == (family == "gpt_neox")
+    assert arch.qkv_bias == (family in ("gpt_neox", "qwen2"))
+    assert arch.output_bias == arch.mlp_bias == (family == "gpt_neox")
+    assert arch.qk_norm == (family in ("qwen3", "gemma3_text"))
+    assert arch.tied_head == theirs.tie_word_embeddings
+    assert arch.activation == {"gpt_neox": "gelu", "gemma3_text": "gelu_tanh"}.get(family, "silu")
+    assert not arch.head_bias
+
+
+def test_what_is_special_in_gemma3() -> None:
+    spec = spec_from_config({**TINY, "model_type": "gemma3_text", "query_pre_attn_scalar": 64}, "x")
+    arch = spec.arch
+    assert (arch.norm_offset, arch.post_norms, arch.embed_scale, arch.attention_scale) == (1, True, 32**0.5, 0.125)
+    assert spec.head_dim == 256
+    assert arch.local_rotary is not None
+    assert arch.rotary is not None
+    assert (arch.local_rotary.theta, arch.rotary.theta) == (1e4, 1e6)
+
+
+WINDOW_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"sliding_window": 8}),
+    ("mistral", {}),
+    ("mistral", {"sliding_window": 8}),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3}),
+    ("mistral", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    ("phi3", {}),
+    ("phi3", {"sliding_window": 8}),
+    ("qwen2", {}),
+    ("qwen2", {"sliding_window": 8, "max_window_layers": 0}),
+    ("qwen2", {"use_sliding_window": True}),
+    ("qwen2", {**WINDOWS, "max_window_layers": 0}),
+    ("qwen2", WINDOWS),
+    ("qwen2", {**WINDOWS, **LAYERS}),
+    ("qwen2", {**WINDOWS, "sliding_window": None}),
+    ("qwen2", {"layer_types": ["full_attention"] * 3, **WINDOWS}),
+    ("qwen3", {**WINDOWS, "max_window_layers": 2}),
+    ("gemma3_text", {}),
+    ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 5}),
+    ("gemma3_text", {"sliding_window_pattern": 1}),
+    ("gemma3_text", LAYERS),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), WINDOW_CASES)
+def test_windows_are_those_of_transformers(family: str, changes: dict[str, Any]) -> None:
+    """The window that each attention module has, or the config where all have the same."""
+    raw = {**TINY, "model_type": family, "head_dim": 8, **changes}
+    spec, config = spec_from_config(raw, "x"), AutoConfig.for_model(**json.loads(json.dumps(raw)))
+    model = AutoModelForCausalLM.from_config(config)
+    for layer in range(spec.num_layers):
+        everywhere = config.sliding_window if family in ("mistral", "phi3") else None
+        theirs = getattr(model.model.layers[layer].self_attn, "sliding_window", everywhere)
+        assert spec.arch.window_of(layer) == theirs
+        local = family == "gemma3_text" and theirs is not None
+        assert spec.arch.rotary_of(layer) == (spec.arch.local_rotary if local else spec.arch.rotary)
+    again = spec_from_config(json.loads(config.to_json_string(use_diff=False)), "x")
+    assert again.arch == spec.arch
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "x: quantization_config is .*it is not supported"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts is 8"),
+        ("llama", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
+        ("llama", {"hidden_size": 33}, "hidden_size 33 is no multiple of num_attention_heads 4"),
+        ("llama", {"num_key_value_heads": 3}, "4 query heads do not divide among 3 KV heads"),
+        ("llama", {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
+        ("llama", {"head_dim": -8}, "head_dim is -8"),
+        ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'"),
+        ("llama", {"attention_bias": 1}, "attention_bias is 1"),
+        ("llama", {"intermediate_size": [1] * 100}, r"intermediate_size is \[1, 1, .*\.\.\. in config.json"),
+        ("mistral", {"sliding_window": 0}, "sliding_window is 0"),
+        ("mistral", LAYERS, "layer_types is .*the same for all layers"),
+        ("mistral", {"sliding_window": 8, "layer_types": ["full_attention"] * 3}, "layer_types is"),
+        ("mistral", {**LAYERS, "sliding_window": None}, "sliding_window is missing"),
+        ("qwen2", {**WINDOWS, "layer_types": ["full_attention"]}, "layer_types is .*a list of 3"),
+        ("qwen2", {**WINDOWS, "layer_types": ["full_attention", "linear_attention", 1]}, "'linear_attention' in"),
+        ("qwen2", LAYERS, "sliding_window is missing in .*a window in use, which layer 0 asks for"),
+        ("qwen2", {"max_window_layers": -1}, "max_window_layers is -1"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window is missing"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        ("gemma3", {}, "x is of the family 'gemma3', which is not supported. needed one of .*gemma3_text"),
+        ("llava", {}, "x is of the family 'llava', which is not supported"),
+        ("mixtral", {}, "x is of the family 'mixtral', which is not supported"),
+    ],
+)
+def test_what_is_not_done_is_refused(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        spec_from_config({**TINY, "model_type": family, **changes}, "x")
+    assert caught.value.exit_code == 4
+
+
+def test_harmless_keys_are_left_alone() -> None:
+    raw = {**TINY, "model_type": "llama"}
+    harmless = {"pretraining_tp": 2, "attention_dropout": 0.1, "quantization_config": None, "num_experts": 0}
+    assert spec_from_config({**raw, **harmless}, "x") == spec_from_config(raw, "x")
+
+
+def test_special_tokens() -> None:
+    raw = {**TINY, "model_type": "qwen2", "bos_token_id": None, "eos_token_id": [7, 8]}
+    spec = spec_from_config(raw, "x")
+    assert (spec.bos_token_id, spec.eos_token_id) == (7, (7, 8))
 
 
 def test_every_family_has_a_variant() -> None:
