@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
 from h2o_flexgen.config.flags import flag
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.registry import suggestion
+
+Words = tuple[tuple[int, ...], ...]
+"""Sequences of token ids."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """One sequence's generation settings; greedy unless `do_sample`. Raises UsageError for values that make no sense.
 
-    `eos_token_id`: None means the model's own; of a tuple any ends the sequence. `seed`: None means the engine's.
-    `logprobs`: None, or how many of the likeliest tokens to report beside the chosen one (0: only the chosen).
+    The settings mean what transformers' GenerationConfig says they do; a default is a setting that does nothing. Lists
+    are taken where tuples stand. `eos_token_id`: None means the model's own; of a tuple any ends the sequence, an
+    empty one means none does. `seed`: None means the engine's. `logprobs`: None, or how many of the likeliest tokens
+    to report beside the chosen one (0: only the chosen). `max_time`: seconds of the call after which a sequence gets
+    no further token. `sequence_bias`: (token ids, what is added to the last one's logit), or a dict of these.
     """
 
     max_new_tokens: int = field(
@@ -41,8 +47,16 @@ class SamplingParams:
     top_p: float = field(
         default=1.0, metadata=flag("--top-p", help="with --do-sample: among the likeliest of this mass", metavar="P")
     )
+    min_p: float = field(
+        default=0.0,
+        metadata=flag("--min-p", help="with --do-sample: only tokens at least P times the likeliest", metavar="P"),
+    )
     repetition_penalty: float = field(
         default=1.0, metadata=flag("--repetition-penalty", help="above 1 discourages tokens already there", metavar="X")
+    )
+    no_repeat_ngram_size: int = field(
+        default=0,
+        metadata=flag("--no-repeat-ngram-size", help="no N tokens in a row occur twice, 0 for off", metavar="N"),
     )
     stop_strings: tuple[str, ...] = ()
     eos_token_id: int | tuple[int, ...] | None = None
@@ -55,34 +69,38 @@ class SamplingParams:
         default=None,
         metadata=flag("--logprobs", help="report log-probabilities, with the N likeliest beside", metavar="N"),
     )
+    max_time: float | None = None
+    top_h: float | None = None
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    bad_words_ids: Words = ()
+    suppress_tokens: tuple[int, ...] = ()
+    begin_suppress_tokens: tuple[int, ...] = ()
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | tuple[int, ...] | None = None
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+    encoder_repetition_penalty: float = 1.0
+    encoder_no_repeat_ngram_size: int = 0
+    remove_invalid_values: bool = False
+    renormalize_logits: bool = False
 
     def __post_init__(self) -> None:
-        stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else tuple(self.stop_strings or ())
-        object.__setattr__(self, "stop_strings", stops)
-        if isinstance(self.eos_token_id, list):
-            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
-        _require_int("max_new_tokens", self.max_new_tokens, 1)
-        _require_int("min_new_tokens", self.min_new_tokens, 0)
-        _require_int("top_k", self.top_k, 0)
-        _require_int("num_return_sequences", self.num_return_sequences, 1)
-        if self.logprobs is not None:
-            _require_int("logprobs", self.logprobs, 0)
-        if self.min_new_tokens > self.max_new_tokens:
-            raise UsageError(
-                f"min_new_tokens={self.min_new_tokens} is larger than max_new_tokens={self.max_new_tokens}"
-            )
-        _require_range("temperature", self.temperature, 0.0, math.inf)
-        _require_range("top_p", self.top_p, 0.0, 1.0)
-        _require_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf)
-        if not all(stops):
+        for name, value in _frozen(self).items():
+            object.__setattr__(self, name, value)
+        self._check_counts()
+        self._check_shares()
+        self._check_tokens()
+        if not all(self.stop_strings):
             raise UsageError("stop_strings holds an empty string", "needed strings of one character or more")
         if self.num_return_sequences > 1 and not self.do_sample:
             raise UsageError(
                 f"num_return_sequences={self.num_return_sequences} with greedy search gives equal sequences",
                 change="set do_sample=True (--do-sample)",
             )
-        if not self.do_sample and (self.temperature != 1.0 or self.top_k != 50 or self.top_p != 1.0):
-            warnings.warn("temperature, top_k and top_p have no effect without do_sample=True", stacklevel=3)
+        if not self.do_sample and (idle := [name for name in SAMPLING_ONLY if getattr(self, name) != _DEFAULTS[name]]):
+            warn_idle(idle, stacklevel=3)
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> SamplingParams:
@@ -91,15 +109,133 @@ class SamplingParams:
 
     def with_kwargs(self, **kwargs: Any) -> SamplingParams:
         """A copy with some settings replaced; an unknown name raises UsageError with the closest known one."""
-        known = [f.name for f in fields(self)]
         for name in kwargs:
-            if name not in known:
-                close = get_close_matches(name, known, n=1)
-                raise UsageError(
-                    f"{name!r} is not a generation setting",
-                    f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}",
-                )
+            if name not in _DEFAULTS:
+                hint = suggestion(name, _DEFAULTS) or f"known: {', '.join(_DEFAULTS)}"
+                raise UsageError(f"{name!r} is not a generation setting", hint)
         return replace(self, **kwargs)
+
+    @property
+    def plain(self) -> bool:
+        """Whether the largest logit is the answer at every step."""
+        return not self.do_sample and all(getattr(self, name) == _DEFAULTS[name] for name in _CORRECTIONS)
+
+    def check_vocabulary(self, size: int) -> None:
+        """UsageError for a token id in any setting that a vocabulary of `size` tokens has no token for."""
+        for name, tokens in self._named_tokens():
+            for token in tokens:
+                if token >= size:
+                    raise UsageError(f"{name} holds token id {token}", f"needed 0 to {size - 1}")
+
+    def _check_counts(self) -> None:
+        _require_int("max_new_tokens", self.max_new_tokens, 1)
+        _require_int("num_return_sequences", self.num_return_sequences, 1)
+        for name in ("min_new_tokens", "top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
+            _require_int(name, getattr(self, name), 0)
+        if self.logprobs is not None:
+            _require_int("logprobs", self.logprobs, 0)
+        if self.min_new_tokens > self.max_new_tokens:
+            raise UsageError(
+                f"min_new_tokens={self.min_new_tokens} is larger than max_new_tokens={self.max_new_tokens}"
+            )
+
+    def _check_shares(self) -> None:
+        for name in ("temperature", "repetition_penalty", "encoder_repetition_penalty"):
+            _require_range(name, getattr(self, name), 0.0, math.inf)
+        for name in ("top_p", "min_p", "epsilon_cutoff", "eta_cutoff"):
+            _require_range(name, getattr(self, name), 0.0, 1.0, closed=True)
+        _require_range("typical_p", self.typical_p, 0.0, 1.0)
+        if self.top_h is not None:
+            _require_range("top_h", self.top_h, 0.0, 1.0)
+        if self.max_time is not None:
+            _require_range("max_time", self.max_time, 0.0, math.inf, closed=True)
+        decay = self.exponential_decay_length_penalty
+        if decay is not None:
+            if len(decay) != 2:
+                raise UsageError(f"exponential_decay_length_penalty={decay}", "needed (tokens before it, factor)")
+            _require_int("the start of exponential_decay_length_penalty", decay[0], 0)
+            _require_range("the factor of exponential_decay_length_penalty", decay[1], 0.0, math.inf)
+
+    def _check_tokens(self) -> None:
+        for name, tokens in self._named_tokens():
+            if not tokens:
+                raise UsageError(f"{name} holds an empty list", "needed one token id or more")
+            for token in tokens:
+                _require_int(f"a token id in {name}", token, 0)
+        for _, bias in self.sequence_bias:
+            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias):
+                raise UsageError(f"sequence_bias holds the bias {bias!r}", "needed a number")
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            forced = _tokens(getattr(self, name))
+            if forced and set(forced) <= set(self.suppress_tokens):
+                raise UsageError(f"suppress_tokens forbids what {name}={getattr(self, name)} wants")
+
+    def _named_tokens(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Every list of token ids that must not be empty, with its setting's name; eos may be any number at all."""
+        named = [("bad_words_ids", word) for word in self.bad_words_ids]
+        named += [("sequence_bias", word) for word, _ in self.sequence_bias]
+        for name in ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"):
+            value = getattr(self, name)
+            if value not in (None, ()):
+                named.append((name, _tokens(value)))
+        return named
+
+
+SAMPLING_ONLY = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings that only `do_sample` gives a meaning."""
+
+_CORRECTIONS = (
+    "min_new_tokens",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "sequence_bias",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "remove_invalid_values",
+    "renormalize_logits",
+)
+"""Settings that change the logits of greedy rows too."""
+
+_DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(SamplingParams)}
+
+
+def warn_idle(names: list[str], stacklevel: int) -> None:
+    """A warning that the sampling settings `names` do nothing, shown for the caller `stacklevel` frames up."""
+    verb = "has" if len(names) == 1 else "have"
+    warnings.warn(f"{', '.join(names)} {verb} no effect without do_sample=True", stacklevel=stacklevel + 1)
+
+
+def _frozen(params: SamplingParams) -> dict[str, Any]:
+    """The settings that may come as lists, sets, a string or a dict, as nested tuples. UsageError where they cannot."""
+    bias = params.sequence_bias or ()
+    stops = params.stop_strings
+    made: dict[str, Any] = {"stop_strings": (stops,) if isinstance(stops, str) else tuple(stops or ())}
+    try:
+        for name in ("suppress_tokens", "begin_suppress_tokens"):
+            made[name] = tuple(getattr(params, name) or ())
+        for name in ("eos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"):
+            value = getattr(params, name)
+            made[name] = tuple(value) if isinstance(value, (list, set, frozenset)) else value
+        made["bad_words_ids"] = tuple(tuple(word) for word in params.bad_words_ids or ())
+        made["sequence_bias"] = tuple(
+            (tuple(word), value) for word, value in (bias.items() if isinstance(bias, dict) else bias)
+        )
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"a setting of token ids has the wrong shape: {error}",
+            "needed suppress_tokens=[id, ...], bad_words_ids=[[id, ...], ...], sequence_bias={(id, ...): number}",
+        ) from error
+    return made
+
+
+def _tokens(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
+    return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
 def _require_int(name: str, value: object, least: int) -> None:
@@ -107,7 +243,9 @@ def _require_int(name: str, value: object, least: int) -> None:
         raise UsageError(f"{name}={value!r}", f"needed a whole number of at least {least}")
 
 
-def _require_range(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value <= high or math.isinf(value):
-        limit = f"at most {high:g}" if math.isfinite(high) else "finite"
-        raise UsageError(f"{name}={value!r}", f"needed a number above {low:g} and {limit}")
+def _require_range(name: str, value: object, low: float, high: float, closed: bool = False) -> None:
+    """`value` must be a finite number above `low`, or from it if `closed`, and at most `high`."""
+    number = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
+    if not number or not (low < value or (closed and value == low)) or value > high:  # type: ignore[operator]
+        first = f"from {low:g}" if closed else f"above {low:g}"
+        raise UsageError(f"{name}={value!r}", f"needed a number {first}" + (f" to {high:g}" if high < math.inf else ""))

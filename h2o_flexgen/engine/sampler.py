@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.engine.processors import Library, make_chooser
 from h2o_flexgen.engine.sequence import Sequence
 
 Decode = Callable[[list[int]], str]
 
 
 class Sampler:
-    """Appends one token per unfinished row, in place. A row's choice depends on its own logits and generator."""
+    """Appends one token per unfinished row, in place. A row's choice depends on its own logits and generator.
+
+    One serves one call of the engine: `max_time` counts from when it was made.
+    """
 
     def __init__(self, decode: Decode | None = None) -> None:
         self._decode = decode
+        self._library = Library()
+        self._started = time.perf_counter()
 
     def step(self, rows: SequenceOf[Sequence], logits: Tensor) -> list[Sequence]:
         """`logits` (b, vocab) float32, one row per sequence. Returns the sequences that finished in this step."""
@@ -26,9 +33,9 @@ class Sampler:
         choices = greedy.tolist()
         done: list[Sequence] = []
         for r, row in enumerate(rows):
-            if row.finished:
+            if row.finished or row.take_fed():
                 continue
-            if bad[r]:
+            if bad[r] and not row.params.remove_invalid_values:
                 row.finish_reason, row.error = "error", "the model produced logits that are not finite"
             else:
                 self._advance(row, logits[r], choices[r])
@@ -37,24 +44,37 @@ class Sampler:
         return done
 
     def _advance(self, row: Sequence, logits: Tensor, greedy: int) -> None:
-        params = row.params
+        if not row.prepared:
+            row.chooser, row.prepared = make_chooser(row, self._library, logits.device), True
+        chooser = row.chooser
+        if chooser is not None and len(row.token_ids) >= chooser.until:
+            chooser = row.chooser = None
+        token: int | None = greedy
         if row.forced is not None:
             token = row.forced[len(row.token_ids)]
             row.greedy.append(token == greedy)
-        elif _plain(row):
-            token = greedy
-        else:
-            token = _choose(row, logits)
-        if row.forced is not None or params.logprobs is not None:
+        elif chooser is not None:
+            token = chooser.choose(row, logits)
+        if token is None:
+            row.finish_reason, row.error = "error", "its settings forbid every token"
+            return
+        if row.forced is not None or row.params.logprobs is not None:
             _record_logprobs(row, logits, token)
         row.token_ids.append(token)
-        self._finish(row, token)
+        stopped = chooser is not None and chooser.chosen(row)
+        if row.hooks is not None and row.hooks.on_token is not None:
+            row.hooks.on_token(token)
+        self._finish(row, token, stopped)
 
-    def _finish(self, row: Sequence, token: int) -> None:
-        free, params = row.forced is None, row.params
-        if free and ((token in row.eos and not params.ignore_eos) or (params.stop_strings and self._stopped(row))):
-            row.finish_reason = "stop"
-        elif len(row.token_ids) >= row.max_new_tokens:
+    def _finish(self, row: Sequence, token: int, stopped: bool) -> None:
+        params = row.params
+        if row.forced is None:
+            stopped = stopped or (token in row.eos and not params.ignore_eos)
+            if stopped or (params.stop_strings and self._stopped(row)):
+                row.finish_reason = "stop"
+                return
+        late = params.max_time is not None and time.perf_counter() - self._started > params.max_time
+        if late or len(row.token_ids) >= row.max_new_tokens:
             row.finish_reason = "length"
 
     def _stopped(self, row: Sequence) -> bool:
@@ -65,36 +85,6 @@ class Sampler:
         tail = self._decode(row.token_ids[-(4 * longest + 8) :])
         row.stop_string = next((s for s in row.params.stop_strings if s in tail), None)
         return row.stop_string is not None
-
-
-def _plain(row: Sequence) -> bool:
-    """Whether the largest logit is the answer."""
-    params = row.params
-    return not params.do_sample and params.repetition_penalty == 1.0 and len(row.token_ids) >= params.min_new_tokens
-
-
-def _choose(row: Sequence, logits: Tensor) -> int:
-    """Processes one row's logits (vocab,) in the order of transformers' generate and picks a token."""
-    params = row.params
-    logits = logits.clone()
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*row.prompt_ids, *row.token_ids}), device=logits.device)
-        values = logits[seen]
-        logits[seen] = torch.where(values < 0, values * params.repetition_penalty, values / params.repetition_penalty)
-    if len(row.token_ids) < params.min_new_tokens and row.eos:
-        logits[torch.tensor(sorted(row.eos), device=logits.device)] = float("-inf")
-    if not params.do_sample:
-        return int(logits.argmax())
-    logits /= params.temperature
-    if 0 < params.top_k < logits.numel():
-        logits.masked_fill_(logits < torch.topk(logits, params.top_k).values[-1], float("-inf"))
-    if params.top_p < 1.0:
-        ordered, order = logits.sort(descending=False)
-        # The tail whose probability sums to at most 1 - top_p goes; the likeliest token always stays.
-        tail = ordered.softmax(-1).cumsum(-1) <= 1.0 - params.top_p
-        tail[-1] = False
-        logits[order[tail]] = float("-inf")
-    return int(torch.multinomial(logits.softmax(-1), 1, generator=row.generator(logits.device)))
 
 
 def _record_logprobs(row: Sequence, logits: Tensor, token: int) -> None:

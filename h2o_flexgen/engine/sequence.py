@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from h2o_flexgen.engine.processors import Chooser
+
 FinishReason = Literal["stop", "length", "error"]
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""(ids so far (1, n) int64, scores (1, vocab) float32) to scores: the protocol of transformers' logits processors."""
+Criterion = Callable[[Tensor, Any], Any]
+"""(ids so far (1, n), the scores of every step or None) to whether to stop: transformers' stopping criteria."""
+
+
+@dataclass
+class Hooks:
+    """What `generate_ids` adds to a row that no SamplingParams can say.
+
+    `context`: the prompt as its caller padded it, of which the first `padding` ids are padding: what processors and
+    criteria see, and what lengths are counted from. `prefix` allows the tokens of prefix_allowed_tokens_fn only,
+    `processors` run before temperature and its kin. `logits` and `scores`, where not None, get a (vocab,) float32 host
+    tensor per step: before and after all processors.
+    """
+
+    context: list[int]
+    padding: int = 0
+    prefix: Processor | None = None
+    processors: list[Processor] = field(default_factory=list)
+    criteria: list[Criterion] = field(default_factory=list)
+    on_token: Callable[[int], None] | None = None
+    logits: list[Tensor] | None = None
+    scores: list[Tensor] | None = None
 
 
 @dataclass
@@ -31,6 +60,8 @@ class Sequence:
     eos: frozenset[int]
     seed: int = 0
     forced: list[int] | None = None
+    fed: list[int] = field(default_factory=list)
+    """The end of a prompt that is longer than the context: with rolling positions it goes through decode steps."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
@@ -38,10 +69,37 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
     error: str | None = None
+    hooks: Hooks | None = None
+    chooser: Chooser | None = field(default=None, repr=False)
+    prepared: bool = field(default=False, repr=False)
+    """Whether `chooser` has been made; None then means that the largest logit is the answer."""
+    _taken: int = 0
 
     @property
     def max_new_tokens(self) -> int:
         return len(self.forced) if self.forced is not None else self.params.max_new_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.fed)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the schedule that the row takes part in, that of its prompt included."""
+        return len(self.fed) + self.max_new_tokens
+
+    @property
+    def last_token(self) -> int:
+        """What the next decode step starts from."""
+        if self.token_ids:
+            return self.token_ids[-1]
+        return self.fed[self._taken - 1] if self._taken else self.prompt_ids[-1]
+
+    def take_fed(self) -> bool:
+        """Whether the next token is one of the prompt's own, which is taken then: nothing is to be sampled."""
+        waiting = self._taken < len(self.fed)
+        self._taken += waiting
+        return waiting
 
     @property
     def finished(self) -> bool:
@@ -79,8 +137,12 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Score:
-    """`LLM.score` of one (context, continuation): natural-log probabilities with eviction active."""
+    """`LLM.score` of one (context, continuation): natural-log probabilities with eviction active.
+
+    `token_is_greedy` says of each token of the continuation whether it is the likeliest; `is_greedy`, whether all are.
+    """
 
     logprob: float
     is_greedy: bool
     token_logprobs: list[float]
+    token_is_greedy: list[bool] = field(default_factory=list)
