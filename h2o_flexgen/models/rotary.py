@@ -49,8 +49,8 @@ class Rotary:
     def angles(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> Angles:
         """Angles (T, dim) in `dtype` of tokens at `positions` (T,) int64, computed in float32 where `positions` are.
 
-        `lengths` (T,) int64: how many tokens the sequence of each token has so far, for all that go through the model
-        together the same number, the newest token's position + 1. Read only where `spec.by_length`.
+        `lengths` (T,) int64: how many tokens the sequence of each token has so far, the newest one's position + 1; the
+        same for all tokens of a prompt. Read only where `spec.by_length`.
         """
         frequencies = self._by_length(lengths) if self.spec.by_length else self._on(positions.device)
         angles = positions.unsqueeze(-1).float() * frequencies
@@ -82,7 +82,7 @@ class Rotary:
     def _dynamic(self, lengths: Tensor) -> Tensor:
         """Frequencies by NTK-aware scaling: theta grows so that the longest wave stretches as the sequence does."""
         spec = self.spec
-        # Lengths within the context would make this negative under the root; the caller takes others for them.
+        # Short lengths could make the root's argument negative; the caller has other frequencies for them.
         stretch = spec.factor * lengths.clamp(min=self._original) / self._original - (spec.factor - 1)
         self._exponents = self._exponents.to(lengths.device)
         return 1.0 / (spec.theta * stretch ** (spec.dim / (spec.dim - 2))) ** self._exponents

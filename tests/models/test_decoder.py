@@ -207,6 +207,16 @@ def test_rms_norm(dtype: torch.dtype, offset: float) -> None:
     torch.testing.assert_close(rms_norm(strided, module.weight, 1e-6, offset).transpose(0, 1), ours)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_on_cuda(dtype: torch.dtype, offset: float) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 160).to(dtype), torch.randn(160).to(dtype)
+    ours = rms_norm(x.cuda(), weight.cuda(), 1e-6, offset).cpu()
+    torch.testing.assert_close(ours, rms_norm(x, weight, 1e-6, offset), rtol=2**-6, atol=1e-5)
+
+
 def test_rms_norm_without_a_weight() -> None:
     x = torch.tensor([[3.0, 4.0]])
     torch.testing.assert_close(rms_norm(x, None, 0.0, 1.0), x / 12.5**0.5)
