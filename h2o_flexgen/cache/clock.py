@@ -75,6 +75,11 @@ class RowClock:
         return [min(held + self.step, budget.total) for held, budget in zip(self.held, self.budgets, strict=True)]
 
     @property
+    def newest_ranks(self) -> list[int]:
+        """How many older tokens each row holds beside the newest, once that has come in."""
+        return [min(held + self.step + 1, limit) - 1 for held, limit in zip(self.held, self.limits, strict=True)]
+
+    @property
     def held(self) -> list[int]:
         """Tokens each row kept of its prompt."""
         return [min(prompt, budget.total) for prompt, budget in zip(self._lengths(), self.budgets, strict=True)]
@@ -115,8 +120,8 @@ class RowClock:
         valid = None
         hidden = [min(max(gone + self.step, 0), sinks) for gone, sinks in self._leaving]
         if any(hidden):
-            starts, ends = (torch.tensor(x, device=self.device)[:, None, None] for x in (hidden, counts))
-            valid = (self._slots[:, :, :width] >= starts) & (self._slots[:, :, :width] < ends)
+            first, last = (torch.tensor(x, device=self.device)[:, None, None] for x in (hidden, counts))
+            valid = (self._slots[:, :, :width] >= first) & (self._slots[:, :, :width] < last)
         elif min(counts) < width:
             ends = counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=self.device)[:, None, None]
             valid = self._slots[:, :, :width] < ends

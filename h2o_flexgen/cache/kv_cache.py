@@ -14,6 +14,7 @@ from h2o_flexgen.cache.ranked import RankedSlots
 from h2o_flexgen.cache.slots import ArrivalSlots, Rows, SlotBook
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels import decode_attention
+from h2o_flexgen.kernels.rotate import rotate_halves
 
 
 @dataclass(frozen=True)
@@ -135,16 +136,23 @@ class KVCache:
                         buffer[target, :, : shared.shape[1]] = shared
                 buffer[target, :, held:] = 0
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """One decode step: q (b, heads, head_dim) over everything kept and the new token itself; (b, heads, head_dim).
 
         k, v (b, kv_heads, head_dim) of the new token go into the free slots; rows over budget then let one token go.
+
+        With a `table` positions roll: the cache holds keys that are not rotated, and the n tokens that a row and head
+        hold in this step have the positions 0 to n - 1, in order of time; q has n - 1. The table is the cosines and the
+        sines, both (capacity or more, dim), of those positions' angles; the second half of `dim` repeats the first.
+        Either all steps have one or none.
         """
         if self.k is None or self.v is None:
             raise RuntimeError("no K and V are attached")
         if not self._clock.started:
             self._clock.start()
-            self._book.start()
+            self._book.start(table is not None)
         slot = self._last = self._book.take()
         if isinstance(slot, int):
             self.k.select(2, slot).copy_(k)
@@ -155,9 +163,10 @@ class KVCache:
         length, width, valid = self._clock.occupied()
         if valid is not None:
             valid = valid.expand(self.shape.batch, self.shape.kv_heads, -1)
-        out, row = decode_attention(
-            q, self.k.narrow(2, 0, width), self.v.narrow(2, 0, width), scale, valid, self._book.needs_rows
-        )
+        keys = self.k.narrow(2, 0, width)
+        if table is not None:
+            q, keys = self._rolled(q, keys, table)
+        out, row = decode_attention(q, keys, self.v.narrow(2, 0, width), scale, valid, self._book.needs_rows)
         self._book.settle(None if row is None else row[..., :length], length)
         self._clock.tick()
         return out
@@ -206,6 +215,18 @@ class KVCache:
     def state_bytes(self) -> int:
         """Bytes on the device beside K and V."""
         return self._book.nbytes
+
+    def _rolled(self, q: Tensor, keys: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """The query (b, heads, d) and the keys (b, kv_heads, width, d) rotated by their places among what is held."""
+        half = table[0].shape[-1] // 2
+        cos, sin = (angles[:, :half] for angles in table)
+
+        def at(ranks: Tensor) -> tuple[Tensor, Tensor]:
+            flat, shape = ranks.reshape(-1), (*ranks.shape, half)
+            return cos.index_select(0, flat).view(shape), sin.index_select(0, flat).view(shape)
+
+        newest = torch.tensor(self._clock.newest_ranks, device=self.device).view(-1, 1)
+        return rotate_halves(q, *at(newest)), rotate_halves(keys, *at(self._book.ranks(keys.shape[2])))
 
     def _rows(self, rows: Sequence[int]) -> Rows:
         """An index of these rows; a slice where they are neighbours, so that nothing is copied."""

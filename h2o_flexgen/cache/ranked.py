@@ -26,7 +26,7 @@ def rank_keys(score_bits: Tensor, positions: Tensor) -> Tensor:
 
 
 class RankedSlots(SlotBook):
-    """Keeps score and position of every slot: 8 bytes.
+    """Keeps score and position of every slot: 8 bytes; with rolling positions its rank in time, too: 12.
 
     Evicting changes nothing but the index of the free slot; the next token overwrites K, V, score and position there.
     Sinks and empty slots have the score +inf, whatever is added to it, so that they are never the lowest.
@@ -48,6 +48,7 @@ class RankedSlots(SlotBook):
         self._row_ids = torch.tensor(row_ids, device=device).view(-1, 1, 1)
         self._heads = torch.arange(kv_heads, device=device).view(1, -1, 1)
         self._base = torch.arange(rows * kv_heads, device=device) * capacity
+        self._rank: Tensor | None = None
 
     def fill(self, rows: Rows, length: int, budget: Budget, column_sums: Tensor | None) -> Tensor | None:
         positions = torch.arange(length, device=self._clock.device)
@@ -62,7 +63,7 @@ class RankedSlots(SlotBook):
         self._pos[rows, :, :held] = positions.to(torch.int32)
         return kept
 
-    def start(self) -> None:
+    def start(self, rolling: bool) -> None:
         clock = self._clock
         now, held = clock.next_pos, clock.held
         last = [limit - 1 for limit in clock.limits]
@@ -83,6 +84,7 @@ class RankedSlots(SlotBook):
             self._leaving = leaving.view(-1, 1, 1)
             sinks = torch.tensor([b.sinks for b in clock.budgets], dtype=torch.int32, device=clock.device)
             self._kept_sinks = sinks.view(-1, 1, 1)
+        self._rank = self._ranks_in_order() if rolling else None
         # New tokens below `sinks` come only after prompts shorter than that.
         self._sinks = self._per_head([b.sinks for b in clock.budgets])
         self._sink_steps = max(b.sinks - n for b, n in zip(clock.budgets, now, strict=True))
@@ -97,12 +99,25 @@ class RankedSlots(SlotBook):
         if self._clock.step < self._sink_steps:
             self._flat_score.index_fill_(0, free[new < self._sinks], torch.inf)
         self._flat_pos.index_copy_(0, free, new)
+        if self._rank is not None:
+            newest = self._per_head(self._clock.newest_ranks).to(torch.int32)
+            self._rank.view(-1).index_copy_(0, free, newest)
         return free
+
+    def ranks(self, width: int) -> Tensor:
+        if self._rank is None:
+            raise RuntimeError("this cache was started without rolling positions")
+        return self._rank[..., :width]
 
     def settle(self, row: Tensor | None, length: int) -> None:
         if row is not None:
             self._policy.accumulate(self.score[..., :length], row)
         self._free = self._next_free(length)
+        if self._rank is not None:
+            # What is newer than the token that goes moves up by one: minus one where the difference is negative. A free
+            # slot has the highest rank of all until it is taken.
+            gone = self._rank.view(-1).index_select(0, self._free).view(*self._shape[:2], 1)
+            self._rank += (gone - self._rank).bitwise_right_shift_(31)
         self._new += 1
         self._bound += 1
         if self._clock.window is not None:
@@ -118,7 +133,13 @@ class RankedSlots(SlotBook):
 
     @property
     def nbytes(self) -> int:
-        return self.score.nbytes + self._pos.nbytes
+        return self.score.nbytes + self._pos.nbytes + (0 if self._rank is None else self._rank.nbytes)
+
+    def _ranks_in_order(self) -> Tensor:
+        """Ranks (b, kv_heads, capacity) int32 after the prompts, which lie in time order; empty slots come last."""
+        slots = torch.arange(self._shape[2], dtype=torch.int32, device=self._clock.device)
+        held = torch.tensor(self._clock.held, device=self._clock.device).view(-1, 1, 1)
+        return torch.where(slots < held, slots, slots[-1]).expand(self._shape).contiguous()
 
     def _next_free(self, length: int) -> Tensor:
         step, clock = self._clock.step, self._clock

@@ -30,12 +30,19 @@ class SlotBook(ABC):
         """
 
     @abstractmethod
-    def start(self) -> None:
-        """All prompts are in."""
+    def start(self, rolling: bool) -> None:
+        """All prompts are in. `rolling`: `ranks` will be asked for."""
 
     @abstractmethod
     def take(self) -> int | Tensor:
         """The new token's slot: one for all, or indices (b * kv_heads,) into the flattened (b, kv_heads, capacity)."""
+
+    @abstractmethod
+    def ranks(self, width: int) -> Tensor:
+        """How many older tokens are held beside the one in each of the first `width` slots, from `take` to `settle`.
+
+        Whole numbers that broadcast to (b, kv_heads, width); anything from 0 to capacity - 1 where no token is.
+        """
 
     @abstractmethod
     def settle(self, row: Tensor | None, length: int) -> None:
@@ -73,7 +80,7 @@ class ArrivalSlots(SlotBook):
         kept[budget.sinks :] += length - budget.total
         return kept
 
-    def start(self) -> None:
+    def start(self, rolling: bool) -> None:
         clock = self._clock
         if len(set(zip(clock.held, self._first, clock.limits, strict=True))) == 1:
             self._slot = min(clock.held[0], clock.limits[0] - 1)
@@ -85,6 +92,20 @@ class ArrivalSlots(SlotBook):
 
     def take(self) -> int | Tensor:
         return self._flat if self._slot is None else self._slot
+
+    def ranks(self, width: int) -> Tensor:
+        clock = self._clock
+        rows = range(len(clock.budgets) if self._slot is None else 1)
+        newest, rings = [], []
+        for row in rows:
+            order, first, limit = clock.held[row] + clock.step, self._first[row], clock.limits[row]
+            newest.append(self._slot_of(row, order))
+            # Until a ring is full its slots are in order, as are those of sinks and of full rows.
+            rings.append((first, limit - first) if order >= limit else (self._capacity, 1))
+        first, ring = torch.tensor(rings, device=clock.device).T.view(2, -1, 1, 1)
+        slots = torch.arange(width, device=clock.device)
+        after = slots - 1 - torch.tensor(newest, device=clock.device).view(-1, 1, 1)
+        return torch.where(slots < first, slots, after % ring + first)
 
     def settle(self, row: Tensor | None, length: int) -> None:
         if self._slot is None:

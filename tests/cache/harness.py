@@ -5,18 +5,47 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.cache import CacheShape, EvictionPolicy, KVCache, make_policy
-from h2o_flexgen.config.eviction import Budget, EvictionConfig
-from h2o_flexgen.kernels import PrefillAttention, prefill_attention
+from h2o_flexgen.config.eviction import SPLITS, Budget, EvictionConfig
+from h2o_flexgen.kernels import prefill_attention
 from tests.oracles.eviction import EvictionOracle
 from tests.policy_matrix import PolicyRow
 
 CLOSE = 1e-5  # scores closer than this are a matter of rounding
+
+
+class Turning(NamedTuple):
+    """Rotary positions by complex numbers: dimensions i and i + m of a head, i < m, turn by position * 3 ** -i."""
+
+    m: int
+
+    def vector(self, vector: Sequence[float], position: int) -> list[float]:
+        turned = list(vector)
+        for i in range(self.m):
+            angle = position * 3.0**-i
+            pair = complex(vector[i], vector[i + self.m]) * complex(math.cos(angle), math.sin(angle))
+            turned[i], turned[i + self.m] = pair.real, pair.imag
+        return turned
+
+    def angles(self, positions: Tensor) -> Tensor:
+        return positions.unsqueeze(-1) * 3.0 ** -torch.arange(self.m)
+
+    def tensor(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x (..., T, d) at `positions` (T,)."""
+        angles = self.angles(positions)
+        first, second, rest = x.float().tensor_split((self.m, 2 * self.m), dim=-1)
+        pairs = torch.complex(first, second) * torch.polar(torch.ones(()), angles)
+        return torch.cat([pairs.real, pairs.imag, rest], dim=-1).to(x.dtype)
+
+    def table(self, size: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (size, 2 m), as the cache is given them."""
+        angles = self.angles(torch.arange(size)).repeat(1, 2)
+        return angles.cos(), angles.sin()
 
 
 class Stream(NamedTuple):
@@ -36,17 +65,6 @@ def make_stream(prompt: int, steps: int, kv_heads: int = 2, group: int = 1, d: i
     return Stream(q, k, v, prompt)
 
 
-def windowed_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> PrefillAttention:
-    """Dense attention of whole prompts to the last `window` tokens, and the column sums."""
-    group, length = q.shape[1] // k.shape[1], q.shape[2]
-    visible = torch.ones(length, length, dtype=torch.bool).tril_()
-    if window is not None:
-        visible = visible.triu_(1 - window)
-    logits = q @ k.repeat_interleave(group, 1).transpose(-1, -2) * scale
-    probs = logits.masked_fill(~visible, -math.inf).softmax(-1)
-    return PrefillAttention(probs @ v.repeat_interleave(group, 1), probs.sum(2).unflatten(1, (-1, group)).mean(2))
-
-
 class CacheRun:
     """A KVCache fed with streams, one row each. `step` gives (b, heads, d)."""
 
@@ -62,8 +80,10 @@ class CacheRun:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         window: int | None = None,
+        turning: Turning | None = None,
     ) -> None:
-        self.streams, self.dtype, self.device, self.window = list(streams), dtype, device, window
+        self.streams, self.dtype, self.device = list(streams), dtype, device
+        self.window, self.turning = window, turning
         kv_heads, _, d = self.streams[0].k.shape
         self.scale = d**-0.5
         self.shape = CacheShape.of(budgets, kv_heads, d)
@@ -71,6 +91,10 @@ class CacheRun:
         ids = range(len(self.streams)) if row_ids is None else row_ids
         self.cache = KVCache(self.shape, budgets, policy, layer=layer, row_ids=ids, device=k.device, window=window)
         self.cache.attach(k, v)
+        self.table: tuple[Tensor, Tensor] | None = None
+        if turning is not None:
+            cos, sin = turning.table(self.shape.capacity)
+            self.table = cos.to(dtype), sin.to(dtype)
         self.time = 0
         self.prompt_outputs: list[Tensor] = []
         for length, members in groupby(range(len(self.streams)), key=lambda row: self.streams[row].prompt):
@@ -78,16 +102,18 @@ class CacheRun:
 
     def _fill(self, rows: list[int], length: int) -> None:
         q, k, v = self._stack(rows, slice(length))
-        attention = windowed_prefill(q, k, v, self.scale, self.window)
-        if self.window is None:
-            attention = prefill_attention(q, k, v, self.scale, self.cache.wants_column_sums)
+        seen_q, seen_k = q, k
+        if self.turning is not None:
+            seen_q, seen_k = (self.turning.tensor(x, torch.arange(length)) for x in (q, k))
+        wants = self.cache.wants_column_sums
+        attention = prefill_attention(seen_q, seen_k, v, self.scale, wants, window=self.window)
         self.prompt_outputs += list(attention.out)
         self.cache.fill(rows, k, v, attention.column_sums)
 
     def step(self) -> Tensor:
         q, k, v = self._stack(range(len(self.streams)), None)
         self.time += 1
-        return self.cache.attend(q, k, v, self.scale)
+        return self.cache.attend(q, k, v, self.scale, self.table)
 
     def _stack(self, rows: Sequence[int], tokens: slice | None) -> list[Tensor]:
         """q, k, v of `tokens`, or of the token whose turn it is."""
@@ -119,14 +145,15 @@ class OracleRun:
         layer: int,
         row_id: int,
         seed: int,
-        window: int | None = None,
+        **mode: Any,
     ) -> None:
+        """`mode`: keywords of the oracle."""
         self.stream = stream
         self.kv_heads, _, d = stream.k.shape
         self.group = stream.q.shape[0] // self.kv_heads
         self.time = stream.prompt
         self.oracles = [
-            oracle(budget, scale=d**-0.5, seed=seed, layer=layer, row_id=row_id, head=head, window=window)
+            oracle(budget, scale=d**-0.5, seed=seed, layer=layer, row_id=row_id, head=head, **mode)
             for head in range(self.kv_heads)
         ]
         self._q = [
@@ -156,12 +183,14 @@ def compare(
     steps: int,
     layer: int = 0,
     window: int | None = None,
+    turning: Turning | None = None,
 ) -> int:
     """Run cache and oracles; returns how many (row, head, step) were compared, the rest being too close to call."""
     ids = [3 * row + 1 for row in range(len(streams))]
-    run = CacheRun(streams, budgets, make_policy(config), layer=layer, row_ids=ids, window=window)
+    run = CacheRun(streams, budgets, make_policy(config), layer=layer, row_ids=ids, window=window, turning=turning)
+    mode = {"window": window, **({} if turning is None else {"rotate": turning.vector})}
     oracles = [
-        OracleRun(stream, budget, policy.oracle, layer=layer, row_id=row_id, seed=config.seed, window=window)
+        OracleRun(stream, budget, policy.oracle, layer=layer, row_id=row_id, seed=config.seed, **mode)
         for stream, budget, row_id in zip(streams, budgets, ids, strict=True)
     ]
     compared = 0
@@ -178,3 +207,11 @@ def compare(
                     assert len(oracle.kept) == run.cache.counts[row], "count"
                     compared += 1
     return compared
+
+
+def budget_of(policy: PolicyRow, total: int, length: int, steps: int, sinks: int = 0) -> Budget:
+    """Of a row that may hold `total` tokens, `sinks` of them the first where the policy takes sinks."""
+    if policy.name == "full":
+        return policy.eviction().resolve(length, steps)
+    sinks_here = min(sinks, total - 1) if SPLITS.get(policy.name).takes_sinks else None
+    return EvictionConfig(policy.name, budget=total, sinks=sinks_here).resolve(length, steps)

@@ -13,7 +13,7 @@ from h2o_flexgen.cache import CacheShape, KVCache, kv_cache, make_policy, slots_
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import DecodeAttention
-from tests.cache.harness import CacheRun, make_stream
+from tests.cache.harness import CacheRun, Turning, make_stream
 from tests.policy_matrix import POLICIES, PolicyRow
 
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
@@ -103,8 +103,9 @@ class CountOps(TorchDispatchMode):
 
 
 @each_policy
+@pytest.mark.parametrize("turning", [None, Turning(2)], ids=["absolute", "rolling"])
 def test_a_step_takes_the_same_operations_whatever_the_shape(
-    policy: PolicyRow, monkeypatch: pytest.MonkeyPatch
+    policy: PolicyRow, turning: Turning | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Any, want_row: bool) -> DecodeAttention:
         return DecodeAttention(q, zeros[:, :, : k.shape[2]] if want_row else None)
@@ -113,17 +114,18 @@ def test_a_step_takes_the_same_operations_whatever_the_shape(
     for rows, kv_heads, prompt in ((1, 1, 30), (7, 3, 30), (2, 2, 300)):
         config = policy.eviction()
         streams = [make_stream(prompt, 20, kv_heads, group=2, seed=row) for row in range(rows)]
-        run = CacheRun(streams, [config.resolve(prompt, 20)] * rows, make_policy(config))
+        run = CacheRun(streams, [config.resolve(prompt, 20)] * rows, make_policy(config), turning=turning)
         run.steps(15)
         q, k, v = (torch.stack([getattr(s, n)[:, -1] for s in streams]) for n in "qkv")
         zeros = torch.zeros(rows, kv_heads, run.shape.capacity)
         monkeypatch.setattr(kv_cache, "decode_attention", no_attention)
         with CountOps() as ops:
-            run.cache.attend(q, k, v, 0.5)
+            run.cache.attend(q, k, v, 0.5, run.table)
         monkeypatch.undo()
         counts.add(ops.count)
     assert len(counts) == 1, "no loop over rows, heads or tokens"
-    assert counts.pop() <= {"random": 90, "h2o": 45, "heavy": 40}.get(policy.name, 10), "views included"
+    allowed = {"random": 90, "h2o": 45, "heavy": 40}.get(policy.name, 10) + (0 if turning is None else 85)
+    assert counts.pop() <= allowed, "views included"
 
 
 def test_state_is_eight_bytes_per_slot() -> None:

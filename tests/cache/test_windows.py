@@ -10,20 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.cache import CacheShape, KVCache, make_policy
-from h2o_flexgen.config.eviction import SPLITS, Budget, EvictionConfig
-from tests.cache.harness import CacheRun, OracleRun, Stream, compare, make_stream
+from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from tests.cache.harness import CacheRun, OracleRun, Stream, budget_of, compare, make_stream
 from tests.oracles.eviction import FullOracle, LocalOracle
 from tests.policy_matrix import EVICTING, POLICIES, SCORED, PolicyRow
 
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
-
-
-def budget_of(policy: PolicyRow, total: int, length: int, steps: int, sinks: int = 0) -> Budget:
-    """Of a row that may hold `total` tokens, `sinks` of them the first where the policy takes sinks."""
-    if policy.name == "full":
-        return policy.eviction().resolve(length, steps)
-    sinks_here = min(sinks, total - 1) if SPLITS.get(policy.name).takes_sinks else None
-    return EvictionConfig(policy.name, budget=total, sinks=sinks_here).resolve(length, steps)
 
 
 @each_policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import mul
 
 from h2o_flexgen.config.eviction import Budget
@@ -23,6 +23,9 @@ class EvictionOracle:
 
     `window`: a query sees the tokens whose distance is less, itself included; what the next query will not see is
     dead, and ranks below everything else.
+
+    `rotate`: turns a query or key as one at that position; positions are counted among what is held (and in the prompt,
+    where everything is held, from its beginning).
     `prompt` takes whole prompts, `step` one token; both give the attention output of every query head of the group.
     `closest` is the smallest difference of two scores that a decision has hung on: below rounding error, two correct
     implementations may disagree from then on.
@@ -38,8 +41,9 @@ class EvictionOracle:
         row_id: int = 0,
         head: int = 0,
         window: int | None = None,
+        rotate: Callable[[Vector, int], Vector] = lambda vector, position: vector,
     ) -> None:
-        self.budget, self.scale, self.window = budget, scale, window
+        self.budget, self.scale, self.window, self.rotate = budget, scale, window, rotate
         self.seed, self.layer, self.row_id, self.head = seed, layer, row_id, head
         self.keys: dict[int, Vector] = {}
         self.values: dict[int, Vector] = {}
@@ -87,8 +91,11 @@ class EvictionOracle:
         outputs = []
         positions = [p for p in self.keys if self.visible(p, position)]
         received = dict.fromkeys(positions, 0.0)
-        for query in queries:
-            probabilities = softmax([self.scale * sum(map(mul, query, self.keys[p])) for p in positions])
+        order = sorted(self.keys)
+        keys = {p: self.rotate(self.keys[p], order.index(p)) for p in positions}
+        for unrotated in queries:
+            query = self.rotate(unrotated, len(order) - 1)
+            probabilities = softmax([self.scale * sum(map(mul, query, keys[p])) for p in positions])
             output = [0.0] * len(value)
             for p, probability in zip(positions, probabilities, strict=True):
                 received[p] += probability / len(queries)
