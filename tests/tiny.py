@@ -107,15 +107,15 @@ FAMILIES: dict[str, FamilyRow] = {
     "llama-yarn": FamilyRow(
         LlamaConfig, {**_GROUPED, **_rope("yarn", factor=4.0, original_max_position_embeddings=32)}
     ),
-    "mistral": FamilyRow(MistralConfig, {**_GROUPED, "sliding_window": WINDOW}),
+    "mistral": FamilyRow(MistralConfig, {**_GROUPED, "sliding_window": WINDOW}, seed=1),
     "mistral-full": FamilyRow(MistralConfig, {**_GROUPED, "sliding_window": None}),
     "qwen2": FamilyRow(Qwen2Config, {**_GROUPED, "tie_word_embeddings": True}),
     "qwen2-window": FamilyRow(
         Qwen2Config, {**_GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
     ),
     "qwen3": FamilyRow(Qwen3Config, {**_GROUPED, "head_dim": 12}),
-    "phi3": FamilyRow(Phi3Config, {**_GROUPED, "original_max_position_embeddings": 128}),
-    "phi3-longrope": FamilyRow(Phi3Config, {**_GROUPED, **_longrope(64)}),
+    "phi3": FamilyRow(Phi3Config, {**_GROUPED, "original_max_position_embeddings": 128}, seed=1),
+    "phi3-longrope": FamilyRow(Phi3Config, {**_GROUPED, **_longrope(64)}, seed=1),
     "phi3-longrope-beyond": FamilyRow(Phi3Config, {**_GROUPED, **_longrope(4)}),
     "gemma3": FamilyRow(
         Gemma3TextConfig,
