@@ -4,6 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+SENTENCEPIECE = ["sentencepiece>=0.2", "protobuf>=4"]
 TEST = ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-tqdm", "types-psutil"]
 REPORT = ["matplotlib>=3.8"]
 
@@ -30,11 +31,13 @@ setup(
         "tqdm>=4.66",
         "psutil>=5.9",
         "xxhash>=3.4",
+        "jinja2>=3.1",
     ],
     extras_require={
-        "test": [*TEST, *REPORT],
+        "test": [*TEST, *REPORT, *SENTENCEPIECE],
         "compare": ["accelerate>=1.0", "flexgen==0.1.8", "kvpress"],
         "report": REPORT,
+        "sentencepiece": SENTENCEPIECE,
         "eval": ["lm-eval>=0.4.9"],
         "ray": ["ray[data]>=2.40"],
         "gpu": ["triton>=3.2"],

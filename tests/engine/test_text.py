@@ -1,0 +1,225 @@
+"""Text to token ids and back: what transformers' AutoTokenizer gives for the same folder, and text as it grows."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine import tokenizer_files
+from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.engine.text import Decode, TextCodec, find_stop, text_of
+from h2o_flexgen.errors import ModelError
+from tests.engine import tokenizer_folders as folders
+from tests.tiny import FAMILIES
+
+Opened = Callable[[str], TextCodec]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = folders.FOLDERS[name](tmp_path_factory.mktemp(name) / "model")
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def opened(folder: Callable[[str], Path]) -> Opened:
+    return lambda name: codec_of(folder(name))
+
+
+def codec_of(path: Path) -> TextCodec:
+    codec = TextCodec.open(path)
+    assert codec is not None
+    return codec
+
+
+def auto(path: Path) -> Any:
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+
+
+def agree(codec: TextCodec, tokenizer: Any) -> None:
+    for text in folders.TEXTS:
+        ids = tokenizer(text).input_ids
+        assert codec.encode(text) == ids, text
+        assert codec.encode_bare(text) == tokenizer(text, add_special_tokens=False).input_ids, text
+        assert codec.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True), text
+    source = random.Random(3)
+    for length in (0, 1, 2, 30):
+        ids = [source.randrange(len(tokenizer)) for _ in range(length)]
+        assert codec.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True), ids
+
+
+@pytest.mark.parametrize("name", folders.FOLDERS)
+def test_as_transformers_has_it(folder: Callable[[str], Path], name: str) -> None:
+    codec = codec_of(folder(name))
+    agree(codec, auto(folder(name)))
+    assert (codec.transformed is None) == (name.startswith("plain"))
+
+
+@pytest.mark.parametrize("family", sorted({row.family for row in FAMILIES.values()}))
+def test_plain_means_the_same_in_every_family(tmp_path: Path, family: str) -> None:
+    """Should transformers put a class of its own in the place of a plain one, this tells."""
+    path = folders.plain(folders.metaspace, family)(tmp_path / "model")
+    codec = codec_of(path)
+    agree(codec, auto(path))
+    assert (codec.transformed is None) == (family != "qwen2")
+
+
+@pytest.mark.parametrize("name", ["metaspace", "byte_level", "words"])
+def test_a_tokenizer_json_alone_means_what_it_says(tmp_path: Path, name: str) -> None:
+    made: Tokenizer = getattr(folders, name)()
+    made.enable_truncation(3)
+    made.enable_padding(length=50)
+    codec = codec_of(folders.write(tmp_path / "model", "llama", made))
+    made.no_truncation()
+    made.no_padding()
+    for text in folders.TEXTS:
+        assert codec.encode(text) == made.encode(text).ids
+    assert codec.transformed is None
+
+
+@pytest.mark.parametrize(("name", "light"), [("plain-words", True), ("llama", False)])
+def test_transformers_is_imported_where_it_is_needed_alone(
+    folder: Callable[[str], Path], name: str, light: bool
+) -> None:
+    code = (
+        "import sys; from pathlib import Path; from h2o_flexgen.engine.text import TextCodec\n"
+        "before = 'transformers' in sys.modules\n"
+        f"TextCodec.open(Path({str(folder(name))!r})).encode('The dog')\n"
+        "print(before, 'transformers' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout.split() == ["False", str(not light)]
+
+
+@pytest.mark.parametrize("light", [True, False])
+def test_code_in_the_folder_never_runs(tmp_path: Path, light: bool) -> None:
+    path = folders.write(tmp_path / "model", "llama", folders.metaspace(), **({} if light else evil()))
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "auto_map": {"AutoConfig": "evil.Config"}}))
+    (path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert codec_of(path).encode("The dog")[0] == folders.metaspace().token_to_id("<s>")
+    (path / "tokenizer.json").unlink()
+    if not light:
+        with pytest.raises(ModelError, match=r"code of its own \(auto_map\), which is never run"):
+            TextCodec.open(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def evil() -> dict[str, Any]:
+    return {"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", "evil.Fast"]}}
+
+
+def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TextCodec.open(None) is None
+    assert TextCodec.open(folders.write(tmp_path / "none", "llama")) is None
+    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"):
+        torn = folders.write(tmp_path / f"torn-{name}", "llama", None if name.endswith("model") else folders.words())
+        (torn / name).write_text('{"torn')
+        with pytest.raises(ModelError, match="cannot be read"):
+            TextCodec.open(torn)
+    lonely = folders.write(tmp_path / "lonely", "llama", tokenizer_class="LlamaTokenizer")
+    (lonely / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setattr(tokenizer_files, "_installed", lambda name: name != "sentencepiece")
+    with pytest.raises(ModelError, match=r"and sentencepiece cannot be imported.*pip install"):
+        TextCodec.open(lonely)
+
+
+def row_of(prompt: list[int], new: list[int], *stops: str) -> Sequence:
+    return Sequence(
+        index=0,
+        sample=0,
+        row_id=0,
+        prompt_ids=prompt,
+        params=SamplingParams(stop_strings=stops),
+        budget=Budget(total=9, heavy=4, recent=5, sinks=0, full=False),
+        eos=frozenset(),
+        token_ids=new,
+    )
+
+
+def continuation(decode: Decode, prompt: list[int], new: list[int]) -> str:
+    before, whole = decode(prompt), decode([*prompt, *new])
+    while not whole.startswith(before):
+        before = before[:-1]
+    return whole[len(before) :]
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-sentencepiece", "gemma-sentencepiece", "opt", "plain-words"])
+def test_the_text_of_an_answer_begins_with_its_space(opened: Opened, name: str) -> None:
+    """A sentencepiece decoder takes the first space away, which is right for a text and wrong for the end of one."""
+    codec = opened(name)
+    ids, start = codec.encode("The quick brown fox"), len(codec.encode("The quick"))
+    assert text_of(codec, row_of(ids[:start], ids[start:])) == " brown fox"
+    row = row_of(ids[:start], ids[start:], "own")
+    row.stop_string = find_stop(codec.decode, row)
+    assert (row.stop_string, text_of(codec, row)) == ("own", " br")
+    assert find_stop(codec.decode, row_of(ids[:start], ids[start:], "quick", "fog")) is None
+    assert text_of(None, row) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "opt"])
+def test_a_character_between_prompt_and_answer_is_the_answers(opened: Opened, name: str) -> None:
+    codec = opened(name)
+    ids = codec.encode("ab 🦊 cd")
+    fox = ids.index(codec.encode("ab 🦊")[-1])
+    for cut in (fox - 1, fox):
+        assert text_of(codec, row_of(ids[:cut], ids[cut:])) == "🦊 cd"
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "plain-words", "plain-pieces", "cleaned"])
+@pytest.mark.parametrize("seed", range(8))
+def test_stop_strings_are_found_when_the_text_has_them(opened: Opened, name: str, seed: int) -> None:
+    """Token by token, against decoding everything each time."""
+    codec, source = opened(name), random.Random(seed)
+    ids = [
+        token
+        for _ in range(12)
+        for token in codec.encode_bare(source.choice([*folders.CORPUS, "世界🦊世界", "🦊" * 9]))
+    ]
+    ids = ids[source.randrange(40) :]
+    start = source.randrange(1, 60)
+    prompt, new = ids[:start], ids[start:]
+    text = continuation(codec.decode, prompt, new)
+    place = source.randrange(len(text) - 9)
+    stops = [text[place : place + source.randrange(1, 9)], "no such text", text[place + 3 : place + 9]]
+    for n in range(1, len(new) + 1):
+        row = row_of(prompt, new[:n], *stops)
+        whole = continuation(codec.decode, prompt, new[:n])
+        expected = min((stop for stop in stops if stop in whole), key=whole.index, default=None)
+        row.stop_string = find_stop(codec.decode, row)
+        assert row.stop_string == expected, (n, whole, stops)
+        if expected is not None:
+            assert text_of(codec, row) == whole[: whole.index(expected)]
+            return
+    raise AssertionError("the stop string was taken from the text")
+
+
+def test_a_stop_string_costs_a_tail_only(opened: Opened) -> None:
+    """Of 4,000 tokens, a third of them bytes of characters, a step decodes some dozens."""
+    codec, lengths = opened("llama"), []
+
+    def decode(ids: list[int]) -> str:
+        lengths.append(len(ids))
+        return codec.decode(ids)
+
+    ids = codec.encode_bare("The dog🦊☃" * 500)
+    assert len(ids) > 4000
+    for n in range(3990, 4000):
+        assert find_stop(decode, row_of(ids[:100], ids[100:n], "dog", "☃X")) is None
+    assert max(lengths) < 100
