@@ -5,16 +5,30 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+_VARIANTS = "_variants"
+
+
+class _Model(NamedTuple):
+    """A model of the hub by its name there, and the file that describes it or the one that it is a variant of."""
+
+    name: str
+    path: Path
 
 
 def known_config(name: str) -> dict[str, Any] | None:
     """The config.json contents of the model called `name`, or None for a name that is not known.
 
-    `opt-30b`, `facebook/opt-30b` and either in any case are the same; another owner's `opt-30b` is not.
+    `opt-30b`, `facebook/opt-30b` and either in any case are the same; another owner's `opt-30b` is not. A file's
+    `_variants` are models of the same shape by their names, and in what their config.json differs from the file.
     """
-    path = _paths().get(name.lower())
-    return None if path is None else _read(path)
+    model = _models().get(name.lower())
+    if model is None:
+        return None
+    config = _read(model.path)
+    changes = config.pop(_VARIANTS, {}).get(model.name, {})
+    return {**config, **changes, "_name_or_path": model.name}
 
 
 def known_names() -> tuple[str, ...]:
@@ -24,18 +38,20 @@ def known_names() -> tuple[str, ...]:
         config = _read(path)
         return path.stem.rpartition("-")[0], config.get("num_hidden_layers", 0) * config.get("hidden_size", 0)
 
-    return tuple(path.stem for path in sorted(set(_paths().values()), key=size))
+    return tuple(path.stem for path in sorted({model.path for model in _models().values()}, key=size))
 
 
 @functools.cache
-def _paths() -> dict[str, Path]:
-    """Every file under the names it answers to, all in lower case."""
-    names: dict[str, Path] = {}
+def _models() -> dict[str, _Model]:
+    """Every model under the names it answers to, in lower case: the file's, the hub's, and that without its owner."""
+    models: dict[str, _Model] = {}
     folder = _folder()
     for path in sorted(folder.glob("*.json")) if folder else ():
-        names[path.stem.lower()] = path
-        names[str(_read(path)["_name_or_path"]).lower()] = path
-    return names
+        config = _read(path)
+        models[path.stem.lower()] = _Model(config["_name_or_path"], path)
+        for name in (config["_name_or_path"], *config.get(_VARIANTS, ())):
+            models[name.lower()] = models[name.rpartition("/")[2].lower()] = _Model(name, path)
+    return models
 
 
 def _folder() -> Path | None:

@@ -24,6 +24,46 @@ PARAMETERS = {
     "opt-66b": 65_719_701_504,
     "opt-175b": 174_604_468_224,
     "galactica-30b": 29_968_103_424,
+    "llama-7b": 6_738_415_616,
+    "llama-13b": 13_015_864_320,
+    "llama-30b": 32_528_943_616,
+    "llama-65b": 65_285_660_672,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "phi-3-mini-4k": 3_821_079_552,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gpt-neox-20b": 20_554_567_680,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
 }
 
 
@@ -36,9 +76,11 @@ def test_known_models_have_their_published_size(name: str) -> None:
 
 def test_names_are_listed_from_small_to_large() -> None:
     names = known_names()
-    assert set(PARAMETERS) <= set(names)
-    opt = [name for name in names if name.startswith("opt-")]
-    assert opt == sorted(opt, key=PARAMETERS.__getitem__)
+    assert sorted(PARAMETERS) == sorted(names)
+    for family in ("opt-", "llama-2-", "qwen2.5-", "pythia-"):
+        members = [name for name in names if name.startswith(family)]
+        assert len(members) > 2
+        assert members == sorted(members, key=PARAMETERS.__getitem__)
 
 
 def test_spellings_of_a_name() -> None:
@@ -49,6 +91,85 @@ def test_spellings_of_a_name() -> None:
         assert known_config(name) == config
     for name in ("someone/opt-30b", "opt-31b", "./opt-30b", "", "opt-30b.json"):
         assert known_config(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("meta-llama/Llama-2-7b-hf", "llama-2-7b"),
+        ("Llama-2-7b-hf", "llama-2-7b"),
+        ("meta-llama/Llama-2-13b-chat-hf", "llama-2-13b"),
+        ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3.1-70B", "llama-3.1-70b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b-v0.1"),
+        ("mistralai/Mistral-7B-Instruct-v0.2", "mistral-7b-v0.1"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("qwen3-8b-base", "qwen3-8b"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi-3-mini-4k"),
+        ("google/gemma-3-1b-it", "gemma-3-1b"),
+        ("EleutherAI/pythia-6.9b", "pythia-6.9b"),
+        ("EleutherAI/pythia-6.9b-deduped", "pythia-6.9b"),
+    ],
+)
+def test_names_of_the_hub(name: str, short: str) -> None:
+    """Each has the shape of its short name, and its own name, by which the hub has it."""
+    config = known_config(name)
+    assert config is not None
+    assert config["_name_or_path"].rpartition("/")[2].lower() == name.rpartition("/")[2].lower()
+    assert not [key for key in config if key.startswith("_var")]
+    assert spec_from_config(config, name).num_parameters == PARAMETERS[short]
+
+
+def test_variants_differ_where_they_say_so() -> None:
+    base, chat = known_config("Qwen/Qwen2.5-7B"), known_config("Qwen/Qwen2.5-7B-Instruct")
+    assert base is not None
+    assert chat is not None
+    assert {key for key in base if base[key] != chat[key]} == {
+        "_name_or_path",
+        "eos_token_id",
+        "max_position_embeddings",
+    }
+    old, new = (known_config(f"mistralai/Mistral-7B-Instruct-v0.{minor}") for minor in (1, 2))
+    assert old is not None
+    assert new is not None
+    windows = [spec_from_config(config, "x").arch.window for config in (old, new)]
+    assert windows == [4096, None]
+    assert known_config("someone/Qwen2.5-7B-Instruct") is None
+
+
+def test_no_two_models_share_a_name() -> None:
+    names: list[str] = []
+    for path in {model.path for model in known._models().values()}:
+        config = known._read(path)
+        hub = {config["_name_or_path"], *config.get("_variants", ())}
+        bare = {name.rpartition("/")[2].lower() for name in hub} | {path.stem}
+        assert path.stem == path.stem.lower()
+        names += [*bare, *(name.lower() for name in hub)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama-2-70b", (80, 64, 8, 128, 4096, "float16")),
+        ("llama-3.2-1b", (16, 32, 8, 64, 131072, "bfloat16")),
+        ("qwen3-0.6b", (28, 16, 8, 128, 40960, "bfloat16")),
+        ("gemma-3-1b", (26, 4, 1, 256, 32768, "bfloat16")),
+        ("gpt-neox-20b", (44, 64, 64, 96, 2048, "float16")),
+    ],
+)
+def test_shapes(name: str, expected: tuple[int, ...]) -> None:
+    """Layers, query heads, KV heads, dimensions of a head, context, dtype."""
+    spec = spec_from_config(known_config(name) or {}, name)
+    sizes = (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.max_positions, spec.dtype)
+    assert sizes == expected
+
+
+def test_gemma3_has_a_window_in_five_of_six_layers() -> None:
+    spec = spec_from_config(known_config("gemma-3-270m") or {}, "x")
+    assert [layer for layer in range(spec.num_layers) if spec.arch.window_of(layer) is None] == [5, 11, 17]
+    assert spec.arch.window == 512
 
 
 def test_a_config_is_the_callers_own() -> None:
@@ -66,11 +187,11 @@ def test_configs_are_found_where_they_are_installed(
     source = Path(known.__file__).parents[2] / "configs"
     shutil.copytree(source / "models", tmp_path / place / "models")
     monkeypatch.setattr(known, "__file__", str(tmp_path / "h2o_flexgen" / "config" / "known.py"))
-    known._paths.cache_clear()
+    known._models.cache_clear()
     try:
         assert (known_config("opt-30b") is not None) == bool(known_names()) == found
     finally:
-        known._paths.cache_clear()
+        known._models.cache_clear()
 
 
 def test_configuration_loads_no_torch() -> None:
