@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -11,8 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.engine.processors import Library, make_chooser
 from h2o_flexgen.engine.sequence import Sequence
-
-Decode = Callable[[list[int]], str]
+from h2o_flexgen.engine.text import Decode, find_stop
 
 
 class Sampler:
@@ -70,21 +68,14 @@ class Sampler:
         params = row.params
         if row.forced is None:
             stopped = stopped or (token in row.eos and not params.ignore_eos)
-            if stopped or (params.stop_strings and self._stopped(row)):
+            if params.stop_strings and self._decode is not None and not stopped:
+                row.stop_string = find_stop(self._decode, row)
+            if stopped or row.stop_string is not None:
                 row.finish_reason = "stop"
                 return
         late = params.max_time is not None and time.perf_counter() - self._started > params.max_time
         if late or len(row.token_ids) >= row.max_new_tokens:
             row.finish_reason = "length"
-
-    def _stopped(self, row: Sequence) -> bool:
-        """Whether a stop string has just appeared. Only a tail is decoded: a character takes four tokens at most."""
-        if self._decode is None:
-            return False
-        longest = max(map(len, row.params.stop_strings))
-        tail = self._decode(row.token_ids[-(4 * longest + 8) :])
-        row.stop_string = next((s for s in row.params.stop_strings if s in tail), None)
-        return row.stop_string is not None
 
 
 def _record_logprobs(row: Sequence, logits: Tensor, token: int) -> None:
