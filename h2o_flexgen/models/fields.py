@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -24,6 +23,9 @@ ACTIVATIONS: dict[str, Activation] = {
     "swish": "silu",
 }
 """The activations by the names that transformers has for them."""
+
+_LARGEST = 10**15
+"""No size in a config is larger, so that what is computed from two of them is finite."""
 
 _SHOWN = 80
 """Characters of a wrong value that an error shows."""
@@ -70,8 +72,8 @@ class ConfigReader:
     def whole(self, key: str, default: int | None = None) -> int:
         """A whole number, at least 1; without a default the key has to be there."""
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._error(key, value, "a whole number, at least 1")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+            raise self._error(key, value, f"a whole number, at least 1 and at most {_LARGEST:.0e}")
         return value
 
     def whole_or_null(self, key: str, default: int | None) -> int | None:
@@ -84,17 +86,17 @@ class ConfigReader:
         return value if value == 0 and type(value) is int else self.whole(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0; without a default the key has to be there."""
+        """A number above 0; without a default the key has to be there."""
         value = self._value(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self._error(key, value, "a number above 0")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
+            raise self._error(key, value, f"a number above 0, at most {_LARGEST:.0e}")
         return float(value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """A list of `count` finite numbers above 0."""
+        """A list of `count` numbers above 0."""
         values = self._value(key, None)
         numbers = values if isinstance(values, list) else []
-        sound = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf for x in numbers)
+        sound = all(isinstance(x, int | float) and not isinstance(x, bool) and 0 < x <= _LARGEST for x in numbers)
         if len(numbers) != count or not sound:
             raise self._error(key, values, f"a list of {count} numbers above 0")
         return tuple(float(x) for x in numbers)

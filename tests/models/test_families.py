@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import FAMILIES, checkpoint_names, spec_from_config
+from h2o_flexgen.models.rope_fields import KINDS
 from h2o_flexgen.models.stored import Stored
 
 TINY: dict[str, Any] = {
@@ -229,6 +233,27 @@ def test_what_is_not_done_is_refused(family: str, changes: dict[str, Any], messa
     with pytest.raises(ModelError, match=message) as caught:
         spec_from_config({**TINY, "model_type": family, **changes}, "x")
     assert caught.value.exit_code == 4
+
+
+JUNK = [0, -1, 1, 2, 3, 7, 10**400, 1e-300, 1e300, float("nan"), "", "x", True, False, [], [1], {}, {"a": 1}, None]
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_junk_is_a_model_error(data: st.DataObject) -> None:
+    """Whatever stands under some of the keys, even inside the rotary fields, no other exception comes out."""
+    family = data.draw(st.sampled_from(FAMILIES.names()))
+    config: dict[str, Any] = json.loads(AutoConfig.for_model(family).to_json_string(use_diff=False))
+    rope = {"rope_type": data.draw(st.sampled_from(sorted(KINDS))), "factor": 4.0, "rope_theta": 1e4}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "short_factor": [1.0] * 64, "long_factor": [1.0] * 64}
+    if data.draw(st.booleans()):
+        config["rope_scaling"] = rope
+    for target in (config, rope):
+        for key in data.draw(st.lists(st.sampled_from(sorted(target)), max_size=3)):
+            if key != "model_type":
+                target[key] = data.draw(st.sampled_from(JUNK))
+    with contextlib.suppress(ModelError):
+        assert spec_from_config(config, "x").max_positions > 0
 
 
 def test_harmless_keys_are_left_alone() -> None:
