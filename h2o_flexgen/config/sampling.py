@@ -22,8 +22,8 @@ class SamplingParams:
     The settings mean what transformers' GenerationConfig says they do; a default is a setting that does nothing. Lists
     are taken where tuples stand. `eos_token_id`: None means the model's own; of a tuple any ends the sequence, an
     empty one means none does. `seed`: None means the engine's. `logprobs`: None, or how many of the likeliest tokens
-    to report beside the chosen one (0: only the chosen). `max_time`: seconds of the call after which a sequence gets
-    no further token. `sequence_bias`: (token ids, what is added to the last one's logit), or a dict of these.
+    to report beside the chosen one (0: only the chosen). `max_time`: seconds of the call after which a sequence ends
+    with its next token. `sequence_bias`: (token ids, what is added to the last one's logit), or a dict of these.
     """
 
     max_new_tokens: int = field(

@@ -182,6 +182,8 @@ def _of_object(config: Any) -> dict[str, Any]:
     """What a GenerationConfig, or a mapping, says; None counts as unsaid."""
     if config is None:
         return {}
+    if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
+        raise UsageError(f"generation_config is a {type(config).__name__}", "needed a GenerationConfig")
     said = config if isinstance(config, Mapping) else vars(config)
     return {name: value for name, value in said.items() if name in IN_CONFIGS and value is not None}
 

@@ -111,7 +111,7 @@ class LLM:
 
         `arguments` go before a `generation_config`, that before the model's generation_config.json; `inputs` is another
         name for input_ids. Rows that finish early are filled with the pad token. Processors, criteria and
-        prefix_allowed_tokens_fn are called per row, with (1, n) ids; sampled rows are seeded by `seed`, else the engine's.
+        prefix_allowed_tokens_fn are called per row, with (1, n) ids; `seed`, or that of the engine, seeds samples.
         Cache arguments and prefill_chunk_size change nothing: OffloadPolicy and EvictionConfig say where keys live and
         how prompts are cut. ValueError for what is unknown, makes no sense, or is not offered (beams, assistants, ...).
         """

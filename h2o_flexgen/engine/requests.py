@@ -88,6 +88,7 @@ class RequestReader:
     def _sequence(self, index: int, sample: int, row_id: int, ids: list[int], params: SamplingParams) -> Sequence:
         if params.stop_strings and self.encode is None:
             raise UsageError("stop_strings are given, and this model has no tokenizer", "needed eos_token_id instead")
+        params.check_vocabulary(self.spec.vocab_size)
         budget = self.eviction.resolve(len(ids), params.max_new_tokens)
         ids, fed = self._first_pass(ids, budget, index, params.max_new_tokens)
         return Sequence(

@@ -101,7 +101,7 @@ def test_a_budget_in_tokens_means_h2o() -> None:
         ("--gen-len 0", "at least 1"),
         ("--seed -1", "needed at least 0"),
         ("--num-return-sequences 3", "--do-sample"),
-        ("--top-p 0 --do-sample", "above 0"),
+        ("--top-p -0.1 --do-sample", "from 0 to 1"),
     ],
 )
 def test_what_is_refused_says_what_to_do(line: str, words: str) -> None:

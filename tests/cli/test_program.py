@@ -93,7 +93,7 @@ def test_a_stream_that_is_closed(tmp_path: Path, model: Path, closed: int) -> No
 
 def test_python_warnings_are_one_line(model: Path, run: Run) -> None:
     ran = run("--model", model, "--prompt", "abc", "--temperature", 2, "-q")
-    assert ran.err == "warning: temperature, top_k and top_p have no effect without do_sample=True\n"
+    assert ran.err == "warning: temperature has no effect without do_sample=True\n"
 
 
 def test_programs_run_in_any_thread(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
+from transformers.generation import EpsilonLogitsWarper, EtaLogitsWarper, TopHLogitsWarper
 
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.processors import Chooser, Library
 from h2o_flexgen.engine.sampler import Sampler
-from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.engine.sequence import Hooks, Sequence
 from h2o_flexgen.errors import UsageError
 from tests.tiny import VOCAB, prompts_of
 
@@ -68,6 +77,95 @@ def test_the_distribution_is_that_of_transformers(settings: dict[str, Any]) -> N
     found = counts / counts.sum()
     assert not found[expected == 0].any()
     assert torch.allclose(found, expected, atol=0.035)  # 4 standard deviations of a share of 0.4
+
+
+WARPERS: dict[str, Any] = {
+    "temperature": TemperatureLogitsWarper,
+    "top_h": TopHLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+    "typical_p": TypicalLogitsWarper,
+    "epsilon_cutoff": EpsilonLogitsWarper,
+    "eta_cutoff": EtaLogitsWarper,
+}
+"""In the order in which transformers applies them."""
+
+
+@given(
+    seed=st.integers(0, 1000),
+    ties=st.booleans(),
+    settings=st.fixed_dictionaries(
+        {"top_k": st.integers(1, 40)},
+        optional={
+            "temperature": st.sampled_from([0.3, 0.9, 2.5]),
+            "top_p": st.sampled_from([0.0, 0.2, 0.9, 0.999]),
+            "min_p": st.sampled_from([0.01, 0.3, 1.0]),
+            "typical_p": st.sampled_from([0.2, 0.9]),
+            "top_h": st.sampled_from([0.3, 0.8]),
+            "epsilon_cutoff": st.sampled_from([0.001, 0.1]),
+            "eta_cutoff": st.sampled_from([0.001, 0.1]),
+        },
+    ),
+)
+def test_the_scores_that_tokens_are_drawn_from_are_those_of_transformers(seed, ties, settings) -> None:
+    logits = torch.randn(30, generator=torch.Generator().manual_seed(seed)) * 3
+    logits = logits.round() if ties else logits
+    expected = logits[None]
+    for name, warper in WARPERS.items():
+        if name in settings:
+            expected = warper(settings[name])(None, expected)
+    sequence = row(do_sample=True, **settings)
+    sequence.hooks = Hooks(context=sequence.prompt_ids, scores=[])
+    chooser = Chooser(sequence, Library(), logits.device)
+    before = logits.clone()
+    token = chooser.choose(sequence, logits)
+    assert torch.equal(sequence.hooks.scores[0], expected[0])
+    assert torch.isfinite(expected[0, token])
+    assert torch.equal(logits, before)
+
+
+def test_greedy_rows_keep_to_one_max_over_the_batch(monkeypatch) -> None:
+    """Rows without options cost nothing of their own, and those with min_new_tokens nothing once they have them."""
+    chosen: list[int] = []
+    choose = Chooser.choose
+    monkeypatch.setattr(Chooser, "choose", lambda self, r, logits: chosen.append(r.index) or choose(self, r, logits))
+    rows = [row(index=0), row(index=1, min_new_tokens=2), row(index=2, stop_strings=("x",)), row(index=3, logprobs=1)]
+    rows[0].hooks = Hooks(context=rows[0].prompt_ids)
+    sampler = Sampler()
+    for _ in range(5):
+        sampler.step(rows, torch.randn(4, 20).index_fill(1, torch.tensor([EOS]), -9.0))
+    assert chosen == [1, 1]
+    assert all(len(each.token_ids) == 5 for each in rows)
+
+
+def test_the_engine_does_without_transformers_for_the_usual_options() -> None:
+    code = (
+        "import sys, torch\nfrom h2o_flexgen import LLM\n"
+        "settings = dict(max_new_tokens=3, min_new_tokens=2, repetition_penalty=1.2, do_sample=True,"
+        " temperature=0.7, top_k=9, top_p=0.9, min_p=0.1)\n"
+        "with LLM('demo') as llm:\n"
+        "    llm.generate([[2, 5]], **settings)\n"
+        "    llm.generate_ids(torch.tensor([[2, 5]]), **settings)\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_score_says_which_tokens_are_greedy(llm) -> None:
+    prompt = prompts_of([9])[0]
+    tokens = llm.generate([prompt], max_new_tokens=4, ignore_eos=True)[0].token_ids
+    other = [*tokens[:2], (tokens[2] + 1) % VOCAB, tokens[3]]
+    greedy, not_greedy = llm.score([(prompt, tokens), (prompt, other)])
+    assert greedy.token_is_greedy == [True] * 4
+    assert not_greedy.token_is_greedy[:3] == [True, True, False]
+    assert (greedy.is_greedy, not_greedy.is_greedy) == (True, False)
+
+
+def test_max_time_ends_a_sequence_after_its_next_token(llm) -> None:
+    outputs = llm.generate(prompts_of([4, 9]), max_new_tokens=50, max_time=0.0, ignore_eos=True)
+    assert [(len(output.token_ids), output.finish_reason) for output in outputs] == [(1, "length")] * 2
 
 
 def test_greedy_repetition_penalty_and_min_new_tokens_equal_transformers() -> None:
@@ -164,6 +262,22 @@ class TestStopStrings:
         {"stop_strings": ("",)},
         {"num_return_sequences": 2},
         {"max_new_token": 8},
+        {"min_p": 1.1},
+        {"min_p": None},
+        {"typical_p": 0.0},
+        {"top_h": 0.0},
+        {"epsilon_cutoff": -0.1},
+        {"max_time": -1.0},
+        {"no_repeat_ngram_size": -1},
+        {"suppress_tokens": [-1]},
+        {"suppress_tokens": 5},
+        {"bad_words_ids": [5]},
+        {"bad_words_ids": [[]]},
+        {"sequence_bias": {(1,): "x"}},
+        {"sequence_bias": [[[1], float("nan")]]},
+        {"exponential_decay_length_penalty": (3,)},
+        {"exponential_decay_length_penalty": (3, 0.0)},
+        {"forced_eos_token_id": [4, 5], "suppress_tokens": [5, 4, 6]},
     ],
     ids=str,
 )
@@ -175,6 +289,24 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> No
 def test_an_unknown_setting_names_the_closest() -> None:
     with pytest.raises(UsageError, match="did you mean 'max_new_tokens'"):
         SamplingParams.from_kwargs(max_new_token=8)
+
+
+def test_lists_and_tuples_are_the_same_settings() -> None:
+    lists = SamplingParams(bad_words_ids=[[1, 2]], suppress_tokens=[3], sequence_bias={(4,): 1.0}, eos_token_id=[5])
+    tuples = SamplingParams(
+        bad_words_ids=((1, 2),), suppress_tokens=(3,), sequence_bias=(((4,), 1.0),), eos_token_id=(5,)
+    )
+    assert lists == tuples
+    assert hash(lists) == hash(tuples)
+
+
+def test_sampling_settings_without_sampling_are_warned_of_where_they_are_written() -> None:
+    with pytest.warns(UserWarning, match=r"temperature, min_p have no effect without do_sample=True") as caught:
+        SamplingParams(temperature=0.5, min_p=0.1)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SamplingParams(do_sample=True, temperature=0.5, min_p=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,346 @@
+"""`generate_ids` equals transformers' `generate`, token for token and score for score, for every option it honours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    TopKLogitsWarper,
+)
+
+from h2o_flexgen.engine.llm import LLM
+from tests.tiny import VOCAB, prompts_of
+
+PAD, EOS, NEW = 1, 2, 14
+Inputs = tuple[torch.Tensor, torch.Tensor]
+
+
+def padded(lengths: list[int], seed: int = 0) -> Inputs:
+    """Left-padded prompts and their mask."""
+    prompts = prompts_of(lengths, seed=seed)
+    width = max(map(len, prompts))
+    ids = [[PAD] * (width - len(prompt)) + prompt for prompt in prompts]
+    return torch.tensor(ids), torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> PreTrainedModel:
+    return checkpoint("opt")[0]
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint) -> Iterator[LLM]:
+    with LLM(checkpoint("opt")[1], dtype="float32") as engine:
+        yield engine
+
+
+def same(model: PreTrainedModel, llm: LLM, inputs: Inputs, **settings: Any) -> torch.Tensor:
+    """Both generate, with everything recorded; what they agree on is given back."""
+    ids, mask = inputs
+    recorded = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    expected = model.generate(ids, attention_mask=mask, **settings, **recorded)
+    found = llm.generate_ids(ids, mask, **settings, **recorded)
+    assert torch.equal(found.sequences, expected.sequences)
+    assert found.sequences.dtype == torch.int64
+    new = expected.sequences[:, ids.shape[1] :]
+    # What transformers computes for a row after its eos is the continuation of a sequence that has ended.
+    ended = torch.isin(new, torch.tensor(_eos_of(settings))).int().cumsum(1).roll(1, 1)
+    ended[:, 0] = 0
+    for mine, theirs in ((found.scores, expected.scores), (found.logits, expected.logits)):
+        assert len(mine) == len(theirs) == new.shape[1]
+        for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            going = ended[:, step] == 0
+            torch.testing.assert_close(a[going], b[going], atol=1e-4, rtol=1e-4)
+    assert torch.equal(llm.generate_ids(input_ids=ids, attention_mask=mask, **settings), expected.sequences)
+    return new
+
+
+def _eos_of(settings: dict[str, Any]) -> list[int]:
+    eos = settings.get("eos_token_id", EOS)
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+RAGGED = [4, 11, 1, 7]
+
+
+@pytest.mark.parametrize("lengths", [RAGGED, [6], [1], [5, 5], [1, 1, 1]], ids=str)
+def test_lengths_of_prompts(model, llm, lengths: list[int]) -> None:
+    assert same(model, llm, padded(lengths), max_new_tokens=NEW).shape == (len(lengths), NEW)
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa", "gpt-neox"])
+def test_other_families_with_left_padding(variant: str, checkpoint) -> None:
+    model, folder = checkpoint(variant)
+    with LLM(folder, dtype="float32", policy={"gpu_batch_size": 3}) as llm:
+        same(model, llm, padded(RAGGED), max_new_tokens=NEW, repetition_penalty=1.4, eos_token_id=EOS, pad_token_id=PAD)
+
+
+DETERMINISTIC: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.8},
+    {"no_repeat_ngram_size": 1},
+    {"no_repeat_ngram_size": 2},
+    {"encoder_repetition_penalty": 1.5},
+    {"encoder_no_repeat_ngram_size": 2},
+    {"bad_words_ids": [[8], [89, 8], [EOS]]},
+    {"bad_words_ids": [[89]], "eos_token_id": 8},
+    {"suppress_tokens": [8, 89, 20]},
+    {"begin_suppress_tokens": [8, 89]},
+    {"sequence_bias": {(8,): -2.5, (89, 30): 50.0}},
+    {"sequence_bias": [[[8], -2.5], [[89, 30], 50.0]]},
+    {"forced_eos_token_id": EOS},
+    {"forced_eos_token_id": [7, 9], "eos_token_id": [7, 9]},
+    {"forced_bos_token_id": 33},
+    {"exponential_decay_length_penalty": (3, 1.8)},
+    {"remove_invalid_values": True},
+    {"renormalize_logits": True, "suppress_tokens": [8]},
+    {"min_new_tokens": 9, "eos_token_id": [8, 89]},
+    {"min_length": 15, "eos_token_id": [8, 89]},
+    {"min_length": 30, "min_new_tokens": 2, "eos_token_id": [8, 89]},
+    {"eos_token_id": [8, 90]},
+    {"eos_token_id": 89, "pad_token_id": 50},
+    {"eos_token_id": 89, "pad_token_id": None},
+    {"eos_token_id": None},
+    {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "suppress_tokens": [5], "min_new_tokens": 4},
+    {"do_sample": True, "top_k": 1},
+    {"do_sample": True, "top_k": 0, "top_p": 0.0, "temperature": 0.7},
+    {"do_sample": True, "top_k": None, "min_p": 1.0},
+    {"use_cache": True, "cache_implementation": "dynamic", "num_beams": 1, "guidance_scale": None, "typo": None},
+]
+
+
+@pytest.mark.parametrize("settings", DETERMINISTIC, ids=str)
+def test_options(model, llm, settings: dict[str, Any]) -> None:
+    for lengths in (RAGGED, [1]):
+        same(model, llm, padded(lengths), max_new_tokens=NEW, **settings)
+
+
+DEFAULT_LENGTH = pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+
+
+@DEFAULT_LENGTH
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_length": 17}, {"max_length": 12}, {"max_length": 12, "max_new_tokens": 3}, {"max_new_tokens": None}],
+    ids=str,
+)
+def test_how_long(model, llm, settings: dict[str, Any]) -> None:
+    same(model, llm, padded(RAGGED), **settings)
+
+
+@DEFAULT_LENGTH
+def test_the_default_length_ends_at_the_context(model, llm) -> None:
+    assert same(model, llm, padded([120])).shape == (1, 8)
+
+
+@pytest.mark.parametrize("given", [{}, {"pad_token_id": PAD}, {"eos_token_id": [PAD, EOS]}], ids=str)
+def test_padding_without_a_mask(model, llm, given: dict[str, Any]) -> None:
+    """Pad tokens are padding, unless they could end a sequence too."""
+    ids, _ = padded(RAGGED)
+    expected = model.generate(ids, max_new_tokens=NEW, **given)
+    assert torch.equal(llm.generate_ids(ids, max_new_tokens=NEW, **given), expected)
+
+
+def test_forms_of_the_input(model, llm) -> None:
+    ids, mask = padded([5, 5])
+    expected = model.generate(ids, max_new_tokens=6)
+    for found in (
+        llm.generate_ids(inputs=ids, max_new_tokens=6),
+        llm.generate_ids(ids.int(), max_new_tokens=6),
+        llm.generate_ids(ids.tolist(), mask.bool(), max_new_tokens=6),
+        llm.generate_ids(**{"input_ids": ids, "attention_mask": mask}, max_new_tokens=6),
+    ):
+        assert torch.equal(found, expected)
+    assert torch.equal(llm.generate_ids(max_new_tokens=6), model.generate(max_new_tokens=6))
+    assert llm.generate_ids(ids[:0], max_new_tokens=6).shape == (0, 5)
+
+
+def test_right_padding_is_left_out(llm) -> None:
+    ids, mask = padded([5, 9])
+    right = torch.tensor([[*ids[0, 4:].tolist(), *[PAD] * 4], ids[1].tolist()])
+    found = llm.generate_ids(right, right != PAD, max_new_tokens=6)
+    assert torch.equal(found[:, 9:], llm.generate_ids(ids, mask, max_new_tokens=6)[:, 9:])
+
+
+class TestWhereSettingsComeFrom:
+    @pytest.fixture
+    def folder(self, checkpoint, tmp_path) -> Path:
+        return Path(shutil.copytree(checkpoint("opt")[1], tmp_path / "model"))
+
+    @staticmethod
+    def stored(folder: Path, **settings: Any) -> PreTrainedModel:
+        """The folder's generation_config.json with `settings`; the model as transformers reads it back."""
+        from transformers import OPTForCausalLM
+
+        path = folder / "generation_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+        return OPTForCausalLM.from_pretrained(folder)
+
+    def test_keywords_then_object_then_file(self, folder) -> None:
+        model = self.stored(folder, max_new_tokens=5, repetition_penalty=1.8, eos_token_id=[2, 96], suppress_tokens=[8])
+        config = GenerationConfig(max_new_tokens=7, suppress_tokens=[89])
+        inputs = padded(RAGGED)
+        with LLM(str(folder), dtype="float32") as llm:
+            assert same(model, llm, inputs).shape[1] == 5
+            assert same(model, llm, inputs, generation_config=config).shape[1] == 7
+            assert same(model, llm, inputs, generation_config=config, max_new_tokens=3).shape[1] == 3
+            same(model, llm, inputs, repetition_penalty=None, suppress_tokens=None)
+
+    def test_sampling_settings_of_the_file_are_no_reason_to_warn(self, folder, recwarn) -> None:
+        self.stored(folder, temperature=0.6, top_p=0.9, do_sample=True)
+        recwarn.clear()
+        with LLM(str(folder), dtype="float32") as llm:
+            llm.generate_ids(padded([4])[0], max_new_tokens=2, do_sample=False)
+            assert not recwarn.list
+            with pytest.warns(UserWarning, match="temperature has no effect"):
+                llm.generate_ids(padded([4])[0], max_new_tokens=2, do_sample=False, temperature=0.0)
+
+    def test_an_old_model_has_them_in_its_config(self, folder) -> None:
+        from transformers import OPTForCausalLM
+
+        (folder / "generation_config.json").unlink()
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "max_length": 13}))
+        model = OPTForCausalLM.from_pretrained(folder)
+        with LLM(str(folder), dtype="float32") as llm:
+            assert same(model, llm, padded([4])).shape[1] == 9
+
+    def test_a_torn_file_is_named(self, folder) -> None:
+        (folder / "generation_config.json").write_text('{"max_new_tokens": ')
+        with LLM(str(folder), dtype="float32") as llm, pytest.raises(Exception, match=r"generation_config\.json"):
+            llm.generate_ids(padded([4])[0])
+
+
+class Favour(LogitsProcessor):
+    """A caller's own: what it favours depends on the ids so far."""
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        scores[torch.arange(len(ids)), (ids.sum(1) * 7) % VOCAB] += 6.0
+        return scores
+
+
+class StopAfter(StoppingCriteria):
+    """Ends a row after a token of a set."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.isin(ids[:, -1], self.tokens)
+
+
+class TestCallables:
+    def test_processors(self, model, llm) -> None:
+        same(model, llm, padded(RAGGED), max_new_tokens=NEW, logits_processor=[Favour()], repetition_penalty=1.3)
+
+    @pytest.mark.parametrize(
+        "processor",
+        [RepetitionPenaltyLogitsProcessor(3.0), MinLengthLogitsProcessor(20, EOS), TopKLogitsWarper(1)],
+        ids=lambda processor: type(processor).__name__,
+    )
+    def test_a_processor_of_a_kind_that_an_option_makes_takes_its_place(self, model, llm, processor) -> None:
+        settings = {"repetition_penalty": 1.3, "do_sample": True, "top_k": 1, "min_new_tokens": 3}
+        same(model, llm, padded(RAGGED), max_new_tokens=NEW, logits_processor=[processor], **settings)
+
+    def test_criteria(self, model, llm) -> None:
+        new = same(model, llm, padded([6]), max_new_tokens=NEW, stopping_criteria=[StopAfter(30, 40), StopAfter(89)])
+        assert new.shape[1] < NEW
+
+    def test_a_row_that_a_criterion_stops_is_padded(self, llm) -> None:
+        ids, mask = padded(RAGGED)
+        plain = llm.generate_ids(ids, mask, max_new_tokens=NEW)[:, ids.shape[1] :]
+        token = int(plain[0, 3])
+        found = llm.generate_ids(ids, mask, max_new_tokens=NEW, stopping_criteria=[StopAfter(token)])
+        for row, expected in zip(found[:, ids.shape[1] :].tolist(), plain.tolist(), strict=True):
+            end = expected.index(token) + 1 if token in expected else NEW
+            assert row[:end] == expected[:end]
+            assert set(row[end:]) <= {PAD}
+
+    @pytest.mark.parametrize(
+        "criterion", [MaxLengthCriteria(max_length=19), EosTokenCriteria([8, 89])], ids=lambda c: type(c).__name__
+    )
+    def test_criteria_that_options_make(self, model, llm, criterion) -> None:
+        same(model, llm, padded([6]), max_new_tokens=4, stopping_criteria=[criterion])
+
+    def test_prefix_allowed_tokens(self, model, llm) -> None:
+        def allowed(row: int, ids: torch.Tensor) -> list[int]:
+            return [(len(ids) + row) % VOCAB, (int(ids[-1]) * 3 + row) % VOCAB, 9]
+
+        inputs, settings = padded(RAGGED), {"max_new_tokens": NEW, "forced_eos_token_id": EOS}
+        same(model, llm, inputs, prefix_allowed_tokens_fn=allowed, **settings)
+        same(model, llm, inputs, prefix_allowed_tokens_fn=allowed, suppress_tokens=[9], **settings)
+
+    def test_time_is_up_after_a_token(self, model, llm) -> None:
+        for engine in (model.generate, llm.generate_ids):
+            assert engine(padded([6])[0], max_new_tokens=NEW, max_time=0.0).shape == (1, 7)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.got: list[list[Any]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.got.append(value.tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_streamer(model, llm) -> None:
+    ids, mask = padded([6])
+    theirs, mine = Recorder(), Recorder()
+    settings = {"attention_mask": mask, "max_new_tokens": NEW, "eos_token_id": 90}
+    model.generate(ids, streamer=theirs, **settings)
+    llm.generate_ids(ids, streamer=mine, **settings)
+    assert mine.got == theirs.got
+    assert mine.ended == theirs.ended == 1
+    with pytest.raises(ValueError, match="a streamer for 4"):
+        llm.generate_ids(*padded(RAGGED), streamer=mine, max_new_tokens=2)
+
+
+def test_a_streamer_ends_when_generation_fails(llm) -> None:
+    recorder = Recorder()
+    with pytest.raises(ZeroDivisionError):
+        llm.generate_ids(padded([6])[0], streamer=recorder, max_new_tokens=3, logits_processor=[lambda i, s: 1 / 0])
+    assert recorder.ended == 1
+    assert llm.generate_ids(padded([6])[0], max_new_tokens=3).shape == (1, 9)
+
+
+def test_after_a_row_has_ended_its_pad_token_is_certain(llm) -> None:
+    ids, mask = padded(RAGGED)
+    eos = int(llm.generate_ids(ids, mask, max_new_tokens=NEW)[0, ids.shape[1]])
+    found = llm.generate_ids(
+        ids, mask, max_new_tokens=NEW, eos_token_id=eos, return_dict_in_generate=True, output_scores=True
+    )
+    assert (found.logits, found.past_key_values, found.attentions) == (None, None, None)
+    assert len(found.scores) == found.sequences.shape[1] - ids.shape[1] > 1
+    assert found.scores[1][0].softmax(-1)[PAD] == 1.0
+
+
+def test_samples_are_reproducible_and_follow_their_prompts(llm) -> None:
+    ids, mask = padded(RAGGED)
+    settings = {"do_sample": True, "temperature": 1.5, "max_new_tokens": NEW, "num_return_sequences": 3, "seed": 7}
+    first = llm.generate_ids(ids, mask, **settings)
+    assert first.shape == (12, ids.shape[1] + NEW)
+    assert torch.equal(first, llm.generate_ids(ids, mask, **settings))
+    assert torch.equal(first[:, : ids.shape[1]], ids.repeat_interleave(3, 0))
+    assert len({tuple(row) for row in first.tolist()}) == 12
+    assert not torch.equal(first, llm.generate_ids(ids, mask, **{**settings, "seed": 8}))
+    alone = llm.generate_ids(ids[:1], mask[:1], **settings)
+    assert torch.equal(alone, first[:3])
