@@ -86,13 +86,6 @@ class ModelSpec:
             )
 
     @property
-    def context(self) -> int:
-        """Tokens of the longest sequence with absolute positions: dynamic scaling stretches as the sequence grows."""
-        rotary = self.arch.rotary
-        stretched = rotary is not None and rotary.scaling == "dynamic"
-        return int(self.max_positions * rotary.factor) if rotary is not None and stretched else self.max_positions
-
-    @property
     def shares_prefixes(self) -> bool:
         """Whether equal first tokens have equal keys in every sequence, however long it is."""
         return not any(rotary.by_length for rotary in (self.arch.rotary, self.arch.local_rotary) if rotary)

@@ -110,12 +110,12 @@ class RequestReader:
         """
         spec, length = self.spec, len(ids) + new
         if not self.eviction.rolling_positions:
-            if length <= spec.context:
+            if length <= spec.max_positions:
                 return ids, []
             rolls = "use --rolling-positions with a smaller budget, or " if spec.arch.rotary else ""
             raise UsageError(
                 f"prompt {index} has {len(ids)} tokens, with {new} to be generated {length} in all",
-                f"the context of {spec.name} is {spec.context} tokens",
+                f"the context of {spec.name} is {spec.max_positions} tokens",
                 f"{rolls}shorten the prompt or generate less; nothing is ever cut off silently",
             )
         if budget.total >= spec.max_positions and length > spec.max_positions:
