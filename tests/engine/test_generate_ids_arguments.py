@@ -88,7 +88,7 @@ def test_refused_in_a_config_object_too(llm) -> None:
         ({"max_new_tokens": 2, "bad_words_ids": [5]}, "wrong shape"),
         ({"max_new_tokens": 2, "bad_words_ids": [[]]}, "bad_words_ids holds an empty list"),
         ({"max_new_tokens": 2, "forced_eos_token_id": 2, "suppress_tokens": [2, 5]}, "suppress_tokens forbids"),
-        ({"max_new_tokens": 2, "logits_processor": lambda ids, scores: scores}, "wrap it"),
+        ({"max_new_tokens": 2, "logits_processor": max}, "wrap it"),
         ({"max_new_tokens": 2, "stopping_criteria": [5]}, "list of callables"),
         ({"inputs": IDS}, "both given"),
         ({"attention_mask": GenerationConfig()}, "attention_mask is a GenerationConfig"),
