@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from h2o_flexgen.cli.program import print_error, write_result
+from h2o_flexgen.cli.prompts import Messages, Prompt
 from h2o_flexgen.engine.sequence import RequestOutput
 from h2o_flexgen.errors import StorageError, UsageError
 
@@ -112,18 +113,19 @@ class AnswerPrinter:
         if self._as_json:
             write_result(_line(answer))
             return
-        if "prompt" not in answer or answer.get("weights") == "dummy":
+        if not answer.keys() & {"prompt", "messages"} or answer.get("weights") == "dummy":
             return
         name = f"{answer['index']}" if answer["sample"] == 0 else f"{answer['index']}.{answer['sample']}"
         text = f"token ids {answer['token_ids']}" if answer["text"] is None else answer["text"].strip()
-        write_result(f"--- {name} ({answer['finish_reason']})\n{answer['prompt']}\n>>> {text}\n")
+        asked = answer["prompt"] if "prompt" in answer else answer["messages"][-1]["content"]
+        write_result(f"--- {name} ({answer['finish_reason']})\n{asked}\n>>> {text}\n")
 
 
-def answer_json(output: RequestOutput, prompt: str | list[int] | None, dummy: bool = False) -> dict[str, Any]:
+def answer_json(output: RequestOutput, prompt: Prompt | None, dummy: bool = False) -> dict[str, Any]:
     """One answer as it is written to a file. `prompt` is None where nobody gave one (random tokens)."""
     answer: dict[str, Any] = {"index": output.index, "sample": output.sample}
     if prompt is not None:
-        answer["prompt"] = prompt
+        answer["messages" if isinstance(prompt, Messages) else "prompt"] = prompt
     answer.update(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason)
     if output.logprobs is not None:
         answer["logprobs"] = [_finite(value) for value in output.logprobs]

@@ -34,6 +34,8 @@ class RunArguments:
     prompts_file: Path | None
     prompt_len: int | None
     num_prompts: int | None
+    chat: bool
+    system: str | None
     output: Path | None
     overwrite: bool
     log_file: Path | None
@@ -67,6 +69,10 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
     sampling = from_namespace(SamplingParams, args, defaults=stops)
     if sum((bool(args.prompt), args.prompts is not None, args.prompt_len is not None)) > 1:
         raise UsageError("--prompt, --prompts and --prompt-len are given together", "needed one of them")
+    if args.chat and args.prompt_len is not None:
+        raise UsageError("--chat and --prompt-len are given together", "random tokens are no conversation")
+    if args.system is not None and not args.chat:
+        raise UsageError("--system is given without --chat", "a system message belongs to a conversation")
     if args.overwrite and args.output is None and args.trace is None:
         raise UsageError("--overwrite is given without --output", "needed --output FILE or --trace FILE")
     return RunArguments(
@@ -76,6 +82,8 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
         prompts_file=_path(args.prompts),
         prompt_len=args.prompt_len,
         num_prompts=args.num_prompts,
+        chat=args.chat,
+        system=None if args.system is None else checked_text(args.system, "--system"),
         output=_path(args.output),
         overwrite=args.overwrite,
         log_file=None if args.no_log else output_file("--log-file", args.log_file, keep=False),

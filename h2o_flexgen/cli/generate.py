@@ -12,11 +12,19 @@ from h2o_flexgen.cli.answers import AnswerFile, AnswerPrinter, answer_json
 from h2o_flexgen.cli.arguments import RunArguments
 from h2o_flexgen.cli.program import print_error, write_result
 from h2o_flexgen.cli.progress import Progress
-from h2o_flexgen.cli.prompts import Prompt, demo_prompts, random_prompts, read_prompts
+from h2o_flexgen.cli.prompts import (
+    Messages,
+    Prompt,
+    as_conversations,
+    demo_prompts,
+    random_prompts,
+    read_prompts,
+)
 from h2o_flexgen.config.record import RunRecord, eviction_entry
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine.chat import chat_prompt
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.errors import StorageError
+from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.reporting.flexgen_log import flexgen_log
 from h2o_flexgen.reporting.run_report import run_report
 from h2o_flexgen.units import format_bytes
@@ -72,16 +80,23 @@ def _given_prompts(arguments: RunArguments) -> list[Prompt] | None:
         prompts = read_prompts(arguments.prompts_file)
     elif arguments.prompt_len is None and arguments.engine.model == "demo" and arguments.engine.weights == "checkpoint":
         prompts = list(demo_prompts())
+    elif arguments.chat:
+        raise UsageError("--chat is given, and there is nothing to answer", "needed --prompt TEXT or --prompts FILE")
     else:
         return None
-    return prompts[: arguments.num_prompts]
+    prompts = prompts[: arguments.num_prompts]
+    return as_conversations(prompts, arguments.system) if arguments.chat else prompts
 
 
 def _work(
     arguments: RunArguments, given: list[Prompt] | None, llm: LLM
 ) -> tuple[Sequence[str | Sequence[int]], SamplingParams]:
     if given is not None:
-        return given, arguments.sampling
+        codec, name = llm.model.codec, llm.config.model
+        return [
+            chat_prompt(codec, name, prompt, f"prompt {index}") if isinstance(prompt, Messages) else prompt
+            for index, prompt in enumerate(given)
+        ], arguments.sampling
     shape_typed = not llm.config.free_fields >= {"gpu_batch_size", "num_gpu_batches"}
     block = llm.config.fixed_policy.block_size if shape_typed else DEFAULT_RANDOM[1]
     count, length = arguments.num_prompts or block, arguments.prompt_len or DEFAULT_RANDOM[0]

@@ -87,8 +87,13 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--prompts",
         metavar="FILE",
-        help='text, a prompt per line, or .jsonl with {"prompt": "..." or [token ids]} per line; - for stdin',
+        help='text, a prompt per line, or .jsonl with {"prompt": "..." or [token ids]} or {"messages": [...]} '
+        "per line; - for stdin",
     )
+    work.add_argument(
+        "--chat", action="store_true", help="each prompt is what a user says, for the model's chat template"
+    )
+    work.add_argument("--system", metavar="TEXT", help="with --chat: a system message before each prompt")
     work.add_argument(
         "--prompt-len", "--input-len", "-p", type=_prompt_len, metavar="N", help="random prompts of N tokens instead"
     )

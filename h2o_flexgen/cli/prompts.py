@@ -10,19 +10,27 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from h2o_flexgen.engine.chat import Message, checked_messages, with_system
 from h2o_flexgen.errors import UsageError
 
-Prompt = str | list[int]
 
-_WANTED = 'needed {"prompt": "..."}, "..." or {"prompt": [token ids]}'
+class Messages(list[Message]):
+    """A conversation, as opposed to a list of token ids."""
+
+
+Prompt = str | list[int] | Messages
+"""Text or token ids to be completed, or a conversation to be answered."""
+
+_WANTED = 'needed {"prompt": "..."}, "...", {"prompt": [token ids]} or {"messages": [{"role": ..., "content": ...}]}'
 _SHOWN = 5
 
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Prompts in a text file (one per line) or a .jsonl file ({"prompt": ...} per line); "-" is stdin.
 
-    Blank lines and a byte order mark are passed over; "prompt" may be text or a list of token ids. UsageError names the
-    file and the lines that cannot be used. Stdin is JSONL where its first line is a JSON object.
+    Blank lines and a byte order mark are passed over; "prompt" may be text or a list of token ids, and "messages" in
+    its place holds a conversation. UsageError names the file and the lines that cannot be used. Stdin is JSONL where
+    its first line is a JSON object.
     """
     name = "stdin" if str(path) == "-" else str(path)
     try:
@@ -43,6 +51,20 @@ def checked_text(text: str, where: str) -> str:
     except UnicodeEncodeError:
         raise UsageError(f"{where} is no valid Unicode text: {text!r}", "needed UTF-8") from None
     return text
+
+
+def as_conversations(prompts: list[Prompt], system: str | None) -> list[Prompt]:
+    """`prompts` with every text as what a user says, after the message `system` where there is none yet.
+
+    UsageError for token ids, which no template can be put around.
+    """
+    talks: list[Prompt] = []
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, str | Messages):
+            raise UsageError(f"prompt {index} is token ids, and --chat is given", "needed text or messages")
+        messages = checked_messages(prompt, f"prompt {index}")
+        talks.append(Messages(messages if system is None else with_system(messages, system)))
+    return talks
 
 
 def demo_prompts() -> list[str]:
@@ -89,16 +111,32 @@ def _json_prompt(line: str) -> Prompt:
         entry = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"is not JSON ({error})") from None
+    if isinstance(entry, dict) and "messages" in entry:
+        return _messages(entry)
     prompt: Any = entry.get("prompt") if isinstance(entry, dict) else entry
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
     if not isinstance(prompt, str):
         raise UsageError("has no prompt")
+    return _whole_text(prompt)
+
+
+def _messages(entry: dict[str, Any]) -> Messages:
+    if "prompt" in entry:
+        raise UsageError("has both a prompt and messages")
+    if not isinstance(entry["messages"], list):
+        raise UsageError("has messages that are no list")
+    messages = checked_messages(entry["messages"], "it")
+    _whole_text(json.dumps(messages, ensure_ascii=False))
+    return Messages(messages)
+
+
+def _whole_text(text: str) -> str:
     try:
-        prompt.encode()
+        text.encode()
     except UnicodeEncodeError:
         raise UsageError("holds half a surrogate pair, which is no text") from None
-    return prompt
+    return text
 
 
 def _no_number(word: str) -> float:

@@ -22,6 +22,7 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine import machine
 from h2o_flexgen.engine.block import BlockRunner, BlockTotals
+from h2o_flexgen.engine.chat import Conversation, chat_prompts
 from h2o_flexgen.engine.hf_generate import Generator
 from h2o_flexgen.engine.loader import Loaded, Progress, load
 from h2o_flexgen.engine.model import Model, open_model
@@ -48,7 +49,7 @@ class LLM:
 
     def __init__(self, model: str = "demo", **settings: Any) -> None:
         self.config = EngineConfig.of(model, **settings)
-        self.device = _device(self.config)
+        self.device = machine.resolve_device(self.config)
         self.model: Model = open_model(self.config, self.device)
         self.last_record: RunRecord | None = None
         self.last_plan: Plan | None = None
@@ -94,6 +95,18 @@ class LLM:
             params = params.with_kwargs(**settings)
         for row in self._run(self._reader().read(prompts, params)):
             yield self._output(row)
+
+    def chat(
+        self,
+        conversations: SequenceOf[Conversation],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        **settings: Any,
+    ) -> list[RequestOutput]:
+        """The model's answers, by its chat template: to strings, or lists of {"role": ..., "content": ...} messages.
+
+        Otherwise as `generate`. UsageError for a model without a template, and for messages that do not suit it.
+        """
+        return self.generate(chat_prompts(self.model.codec, self.config.model, conversations), params, **settings)
 
     def score(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Score]:
         """Log-probability of each continuation after its context, with eviction active while scoring.
@@ -279,16 +292,3 @@ class LLM:
             row.top_logprobs if row.params.logprobs else None,
             row.error,
         )
-
-
-def _device(config: EngineConfig) -> torch.device:
-    """CUDA where there is one and it was not refused, else the CPU. UsageError for a CUDA that is not there."""
-    if config.emulate_gpu is not None or config.device == "cpu":
-        return torch.device("cpu")
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if config.device == "cuda":
-        raise UsageError(
-            "device is 'cuda', and torch finds no CUDA device", change="leave --device out, or install torch for CUDA"
-        )
-    return torch.device("cpu")

@@ -8,6 +8,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.errors import UsageError
+
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -87,3 +90,16 @@ def resolve_dtype(wanted: str, stored: str, device: torch.device) -> str:
     if device.type == "cuda" or stored == "float32":
         return stored
     return "bfloat16" if cpu_has_bfloat16() else "float32"
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    """CUDA where there is one and it was not refused, else the CPU. UsageError for a CUDA that is not there."""
+    if config.emulate_gpu is not None or config.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if config.device == "cuda":
+        raise UsageError(
+            "device is 'cuda', and torch finds no CUDA device", change="leave --device out, or install torch for CUDA"
+        )
+    return torch.device("cpu")

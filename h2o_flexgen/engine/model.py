@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.engine.machine import resolve_dtype
 from h2o_flexgen.engine.text import TextCodec
+from h2o_flexgen.engine.tokenizer_files import read_json
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import checkpoint_names, ignored_names, spec_from_config
 
@@ -44,7 +45,7 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
     found = resolve_model(
         config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=not dummy
     )
-    spec = spec_from_config(found.config, found.name)
+    spec = _with_generation_eos(spec_from_config(found.config, found.name), found.folder)
     source: WeightSource
     if dummy:
         source = DummySource(spec, spec.dtype, config.seed)
@@ -58,3 +59,21 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
         # Random numbers have no stored dtype: making them in the dtype they are used in saves a conversion.
         source = DummySource(spec, dtype, config.seed)
     return Model(spec, source, codec, dtype, Path(found.folder) if found.folder else None, found.origin)
+
+
+def _with_generation_eos(spec: ModelSpec, folder: Path | None) -> ModelSpec:
+    """generation_config.json goes before config.json, as in transformers: what ends a turn of a chat is only there."""
+    if folder is None:
+        return spec
+    path = Path(folder) / "generation_config.json"
+    try:
+        eos = read_json(path).get("eos_token_id")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", "needed JSON", "download it again") from error
+    said = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int for token in said):
+        raise ModelError(f"eos_token_id is {eos!r} in {path}", "needed a token id or a list of them")
+    tokens = tuple(token for token in said if 0 <= token < spec.vocab_size)  # others can never be chosen
+    if not tokens:
+        return spec
+    return replace(spec, eos_token_id=tokens[0] if len(tokens) == 1 else tokens)

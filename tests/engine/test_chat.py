@@ -1,0 +1,173 @@
+"""Conversations: rendered as transformers renders them, refused where they cannot be, answered as their prompt is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from h2o_flexgen.engine.chat import chat_prompt, chat_prompts, with_system
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.text import TextCodec
+from h2o_flexgen.errors import ModelError, UsageError
+from tests.engine import tokenizer_folders as folders
+from tests.programs import write_model
+
+TALKS: list[Any] = [
+    "What does the dog do?",
+    [{"role": "user", "content": " 你好 🦊 "}],
+    [
+        {"role": "system", "content": "You are a fox."},
+        {"role": "user", "content": "Who are you? <s>"},
+        {"role": "assistant", "content": "The quick brown one."},
+        {"role": "user", "content": "And the dog?", "name": "cat"},
+    ],
+]
+
+
+def in_config(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": folders.TEMPLATE}))
+
+
+def named(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    templates = [{"name": "rag", "template": "none"}, {"name": "default", "template": folders.TEMPLATE}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": templates}))
+
+
+def in_jinja(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(folders.TEMPLATE)
+
+
+def in_json(folder: Path) -> None:
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": folders.TEMPLATE}))
+
+
+def codec_of(folder: Path) -> TextCodec:
+    codec = TextCodec.open(folder)
+    assert codec is not None
+    return codec
+
+
+@pytest.mark.parametrize("place", [in_config, named, in_jinja, in_json])
+@pytest.mark.parametrize("name", ["llama", "llama-sentencepiece", "plain-bytes", "bos-and-eos"])
+def test_as_transformers_renders_it(tmp_path: Path, name: str, place: Callable[[Path], None]) -> None:
+    folder = folders.FOLDERS[name](tmp_path / "model")
+    place(folder)
+    codec, tokenizer = codec_of(folder), AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    given = {"chat_template": folders.TEMPLATE} if place is in_json else {}
+    for ids, talk in zip(chat_prompts(codec, "m", TALKS), TALKS, strict=True):
+        messages = [{"role": "user", "content": talk}] if isinstance(talk, str) else talk
+        expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **given)
+        assert ids == expected
+        assert ids[0] == tokenizer.bos_token_id != ids[1], "BOS once, and first"
+        assert tokenizer.decode(ids).endswith("<|assistant|>") or name == "llama-sentencepiece", "not in its vocabulary"
+
+
+@pytest.mark.parametrize(
+    ("talk", "complaint"),
+    [
+        ([], "conversation 0 has no messages"),
+        (7, "conversation 0 has no messages"),
+        (["Hi"], "message 0 of conversation 0 is 'Hi'"),
+        ([{"role": "user"}], "message 0 of conversation 0 has no content"),
+        ([{"role": "user", "content": "Hi"}, {"content": "Hi"}], "message 1 of conversation 0 has no role"),
+        ([{"role": "tool", "content": "Hi"}], "conversation 0 does not suit the chat template of m: no such role"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "has no content that is text"),
+    ],
+)
+def test_what_is_no_conversation(tmp_path: Path, talk: Any, complaint: str) -> None:
+    codec = codec_of(folders.llama3(tmp_path / "model"))
+    with pytest.raises(UsageError, match=complaint):
+        chat_prompts(codec, "m", [talk])
+
+
+@pytest.mark.parametrize("talks", ["Hi", [{"role": "user", "content": "Hi"}]])
+def test_one_conversation_is_no_list_of_them(tmp_path: Path, talks: Any) -> None:
+    with pytest.raises(UsageError, match=r"wrap it: \[conversation\]"):
+        chat_prompts(codec_of(folders.llama3(tmp_path / "model")), "m", talks)
+
+
+def test_a_model_without_a_template(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="m has no tokenizer"):
+        chat_prompt(None, "m", "Hi", "it")
+    for name in ("plain-words", "llama"):
+        codec = codec_of(folders.FOLDERS[name](tmp_path / name))
+        with pytest.raises(UsageError, match=r"m has no chat template.*chat_template.jinja.*plain text"):
+            chat_prompt(codec, "m", "Hi", "it")
+    only = folders.write(tmp_path / "only", "llama", folders.words(), tokenizer_class="PreTrainedTokenizerFast")
+    settings = {"chat_template": [{"name": "rag", "template": "x"}, {"name": "code", "template": "x"}]}
+    (only / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UsageError, match="m has no chat template of the name default, only code, rag"):
+        chat_prompt(codec_of(only), "m", "Hi", "it")
+
+
+def test_templates_are_run_in_a_sandbox(tmp_path: Path) -> None:
+    folder = folders.llama(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages.append('x') }}{{ ''.__class__.__mro__ }}")
+    with pytest.raises(UsageError, match="does not suit the chat template"):
+        chat_prompt(codec_of(folder), "m", "Hi", "it")
+
+
+def test_a_system_message_comes_first_and_once() -> None:
+    user, own = {"role": "user", "content": "Hi"}, {"role": "system", "content": "Own."}
+    assert with_system([user], "Given.") == [{"role": "system", "content": "Given."}, user]
+    assert with_system([own, user], "Given.") == [own, user]
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model of the programs' tests, with a template of printable characters."""
+    folder = write_model(tmp_path_factory.mktemp("talker") / "model")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "</s>", "eos_token": "</s>"})
+    )
+    (folder / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(talker: Path) -> Iterator[LLM]:
+    with LLM(str(talker)) as engine:
+        yield engine
+
+
+def test_answers_are_completions_of_the_rendered_text(llm: LLM) -> None:
+    assert llm.model.codec is not None
+    answers = llm.chat(["Hi", [{"role": "user", "content": "You"}]], max_new_tokens=6)
+    prompts = [llm.model.codec.encode_bare(f"</s>[user]{text}[assistant]") for text in ("Hi", "You")]
+    assert [answer.prompt_ids for answer in answers] == prompts
+    expected = llm.generate(prompts, max_new_tokens=6)
+    assert [answer.text for answer in answers] == [output.text for output in expected]
+    assert [answer.index for answer in answers] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("said", "eos"), [(None, (2,)), ([2, 7], (2, 7)), (7, (7,)), ([7, 10**9], (7,)), (10**9, (2,)), ([], (2,))]
+)
+def test_generation_config_says_what_ends_a_turn(tmp_path: Path, said: Any, eos: tuple[int, ...]) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+    with LLM(str(folder)) as engine:
+        assert engine.model.spec.eos_token_ids == eos
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "</s>"}', '{"eos_token_id": [true]}'])
+def test_a_generation_config_that_cannot_be_used(tmp_path: Path, text: str) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        LLM(str(folder))
+
+
+def test_the_message_names_the_model_as_it_was_asked_for() -> None:
+    with LLM("demo") as engine, pytest.raises(UsageError, match=r"^demo has no chat template"):
+        engine.chat(["Hi"])
