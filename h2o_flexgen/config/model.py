@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from h2o_flexgen.config.arch import ArchSpec
+from h2o_flexgen.config.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.tensors import (
     WeightGroup,
@@ -88,7 +88,19 @@ class ModelSpec:
     @property
     def shares_prefixes(self) -> bool:
         """Whether equal first tokens have equal keys in every sequence, however long it is."""
-        return not any(rotary.by_length for rotary in (self.arch.rotary, self.arch.local_rotary) if rotary)
+        return not self._rotaries_by_length
+
+    @property
+    def rolling_slots(self) -> int:
+        """Tokens that a cache may hold in a step if positions roll within it: the context.
+
+        Where angles depend on the length it is the trained context: within that they are the same for all neighbours.
+        """
+        return min([self.max_positions, *(rotary.original_positions for rotary in self._rotaries_by_length)])
+
+    @property
+    def _rotaries_by_length(self) -> list[RotarySpec]:
+        return [rotary for rotary in (self.arch.rotary, self.arch.local_rotary) if rotary and rotary.by_length]
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ class GpuBatch:
     """The sequences that go through a layer together. Owned and mutated by the executor.
 
     Prompts are packed one after another, prefixes that rows share only once: `hidden` is (tokens, hidden_width) during
-    the prompt and (rows, hidden_width) afterwards. Padding exists nowhere, whatever the lengths.
+    the prompt and (rows, hidden_width) afterwards. Padding exists nowhere, whatever the lengths. `rolling`: the caches
+    hold keys that are not rotated.
     """
 
     index: int
@@ -26,6 +27,7 @@ class GpuBatch:
     segments: list[Segment]
     chunk: int
     device: torch.device
+    rolling: bool = False
     hidden: Tensor | None = None
     _angles: dict[tuple[int, torch.dtype], Angles] = field(default_factory=dict)
 
@@ -33,7 +35,9 @@ class GpuBatch:
         self.chunks = chunks_of(self.segments, self.chunk)
         self.tokens = self.segments[-1].stop
         lengths = torch.tensor([len(row.prompt_ids) for row in self.rows])
-        self._planned = lengths + torch.tensor([row.steps for row in self.rows])
+        # Two sets of factors, for short and for long sequences, cannot both be in one cache: a sequence has from its
+        # first token on the one that all it is planned to compute calls for. Its last token is sampled, not computed.
+        self._planned = lengths + (0 if self.rolling else torch.tensor([row.steps - 1 for row in self.rows]))
         self._next_positions = lengths.to(self.device)
         self._positions = self._lengths = self._totals = torch.empty(0)
 
@@ -70,8 +74,6 @@ class GpuBatch:
         """What `rotary` turns this step's queries and keys by; made once per step."""
         key = (id(rotary), dtype)
         if key not in self._angles:
-            # Two sets of factors, for short and for long sequences, cannot both be in one cache: a sequence has the one
-            # that its whole planned length calls for from the first token on.
             lengths = self._totals if rotary.spec.scaling == "longrope" else self._lengths
             self._angles[key] = rotary.angles(self._positions, lengths.to(self.device), dtype)
         return self._angles[key]

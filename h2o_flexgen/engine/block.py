@@ -121,7 +121,7 @@ class BlockRunner:
         prompts = [[row.prompt_ids for row in batch] for batch in rows]
         segments = segments_of(prompts, chunk, self.share_prefixes)
         return [
-            GpuBatch(i, batch, parts, chunk, self.tiers.device)
+            GpuBatch(i, batch, parts, chunk, self.tiers.device, self.rolling)
             for i, (batch, parts) in enumerate(zip(rows, segments, strict=True))
         ]
 

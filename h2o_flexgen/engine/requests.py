@@ -118,11 +118,12 @@ class RequestReader:
                 f"the context of {spec.name} is {spec.max_positions} tokens",
                 f"{rolls}shorten the prompt or generate less; nothing is ever cut off silently",
             )
-        if budget.total >= spec.max_positions and length > spec.max_positions:
+        if budget.total >= spec.rolling_slots and length > spec.rolling_slots:
+            trained = "" if spec.rolling_slots == spec.max_positions else "trained "
             raise UsageError(
                 f"the KV budget of prompt {index} is {budget.total} tokens, and positions roll within it",
-                f"the context of {spec.name} is {spec.max_positions} tokens",
-                f"needed --kv-budget of at most {spec.max_positions - 1}, or a smaller --hh-ratio",
+                f"the {trained}context of {spec.name} is {spec.rolling_slots} tokens",
+                f"needed --kv-budget of at most {spec.rolling_slots - 1}, or a smaller --hh-ratio",
             )
         return ids[: spec.max_positions], ids[spec.max_positions :]
 
