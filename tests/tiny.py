@@ -209,7 +209,7 @@ def rope_of(model: PreTrainedModel) -> dict[str, Any]:
 
 @contextmanager
 def in_sequence_of(model: PreTrainedModel, length: int) -> Iterator[bool]:
-    """Rotary angles as they are in a sequence of `length` tokens; gives whether keys must be kept as first rotated.
+    """Rotary angles of a sequence of which `length` tokens go in; gives whether keys must be kept as first rotated.
 
     dynamic: keys keep the angles of the step that made them, as in transformers' generate. transformers' module keeps
     those of the longest sequence so far until it sees a short one: it sees one here.
@@ -236,7 +236,7 @@ def transformers_logprobs(model: PreTrainedModel, prompt: list[int], continuatio
     """Log-probabilities (len(continuation), vocab) of the next token, after the prompt and after each token but the
     last, by transformers' own forward. Without a cache wherever that is the same, else with one.
     """
-    with in_sequence_of(model, len(prompt) + len(continuation)) as cached:
+    with in_sequence_of(model, len(prompt) + len(continuation) - 1) as cached:
         if not cached:
             logits = model(torch.tensor([prompt + continuation]), use_cache=False).logits[0, len(prompt) - 1 : -1]
             return logits.float().log_softmax(-1)
@@ -250,7 +250,7 @@ def transformers_logprobs(model: PreTrainedModel, prompt: list[int], continuatio
 def transformers_greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int) -> tuple[list[int], list[float]]:
     """Tokens and their log-probabilities, one sequence at a time, by the same forward passes."""
     ids, logprobs = list(prompt), []
-    with in_sequence_of(model, len(prompt) + new_tokens) as cached:
+    with in_sequence_of(model, len(prompt) + new_tokens - 1) as cached:
         cache = DynamicCache() if cached else None
         for _ in range(new_tokens):
             given = torch.tensor([ids if cache is None else ids[cache.get_seq_length() :]])

@@ -7,7 +7,7 @@ import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.llm import LLM
-from tests.tiny import FAMILIES, prompts_of, save, transformers_greedy, transformers_logprobs
+from tests.tiny import FAMILIES, in_sequence_of, prompts_of, save, transformers_greedy, transformers_logprobs
 
 LENGTHS = [5, 9, 9, 17, 1, 30]
 NEW = 20
@@ -41,6 +41,17 @@ def test_generate_ids_equals_transformers_generate_with_left_padding(name: str, 
         found = llm.generate_ids(ids, mask, max_new_tokens=12)
     assert found.dtype == torch.int64
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("length", "name"), [(45, "phi3-longrope"), (65, "phi3-longrope"), (45, "llama-dynamic")])
+def test_scaled_rotary_positions_equal_transformers_generate(length: int, name: str, checkpoint) -> None:
+    """longrope: 20 tokens after 45, the last of which nothing computes, just stay within the trained context of 64."""
+    model, folder = checkpoint(name)
+    ids = torch.tensor(prompts_of([length]))
+    with in_sequence_of(model, length + NEW - 1):
+        expected = model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    with LLM(folder, dtype="float32") as llm:
+        assert torch.equal(llm.generate_ids(ids, max_new_tokens=NEW, min_new_tokens=NEW), expected)
 
 
 def test_early_eos_leaves_the_others_unchanged(checkpoint) -> None:

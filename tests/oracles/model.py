@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from tests.oracles.eviction import EvictionOracle, FullOracle, LocalOracle
-from tests.tiny import in_sequence_of
+from tests.oracles.eviction import EvictionOracle, FullOracle, LocalOracle, Vector
+from tests.tiny import in_sequence_of, rope_of
 
 NAME = "oracle"
 """What the slow attention is called among transformers' attention functions."""
@@ -29,7 +30,7 @@ MakeCache = Callable[[int, int, float, int | None], EvictionOracle]
 
 @dataclass
 class OracleRun:
-    """`kept[step][layer][head]`: positions after the prompt (step 0) and after every decoded token."""
+    """`kept[step][layer][head]`: positions after the prompt (step 0) and after every step that follows."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -51,7 +52,7 @@ class OracleAttention:
     ) -> tuple[Tensor, None]:
         """query (1, heads, n, d), key and value (1, kv_heads, n, d) of the new tokens to (1, n, heads, d)."""
         assert mask is None, "transformers makes masks only for attention functions that it knows"
-        layer, kv_heads = module.layer_idx, key.shape[1]
+        layer, kv_heads = int(module.layer_idx), key.shape[1]
         if layer not in self.layers:
             window = settings.get("sliding_window")
             self.layers[layer] = [
@@ -79,13 +80,16 @@ def oracle_generate(
     eviction: EvictionConfig,
     row_id: int = 0,
 ) -> OracleRun:
-    """Greedy decoding of one prompt."""
+    """Greedy decoding of one prompt. With rolling positions, what of it is beyond the context goes in by steps."""
     budget = eviction.resolve(len(prompt), new_tokens)
+    rotations = Rotations(model) if eviction.rolling_positions else None
 
     def make_cache(layer: int, head: int, scale: float, window: int | None) -> EvictionOracle:
         held = budget.within(window)
         kind = oracle if held.full or oracle is not FullOracle else LocalOracle  # what left the window is let go
         places = {"layer": layer, "row_id": row_id, "head": head}
+        if rotations is not None:
+            places["rotate"] = partial(rotations.turn, layer)
         return kind(held, scale=scale, seed=eviction.seed, window=window, **places)
 
     attention = OracleAttention(make_cache)
@@ -93,27 +97,76 @@ def oracle_generate(
     AttentionInterface.register(NAME, attention)
     model.set_attn_implementation(NAME)
     try:
-        with in_sequence_of(model, len(prompt) + new_tokens):
+        with rotations or in_sequence_of(model, len(prompt) + new_tokens - 1):
             attention.layers.clear()
-            run = _greedy(model, prompt, new_tokens, attention)
+            run = _greedy(model, prompt, new_tokens, attention, rotations)
     finally:
         model.set_attn_implementation(before)
     run.closest = min(run.closest, *(cache.closest for layer in attention.layers.values() for cache in layer))
     return run
 
 
-def _greedy(model: PreTrainedModel, prompt: list[int], new_tokens: int, attention: OracleAttention) -> OracleRun:
+def _greedy(
+    model: PreTrainedModel, prompt: list[int], new_tokens: int, attention: OracleAttention, rotations: Rotations | None
+) -> OracleRun:
     run = OracleRun()
-    ids, first = list(prompt), 0
-    while len(run.tokens) < new_tokens:
-        positions = torch.arange(first, len(ids))[None]
-        logits = model(torch.tensor([ids[first:]]), position_ids=positions, use_cache=False).logits[0, -1].float()
-        best, second = logits.topk(2).values
-        run.closest = min(run.closest, float(best - second))
-        token = int(logits.argmax())
+    ids, first, stop = list(prompt), 0, len(prompt)
+    if rotations is not None:
+        stop = min(stop, rotations.context)
+        rotations.prepare(stop)
+    while True:
+        positions = torch.arange(first, stop)[None]
+        logits = model(torch.tensor([ids[first:stop]]), position_ids=positions, use_cache=False).logits[0, -1].float()
         run.kept.append([[set(cache.kept) for cache in layer] for _, layer in sorted(attention.layers.items())])
-        run.tokens.append(token)
-        run.logprobs.append(float(logits.log_softmax(-1)[token]))
-        first = len(ids)
-        ids.append(token)
-    return run
+        if stop == len(ids):
+            best, second = logits.topk(2).values
+            run.closest = min(run.closest, float(best - second))
+            run.tokens.append(int(logits.argmax()))
+            run.logprobs.append(float(logits.log_softmax(-1).max()))
+            if len(run.tokens) == new_tokens:
+                return run
+            ids.append(run.tokens[-1])
+        if rotations is not None and first == 0:
+            rotations.prepare(rotations.trained)
+        first, stop = stop, stop + 1
+
+
+class Rotations:
+    """Inside it, the model leaves queries and keys as they are; `turn` does what it would have done."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._module = next(part for name, part in model.named_modules() if name.endswith("rotary_emb"))
+        types = getattr(model.config, "layer_types", None)
+        self._types = types if isinstance(self._module.rope_type, dict) else [None] * model.config.num_hidden_layers
+        self._tables: dict[str | None, list[list[list[float]]]] = {}
+        self.context = model.config.max_position_embeddings
+        self.trained = self.context
+        rope = rope_of(model)
+        if rope.get("rope_type") == "longrope":
+            self.trained = rope["original_max_position_embeddings"]
+        elif rope.get("rope_type") == "dynamic":
+            self.context = int(self.context * rope["factor"])
+
+    def prepare(self, length: int) -> None:
+        """From now on, angles are those of a sequence of `length` tokens."""
+        for kind in set(self._types):
+            for positions in (torch.zeros(1, 1), torch.arange(length)[None]):  # dynamic angles start with a short one
+                angles = self._module.forward(torch.zeros(1), positions, *([kind] if kind else []))
+            self._tables[kind] = [part[0].tolist() for part in angles]
+
+    def turn(self, layer: int, vector: Vector, position: int) -> list[float]:
+        """`vector` (d), its leading dimensions turned, halves against each other."""
+        cos, sin = (part[position] for part in self._tables[self._types[layer]])
+        half, turned = len(cos) // 2, list(vector)
+        for i in range(half):
+            turned[i] = vector[i] * cos[i] - vector[i + half] * sin[i]
+            turned[i + half] = vector[i + half] * cos[i + half] + vector[i] * sin[i + half]
+        return turned
+
+    def __enter__(self) -> None:
+        self._hook = self._module.register_forward_hook(
+            lambda module, given, angles: (torch.ones_like(angles[0]), torch.zeros_like(angles[1]))
+        )
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
