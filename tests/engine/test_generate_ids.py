@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.errors import ModelError
 from tests.tiny import VOCAB, prompts_of
 
 PAD, EOS, NEW = 1, 2, 14
@@ -221,8 +222,8 @@ class TestWhereSettingsComeFrom:
 
     def test_a_torn_file_is_named(self, folder) -> None:
         (folder / "generation_config.json").write_text('{"max_new_tokens": ')
-        with LLM(str(folder), dtype="float32") as llm, pytest.raises(Exception, match=r"generation_config\.json"):
-            llm.generate_ids(padded([4])[0])
+        with pytest.raises(ModelError, match=r"generation_config\.json"):
+            LLM(str(folder), dtype="float32")
 
 
 class Favour(LogitsProcessor):
