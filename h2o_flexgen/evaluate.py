@@ -2,14 +2,17 @@
 
     python -m h2o_flexgen.evaluate --policies full,h2o,local --ratios 0.1,0.2,0.5 --plot quality.png
     python -m h2o_flexgen.evaluate --model opt-125m --recall questions.jsonl --text book.txt --limit 16
+    python -m h2o_flexgen.evaluate --model pythia-160m --text book.txt --stream 32768 --kv-budget 512
 
 A table goes to stdout, its last line is one JSON object, everything else goes to stderr.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,16 @@ from h2o_flexgen.cli.files import output_file
 from h2o_flexgen.cli.program import exit_on_errors, print_error, write_result
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import Parser, add_arguments, from_namespace, given
-from h2o_flexgen.config.quality import QualityReport, QualityRow
-from h2o_flexgen.errors import StorageError
+from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.evaluation.settings import EvaluationSettings
+from h2o_flexgen.evaluation.stream_settings import StreamSettings
 from h2o_flexgen.reporting.quality_plot import check_plot, plot_quality
 from h2o_flexgen.reporting.quality_table import quality_line, quality_table
+from h2o_flexgen.reporting.stream_plot import plot_stream
+from h2o_flexgen.reporting.stream_table import stream_line, stream_table
+
+STREAM_READS = {"policies", "text", "context"}
+"""The fields of EvaluationSettings that a measurement of streams reads."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,30 +40,72 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
-    settings = from_namespace(EvaluationSettings, args)
+    settings, streams = from_namespace(EvaluationSettings, args), from_namespace(StreamSettings, args)
+    _one_kind(args, streams.stream is not None)
     engine: dict[str, Any] = {name: getattr(args, name) for name in given(EngineConfig, args)}
     EngineConfig(**engine)  # a setting that makes no sense is said before torch is imported
     output = output_file("--output", args.output, keep=not args.overwrite)
     plot = output_file("--plot", args.plot, keep=not args.overwrite)
     if plot is not None:
         check_plot(plot)
+    model = engine.pop("model", "demo")
+    if streams.stream is None:
+        _measure(settings, model, engine, output, plot)
+    else:
+        _measure_streams(streams, settings, model, engine, output, plot)
+    return 0
+
+
+def _one_kind(args: Namespace, streaming: bool) -> None:
+    """UsageError for flags of the other kind of measurement, which would be without effect."""
+    other: type[Any] = EvaluationSettings if streaming else StreamSettings
+    typed = given(other, args) - STREAM_READS
+    if typed:
+        flags = ", ".join(item.metadata["flags"][0] for item in dataclasses.fields(other) if item.name in typed)
+        raise UsageError(
+            f"{flags} {'with' if streaming else 'without'} --stream",
+            "needed recall and perplexity at --ratios, or streams at one --kv-budget",
+            f"leave {flags} out, or {'leave --stream out' if streaming else 'add --stream'}",
+        )
+
+
+def _measure(
+    settings: EvaluationSettings, model: str, engine: dict[str, Any], output: Path | None, plot: Path | None
+) -> None:
     # torch takes seconds to import: --help and usage errors do without it.
     from h2o_flexgen.evaluation.quality import evaluate
 
-    def heard(row: QualityRow) -> None:
-        print_error(quality_line(row))
+    report = evaluate(settings, model, engine, lambda row: print_error(quality_line(row)))
+    _write(report.to_json(), output)
+    if plot is not None:
+        plot_quality(report, plot)
+    _say(quality_table(report), report.to_json())
 
-    report = evaluate(settings, engine.pop("model", "demo"), engine, heard)
-    _give(report, output, plot)
-    return 0
+
+def _measure_streams(
+    streams: StreamSettings,
+    settings: EvaluationSettings,
+    model: str,
+    engine: dict[str, Any],
+    output: Path | None,
+    plot: Path | None,
+) -> None:
+    from h2o_flexgen.evaluation.stream import evaluate_streams
+
+    report = evaluate_streams(streams, settings, model, engine, lambda row: print_error(stream_line(row)))
+    _write(report.to_json(), output)
+    if plot is not None:
+        plot_stream(report, plot)
+    _say(stream_table(report), report.to_json())
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m h2o_flexgen.evaluate",
-        description="Measures recall and perplexity under eviction policies at several KV budgets.",
+        description="Measures recall and perplexity under eviction policies at several KV budgets, or along a stream.",
     )
     add_arguments(parser, EvaluationSettings, title="what is measured")
+    add_arguments(parser, StreamSettings, title="streams beyond the context")
     # Random weights have no quality to measure.
     add_arguments(parser, EngineConfig, title="model and machine", exclude=("weights",))
     out = parser.add_argument_group("output")
@@ -65,16 +115,16 @@ def _parser() -> Parser:
     return parser
 
 
-def _give(report: QualityReport, output: Path | None, plot: Path | None) -> None:
-    data = report.to_json()
+def _write(data: dict[str, Any], output: Path | None) -> None:
     if output is not None:
         try:
             output.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         except OSError as error:
             raise StorageError(f"cannot write {output}: {error.strerror}") from None
-    if plot is not None:
-        plot_quality(report, plot)
-    write_result(f"{quality_table(report)}\n{json.dumps(data, allow_nan=False)}\n")
+
+
+def _say(table: str, data: dict[str, Any]) -> None:
+    write_result(f"{table}\n{json.dumps(data, allow_nan=False)}\n")
 
 
 if __name__ == "__main__":

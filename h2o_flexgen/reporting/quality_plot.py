@@ -12,14 +12,14 @@ from h2o_flexgen.errors import StorageError, UsageError
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
-_LOOKS = {
+LOOKS = {
     "h2o": ("#c1121f", "o"),
     "local": ("#1f5fa8", "s"),
     "streaming": ("#2a9d8f", "^"),
     "heavy": ("#e08e45", "D"),
     "random": ("#7b6d8d", "v"),
 }
-_SPARE = ("#444444", "P")
+SPARE_LOOK = ("#444444", "P")
 
 
 def check_plot(path: Path) -> None:
@@ -70,7 +70,7 @@ def _recall_panel(
 def _perplexity_panel(axes: Any, report: QualityReport) -> None:
     _panel(axes, report, lambda row: row.perplexity)
     axes.set(ylabel="perplexity per token", title=f"held-out text: {report.rows[0].scored_tokens:,} tokens")
-    _log_if_wide(axes, [row.perplexity for row in report.rows])
+    log_if_wide(axes, [row.perplexity for row in report.rows])
 
 
 def _panel(axes: Any, report: QualityReport, value: Callable[[QualityRow], float | None]) -> None:
@@ -82,7 +82,7 @@ def _panel(axes: Any, report: QualityReport, value: Callable[[QualityRow], float
             for _, level in points:
                 axes.axhline(level, color="black", linestyle="--", linewidth=1.2, label="full cache", zorder=1)
             continue
-        color, marker = _LOOKS.get(policy, _SPARE)
+        color, marker = LOOKS.get(policy, SPARE_LOOK)
         xs, ys = [x for x, _ in points], [y for _, y in points]
         axes.plot(xs, ys, color=color, marker=marker, markersize=6, linewidth=1.8, alpha=0.9, label=policy)
     ratios = sorted({row.ratio for row in report.rows if row.policy != "full"})
@@ -94,7 +94,7 @@ def _panel(axes: Any, report: QualityReport, value: Callable[[QualityRow], float
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _log_if_wide(axes: Any, values: list[float]) -> None:
+def log_if_wide(axes: Any, values: list[float]) -> None:
     """A logarithmic axis, labelled in plain numbers, where the worst policy would flatten all others."""
     from matplotlib.ticker import LogLocator
 

@@ -1,0 +1,151 @@
+"""Perplexity along streams that are far longer than the model's context, at a fixed KV budget."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.stream import Positions, StreamReport, StreamRow
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.model import Model
+from h2o_flexgen.errors import H2OFlexGenError, UsageError
+from h2o_flexgen.evaluation.perplexity import Window
+from h2o_flexgen.evaluation.settings import EvaluationSettings
+from h2o_flexgen.evaluation.sources import TEXT_FILE, read_text, spread
+from h2o_flexgen.evaluation.stream_settings import StreamSettings
+
+CONTEXT_KEY = "max_position_embeddings"
+
+
+class Streams(NamedTuple):
+    """Parts of one text, all of `length` tokens, of which the first `prompt` are not scored."""
+
+    pairs: list[Window]
+    prompt: int
+    length: int
+
+
+def evaluate_streams(
+    streams: StreamSettings,
+    settings: EvaluationSettings,
+    model: str = "demo",
+    engine: Mapping[str, Any] | None = None,
+    on_row: Callable[[StreamRow], None] = lambda row: None,
+) -> StreamReport:
+    """Scores the same streams under every policy of `settings`, with every kind of positions.
+
+    Each stream is one sequence: its first tokens are prefilled and pruned, all others decoded as given, so that
+    eviction is active from then on. `engine` are further settings of LLM, `on_row` hears of each row. UsageError where
+    the model has learned positions, and where the text is too short.
+    """
+    given, text, rows = dict(engine or {}), read_text(settings.text), list[StreamRow]()
+    with LLM(model, **given) as llm:
+        _check(llm.model, streams.positions)
+        context, folder = llm.model.spec.max_positions, llm.model.folder
+        parts = cut_streams(llm, text, streams, settings.context)
+    if folder is None:
+        raise UsageError(f"{model} has no weights", "needed a checkpoint: random weights have no perplexity")
+    with longer_context(folder, parts.length + 1) as longer:
+        for positions, cell in streams.cells(settings.policies, context):
+            eviction = replace(cell, seed=given.get("seed", 0))
+            name = model if positions == "rolling" else longer
+            with LLM(name, **{**given, "eviction": eviction}) as llm:
+                row = _measure(llm, positions, eviction, parts, streams.window)
+                dtype, device = llm.model.dtype, llm.device.type
+            rows.append(row)
+            on_row(row)
+    return StreamReport(
+        model=model,
+        dtype=dtype,
+        device=device,
+        text_file=settings.text or TEXT_FILE,
+        context=context,
+        prompt=parts.prompt,
+        length=parts.length,
+        window=streams.window,
+        streams=len(parts.pairs),
+        rows=tuple(rows),
+    )
+
+
+def cut_streams(llm: LLM, text: str, settings: StreamSettings, prompt: int | None) -> Streams:
+    """Streams spread evenly over `text`, none overlapping; each starts as the tokenizer starts a text.
+
+    `prompt` is how many tokens are read before the first is scored, None for as many as a window has. UsageError where
+    the text has not one stream.
+    """
+    if llm.model.codec is None:
+        raise UsageError(f"{llm.config.model} has no tokenizer", "needed one to score text")
+    before = settings.window if prompt is None else prompt
+    length = settings.rounded(before)
+    ids = llm.model.codec.encode(text)
+    head = ids[:1] if ids[:1] == [llm.model.spec.bos_token_id] else []
+    body, inside = ids[len(head) :], length - len(head)
+    starts = range(0, len(body) - inside + 1, inside)
+    if not starts:
+        raise UsageError(
+            f"the text has {len(body)} tokens",
+            f"needed {inside} for a stream",
+            "give a longer --text, or lower --stream",
+        )
+    chosen = [head + body[at : at + inside] for at in spread(starts, settings.streams)]
+    return Streams([(ids[:before], ids[before:]) for ids in chosen], before, length)
+
+
+@contextmanager
+def longer_context(folder: Path, tokens: int) -> Iterator[str]:
+    """A folder of links to the model in `folder`, whose config.json claims a context of `tokens`.
+
+    That is how absolute positions can be followed past the context: rotary angles need no table that could end.
+    """
+    with tempfile.TemporaryDirectory(prefix="h2o_flexgen-") as place:
+        for file in folder.iterdir():
+            if file.name != "config.json" and file.is_file():
+                (Path(place) / file.name).symlink_to(file.resolve())
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8-sig"))
+        (Path(place) / "config.json").write_text(json.dumps(config | {CONTEXT_KEY: tokens}), encoding="utf-8")
+        yield place
+
+
+def _check(model: Model, positions: Collection[Positions]) -> None:
+    """UsageError where the positions of `model` are not of a kind that goes on."""
+    rotary = model.spec.arch.rotary
+    if rotary is None:
+        raise UsageError(
+            f"--stream with {model.spec.name}, which learned a table of positions",
+            "needed a model with rotary positions, which can roll",
+        )
+    if "absolute" in positions and rotary.scaling != "none":
+        raise UsageError(
+            f"the rotary positions of {model.spec.name} are scaled to its context ({rotary.scaling})",
+            "needed unscaled ones to follow absolute positions past the context",
+            "--positions rolling",
+        )
+
+
+def _measure(llm: LLM, positions: Positions, eviction: EvictionConfig, parts: Streams, window: int) -> StreamRow:
+    started = time.perf_counter()
+    scores = llm.score(parts.pairs)
+    if llm.last_record is None:
+        raise RuntimeError("a run of at least one stream left no record")
+    total = [0.0] * ((parts.length - parts.prompt) // window)
+    for score in scores:
+        if len(score.token_logprobs) != parts.length - parts.prompt:
+            raise H2OFlexGenError("the model produced logits that are not finite", "no perplexity can be given")
+        for at, logprob in enumerate(score.token_logprobs):
+            total[at // window] -= logprob
+    return StreamRow(
+        policy=eviction.name,
+        positions=positions,
+        eviction=llm.last_record.eviction,
+        nll=tuple(value / (window * len(scores)) for value in total),
+        kv_bytes=llm.last_record.kv_bytes,
+        seconds=time.perf_counter() - started,
+    )
