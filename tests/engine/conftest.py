@@ -1,12 +1,17 @@
-"""Tiny checkpoints, made once per session."""
+"""Tiny checkpoints, made once per session, and what caches keep while the engine runs."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.engine import block
+from tests.engine.compare import History
 from tests.tiny import make_model, save
 
 Checkpoint = tuple[PreTrainedModel, str]
@@ -24,3 +29,28 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
         return made[name]
 
     return make
+
+
+@pytest.fixture
+def history(monkeypatch: pytest.MonkeyPatch) -> History:
+    """(layer, row id) -> kept positions per head, after the prompt and after every decode step."""
+    record: History = defaultdict(list)
+
+    class Recorded(KVCache):
+        def __init__(self, *args, row_ids, layer, **kwargs) -> None:
+            super().__init__(*args, row_ids=row_ids, layer=layer, **kwargs)
+            self._names = [(layer, row_id) for row_id in row_ids]
+
+        def attend(self, *args, **kwargs) -> Tensor:
+            if not record[self._names[0]] or self._last is None:
+                self._note()  # what the prompt left, of all rows
+            out = super().attend(*args, **kwargs)
+            self._note()
+            return out
+
+        def _note(self) -> None:
+            for row, name in enumerate(self._names):
+                record[name].append([set(self.kept(row, head)) for head in range(self.shape.kv_heads)])
+
+    monkeypatch.setattr(block, "KVCache", Recorded)
+    return record

@@ -8,52 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine import block
 from h2o_flexgen.engine.llm import LLM
-from tests.oracles.model import oracle_generate
+from tests.engine.compare import History, assert_engine_equals_oracle
 from tests.policy_matrix import EVICTING, POLICIES, PolicyRow
 from tests.tiny import FAMILIES, prompts_of
 
 LENGTHS = [23, 40, 12, 40, 31]
 NEW = 16
 CLOSER = ("opt", "opt-350m", "llama-gqa", "mistral", "gemma3", "gpt-neox")
-History = dict[tuple[int, int], list[list[set[int]]]]
-
-
-@pytest.fixture
-def history(monkeypatch: pytest.MonkeyPatch) -> History:
-    """(layer, row id) -> kept positions per head, after the prompt and after every decode step."""
-    record: History = defaultdict(list)
-
-    class Recorded(KVCache):
-        def __init__(self, *args, row_ids, layer, **kwargs) -> None:
-            super().__init__(*args, row_ids=row_ids, layer=layer, **kwargs)
-            self._names = [(layer, row_id) for row_id in row_ids]
-
-        def attend(self, *args, **kwargs) -> Tensor:
-            if not record[self._names[0]] or self._last is None:
-                self._note()  # what the prompt left, of all rows
-            out = super().attend(*args, **kwargs)
-            self._note()
-            return out
-
-        def _note(self) -> None:
-            for row, name in enumerate(self._names):
-                record[name].append([set(self.kept(row, head)) for head in range(self.shape.kv_heads)])
-
-    monkeypatch.setattr(block, "KVCache", Recorded)
-    return record
-
-
-def _assert_equal(run, output, history: History, row_id: int, layers: int) -> None:
-    assert run.closest > 1e-6, "this seed hangs a decision on a rounding error: choose another"
-    assert output.token_ids == run.tokens
-    assert output.logprobs == pytest.approx(run.logprobs, abs=1e-3)
-    for layer in range(layers):
-        expected = [step[layer] for step in run.kept]
-        assert history[layer, row_id][: len(expected)] == expected, f"row {row_id}, layer {layer}"
 
 
 CASES = [(row, name) for row in POLICIES for name in (FAMILIES if row.name == "h2o" else CLOSER)]
@@ -64,20 +27,7 @@ def test_engine_equals_the_oracle_alone_and_in_ragged_batches(
     policy: PolicyRow, name: str, checkpoint, history: History
 ) -> None:
     """H2O for every family, the other policies for one family of each kind of attention."""
-    model, folder = checkpoint(name)
-    prompts = prompts_of(LENGTHS)
-    runs = [
-        oracle_generate(model, prompt, NEW, policy.oracle, policy.eviction(), row_id=i)
-        for i, prompt in enumerate(prompts)
-    ]
-    settings = {"max_new_tokens": NEW, "ignore_eos": True, "logprobs": 0}
-    seed = policy.eviction().seed
-    with LLM(folder, dtype="float32", eviction=policy.eviction(), policy={"gpu_batch_size": 3}, seed=seed) as llm:
-        for i, (run, output) in enumerate(zip(runs, llm.generate(prompts, **settings), strict=True)):
-            _assert_equal(run, output, history, i, model.config.num_hidden_layers)
-        history.clear()
-        output = llm.generate(prompts[:1], **settings)[0]
-        _assert_equal(runs[0], output, history, 0, model.config.num_hidden_layers)
+    assert_engine_equals_oracle(checkpoint(name), policy, prompts_of(LENGTHS), NEW, history)
 
 
 @pytest.mark.parametrize("policy", EVICTING, ids=lambda row: row.name)

@@ -132,20 +132,23 @@ def _greedy(
 
 
 class Rotations:
-    """Inside it, the model leaves queries and keys as they are; `turn` does what it would have done."""
+    """Inside it, the model leaves queries and keys as they are; `turn` does what it would have done.
+
+    context: the longest sequence; trained: tokens up to which angles do not depend on the length, where they do beyond.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._module = next(part for name, part in model.named_modules() if name.endswith("rotary_emb"))
         types = getattr(model.config, "layer_types", None)
         self._types = types if isinstance(self._module.rope_type, dict) else [None] * model.config.num_hidden_layers
         self._tables: dict[str | None, list[list[list[float]]]] = {}
-        self.context = model.config.max_position_embeddings
-        self.trained = self.context
         rope = rope_of(model)
-        if rope.get("rope_type") == "longrope":
+        kind, factor = rope.get("rope_type"), rope.get("factor", 1.0)
+        self.context = self.trained = model.config.max_position_embeddings
+        if kind == "longrope":
             self.trained = rope["original_max_position_embeddings"]
-        elif rope.get("rope_type") == "dynamic":
-            self.context = int(self.context * rope["factor"])
+        elif kind in ("linear", "dynamic"):  # their configs give the context before it is stretched
+            self.context = int(self.context * factor)
 
     def prepare(self, length: int) -> None:
         """From now on, angles are those of a sequence of `length` tokens."""
