@@ -51,13 +51,23 @@ class Curve:
         share = math.log(x / x0) / math.log(x1 / x0)
         return y0 * (y1 / y0) ** share
 
+    def time_at(self, x: float) -> float:
+        """y at `x` where y is a time and x an amount of work: beyond the last point the rate stays what it was there,
+        and below the first the time does, because starting takes it."""
+        return self.at(x) * max(1.0, x / self.points[-1][0])
+
     def to_json(self) -> list[list[float]]:
         return [list(point) for point in self.points]
 
 
 @dataclass(frozen=True)
 class LinkRate:
-    """A link in one direction: a transfer takes `latency_s` + bytes / `bytes_per_s`."""
+    """A link in one direction, while nothing else runs: a transfer takes `latency_s` + bytes / `bytes_per_s`.
+
+    Measured as the engine moves things: through the copy engine, unit-sized transfers queued one behind the other, so
+    that all its threads of the link are at work; to and from host buffers as the engine allocates them. Disk reads are
+    cold, of packed units, without a checksum; disk writes go to a preallocated region, with its checksum.
+    """
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -81,19 +91,29 @@ class GemmShape:
     seconds: Curve
 
 
+UNIT_KINDS = ("embed", "attn", "mlp", "head")
+
+
 @dataclass(frozen=True)
 class ComputeRates:
-    """One compute device in one dtype.
+    """One compute device in one dtype, while no link is busy.
 
     gemm_flops          FLOP/s over the number of rows, weights large and not in any cache: for shapes not in `shapes`
-    memory_bytes_per_s  of streaming reads
-    shapes              products at the shapes of a model, where they were measured
-    decode_attention    seconds of one call (all rows and heads of a GPU batch in one layer) over the bytes of K and V
-                        it reads; `scored`: with the probability rows and the eviction that follows
-    prefill_attention   FLOP/s over the length of the prompt, causality not deducted; `scored`: with column sums
-    elementwise_bytes_per_s  of norms, residuals, rotations and copies: bytes read and written
-    tick_s              fixed cost of one tick: its tasks issued, its kernels started
-    sample_s            of choosing one row's token, beside the output head's product
+    memory_bytes_per_s  of streaming reads: no product is faster than its weight can be read
+    shapes              products at the shapes of a model (`config.products`), where they were measured
+    decode_attention    seconds of one `KVCache.attend` (all rows and heads of a GPU batch in one layer), its fixed cost
+                        included, over the bytes of K and V it reads: on a CPU all slots of the buffer, on a GPU those
+                        in use. `scored`: by a policy that evicts by score, so with probability rows, their sum, and
+                        the choice of what goes
+    prefill_attention   FLOP/s of one kernel call over its keys per query (the length of the prompt, past included),
+                        4 x heads x head_dim x queries x keys FLOPs whatever is masked. `scored`: with column sums, and
+                        with ranking the prompt's tokens by them
+    elementwise_bytes_per_s  of norms, activations, residuals, rotations and copies: bytes read and written together, on
+                        tensors of a chunk of a prompt
+    tick_s              fixed cost of one tick by kind of unit (`UNIT_KINDS`): its tasks issued, its kernels started;
+                        measured as a decode tick of a unit so narrow that its bytes are nothing, less its products and
+                        its attention, which have fixed costs of their own
+    sample_s            of choosing one row's token, greedily, beside the output head's product
     """
 
     gemm_flops: Curve
@@ -101,26 +121,32 @@ class ComputeRates:
     decode_attention: Mapping[str, Curve]
     prefill_attention: Mapping[str, Curve]
     elementwise_bytes_per_s: float
-    tick_s: float
+    tick_s: Mapping[str, float]
     sample_s: float
     shapes: tuple[GemmShape, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes_per_s", "elementwise_bytes_per_s"):
             _positive(getattr(self, name), name)
-        for name in ("decode_attention", "prefill_attention"):
-            if set(getattr(self, name)) != {"plain", "scored"}:
-                raise UsageError(f"{name} has {sorted(getattr(self, name))}", "needed plain and scored")
+        for name, keys in (
+            ("decode_attention", ("plain", "scored")),
+            ("prefill_attention", ("plain", "scored")),
+            ("tick_s", UNIT_KINDS),
+        ):
+            if set(getattr(self, name)) != set(keys):
+                raise UsageError(f"{name} has {sorted(getattr(self, name))}", f"needed {', '.join(keys)}")
+        for name, value in [*(("tick_s", value) for value in self.tick_s.values()), ("sample_s", self.sample_s)]:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise UsageError(f"{name} is {value!r}", "needed seconds, at least 0")
 
-    def gemm_seconds(self, rows: float, out_features: int, in_features: int) -> float:
-        """Of x (rows, in) times (out, in): as measured at this shape, else by the general rate and no faster than the
-        weight can be read."""
+    def gemm_seconds(self, rows: float, out_features: int, in_features: int, itemsize: int) -> float:
+        """Of x (rows, in) times (out, in) in numbers of `itemsize` bytes: as measured at this shape, else by the
+        general rate, and no faster than the weight can be read."""
         for shape in self.shapes:
             if (shape.out_features, shape.in_features) == (out_features, in_features):
-                last = shape.seconds.points[-1]
-                # Beyond the last point the rate stays what it was there.
-                return shape.seconds.at(rows) * max(1.0, rows / last[0])
-        return 2 * rows * out_features * in_features / self.gemm_flops.at(rows)
+                return shape.seconds.time_at(rows)
+        reading = out_features * in_features * itemsize / self.memory_bytes_per_s
+        return max(reading, 2 * rows * out_features * in_features / self.gemm_flops.at(rows))
 
 
 @dataclass(frozen=True)
@@ -131,6 +157,8 @@ class HardwareProfile:
     links      by name: "disk->cpu", "cpu->disk", and with a GPU "cpu->gpu", "gpu->cpu"; a transfer from disk to the GPU
                crosses both
     compute    by device: "cpu", "gpu"
+    slowdown   slowdown[a][b], at least 1: how many times as long `a` takes while `b` is busy all the time, both either
+               "compute" or the name of a link. Pairs left out do not disturb each other; factors of several b multiply
     sources    where each figure comes from: "measured", or a data sheet
     memory     bytes per tier that the machine has, where known
     """
@@ -140,9 +168,23 @@ class HardwareProfile:
     dtype: str
     links: Mapping[str, LinkRate]
     compute: Mapping[str, ComputeRates]
+    slowdown: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     memory: Mapping[str, int] = field(default_factory=dict)
     host: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = {"compute", *self.links}
+        for slowed, factors in self.slowdown.items():
+            for beside, factor in factors.items():
+                if unknown := {slowed, beside} - known:
+                    raise UsageError(
+                        f"slowdown names {', '.join(sorted(unknown))}", f"needed names among {', '.join(sorted(known))}"
+                    )
+                if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < math.inf:
+                    raise UsageError(
+                        f"the slowdown of {slowed} by {beside} is {factor!r}", "needed a number, at least 1"
+                    )
 
     def link(self, name: str) -> LinkRate:
         """The rate of link `name`; UsageError where the profile does not have it."""

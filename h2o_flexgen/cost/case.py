@@ -1,0 +1,122 @@
+"""What is to be priced, and the sizes that all prices share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from h2o_flexgen.config.hardware import HardwareProfile
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.config.tensors import dtype_bytes
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.schedule.tasks import ScheduleShape
+
+
+@dataclass(frozen=True)
+class Case:
+    """One block of a workload whose sequences all have its lengths, under one plan, on one machine.
+
+    compute_tier: "cpu" or "gpu". rows: the sequences of each GPU batch; left out, those of the workload's first block.
+    """
+
+    spec: ModelSpec
+    workload: Workload
+    policy: OffloadPolicy
+    eviction: EvictionConfig
+    placement: Placement
+    profile: HardwareProfile
+    dtype: str
+    compute_tier: str
+    rows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            object.__setattr__(self, "rows", block_rows(self.workload.num_sequences, self.policy)[0])
+
+    @property
+    def sequences(self) -> int:
+        """Of the block."""
+        return sum(self.rows)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the schedule; the first computes the prompts and the first new token."""
+        return self.workload.gen_len
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes per number."""
+        return dtype_bytes(self.dtype)
+
+    @property
+    def query_width(self) -> int:
+        """Numbers of one token's queries in one layer."""
+        return self.spec.num_heads * self.spec.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers of one token's keys in one layer; as many of its values."""
+        return self.spec.num_kv_heads * self.spec.head_dim
+
+    @cached_property
+    def budgets(self) -> tuple[Budget, ...]:
+        """Of a row's cache, layer by layer."""
+        budget = self.eviction.resolve(self.workload.prompt_len, self.workload.gen_len)
+        return tuple(budget.within(self.spec.arch.window_of(layer)) for layer in range(self.spec.num_layers))
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """Of a row's cache, layer by layer: the budget, and one for the newest token where something is evicted."""
+        return tuple(budget.total + (not budget.full) for budget in self.budgets)
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """The first layer of each kind: those whose caches have a budget of their own."""
+        return tuple({budget: layer for layer, budget in reversed(list(enumerate(self.budgets)))}.values())
+
+    def held(self, layer: int, step: int) -> int:
+        """Slots of a row's cache in `layer` that are in use in a decode step, the new token's included."""
+        budget = self.budgets[layer]
+        return min(min(self.workload.prompt_len, budget.total) + step, self.slots[layer])
+
+    def attention_device(self, layer: int, batch: int) -> str:
+        """Where the attention over a cache is computed in decode steps."""
+        on_cpu = self.policy.cpu_cache_compute and self.placement.cache[layer, batch] == "cpu"
+        return "cpu" if on_cpu else self.compute_tier
+
+    @cached_property
+    def shape(self) -> ScheduleShape:
+        """The shape of the schedule that the engine would run."""
+        batches = range(len(self.rows))
+        places = ((layer, batch) for layer in range(self.spec.num_layers) for batch in batches)
+        homes = self.placement
+        # One batch alone is never parked: its hidden states are wanted again by the very next unit.
+        parked = batches if len(batches) > 1 else ()
+        return ScheduleShape(
+            units=self.spec.units,
+            num_steps=self.steps,
+            num_batches=len(batches),
+            streamed=frozenset(key for key, tier in homes.weights.items() if tier != self.compute_tier),
+            cache_moves=frozenset(
+                p for p in places if homes.cache[p] not in (self.attention_device(*p), self.compute_tier)
+            ),
+            hidden_moves=frozenset(batch for batch in parked if homes.hidden[batch] != self.compute_tier),
+            lookahead=self.policy.lookahead,
+        )
+
+    def with_rows(self, rows: tuple[int, ...]) -> Self:
+        """The same plan for a block of other GPU batches, no more of them than the policy has."""
+        return replace(self, rows=rows)
+
+
+def block_rows(sequences: int, policy: OffloadPolicy) -> list[tuple[int, ...]]:
+    """How a call of so many sequences is divided: for each block, the rows of its GPU batches."""
+
+    def parts(whole: int, size: int) -> tuple[int, ...]:
+        return (*[size] * (whole // size), *([whole % size] if whole % size else []))
+
+    return [parts(block, policy.gpu_batch_size) for block in parts(sequences, policy.block_size)]

@@ -1,0 +1,246 @@
+"""Seconds of computing one unit for one GPU batch, in named parts, as engine and kernels really go about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from h2o_flexgen.config.hardware import ComputeRates
+from h2o_flexgen.config.model import UnitSpec
+from h2o_flexgen.config.products import products
+from h2o_flexgen.cost.case import Case
+from h2o_flexgen.cost.moves import Moves
+from h2o_flexgen.schedule.footprint import REWRITE_EVERY
+from h2o_flexgen.schedule.tasks import Task, TaskKind
+
+Parts = dict[str, float]
+"""Seconds by what they are spent on; what takes none may be left out."""
+
+_LOGITS = 1 << 20  # attention logits that the CPU's prompt kernel has alive at once
+_MIN_QUERIES = 16  # of one chunk there
+
+
+class Segment(NamedTuple):
+    """Prompts, or parts of long ones, that go through attention together: `rows` times `length` tokens after `past`."""
+
+    rows: int
+    length: int
+    past: int
+
+
+def prompt_segments(rows: int, prompt_len: int, chunk: int) -> Counter[Segment]:
+    """How the engine cuts `rows` prompts that share nothing, and how many segments of each kind there are.
+
+    Whole prompts, as many as a chunk holds; longer ones alone, in parts. Each segment is a chunk of its own.
+    """
+    if prompt_len > chunk:
+        starts = range(0, prompt_len, chunk)
+        return Counter({Segment(1, min(chunk, prompt_len - start), start): rows for start in starts})
+    fitting = chunk // prompt_len
+    segments = Counter({Segment(fitting, prompt_len, 0): rows // fitting, Segment(rows % fitting, prompt_len, 0): 1})
+    return Counter({segment: count for segment, count in segments.items() if segment.rows and count})
+
+
+class Compute:
+    """The compute ticks of one case.
+
+    "products" are GEMMs; "attention" includes the cache's own work; "elementwise" are norms, activations, residuals,
+    rotations and copies; "moving state" is what the computing thread does for caches and hidden states that move;
+    "overhead" is the fixed cost of a tick; "sampling" chooses tokens.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self._case, self._moves = case, Moves(case)
+        self._rates: ComputeRates = case.profile.rates(case.compute_tier)
+        self._cpu = case.compute_tier == "cpu"
+        self._known: dict[tuple[object, ...], Parts] = {}
+        first = {budget: layer for layer, budget in reversed(list(enumerate(case.budgets)))}
+        windows = case.spec.arch.window_of
+        self._alike = [(first[budget], windows(layer)) for layer, budget in enumerate(case.budgets)]
+
+    def parts(self, task: Task) -> Parts:
+        """Of one compute task."""
+        unit, rows = self._case.spec.units[task.unit], self._case.rows[task.batch]
+        key = (unit.kind, rows, task.step, *self._distinctions(unit, task.batch))
+        if key not in self._known:
+            make = {"embed": self._embed, "attn": self._attn, "mlp": self._mlp, "head": self._head}[unit.kind]
+            parts = make(unit, task.step, rows, task.batch)
+            parts["moving state"] = parts.get("moving state", 0.0) + self._arrival(unit, task)
+            parts["overhead"] = self._rates.tick_s[unit.kind]
+            self._known[key] = parts
+        return self._known[key]
+
+    def seconds(self, task: Task) -> float:
+        """The sum of `parts`."""
+        return sum(self.parts(task).values())
+
+    def issue_seconds(self, task: Task) -> float:
+        """What the computing thread does before a store's transfer can start: copying what is to be stored aside."""
+        case = self._case
+        if task.kind is TaskKind.STORE_HIDDEN:
+            return self._elementwise(2 * self._moves.state_bytes(task))
+        if task.kind is TaskKind.STORE_CACHE and task.step % REWRITE_EVERY:
+            return self._elementwise(2 * case.rows[task.batch] * case.kv_width * (2 * case.itemsize + 8))
+        return 0.0
+
+    def _distinctions(self, unit: UnitSpec, batch: int) -> tuple[object, ...]:
+        """In what units of a kind may differ: the last layer, budgets and windows, where caches and hidden live."""
+        if unit.layer is None:
+            return (unit.index, batch in self._case.shape.hidden_moves)
+        last, place = unit.layer == self._case.spec.num_layers - 1, (unit.layer, batch)
+        attends = (self._case.attention_device(*place), place in self._case.shape.cache_moves)
+        return (last, self._alike[unit.layer], attends, batch in self._case.shape.hidden_moves)
+
+    # ---- units
+
+    def _embed(self, unit: UnitSpec, step: int, rows: int, batch: int) -> Parts:
+        spec, tokens = self._case.spec, self._tokens(step, rows)
+        # Only the rows of the table that are asked for are read.
+        numbers = 2 * spec.embed_dim + (4 * spec.hidden_size if spec.arch.positions == "learned" else 0)
+        numbers += 3 * spec.hidden_size if spec.arch.parallel else 0
+        numbers += 2 * spec.embed_dim if spec.arch.embed_scale != 1.0 else 0
+        return {"products": self._products("embed", tokens), "elementwise": self._numbers(tokens * numbers)}
+
+    def _attn(self, unit: UnitSpec, step: int, rows: int, batch: int) -> Parts:
+        case, layer = self._case, unit.layer or 0
+        spec, tokens = case.spec, self._tokens(step, rows)
+        query, kv = case.query_width, case.kv_width
+        elementwise = self._half(tokens, attn=True)
+        if spec.arch.qk_norm:
+            elementwise += self._norm(tokens, query + kv)
+        if spec.arch.rotary_of(layer) is not None:
+            turned = query if step > 0 and case.eviction.rolling_positions else query + kv
+            elementwise += self._numbers(5 * tokens * turned)
+        if step > 0:
+            attend = self._decode(layer, step, rows, batch)
+        else:
+            attend = self._prompt(layer, rows, batch)
+        attend["elementwise"] = attend.get("elementwise", 0.0) + elementwise
+        return {**attend, "products": sum(self._products("attn", t) for t in self._chunks(step, rows, packed=True))}
+
+    def _mlp(self, unit: UnitSpec, step: int, rows: int, batch: int) -> Parts:
+        spec = self._case.spec
+        if unit.layer == spec.num_layers - 1:
+            step = 1  # nothing but the prompts' last tokens has come this far
+        tokens = self._tokens(step, rows)
+        activation = self._numbers(tokens * spec.ffn_size * (5 if spec.arch.gated_mlp else 2))
+        return {
+            "products": sum(self._products("mlp", t) for t in self._chunks(step, rows, packed=False)),
+            "elementwise": self._half(tokens, attn=False) + activation,
+        }
+
+    def _head(self, unit: UnitSpec, step: int, rows: int, batch: int) -> Parts:
+        spec = self._case.spec
+        logits = rows * spec.vocab_size * (self._case.itemsize + 4 + 4)  # to float32, and looked through
+        norm = self._norm(rows, spec.hidden_size) if spec.arch.final_norm else 0.0
+        return {
+            "products": self._products("head", rows),
+            "elementwise": norm + self._elementwise(logits),
+            "sampling": rows * self._rates.sample_s,
+        }
+
+    # ---- attention
+
+    def _prompt(self, layer: int, rows: int, batch: int) -> Parts:
+        case = self._case
+        rates, scored = self._rates.prefill_attention, self._ranks(layer)
+        curve = rates["scored" if scored and case.eviction.name != "random" else "plain"]
+        seconds, numbers = 0.0, 0
+        for segment, count in prompt_segments(rows, case.workload.prompt_len, case.policy.prefill_chunk).items():
+            keys = self._keys(layer, segment)
+            flops = 4 * segment.rows * segment.length * keys * case.query_width
+            seconds += count * flops / curve.at(keys)
+            # The output is copied into place; earlier parts of a long prompt are put together, with their own.
+            copied = 2 * segment.rows * segment.length * case.query_width + 4 * segment.past * case.kv_width
+            numbers += count * copied
+        kept = min(case.workload.prompt_len, case.budgets[layer].total)
+        numbers += 4 * rows * kept * case.kv_width
+        parts = {"attention": seconds, "elementwise": self._numbers(numbers)}
+        if case.attention_device(layer, batch) != case.compute_tier:
+            nbytes = 2 * rows * case.workload.prompt_len * case.kv_width * case.itemsize
+            parts["moving state"] = case.profile.link(f"{case.compute_tier}->cpu").seconds(nbytes)
+        return parts
+
+    def _keys(self, layer: int, segment: Segment) -> int:
+        """Keys per query that the kernel multiplies: all, or with a window what a chunk of queries sees together."""
+        total, window = segment.past + segment.length, self._case.spec.arch.window_of(layer)
+        if window is None:
+            return total
+        queries = min(segment.length, max(_MIN_QUERIES, _LOGITS // (self._case.spec.num_heads * total)))
+        return min(total, window + queries)
+
+    def _decode(self, layer: int, step: int, rows: int, batch: int) -> Parts:
+        case, device = self._case, self._case.attention_device(layer, batch)
+        rates = case.profile.rates(device)
+        # A CPU is handed the whole buffer: a prefix of every row's slots would have to be copied first.
+        width = case.slots[layer] if device == "cpu" else case.held(layer, step)
+        nbytes = 2 * rows * width * case.kv_width * case.itemsize
+        parts = {"attention": rates.decode_attention["scored" if self._ranks(layer) else "plain"].time_at(nbytes)}
+        if case.eviction.rolling_positions:
+            # Keys are turned (five passes) by angles that are looked up, cosines and sines of half a head each (two).
+            parts["elementwise"] = 7 * nbytes / 2 / rates.elementwise_bytes_per_s
+        if device != case.compute_tier:
+            there, back = (
+                case.profile.link(f"{a}->{b}") for a, b in ((case.compute_tier, "cpu"), ("cpu", case.compute_tier))
+            )
+            query = rows * case.query_width * case.itemsize
+            new = rows * case.kv_width * case.itemsize
+            parts["moving state"] = there.seconds(query) + 2 * there.seconds(new) + back.seconds(query)
+        return parts
+
+    def _ranks(self, layer: int) -> bool:
+        """Whether the caches of `layer` choose by score; else tokens go in the order in which they came."""
+        budget = self._case.budgets[layer]
+        return bool(budget.heavy) and not budget.full
+
+    def _arrival(self, unit: UnitSpec, task: Task) -> float:
+        """What the computing thread does with state that has just arrived."""
+        case, seconds = self._case, 0.0
+        if unit.kind != "embed" and task.batch in case.shape.hidden_moves:
+            load = Task(TaskKind.LOAD_HIDDEN, task.step, task.unit, task.batch)
+            seconds += self._elementwise(2 * self._moves.state_bytes(load))
+        if unit.kind == "attn" and task.step > 0 and (unit.layer, task.batch) in case.shape.cache_moves:
+            waiting = (task.step - 1) % REWRITE_EVERY
+            numbers = 2 * case.rows[task.batch] * case.kv_width
+            seconds += self._elementwise(waiting * numbers * (2 * case.itemsize + 8))
+        return seconds
+
+    # ---- what units share
+
+    def _tokens(self, step: int, rows: int) -> int:
+        return rows if step > 0 else rows * self._case.workload.prompt_len
+
+    def _chunks(self, step: int, rows: int, *, packed: bool) -> list[int]:
+        """Tokens that go through a unit at once; `packed`: cut between segments, else wherever a chunk is full."""
+        chunk, tokens = self._case.policy.prefill_chunk, self._tokens(step, rows)
+        if step > 0 or not packed:
+            return [min(chunk, tokens - start) for start in range(0, tokens, chunk)]
+        segments = prompt_segments(rows, self._case.workload.prompt_len, chunk)
+        return [segment.rows * segment.length for segment in segments.elements()]
+
+    def _products(self, kind: str, rows: int) -> float:
+        size = self._case.itemsize
+        return sum(self._rates.gemm_seconds(rows, *product, size) for product in products(self._case.spec, kind))
+
+    def _half(self, tokens: int, *, attn: bool) -> float:
+        """The norms and the residual addition of one half of a layer."""
+        arch, width = self._case.spec.arch, self._case.spec.hidden_size
+        norms = 2 if arch.post_norms else 1
+        passes = 3 if arch.pre_norm else 5
+        if arch.parallel:
+            passes = 2 if attn else 6
+        return norms * self._norm(tokens, width) + self._numbers(passes * tokens * width)
+
+    def _norm(self, tokens: int, width: int) -> float:
+        """LayerNorm is one pass in and one out. On a CPU RMSNorm goes by float32 copies, see `decoder.rms_norm`."""
+        size = self._case.itemsize
+        per_number = 2 * size
+        if self._case.spec.arch.norm == "rmsnorm" and self._cpu:
+            per_number = 20 if size == 4 else 20 + 4 * size
+        return self._elementwise(tokens * width * per_number)
+
+    def _numbers(self, count: int) -> float:
+        return self._elementwise(count * self._case.itemsize)
+
+    def _elementwise(self, nbytes: float) -> float:
+        return nbytes / self._rates.elementwise_bytes_per_s

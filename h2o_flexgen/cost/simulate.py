@@ -1,0 +1,177 @@
+"""How long a plan takes: its real schedule on the clock of a hardware profile.
+
+The prompt's pass is simulated, and decode steps until they repeat; the others take as long as those. A step differs
+from the one before it only by what grows (attention on a GPU reads the slots in use) and by caches on another tier,
+which are written home every REWRITE_EVERY steps and collect new tokens in between: see `_Sample`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import takewhile
+from typing import NamedTuple
+
+from h2o_flexgen.config.rates import Rates
+from h2o_flexgen.cost.resources import Span
+from h2o_flexgen.cost.terms import CostModel
+from h2o_flexgen.cost.walk import Walk
+from h2o_flexgen.schedule.footprint import REWRITE_EVERY
+from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind, Tick
+from h2o_flexgen.schedule.timeline import Row, Timeline
+from h2o_flexgen.schedule.zigzag import zigzag
+
+
+class Bound(NamedTuple):
+    """The resource that was busy longest, for how long, and the phase in which most time went."""
+
+    phase: str
+    resource: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Simulation(Rates):
+    """One block, simulated. Seconds and bytes are of all its steps, those included that were extrapolated.
+
+    steps: which steps were simulated; `timeline` shows them one after the other. busy: by resource, "compute" or link.
+    """
+
+    sequences: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_s: float
+    decode_s: float
+    busy: Mapping[str, float]
+    bytes_moved: Mapping[str, int]
+    bound: Bound
+    steps: tuple[int, ...]
+    spans: tuple[Span, ...] = field(repr=False)
+    model: CostModel = field(repr=False)
+
+    @property
+    def total_s(self) -> float:
+        """Prefill and decode."""
+        return self.prefill_s + self.decode_s
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """What was busy when: rows as a trace of the engine has them."""
+        return Timeline(tuple(Row(self._label(task), start, end, where) for task, start, end, where in self.spans))
+
+    def _label(self, task: Task) -> str:
+        unit = self.model.spec.units[task.unit]
+        if task.kind is TaskKind.COMPUTE:
+            return f"{unit.name} step {task.step} batch {task.batch}"
+        if task.kind is TaskKind.LOAD_WEIGHTS:
+            return f"{task.kind} {unit.weights} step {task.step}"
+        return f"{task.kind} {unit.name} step {task.step} batch {task.batch}"
+
+
+def simulate(model: CostModel, steps: int | None = None) -> Simulation:
+    """The block of `model`, from few of its steps.
+
+    steps: simulate so many of its first and let the last of them stand for all later; None: see `_sample`.
+    """
+    sample = _sample(model) if steps is None else _first_steps(model, steps)
+    walk = Walk(model, sample.steps)
+    walk.run(_ticks(model.shape, len(sample.steps)))
+    weights = sample.weights(model.steps)
+    decode, busy = 0.0, Counter[str]()
+    since, used = 0.0, Counter[str]()
+    for step, end, total in zip(sample.steps, walk.ends, walk.busy, strict=True):
+        decode += weights[step] * (end - since) if step else 0.0
+        for resource, seconds in total.items():
+            busy[resource] += weights[step] * (seconds - used[resource])  # type: ignore[assignment]
+        since, used = end, total
+    prefill = walk.ends[0]
+    resource = max(busy, key=lambda name: busy[name])
+    return Simulation(
+        sequences=model.sequences,
+        prompt_tokens=model.sequences * model.workload.prompt_len,
+        generated_tokens=model.sequences * model.workload.gen_len,
+        prefill_s=prefill,
+        decode_s=decode,
+        busy=dict(busy),
+        bytes_moved=dict(model.moves.bytes_moved()),
+        bound=Bound("prefill" if prefill >= decode else "decode", resource, busy[resource]),
+        steps=sample.steps,
+        spans=tuple(walk.clock.spans),
+        model=model,
+    )
+
+
+def _first_steps(model: CostModel, steps: int) -> _Sample:
+    last = min(max(steps, 2), model.steps) - 1
+    return _Sample(tuple(range(1, last)), (last,) if last else ())
+
+
+class _Sample(NamedTuple):
+    """The steps that are simulated, the first decode steps of them `opening`, and how the others follow from them.
+
+    typical: decode steps without a rewrite; between them steps are interpolated. rewrite: a step in which caches are
+    written home, to be followed by one that finds those writes under way; None where there is none.
+    """
+
+    opening: tuple[int, ...]
+    typical: tuple[int, ...]
+    rewrite: int | None = None
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        rewrites = () if self.rewrite is None else (self.rewrite, self.rewrite + 1)
+        return tuple(sorted({0, *self.opening, *self.typical, *rewrites}))
+
+    def weights(self, steps: int) -> dict[int, float]:
+        """How many of all `steps` each simulated one stands for."""
+        weights = dict.fromkeys(self.steps, 0.0)
+        for step in (0, *self.opening):
+            weights[step] += 1
+        first = len(self.opening) + 1
+        if len(self.typical) == 1:
+            weights[self.typical[0]] += steps - first
+        else:
+            for step in range(first, steps):
+                self._add(weights, step, 1.0)
+        if self.rewrite is not None:
+            rewrites = len(range(REWRITE_EVERY, steps - 1, REWRITE_EVERY))
+            for step in (self.rewrite, self.rewrite + 1):
+                weights[step] += rewrites
+                self._add(weights, step, -rewrites)
+        return weights
+
+    def _add(self, weights: dict[int, float], step: int, times: float) -> None:
+        """`times` the interpolation at `step`."""
+        points = self.typical
+        at = bisect_left(points, step)
+        if at in (0, len(points)):
+            weights[points[min(at, len(points) - 1)]] += times
+            return
+        low, high = points[at - 1], points[at]
+        weights[high] += times * (step - low) / (high - low)
+        weights[low] += times * (high - step) / (high - low)
+
+
+def _sample(model: CostModel) -> _Sample:
+    """Few steps from which all follow: the first decode step, which may find buffers that were filled while the prompt
+    was computed, and a typical one. With growing attention there are three of these, from early to late; with caches
+    that move they have half as many new tokens to apply as there can be, and a rewrite is simulated, too."""
+    last, moves = model.steps - 1, bool(model.shape.cache_moves)
+    if last <= 3:
+        return _Sample(tuple(range(1, last)), (last,) if last else ())
+    usual = REWRITE_EVERY // 2 if moves else 2
+    typical = {min(usual, last)}
+    if model.compute_tier == "gpu" and any(model.held(layer, 1) < model.held(layer, last) for layer in model.kinds):
+        every = REWRITE_EVERY if moves else 1
+        typical |= {step - (step - usual) % every for step in (last // 2, last) if step > usual}
+    return _Sample((1,), tuple(sorted(typical)), REWRITE_EVERY if moves and last > REWRITE_EVERY else None)
+
+
+@lru_cache(maxsize=32)
+def _ticks(shape: ScheduleShape, steps: int) -> tuple[Tick, ...]:
+    """The ticks of the first `steps` steps; searches ask for few different ones again and again."""
+    ticks = takewhile(lambda tick: tick.compute is None or tick.compute.step < steps, zigzag(shape))
+    return tuple(ticks)

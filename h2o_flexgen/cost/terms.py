@@ -1,0 +1,94 @@
+"""The price of every task of a plan, and the named terms that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from h2o_flexgen.cost.case import Case
+from h2o_flexgen.cost.compute import Compute
+from h2o_flexgen.cost.moves import Moves, Transfer
+from h2o_flexgen.schedule.tasks import Task, TaskKind
+from h2o_flexgen.units import format_bytes, format_seconds
+
+Phase = Literal["prefill", "decode"]
+
+
+class Term(NamedTuple):
+    """What one pass over the model costs one resource, "compute" or a link, by what it is spent on."""
+
+    phase: Phase
+    resource: str
+    name: str
+    unit: Literal["s", "B"]
+    value: float
+
+    def __str__(self) -> str:
+        shown = format_bytes(self.value) if self.unit == "B" else format_seconds(self.value)
+        return f"{self.phase} {self.resource}: {self.name}: {shown}"
+
+
+class CostModel(Case):
+    """Prices every task of one block under one plan, as the engine would run it.
+
+    Peak memory is not here: `schedule.footprint` has it.
+    """
+
+    @cached_property
+    def compute(self) -> Compute:
+        """The prices of compute ticks by what they are spent on."""
+        return Compute(self)
+
+    @cached_property
+    def moves(self) -> Moves:
+        """The bytes of loads and stores."""
+        return Moves(self)
+
+    def compute_seconds(self, task: Task) -> float:
+        """Of one compute tick while no link is busy; includes what the computing thread does for state that arrived."""
+        return self.compute.seconds(task)
+
+    def issue_seconds(self, task: Task) -> float:
+        """What the computing thread does at a store before its transfer starts."""
+        return self.compute.issue_seconds(task)
+
+    def transfers(self, task: Task) -> tuple[Transfer, ...]:
+        """What a load or store moves over which links, one after the other; the engine's bytes."""
+        return self.moves.transfers(task)
+
+    def terms(self) -> tuple[Term, ...]:
+        """Of the prompt's pass, and of a decode step in the middle; bytes of decode are the average of its steps."""
+        middle = max(1, self.steps // 2)
+        phases: list[tuple[Phase, int]] = [("prefill", 0), ("decode", middle)]
+        return tuple(
+            term
+            for phase, step in phases[: 1 if self.steps == 1 else 2]
+            for term in (*self._compute_terms(phase, step), *self._link_terms(phase))
+        )
+
+    def _compute_terms(self, phase: Phase, step: int) -> Iterator[Term]:
+        totals: dict[tuple[str, str], float] = {}
+        for unit in self.spec.units:
+            for batch in range(len(self.rows)):
+                for part, seconds in self.compute.parts(Task(TaskKind.COMPUTE, step, unit.index, batch)).items():
+                    totals[unit.kind, part] = totals.get((unit.kind, part), 0.0) + seconds
+        for (kind, part), seconds in totals.items():
+            if seconds:
+                yield Term(phase, "compute", f"{kind}: {self._described(part, phase, step)}", "s", seconds)
+
+    def _described(self, part: str, phase: str, step: int) -> str:
+        rows = max(self.rows)
+        if part == "attention" and phase == "decode":
+            slots = max(self.held(layer, step) for layer in range(self.spec.num_layers))
+            return f"attention of {rows} rows over {slots} tokens"
+        if part == "products":
+            tokens = rows if phase == "decode" else min(self.policy.prefill_chunk, rows * self.workload.prompt_len)
+            return f"products of {tokens} rows"
+        return part
+
+    def _link_terms(self, phase: Phase) -> Iterator[Term]:
+        steps = range(1) if phase == "prefill" else range(1, self.steps)
+        for (link, what), traffic in self.moves.traffic(steps).items():
+            yield Term(phase, link, what, "B", traffic.nbytes / len(steps))
+            yield Term(phase, link, what, "s", traffic.seconds / len(steps))

@@ -1,0 +1,182 @@
+"""Walks the ticks of a schedule as the executor does, on a clock instead of a machine.
+
+What `engine.executor`, `engine.weights`, `engine.stores` and `engine.homes` wait for is waited for here, in the same
+order: loads of weights, caches and hidden states, buffers whose last store is still under way, and staging buffers
+between a GPU and the disk. Change them together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from h2o_flexgen.cost.resources import Clock, Job
+from h2o_flexgen.cost.terms import CostModel
+from h2o_flexgen.schedule.footprint import STAGING_BUFFERS, STATE_BUFFERS
+from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
+
+Place = tuple[int, int]  # (layer, batch index)
+
+
+class _Ring:
+    """Transfer buffers on the compute tier, `BufferRing`: all are alike, so that counting them is enough."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._free = clock, STATE_BUFFERS
+        self._saving: list[Job] = []
+
+    def take(self) -> None:
+        if self._free:
+            self._free -= 1
+        else:
+            self._clock.wait(self._saving.pop(0))
+
+    def give_back(self, after: Job | None) -> None:
+        if after is None:
+            self._free += 1
+        else:
+            self._saving.append(after)
+
+
+class _Homes:
+    """Homes of one kind of state, and the staging buffers they share: `HomeMaker`."""
+
+    def __init__(self, model: CostModel, clock: Clock) -> None:
+        self._model, self._clock = model, clock
+        self._last: dict[object, Job] = {}
+        self._staging: list[Job | None] = [None] * STAGING_BUFFERS
+        self._turn = 0
+
+    def move(self, owner: object, task: Task) -> Job | None:
+        """Queue the transfers of `task` behind the last ones of `owner`; the last of them, None without any."""
+        transfers = self._model.transfers(task)
+        staged = len(transfers) > 1
+        if staged:
+            self._clock.wait(self._staging[self._turn])
+        last = self._last.get(owner)
+        for link, _, seconds in transfers:
+            last = self._last[owner] = self._clock.submit(task, link, seconds, last)
+        if staged:
+            self._staging[self._turn] = last
+            self._turn = (self._turn + 1) % STAGING_BUFFERS
+        return last if transfers else None
+
+
+class Walk:
+    """One block on the way. `ends`: when each step's last compute ended; `busy`: seconds of each resource by then."""
+
+    def __init__(self, model: CostModel, steps: Sequence[int]) -> None:
+        """`steps`: which step each step of the schedule stands for, and has the prices of."""
+        self.clock = Clock(model.profile.slowdown)
+        self.ends: list[float] = []
+        self.busy: list[Counter[str]] = []
+        self._model, self._steps, self._shape = model, steps, model.shape
+        self._keys = [unit.weights for unit in model.spec.units]
+        self._weights: dict[str, Job | None] = {}
+        self._cache_ring, self._hidden_ring = _Ring(self.clock), _Ring(self.clock)
+        self._caches, self._hidden = _Homes(model, self.clock), _Homes(model, self.clock)
+        self._loads: dict[tuple[TaskKind, int, int], Job | None] = {}
+        self._used: list[Place] = []
+        self._issue: dict[TaskKind, Callable[[Task], None]] = {
+            TaskKind.LOAD_WEIGHTS: self._load_weights,
+            TaskKind.LOAD_CACHE: self._load_cache,
+            TaskKind.STORE_CACHE: self._store_cache,
+            TaskKind.LOAD_HIDDEN: self._load_hidden,
+            TaskKind.STORE_HIDDEN: self._store_hidden,
+        }
+
+    def run(self, ticks: Iterable[Tick]) -> None:
+        """To the last compute of `ticks`."""
+        clock, overlap = self.clock, self._model.policy.overlap
+        before: Task | None = None
+        for tick in ticks:
+            task = tick.compute
+            if before is not None and (task is None or task.step != before.step):
+                self._mark()
+            if task is None:
+                return
+            for move in tick.stores:
+                self._issue[move.kind](self._priced(move))
+                if not overlap:
+                    clock.drain()
+            for move in tick.loads:
+                self._issue[move.kind](self._priced(move))
+                if not overlap:
+                    clock.drain()
+            self._compute(task)
+            for free in tick.frees:
+                clock.wait(self._weights.pop(self._keys[free.unit]))
+            before = task
+        if before is not None:
+            self._mark()
+
+    def _mark(self) -> None:
+        self.ends.append(self.clock.now)
+        self.busy.append(self.clock.busy.copy())
+
+    def _compute(self, task: Task) -> None:
+        clock, key = self.clock, self._keys[task.unit]
+        if key in self._shape.streamed:
+            clock.wait(self._weights[key])
+        self._wait_hidden(task)
+        self._wait_cache(task)
+        priced = self._priced(task)
+        clock.compute(priced, self._model.compute_seconds(priced))
+
+    def _load_weights(self, task: Task) -> None:
+        job = None
+        for link, _, seconds in self._model.transfers(task):
+            job = self.clock.submit(task, link, seconds, job)
+        self._weights[self._keys[task.unit]] = job
+
+    def _load_cache(self, task: Task) -> None:
+        self._take_cache_buffer()
+        place = self._place(task)
+        self._loads[TaskKind.LOAD_CACHE, *place] = self._caches.move(place, task)
+
+    def _wait_cache(self, task: Task) -> None:
+        if self._model.spec.units[task.unit].kind != "attn" or self._place(task) not in self._shape.cache_moves:
+            return
+        place = self._place(task)
+        if task.step == 0:
+            self._take_cache_buffer()
+        else:
+            self.clock.wait(self._loads.pop((TaskKind.LOAD_CACHE, *place)))
+        self._used.append(place)
+
+    def _store_cache(self, task: Task) -> None:
+        place = self._place(task)
+        self.clock.compute(None, self._model.issue_seconds(task))
+        self._used.remove(place)
+        self._cache_ring.give_back(self._caches.move(place, task))
+
+    def _take_cache_buffer(self) -> None:
+        # What was used and has no store coming makes room: its store would be issued by now.
+        for _ in self._used:
+            self._cache_ring.give_back(None)
+        self._used.clear()
+        self._cache_ring.take()
+
+    def _load_hidden(self, task: Task) -> None:
+        self._hidden_ring.take()
+        self._loads[TaskKind.LOAD_HIDDEN, -1, task.batch] = self._hidden.move(task.batch, task)
+
+    def _wait_hidden(self, task: Task) -> None:
+        key = (TaskKind.LOAD_HIDDEN, -1, task.batch)
+        if key in self._loads:
+            self.clock.wait(self._loads.pop(key))
+            self._hidden_ring.give_back(None)
+
+    def _store_hidden(self, task: Task) -> None:
+        self._hidden_ring.take()
+        self.clock.compute(None, self._model.issue_seconds(task))
+        self._hidden_ring.give_back(self._hidden.move(task.batch, task))
+
+    def _priced(self, task: Task) -> Task:
+        if task.step >= len(self._steps):
+            return task  # weights read ahead for a step that is not simulated, whose price is that of any other
+        step = self._steps[task.step]
+        return task if step == task.step else Task(task.kind, step, task.unit, task.batch)
+
+    def _place(self, task: Task) -> Place:
+        return self._model.spec.units[task.unit].layer or 0, task.batch
