@@ -98,6 +98,7 @@ def test_shares_that_make_no_sense(field: str, ratio: Any) -> None:
         ({"name": "h2o", "budget": 2.0}, "--kv-budget is 2.0"),
         ({"name": "h2o", "recent": -1}, "--recent is -1"),
         ({"name": "h2o", "sinks": True}, "--sinks is True"),
+        ({"name": "h2o", "rolling_positions": 1}, "--rolling-positions is 1. needed true or false"),
         ({"name": "h2o", "recent": 4, "recent_ratio": 0.1}, "both given"),
         ({"ratio": 0.2}, "--hh-ratio 0.2 is given with the full cache. name an eviction policy"),
         ({"budget": 20}, "--kv-budget 20 is given with the full cache"),
@@ -122,8 +123,30 @@ def test_what_does_not_fit_the_budget() -> None:
         EvictionConfig().resolve(0, 4)
 
 
+@given(
+    name=st.sampled_from(SPLITS.names()),
+    prompt_len=st.integers(1, 40),
+    gen_len=st.integers(0, 40),
+    asked=st.integers(5, 90),
+    window=st.integers(1, 90),
+)
+def test_within_a_window(name: str, prompt_len: int, gen_len: int, asked: int, window: int) -> None:
+    config = EvictionConfig(name, budget=None if name == "full" else asked)
+    budget = config.resolve(prompt_len, gen_len)
+    within = budget.within(window)
+    assert within.within(window) == within
+    assert budget.within(None) == budget
+    assert within.heavy + within.recent + within.sinks == within.total <= max(window - 1, 0)
+    if within == budget:
+        assert budget.total < window, "nothing it could hold is out of sight, but for sinks"
+    else:
+        assert (within.total, within.recent, within.full) == (window - 1, window - 1, False), "what the next query sees"
+        assert budget.total >= window - 1
+        assert prompt_len + gen_len > window - 1
+
+
 def test_json_round_trip() -> None:
-    config = EvictionConfig("h2o", 0.07, recent=5, seed=3)
+    config = EvictionConfig("h2o", 0.07, recent=5, seed=3, rolling_positions=True)
     assert EvictionConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     with pytest.raises(UsageError, match=r"no key 'ration'.*did you mean 'ratio'"):
         EvictionConfig.from_json({"ration": 0.2})

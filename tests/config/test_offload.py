@@ -85,6 +85,8 @@ def test_shares_that_make_no_sense(value: Any, message: str) -> None:
         ({"gpu_batch_size": 0}, "--gpu-batch-size is 0. needed at least 1"),
         ({"num_gpu_batches": 1.5}, "--num-gpu-batches is 1.5"),
         ({"lookahead": -1}, "--lookahead is -1"),
+        ({"prefill_chunk": 15}, "--prefill-chunk is 15. needed at least 16"),
+        ({"prefill_chunk": 64.0}, "--prefill-chunk is 64.0"),
         ({"overlap": 1}, "--overlap is 1. needed true or false"),
         ({"cpu_cache_compute": "no"}, "--cpu-cache-compute is 'no'"),
     ],
@@ -125,7 +127,7 @@ def test_without_a_gpu_its_shares_are_on_the_cpu() -> None:
 
 @given(weights=shares(), cache=shares(), hidden=shares(), batches=st.integers(1, 5))
 def test_json_round_trip(weights: Any, cache: Any, hidden: Any, batches: int) -> None:
-    policy = OffloadPolicy(3, batches, weights, cache, hidden, overlap=False)
+    policy = OffloadPolicy(3, batches, weights, cache, hidden, overlap=False, prefill_chunk=64)
     assert OffloadPolicy.from_json(json.loads(json.dumps(policy.to_json()))) == policy
 
 

@@ -166,7 +166,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(checkp
     with LLM(folder, dtype="float32", policy={**ON_GPU["all-gpu"], "gpu_batch_size": 40}, emulate_gpu="1MiB") as llm:
         with pytest.raises(PlanError, match="on the gpu tier, and its cap is 1 MiB") as caught:
             llm.generate(prompts_of([100] * 40), **SETTINGS)
-        assert "--emulate-gpu 7MiB or more" in str(caught.value)
+        assert "--emulate-gpu 18MiB or more" in str(caught.value)
 
 
 def test_weights_stay_where_they_are_while_caches_fit_beside_them(checkpoint) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.config.arch import ArchSpec
+from h2o_flexgen.config.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
@@ -73,12 +73,15 @@ def test_everything_on_the_compute_tier() -> None:
     attn = pages(2 * (4 * 64 * 64 + 6 * 64))  # q, k, v, o with biases, and the norm
     mlp = pages(2 * (2 * 64 * 256 + 256 + 3 * 64))
     vocab = pages(2 * (1000 * 64 + 130 * 64 + 2 * 64))
-    workspace = 96 * (3 * 64 + 2 * 256) * 2  # the MLP of the prompt
+    # 96 tokens at once: attention has norm, output and a post-norm, q, its output and that of all, the k and v for it;
+    # the softmax of all queries beside the next logits, the mask, and queries and output twice, as they follow others
+    workspace = 96 * (3 * 64 + 3 * 64 + 2 * 64) * 2 + 4 * 96 * 24 * (3 * 4 + 2) + 3 * 96 * 24 + 96 * 4 * 64 * 2
     assert found == {
         ("cpu", "weights"): vocab + 2 * (attn + mlp),
         ("cpu", "KV cache"): 2 * 2 * pages(2 * 4 * 64 * 32 * 2),
         ("cpu", "hidden states"): 2 * pages(96 * 64 * 2),
-        ("cpu", "prompt K and V of one layer"): 2 * 96 * 64 * 2,
+        ("cpu", "prompt K and V of one layer"): 2 * (96 + 2 * 24) * 64 * 2,
+        ("cpu", "token positions"): 2 * 96 * 32,
         ("cpu", "workspace"): workspace,
         ("cpu", "process"): 123,
     }
@@ -103,7 +106,8 @@ def test_everything_streams_from_disk_to_a_gpu() -> None:
         ("disk", "hidden states"): 2 * hidden,
         ("gpu", "hidden buffers"): 3 * hidden,
         ("cpu", "hidden staging buffers"): 2 * hidden,
-        ("gpu", "prompt K and V of one layer"): 2 * 96 * 64 * 2,
+        ("gpu", "prompt K and V of one layer"): 2 * (96 + 2 * 24) * 64 * 2,
+        ("gpu", "token positions"): 2 * 96 * 32,
     }
 
 
@@ -131,9 +135,112 @@ def test_the_head_is_the_workspace_of_a_large_vocabulary() -> None:
 
 
 def test_attention_is_the_workspace_of_a_long_prompt() -> None:
-    found = amounts(measure(OffloadPolicy(4), workload=Workload(120, 8), compute="cpu"))
-    logits = 4 * 120 * 120 * (3 * 4 + 2)
-    assert found["cpu", "workspace"] == 480 * 6 * 64 * 2 + 4 * 16 * 120 + logits + 2 * 120 * 64 * 2
+    found = amounts(measure(OffloadPolicy(), EvictionConfig("h2o", 0.5), workload=Workload(2000, 48), compute="cpu"))
+    queries = 2**20 // (4 * 2000)  # whose logits the kernel has alive at once
+    assert queries * 4 * 2000 < 2**20
+    kernel = 2**20 * (3 * 4 + 2) + 3 * 2**20 // 4 + 2000 * 2 * 64 * 2
+    sums = 4 * (1 + 3) * 4 * 2000
+    assert found["cpu", "workspace"] == 2000 * (3 + 3 + 2) * 64 * 2 + sums + kernel
+
+
+def test_a_gated_mlp_has_three_wide_tensors() -> None:
+    wide = dataclasses.replace(SPEC, ffn_size=4096)
+    gated = dataclasses.replace(wide, arch=dataclasses.replace(wide.arch, gated_mlp=True))
+    plain, fused = (amounts(measure(OffloadPolicy(4), spec=spec))["gpu", "workspace"] for spec in (wide, gated))
+    assert (plain, fused) == (96 * (3 * 64 + 2 * 4096) * 2, 96 * (3 * 64 + 3 * 4096) * 2)
+
+
+def test_a_parallel_layer_has_hidden_states_of_twice_the_width() -> None:
+    spec = dataclasses.replace(SPEC, arch=ArchSpec("gpt_neox", positions="rotary", parallel=True, rotary=RotarySpec(8)))
+    found = amounts(measure(OffloadPolicy(4, 2), spec=spec, compute="cpu"))
+    assert found["cpu", "hidden states"] == 2 * pages(96 * 128 * 2)
+    assert found["cpu", "token positions"] == 2 * 96 * (32 + 2 * 8 * 2)
+
+
+WINDOWED = dataclasses.replace(SPEC, arch=ArchSpec("mistral", window=9, window_layers=(1,)))
+
+
+@pytest.mark.parametrize(
+    ("eviction", "slots"),
+    [
+        (EvictionConfig(), (32, 9)),  # the next query sees 8 and itself
+        (EvictionConfig("h2o", 0.5), (17, 9)),
+        (EvictionConfig("h2o", budget=5), (6, 6)),
+    ],
+    ids=["full", "above the window", "below it"],
+)
+def test_a_windowed_layer_has_slots_of_its_own(eviction: EvictionConfig, slots: tuple[int, int]) -> None:
+    disk = {"disk": 1.0}
+    policy = OffloadPolicy(4, 2, {"gpu": 1}, disk, {"gpu": 1})
+    found = amounts(measure(policy, eviction, spec=WINDOWED))
+    caches = [pages(2 * 4 * 64 * count * 2) for count in slots]
+    assert found["disk", "KV cache"] == 2 * sum(caches)
+    assert found["gpu", "cache buffers"] == 3 * max(caches)
+    assert found["cpu", "cache staging buffers"] == 2 * max(caches)
+    evicting = [count for count in slots if count < 32]
+    assert found["gpu", "cache records"] == 2 * sum(16 * count * 8 + 16 * 64 for count in evicting)
+    narrow = dataclasses.replace(WINDOWED, arch=ArchSpec("mistral", window=9))
+    assert amounts(measure(policy, eviction, spec=narrow))["gpu", "cache buffers"] == 3 * caches[1]
+
+
+def test_buffers_are_for_caches_that_move() -> None:
+    placed = place(WINDOWED, OffloadPolicy(4, 2), "float16")
+    placed = dataclasses.replace(placed, cache={(layer, k): ("gpu", "cpu")[layer] for layer, k in placed.cache})
+    foot = footprint(
+        WINDOWED,
+        WORKLOAD,
+        OffloadPolicy(4, 2),
+        EvictionConfig(),
+        dtype="float16",
+        compute_tier="gpu",
+        assignment=placed,
+    )
+    assert amounts(foot)["gpu", "cache buffers"] == 3 * pages(2 * 4 * 64 * 9 * 2), "the windowed layer's only"
+
+
+def test_prompts_in_parts() -> None:
+    def keys(policy: OffloadPolicy, eviction: EvictionConfig | None = None, prompt: int = 100) -> float:
+        found = amounts(measure(policy, eviction, workload=Workload(prompt, 8), compute="cpu"))
+        return found["cpu", "prompt K and V of one layer"] / (2 * 64 * 2)
+
+    rolling = EvictionConfig("h2o", 0.5, rolling_positions=True)
+    assert keys(OffloadPolicy()) == 100, "one prompt in one piece follows nothing"
+    assert keys(OffloadPolicy(prefill_chunk=30)) == 30 + 2 * 100, "the parts of it, and once more in one piece"
+    assert keys(OffloadPolicy(4, prefill_chunk=30)) == 30 + 2 * 100
+    assert keys(OffloadPolicy(4)) == 400 + 2 * 100, "four may share what they begin with"
+    assert keys(OffloadPolicy(1, 2)) == 100 + 2 * 100
+    assert keys(OffloadPolicy(4, prefill_chunk=30), rolling) == 30 + 3 * 100, "unrotated keys, too"
+
+
+def test_smaller_chunks_need_less() -> None:
+    found = [
+        measure(
+            OffloadPolicy(4, prefill_chunk=chunk),
+            EvictionConfig("h2o", 0.2),
+            workload=Workload(2000, 48),
+            compute="cpu",
+        )
+        for chunk in (16, 128, 2000, 8000, 10**6)
+    ]
+    workspaces = [amounts(foot)["cpu", "workspace"] for foot in found]
+    assert workspaces == sorted(workspaces)
+    assert workspaces[0] < workspaces[2] / 3
+    assert workspaces[3] == workspaces[4]
+
+
+def test_rolling_positions_need_ranks_and_rotated_keys() -> None:
+    spec = dataclasses.replace(SPEC, arch=ArchSpec("llama", positions="rotary", rotary=RotarySpec(16)), vocab_size=10)
+    work = Workload(4, 1000)
+    h2o, rolling = (EvictionConfig("h2o", 0.5, rolling_positions=rolls) for rolls in (False, True))
+    plain, rolled = (
+        amounts(measure(OffloadPolicy(4), e, spec=spec, workload=work, compute="cpu")) for e in (h2o, rolling)
+    )
+    slots = 503
+    assert rolled["cpu", "cache records"] - plain["cpu", "cache records"] == 2 * 4 * 16 * slots
+    keys = 16 * slots * (2 * 16 * 2 + 8)
+    step = 4 * (3 * 64 + 4 * 64 + 3 * 64) * 2 + 4 * slots * (4 * (8 + 2) + 16 * 4)
+    assert rolled["cpu", "workspace"] == step + keys + 6 * slots * 16 * 4 > plain["cpu", "workspace"]
+    assert rolled["cpu", "KV cache"] == plain["cpu", "KV cache"]
 
 
 def test_opt_30b_needs_what_is_known() -> None:
@@ -183,22 +290,29 @@ POLICIES = st.builds(
     hidden=shares(),
     cpu_cache_compute=st.booleans(),
     lookahead=st.integers(1, 3),
+    prefill_chunk=st.integers(16, 200),
 )
 
 
 @settings(max_examples=100, deadline=None)
-@given(POLICIES, st.sampled_from(["full", "h2o", "streaming"]))
-def test_every_kind_is_counted_once_and_more_work_needs_no_less(policy: OffloadPolicy, name: str) -> None:
+@given(POLICIES, st.sampled_from(["full", "h2o", "streaming"]), st.booleans(), st.none() | st.integers(1, 40))
+def test_every_kind_is_counted_once_and_more_work_needs_no_less(
+    policy: OffloadPolicy, name: str, rolling: bool, window: int | None
+) -> None:
     eviction = EvictionConfig() if name == "full" else EvictionConfig(name, ratio=0.5)
-    foot = measure(policy, eviction)
+    eviction = dataclasses.replace(eviction, rolling_positions=rolling)
+    spec = dataclasses.replace(SPEC, arch=dataclasses.replace(SPEC.arch, window=window))
+    foot = measure(policy, eviction, spec=spec)
     found = amounts(foot)
     assert all(nbytes > 0 for nbytes in found.values())
     assert sum(foot.total(tier) for tier in TIERS) == sum(found.values())
     slots = eviction.resolve(24, 8).total + (name != "full")
+    slots = slots if window is None else min(slots, window)
     cache = pages(policy.gpu_batch_size * slots * SPEC.kv_bytes_per_token_and_layer("float16"))
     caches = sum(nbytes for (_, what), nbytes in found.items() if what == "KV cache")
     assert caches == 2 * policy.num_gpu_batches * cache
     placed = place(SPEC, policy, "float16")
     assert (("gpu", "weight buffers") in found) == any(tier != "gpu" for tier in placed.weights.values())
-    bigger = measure(dataclasses.replace(policy, gpu_batch_size=policy.gpu_batch_size + 1), eviction)
-    assert all(bigger.total(tier) >= foot.total(tier) for tier in TIERS)
+    bigger = measure(dataclasses.replace(policy, gpu_batch_size=policy.gpu_batch_size + 1), eviction, spec=spec)
+    longer = measure(policy, eviction, spec=spec, workload=dataclasses.replace(WORKLOAD, prompt_len=40))
+    assert all(more.total(tier) >= foot.total(tier) for tier in TIERS for more in (bigger, longer))

@@ -1,0 +1,207 @@
+"""What one unit has alive while it computes, beside weights, caches and hidden states: upper bounds, in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.tensors import dtype_bytes
+from h2o_flexgen.config.workload import Workload
+
+_LOGITS = 1 << 20  # attention logits of a chunk of queries that the prompt kernel has alive at once
+_MIN_CHUNK = 16  # queries per chunk, at least
+_PATH_LEVELS = 3  # prefixes inside prefixes, beside the parts of a long prompt
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """One block whose sequences all have the workload's lengths: what the formulas of a footprint share."""
+
+    spec: ModelSpec
+    workload: Workload
+    policy: OffloadPolicy
+    eviction: EvictionConfig
+    dtype: str
+    compute_tier: str
+    budgets: tuple[Budget, ...]
+    """Of a row and head, layer by layer."""
+
+    @classmethod
+    def of(
+        cls,
+        spec: ModelSpec,
+        workload: Workload,
+        policy: OffloadPolicy,
+        eviction: EvictionConfig,
+        dtype: str,
+        compute_tier: str,
+    ) -> BlockShape:
+        """The shape, with the budgets that `eviction` gives each layer within its window."""
+        budget = eviction.resolve(workload.prompt_len, workload.gen_len)
+        budgets = tuple(budget.within(spec.arch.window_of(layer)) for layer in range(spec.num_layers))
+        return cls(spec, workload, policy, eviction, dtype, compute_tier, budgets)
+
+    @property
+    def size(self) -> int:
+        """s: bytes per number."""
+        return dtype_bytes(self.dtype)
+
+    @property
+    def rows(self) -> int:
+        """b."""
+        return self.policy.gpu_batch_size
+
+    @property
+    def prompt(self) -> int:
+        """P."""
+        return self.workload.prompt_len
+
+    @property
+    def tokens(self) -> int:
+        """T: prompt tokens of one GPU batch."""
+        return self.rows * self.prompt
+
+    @property
+    def chunk(self) -> int:
+        """t: prompt tokens that go through a unit at once."""
+        return min(self.tokens, self.policy.prefill_chunk)
+
+    @property
+    def follows(self) -> bool:
+        """Whether a prompt may come in parts that attend to earlier ones: it is long, or rows share its beginning."""
+        return self.prompt > self.chunk or self.policy.block_size > 1
+
+    @property
+    def evicts(self) -> bool:
+        """Whether any layer lets tokens go."""
+        return not all(budget.full for budget in self.budgets)
+
+    @property
+    def rolling(self) -> bool:
+        """Whether caches hold keys that are rotated anew in each step."""
+        return self.eviction.rolling_positions
+
+    def slots(self, layer: int) -> int:
+        """C of one layer: cache slots per row and KV head. The budget and a free one; a full cache needs none free."""
+        budget = self.budgets[layer]
+        return budget.total + (not budget.full)
+
+    @property
+    def most_slots(self) -> int:
+        """C of the layer that has most."""
+        return max(map(self.slots, range(len(self.budgets))))
+
+    @property
+    def heads(self) -> int:
+        """b x kv_heads: rows of a cache that decide for themselves what stays."""
+        return self.rows * self.spec.num_kv_heads
+
+    @property
+    def rotary_dims(self) -> list[int]:
+        """D of each way that positions are rotated in."""
+        return [rotary.dim for rotary in {self.spec.arch.rotary, self.spec.arch.local_rotary} if rotary is not None]
+
+    def staged(self, homes: set[str]) -> bool:
+        """Whether something goes through the host on its way between disk and compute tier."""
+        return self.compute_tier == "gpu" and "disk" in homes
+
+
+def positions(block: BlockShape) -> int:
+    """Bytes of what all layers of the prompt read of every token: ids and positions, int64, and its angles.
+
+    For all GPU batches: 32 T, and for each way of rotating cosines and sines (T, D), twice where cached keys roll.
+    """
+    angles = 2 * sum(block.rotary_dims) * block.size
+    return block.policy.num_gpu_batches * block.tokens * (32 + angles)
+
+
+def workspace(block: BlockShape) -> int:
+    """Bytes of activations that the hungriest unit has alive at once, beside hidden states, which it updates in place.
+
+    Q = heads x head_dim, G = kv_heads x head_dim; c copies of queries and keys: as projected, normed, rotated.
+
+    embed      four (T, max(E, H)); then the angles, at most four float32 (T, D)
+    norms      input, output and residual (t, H), queries and keys (t, Q + G) twice, and one of them in float32, twice
+    attention  norm, output and a post-norm (t, H), queries (c t, Q), keys (c t, G) but for those of `prompt_keys`, keys
+               and values as the kernel wants them (t, 2 G), its output and that of all segments (t, 2 Q), column sums
+               (b, kv_heads, P) float32 and (kv_heads, P) for each part of a path, if anything is evicted, and the
+               larger of two: `_prompt_kernel` and `_fill`
+    decode     the (b, H), (b, Q) and (b, G) of the above, and `decode_attention`
+    mlp        norm, output and a post-norm (t, H), and the (t, F) before and after the activation; gate and up are one
+               (t, 2 F)
+    head       two (b, hidden_width), logits (b, V) in the dtype and in float32, a sampler's sorted copies of one row
+    """
+    spec, size, tokens, rows = block.spec, block.size, block.chunk, block.rows
+    query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    copies = spec.arch.qk_norm + bool(block.rotary_dims)
+    token = (3 * spec.hidden_size + (3 + copies) * query + (2 + copies) * kv) * size
+    levels = _PATH_LEVELS + block.prompt // block.policy.prefill_chunk
+    sums = 4 * (block.heads + levels * spec.num_kv_heads) * block.prompt if block.evicts else 0
+    wide = 3 if spec.arch.gated_mlp else 2
+    return max(
+        block.tokens * 4 * max(spec.embed_dim, spec.hidden_size) * size,
+        block.tokens * 16 * max(block.rotary_dims, default=0),
+        tokens * ((3 * spec.hidden_size + 2 * (query + kv)) * size + 8 * max(spec.hidden_size, query)),
+        tokens * token + sums + max(_prompt_kernel(block), _fill(block)),
+        rows * token + decode_attention(block),
+        tokens * (3 * spec.hidden_size + wide * spec.ffn_size) * size,
+        rows * (2 * spec.hidden_width + spec.vocab_size) * size + (4 * rows + 32) * spec.vocab_size,
+    )
+
+
+def prompt_keys(block: BlockShape) -> int:
+    """Bytes of the K and V of one layer of the prompt tokens in hand: a chunk's own, and what it follows.
+
+    Segments of a prompt that others follow are kept, and once more in one piece: 2 P tokens beside the t of the chunk.
+    With rolling positions their keys are there unrotated as well, half of another 2 P.
+    """
+    tokens = block.chunk + (block.follows * (3 if block.rolling else 2)) * block.prompt
+    return tokens * block.spec.kv_bytes_per_token_and_layer(block.dtype)
+
+
+def decode_attention(block: BlockShape) -> int:
+    """One step of one GPU batch in the layer with most slots C.
+
+    Logits and softmax (b, heads, C) float32, the cast, and the ranks compared, int64. Where positions roll: the keys
+    rotated, their cosines and sines, (b, kv_heads, C, head_dim) and twice half of it, ranks, and the table of angles.
+    """
+    spec, slots, size = block.spec, block.most_slots, block.size
+    rolled = 0
+    if block.rolling:
+        rolled = block.heads * slots * (2 * spec.head_dim * size + 8) + 6 * slots * sum(block.rotary_dims) * 4
+    return block.rows * slots * (spec.num_heads * (8 + size) + 16 * spec.num_kv_heads) + rolled
+
+
+def on_cpu_beside_gpu(block: BlockShape) -> int:
+    """Bytes on cpu for caches that are computed on there, while everything else is on a gpu.
+
+    The larger of `decode_attention`, and prompt K and V (t + P tokens) as they arrive with `_fill`.
+    """
+    arriving = (block.chunk + block.prompt) * block.spec.kv_bytes_per_token_and_layer(block.dtype)
+    return max(decode_attention(block), arriving + _fill(block))
+
+
+def _prompt_kernel(block: BlockShape) -> int:
+    """Prompt attention, a chunk of queries at a time.
+
+    The softmax of one chunk beside the logits of the next: three float32 and, from a smaller dtype, the cast; at most
+    _LOGITS of each or _MIN_CHUNK rows of (heads, P), and the mask, three bytes per query and key. Queries and output
+    (m, Q) of the m queries, twice where they follow earlier keys.
+    """
+    spec, tokens, keys = block.spec, block.chunk, block.spec.num_heads * block.prompt
+    logits = min(max(_LOGITS, _MIN_CHUNK * keys), tokens * keys)
+    queries = min(tokens, max(block.prompt, _LOGITS // keys))
+    width = (4 if block.follows else 2) * spec.num_heads * spec.head_dim * block.size
+    return logits * (12 + block.size % 4) + 3 * logits // spec.num_heads + queries * width
+
+
+def _fill(block: BlockShape) -> int:
+    """To choose from the prompt what stays: ranks, four int64 (b, kv_heads, P); then for K or V the tokens to choose
+    from, those that rows share once, (P + 2 t, G), and the chosen (b, C, G)."""
+    if not block.evicts:
+        return 0
+    kv = block.spec.num_kv_heads * block.spec.head_dim * block.size
+    chosen = block.prompt + 2 * block.chunk + block.rows * block.most_slots
+    return 32 * block.heads * block.prompt + chosen * kv

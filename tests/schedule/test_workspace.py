@@ -1,0 +1,88 @@
+"""What the engine really has alive while it computes, against the formulas that say how much that may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from h2o_flexgen import LLM, EvictionConfig, OffloadPolicy
+from tests.tiny import FAMILIES, make_model, prompts_of, save
+
+COUNTED = ("hidden states", "cache records", "prompt K and V of one layer", "token positions", "workspace")
+"""The items of a footprint that are made by operations, not taken from a tier."""
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that were alive at once in tensors that operations have made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._foreign: set[int] = set()  # made elsewhere: weights, caches
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = (x.untyped_storage() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        self._foreign.update(storage._cdata for storage in given if storage._cdata not in self._live)
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in self._live and storage._cdata not in self._foreign:
+                    self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
+            del self._live[key]
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return result
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            model = make_model(name, hidden_size=64, max_position_embeddings=512)
+            made[name] = save(model, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return make
+
+
+LONG, MANY = [160] * 4, [8] * 32
+
+
+@pytest.mark.parametrize("name", ["opt", "gemma3", "pythia"])
+@pytest.mark.parametrize(
+    ("lengths", "shared", "chunk", "dtype"),
+    [
+        (LONG, 0, 2048, "float32"),
+        (LONG, 0, 64, "float32"),
+        (LONG, 100, 48, "bfloat16"),
+        ([400], 0, 2048, "bfloat16"),
+        (MANY, 0, 64, "float32"),
+    ],
+    ids=["in one piece", "in parts", "shared and in parts", "one", "short"],
+)
+@pytest.mark.parametrize("mode", ["full", "h2o", "rolling"])
+def test_what_is_alive_was_allowed(
+    name: str, lengths: list[int], shared: int, chunk: int, dtype: str, mode: str, folder_of: Callable[[str], Path]
+) -> None:
+    if mode == "rolling" and FAMILIES[name].family == "opt":
+        pytest.skip("learned positions do not roll")
+    eviction = EvictionConfig() if mode == "full" else EvictionConfig("h2o", 0.3, rolling_positions=mode == "rolling")
+    prompts = prompts_of(lengths)
+    prompts = [prompts[0][:shared] + prompt[shared:] for prompt in prompts]
+    policy = OffloadPolicy(len(prompts), prefill_chunk=chunk)
+    with LLM(str(folder_of(name)), dtype=dtype, eviction=eviction, policy=policy) as llm, Live() as live:
+        llm.generate(prompts, max_new_tokens=16 if lengths is MANY else 4, ignore_eos=True)
+        assert llm.last_plan is not None
+        allowed = sum(item.nbytes for item in llm.last_plan.footprint.items if item.what in COUNTED)
+    assert 0.25 * allowed < live.peak <= allowed
