@@ -99,14 +99,6 @@ def test_every_policy_on_every_tier(policy: PolicyRow, placement: str, gpu: str 
     assert tokens == expected[policy.name]
 
 
-@pytest.mark.parametrize("variant", ["opt-350m", "opt-untied", "opt-no-bias", "galactica"])
-def test_variants_stream_from_disk(variant: str, checkpoint) -> None:
-    folder = checkpoint(variant)[1]
-    resident, _ = _tokens(folder, ON_CPU["all-cpu"], (3, 2), EvictionConfig("h2o", ratio=0.3))
-    streamed, _ = _tokens(folder, ON_CPU["all-disk"], (3, 2), EvictionConfig("h2o", ratio=0.3))
-    assert streamed == resident
-
-
 def test_weights_are_read_once_per_step_and_block(checkpoint) -> None:
     """Bytes counted equal the plan: every group once per step, the tied vocabulary once more at the start."""
     folder = checkpoint("opt")[1]

@@ -1,0 +1,80 @@
+"""Families x eviction policies x tiers: the same tokens wherever things live, for every family and every policy.
+
+The full product would take minutes and say little more than its pairs: what a tier does wrong, it does with a unit's
+tensors (the family) or with a cache's slots (the policy). So family i with policy j runs on tier (i + j) mod 3, a Latin
+square: every pair of a family and a policy, of a family and a tier, and of a policy and a tier occurs. The shape of the
+block, the parts that prompts are cut into and rolling positions go along with the tier, where a family has them.
+What is compared with, everything resident in one batch, is itself held against transformers and against the oracle in
+test_against_transformers.py, test_eviction.py and test_rolling.py.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+import pytest
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine.llm import LLM
+from tests.policy_matrix import POLICIES, PolicyRow
+from tests.tiny import FAMILIES, OPT_VARIANTS, prompts_of
+
+NEW = 7
+HEADER = prompts_of([20], seed=4)[0]
+PROMPTS = [*([*HEADER, *prompt] for prompt in prompts_of([5, 13], seed=5)), *prompts_of([23, 3, 9])]
+"""Two with a common prefix among others."""
+
+
+class Tier(NamedTuple):
+    """Where all kinds of tensors live, how the block is cut, and what else the run does differently."""
+
+    shares: dict[str, float]
+    policy: dict[str, Any]
+    emulate_gpu: str | None = None
+    rolling: bool = False
+
+
+TIERS = {
+    "cpu": Tier({"cpu": 1.0}, {"gpu_batch_size": 2, "num_gpu_batches": 3, "prefill_chunk": 16}, rolling=True),
+    "disk": Tier({"disk": 1.0}, {"gpu_batch_size": 2, "num_gpu_batches": 2, "lookahead": 2}),
+    "gpu": Tier(
+        {"gpu": 0.3, "cpu": 0.3, "disk": 0.4},
+        {"gpu_batch_size": 3, "num_gpu_batches": 2, "prefill_chunk": 21},
+        emulate_gpu="1GiB",
+    ),
+}
+CASES = [
+    (name, policy, tuple(TIERS)[(i + j) % len(TIERS)])
+    for (i, name), (j, policy) in product(enumerate(FAMILIES), enumerate(POLICIES))
+]
+
+
+def _answers(folder: str, eviction: EvictionConfig, policy: dict[str, Any], emulate_gpu: str | None = None):
+    settings = {"max_new_tokens": NEW, "ignore_eos": True, "logprobs": 0}
+    engine = {"dtype": "float32", "eviction": eviction, "seed": eviction.seed, "emulate_gpu": emulate_gpu}
+    with LLM(folder, policy=policy, **engine) as llm:
+        return llm.generate(PROMPTS, **settings)
+
+
+@pytest.mark.parametrize(("name", "policy", "tier"), CASES, ids=lambda value: getattr(value, "name", value))
+def test_the_same_tokens_on_every_tier(name: str, policy: PolicyRow, tier: str, checkpoint) -> None:
+    _, folder = checkpoint(name)
+    place = TIERS[tier]
+    rolls = place.rolling and name not in OPT_VARIANTS
+    # A budget that stays within the trained context of the models whose angles depend on the length.
+    changes = {} if policy.name == "full" else {"budget": 3 if name == "phi3-longrope-beyond" else 9}
+    eviction = policy.eviction(rolling_positions=rolls and bool(changes), **changes)
+    expected = _answers(folder, eviction, {})
+    placement = {kind: place.shares for kind in ("weights", "cache", "hidden")}
+    found = _answers(folder, eviction, {**placement, **place.policy}, place.emulate_gpu)
+    for resident, offloaded in zip(expected, found, strict=True):
+        assert offloaded.token_ids == resident.token_ids
+        assert offloaded.logprobs == pytest.approx(resident.logprobs, abs=1e-3)
+
+
+def test_the_selection_covers_every_pair() -> None:
+    rows = [(name, policy.name, tier) for name, policy, tier in CASES]
+    values = (tuple(FAMILIES), tuple(row.name for row in POLICIES), tuple(TIERS))
+    for a, b in combinations(range(3), 2):
+        assert {(row[a], row[b]) for row in rows} == set(product(values[a], values[b]))
