@@ -29,8 +29,10 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_counted_bytes_equal_the_plan(case: str, checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "case"), [*(("opt", case) for case in CASES), ("gemma3", "gpu, all on disk"), ("gpt-neox", "all on disk")]
+)
+def test_counted_bytes_equal_the_plan(name: str, case: str, checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     placement, gpu = CASES[case]
     ticks: list[Tick] = []
     shapes: list[ScheduleShape] = []
@@ -45,7 +47,7 @@ def test_counted_bytes_equal_the_plan(case: str, checkpoint, monkeypatch: pytest
     monkeypatch.setattr(block, "zigzag", recorded)
     policy = {**placement, "gpu_batch_size": ROWS, "num_gpu_batches": BATCHES}
     eviction = EvictionConfig("h2o", ratio=0.3)
-    with LLM(checkpoint("opt")[1], dtype="float32", eviction=eviction, policy=policy, emulate_gpu=gpu) as llm:
+    with LLM(checkpoint(name)[1], dtype="float32", eviction=eviction, policy=policy, emulate_gpu=gpu) as llm:
         llm.generate(prompts_of([PROMPT] * ROWS * BATCHES), max_new_tokens=NEW, ignore_eos=True)
         moved, plan, spec = llm.last_record.bytes_moved, llm.last_plan, llm.model.spec
         homes = llm._loaded.weights._homes
@@ -53,13 +55,19 @@ def test_counted_bytes_equal_the_plan(case: str, checkpoint, monkeypatch: pytest
     report = check(ticks, shape)
     assert report.loads == expected_loads(shape)
     budget = eviction.resolve(PROMPT, NEW)
-    slots = CacheShape.of([budget] * ROWS, spec.num_kv_heads, spec.head_dim).capacity
-    cache = page_ceil(ROWS * slots * spec.kv_bytes_per_token_and_layer("float32"))
+
+    def cache(layer: int | None) -> int:
+        assert layer is not None
+        within = budget.within(spec.arch.window_of(layer))
+        slots = CacheShape.of([within] * ROWS, spec.num_kv_heads, spec.head_dim).capacity
+        return page_ceil(ROWS * slots * spec.kv_bytes_per_token_and_layer("float32"))
 
     def state_bytes(task: Task) -> int:
         if task.kind in (TaskKind.LOAD_CACHE, TaskKind.STORE_CACHE):
             waits = task.kind is TaskKind.STORE_CACHE and task.step % REWRITE_EVERY
-            return 0 if waits else cache  # new tokens wait on the compute tier between two rewrites
+            return (
+                0 if waits else cache(spec.units[task.unit].layer)
+            )  # new tokens wait on the compute tier between two rewrites
         unit, store = spec.units[task.unit], task.kind is TaskKind.STORE_HIDDEN
         past_last_attention = unit.kind == "head" or (
             unit.layer == spec.num_layers - 1 and (unit.kind == "mlp" or (unit.kind == "attn" and store))
