@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.arch import RotarySpec
+from h2o_flexgen.kernels.rotate import rotate_halves
 
 
 class Angles(NamedTuple):
@@ -136,17 +137,5 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
 
     The result is new and contiguous, whatever the strides of x; both have one dtype.
     """
-    dim = angles.cos.shape[-1]
-    half = dim // 2
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    cos, sin = angles.cos.unsqueeze(-2), angles.sin[..., :half].unsqueeze(-2)
-    first, second = x[..., :half], x[..., half:dim]
-    if dim == x.shape[-1]:
-        torch.mul(x, cos, out=out)
-    else:
-        torch.mul(x[..., :dim], cos, out=out[..., :dim])
-        out[..., dim:] = x[..., dim:]
-    # One full-width product and two fused multiply-adds: no temporary, and half the time of other orders.
-    out[..., :half].addcmul_(second, sin, value=-1)
-    out[..., half:dim].addcmul_(first, sin)
-    return out
+    half = angles.cos.shape[-1] // 2
+    return rotate_halves(x, *(part[..., :half].unsqueeze(-2) for part in angles))
