@@ -34,6 +34,7 @@ class Moves:
     def __init__(self, case: Case) -> None:
         self._case = case
         self._keys = [unit.weights for unit in case.spec.units]
+        self._known: dict[tuple[str, int, bool], tuple[Transfer, ...]] = {}
 
     @cached_property
     def group_bytes(self) -> dict[str, int]:
@@ -67,8 +68,12 @@ class Moves:
             return ()
         home, nbytes = self._home(task), self._bytes(task)
         inward = task.kind not in (TaskKind.STORE_CACHE, TaskKind.STORE_HIDDEN)
-        path = links(home, self._case.compute_tier, inward=inward) if nbytes else ()
-        return tuple(Transfer(link, nbytes, self._case.profile.link(link).seconds(nbytes)) for link in path)
+        key = (home, nbytes, inward)
+        if key not in self._known:
+            path = links(home, self._case.compute_tier, inward=inward) if nbytes else ()
+            rate = self._case.profile.link
+            self._known[key] = tuple(Transfer(link, nbytes, rate(link).seconds(nbytes)) for link in path)
+        return self._known[key]
 
     def traffic(self, steps: range) -> dict[tuple[str, str], Traffic]:
         """What all loads and stores that belong to `steps` add up to, by link and by what is moved."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 
 from h2o_flexgen.schedule.tasks import Task
@@ -34,7 +34,7 @@ class Clock:
     def __init__(self, slowdown: Mapping[str, Mapping[str, float]]) -> None:
         self.now = 0.0
         self.spans: list[Span] = []
-        self.busy: Counter[str] = Counter()
+        self.busy: defaultdict[str, float] = defaultdict(float)
         self._slowdown = slowdown
         self._queues: dict[str, list[Job]] = {}
         self._running: list[Job] | None = []
@@ -52,7 +52,7 @@ class Clock:
         start = self.now
         while seconds > _DONE:
             seconds -= self._pass(seconds)
-        self.busy["compute"] += self.now - start  # type: ignore[assignment]
+        self.busy["compute"] += self.now - start
         if task is not None:
             self.spans.append((task, start, self.now, "compute"))
 
@@ -84,7 +84,7 @@ class Clock:
             done = elapsed / factors[-1]
         self.now += elapsed
         for job, factor in zip(running, factors, strict=False):
-            self.busy[job.link] += elapsed  # type: ignore[assignment]
+            self.busy[job.link] += elapsed
             job.left -= elapsed / factor
             if job.left <= _DONE:
                 self._end(job)

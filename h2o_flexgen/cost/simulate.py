@@ -8,7 +8,7 @@ which are written home every REWRITE_EVERY steps and collect new tokens in betwe
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -80,15 +80,14 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
     walk = Walk(model, sample.steps)
     walk.run(_ticks(model.shape, len(sample.steps)))
     weights = sample.weights(model.steps)
-    decode, busy = 0.0, Counter[str]()
-    since, used = 0.0, Counter[str]()
+    decode, busy = 0.0, defaultdict[str, float](float)
+    since, used = 0.0, dict[str, float]()
     for step, end, total in zip(sample.steps, walk.ends, walk.busy, strict=True):
         decode += weights[step] * (end - since) if step else 0.0
         for resource, seconds in total.items():
-            busy[resource] += weights[step] * (seconds - used[resource])  # type: ignore[assignment]
+            busy[resource] += weights[step] * (seconds - used.get(resource, 0.0))
         since, used = end, total
     prefill = walk.ends[0]
-    resource = max(busy, key=lambda name: busy[name])
     return Simulation(
         sequences=model.sequences,
         prompt_tokens=model.sequences * model.workload.prompt_len,
@@ -97,11 +96,17 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
         decode_s=decode,
         busy=dict(busy),
         bytes_moved=dict(model.moves.bytes_moved()),
-        bound=Bound("prefill" if prefill >= decode else "decode", resource, busy[resource]),
+        bound=bound_of(prefill, decode, busy),
         steps=sample.steps,
         spans=tuple(walk.clock.spans),
         model=model,
     )
+
+
+def bound_of(prefill: float, decode: float, busy: Mapping[str, float]) -> Bound:
+    """What limits a run of `prefill` and `decode` seconds whose resources were `busy`."""
+    resource = max(busy, key=lambda name: busy[name])
+    return Bound("prefill" if prefill >= decode else "decode", resource, busy[resource])
 
 
 def _first_steps(model: CostModel, steps: int) -> _Sample:

@@ -7,7 +7,6 @@ between a GPU and the disk. Change them together.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from h2o_flexgen.cost.resources import Clock, Job
@@ -69,7 +68,7 @@ class Walk:
         """`steps`: which step each step of the schedule stands for, and has the prices of."""
         self.clock = Clock(model.profile.slowdown)
         self.ends: list[float] = []
-        self.busy: list[Counter[str]] = []
+        self.busy: list[dict[str, float]] = []
         self._model, self._steps, self._shape = model, steps, model.shape
         self._keys = [unit.weights for unit in model.spec.units]
         self._weights: dict[str, Job | None] = {}
