@@ -12,7 +12,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.llm import LLM
 from tests.engine.compare import History, assert_engine_equals_oracle
 from tests.policy_matrix import EVICTING, POLICIES, PolicyRow
-from tests.tiny import FAMILIES, prompts_of
+from tests.tiny import FAMILIES, WINDOW, prompts_of
 
 LENGTHS = [23, 40, 12, 40, 31]
 NEW = 16
@@ -28,6 +28,15 @@ def test_engine_equals_the_oracle_alone_and_in_ragged_batches(
 ) -> None:
     """H2O for every family, the other policies for one family of each kind of attention."""
     assert_engine_equals_oracle(checkpoint(name), policy, prompts_of(LENGTHS), NEW, history)
+
+
+@pytest.mark.parametrize("rolling", [False, True], ids=["absolute", "rolling"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize("policy", EVICTING, ids=lambda row: row.name)
+def test_budgets_below_the_window(policy: PolicyRow, name: str, rolling: bool, checkpoint, history: History) -> None:
+    """There the window leaves a choice: tokens that go because they have left it, sinks that are kept unseen."""
+    changes = {"budget": WINDOW - 4, "rolling_positions": rolling}
+    assert_engine_equals_oracle(checkpoint(name), policy, prompts_of([23, 7, 12, 31]), NEW, history, **changes)
 
 
 @pytest.mark.parametrize("policy", EVICTING, ids=lambda row: row.name)
