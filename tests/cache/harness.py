@@ -37,9 +37,9 @@ class Turning(NamedTuple):
 
     def tensor(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (..., T, d) at `positions` (T,)."""
-        angles = self.angles(positions)
+        angles = self.angles(positions).to(x.device)
         first, second, rest = x.float().tensor_split((self.m, 2 * self.m), dim=-1)
-        pairs = torch.complex(first, second) * torch.polar(torch.ones(()), angles)
+        pairs = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat([pairs.real, pairs.imag, rest], dim=-1).to(x.dtype)
 
     def table(self, size: int) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ class CacheRun:
         self.table: tuple[Tensor, Tensor] | None = None
         if turning is not None:
             cos, sin = turning.table(self.shape.capacity)
-            self.table = cos.to(dtype), sin.to(dtype)
+            self.table = cos.to(k.device, dtype), sin.to(k.device, dtype)
         self.time = 0
         self.prompt_outputs: list[Tensor] = []
         for length, members in groupby(range(len(self.streams)), key=lambda row: self.streams[row].prompt):

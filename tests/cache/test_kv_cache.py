@@ -23,7 +23,8 @@ TEN = Budget(10, 5, 5, 0, False)
 def ragged_run(policy: PolicyRow, **options: Any) -> CacheRun:
     config = policy.eviction()
     streams = [make_stream(prompt, 40, group=2, seed=prompt) for prompt in (4, 30, 30, 17)]
-    return CacheRun(streams, [config.resolve(s.prompt, 40) for s in streams], make_policy(config), **options)
+    budgets = [config.resolve(s.prompt, 40).within(options.get("window")) for s in streams]
+    return CacheRun(streams, budgets, make_policy(config), **options)
 
 
 @each_policy
@@ -200,8 +201,9 @@ def test_full_rows_end_with_their_length() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @each_policy
-def test_gpu_decides_like_the_cpu(policy: PolicyRow) -> None:
-    here, there = ragged_run(policy), ragged_run(policy, device="cuda")
+@pytest.mark.parametrize(("window", "turning"), [(None, None), (16, None), (None, Turning(2)), (16, Turning(2))])
+def test_gpu_decides_like_the_cpu(policy: PolicyRow, window: int | None, turning: Turning | None) -> None:
+    here, there = (ragged_run(policy, device=device, window=window, turning=turning) for device in ("cpu", "cuda"))
     for step in range(40):
         assert here.kept() == there.kept(), f"step {step}"
         torch.testing.assert_close(there.step().cpu(), here.step(), atol=1e-5, rtol=1e-4)

@@ -27,7 +27,7 @@ def rolling_run(policy: PolicyRow, streams: list[Stream], totals: list[int], ste
 
 
 @each_policy
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     shape=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 24)), min_size=1, max_size=4),
     alike=st.booleans(),

@@ -19,7 +19,7 @@ each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.na
 
 
 @each_policy
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     shape=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 24)), min_size=1, max_size=4),
     window=st.integers(1, 20),
@@ -55,7 +55,7 @@ def test_long_streams_of_little_room_equal_oracle(policy: PolicyRow) -> None:
 
 
 @each_policy
-@pytest.mark.parametrize("window", [1, 2, 9, 33, 34])
+@pytest.mark.parametrize("window", [1, 9, 33, 34])
 def test_a_budget_that_reaches_the_window_gives_what_a_full_cache_gives(policy: PolicyRow, window: int) -> None:
     """The oracle keeps everything, and hides what has left the window."""
     streams = [make_stream(prompt, 25, group=2, seed=prompt) for prompt in (3, 20, 8)]
