@@ -48,8 +48,8 @@ class KVCache:
     A batch whose budgets leave nothing to choose is kept in order of arrival, without scores, whatever the policy. If
     all are full, that is bit for bit the full cache.
 
-    In a layer with a `window` the budgets are `within` it, ValueError otherwise, and tokens that have left it are not
-    attended to: what a budget above the window held in vain, and the sinks.
+    In a layer with a `window` the budgets are `within` it, ValueError otherwise. What leaves it goes before all else,
+    and sinks that have left it are kept but not attended to.
     """
 
     def __init__(

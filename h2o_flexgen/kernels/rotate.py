@@ -9,8 +9,8 @@ from torch import Tensor
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns dimension i of x (..., head_dim) together with dimension i + m by the angle of pair i, i < m.
 
-    cos, sin (..., m) in the dtype of x, 2 m <= head_dim, broadcast over the others; dimensions from 2 m on pass through.
-    The result is new and contiguous, whatever the strides of x.
+    cos, sin (..., m) in the dtype of x, 2 m <= head_dim, broadcast to x; dimensions from 2 m on pass through. The
+    result is new and contiguous, whatever the strides of x.
     """
     half = cos.shape[-1]
     dim = 2 * half

@@ -46,7 +46,7 @@ def planned_bytes(
     """Bytes that `ticks` move over each link ("disk->cpu", ...), found by walking them.
 
     group_bytes: bytes of each streamed weight group as moved. state_bytes: bytes of a cache or hidden task; it is asked
-    for each, because a cache's load, its first store and its later stores differ.
+    for each, because a cache's load, its first store and its later stores differ, and so do layers with a window.
     """
     moved: Counter[str] = Counter()
     for tick in ticks:

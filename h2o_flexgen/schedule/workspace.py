@@ -111,7 +111,7 @@ class BlockShape:
 def positions(block: BlockShape) -> int:
     """Bytes of what all layers of the prompt read of every token: ids and positions, int64, and its angles.
 
-    For all GPU batches: 32 T, and for each way of rotating cosines and sines (T, D), twice where cached keys roll.
+    For all GPU batches: 32 T, and for each way of rotating cosines and sines (T, D).
     """
     angles = 2 * sum(block.rotary_dims) * block.size
     return block.policy.num_gpu_batches * block.tokens * (32 + angles)
@@ -126,8 +126,8 @@ def workspace(block: BlockShape) -> int:
     norms      input, output and residual (t, H), queries and keys (t, Q + G) twice, and one of them in float32, twice
     attention  norm, output and a post-norm (t, H), queries (c t, Q), keys (c t, G) but for those of `prompt_keys`, keys
                and values as the kernel wants them (t, 2 G), its output and that of all segments (t, 2 Q), column sums
-               (b, kv_heads, P) float32 and (kv_heads, P) for each part of a path, if anything is evicted, and the
-               larger of two: `_prompt_kernel` and `_fill`
+               (b, kv_heads, P) float32 and (kv_heads, P) for each part that others follow, at most P / prefill_chunk
+               and _PATH_LEVELS, if anything is evicted, and the larger of two: `_prompt_kernel` and `_fill`
     decode     the (b, H), (b, Q) and (b, G) of the above, and `decode_attention`
     mlp        norm, output and a post-norm (t, H), and the (t, F) before and after the activation; gate and up are one
                (t, 2 F)
