@@ -57,7 +57,7 @@ def test_nothing_in_common_is_longest_first() -> None:
 
 def test_a_header_is_computed_once_for_a_whole_block() -> None:
     header = list(range(2000))
-    prompts = [header + [i, i + 1, i + 2] for i in range(64)]
+    prompts = [[*header, i, i + 1, i + 2] for i in range(64)]
     first, second = segments_of([prompts[:32], prompts[32:]], 2048)
     assert [(s.length, s.past, s.rows) for s in first] == [(2000, 0, range(0)), (3, 2000, range(32))]
     assert [(s.length, s.past, s.rows) for s in second] == [(3, 2000, range(32))]

@@ -1,4 +1,4 @@
-"""Shared prefixes and prompts in parts change nothing but the work: same tokens, same log-probabilities, fewer FLOPs."""
+"""Shared prefixes and prompts in parts change the work alone: same tokens, same log-probabilities, fewer FLOPs."""
 
 from __future__ import annotations
 
