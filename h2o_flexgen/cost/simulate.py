@@ -115,20 +115,20 @@ def _first_steps(model: CostModel, steps: int) -> _Sample:
 
 
 class _Sample(NamedTuple):
-    """The steps that are simulated, the first decode steps of them `opening`, and how the others follow from them.
+    """The steps that are simulated, and how the others follow from them.
 
-    typical: decode steps without a rewrite; between them steps are interpolated. rewrite: a step in which caches are
-    written home, to be followed by one that finds those writes under way; None where there is none.
+    opening: the first decode steps, which stand for themselves. typical: later ones without a rewrite; the steps
+    between them are interpolated. rewrite: one in which caches are written home and those that feel it; they stand for
+    all of their kind.
     """
 
     opening: tuple[int, ...]
     typical: tuple[int, ...]
-    rewrite: int | None = None
+    rewrite: tuple[int, ...] = ()
 
     @property
     def steps(self) -> tuple[int, ...]:
-        rewrites = () if self.rewrite is None else (self.rewrite, self.rewrite + 1)
-        return tuple(sorted({0, *self.opening, *self.typical, *rewrites}))
+        return tuple(sorted({0, *self.opening, *self.typical, *self.rewrite}))
 
     def weights(self, steps: int) -> dict[int, float]:
         """How many of all `steps` each simulated one stands for."""
@@ -141,11 +141,10 @@ class _Sample(NamedTuple):
         else:
             for step in range(first, steps):
                 self._add(weights, step, 1.0)
-        if self.rewrite is not None:
-            rewrites = len(range(REWRITE_EVERY, steps - 1, REWRITE_EVERY))
-            for step in (self.rewrite, self.rewrite + 1):
-                weights[step] += rewrites
-                self._add(weights, step, -rewrites)
+        rewrites = len(range(REWRITE_EVERY, steps - 1, REWRITE_EVERY))
+        for step in self.rewrite:
+            weights[step] += rewrites
+            self._add(weights, step, -rewrites)
         return weights
 
     def _add(self, weights: dict[int, float], step: int, times: float) -> None:
@@ -162,17 +161,22 @@ class _Sample(NamedTuple):
 
 def _sample(model: CostModel) -> _Sample:
     """Few steps from which all follow: the first decode step, which may find buffers that were filled while the prompt
-    was computed, and a typical one. With growing attention there are three of these, from early to late; with caches
-    that move they have half as many new tokens to apply as there can be, and a rewrite is simulated, too."""
+    was computed, and a typical one. With growing attention there are three of these, from early to late.
+
+    Caches that move are written home after the prompt and at rewrites, and reads wait for that: one step is held up,
+    and in the next the link is ahead with what it read meanwhile. A typical step then has half as many new tokens to
+    apply as there can be.
+    """
     last, moves = model.steps - 1, bool(model.shape.cache_moves)
-    if last <= 3:
+    if last <= (5 if moves else 3):
         return _Sample(tuple(range(1, last)), (last,) if last else ())
     usual = REWRITE_EVERY // 2 if moves else 2
     typical = {min(usual, last)}
     if model.compute_tier == "gpu" and any(model.held(layer, 1) < model.held(layer, last) for layer in model.kinds):
         every = REWRITE_EVERY if moves else 1
         typical |= {step - (step - usual) % every for step in (last // 2, last) if step > usual}
-    return _Sample((1,), tuple(sorted(typical)), REWRITE_EVERY if moves and last > REWRITE_EVERY else None)
+    rewrite = range(REWRITE_EVERY, min(REWRITE_EVERY + 2, last) + 1) if moves and last > REWRITE_EVERY else ()
+    return _Sample((1, 2) if moves else (1,), tuple(sorted(typical)), tuple(rewrite))
 
 
 @lru_cache(maxsize=32)
