@@ -26,7 +26,7 @@ setup(
         "transformers>=4.56",
         "safetensors>=0.5",
         "huggingface_hub>=0.34",
-        "pulp>=2.9",
+        "pulp>=3.3.2",
         "highspy>=1.10",
         "tqdm>=4.66",
         "psutil>=5.9",

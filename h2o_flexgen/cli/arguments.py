@@ -98,8 +98,8 @@ def _path(text: str | None) -> Path | None:
 
 
 def _engine(args: argparse.Namespace, notes: list[str]) -> EngineConfig:
-    eviction = _eviction(args)
-    defaults: dict[str, Any] = {"eviction": eviction, "policy": _policy(args), "trace": args.trace is not None}
+    eviction = eviction_of(args)
+    defaults: dict[str, Any] = {"eviction": eviction, "policy": policy_of(args), "trace": args.trace is not None}
     engine = from_namespace(EngineConfig, args, defaults=defaults)
     if engine.path == "_DUMMY_" or args.dummy_weights:
         path = None if engine.path == "_DUMMY_" else engine.path
@@ -117,7 +117,7 @@ def _engine(args: argparse.Namespace, notes: list[str]) -> EngineConfig:
     return replace(engine, eviction=replace(engine.eviction, seed=engine.seed))
 
 
-def _eviction(args: argparse.Namespace) -> EvictionConfig:
+def eviction_of(args: argparse.Namespace) -> EvictionConfig:
     """--hh-ratio below 1 or --kv-budget mean H2O unless --eviction names another; heavy + recent ratios add up."""
     typed = given(EvictionConfig, args)
     defaults: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def _exclusive(flag: str, other: str, given_too: bool) -> None:
         raise UsageError(f"{flag} and {other} are both given", "needed one of them")
 
 
-def _policy(args: argparse.Namespace) -> OffloadPolicy | dict[str, Any] | str:
+def policy_of(args: argparse.Namespace) -> OffloadPolicy | dict[str, Any] | str:
     """What the user fixed: a whole policy from a file, or the fields whose flags were typed; the rest is chosen."""
     typed = given(OffloadPolicy, args)
     fixed: dict[str, Any] = {name: getattr(from_namespace(OffloadPolicy, args), name) for name in typed}

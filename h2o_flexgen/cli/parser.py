@@ -123,16 +123,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
 def _add_known(parser: argparse.ArgumentParser) -> None:
     """FlexGen's and H2O's flags, and the habits of other engines, where they differ from ours."""
     group = parser.add_argument_group("known from FlexGen and others")
-    group.add_argument(
-        "--percent",
-        nargs=6,
-        type=int,
-        metavar=("WG", "WC", "CG", "CC", "HG", "HC"),
-        help="percent of weights, cache, hidden states on gpu and cpu each; disk has the rest",
-    )
-    group.add_argument("--policy", default="auto", metavar="auto|FILE", help="a policy file (JSON), or auto (default)")
-    group.add_argument("--heavy-ratio", type=float, metavar="R", help="heavy hitters as a share; with --recent-ratio")
-    group.add_argument("--compression-ratio", type=float, metavar="R", help="1 - hh-ratio")
+    add_known_choices(group)
     group.add_argument("--dummy-weights", action="store_true", help="--weights dummy")
     for name, text in (
         ("--hh-all", "evict while decoding too: always on"),
@@ -146,6 +137,20 @@ def _add_known(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--verbose", nargs="?", metavar="N", help="accepted; --quiet is the other way")
     for name in REFUSED:
         group.add_argument(name, nargs="?", action=_Refuse, dest="refused", help=argparse.SUPPRESS)
+
+
+def add_known_choices(group: argparse._ArgumentGroup) -> None:
+    """FlexGen's and H2O's ways to say where things live and which tokens stay: see `arguments`."""
+    group.add_argument(
+        "--percent",
+        nargs=6,
+        type=int,
+        metavar=("WG", "WC", "CG", "CC", "HG", "HC"),
+        help="percent of weights, cache, hidden states on gpu and cpu each; disk has the rest",
+    )
+    group.add_argument("--policy", default="auto", metavar="auto|FILE", help="a policy file (JSON), or auto (default)")
+    group.add_argument("--heavy-ratio", type=float, metavar="R", help="heavy hitters as a share; with --recent-ratio")
+    group.add_argument("--compression-ratio", type=float, metavar="R", help="1 - hh-ratio")
 
 
 class _Refuse(argparse.Action):

@@ -45,7 +45,7 @@ def known_names() -> tuple[str, ...]:
 def _models() -> dict[str, _Model]:
     """Every model under the names it answers to, in lower case: the file's, the hub's, and that without its owner."""
     models: dict[str, _Model] = {}
-    folder = _folder()
+    folder = configs_folder("models")
     for path in sorted(folder.glob("*.json")) if folder else ():
         config = _read(path)
         models[path.stem.lower()] = _Model(config["_name_or_path"], path)
@@ -54,10 +54,10 @@ def _models() -> dict[str, _Model]:
     return models
 
 
-def _folder() -> Path | None:
-    """configs/models, as installed inside the package, or beside it in a checkout of the sources."""
+def configs_folder(kind: str) -> Path | None:
+    """configs/models or another, as installed inside the package, or beside it in a checkout of the sources."""
     package = Path(__file__).resolve().parent.parent
-    installed, checkout = package / "configs" / "models", package.parent / "configs" / "models"
+    installed, checkout = package / "configs" / kind, package.parent / "configs" / kind
     if installed.is_dir():
         return installed
     return checkout if (package.parent / "pyproject.toml").is_file() and checkout.is_dir() else None

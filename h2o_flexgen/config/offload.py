@@ -179,5 +179,5 @@ class OffloadPolicy:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OffloadPolicy:
-        """The policy of `to_json`; unknown keys raise UsageError with a suggestion."""
-        return cls(**known_keys(data, cls))
+        """The policy of `to_json`; unknown keys raise UsageError with a suggestion. `made_for` is a note, not read."""
+        return cls(**known_keys(data, cls, derived=("made_for",)))

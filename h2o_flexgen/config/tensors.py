@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 from h2o_flexgen.errors import UsageError
@@ -59,13 +60,23 @@ class WeightGroup:
     key: str
     tensors: tuple[TensorSpec, ...]
 
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """How many numbers each tensor holds: all that sizes depend on."""
+        return tuple(tensor.numel for tensor in self.tensors)
+
     def nbytes(self, dtype: str) -> int:
         """The bytes of the tensors alone."""
-        return sum(tensor.nbytes(dtype) for tensor in self.tensors)
+        return sum(self.numels) * dtype_bytes(dtype)
 
     def buffer_bytes(self, dtype: str) -> int:
         """The bytes of the buffer: tensors start at multiples of TENSOR_ALIGN, the whole is a multiple of PAGE."""
-        return round_up(sum(round_up(tensor.nbytes(dtype), TENSOR_ALIGN) for tensor in self.tensors), PAGE)
+        return _buffer_bytes(self.numels, dtype_bytes(dtype))
+
+
+@cache  # a search asks for the sizes of the same few shapes many thousand times
+def _buffer_bytes(numels: tuple[int, ...], size: int) -> int:
+    return round_up(sum(round_up(numel * size, TENSOR_ALIGN) for numel in numels), PAGE)
 
 
 def embed_tensors(spec: ModelSpec) -> tuple[TensorSpec, ...]:

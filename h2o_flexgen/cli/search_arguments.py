@@ -1,0 +1,176 @@
+"""The flags of `search`, and the question they ask. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from h2o_flexgen.cli.arguments import eviction_of, policy_of
+from h2o_flexgen.cli.environment import environment_arguments
+from h2o_flexgen.cli.files import output_file
+from h2o_flexgen.cli.parser import RunParser, add_known_choices
+from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.flags import add_arguments, from_namespace
+from h2o_flexgen.config.hardware import HardwareProfile
+from h2o_flexgen.config.known import known_config, known_names
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.profiles import find_profile, profile_names
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.cost.lp import SOLVERS
+from h2o_flexgen.cost.request import SearchRequest
+from h2o_flexgen.errors import ModelError, UsageError
+from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.registry import suggestion
+from h2o_flexgen.units import GIB, MIB
+
+USABLE = 0.9
+"""Of a machine's memory, where no cap is given: the rest is for the system, as `run` has it."""
+PROCESS = {"cpu": 512 * MIB, "gpu": 3 * GIB}
+"""Host bytes that a process holds before anything is placed: Python and torch, and CUDA's libraries and context."""
+_LENGTHS = {"prompt_len": 512, "gen_len": 32}
+_OF_ENGINE = {"model", "dtype", "device", "gpu_mem", "cpu_mem", "disk_mem"}
+
+
+@dataclass(frozen=True)
+class SearchArguments:
+    """All of a command line, checked."""
+
+    request: SearchRequest
+    solver: str
+    output: Path | None
+    simulate: Path | None
+    quiet: bool
+
+
+def parse_search(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> SearchArguments:
+    """Parses `argv` and what `environ` adds. Exits (2) where argparse objects, UsageError where the configs do."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = search_parser()
+    added = environment_arguments(parser, argv, environ)
+    parser.origins = {f"{name}={environ[name]}": words[0].partition("=")[0] for name, words in added.items() if words}
+    args = parser.parse_args([*(word for words in added.values() for word in words), *argv])
+    if args.overwrite and args.output is None and args.simulate is None:
+        raise UsageError("--overwrite is given without --output", "needed --output FILE or --simulate FILE")
+    return SearchArguments(
+        request=_request(args),
+        solver=args.solver,
+        output=output_file("--output", args.output, keep=not args.overwrite),
+        simulate=output_file("--simulate", args.simulate, keep=not args.overwrite),
+        quiet=args.quiet,
+    )
+
+
+def search_parser() -> RunParser:
+    """The parser of `python -m h2o_flexgen.search`."""
+    parser = RunParser(
+        prog="python -m h2o_flexgen.search",
+        usage="%(prog)s --model MODEL [--hardware NAME|FILE] [--hh-ratio R] [--output policy.json] [flags]",
+        description="Finds the fastest placement and block of sequences for a model on a machine. Nothing is run.",
+        epilog="Every flag can be set in the environment, as for run. Exit codes: 0 all well, 2 flags, 4 model, "
+        "5 nothing fits the caps.",
+    )
+    work = parser.add_argument_group("machine and results")
+    work.add_argument(
+        "--hardware",
+        metavar="NAME|FILE",
+        help=f"{', '.join(profile_names())}, or a file of h2o_flexgen.calibrate (default: this machine as calibrated)",
+    )
+    work.add_argument("--output", "-o", metavar="FILE", help="the policy, for run --policy FILE")
+    work.add_argument("--simulate", metavar="FILE", help="a timeline of the simulated run, for ui.perfetto.dev")
+    work.add_argument("--overwrite", action="store_true", help="replace an existing --output or --simulate FILE")
+    work.add_argument("--solver", choices=SOLVERS, default=SOLVERS[0], help="of the linear programs (default: highs)")
+    work.add_argument("--quiet", "-q", action="store_true", help="nothing but the JSON object")
+    add_arguments(parser, Workload, title="work", exclude={"num_sequences"}, defaults=_LENGTHS)
+    count = "how many prompts (default: no end of them)"
+    parser.add_argument("--num-prompts", type=int, default=argparse.SUPPRESS, metavar="N", help=count)
+    add_arguments(parser, EvictionConfig, title="which tokens stay in the KV cache")
+    others = {item.name for item in fields(EngineConfig)} - _OF_ENGINE
+    add_arguments(parser, EngineConfig, title="model and machine", exclude=others)
+    planned = dict.fromkeys({*PLANNED_FIELDS, "cpu_cache_compute"})
+    add_arguments(parser, OffloadPolicy, title="what is already decided", defaults=planned)
+    add_known_choices(parser.add_argument_group("known from FlexGen and others"))
+    return parser
+
+
+def _request(args: argparse.Namespace) -> SearchRequest:
+    engine = from_namespace(EngineConfig, args)
+    profile = find_profile(args.hardware)
+    tier = _compute_tier(engine, profile)
+    workload = from_namespace(Workload, args, defaults=_LENGTHS)
+    spec = _spec(engine.model)
+    eviction, most = eviction_of(args), spec.max_positions
+    if workload.total_len > most and not eviction.rolling_positions:
+        raise UsageError(f"--prompt-len and --gen-len make {workload.total_len} tokens", f"{spec.name} takes {most}")
+    return SearchRequest(
+        spec=spec,
+        workload=workload,
+        eviction=eviction,
+        dtype=profile.dtype if engine.dtype == "auto" else engine.dtype,
+        caps=_caps(engine, profile, tier),
+        compute_tier=tier,
+        profile=profile,
+        fixed=_fixed(args),
+        baseline=PROCESS[tier],
+        endless=not hasattr(args, "num_prompts"),
+    )
+
+
+def _compute_tier(engine: EngineConfig, profile: HardwareProfile) -> str:
+    """The GPU where the machine has one, as `run` does."""
+    if engine.device == "cpu" or (engine.device == "auto" and "gpu" not in profile.compute):
+        return "cpu"
+    profile.rates("gpu")
+    return "gpu"
+
+
+def _caps(engine: EngineConfig, profile: HardwareProfile, tier: str) -> dict[str, int]:
+    """What is typed, else what the machine has, less a little."""
+    typed = {"gpu": engine.gpu_mem, "cpu": engine.cpu_mem, "disk": engine.disk_mem}
+    if tier == "cpu":
+        del typed["gpu"]
+    has = {name: int(USABLE * profile.memory[name]) for name in typed if name in profile.memory}
+    return {name: cap for name in typed if (cap := has.get(name) if typed[name] is None else typed[name]) is not None}
+
+
+def _fixed(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of the policy that stay as they are: those typed, or all of a --policy file's."""
+    decided = policy_of(args)
+    if isinstance(decided, OffloadPolicy):
+        return {item.name: getattr(decided, item.name) for item in fields(OffloadPolicy)}
+    return {} if isinstance(decided, str) else decided
+
+
+def _spec(name: str) -> ModelSpec:
+    """The shape of a model: in a folder, of a well-known name, or of one in the Hugging Face cache or on the hub."""
+    folder = Path(str(resources.files("h2o_flexgen") / "data" / "demo")) if name == "demo" else Path(name).expanduser()
+    known = known_config(name)
+    if (folder / "config.json").is_file():
+        return spec_from_config(_read(folder / "config.json"), name)
+    if known is not None:
+        return spec_from_config(known, name)
+    if "/" not in name or folder.is_dir():
+        near = suggestion(name, known_names())
+        raise ModelError(f"no model {name!r}: neither a folder with a config.json nor a well-known name", near)
+    # The readers of checkpoints load torch: only names that nothing else knows have to wait for it.
+    from h2o_flexgen.checkpoint.hub import resolve_model
+
+    return spec_from_config(resolve_model(name, need_weights=False).config, name)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return config

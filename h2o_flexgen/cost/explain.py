@@ -1,0 +1,171 @@
+"""Why a policy was chosen: what bounds it, which memory binds, what came second, what more memory would buy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from h2o_flexgen.cost.bound import io_lower_bound
+from h2o_flexgen.cost.fit import Candidate
+from h2o_flexgen.cost.predict import Prediction
+from h2o_flexgen.cost.search import SearchResult
+from h2o_flexgen.units import format_bytes, format_seconds
+
+_WIDTH = 12
+_LINKS = {
+    "disk->cpu": "disk reads",
+    "cpu->disk": "disk writes",
+    "cpu->gpu": "copies to the GPU",
+    "gpu->cpu": "copies from the GPU",
+}
+
+
+def explain(result: SearchResult) -> str:
+    """A line for each thing worth knowing."""
+    return "\n".join(f"{name:{_WIDTH}}{text}" for name, text in _lines(result))
+
+
+def to_json(result: SearchResult) -> dict[str, Any]:
+    """The same as plain JSON values: bytes, seconds, tokens per second. Everything in it is predicted."""
+    request, runner_up = result.request, result.runner_up
+    return {
+        "model": request.spec.name,
+        "dtype": request.dtype,
+        "compute_tier": request.compute_tier,
+        "hardware": request.profile.name,
+        "eviction": {**request.eviction.to_json(), "tokens": _budget(result).total},
+        "prompt_len": request.workload.prompt_len,
+        "gen_len": request.workload.gen_len,
+        "sequences": result.predicted.sequences,
+        "caps": dict(request.caps),
+        "fixed": sorted(request.fixed),
+        "policy": result.policy.to_json(),
+        "predicted": result.predicted.to_json(),
+        "bound": bound_text(result.predicted),
+        "peak_bytes": {tier: result.footprint.total(tier) for tier in request.tiers},
+        "binding": result.binding,
+        "one_more_gib": dict(result.more),
+        "least_bytes_moved": least_traffic(result),
+        "runner_up": runner_up
+        and {"policy": runner_up.policy.to_json(), "gen_throughput": runner_up.prediction.gen_throughput},
+        "shapes_tried": result.tried,
+        "simulated": result.simulated,
+        "projected": True,
+    }
+
+
+def bound_text(predicted: Prediction) -> str:
+    """What takes the time: "disk reads: 13.3 GB per step, busy for 98 % of the run"."""
+    model, (phase, resource, seconds) = predicted.block.model, predicted.bound
+    passes, per = (range(1), "for the prompts") if phase == "prefill" else (range(1, model.steps), "per step")
+    share = f"busy for {seconds / (predicted.prefill_s + predicted.decode_s):.0%} of the run"
+    if resource == "compute":
+        terms = [term for term in model.terms() if (term.phase, term.resource) == (phase, "compute")]
+        largest = max(terms, key=lambda term: term.value)
+        whole = format_seconds(sum(term.value for term in terms))
+        return f"computing: {whole} {per}, {format_seconds(largest.value)} of it for {largest.name}; {share}"
+    moved = sum(traffic.nbytes for (link, _), traffic in model.moves.traffic(passes).items() if link == resource)
+    return f"{_LINKS[resource]}: {_gigabytes(moved / len(passes))} {per}, {share}"
+
+
+def least_traffic(result: SearchResult) -> dict[str, int]:
+    """Bytes over each link that any schedule with blocks of this size must move in the whole run."""
+    request, predicted = result.request, result.predicted
+    least = io_lower_bound(
+        request.spec,
+        request.workload,
+        request.eviction,
+        request.dtype,
+        dict(request.caps),
+        request.compute_tier,
+        predicted.block.sequences,
+        cpu_cache_compute=result.policy.cpu_cache_compute,
+    )
+    whole_blocks = predicted.sequences // predicted.block.sequences
+    return {link: whole_blocks * nbytes for link, nbytes in least.items()}
+
+
+def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
+    request, predicted, policy = result.request, result.predicted, result.policy
+    yield (
+        "model",
+        f"{request.spec.name}, {request.dtype} on the {request.compute_tier.upper()} of {request.profile.name}",
+    )
+    work = f"{request.workload.prompt_len} + {request.workload.gen_len} tokens"
+    amount = "one block of as many as there are" if request.endless else f"{request.workload.num_sequences} sequences"
+    yield "work", f"{amount}, {work}; {_eviction(result)}"
+    yield "block", _block(result.best)
+    for kind in ("weights", "cache", "hidden"):
+        yield kind, _shares(getattr(policy, kind))
+    if policy.cpu_cache_compute:
+        yield "attention", "of caches on the CPU is computed there"
+    yield "prefill", f"{format_seconds(predicted.prefill_s)}, {_rate(predicted.prefill_throughput)} (predicted)"
+    yield "decode", f"{format_seconds(predicted.decode_s)}, {_rate(predicted.decode_throughput)} (predicted)"
+    yield "throughput", f"{_rate(predicted.gen_throughput)} generated over prefill and decode (predicted)"
+    yield "bound", bound_text(predicted)
+    yield "traffic", _traffic(predicted.bytes_moved, least_traffic(result))
+    yield "memory", "; ".join(_used(result, tier) for tier in request.tiers if result.footprint.total(tier))
+    yield "binding", _binding(result)
+    if result.runner_up is not None:
+        other = result.runner_up
+        faster = "; faster, and within 1 % the smaller block is taken" if other.seconds < result.best.seconds else ""
+        yield "runner-up", f"{_block(other)}, {_rate(other.prediction.gen_throughput)}: {_placements(other)}{faster}"
+    if result.more:
+        gains = ", ".join(f"{tier} {gain:+.2g} tokens/s" for tier, gain in result.more.items())
+        yield "1 GiB more", f"of {gains} (by the linear program, with the block chosen anew)"
+    yield "searched", f"{result.tried} block shapes, {result.simulated} plans simulated"
+
+
+def _block(candidate: Candidate) -> str:
+    policy = candidate.policy
+    rows = f"{policy.gpu_batch_size} sequence{'s' * (policy.gpu_batch_size > 1)}"
+    return f"{policy.num_gpu_batches} GPU batch{'es' * (policy.num_gpu_batches > 1)} of {rows}"
+
+
+def _placements(candidate: Candidate) -> str:
+    return "; ".join(f"{kind} {_shares(getattr(candidate.policy, kind))}" for kind in ("weights", "cache", "hidden"))
+
+
+def _budget(result: SearchResult) -> Any:
+    request = result.request
+    return request.eviction.resolve(request.workload.prompt_len, request.workload.gen_len)
+
+
+def _eviction(result: SearchResult) -> str:
+    budget = _budget(result)
+    return "the full cache" if budget.full else f"{result.request.eviction.name} keeps {budget.total} tokens per head"
+
+
+def _used(result: SearchResult, tier: str) -> str:
+    used, cap = result.footprint.total(tier), result.request.caps.get(tier)
+    return f"{tier} {format_bytes(used)}" + (f" of {format_bytes(cap)}" if cap is not None else "")
+
+
+def _binding(result: SearchResult) -> str:
+    if result.binding is None:
+        return "nothing: more memory would not make this faster"
+    return f"{result.request.flag(result.binding)}, the {result.binding} tier's cap"
+
+
+def _traffic(moved: Mapping[str, int], least: Mapping[str, int]) -> str:
+    """Bytes by link, and how many times the least they are."""
+    parts = []
+    for link, nbytes in moved.items():
+        times = f", {nbytes / least[link]:.2f} times the least" if least.get(link) else ""
+        parts.append(f"{link} {_gigabytes(nbytes)}{times}")
+    return "; ".join(parts) or "none: everything stays where it is computed on"
+
+
+def _gigabytes(nbytes: float) -> str:
+    """In powers of ten, the unit of data sheets and of the papers."""
+    return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g} MB"
+
+
+def _shares(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{share:.0%} {tier}" for tier, share in shares.items() if share >= 0.005) or "-"
+
+
+def _rate(rate: float | None) -> str:
+    if rate is None:
+        return "-"
+    return f"{rate:,.0f} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s"

@@ -1,0 +1,178 @@
+"""From block shapes to the linear programs of their placements: coefficients read off footprints and prices.
+
+A footprint and a price with everything on the compute tier, and one for each kind on each other tier, give all that is
+linear in the shares. So a program follows whatever `schedule.footprint` and `cost.terms` say, without a formula of its
+own. What is not linear is taken as favourable as it can be, so that a program refuses nothing that fits: weight buffers
+are those of a layer's units, though embeddings may be larger.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.cost.lp import KINDS, Charge, Home, Phase, Program
+from h2o_flexgen.cost.prices import BatchPrices
+from h2o_flexgen.cost.request import SearchRequest
+from h2o_flexgen.schedule.traffic import links
+
+ONCE = frozenset(f"{kind} {what}" for kind in ("weight", "cache", "hidden") for what in ("buffers", "staging buffers"))
+"""Items of a footprint that are there as soon as anything of a kind moves, however little."""
+_WORKSPACE = "workspace"  # on cpu beside a gpu: as soon as any attention is computed there
+
+
+class _Memory(NamedTuple):
+    """Bytes on each tier: those held whatever the shares, those that grow with them, and buffers."""
+
+    held: Counter[str]
+    grows: dict[Home, Counter[str]]
+    charges: tuple[Charge, ...]
+
+
+class Programs:
+    """The programs of one request. What block shapes have in common is worked out once."""
+
+    def __init__(self, request: SearchRequest) -> None:
+        self.request = request
+        self._memories: dict[tuple[int, int, bool], _Memory] = {}
+        self._prices: dict[tuple[int, bool, bool], dict[Home | None, BatchPrices]] = {}
+
+    def of(self, policy: OffloadPolicy) -> Program:
+        """The placements of one block of `policy`'s shape; its own placements do not matter."""
+        request, memory = self.request, self._memory(policy)
+        fixed = dict(request.fixed_shares)
+        if policy.num_gpu_batches == 1:
+            fixed["hidden"] = {request.compute_tier: 1.0}
+        return Program(
+            tiers=request.tiers,
+            caps={tier: cap for tier, cap in request.caps.items() if tier in request.tiers},
+            phases=tuple(self._phases(policy)),
+            held=memory.held,
+            grows=memory.grows,
+            charges=memory.charges,
+            fixed=fixed,
+        )
+
+    def _homes(self, many: bool) -> list[Home]:
+        """Every kind with every tier but the compute tier, as far as it can be there."""
+        return [(kind, tier) for kind in (KINDS if many else KINDS[:2]) for tier in self.request.tiers[1:]]
+
+    # ---- memory
+
+    def _memory(self, policy: OffloadPolicy) -> _Memory:
+        """Each GPU batch beyond the second adds the same: footprints of two and of three say what."""
+        more = policy.num_gpu_batches - 2
+        if more <= 0:
+            return self._known_memory(policy)
+        two, three = (self._known_memory(replace(policy, num_gpu_batches=count)) for count in (2, 3))
+        grows = {home: _line(two.grows[home], three.grows[home], more) for home in two.grows}
+        return _Memory(_line(two.held, three.held, more), grows, two.charges)
+
+    def _known_memory(self, policy: OffloadPolicy) -> _Memory:
+        key = (policy.gpu_batch_size, policy.num_gpu_batches, policy.cpu_cache_compute)
+        if key not in self._memories:
+            self._memories[key] = self._new_memory(policy)
+        return self._memories[key]
+
+    def _new_memory(self, policy: OffloadPolicy) -> _Memory:
+        here = self._amounts(policy, None)
+        grows: dict[Home, Counter[str]] = {}
+        charges: list[Charge] = []
+        for home in self._homes(policy.num_gpu_batches > 1):
+            there, grown = self._amounts(policy, home), Counter[str]()
+            for tier, what in {**here, **there}:
+                nbytes = there[tier, what] - here[tier, what]
+                if what in ONCE or (what == _WORKSPACE and tier != self.request.compute_tier):
+                    charges.append(Charge(*home, tier, what, nbytes))
+                else:  # of the weights only the layers went, and a share is of all
+                    grown[tier] += round(nbytes * self._all_over_layers) if what == "weights" else nbytes
+            grows[home] = grown
+        held = Counter[str]()
+        for (tier, _), nbytes in here.items():
+            held[tier] += nbytes
+        return _Memory(held, grows, tuple(charge for charge in charges if charge.nbytes))
+
+    def _amounts(self, policy: OffloadPolicy, home: Home | None) -> Counter[tuple[str, str]]:
+        """Bytes by tier and what for."""
+        items = self.request.footprint(policy, corner(self.request, policy, home)).items
+        return Counter({(item.tier, item.what): item.nbytes for item in items})
+
+    @cached_property
+    def _all_over_layers(self) -> float:
+        """All weights over those of the layers, in bytes."""
+        sizes = {key: group.nbytes(self.request.dtype) for key, group in self.request.spec.groups_by_key.items()}
+        return sum(sizes.values()) / sum(nbytes for key, nbytes in sizes.items() if _of_layer(key))
+
+    # ---- time
+
+    def _phases(self, policy: OffloadPolicy) -> Iterator[Phase]:
+        """The prompt's pass, and the decode step in the middle."""
+        count, steps = policy.num_gpu_batches, self.request.workload.gen_len
+        prices = self._priced(policy)
+        for name, passes in (("prefill", range(1)), ("decode", range(1, steps))):
+            if not passes:
+                return
+            base = {resource: count * seconds for resource, seconds in prices[None].seconds(passes).items()}
+            slope: dict[Home, dict[str, float]] = {home: {} for home in self._homes(count > 1)}
+            for home, price in prices.items():
+                if home is not None:
+                    there = price.seconds(passes)
+                    slope[home] = {name: count * seconds - base.get(name, 0.0) for name, seconds in there.items()}
+            for tier, seconds in self._weight_seconds.items():
+                slope["weights", tier] = seconds
+            phase = Phase(name, len(passes), base, slope, summed=not policy.overlap)
+            yield phase.contended(self.request.profile.slowdown) if policy.overlap else phase
+
+    def _priced(self, policy: OffloadPolicy) -> dict[Home | None, BatchPrices]:
+        """Of one GPU batch with everything on the compute tier, and with caches or hidden states elsewhere."""
+        many = policy.num_gpu_batches > 1
+        key = (policy.gpu_batch_size, many, policy.cpu_cache_compute)
+        if key not in self._prices:
+            few = replace(policy, num_gpu_batches=1 + many)
+            homes = [None, *(home for home in self._homes(many) if home[0] != "weights")]
+            models = {
+                home: self.request.model(
+                    few, corner(self.request, few, home), (few.gpu_batch_size,) * few.num_gpu_batches
+                )
+                for home in homes
+            }
+            self._prices[key] = {home: BatchPrices(model, list(models.values())) for home, model in models.items()}
+        return self._prices[key]
+
+    @cached_property
+    def _weight_seconds(self) -> dict[str, dict[str, float]]:
+        """Of reading all weights once, by the tier they are on and by link."""
+        request, found = self.request, dict[str, dict[str, float]]()
+        for tier in request.tiers[1:]:
+            path = [request.profile.link(link) for link in links(tier, request.compute_tier, inward=True)]
+            groups = [group.buffer_bytes(request.dtype) for group in request.spec.weight_groups]
+            names = links(tier, request.compute_tier, inward=True)
+            found[tier] = {name: sum(map(link.seconds, groups)) for name, link in zip(names, path, strict=True)}
+        return found
+
+
+def corner(request: SearchRequest, policy: OffloadPolicy, home: Home | None) -> Placement:
+    """Everything on the compute tier; but where `home` is given, all of one kind, of weights the layers, on another."""
+    kind, tier = home or ("", "")
+    here, batches = request.compute_tier, range(policy.num_gpu_batches)
+    places = ((layer, batch) for layer in range(request.spec.num_layers) for batch in batches)
+    groups = request.spec.groups_by_key
+    return Placement(
+        weights={key: tier if kind == "weights" and _of_layer(key) else here for key in groups},
+        cache=dict.fromkeys(places, tier if kind == "cache" else here),
+        hidden=dict.fromkeys(batches, tier if kind == "hidden" else here),
+    )
+
+
+def _of_layer(key: str) -> bool:
+    return key.startswith("layers.")
+
+
+def _line(two: Counter[str], three: Counter[str], more: int) -> Counter[str]:
+    """On the line through two points, `more` steps beyond the first."""
+    return Counter({key: two[key] + more * (three[key] - two[key]) for key in {**two, **three}})

@@ -1,0 +1,269 @@
+"""Where weights, caches and hidden states should live for one block shape, as a linear program (FlexGen, section 4.3).
+
+Variables are the shares of each kind on each tier. The time of a phase is that of its busiest resource, computation or
+link, or with overlap off the sum of them all; the whole is weighed over prefill and decode steps. What a tier holds
+grows with the shares; transfer buffers, which are there as soon as anything of a kind uses a tier, are charged by
+binary variables, so that the program says exactly what `schedule.footprint` says. Seconds and bytes are scaled to
+milliseconds and GB, without which solvers lose digits. Cost inside a maximum leaves slack, so that many placements are
+equally fast: a second program takes, of those, the one with the least bytes on slow tiers, and every solver finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from h2o_flexgen.config.offload import Shares
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.registry import suggestion
+
+KINDS = ("weights", "cache", "hidden")
+SOLVERS = ("highs", "cbc")
+SLACK = 1e-6
+"""How much longer than the optimum the second program may take; with 1e-9 CBC calls feasible programs infeasible."""
+_DIGITS = 4  # of a share: below them two solvers differ
+_GB, _MS = 1e9, 1e-3
+_PREFERENCE = {"weights": 1.0, "cache": 1.01, "hidden": 1.02}  # of equal bytes, weights go to the slower tier
+
+Home = tuple[str, str]
+"""A kind and the tier that it, or a share of it, lives on."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Seconds per resource of one pass over the model: `base`, and for each home its share times `slope`.
+
+    times: how many such passes a block takes; summed: whether resources wait for one another (overlap off).
+    """
+
+    name: str
+    times: float
+    base: Mapping[str, float]
+    slope: Mapping[Home, Mapping[str, float]]
+    summed: bool = False
+
+    def seconds(self, shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """Of one pass on each resource."""
+        busy = dict(self.base)
+        for (kind, tier), slope in self.slope.items():
+            for resource, seconds in slope.items():
+                busy[resource] = busy.get(resource, 0.0) + seconds * shares[kind].get(tier, 0.0)
+        return busy
+
+    def contended(self, slowdown: Mapping[str, Mapping[str, float]]) -> Phase:
+        """The same where resources disturb each other, `slowdown` of a HardwareProfile.
+
+        Where `a` takes f times as long beside `b`, and `b` f' times beside `a`, `a` is busy for its own seconds and
+        f' (1 - 1/f) of those of `b`, if `b` is the shorter. Reading and writing one disk, f = f' = 2, they add up.
+        """
+
+        def mixed(seconds: Mapping[str, float]) -> dict[str, float]:
+            found = dict(seconds)
+            for slowed, factors in slowdown.items():
+                for beside, factor in factors.items():
+                    if extra := seconds.get(beside, 0.0):
+                        share = slowdown.get(beside, {}).get(slowed, 1.0) * (1 - 1 / factor)
+                        found[slowed] = found.get(slowed, 0.0) + share * extra
+            return found
+
+        return replace(self, base=mixed(self.base), slope={home: mixed(each) for home, each in self.slope.items()})
+
+
+@dataclass(frozen=True)
+class Charge:
+    """Bytes on `tier` as soon as anything of `kind` is at home on `home`; what is called the same is there once."""
+
+    kind: str
+    home: str
+    tier: str
+    what: str
+    nbytes: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """One block shape. `tiers` fastest first, the compute tier the first; `caps` of the tiers that have one.
+
+    held    bytes per tier that are there wherever things live
+    grows   bytes per tier of each home at share 1
+    fixed   the shares of the kinds that are not to be chosen
+    banned  homes that are not to be used, unless they are fixed
+    """
+
+    tiers: tuple[str, ...]
+    caps: Mapping[str, float]
+    phases: tuple[Phase, ...]
+    held: Mapping[str, float]
+    grows: Mapping[Home, Mapping[str, float]]
+    charges: tuple[Charge, ...] = ()
+    fixed: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    banned: frozenset[Home] = frozenset()
+
+    def bytes_on(self, shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """What each tier holds with these shares."""
+        total = {tier: self.held.get(tier, 0.0) for tier in self.tiers}
+        for (kind, home), grows in self.grows.items():
+            for tier, nbytes in grows.items():
+                total[tier] += nbytes * shares[kind].get(home, 0.0)
+        buffers: dict[tuple[str, str, str], float] = {}
+        for charge in self.charges:
+            if shares[charge.kind].get(charge.home, 0.0) > 0:
+                key = (charge.kind, charge.tier, charge.what)
+                buffers[key] = max(buffers.get(key, 0.0), charge.nbytes)
+        for (_, tier, _), nbytes in buffers.items():
+            total[tier] += nbytes
+        return total
+
+    def seconds(self, shares: Mapping[str, Mapping[str, float]]) -> float:
+        """Of the whole block with these shares."""
+        return sum(
+            phase.times * (sum(busy.values()) if phase.summed else max(busy.values(), default=0.0))
+            for phase in self.phases
+            for busy in (phase.seconds(shares),)
+        )
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The best shares, and the seconds of the block with them: a lower bound on those of whole units."""
+
+    shares: Mapping[str, Shares]
+    seconds: float
+
+
+def solve(program: Program, solver: str = "highs", *, relaxed: bool = False) -> Solution | None:
+    """The fastest placement; None where none fits.
+
+    relaxed: with buffers charged in proportion, and without the second program: a quick bound, not a plan. UsageError
+    for a solver that is not there.
+    """
+    model = _Model(program, relaxed)
+    if not model.solve(solver):
+        return None
+    best = model.value(model.total) * _MS
+    if not relaxed:
+        model.problem += model.total <= best / _MS * (1 + SLACK)
+        model.problem.setObjective(model.slow_bytes)
+        model.solve(solver)
+    return Solution({kind: tidy(model.shares_of(kind), _DIGITS) for kind in KINDS}, best)
+
+
+def least_bytes(program: Program, tier: str, solver: str = "highs") -> float | None:
+    """The fewest bytes that `tier` can hold while the other tiers keep their caps; None where these are too small."""
+    others = {name: cap for name, cap in program.caps.items() if name != tier}
+    model = _Model(replace(program, caps=others, phases=()))
+    model.problem.setObjective(model.held_on(tier))
+    return model.value(model.held_on(tier)) * _GB if model.solve(solver) else None
+
+
+class _Model:
+    """A Program in PuLP's terms. Imports PuLP, and numpy with it, only when it is made."""
+
+    def __init__(self, program: Program, relaxed: bool = False) -> None:
+        import pulp
+
+        self._pulp, self._program = pulp, program
+        self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
+        self._share = {(kind, tier): self._variable(f"{kind}_{tier}", 1) for kind in KINDS for tier in program.tiers}
+        self._used: dict[Home, Any] = {}
+        self._buffer: dict[tuple[str, str, str], Any] = {}
+        self._category = pulp.LpContinuous if relaxed else pulp.LpBinary
+        self._times = [self._variable(f"time_{phase.name}") for phase in program.phases]
+        self.total = pulp.lpSum(phase.times * time for phase, time in zip(program.phases, self._times, strict=True))
+        self.problem += self.total
+        for charge in program.charges:
+            self._charge(charge)
+        self._constrain()
+
+    def _variable(self, name: str, most: float | None = None, category: str = "Continuous") -> Any:
+        return self.problem.add_variable(name, 0, most, category)
+
+    def _charge(self, charge: Charge) -> None:
+        home = (charge.kind, charge.home)
+        if home not in self._used:
+            self._used[home] = self._variable(f"uses_{charge.kind}_{charge.home}", 1, self._category)
+            self.problem += self._share[home] <= self._used[home]
+        key = (charge.kind, charge.tier, charge.what)
+        if key not in self._buffer:
+            self._buffer[key] = self._variable(f"buffer_{len(self._buffer)}")
+        self.problem += self._buffer[key] >= charge.nbytes / _GB * self._used[home]
+
+    def _constrain(self) -> None:
+        program = self._program
+        for kind in KINDS:
+            self.problem += self._pulp.lpSum(self._share[kind, tier] for tier in program.tiers) == 1
+            for tier in program.tiers:
+                if kind in program.fixed:
+                    self.problem += self._share[kind, tier] == program.fixed[kind].get(tier, 0.0)
+                elif (kind, tier) in program.banned:
+                    self.problem += self._share[kind, tier] == 0
+        for phase, time in zip(program.phases, self._times, strict=True):
+            resources = dict.fromkeys([*phase.base, *(name for slope in phase.slope.values() for name in slope)])
+            busy = [self._busy(phase, resource) for resource in resources]
+            for seconds in [self._pulp.lpSum(busy)] if phase.summed else busy:
+                self.problem += time >= seconds
+        for tier, cap in program.caps.items():
+            self.problem += self.held_on(tier) <= cap / _GB
+
+    def _busy(self, phase: Phase, resource: str) -> Any:
+        return phase.base.get(resource, 0.0) / _MS + self._pulp.lpSum(
+            slope[resource] / _MS * self._share[home] for home, slope in phase.slope.items() if resource in slope
+        )
+
+    def held_on(self, tier: str) -> Any:
+        """GB on `tier`."""
+        grows = self._program.grows.items()
+        lent = [variable for (_, place, _), variable in self._buffer.items() if place == tier]
+        return (
+            self._program.held.get(tier, 0.0) / _GB
+            + self._pulp.lpSum(nbytes[tier] / _GB * self._share[home] for home, nbytes in grows if tier in nbytes)
+            + self._pulp.lpSum(lent)
+        )
+
+    @property
+    def slow_bytes(self) -> Any:
+        """GB below the compute tier, those on disk counted twice."""
+        rank = {tier: number for number, tier in enumerate(self._program.tiers)}
+        grows = self._program.grows
+        return self._pulp.lpSum(
+            rank[tier] * _PREFERENCE[kind] * grows.get((kind, tier), {}).get(tier, 0.0) / _GB * self._share[kind, tier]
+            for kind in KINDS
+            for tier in self._program.tiers[1:]
+        )
+
+    def solve(self, solver: str) -> bool:
+        """Whether there is a solution."""
+        return bool(self.problem.solve(_solver(self._pulp, solver)) == self._pulp.LpStatusOptimal)
+
+    def value(self, expression: Any) -> float:
+        return float(self._pulp.value(expression))
+
+    def shares_of(self, kind: str) -> dict[str, float]:
+        return {tier: self.value(self._share[kind, tier]) for tier in self._program.tiers}
+
+
+def _solver(pulp: Any, name: str) -> Any:
+    """HiGHS runs in this process, CBC in one of its own. UsageError for another name, and where neither is installed.
+
+    Where HiGHS is missing CBC takes its place: they find the same placements.
+    """
+    if name not in SOLVERS:
+        raise UsageError(f"--solver is {name!r}", f"needed one of {', '.join(SOLVERS)}", suggestion(name, SOLVERS))
+    options: dict[str, Any] = {"msg": False, "gapRel": 0.0, "threads": 1}
+    if name == "highs" and (highs := pulp.HiGHS(**options)).available():
+        return highs
+    # PuLP 3 brings a CBC along; PuLP 4 will not, and asks for one that is installed.
+    bundled = getattr(getattr(pulp, "PULP_CBC_CMD", None), "pulp_cbc_path", None)
+    for path in (None, bundled):
+        if (cbc := pulp.COIN_CMD(path=path, **options)).available():
+            return cbc
+    raise UsageError(f"the solver {name} is not installed", "needed HiGHS or CBC", "pip install highspy")
+
+
+def tidy(shares: Mapping[str, float], digits: int = 6) -> Shares:
+    """Rounded to so many decimals, what that leaves over or takes away going to the largest."""
+    kept = {tier: rounded for tier, share in shares.items() if (rounded := round(share, digits)) > 0}
+    largest = max(kept, key=lambda tier: kept[tier])
+    rest = sum(share for tier, share in kept.items() if tier != largest)
+    return Shares({**kept, largest: round(1.0 - rest, digits)})

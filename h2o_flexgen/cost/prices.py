@@ -1,0 +1,93 @@
+"""What one GPU batch costs each resource in a pass over the model, summed from the prices of its tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from h2o_flexgen.cost.terms import CostModel
+from h2o_flexgen.schedule.footprint import REWRITE_EVERY
+from h2o_flexgen.schedule.tasks import Task, TaskKind
+
+
+class BatchPrices:
+    """The prices of a block whose GPU batches and units are all treated alike: of its last GPU batch.
+
+    Beside "compute" and the links there is a resource for what nothing can hide: a cache or hidden state is asked for
+    one tick ahead, so that what takes longer than the tick before its own is waited for.
+    """
+
+    def __init__(self, model: CostModel, others: Iterable[CostModel]) -> None:
+        """`others`: the same block with other placements, one of which the tick before may belong to."""
+        self._model, self._others = model, list(others)
+        self._batch = len(model.rows) - 1
+        self._units = units_alike(model)
+
+    def seconds(self, passes: range) -> Counter[str]:
+        """Of one of `passes`: of computation the one in the middle, of links their average. Weights are not in it."""
+        step = passes[len(passes) // 2]
+        found: Counter[str] = Counter()
+        computing, waiting = 0.0, Counter[str]()
+        for unit, count in self._units.items():
+            computing += count * self._computing(unit, step)
+            for task, times in self._moves(unit, step, passes):
+                transfers = self._model.transfers(task)
+                for link, _, seconds in transfers:
+                    found[link] += count * times * seconds  # type: ignore[assignment]
+                late = sum(seconds for _, _, seconds in transfers) - self._before(unit, step)
+                if task.kind in (TaskKind.LOAD_CACHE, TaskKind.LOAD_HIDDEN) and late > 0:
+                    waiting[task.kind] += count * times * late  # type: ignore[assignment]
+        found["compute"] = computing  # type: ignore[assignment]
+        for kind, what in ((TaskKind.LOAD_CACHE, "caches"), (TaskKind.LOAD_HIDDEN, "hidden states")):
+            found[f"compute and waiting for {what}"] = computing + waiting[kind]  # type: ignore[assignment]
+        return found
+
+    def _computing(self, unit: int, step: int) -> float:
+        """The computing thread's seconds for one tick and its stores."""
+        model, batch = self._model, self._batch
+        seconds = model.compute_seconds(Task(TaskKind.COMPUTE, step, unit, batch))
+        if self._parked(unit + 1):
+            seconds += model.issue_seconds(Task(TaskKind.STORE_HIDDEN, step, unit, batch))
+        if self._moving(unit):
+            between = step + (step > 0 and step % REWRITE_EVERY == 0)  # fifteen of sixteen steps are no rewrites
+            seconds += model.issue_seconds(Task(TaskKind.STORE_CACHE, between, unit, batch))
+        return seconds
+
+    def _moves(self, unit: int, step: int, passes: range) -> Iterator[tuple[Task, float]]:
+        """Loads and stores of a unit's state in an average pass, and how often."""
+        batch, last = self._batch, self._model.steps - 1
+        if self._moving(unit):
+            if step > 0:
+                yield Task(TaskKind.LOAD_CACHE, step, unit, batch), 1.0
+            stores = sum(each % REWRITE_EVERY == 0 and each < last for each in passes)
+            yield Task(TaskKind.STORE_CACHE, 0, unit, batch), stores / len(passes)
+        if self._parked(unit):
+            yield Task(TaskKind.LOAD_HIDDEN, step, unit, batch), 1.0
+        if self._parked(unit + 1):
+            yield Task(TaskKind.STORE_HIDDEN, step, unit, batch), 1.0
+
+    def _moving(self, unit: int) -> bool:
+        spec = self._model.spec.units[unit]
+        return spec.kind == "attn" and (spec.layer, self._batch) in self._model.shape.cache_moves
+
+    def _parked(self, unit: int) -> bool:
+        """Whether hidden states come to `unit` from another tier."""
+        return 0 < unit < len(self._model.spec.units) and self._batch in self._model.shape.hidden_moves
+
+    def _before(self, unit: int, step: int) -> float:
+        """The longest that the tick before one of `unit` can take: of another GPU batch, or of the unit before."""
+        before = unit if self._batch > 0 else unit - 1
+        task = Task(TaskKind.COMPUTE, step, before, self._batch)
+        return max(model.compute_seconds(task) for model in self._others)
+
+
+def units_alike(model: CostModel) -> Counter[int]:
+    """Units that cost the same: the first of them, and how many there are."""
+    spec, found, first = model.spec, Counter[int](), dict[object, int]()
+    for unit in spec.units:
+        kind: tuple[object, ...] = (unit.index,)
+        if unit.layer is not None:
+            window = spec.arch.window_of(unit.layer)
+            kind = (unit.kind, unit.layer == spec.num_layers - 1, model.budgets[unit.layer], window)
+        found[first.setdefault(kind, unit.index)] += 1
+    return found

@@ -1,0 +1,230 @@
+"""The fastest policy for a workload on a machine: block shapes, a linear program for each, whole units, simulation.
+
+FlexGen's search (arXiv 2303.06865, section 4.3), with an eviction budget, prefill and decode apart, and a disk whose
+reads and writes disturb each other. For every shape a quick relaxation of its program bounds what it can reach; in the
+order of these bounds placements are made and simulated until no bound beats what was found. Nothing is assumed about
+how time depends on the shape. Results depend on the question alone, not on how fast this machine is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.cost.fit import Candidate, fit, place, shift
+from h2o_flexgen.cost.infeasible import refuse
+from h2o_flexgen.cost.linear import Programs
+from h2o_flexgen.cost.lp import KINDS, Program, solve
+from h2o_flexgen.cost.predict import Prediction
+from h2o_flexgen.cost.request import SearchRequest
+from h2o_flexgen.cost.shapes import Shape, Shapes
+from h2o_flexgen.schedule.footprint import Footprint
+from h2o_flexgen.units import GIB
+
+GOOD_ENOUGH = 1.01
+"""Among candidates this close to the best the smallest block wins: it starts sooner and leaves more memory free."""
+_MARGIN = 0.98  # simulated times may fall a little below a bound, which rounds to average steps
+_TICKS = 60_000  # to simulate in one search: seconds
+_POLISH_TICKS = 20_000
+_ROUNDS = 2  # of looking around the best shapes
+_NEAR = 1.5  # times the best bound: shapes that a little more memory might make the best
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What was found. `tried` shapes were bounded, `simulated` candidates simulated."""
+
+    best: Candidate
+    runner_up: Candidate | None
+    tried: int
+    simulated: int
+    more: Mapping[str, float] = field(default_factory=dict)
+    """Generated tokens per second that one more GiB of each capped tier would add: the linear programs say so, with
+    the block shape chosen anew."""
+
+    @property
+    def request(self) -> SearchRequest:
+        return self.best.request
+
+    @property
+    def policy(self) -> OffloadPolicy:
+        return self.best.policy
+
+    @property
+    def footprint(self) -> Footprint:
+        return self.best.footprint
+
+    @property
+    def predicted(self) -> Prediction:
+        return self.best.prediction
+
+    @cached_property
+    def binding(self) -> str | None:
+        """The tier whose cap holds the throughput back most; None where more memory would not help."""
+        tier = max(self.more, key=lambda name: self.more[name], default=None)
+        return tier if tier and self.more[tier] > 1e-3 * (self.predicted.gen_throughput or 0.0) else None
+
+
+def search(request: SearchRequest, solver: str = "highs") -> SearchResult:
+    """The best policy. PlanError that names the cap that is too small, and the smallest that works, where none fits."""
+    return _Search(request, solver).run()
+
+
+class _Search:
+    def __init__(self, request: SearchRequest, solver: str) -> None:
+        self._request, self._solver = request, solver
+        self._programs = Programs(request)
+        self._known: dict[Shape, Program] = {}
+        self._bounds: dict[Shape, float] = {}
+        self._found: dict[OffloadPolicy, Candidate] = {}
+        self._spent = 0
+
+    def run(self) -> SearchResult:
+        shapes = Shapes(self._request, self.bound)
+        if not list(shapes.coarse()):
+            self._last_resort(shapes)
+        for _ in range(_ROUNDS if self._fitting else 0):
+            list(shapes.fine(self._fitting))
+        self._simulate()
+        if not self._found:
+            self._last_resort(shapes)
+        best = self._polished(self._choose())
+        others = [each for each in self._found.values() if _shape(each)[:2] != _shape(best)[:2]]
+        runner_up = min(others, key=_order, default=None)
+        return SearchResult(best, runner_up, len(self._bounds), len(self._found), self._marginal(best))
+
+    @property
+    def _fitting(self) -> dict[Shape, float]:
+        """The shapes that fit, with their bounds."""
+        return {shape: bound for shape, bound in self._bounds.items() if not math.isinf(bound)}
+
+    def bound(self, shape: Shape) -> float:
+        """Seconds per sequence, as far as a relaxed program can tell; infinite where nothing fits."""
+        if shape not in self._bounds:
+            self._known[shape] = self._programs.of(shape.policy(self._request))
+            self._bounds[shape] = _relaxed(self._known[shape], shape, self._solver)
+        return self._bounds[shape]
+
+    def _simulate(self) -> None:
+        """Candidates in the order of their bounds, until no bound beats what was found."""
+        waiting: list[tuple[float, int, Shape, bool]] = []
+        for shape, bound in self._fitting.items():
+            waiting.append((bound, shape.block_size, shape, False))
+            resident = self._resident(shape)
+            if resident is not None:
+                seconds = self._known[shape].seconds(resident) / shape.block_size
+                waiting.append((seconds, shape.block_size, shape, True))
+        best = math.inf
+        for bound, _, shape, resident_only in sorted(waiting):
+            if bound * _MARGIN > best or (self._spent > _TICKS and self._found):
+                break
+            for candidate in self._candidates(shape, resident_only):
+                best = min(best, self._add(candidate))
+
+    def _resident(self, shape: Shape) -> dict[str, dict[str, float]] | None:
+        """Everything on the compute tier as far as it is free, of one GPU batch: more of them then bring nothing."""
+        if shape.num_gpu_batches > 1 and "num_gpu_batches" not in self._request.fixed:
+            return None
+        here = {kind: {self._request.compute_tier: 1.0} for kind in KINDS}
+        return here | {kind: dict(shares) for kind, shares in self._known[shape].fixed.items()}
+
+    def _candidates(self, shape: Shape, resident_only: bool) -> list[Candidate]:
+        request, policy = self._request, shape.policy(self._request)
+        if resident_only:
+            here = {request.compute_tier: 1.0}
+            placed = place(request, request.with_shares(policy, dict.fromkeys(KINDS, here)))
+            return [] if request.over(placed.footprint) else [placed]
+        found = fit(request, policy, self._known[shape], self._solver)
+        candidates = [] if found is None else [found]
+        slow = frozenset((kind, "disk") for kind in ("cache", "hidden"))
+        if found is not None and any(getattr(found.policy, kind)["disk"] for kind, _ in slow):
+            # A cache on disk is late for its tick now and then, which averages hide.
+            without = fit(request, policy, replace(self._known[shape], banned=slow), self._solver)
+            candidates += [] if without is None else [without]
+        return candidates
+
+    def _add(self, candidate: Candidate) -> float:
+        """Its seconds per sequence, simulated unless that was done before."""
+        if candidate.policy not in self._found:
+            self._found[candidate.policy] = candidate
+            self._spent += candidate.ticks
+        return self._found[candidate.policy].seconds
+
+    def _choose(self) -> Candidate:
+        fastest = min(each.seconds for each in self._found.values())
+        close = [each for each in self._found.values() if each.seconds <= GOOD_ENOUGH * fastest]
+        return min(close, key=lambda each: (each.policy.block_size, *_order(each)))
+
+    def _polished(self, best: Candidate) -> Candidate:
+        """`best`, with units moved one by one as long as that helps."""
+        limit = self._spent + _POLISH_TICKS
+        improved = True
+        while improved and self._spent < limit:
+            improved = False
+            for kind in KINDS:
+                for tier in self._request.tiers:
+                    for down in (-1, 1):
+                        moved = shift(best, kind, tier, down)
+                        if moved is None or self._request.over(moved.footprint) or moved.policy in self._found:
+                            continue
+                        if self._add(moved) < best.seconds * (1 - 1e-6):
+                            best, improved = moved, True
+        return best
+
+    def _marginal(self, best: Candidate) -> dict[str, float]:
+        """Generated tokens per second for one more GiB of each tier."""
+        throughput = best.prediction.gen_throughput or 0.0
+        fitting = self._fitting
+        if not fitting or _shape(best) not in fitting:
+            return {}
+        lowest = min(fitting.values())
+        near = [shape for shape, bound in fitting.items() if bound <= _NEAR * lowest]
+        gains = {}
+        for tier, cap in self._request.caps.items():
+            if tier in self._request.tiers:
+                gained = self._with_more(near, tier, cap + GIB)
+                gains[tier] = throughput * max(0.0, lowest / min(lowest, gained) - 1)
+        return gains
+
+    def _with_more(self, near: list[Shape], tier: str, cap: int) -> float:
+        """The lowest bound under another cap, of the shapes in `near` and of larger ones that then fit."""
+        bounds: dict[Shape, float] = {}
+
+        def bound(shape: Shape) -> float:
+            if shape not in bounds:
+                self.bound(shape)
+                caps = {**self._known[shape].caps, tier: cap}
+                bounds[shape] = _relaxed(replace(self._known[shape], caps=caps), shape, self._solver)
+            return bounds[shape]
+
+        for shape in near:
+            bound(shape)
+        list(Shapes(self._request, bound).fine({shape: each for shape, each in bounds.items() if not math.isinf(each)}))
+        return min(bounds.values())
+
+    def _last_resort(self, shapes: Shapes) -> None:
+        """The smallest blocks, as full programs place them; PlanError where not even these fit."""
+        for shape in shapes.smallest():
+            self._known[shape] = self._programs.of(shape.policy(self._request))
+            for candidate in self._candidates(shape, False) or self._candidates(shape, True):
+                self._add(candidate)
+        if not self._found:
+            raise refuse(self._request, shapes.smallest(), self._solver)
+
+
+def _relaxed(program: Program, shape: Shape, solver: str) -> float:
+    solution = solve(program, solver, relaxed=True)
+    return math.inf if solution is None else solution.seconds / shape.block_size
+
+
+def _shape(candidate: Candidate) -> Shape:
+    policy = candidate.policy
+    return Shape(policy.gpu_batch_size, policy.num_gpu_batches, policy.cpu_cache_compute)
+
+
+def _order(candidate: Candidate) -> tuple[float, int, str]:
+    """Fastest first; of equals the smaller block, then whichever comes first in the alphabet."""
+    return candidate.seconds, candidate.policy.block_size, str(candidate.policy.to_json())

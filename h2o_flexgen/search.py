@@ -1,0 +1,52 @@
+"""`python -m h2o_flexgen.search`: the fastest policy for a model, its work and a machine, without running anything.
+
+    python -m h2o_flexgen.search --model opt-30b --gpu-mem 16 --cpu-mem 200 --nvme-mem 1500 --prompt-len 512 \
+        --gen-len 32 --hh-ratio 0.2 --hardware t4-16gb --output policy.json
+    python -m h2o_flexgen.run --model opt-30b --hh-ratio 0.2 --policy policy.json
+
+What is typed of the policy (--percent, placements, batch sizes) stays as it is; the rest is chosen. Every figure is
+predicted. The last line of stdout is one JSON object, everything that is no result goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from h2o_flexgen.cli.program import exit_on_errors, write_result
+from h2o_flexgen.cli.search_arguments import SearchArguments, parse_search
+from h2o_flexgen.cost.explain import explain, to_json
+from h2o_flexgen.cost.search import SearchResult, search
+from h2o_flexgen.errors import StorageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code: 5 where nothing fits."""
+    return exit_on_errors(lambda: _search(parse_search(argv)))
+
+
+def _search(arguments: SearchArguments) -> int:
+    result = search(arguments.request, arguments.solver)
+    entry = to_json(result)
+    try:
+        if arguments.output is not None:
+            made_for = {name: value for name, value in entry.items() if name != "policy"}
+            policy = {**result.policy.to_json(), "made_for": made_for}
+            arguments.output.write_text(json.dumps(policy, indent=1) + "\n", encoding="utf-8")
+        if arguments.simulate is not None:
+            result.predicted.block.timeline.write_chrome_trace(arguments.simulate, "predicted")
+    except OSError as error:
+        raise StorageError(f"cannot write {error.filename or 'a file'}: {error.strerror}") from error
+    if not arguments.quiet:
+        write_result(_table(result))
+    write_result(json.dumps(entry) + "\n")
+    return 0
+
+
+def _table(result: SearchResult) -> str:
+    return f"{explain(result)}\n\n{result.footprint.table()}\n\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
