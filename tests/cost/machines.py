@@ -66,15 +66,15 @@ def ticking(**seconds: float) -> ComputeRates:
     )
 
 
-def profile(compute: ComputeRates | None = None, **changes: Any) -> HardwareProfile:
-    """1 GB/s from and to disk, 10 GB/s between host and GPU, no latency; both devices alike."""
+def profile(compute: ComputeRates | Mapping[str, ComputeRates] | None = None, **changes: Any) -> HardwareProfile:
+    """1 GB/s from and to disk, 10 GB/s between host and GPU, no latency; both devices alike, or as given."""
     speeds = dict(zip(LINKS, (1e9, 1e9, 1e10, 1e10), strict=True))
     usual: dict[str, Any] = {
         "name": "test",
         "date": "2026-01-01",
         "dtype": "float16",
         "links": {name: LinkRate(speed) for name, speed in speeds.items()},
-        "compute": dict.fromkeys(("cpu", "gpu"), compute or rates()),
+        "compute": compute if isinstance(compute, Mapping) else dict.fromkeys(("cpu", "gpu"), compute or rates()),
     }
     return HardwareProfile(**{**usual, **changes})
 
