@@ -108,12 +108,15 @@ class ComputeRates:
     prefill_attention   FLOP/s of one kernel call over its keys per query (the length of the prompt, past included),
                         4 x heads x head_dim x queries x keys FLOPs whatever is masked. `scored`: with column sums, and
                         with ranking the prompt's tokens by them
-    elementwise_bytes_per_s  of norms, activations, residuals, rotations and copies: bytes read and written together, on
-                        tensors of a chunk of a prompt
+    elementwise_bytes_per_s  of norms, activations, residuals, rotations and copies: bytes read and written together,
+                        on the mix of them in a layer, for a chunk of a prompt
     tick_s              fixed cost of one tick by kind of unit (`UNIT_KINDS`): its tasks issued, its kernels started;
                         measured as a decode tick of a unit so narrow that its bytes are nothing, less its products and
                         its attention, which have fixed costs of their own
     sample_s            of choosing one row's token, greedily, beside the output head's product
+    fresh_bytes_per_s   of the first write to memory that the system has just given, as every block's caches are on a
+                        CPU: its pages have to be found and zeroed, which may be slower than a disk. None: no slower
+                        than `elementwise_bytes_per_s`
     """
 
     gemm_flops: Curve
@@ -124,10 +127,13 @@ class ComputeRates:
     tick_s: Mapping[str, float]
     sample_s: float
     shapes: tuple[GemmShape, ...] = ()
+    fresh_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes_per_s", "elementwise_bytes_per_s"):
             _positive(getattr(self, name), name)
+        if self.fresh_bytes_per_s is not None:
+            _positive(self.fresh_bytes_per_s, "fresh_bytes_per_s")
         for name, keys in (
             ("decode_attention", ("plain", "scored")),
             ("prefill_attention", ("plain", "scored")),

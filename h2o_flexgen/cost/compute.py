@@ -45,8 +45,8 @@ class Compute:
     """The compute ticks of one case.
 
     "products" are GEMMs; "attention" includes the cache's own work; "elementwise" are norms, activations, residuals,
-    rotations and copies; "moving state" is what the computing thread does for caches and hidden states that move;
-    "overhead" is the fixed cost of a tick; "sampling" chooses tokens.
+    rotations and copies; "fresh memory" is the first write of a resident cache; "moving state" is what the computing
+    thread does for caches and hidden states that move; "overhead" is the fixed cost of a tick; "sampling" chooses.
     """
 
     def __init__(self, case: Case) -> None:
@@ -156,7 +156,11 @@ class Compute:
         kept = min(case.workload.prompt_len, case.budgets[layer].total)
         numbers += 4 * rows * kept * case.kv_width
         parts = {"attention": seconds, "elementwise": self._numbers(numbers)}
-        if case.attention_device(layer, batch) != case.compute_tier:
+        device = case.attention_device(layer, batch)
+        fresh = case.profile.rates(device).fresh_bytes_per_s
+        if fresh is not None and (layer, batch) not in case.shape.cache_moves:
+            parts["fresh memory"] = self._moves.cache_bytes(layer, batch) / fresh
+        if device != case.compute_tier:
             nbytes = 2 * rows * case.workload.prompt_len * case.kv_width * case.itemsize
             parts["moving state"] = case.profile.link(f"{case.compute_tier}->cpu").seconds(nbytes)
         return parts

@@ -73,6 +73,7 @@ def test_products_as_measured_else_by_the_general_rate_and_no_faster_than_memory
         ({"tick_s": {"attn": 1.0}}, "tick_s has .*needed embed, attn, mlp, head"),
         ({"tick_s": dict.fromkeys(UNIT_KINDS, -1.0)}, "tick_s is -1.0"),
         ({"sample_s": float("nan")}, "sample_s is nan"),
+        ({"fresh_bytes_per_s": 0}, "fresh_bytes_per_s is 0"),
     ],
 )
 def test_rates_that_make_no_sense(changes: dict[str, Any], message: str) -> None:

@@ -196,6 +196,14 @@ def test_attention_may_be_computed_where_the_cache_lives() -> None:
     assert parts(model, 1, 0)["moving state"] == pytest.approx(2 * 3 * 24 * 64 * 2 / 1e10)
 
 
+def test_a_resident_cache_is_written_for_the_first_time() -> None:
+    machine = profile(rates(fresh_bytes_per_s=1e6))
+    assert "fresh memory" not in parts(model_of(OffloadPolicy(3)), 1, 0)
+    assert parts(model_of(OffloadPolicy(3), machine=machine), 1, 0)["fresh memory"] == pytest.approx(24576 / 1e6)
+    assert "fresh memory" not in parts(model_of(OffloadPolicy(3), machine=machine), 1, 1)
+    assert "fresh memory" not in parts(model_of(OffloadPolicy(3, **on(cache="disk")), machine=machine), 1, 0)
+
+
 def test_transfers() -> None:
     policy = OffloadPolicy(3, 2, {"disk": 1.0}, {"cpu": 1.0}, {"disk": 1.0})
     model = model_of(policy, tier="gpu", workload=Workload(24, 40))
