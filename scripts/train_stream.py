@@ -1,11 +1,13 @@
-"""Train the model of the streaming demonstration: a small LLaMA with a context of 256, on generated stories.
+"""Train the model of the streaming demonstration: a small LLaMA with a context of 256.
 
 The demo model's tokenizer and optimizers (`train_demo.py`), another architecture and other rows: each starts with BOS
-and goes on with stories, from a story's first word or from the middle of one, and BOS stands nowhere else. So the model
-never sees a window that has lost its first token, which is what makes that token an attention sink.
-What this writes: the model in --out, its figures and loss curve in --docs; --work keeps checkpoints between runs.
+and goes on with stories and prose (`stream_text.py`), from the first word of a line or from the middle of one, and BOS
+stands nowhere else. So the model never sees a window that has lost its first token.
+What this writes: the model in --out, its figures and loss curve in --docs, the held-out text beside the checkpoint in
+--work, which is kept between runs.
 
     python scripts/train_stream.py
+    python scripts/train_stream.py --text     (the held-out text only)
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from pathlib import Path
 from random import Random
 
 import torch
-from demo_eval import HELD_SEED, processor
+from demo_eval import processor
 from demo_rows import BOS, PAD, Corpus
-from demo_text import story
+from stream_text import HELD_SEED, Mix
 from train_demo import ROOT, Recipe, Trainer, export
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -33,7 +35,7 @@ PIECE = 32  # positions per figure of the perplexity by position
 class StreamRecipe(Recipe):
     """One stage, rows of the full context."""
 
-    steps: int = 1600
+    steps: int = 1200
     short_steps: int = 0
     long_rows: int = 16
     hidden: int = 192
@@ -41,6 +43,8 @@ class StreamRecipe(Recipe):
     heads: int = 6
     kv_heads: int = 2
     inner: int = 512
+    sink: float = 8.0
+    gain: float = 3.0
 
     def row_length(self, step: int) -> int:
         return CONTEXT
@@ -59,54 +63,74 @@ def new_model(recipe: StreamRecipe, vocab: int) -> LlamaForCausalLM:
         for layer in model.model.layers:
             for matrix in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
                 matrix.mul_((2 * recipe.layers) ** -0.5)
+        plant_sink(model, recipe)
     return model
 
 
-def stories(corpus: Corpus, rng: Random, tokens: int) -> list[int]:
-    """At least `tokens` ids of stories, a line each, as in a held-out text."""
-    lines: list[str] = []
-    while sum(map(len, lines)) < 6 * tokens:
-        lines.append(" ".join(story(rng)))
-    ids = corpus.encode("\n".join(lines))
-    return ids if len(ids) >= tokens else ids + stories(corpus, rng, tokens - len(ids))
+def plant_sink(model: LlamaForCausalLM, recipe: StreamRecipe) -> None:
+    """Start with an attention sink, as large models come to have and one this small does not in half an hour.
 
-
-def row(corpus: Corpus, rng: Random, length: int) -> list[int]:
-    """BOS and `length` - 1 tokens, half the time from the beginning of a story."""
-    skipped = rng.randrange(200) if rng.random() < 0.5 else 0
-    return [BOS, *stories(corpus, rng, length - 1 + skipped)[skipped:skipped + length - 1]]
+    The last three coordinates are set aside: `told` is alike in every token's embedding, `first` is BOS's alone. The
+    heads of the last KV group of layer 0 ask `told` for `first`, in the two pairs of dimensions that turn least, and
+    so rest on BOS from wherever they are; what they read there is `sink` in the coordinate `bias`, nothing else. It is
+    then what the norms above mostly divide by, and they multiply by `gain` instead. Training is free to change it all.
+    """
+    told, first, bias = range(recipe.hidden - 3, recipe.hidden)
+    size, most = recipe.hidden // recipe.heads, recipe.hidden ** 0.5
+    embedding, attention = model.model.embed_tokens.weight, model.model.layers[0].self_attn
+    embedding[:, told], embedding[:, first], embedding[:, bias] = 0.12, 0.0, 0.0
+    embedding[BOS] = 0.0
+    embedding[BOS, first] = 3.0
+    group = recipe.heads // recipe.kv_heads
+    share = (recipe.sink / (group * most)) ** 0.5
+    for head in range(recipe.heads - group, recipe.heads):
+        attention.q_proj.weight[head * size + size // 2 - 2:head * size + size // 2, told] += 1.2
+        attention.o_proj.weight[:, head * size] = 0.0
+        attention.o_proj.weight[bias, head * size] = share
+    start = (recipe.kv_heads - 1) * size
+    attention.k_proj.weight[start + size // 2 - 2:start + size // 2, first] += 1.2
+    attention.v_proj.weight[start:start + size, first] = 0.0
+    attention.v_proj.weight[start] = 0.0
+    attention.v_proj.weight[start, first] = share
+    above = [norm for layer in model.model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    for norm in (*above[1:], model.model.norm):
+        norm.weight.fill_(recipe.gain)
+        norm.weight[bias] = 1 / most
 
 
 @torch.no_grad()
-def by_position(model: PreTrainedModel, corpus: Corpus, rows: int) -> list[float]:
+def by_position(model: PreTrainedModel, mix: Mix, rows: int) -> list[float]:
     """Held-out perplexity of each `PIECE` positions of the context."""
     rng, total = Random(HELD_SEED), torch.zeros(CONTEXT)
     for _ in range(rows):
-        ids = torch.tensor([row(corpus, rng, CONTEXT + 1)])
+        ids = torch.tensor([mix.row(rng, CONTEXT + 1, held=True)])
         logits = model(input_ids=ids[:, :-1]).logits[0].float()
         total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
     return [round(math.exp(nll), 3) for nll in (total / rows).view(-1, PIECE).mean(1).tolist()]
 
 
+@dataclass
 class StreamTrainer(Trainer):
-    """Rows of stories at their own positions."""
+    """Rows of mixed text, from position 0 on."""
+
+    mix: Mix | None = None
 
     def draw(self, corpus: Corpus, rng: Random) -> tuple[torch.Tensor, None, torch.Tensor]:  # type: ignore[override]
-        ids = torch.tensor([row(corpus, rng, CONTEXT + 1) for _ in range(self.recipe.rows(self.step))])
+        ids = torch.tensor([self.mix.row(rng, CONTEXT + 1) for _ in range(self.recipe.rows(self.step))])
         return ids, None, torch.ones(ids.shape)
 
     def look(self, corpus: Corpus) -> dict[str, list[float]]:  # type: ignore[override]
-        return {"heldout_by_position": by_position(self.model, corpus, 24)}
+        return {"heldout_by_position": by_position(self.model, self.mix, 24)}
 
 
-def record(args: argparse.Namespace, trainer: StreamTrainer, corpus: Corpus) -> None:
+def record(args: argparse.Namespace, trainer: StreamTrainer) -> None:
     """Measure the exported model in float32 and write training.json and loss.png."""
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
     figures = {
         "parameters": sum(param.numel() for param in model.parameters()), "recipe": asdict(trainer.recipe),
         "seconds": round(trainer.seconds), "tokens": trainer.recipe.tokens(trainer.step), "hardware": processor(),
         "threads": args.threads, "torch": torch.__version__, "positions_per_figure": PIECE,
-        "heldout_perplexity_by_position": by_position(model, corpus, 128),
+        "heldout_perplexity_by_position": by_position(model, trainer.mix, 128),
     }
     args.docs.mkdir(parents=True, exist_ok=True)
     rows = ",\n  ".join(json.dumps(entry) for entry in trainer.history)
@@ -148,6 +172,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=StreamRecipe.seed)
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--text", action="store_true", help="write the held-out text, train nothing")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --work")
     return parser.parse_args(argv)
 
@@ -160,12 +185,16 @@ def main(argv: list[str] | None = None) -> int:
     recipe = StreamRecipe(seed=args.seed, steps=args.steps)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer, model_max_length=CONTEXT)
     corpus = Corpus(tokenizer, [])
-    trainer = StreamTrainer(recipe, new_model(recipe, len(tokenizer)), args.work)
+    mix = Mix(corpus)
+    (args.work / "heldout.txt").write_text(mix.heldout(), encoding="utf-8")
+    if args.text:
+        return 0
+    trainer = StreamTrainer(recipe, new_model(recipe, len(tokenizer)), args.work, mix=mix)
     if args.resume:
         trainer.load()
     trainer.run(corpus, args.work / "export", tokenizer, args.every)
     export(trainer.model, tokenizer, args.out)
-    record(args, trainer, corpus)
+    record(args, trainer)
     return 0
 
 

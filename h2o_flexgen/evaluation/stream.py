@@ -45,18 +45,16 @@ def evaluate_streams(
     eviction is active from then on. `engine` are further settings of LLM, `on_row` hears of each row. UsageError where
     the model has learned positions, and where the text is too short.
     """
-    given, text, rows = dict(engine or {}), read_text(settings.text), list[StreamRow]()
+    given, rows = dict(engine or {}), list[StreamRow]()
     with LLM(model, **given) as llm:
-        _check(llm.model, streams.positions)
-        context, folder = llm.model.spec.max_positions, llm.model.folder
+        folder = _checked_folder(llm.model, streams.positions)
+        name, text = _text(settings.text, folder)
+        context = llm.model.spec.max_positions
         parts = cut_streams(llm, text, streams, settings.context)
-    if folder is None:
-        raise UsageError(f"{model} has no weights", "needed a checkpoint: random weights have no perplexity")
     with longer_context(folder, parts.length + 1) as longer:
         for positions, cell in streams.cells(settings.policies, context):
             eviction = replace(cell, seed=given.get("seed", 0))
-            name = model if positions == "rolling" else longer
-            with LLM(name, **{**given, "eviction": eviction}) as llm:
+            with LLM(model if positions == "rolling" else longer, **{**given, "eviction": eviction}) as llm:
                 row = _measure(llm, positions, eviction, parts, streams.window)
                 dtype, device = llm.model.dtype, llm.device.type
             rows.append(row)
@@ -65,7 +63,7 @@ def evaluate_streams(
         model=model,
         dtype=dtype,
         device=device,
-        text_file=settings.text or TEXT_FILE,
+        text_file=name,
         context=context,
         prompt=parts.prompt,
         length=parts.length,
@@ -114,8 +112,18 @@ def longer_context(folder: Path, tokens: int) -> Iterator[str]:
         yield place
 
 
-def _check(model: Model, positions: Collection[Positions]) -> None:
-    """UsageError where the positions of `model` are not of a kind that goes on."""
+def _text(file: str | None, folder: Path) -> tuple[str, str]:
+    """Name and contents of `file`, for None of the held-out text that lies beside the model, else of the demo's."""
+    beside = folder / TEXT_FILE
+    if file is None and beside.is_file():
+        return TEXT_FILE, read_text(str(beside))
+    return file or TEXT_FILE, read_text(file)
+
+
+def _checked_folder(model: Model, positions: Collection[Positions]) -> Path:
+    """Where `model` is; UsageError where it has no weights, or positions of a kind that does not go on."""
+    if model.folder is None or model.dummy:
+        raise UsageError(f"{model.spec.name} has no weights", "needed a checkpoint: random ones have no perplexity")
     rotary = model.spec.arch.rotary
     if rotary is None:
         raise UsageError(
@@ -128,6 +136,7 @@ def _check(model: Model, positions: Collection[Positions]) -> None:
             "needed unscaled ones to follow absolute positions past the context",
             "--positions rolling",
         )
+    return model.folder
 
 
 def _measure(llm: LLM, positions: Positions, eviction: EvictionConfig, parts: Streams, window: int) -> StreamRow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-def measure(model: str, text: str, policies: tuple[str, ...], **changes: object) -> StreamReport:
+def measure(model: str, text: str | None, policies: tuple[str, ...], **changes: object) -> StreamReport:
     settings = StreamSettings(**{"stream": 100, "window": 10, "budget": 12, "streams": 2, **changes})  # type: ignore[arg-type]
     return evaluate_streams(settings, EvaluationSettings(policies=policies, text=text, context=8), model, EXACT)
 
@@ -127,10 +128,17 @@ def test_a_text_that_is_too_short(rotary: str, text: str) -> None:
         measure(rotary, text, ("local",), stream=1000)
 
 
-def test_random_weights_have_no_perplexity(text: str) -> None:
+def test_random_weights_have_no_perplexity(rotary: str, text: str) -> None:
     settings = EvaluationSettings(policies=("local",), text=text)
-    with pytest.raises(UsageError):
-        evaluate_streams(StreamSettings(stream=100), settings, "pythia-70m", {"weights": "dummy", "offline": True})
+    with pytest.raises(UsageError, match="random ones have no perplexity"):
+        evaluate_streams(StreamSettings(stream=100), settings, rotary, {"weights": "dummy"})
+
+
+def test_the_text_beside_the_model_is_the_default(rotary: str, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(rotary, tmp_path / "model"))
+    (model / "heldout.txt").write_text(random_words(150, 9), encoding="utf-8")
+    found = measure(str(model), None, ("local",), positions=("rolling",))
+    assert (found.text_file, found.streams) == ("heldout.txt", 1)
 
 
 @pytest.mark.parametrize(
