@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -36,8 +35,6 @@ from h2o_flexgen.engine.trace import Trace
 from h2o_flexgen.errors import PlanError, UsageError
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.timeline import Timeline
-
-DEFAULT_OFFLOAD_DIR = "~/.cache/h2o_flexgen/offload"
 
 
 class LLM:
@@ -164,8 +161,7 @@ class LLM:
     @property
     def offload_folder(self) -> Path:
         """Where packed weights and the disk tier go, if anything does; an empty name counts as none."""
-        named = self.config.offload_dir or os.environ.get("H2O_FLEXGEN_OFFLOAD_DIR")
-        return Path(named or DEFAULT_OFFLOAD_DIR).expanduser()
+        return machine.offload_folder(self.config.offload_dir)
 
     @property
     def timeline(self) -> Timeline:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import os
 import resource
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
 
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.units import format_bytes
 
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-_CPU_SHARE = 0.9  # of what is available: the rest is for the system and for allocator slack
+DEFAULT_OFFLOAD_DIR = "~/.cache/h2o_flexgen/offload"
+_SHARE = 0.9  # of what is available: the rest is for the system and for allocator slack
+
+
+class Limit(NamedTuple):
+    """Bytes that a run may use of a tier, and where the number comes from."""
+
+    nbytes: int
+    why: str
 
 
 def cgroup_limit() -> int | None:
@@ -58,17 +70,50 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def default_cpu_memory() -> int:
-    """Bytes of host memory a run may use in all, this process included: available, within the cgroup's limit."""
-    available = psutil.virtual_memory().available + rss()
-    limit = cgroup_limit()
-    return int(_CPU_SHARE * (available if limit is None else min(available, limit)))
+def offload_folder(named: str | None) -> Path:
+    """Where packed weights and the disk tier go: the folder `named`, else the environment's; an empty name is none."""
+    return Path(named or os.environ.get("H2O_FLEXGEN_OFFLOAD_DIR") or DEFAULT_OFFLOAD_DIR).expanduser()
 
 
-def default_gpu_memory(device: torch.device) -> int:
-    """Free bytes of a CUDA device, less a tenth for the allocator and the context."""
+def cpu_limit() -> Limit:
+    """Host memory a run may use in all, this process included: available, within the cgroup's limit."""
+    available, limit = psutil.virtual_memory().available + rss(), cgroup_limit()
+    if limit is None or available <= limit:
+        return _share_of(available, "available")
+    return _share_of(limit, "the control group's limit")
+
+
+def gpu_limit(device: torch.device) -> Limit:
+    """Memory of a CUDA device that is free or already this process's own."""
     free, _ = torch.cuda.mem_get_info(device)
-    return int(0.9 * free)
+    return _share_of(free + torch.cuda.memory_reserved(device), "free on the GPU")
+
+
+def disk_limit(folder: Path, there: int) -> Limit:
+    """Disk space for a run whose offload folder is `folder`: what is free, and the bytes of weights that are `there`
+    already and take no more. Nothing is made."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        info = os.statvfs(folder)
+    except OSError:
+        return Limit(there, f"nothing can be written to {folder}")
+    limit = _share_of(info.f_bavail * info.f_frsize, f"free in {folder}")
+    beside = f", and {format_bytes(there)} of weights that are on disk" if there else ""
+    return Limit(limit.nbytes + there, limit.why + beside)
+
+
+def lockable_memory() -> int | None:
+    """Bytes of host memory that this process may lock (RLIMIT_MEMLOCK); None without a limit.
+
+    What is beyond it may be refused as pinned memory; buffers are pageable then, and a warning says so.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _share_of(nbytes: int, what: str) -> Limit:
+    return Limit(int(_SHARE * nbytes), f"{_SHARE:.0%} of {format_bytes(nbytes)} {what}")
 
 
 def cpu_has_bfloat16() -> bool:

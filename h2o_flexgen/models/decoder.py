@@ -29,7 +29,7 @@ Inner = Callable[[Tensor], Tensor]
 """What a half computes between its norm and the residual addition: (T, H) -> (T, H), newly made."""
 Half = Callable[[Weights, Tensor, Inner], None]
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu_,
     "gelu": torch.ops.aten.gelu_,
     "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
@@ -75,7 +75,7 @@ class Decoder:
         arch = spec.arch
         self.spec = spec
         self.scale = spec.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
-        self._activation = _ACTIVATIONS[arch.activation]
+        self._activation = ACTIVATIONS[arch.activation]
         self._eps, self._offset = arch.norm_eps, arch.norm_offset
         self._norm = self._layer_norm if arch.norm == "layernorm" else self._rms_norm
         self._attn_half, self._mlp_half = self._halves(arch)
