@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from h2o_flexgen.cost.bound import io_lower_bound
-from h2o_flexgen.cost.fit import Candidate
+from h2o_flexgen.cost.candidate import Candidate
 from h2o_flexgen.cost.predict import Prediction
 from h2o_flexgen.cost.search import SearchResult
 from h2o_flexgen.units import format_bytes, format_seconds
@@ -47,7 +47,7 @@ def to_json(result: SearchResult) -> dict[str, Any]:
         "one_more_gib": dict(result.more),
         "least_bytes_moved": least_traffic(result),
         "runner_up": runner_up
-        and {"policy": runner_up.policy.to_json(), "gen_throughput": runner_up.prediction.gen_throughput},
+        and {"policy": runner_up.policy.to_json(), "gen_throughput": result.runner_up_throughput},
         "shapes_tried": result.tried,
         "simulated": result.simulated,
         "projected": True,
@@ -109,7 +109,7 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
     if result.runner_up is not None:
         other = result.runner_up
         faster = "; faster, and within 1 % the smaller block is taken" if other.seconds < result.best.seconds else ""
-        yield "runner-up", f"{_block(other)}, {_rate(other.prediction.gen_throughput)}: {_placements(other)}{faster}"
+        yield "runner-up", f"{_block(other)}, {_rate(result.runner_up_throughput)}: {_placements(other)}{faster}"
     if result.more:
         gains = ", ".join(f"{tier} {gain:+.2g} tokens/s" for tier, gain in result.more.items())
         yield "1 GiB more", f"of {gains} (by the linear program, with the block chosen anew)"

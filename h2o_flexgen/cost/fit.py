@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 from h2o_flexgen.config.offload import OffloadPolicy, Shares
-from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.cost.candidate import Candidate
 from h2o_flexgen.cost.lp import KINDS, Program, solve, tidy
-from h2o_flexgen.cost.predict import Prediction, predict
 from h2o_flexgen.cost.request import SearchRequest
-from h2o_flexgen.schedule.footprint import Footprint
 
 _TIGHTENINGS = 5  # of caps by what rounding overshot
 _PUSHES = 64  # of single units, where that does not help
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A policy that fits, in whole units."""
-
-    request: SearchRequest
-    policy: OffloadPolicy
-    placement: Placement
-    footprint: Footprint
-
-    @cached_property
-    def prediction(self) -> Prediction:
-        """The whole workload, simulated; of an endless one a block."""
-        return predict(self.request.model(self.policy, self.placement))
-
-    @property
-    def ticks(self) -> int:
-        """How much work simulating it is."""
-        return len(self.request.spec.units) * self.policy.num_gpu_batches
-
-    @property
-    def seconds(self) -> float:
-        """Predicted, per sequence: what a search makes as small as it can."""
-        return (self.prediction.prefill_s + self.prediction.decode_s) / self.prediction.sequences
 
 
 def place(request: SearchRequest, policy: OffloadPolicy) -> Candidate:
@@ -55,7 +27,7 @@ def place(request: SearchRequest, policy: OffloadPolicy) -> Candidate:
     clean = {
         kind: _without(getattr(policy, kind), held[kind])
         for kind in KINDS
-        if not held[kind] >= set(getattr(policy, kind))
+        if kind not in request.fixed and not held[kind] >= set(getattr(policy, kind))
     }
     if clean:
         policy = request.with_shares(policy, clean)
@@ -114,4 +86,4 @@ def shift(candidate: Candidate, kind: str, tier: str, down: int) -> Candidate | 
 
 def _without(shares: Mapping[str, float], kept: set[str]) -> Shares:
     """`shares` of the tiers in `kept` alone; the largest takes what the others had."""
-    return tidy({tier: share for tier, share in shares.items() if tier in kept})
+    return tidy({tier: share for tier, share in shares.items() if tier in kept} or dict.fromkeys(kept, 1.0))

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations
 
 from h2o_flexgen.cost.fit import fit
 from h2o_flexgen.cost.linear import Programs
+from h2o_flexgen.cost.lp import Program
 from h2o_flexgen.cost.request import SearchRequest
 from h2o_flexgen.cost.shapes import Shape
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.units import GIB, MIB, format_bytes
 
-_HALVINGS = 24
+_AMPLE = 1 << 50
 
 
 def refuse(request: SearchRequest, shapes: Sequence[Shape], solver: str) -> PlanError:
     """The error for a request of which not even `shapes`, its smallest blocks, fit.
 
-    One cap is raised, if that is enough; else the fewest tiers, slowest first, until it is.
+    One cap is raised, wherever that is enough; else as few as will do.
     """
-    capped = [tier for tier in reversed(request.tiers) if tier in request.caps]
-    ways = [way for tier in capped if (way := _raised(request, shapes, (tier,), solver))]
-    if not ways:
-        ways = [way for count in range(2, len(capped) + 1) if (way := _raised(request, shapes, capped[:count], solver))]
+    programs = {shape: Programs(request).of(shape.policy(request)) for shape in shapes}
+    capped, ways = [tier for tier in request.tiers if tier in request.caps], list[dict[str, int]]()
+    for count in range(1, len(capped) + 1):
+        ways = ways or [
+            way for tiers in combinations(capped, count) if (way := _raised(request, programs, tiers, solver))
+        ]
     if not ways:
         return PlanError("no block shape fits, whatever the caps are", change="leave placement flags out")
     tiers = " or the ".join(dict.fromkeys(tier for way in ways for tier in way))
@@ -41,37 +46,33 @@ def _way(request: SearchRequest, caps: Mapping[str, int]) -> str:
 
 
 def _raised(
-    request: SearchRequest, shapes: Sequence[Shape], tiers: Sequence[str], solver: str
+    request: SearchRequest, programs: Mapping[Shape, Program], tiers: Sequence[str], solver: str
 ) -> dict[str, int] | None:
-    """The smallest caps of `tiers`, found one after the other, under which something fits; None where nothing does."""
-    ample = {tier: 1 << 60 for tier in tiers}
-    if not fits(request.with_caps(**ample), shapes, solver):
+    """The smallest caps of `tiers`, of the fastest first, under which something fits; None where nothing does."""
+    found = {tier: _AMPLE for tier in tiers}
+
+    def enough(tier: str, mebibytes: int) -> bool:
+        return _fits(request.with_caps(**{**found, tier: mebibytes * MIB}), programs, solver)
+
+    if not _fits(request.with_caps(**found), programs, solver):
         return None
-    found: dict[str, int] = {}
     for tier in tiers:
-        low, high = request.caps[tier] // MIB, 1 << 40
-        # Doubling first keeps the numbers small that the solver sees.
-        step = max(low, 64)
-        while step < high and not fits(
-            request.with_caps(**{**ample, **found, tier: (low + step) * MIB}), shapes, solver
-        ):
+        low, step = request.caps[tier] // MIB, 64
+        while not enough(tier, low + step):
             low, step = low + step, 2 * step
         high = low + step
-        for _ in range(_HALVINGS):
+        while high - low > max(1, high >> 10):
             middle = (low + high) // 2
-            if middle in (low, high):
-                break
-            enough = fits(request.with_caps(**{**ample, **found, tier: middle * MIB}), shapes, solver)
-            low, high = (low, middle) if enough else (middle, high)
+            low, high = (low, middle) if enough(tier, middle) else (middle, high)
         found[tier] = high * MIB
     return found
 
 
-def fits(request: SearchRequest, shapes: Sequence[Shape], solver: str) -> bool:
-    """Whether any of `shapes` has a placement within the caps."""
-    programs = Programs(request)
+def _fits(request: SearchRequest, programs: Mapping[Shape, Program], solver: str) -> bool:
+    """Whether any shape has a placement within the caps."""
     return any(
-        fit(request, policy, programs.of(policy), solver) for shape in shapes for policy in (shape.policy(request),)
+        fit(request, shape.policy(request), replace(program, caps=dict(request.caps)), solver)
+        for shape, program in programs.items()
     )
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.cost.fit import Candidate, fit, place, shift
+from h2o_flexgen.cost.candidate import Candidate
+from h2o_flexgen.cost.fit import fit, place, shift
 from h2o_flexgen.cost.infeasible import refuse
 from h2o_flexgen.cost.linear import Programs
 from h2o_flexgen.cost.lp import KINDS, Program, solve
@@ -26,9 +27,10 @@ from h2o_flexgen.units import GIB
 
 GOOD_ENOUGH = 1.01
 """Among candidates this close to the best the smallest block wins: it starts sooner and leaves more memory free."""
-_MARGIN = 0.98  # simulated times may fall a little below a bound, which rounds to average steps
-_TICKS = 60_000  # to simulate in one search: seconds
+_TICKS = 60_000  # to simulate in one search: a few seconds
 _POLISH_TICKS = 20_000
+_MOST = 24  # candidates to simulate: where so many are alike, no later one is much better
+_ALIKE = 0.01  # bounds that differ by less say nothing: what is simulated quickly goes first
 _ROUNDS = 2  # of looking around the best shapes
 _NEAR = 1.5  # times the best bound: shapes that a little more memory might make the best
 
@@ -60,6 +62,12 @@ class SearchResult:
     @property
     def predicted(self) -> Prediction:
         return self.best.prediction
+
+    @property
+    def runner_up_throughput(self) -> float | None:
+        """Generated tokens per second of `runner_up`, as far as it was simulated."""
+        throughput, other = self.predicted.gen_throughput, self.runner_up
+        return throughput * self.best.seconds / other.seconds if throughput and other else None
 
     @cached_property
     def binding(self) -> str | None:
@@ -110,16 +118,18 @@ class _Search:
 
     def _simulate(self) -> None:
         """Candidates in the order of their bounds, until no bound beats what was found."""
-        waiting: list[tuple[float, int, Shape, bool]] = []
+        waiting: list[tuple[int, int, Shape, bool]] = []
         for shape, bound in self._fitting.items():
-            waiting.append((bound, shape.block_size, shape, False))
+            waiting.append((_grade(bound), shape.num_gpu_batches, shape, False))
             resident = self._resident(shape)
             if resident is not None:
                 seconds = self._known[shape].seconds(resident) / shape.block_size
-                waiting.append((seconds, shape.block_size, shape, True))
+                waiting.append((_grade(seconds), shape.num_gpu_batches, shape, True))
         best = math.inf
-        for bound, _, shape, resident_only in sorted(waiting):
-            if bound * _MARGIN > best or (self._spent > _TICKS and self._found):
+        for grade, _, shape, resident_only in sorted(waiting):
+            shapes = {_shape(each)[:2] for each in self._found.values()}
+            enough = len(self._found) >= _MOST or self._spent > _TICKS or grade > _grade(best) + 1
+            if enough and len(shapes) > 1:  # one to run, and one to compare it with
                 break
             for candidate in self._candidates(shape, resident_only):
                 best = min(best, self._add(candidate))
@@ -161,7 +171,7 @@ class _Search:
     def _polished(self, best: Candidate) -> Candidate:
         """`best`, with units moved one by one as long as that helps."""
         limit = self._spent + _POLISH_TICKS
-        improved = True
+        improved = best.shrunk is None  # one unit of very many is less than an estimate can tell
         while improved and self._spent < limit:
             improved = False
             for kind in KINDS:
@@ -213,6 +223,11 @@ class _Search:
                 self._add(candidate)
         if not self._found:
             raise refuse(self._request, shapes.smallest(), self._solver)
+
+
+def _grade(seconds: float) -> int:
+    """The same number for times that are alike."""
+    return math.floor(math.log(seconds) / _ALIKE) if math.isfinite(seconds) else 1 << 30
 
 
 def _relaxed(program: Program, shape: Shape, solver: str) -> float:

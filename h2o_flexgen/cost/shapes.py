@@ -56,6 +56,8 @@ class Shapes:
                 fitting = 0
                 for batches in self._batches(rows):
                     shape = Shape(rows, batches, computing)
+                    if not self._even(rows, batches):
+                        continue
                     if math.isinf(self._bound(shape)):
                         break
                     fitting += 1
@@ -107,8 +109,16 @@ class Shapes:
         """The shape, if it keeps what is fixed and is no larger than the work."""
         fixed = (self._fixed("gpu_batch_size") or rows, self._fixed("num_gpu_batches") or batches)
         limited = self._limited(rows, batches) if rows >= 1 and batches >= 1 else None
-        if limited == (rows, batches) == fixed and rows <= MOST_ROWS and batches <= MOST_BATCHES:
+        even = limited == (rows, batches) == fixed and self._even(rows, batches)
+        if even and rows <= MOST_ROWS and batches <= MOST_BATCHES:
             yield Shape(rows, batches, computing)
+
+    def _even(self, rows: int, batches: int) -> bool:
+        """Whether all the work in one block would fill these GPU batches: 8 sequences are 4 + 4 rather than 6 + 2."""
+        fixed = self._fixed("gpu_batch_size") is not None
+        return (
+            fixed or self._count is None or rows <= math.ceil(self._count / (self._fixed("num_gpu_batches") or batches))
+        )
 
     def _rows(self) -> list[int]:
         fixed = self._fixed("gpu_batch_size")

@@ -1,0 +1,170 @@
+"""`python -m h2o_flexgen.search`: flags in, a policy for `run` out, without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.cli.arguments import parse_arguments
+from h2o_flexgen.cli.search_arguments import SearchArguments, parse_search
+from h2o_flexgen.config.hardware import HardwareProfile
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.profiles import cache_folder, find_profile, profile_names
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.search import main
+from h2o_flexgen.units import GIB
+
+ROOT = Path(__file__).parents[2]
+SMALL = "--model opt-125m --hardware t4-16gb --num-prompts 16 --prompt-len 64 --gen-len 8"
+
+
+def parse(*arguments: str, **environ: str) -> SearchArguments:
+    return parse_search(arguments, {f"H2O_FLEXGEN_{name}": value for name, value in environ.items()})
+
+
+def entry(out: str) -> dict[str, Any]:
+    found = json.loads(out.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_command_line_of_the_readme() -> None:
+    line = "--model opt-30b --gpu-mem 16 --cpu-mem 200 --nvme-mem 1500 --prompt-len 512 --gen-len 32 --hh-ratio 0.2"
+    request = parse(*line.split(), "--hardware", "t4").request
+    assert (request.spec.name, request.profile.name, request.compute_tier) == ("opt-30b", "t4-16gb", "gpu")
+    assert request.caps == {"gpu": 16 * GIB, "cpu": 200 * GIB, "disk": 1500 * GIB}
+    assert (request.eviction.name, request.eviction.ratio) == ("h2o", 0.2)
+    assert (request.workload.prompt_len, request.workload.gen_len, request.endless) == (512, 32, True)
+    assert (request.dtype, request.fixed) == ("float16", {})
+
+
+def test_what_is_left_out() -> None:
+    """Caps are nine tenths of what the machine has, lengths are FlexGen's."""
+    request = parse("--model", "opt-125m", "--hardware", "h200").request
+    assert request.caps["gpu"] == int(0.9 * request.profile.memory["gpu"])
+    assert request.dtype == "bfloat16"
+    assert (request.workload.prompt_len, request.workload.gen_len) == (512, 32)
+    cpu = parse("--model", "opt-125m", "--hardware", "h200", "--device", "cpu", "--gpu-mem", "8").request
+    assert cpu.compute_tier == "cpu"
+    assert "gpu" not in cpu.caps
+
+
+def test_what_is_typed_of_the_policy_is_fixed(tmp_path: Path) -> None:
+    base = ("--model", "opt-125m", "--hardware", "t4")
+    fixed = parse(*base, "--percent", "20", "80", "0", "100", "0", "100", "--gbs", "8", "--no-overlap").request.fixed
+    assert set(fixed) == {"weights", "cache", "hidden", "gpu_batch_size", "overlap"}
+    assert fixed["weights"] == {"gpu": 0.2, "cpu": 0.8}
+    file = tmp_path / "policy.json"
+    file.write_text(json.dumps(OffloadPolicy(4, 2).to_json()))
+    whole = parse(*base, "--policy", str(file), "--num-gpu-batches", "3").request.fixed
+    assert OffloadPolicy(**whole) == OffloadPolicy(4, 3)
+
+
+def test_a_policy_for_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy, timeline = tmp_path / "policy.json", tmp_path / "timeline.json"
+    assert main([*SMALL.split(), "--output", str(policy), "--simulate", str(timeline), "--hh-ratio", "0.5"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    found = entry(out)
+    assert out.startswith("model       opt-125m, float16 on the GPU of t4-16gb\n")
+    assert "gpu   in all" in out
+    written = json.loads(policy.read_text())
+    assert written.pop("made_for")["predicted"] == found["predicted"]
+    assert written == found["policy"]
+    assert parse_arguments(["--policy", str(policy)], {}).engine.policy == OffloadPolicy(**written)
+    events = json.loads(timeline.read_text())["traceEvents"]
+    assert {event["name"] for event in events if event["ph"] == "M"} >= {"process_name", "thread_name"}
+    assert any(event["ph"] == "X" and event["dur"] > 0 for event in events)
+    assert main([*SMALL.split(), "--output", str(policy)]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main([*SMALL.split(), "--output", str(policy), "--overwrite", "--quiet", "--solver", "cbc"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 1
+    assert entry(out)["policy"]["gpu_batch_size"] == 16
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"{SMALL} --device cpu --cpu-mem 550MiB --nvme-mem 0"
+    assert main(line.split()) == 5
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "does not fit into cpu 550 MiB, disk 0 B" in err
+    assert "the smallest that works: --cpu-mem " in err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--model opt-125m --hardware t4-16g", "did you mean 't4-16gb'"),
+        ("--model opt-12 --hardware t4", "did you mean 'opt-125m'"),
+        ("--model opt-125m --hardware t4 --prompt-len 2040", "takes 2048"),
+        ("--model opt-125m --hardware t4 --num-prompts 0", "at least 1"),
+        ("--model opt-125m --hardware t4 --hh-ratio 2", "--hh-ratio is 2.0"),
+        ("--model opt-125m --hardware t4 --overwrite", "needed --output FILE"),
+        ("--model opt-125m --hardware t4 --output /none/such.json", "the folder /none is not there"),
+        ("--model opt-125m --hardware t4 --simulate /tmp", "this is a folder"),
+        ("--model opt-125m --hardware README.md", "is no hardware profile"),
+        ("--model opt-125m --hardware t4 --percent 60 50 0 100 0 100", "needed at most 100"),
+    ],
+)
+def test_what_is_refused_says_what_to_do(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) in (2, 4)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+
+
+def test_this_machine_has_to_be_calibrated_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(UsageError, match=r"not calibrated yet.*python -m h2o_flexgen.calibrate.*t4-16gb"):
+        parse("--model", "opt-125m")
+    folder = cache_folder()
+    folder.mkdir(parents=True)
+    profile = find_profile("a100").to_json()
+    (folder / "here.json").write_text(json.dumps({**profile, "name": "here"}))
+    assert parse("--model", "opt-125m").request.profile.name == "here"
+    assert parse("--model", "opt-125m", HARDWARE="t4").request.profile.name == "t4-16gb"
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_shipped_profiles_say_where_their_figures_come_from(name: str) -> None:
+    profile = find_profile(name)
+    assert profile.name == name
+    assert set(profile.links) == {"disk->cpu", "cpu->disk", "cpu->gpu", "gpu->cpu"}
+    assert set(profile.compute) == {"cpu", "gpu"}
+    assert set(profile.memory) == {"gpu", "cpu", "disk"}
+    words = ("data sheet", "assumed", "published", "paper")
+    assert all(any(word in source for word in words) for source in profile.sources.values())
+    assert HardwareProfile.from_json(profile.to_json()) == profile
+
+
+def test_profiles_by_name() -> None:
+    assert {"t4-16gb", "a100-80gb", "h200"} <= set(profile_names())
+    assert find_profile("T4") == find_profile("t4-16gb")
+    path = ROOT / "configs" / "hardware" / "h200.json"
+    assert find_profile(str(path)) == find_profile("h200")
+
+
+@pytest.mark.parametrize("line", ["--help", SMALL, "--model opt-125m --hardware nothing"])
+def test_no_torch_is_loaded(line: str) -> None:
+    program = (
+        "import sys; from h2o_flexgen.search import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'transformers'} & set(sys.modules); sys.exit(99 if heavy else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *line.split()], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == (2 if "nothing" in line else 0), done.stderr
+
+
+@pytest.mark.slow
+def test_a_very_large_model_is_searched_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--model", "opt-175b", "--hardware", "t4", "--prompt-len", "512", "--gen-len", "32"]) == 0
+    found = entry(capsys.readouterr().out)
+    assert found["policy"]["weights"].get("disk", 0) > 0.5
+    assert found["predicted"]["gen_throughput"] > 0.2

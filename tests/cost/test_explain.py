@@ -1,0 +1,128 @@
+"""What is said about a policy, and that it is true."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.cost.bound import io_lower_bound
+from h2o_flexgen.cost.explain import bound_text, explain, least_traffic, to_json
+from h2o_flexgen.cost.request import SearchRequest
+from h2o_flexgen.cost.search import SearchResult, search
+from h2o_flexgen.units import GIB
+from tests.cost.machines import known, profile, rates
+
+
+@pytest.fixture(scope="module")
+def result() -> SearchResult:
+    """OPT-1.3B with a fifth of its weights in memory: disk reads are what takes the time."""
+    request = SearchRequest(
+        spec=known("opt-1.3b"),
+        workload=Workload(64, 16, 20),
+        eviction=EvictionConfig("h2o", ratio=0.25),
+        dtype="float16",
+        caps={"cpu": GIB, "disk": 8 * GIB},
+        compute_tier="cpu",
+        profile=profile(),
+    )
+    return search(request)
+
+
+def lines_of(result: SearchResult) -> dict[str, str]:
+    return {line[:12].strip(): line[12:] for line in explain(result).splitlines()}
+
+
+def test_the_bound_is_what_takes_the_time(result: SearchResult) -> None:
+    said = bound_text(result.predicted)
+    found = re.fullmatch(r"disk reads: ([0-9.]+) GB per step, busy for (\d+)% of the run", said)
+    assert found, said
+    model = result.predicted.block.model
+    steps = range(1, model.steps)
+    moved = sum(each.nbytes for (link, _), each in model.moves.traffic(steps).items() if link == "disk->cpu")
+    assert float(found[1]) == pytest.approx(moved / len(steps) / 1e9, rel=0.01)
+    assert int(found[2]) >= 80
+    assert lines_of(result)["bound"] == said
+
+
+def test_computing_is_explained_by_its_largest_part(result: SearchResult) -> None:
+    request = dataclasses.replace(result.request, caps={"cpu": 64 * GIB})
+    said = bound_text(search(request).predicted)
+    assert re.fullmatch(
+        r"computing: .+ (per step|for the prompts), .+ of it for [a-z]+: .+; busy for 100% of the run", said
+    )
+
+
+def test_every_line_is_there(result: SearchResult) -> None:
+    lines = lines_of(result)
+    assert list(lines) == [
+        *("model", "work", "block", "weights", "cache", "hidden", "prefill", "decode", "throughput", "bound"),
+        *("traffic", "memory", "binding", "runner-up", "1 GiB more", "searched"),
+    ]
+    assert lines["work"] == "20 sequences, 64 + 16 tokens; h2o keeps 20 tokens per head"
+    assert lines["binding"] == "--cpu-mem, the cpu tier's cap"
+    assert all("(predicted)" in lines[name] for name in ("prefill", "decode", "throughput"))
+    assert re.search(r"cpu \+[0-9.e+]+ tokens/s, disk \+0 tokens/s", lines["1 GiB more"])
+    assert "of 1 GiB" in lines["memory"]
+
+
+def test_traffic_is_never_below_the_least(result: SearchResult) -> None:
+    least = least_traffic(result)
+    assert least
+    for link, nbytes in least.items():
+        assert result.predicted.bytes_moved[link] >= nbytes
+    (found,) = re.findall(r"disk->cpu [0-9.]+ GB, ([0-9.]+) times the least", lines_of(result)["traffic"])
+    assert float(found) == pytest.approx(result.predicted.bytes_moved["disk->cpu"] / least["disk->cpu"], abs=0.01)
+    request, block = result.request, result.predicted.block
+    one = io_lower_bound(
+        request.spec, request.workload, request.eviction, "float16", request.caps, "cpu", block.sequences
+    )
+    assert least["disk->cpu"] == one["disk->cpu"] * (20 // block.sequences)
+
+
+def test_the_entry_is_plain_json(result: SearchResult) -> None:
+    entry = json.loads(json.dumps(to_json(result)))
+    assert entry["policy"] == result.policy.to_json()
+    assert entry["predicted"]["gen_throughput"] == pytest.approx(result.predicted.gen_throughput)
+    assert entry["predicted"]["gen_throughput"] == pytest.approx(
+        20 * 16 / (entry["predicted"]["prefill_s"] + entry["predicted"]["decode_s"])
+    )
+    assert entry["binding"] == "cpu"
+    assert entry["projected"] is True
+    assert entry["peak_bytes"]["cpu"] <= entry["caps"]["cpu"]
+    assert entry["runner_up"]["gen_throughput"] > 0
+    assert entry["eviction"]["tokens"] == 20
+
+
+def test_of_one_plan_alone_there_is_no_runner_up(result: SearchResult) -> None:
+    policy = result.policy
+    fixed = {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy)}
+    alone = search(dataclasses.replace(result.request, fixed=fixed))
+    assert "runner-up" not in lines_of(alone)
+    assert to_json(alone)["runner_up"] is None
+
+
+def test_attention_on_the_cpu_beside_a_gpu() -> None:
+    """A GPU behind a slow link, and a CPU that attends as fast: caches stay on the CPU, and the reader is told."""
+    slow = profile({"gpu": rates(), "cpu": rates()}, links={**profile().links})
+    links = {name: dataclasses.replace(rate, bytes_per_s=2e8) for name, rate in slow.links.items()}
+    request = SearchRequest(
+        spec=known("opt-125m"),
+        workload=Workload(512, 32),
+        eviction=EvictionConfig(),
+        dtype="float16",
+        caps={"gpu": GIB, "cpu": 8 * GIB, "disk": 0},
+        compute_tier="gpu",
+        profile=dataclasses.replace(slow, links=links),
+        fixed={"gpu_batch_size": 32, "num_gpu_batches": 8},
+        endless=True,
+    )
+    found = search(request)
+    assert found.policy.cpu_cache_compute
+    assert found.policy.cache["cpu"] > 0.5
+    assert lines_of(found)["attention"] == "of caches on the CPU is computed there"
+    assert lines_of(found)["work"].startswith("one block of as many as there are")

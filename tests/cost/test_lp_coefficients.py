@@ -1,0 +1,116 @@
+"""What the linear program says of placements in whole units, beside what footprints and prices say of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.cost.linear import Programs
+from h2o_flexgen.cost.lp import KINDS
+from h2o_flexgen.cost.request import SearchRequest
+from h2o_flexgen.cost.simulate import simulate
+from h2o_flexgen.schedule.tasks import Task, TaskKind
+from tests.cost.machines import known, profile
+
+MODELS = ("opt-6.7b", "mistral-7b-v0.1", "qwen2.5-0.5b", "pythia-160m")
+
+
+def request_for(spec: ModelSpec, tier: str = "gpu", eviction: EvictionConfig | None = None) -> SearchRequest:
+    work = Workload(256, 40)
+    return SearchRequest(
+        spec, work, eviction or EvictionConfig("h2o", ratio=0.3), "float16", {}, tier, profile(), endless=True
+    )
+
+
+def scattered(request: SearchRequest, policy: OffloadPolicy, seed: int, embeddings: str) -> Placement:
+    """Every layer, cache and GPU batch anywhere; embeddings, which are of another size, where they are told."""
+    source, tiers = random.Random(seed), request.tiers
+    halves = {layer: source.choice(tiers) for layer in range(request.spec.num_layers)}
+    weights = {
+        key: halves[int(key.split(".")[1])] if key.startswith("layers.") else embeddings
+        for key in request.spec.groups_by_key
+    }
+    batches = range(policy.num_gpu_batches)
+    return Placement(
+        weights=weights,
+        cache={(layer, batch): source.choice(tiers) for layer in halves for batch in batches},
+        hidden={batch: source.choice(tiers) for batch in batches},
+    )
+
+
+@pytest.mark.parametrize("computing", [False, True])
+@pytest.mark.parametrize("batches", [1, 2, 5])
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_are_those_of_the_footprint(name: str, batches: int, computing: bool) -> None:
+    request = request_for(known(name))
+    policy = OffloadPolicy(3, batches, cpu_cache_compute=computing)
+    program = Programs(request).of(policy)
+    for seed in range(4):
+        placement = scattered(request, policy, seed, "gpu")
+        if batches == 1:
+            placement = dataclasses.replace(placement, hidden={0: "gpu"})
+        foot = request.footprint(policy, placement)
+        for tier, nbytes in program.bytes_on(_by_bytes(request, placement)).items():
+            assert nbytes == pytest.approx(foot.total(tier), rel=2e-3, abs=1e6), (seed, tier)
+
+
+def test_embeddings_on_the_way_are_taken_as_favourably_as_layers() -> None:
+    request = request_for(known("opt-6.7b"))
+    policy = OffloadPolicy(3, 2)
+    placement = scattered(request, policy, 0, "disk")
+    foot, said = (
+        request.footprint(policy, placement),
+        Programs(request).of(policy).bytes_on(_by_bytes(request, placement)),
+    )
+    assert said["gpu"] < foot.total("gpu"), "the vocabulary's buffer is larger than a layer's"
+    assert said["gpu"] > 0.6 * foot.total("gpu")
+
+
+@pytest.mark.parametrize("computing", [False, True])
+@pytest.mark.parametrize(("tier", "batches"), [("gpu", 1), ("gpu", 4), ("cpu", 3)])
+def test_seconds_are_those_of_the_tasks(tier: str, batches: int, computing: bool) -> None:
+    request = request_for(known("opt-1.3b"), tier)
+    policy = OffloadPolicy(4, batches, cpu_cache_compute=computing)
+    program = Programs(request).of(policy)
+    placement = scattered(request, policy, 7, tier)
+    if batches == 1:
+        placement = dataclasses.replace(placement, hidden={0: tier})
+    model, shares = request.model(policy, placement), _by_bytes(request, placement)
+    steps = request.workload.gen_len
+    for phase, passes in zip(program.phases, (range(1), range(1, steps)), strict=True):
+        said, moved = phase.seconds(shares), dict.fromkeys(request.profile.links, 0.0)
+        for (link, _), traffic in model.moves.traffic(passes).items():
+            moved[link] += traffic.seconds / len(passes)
+        for link, seconds in moved.items():
+            assert said.get(link, 0.0) == pytest.approx(seconds, rel=0.01, abs=1e-4), (phase.name, link)
+        middle = passes[len(passes) // 2]
+        ticks = [(unit.index, batch) for unit in model.spec.units for batch in range(batches)]
+        computing_s = sum(model.compute_seconds(Task(TaskKind.COMPUTE, middle, *tick)) for tick in ticks)
+        issuing = 0.02 * computing_s  # what is copied aside for stores comes on top
+        assert computing_s * 0.999 <= said["compute"] <= computing_s + issuing + 0.02
+
+
+@pytest.mark.parametrize("eviction", [EvictionConfig(), EvictionConfig("h2o", ratio=0.2)], ids=lambda each: each.name)
+@pytest.mark.parametrize("tier", ["gpu", "cpu"])
+def test_nothing_simulated_is_faster_than_the_program_says(tier: str, eviction: EvictionConfig) -> None:
+    request = request_for(known("opt-1.3b"), tier, eviction)
+    for seed, batches in ((1, 1), (2, 2), (3, 4)):
+        policy = OffloadPolicy(8, batches)
+        placement = scattered(request, policy, seed, tier)
+        if batches == 1:
+            placement = dataclasses.replace(placement, hidden={0: tier})
+        said = Programs(request).of(policy).seconds(_by_bytes(request, placement))
+        simulated = simulate(request.model(policy, placement)).total_s
+        assert 0.97 * said <= simulated <= 1.6 * said, (seed, batches)
+
+
+def _by_bytes(request: SearchRequest, placement: Placement) -> dict[str, dict[str, float]]:
+    shares = placement.achieved(request.spec, request.dtype)
+    return {kind: shares[kind] for kind in KINDS}

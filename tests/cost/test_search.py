@@ -1,0 +1,241 @@
+"""What a search finds: within the caps, no slower than a grid of plans, the same every time; and if nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h2o_flexgen.cli.arguments import parse_arguments
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.cost.fit import place
+from h2o_flexgen.cost.predict import predict
+from h2o_flexgen.cost.request import SearchRequest
+from h2o_flexgen.cost.search import search
+from h2o_flexgen.engine.plan import Caps, PlanRequest, make_plan
+from h2o_flexgen.errors import PlanError
+from h2o_flexgen.units import GIB, MIB, parse_bytes
+from tests.cost.machines import TINY, known, profile
+
+AMPLE = {"gpu": 64 * GIB, "cpu": 64 * GIB, "disk": 1 << 42}
+SMALL = dataclasses.replace(
+    TINY, num_layers=4, vocab_size=4000, hidden_size=256, ffn_size=1024, embed_dim=256, head_dim=64
+)
+
+
+def ask(tier: str = "cpu", caps: dict[str, int] | None = None, **changes: Any) -> SearchRequest:
+    usual: dict[str, Any] = {
+        "spec": SMALL,
+        "workload": Workload(24, 8, 24),
+        "eviction": EvictionConfig(),
+        "dtype": "float16",
+        "caps": AMPLE if caps is None else caps,
+        "compute_tier": tier,
+        "profile": profile(),
+    }
+    return SearchRequest(**{**usual, **changes})
+
+
+@pytest.mark.parametrize("tier", ["cpu", "gpu"])
+def test_with_ample_memory_everything_stays_on_the_compute_tier(tier: str) -> None:
+    result = search(ask(tier))
+    for shares in (result.policy.weights, result.policy.cache, result.policy.hidden):
+        assert shares == {tier: 1.0}
+    assert result.policy.block_size == 24
+    assert result.predicted.bytes_moved == {}
+    assert result.binding is None
+    assert not result.policy.cpu_cache_compute
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tier=st.sampled_from(["cpu", "gpu"]),
+    fast=st.integers(1, 24),
+    slow=st.integers(2, 40),
+    eviction=st.sampled_from([EvictionConfig(), EvictionConfig("h2o", ratio=0.4)]),
+)
+def test_no_cap_is_ever_exceeded(tier: str, fast: int, slow: int, eviction: EvictionConfig) -> None:
+    caps = {"gpu": fast * MIB, "cpu": (slow if tier == "gpu" else fast) * MIB, "disk": 64 * MIB}
+    try:
+        result = search(ask(tier, caps, eviction=eviction))
+    except PlanError:
+        return
+    assert_engine_agrees(result.request, result.policy)
+    assert result.footprint.total(tier) <= caps[tier]
+
+
+def assert_engine_agrees(request: SearchRequest, policy: OffloadPolicy) -> None:
+    """The engine's own plan of the policy fits, and takes what the search said."""
+    caps = Caps(request.caps.get("gpu"), request.caps.get("cpu"), request.caps.get("disk"))
+    work = request.workload if not request.endless else dataclasses.replace(request.workload, num_sequences=1 << 20)
+    asked = PlanRequest(
+        request.spec, work, request.eviction, request.dtype, caps, request.compute_tier, request.baseline
+    )
+    plan = make_plan(asked, policy)
+    assert plan.shortage() is None
+    assert plan.footprint == place(request, policy).footprint
+
+
+def grid(request: SearchRequest) -> float:
+    """Seconds per sequence of the best of many plans: five shapes, placements in quarters, and all that is resident."""
+    best = float("inf")
+    quarters = [{"cpu": n / 4, "disk": 1 - n / 4} for n in range(5)]
+    ends = [{"cpu": 1.0}, {"disk": 1.0}]
+    for rows, batches in ((1, 1), (4, 1), (8, 1), (24, 1), (8, 3), (4, 6), (12, 2), (6, 4), (2, 12)):
+        for weights, cache, hidden in itertools.product(quarters, quarters, ends):
+            found = place(request, OffloadPolicy(rows, batches, weights, cache, hidden))
+            if not request.over(found.footprint):
+                done = predict(request.model(found.policy, found.placement))
+                best = min(best, (done.prefill_s + done.decode_s) / done.sequences)
+    return best
+
+
+@pytest.mark.parametrize("cap", [5, 8, 12, 20])
+def test_no_plan_on_a_grid_is_much_faster(cap: int) -> None:
+    request = ask(caps={"cpu": cap * MIB, "disk": GIB})
+    result = search(request)
+    assert result.best.seconds <= 1.03 * grid(request)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "gpu"])
+def test_the_same_question_has_the_same_answer(tier: str) -> None:
+    request = ask(tier, {"gpu": 8 * MIB, "cpu": 12 * MIB, "disk": GIB})
+    first, second, cbc = search(request), search(request), search(request, "cbc")
+    assert first.policy == second.policy == cbc.policy
+    assert first.runner_up is not None
+    assert second.runner_up is not None
+    assert first.runner_up.policy == second.runner_up.policy
+    assert first.more == second.more
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"gpu_batch_size": 3},
+        {"num_gpu_batches": 3},
+        {"gpu_batch_size": 2, "num_gpu_batches": 2},
+        {"weights": {"cpu": 0.25, "disk": 0.75}},
+        {"cache": {"disk": 1.0}, "hidden": {"disk": 1.0}},
+        {"overlap": False, "lookahead": 2, "prefill_chunk": 64},
+        {"cpu_cache_compute": True, "weights": {"gpu": 0.5, "cpu": 0.5}},
+        {"gpu_batch_size": 100},
+    ],
+    ids=lambda fixed: "+".join(fixed),
+)
+@pytest.mark.parametrize("tier", ["cpu", "gpu"])
+def test_what_is_fixed_stays(tier: str, fixed: dict[str, Any]) -> None:
+    wanted = OffloadPolicy(**fixed)
+    wanted = wanted.with_gpu_as_cpu() if tier == "cpu" else wanted
+    found = search(ask(tier, {"gpu": 16 * MIB, "cpu": 32 * MIB, "disk": GIB}, fixed=fixed)).policy
+    for name in fixed:
+        expected = getattr(wanted, name)
+        if name == "gpu_batch_size":
+            expected = min(expected, 24)  # never more than there are, as the engine has it
+        assert getattr(found, name) == expected
+
+
+def test_a_whole_policy_is_priced_as_it_is() -> None:
+    policy = OffloadPolicy(4, 3, {"cpu": 0.5, "disk": 0.5}, {"disk": 1.0}, {"cpu": 1.0})
+    fixed = {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy)}
+    request = ask(fixed=fixed)
+    result = search(request)
+    assert result.policy == policy
+    assert result.predicted.decode_s == predict(request.model(policy, request.place(policy))).decode_s
+    assert result.runner_up is None
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_a_policy_file_goes_through_run(tmp_path: Path, endless: bool) -> None:
+    result = search(ask("gpu", {"gpu": 8 * MIB, "cpu": 12 * MIB, "disk": GIB}, endless=endless))
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({**result.policy.to_json(), "made_for": {"model": "small"}}))
+    assert parse_arguments(["--policy", str(path)], {}).engine.policy == result.policy
+    assert_engine_agrees(result.request, result.policy)
+
+
+def test_a_large_model_in_three_tiers() -> None:
+    """Every tier is used up to its cap, and the parts of the answer fit together."""
+    caps = {"gpu": 4 * GIB, "cpu": 6 * GIB, "disk": 64 * GIB}
+    request = ask("gpu", caps, spec=known("opt-6.7b"), workload=Workload(512, 32), endless=True)
+    result = search(request)
+    assert_engine_agrees(request, result.policy)
+    assert result.footprint.total("gpu") > 0.85 * caps["gpu"]
+    assert result.footprint.total("cpu") > 0.85 * caps["cpu"]
+    assert result.best.seconds >= 0.97 * min(c.seconds for c in (result.best, result.runner_up) if c)
+    assert result.binding in ("gpu", "cpu")
+    assert set(result.more) == {"gpu", "cpu", "disk"}
+    assert all(gain >= 0 for gain in result.more.values())
+    assert result.predicted.sequences == result.policy.block_size
+
+
+def test_more_memory_buys_about_what_is_said() -> None:
+    """With a gigabyte more, the search finds a plan about as much faster as the linear program said."""
+    caps = {"cpu": 4 * GIB, "disk": 64 * GIB}
+    asked = ask("cpu", caps, spec=known("opt-6.7b"), workload=Workload(128, 32, 16))
+    before = search(asked)
+    after = search(asked.with_caps(cpu=5 * GIB))
+    gained = (after.predicted.gen_throughput or 0) - (before.predicted.gen_throughput or 0)
+    assert gained > 0
+    assert before.more["cpu"] == pytest.approx(gained, rel=0.6)
+    assert before.more["disk"] == pytest.approx(0, abs=0.01 * (before.predicted.gen_throughput or 0))
+
+
+def test_long_schedules_are_estimated_well() -> None:
+    """Ranking by a model of fewer layers comes to nearly the time of all."""
+    caps = {"gpu": 6 * GIB, "cpu": 16 * GIB, "disk": 256 * GIB}
+    request = ask("gpu", caps, spec=known("opt-30b"), workload=Workload(128, 16), endless=True)
+    shares = {"cpu": 0.25, "disk": 0.75}
+    found = place(request, OffloadPolicy(8, 24, shares, shares, {"cpu": 1.0}))
+    assert found.shrunk is not None
+    exact = found.prediction
+    assert found.seconds == pytest.approx((exact.prefill_s + exact.decode_s) / exact.sequences, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("tier", "caps", "named"),
+    [
+        ("cpu", {"cpu": 1 * GIB, "disk": 64 * GIB}, {"--cpu-mem"}),
+        ("cpu", {"cpu": 6 * GIB, "disk": 4 * GIB}, {"--cpu-mem", "--nvme-mem"}),
+        ("gpu", {"gpu": 300 * MIB, "cpu": 32 * GIB, "disk": 64 * GIB}, {"--gpu-mem"}),
+        ("gpu", {"gpu": 300 * MIB, "cpu": 200 * MIB, "disk": 64 * GIB}, {"--gpu-mem", "--cpu-mem"}),
+    ],
+)
+def test_nothing_fits(tier: str, caps: dict[str, int], named: set[str]) -> None:
+    """The error names caps, and with these, and only with these, there is a plan."""
+    request = ask(tier, caps, spec=known("opt-6.7b"), workload=Workload(512, 32, 16), baseline=GIB // 4)
+    with pytest.raises(PlanError) as caught:
+        search(request)
+    assert caught.value.exit_code == 5
+    ways = re.findall(r"--[a-z]+-mem [0-9.]+[GM]iB(?: and --[a-z]+-mem [0-9.]+[GM]iB)*", caught.value.needed)
+    assert {flag for way in ways for flag in re.findall(r"--[a-z]+-mem", way)} == named
+    tiers = {"--gpu-mem": "gpu", "--cpu-mem": "cpu", "--nvme-mem": "disk"}
+    for way in ways:
+        sizes = {tiers[flag]: parse_bytes(size) for flag, size in re.findall(r"(--[a-z]+-mem) (\S+)", way)}
+        assert search(request.with_caps(**sizes)).policy
+        last = next(reversed(sizes))
+        with pytest.raises(PlanError):
+            search(request.with_caps(**{**sizes, last: int(0.97 * sizes[last])}))
+
+
+def test_a_fixed_placement_that_does_not_fit() -> None:
+    fixed = {"weights": {"cpu": 1.0}}
+    request = ask("cpu", {"cpu": 8 * GIB, "disk": 64 * GIB}, spec=known("opt-6.7b"), fixed=fixed)
+    with pytest.raises(PlanError, match=r"the cpu cap is too small.*--cpu-mem 1[0-9.]+GiB") as caught:
+        search(request)
+    assert "--nvme-mem" not in caught.value.needed
+    assert "fewer fixed placement flags" in str(caught.value)
+
+
+def test_an_emulated_gpu_has_its_own_flag() -> None:
+    request = ask("gpu", {"gpu": MIB, "cpu": 64 * MIB, "disk": MIB}, emulated=True)
+    with pytest.raises(PlanError, match="--emulate-gpu"):
+        search(request)
