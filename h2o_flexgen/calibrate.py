@@ -1,0 +1,130 @@
+"""`python -m h2o_flexgen.calibrate`: how fast this machine is, for the shapes of one model.
+
+    python -m h2o_flexgen.calibrate --model opt-6.7b
+    python -m h2o_flexgen.calibrate --model opt-30b --offload-dir /mnt/nvme/h2o --output nvme.json
+
+The profile is kept in ~/.cache/h2o_flexgen/hardware, where `run` and `search` look for it. A table goes to stdout, its
+last line is the profile as one JSON object, everything else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from h2o_flexgen.cli.files import output_file
+from h2o_flexgen.cli.program import exit_on_errors, leaving_at_once, print_error, stop_if_told, write_result
+from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.flags import Parser, add_arguments, from_namespace
+from h2o_flexgen.errors import StorageError, UsageError
+
+TAKEN = ("model", "path", "revision", "offline", "dtype", "device", "emulate_gpu", "offload_dir")
+"""The settings of an engine that say what is measured, and where."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code."""
+    return exit_on_errors(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    config = from_namespace(EngineConfig, args)
+    if not 0 < args.budget_s < float("inf"):
+        raise UsageError(f"--budget-s is {args.budget_s}", "needed a number of seconds above 0")
+    output = output_file("--output", args.output, keep=not args.overwrite)
+    # torch takes seconds to import: --help and usage errors do without it.
+    with leaving_at_once():
+        from h2o_flexgen.calibration import calibrate
+        from h2o_flexgen.calibration.stored import profile_text
+        from h2o_flexgen.calibration.table import profile_table
+    progress = Progress(args.quiet)
+    try:
+        profile = calibrate(_calibration(config, args), progress)
+    finally:
+        progress.close()
+    if output is not None:
+        try:
+            output.write_text(profile_text(profile), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"cannot write {output}: {error.strerror}") from None
+    write_result(f"{profile_table(profile)}\n{json.dumps(profile.to_json(), allow_nan=False)}\n")
+    return 0
+
+
+def _calibration(config: EngineConfig, args: Namespace) -> Any:
+    from h2o_flexgen.calibration import Calibration
+    from h2o_flexgen.checkpoint.hub import resolve_model
+    from h2o_flexgen.engine.machine import offload_folder, resolve_device, resolve_dtype
+    from h2o_flexgen.models.families import spec_from_config
+
+    found = resolve_model(
+        config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=False
+    )
+    spec, device = spec_from_config(found.config, found.name), resolve_device(config)
+    return Calibration(
+        spec,
+        resolve_dtype(config.dtype, spec.dtype, device),
+        device,
+        offload_folder(config.offload_dir),
+        budget_s=args.budget_s,
+        emulated=config.emulate_gpu is not None,
+    )
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="python -m h2o_flexgen.calibrate",
+        description="Measures this machine for the shapes of a model: what plans and predictions are made from.",
+        epilog="Exit codes: 0 all well, 2 flags, 4 model, 5 memory, 6 disk, 130 or 143 interrupted.",
+    )
+    refused = set(EngineConfig.__dataclass_fields__) - set(TAKEN)
+    add_arguments(parser, EngineConfig, exclude=refused, title="model and machine")
+    work = parser.add_argument_group("measuring")
+    work.add_argument(
+        "--budget-s", type=float, default=45.0, metavar="SECONDS", help="how long it may take, about (default: 45)"
+    )
+    work.add_argument("--output", "-o", metavar="FILE", help="the profile in a file too")
+    work.add_argument("--overwrite", action="store_true", help="replace an existing --output file")
+    work.add_argument("--quiet", "-q", action="store_true", help="no progress on stderr")
+    return parser
+
+
+class Progress:
+    """A bar of seconds on a terminal, a line for each part where stderr is a file, nothing with --quiet."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._terminal = quiet, sys.stderr.isatty()
+        self._bar: tqdm[Any] | None = None
+
+    def __call__(self, what: str, spent: float, total: float) -> None:
+        """See `calibration.measure.Progress`."""
+        stop_if_told()
+        if self._quiet:
+            return
+        if not self._terminal:
+            print_error(f"measuring {what} ({spent:.0f} of about {total:.0f} s)")
+            return
+        if self._bar is None:
+            wide = os.get_terminal_size(sys.stderr.fileno()).columns
+            options: dict[str, Any] = {"dynamic_ncols": True} if wide else {"ncols": 80}
+            layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+            self._bar = tqdm(total=total, leave=False, file=sys.stderr, bar_format=layout, **options)
+        self._bar.set_description(what, refresh=False)
+        self._bar.update(min(spent, total) - self._bar.n)
+
+    def close(self) -> None:
+        """Takes the bar off the terminal."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

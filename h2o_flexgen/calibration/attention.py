@@ -1,0 +1,200 @@
+"""Attention of decode steps through real caches, and of prompts through the kernel and the ranking that follows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.cache.eviction import make_policy
+from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
+from h2o_flexgen.calibration.bench import Bench, largest_cache
+from h2o_flexgen.calibration.timing import Sample, TimeBudget
+from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from h2o_flexgen.config.hardware import Curve
+from h2o_flexgen.kernels import prefill_attention
+
+SLOTS = (128, 512)
+"""Tokens per cache: about the budget and about the full length of FlexGen's workload at 20 %."""
+BATCHES = (1, 4, 16, 64)
+"""Rows; four times the rows of short caches read as much as long ones do."""
+KEYS = (64, 128, 256, 512, 1024, 2048)
+"""Tokens per prompt."""
+CHUNK = 2048
+"""Prompt tokens that go through attention at once."""
+_STEPS = 4  # that one cache does in a sample
+_MOST_CACHES = 96
+_ROTATION = 2  # how many times the processor's largest cache takes turns
+_BEYOND = 32  # tokens of a prompt that its budget does not hold
+_KEPT = 5  # a fifth of a prompt is kept where it is ranked
+
+Points = tuple[tuple[float, float], ...]
+
+
+@torch.inference_mode()
+def decode_curves(bench: Bench, seconds: float) -> dict[str, Curve]:
+    """Seconds of one `KVCache.attend` over the bytes of K and V it reads: of full caches, and of H2O that evicts.
+
+    Several caches take turns, so that each has left the processor's caches when it comes again, as layers do.
+    """
+    spec = bench.spec
+    token = 2 * spec.num_kv_heads * spec.head_dim * bench.itemsize
+    places = [(batch, slots) for slots in SLOTS for batch in BATCHES if batch * slots * token <= len(bench.arena)]
+    budget = TimeBudget(seconds, {f"{kind} {place}": 1.0 for kind in ("plain", "scored") for place in places})
+    curves = {}
+    for kind in ("plain", "scored"):
+        by_bytes: dict[int, list[float]] = {}
+        for batch, slots in places:
+            share = budget.take(f"{kind} {(batch, slots)}")
+            sample = decode_sample(bench, batch, slots, share, scored=kind == "scored")
+            bench.spreads.note(f"{bench.name} attention, decode", sample)
+            by_bytes.setdefault(batch * slots * token, []).append(sample.seconds)
+        # As many bytes in few long caches and in many short ones: between the two.
+        curves[kind] = Curve(tuple((size, math.prod(y) ** (1 / len(y))) for size, y in sorted(by_bytes.items())))
+    return curves
+
+
+def decode_sample(bench: Bench, batch: int, slots: int, seconds: float, *, scored: bool) -> Sample:
+    """One `KVCache.attend` of `batch` rows whose buffers have `slots` slots.
+
+    plain: a full cache a few tokens before its end. scored: H2O in the steady state, with a slot that is free.
+    """
+    config = EvictionConfig("h2o", budget=slots - 1) if scored else EvictionConfig()
+    length = slots + _BEYOND if scored else slots - _STEPS
+    budget = config.resolve(length, 1 if scored else _STEPS)
+    prompts = _Caches(bench, config, [budget] * batch, length)
+    q, k, v = _packed(bench, batch)
+    caches: list[KVCache] = []
+
+    def prepare() -> None:  # a full cache comes to its end, one that evicts never does
+        caches[:] = prompts.filled()
+
+    def steps() -> None:
+        for _ in range(_STEPS):
+            for cache in caches:
+                cache.attend(q, k, v, prompts.scale)
+
+    if scored:
+        prepare()
+    per = _STEPS * len(prompts.places)
+    return bench.timer.measure(steps, seconds, per=per, prepare=None if scored else prepare)
+
+
+@dataclass
+class _Caches:
+    """Caches of one kind that take turns in the arena."""
+
+    bench: Bench
+    config: EvictionConfig
+    budgets: list[Budget]
+    length: int
+
+    def __post_init__(self) -> None:
+        spec, bench = self.bench.spec, self.bench
+        self.shape = CacheShape.of(self.budgets, spec.num_kv_heads, spec.head_dim)
+        shape = self.shape
+        self.numbers = shape.batch * shape.kv_heads * shape.capacity * shape.head_dim
+        nbytes = 2 * self.numbers * bench.itemsize
+        turns = min(_MOST_CACHES, 2 + _ROTATION * largest_cache() // nbytes)
+        self.places = bench.places(nbytes, turns)
+        self.scale = spec.head_dim**-0.5
+        self.policy = make_policy(self.config)
+        # As the engine's prompts lie in memory: tokens first, then heads.
+        self.kv = [bench.noise(shape.batch, self.length, shape.kv_heads, shape.head_dim) for _ in "kv"]
+        self.sums = torch.rand(shape.batch, shape.kv_heads, self.length, device=bench.device)
+
+    def filled(self) -> list[KVCache]:
+        """New caches, with the prompts in them."""
+        return [self._filled(place) for place in self.places]
+
+    def empty(self) -> KVCache:
+        """One cache in the arena that waits for its prompts."""
+        return self._attached(self.places[0])
+
+    def fill(self, cache: KVCache) -> None:
+        """All rows' prompts at once."""
+        k, v = (part.transpose(1, 2) for part in self.kv)
+        cache.fill(range(self.shape.batch), k, v, self.sums if cache.wants_column_sums else None)
+
+    def _filled(self, place: Tensor) -> KVCache:
+        cache = self._attached(place)
+        self.fill(cache)
+        return cache
+
+    def _attached(self, place: Tensor) -> KVCache:
+        rows = range(self.shape.batch)
+        cache = KVCache(self.shape, self.budgets, self.policy, layer=0, row_ids=rows, device=self.bench.device)
+        size = (self.shape.batch, self.shape.kv_heads, self.shape.capacity, self.shape.head_dim)
+        k, v = place.view(self.bench.dtype).split(self.numbers)
+        cache.attach(k.view(size), v.view(size))
+        return cache
+
+
+@torch.inference_mode()
+def prefill_curves(bench: Bench, seconds: float) -> dict[str, Curve]:
+    """FLOP/s of one kernel call over the keys per query; scored: with column sums, and with ranking the tokens."""
+    spec = bench.spec
+    lengths = [keys for keys in KEYS if keys <= spec.max_positions] or [spec.max_positions]
+    # All calls have as many tokens and therefore take longer with more keys; the longest are soon measured.
+    budget = TimeBudget(seconds, {str(keys): 1.0 + keys / 512 for keys in lengths})
+    curves: dict[str, list[tuple[int, float]]] = {"plain": [], "scored": []}
+    for keys in lengths:
+        share = budget.take(str(keys))
+        rows = max(1, CHUNK // keys)
+        flops = 4 * rows * keys * keys * spec.num_heads * spec.head_dim
+        plain, scored = (_kernel(bench, rows, keys, share * 0.35, sums=sums) for sums in (False, True))
+        ranking = _ranking(bench, rows, keys, share * 0.3) if keys >= _KEPT else 0.0
+        curves["plain"].append((keys, flops / plain.seconds))
+        curves["scored"].append((keys, flops / (scored.seconds + ranking)))
+    return {kind: Curve(tuple(points)) for kind, points in curves.items()}
+
+
+def _kernel(bench: Bench, rows: int, keys: int, seconds: float, *, sums: bool) -> Sample:
+    q, k, v = (part.unflatten(0, (rows, keys)).transpose(1, 2) for part in _packed(bench, rows * keys))
+    scale = bench.spec.head_dim**-0.5
+    sample = bench.timer.measure(lambda: prefill_attention(q, k, v, scale, sums), seconds)
+    return bench.spreads.note(f"{bench.name} attention, prompts", sample)
+
+
+def _ranking(bench: Bench, rows: int, keys: int, seconds: float) -> float:
+    """Seconds that filling caches of a fifth of the prompt takes longer where it is chosen by score.
+
+    Copying what is kept is no part of it: that is priced as any other copy.
+    """
+    budgets = keys // _KEPT
+    taken = []
+    for name in ("h2o", "local"):
+        config = EvictionConfig(name, budget=budgets)
+        prompts = _Caches(bench, config, [config.resolve(keys, 1)] * rows, keys)
+        taken.append(_filling(bench, prompts, seconds / 2))
+    return max(0.0, taken[0] - taken[1])
+
+
+def _filling(bench: Bench, prompts: _Caches, seconds: float) -> float:
+    waiting: list[KVCache] = []
+
+    def prepare() -> None:
+        waiting[:] = [prompts.empty()]
+
+    return bench.timer.measure(lambda: prompts.fill(waiting[0]), seconds, prepare=prepare).seconds
+
+
+def _packed(bench: Bench, tokens: int) -> list[Tensor]:
+    """q (T, heads, d), k and v (T, kv_heads, d) of packed tokens: parts of one product, as in the decoder."""
+    spec = bench.spec
+    widths = [count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+    parts = bench.noise(tokens, sum(widths)).split(widths, dim=-1)
+    return [part.unflatten(-1, (-1, spec.head_dim)) for part in parts]
+
+
+def attend_call(bench: Bench, slots: int) -> Callable[[], object]:
+    """One `KVCache.attend` of one row that evicts nothing but the oldest; may be called without end."""
+    config = EvictionConfig("local", budget=slots - 1)
+    prompts = _Caches(bench, config, [config.resolve(slots + _BEYOND, 1)], slots + _BEYOND)
+    cache = prompts.empty()
+    prompts.fill(cache)
+    q, k, v = _packed(bench, 1)
+    return lambda: cache.attend(q, k, v, prompts.scale)

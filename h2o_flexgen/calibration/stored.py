@@ -1,0 +1,96 @@
+"""Profiles of this machine that were measured before: one file for each thing that what was measured depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from h2o_flexgen.config.hardware import HardwareProfile
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.profiles import cache_folder
+from h2o_flexgen.config.record import host_facts
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.units import GIB
+
+log = logging.getLogger(__name__)
+
+_METHOD = 1
+"""Counted up whenever something is measured otherwise: older profiles then count no more."""
+
+
+def machine_facts(device: torch.device) -> dict[str, Any]:
+    """`host_facts`, the GPU that is computed on, and the threads that torch computes with."""
+    facts = {**host_facts(), "torch": torch.__version__, "threads": torch.get_num_threads()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
+    return facts
+
+
+def profile_key(
+    spec: ModelSpec, dtype: str, device: torch.device, *, emulated: bool = False, offload_dir: str | Path = "."
+) -> str:
+    """What tells one profile from another, as a file name: machine, disk, dtype, and the shapes of the model."""
+    facts = machine_facts(device)
+    memory = [round(facts.get(name, 0) / GIB) for name in ("memory_bytes", "gpu_memory_bytes")]
+    arch = spec.arch
+    shapes = (spec.hidden_size, spec.ffn_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
+    kinds = (arch.gated_mlp, arch.activation, arch.norm, arch.mlp_bias, arch.parallel, arch.qk_norm, arch.post_norms)
+    machine = [facts.get(name) for name in ("cpu", "cores", "threads", "gpu", "torch")]
+    place = str(_mount_point(Path(offload_dir)))
+    everything = [_METHOD, machine, memory, place, dtype, emulated, *shapes, spec.embed_dim, *kinds]
+    digest = hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16]
+    return f"{'gpu' if device.type == 'cuda' or emulated else 'cpu'}-{dtype}-{spec.hidden_size}-{digest}"
+
+
+def _mount_point(folder: Path) -> Path:
+    """Where the file system of `folder`, which need not be there yet, is mounted."""
+    place = Path(os.path.realpath(folder))
+    while not os.path.ismount(place) and place != place.parent:
+        place = place.parent
+    return place
+
+
+def cached_profile(
+    spec: ModelSpec, dtype: str, device: torch.device, *, emulated: bool = False, offload_dir: str | Path = "."
+) -> HardwareProfile | None:
+    """What `calibrate` measured on this machine for these shapes, None where it has not; damage counts as nothing."""
+    path = _path(profile_key(spec, dtype, device, emulated=emulated, offload_dir=offload_dir))
+    if not path.is_file():
+        return None
+    try:
+        return HardwareProfile.load(path)
+    except (UsageError, LookupError) as error:
+        log.warning("%s cannot be used: %s", path, error)
+        return None
+
+
+def keep_profile(profile: HardwareProfile, key: str) -> Path | None:
+    """Writes `profile` where `cached_profile` looks; None, with a warning, where that cannot be written."""
+    path = _path(key)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary.write_text(profile_text(profile), encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        log.warning("the profile cannot be kept in %s: %s", path.parent, error.strerror)
+        return None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def profile_text(profile: HardwareProfile) -> str:
+    """The profile as a JSON file."""
+    return json.dumps(profile.to_json(), indent=1, allow_nan=False) + "\n"
+
+
+def _path(key: str) -> Path:
+    return cache_folder() / f"{key}.json"
