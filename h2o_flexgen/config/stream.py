@@ -13,8 +13,10 @@ from h2o_flexgen.config.quality import MAX_NLL
 from h2o_flexgen.config.record import host_facts, package_version, utc_now
 from h2o_flexgen.errors import UsageError
 
-Positions = Literal["rolling", "absolute"]
-POSITIONS: tuple[Positions, ...] = ("rolling", "absolute")
+Positions = Literal["recomputed", "rolling", "absolute"]
+POSITIONS: tuple[Positions, ...] = ("recomputed", "rolling", "absolute")
+"""recomputed: each window with a full cache made anew from the tokens before it, as many as the context has room for.
+rolling: within the cache. absolute: in the stream, past the context."""
 
 
 def perplexity_of(nlls: Sequence[float]) -> float | None:

@@ -25,11 +25,24 @@ CONTEXT_KEY = "max_position_embeddings"
 
 
 class Streams(NamedTuple):
-    """Parts of one text, all of `length` tokens, of which the first `prompt` are not scored."""
+    """Parts of one text, all of `length` tokens, of which the first `prompt` are not scored.
+
+    Each begins with the first `head` tokens of the text: BOS, if the tokenizer adds one.
+    """
 
     pairs: list[Window]
     prompt: int
     length: int
+    head: int
+
+    def recomputed(self, window: int, context: int) -> list[Window]:
+        """Every window of every stream after what precedes it, stream by stream: `context` tokens in all, or fewer."""
+        pairs = []
+        for ids in (prompt + rest for prompt, rest in self.pairs):
+            for at in range(self.prompt, self.length, window):
+                first = max(self.head, at - (context - window - self.head))
+                pairs.append((ids[: self.head] + ids[first:at], ids[at : at + window]))
+        return pairs
 
 
 def evaluate_streams(
@@ -54,7 +67,7 @@ def evaluate_streams(
     with longer_context(folder, parts.length + 1) as longer:
         for positions, cell in streams.cells(settings.policies, context):
             eviction = replace(cell, seed=given.get("seed", 0))
-            with LLM(model if positions == "rolling" else longer, **{**given, "eviction": eviction}) as llm:
+            with LLM(longer if positions == "absolute" else model, **{**given, "eviction": eviction}) as llm:
                 row = _measure(llm, positions, eviction, parts, streams.window)
                 dtype, device = llm.model.dtype, llm.device.type
             rows.append(row)
@@ -94,7 +107,7 @@ def cut_streams(llm: LLM, text: str, settings: StreamSettings, prompt: int | Non
             "give a longer --text, or lower --stream",
         )
     chosen = [head + body[at : at + inside] for at in spread(starts, settings.streams)]
-    return Streams([(ids[:before], ids[before:]) for ids in chosen], before, length)
+    return Streams([(ids[:before], ids[before:]) for ids in chosen], before, length, len(head))
 
 
 @contextmanager
@@ -141,20 +154,22 @@ def _checked_folder(model: Model, positions: Collection[Positions]) -> Path:
 
 def _measure(llm: LLM, positions: Positions, eviction: EvictionConfig, parts: Streams, window: int) -> StreamRow:
     started = time.perf_counter()
-    scores = llm.score(parts.pairs)
+    again = positions == "recomputed"
+    scores = llm.score(parts.recomputed(window, llm.model.spec.max_positions) if again else parts.pairs)
     if llm.last_record is None:
         raise RuntimeError("a run of at least one stream left no record")
-    total = [0.0] * ((parts.length - parts.prompt) // window)
-    for score in scores:
-        if len(score.token_logprobs) != parts.length - parts.prompt:
-            raise H2OFlexGenError("the model produced logits that are not finite", "no perplexity can be given")
-        for at, logprob in enumerate(score.token_logprobs):
-            total[at // window] -= logprob
+    logprobs = [logprob for score in scores for logprob in score.token_logprobs]
+    scored = parts.length - parts.prompt
+    if len(logprobs) != scored * len(parts.pairs):
+        raise H2OFlexGenError("the model produced logits that are not finite", "no perplexity can be given")
+    total = [0.0] * (scored // window)
+    for at, logprob in enumerate(logprobs):
+        total[at % scored // window] -= logprob
     return StreamRow(
         policy=eviction.name,
         positions=positions,
         eviction=llm.last_record.eviction,
-        nll=tuple(value / (window * len(scores)) for value in total),
+        nll=tuple(value / (window * len(parts.pairs)) for value in total),
         kv_bytes=llm.last_record.kv_bytes,
         seconds=time.perf_counter() - started,
     )

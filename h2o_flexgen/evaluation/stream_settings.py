@@ -44,7 +44,7 @@ class StreamSettings:
         default=POSITIONS,
         metadata=flag(
             "--positions",
-            help="kinds of positions: rolling within the cache, absolute past the context",
+            help="kinds of positions: recomputed for each window, rolling within the cache, absolute past the context",
             metavar="A,B",
             parse=_kinds,
             show=_joined,
@@ -62,25 +62,32 @@ class StreamSettings:
         whole(self.window, "--stream-window", 1)
         whole(self.streams, "--streams", 1)
         if not self.positions:
-            raise UsageError("--positions is empty", f"needed one or both of {', '.join(POSITIONS)}")
+            raise UsageError("--positions is empty", f"needed some of {', '.join(POSITIONS)}")
         for kind in self.positions:
             if kind not in POSITIONS:
                 raise UsageError(
-                    f"--positions names {kind!r}", f"needed {' or '.join(POSITIONS)}", suggestion(kind, POSITIONS)
+                    f"--positions names {kind!r}", f"needed some of {', '.join(POSITIONS)}", suggestion(kind, POSITIONS)
                 )
 
     def cells(self, policies: Sequence[str], context: int) -> Iterator[tuple[Positions, EvictionConfig]]:
         """Every policy with every kind of positions, for a model of `context` tokens.
 
-        The full cache, which is longer than any context, has absolute positions only.
+        The full cache is recomputed or has absolute positions: it grows beyond any context. UsageError where a window
+        leaves no room to recompute what precedes it.
         """
+        if "recomputed" in self.positions and self.window >= context:
+            raise UsageError(
+                f"--stream-window {self.window} with recomputed positions",
+                f"needed less than the model's context of {context} tokens",
+                "lower it, or name other --positions",
+            )
         budget = max(1, context // 2) if self.budget is None else self.budget
         for kind in dict.fromkeys(self.positions):
             for name in dict.fromkeys(policies):
-                if name != "full":
-                    yield kind, EvictionConfig(name=name, budget=budget, rolling_positions=kind == "rolling")
-                elif kind == "absolute":
+                if name == "full" and kind != "rolling":
                     yield kind, EvictionConfig()
+                elif name != "full" and kind != "recomputed":
+                    yield kind, EvictionConfig(name=name, budget=budget, rolling_positions=kind == "rolling")
 
     def rounded(self, prompt: int) -> int:
         """Length of a stream, cut to whole windows after its `prompt`. UsageError where there is not one."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.stream import StreamReport
+from h2o_flexgen.config.stream import Positions, StreamReport
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.reporting.quality_plot import LOOKS, SPARE_LOOK, log_if_wide
 
+LINES: dict[Positions, str] = {"recomputed": "--", "rolling": "-", "absolute": ":"}
 MARKS = 16
 """Markers to a line, at most."""
 
@@ -31,7 +32,7 @@ def plot_stream(report: StreamReport, path: Path) -> None:
             markevery=max(1, len(middles) // MARKS),
             markersize=4.5,
             linewidth=1.6,
-            linestyle="-" if row.positions == "rolling" else ":",
+            linestyle=LINES[row.positions],
             alpha=0.9,
             label=f"{name}, {row.positions}",
         )

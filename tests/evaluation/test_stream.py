@@ -60,6 +60,7 @@ def test_streams_are_whole_windows_of_different_parts(rotary: str, text: str) ->
 def test_absolute_positions_go_on_as_in_a_model_of_a_longer_context(rotary: str, text: str) -> None:
     found = measure(rotary, text, ("full", "h2o"), streams=1)
     assert [(row.policy, row.positions) for row in found.rows] == [
+        ("full", "recomputed"),
         ("h2o", "rolling"),
         ("full", "absolute"),
         ("h2o", "absolute"),
@@ -73,11 +74,19 @@ def test_absolute_positions_go_on_as_in_a_model_of_a_longer_context(rotary: str,
     with torch.no_grad():
         logprobs = model(torch.tensor([context + rest])).logits[0, 7:-1].log_softmax(-1)
     expected = -logprobs[torch.arange(90), torch.tensor(rest)].view(9, 10).mean(1)
-    assert list(found.rows[1].nll) == pytest.approx(expected.tolist(), abs=1e-4)
-    assert found.rows[1].eviction["budget"] == 98
-    assert found.rows[0].eviction["budget"] == 12
-    assert found.rows[0].nll[0] != found.rows[1].nll[0]
-    assert found.rows[0].kv_bytes < found.rows[1].kv_bytes
+    fresh, rolling, full, _ = found.rows
+    assert list(full.nll) == pytest.approx(expected.tolist(), abs=1e-4)
+    assert (full.eviction["budget"], rolling.eviction["budget"]) == (98, 12)
+    assert rolling.nll[0] != full.nll[0]
+    assert rolling.kv_bytes < full.kv_bytes
+    ids, nll = context + rest, 0.0
+    with torch.no_grad():
+        last = model(torch.tensor([ids[:1] + ids[98 - 31 :]])).logits[0, 21:-1].log_softmax(-1)
+    for at, token in enumerate(ids[88:]):
+        nll -= float(last[at, token]) / 10
+    assert fresh.nll[0] == pytest.approx(full.nll[0], abs=1e-4)
+    assert fresh.nll[-1] == pytest.approx(nll, abs=1e-4)
+    assert fresh.nll[-1] != pytest.approx(full.nll[-1], abs=1e-3)
 
 
 def test_only_distances_count(rotary: str, text: str) -> None:
@@ -148,12 +157,19 @@ def test_the_text_beside_the_model_is_the_default(rotary: str, tmp_path: Path) -
         (["--streams", "2"], "--streams without --stream"),
         (["--stream", "0"], "--stream is 0"),
         (["--stream", "70", "--model", "demo"], "learned a table of positions"),
+        (
+            ["--stream", "250", "--stream-window", "100", "--model", "ROTARY", "--text", "TEXT"],
+            "less than the model's context of 32",
+        ),
         (["--stream", "100", "--positions", "rollin"], "did you mean 'rolling'"),
         (["--stream", "100", "--positions", ","], "--positions is empty"),
     ],
 )
-def test_flags_that_make_no_sense(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 2
+def test_flags_that_make_no_sense(
+    argv: list[str], message: str, rotary: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = {"ROTARY": rotary, "TEXT": text}
+    assert main([here.get(word, word) for word in argv]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -193,5 +209,5 @@ def test_wild_perplexities_are_shown(tmp_path: Path) -> None:
 def test_rows_are_checked() -> None:
     with pytest.raises(UsageError, match="needed finite numbers"):
         row("local", "rolling", 1.0, float("nan"))
-    with pytest.raises(UsageError, match="needed one of rolling, absolute"):
+    with pytest.raises(UsageError, match="needed one of recomputed, rolling, absolute"):
         row("local", "relative", 1.0)
