@@ -9,7 +9,7 @@ are those of a layer's units, though embeddings may be larger.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from h2o_flexgen.schedule.traffic import links
 
 ONCE = frozenset(f"{kind} {what}" for kind in ("weight", "cache", "hidden") for what in ("buffers", "staging buffers"))
 """Items of a footprint that are there as soon as anything of a kind moves, however little."""
+_HIDDEN = 0.8  # of the weights may be streamed without waiting, as simulations show: resident units make room
 _WORKSPACE = "workspace"  # on cpu beside a gpu: as soon as any attention is computed there
 
 
@@ -39,11 +40,14 @@ class Programs:
 
     def __init__(self, request: SearchRequest) -> None:
         self.request = request
-        self._memories: dict[tuple[int, int, bool], _Memory] = {}
+        self._memories: dict[tuple[int, int, bool, int], _Memory] = {}
         self._prices: dict[tuple[int, bool, bool], dict[Home | None, BatchPrices]] = {}
 
-    def of(self, policy: OffloadPolicy) -> Program:
-        """The placements of one block of `policy`'s shape; its own placements do not matter."""
+    def of(self, policy: OffloadPolicy, *, waits: bool = True) -> Program:
+        """The placements of one block of `policy`'s shape; its own placements do not matter.
+
+        waits: whether to price what a short lookahead waits for; without, the program bounds any lookahead.
+        """
         request, memory = self.request, self._memory(policy)
         fixed = dict(request.fixed_shares)
         if policy.num_gpu_batches == 1:
@@ -51,7 +55,7 @@ class Programs:
         return Program(
             tiers=request.tiers,
             caps={tier: cap for tier, cap in request.caps.items() if tier in request.tiers},
-            phases=tuple(self._phases(policy)),
+            phases=tuple(self._phases(policy, waits)),
             held=memory.held,
             grows=memory.grows,
             charges=memory.charges,
@@ -74,7 +78,7 @@ class Programs:
         return _Memory(_line(two.held, three.held, more), grows, two.charges)
 
     def _known_memory(self, policy: OffloadPolicy) -> _Memory:
-        key = (policy.gpu_batch_size, policy.num_gpu_batches, policy.cpu_cache_compute)
+        key = (policy.gpu_batch_size, policy.num_gpu_batches, policy.cpu_cache_compute, policy.lookahead)
         if key not in self._memories:
             self._memories[key] = self._new_memory(policy)
         return self._memories[key]
@@ -110,7 +114,7 @@ class Programs:
 
     # ---- time
 
-    def _phases(self, policy: OffloadPolicy) -> Iterator[Phase]:
+    def _phases(self, policy: OffloadPolicy, waits: bool) -> Iterator[Phase]:
         """The prompt's pass, and the decode step in the middle."""
         count, steps = policy.num_gpu_batches, self.request.workload.gen_len
         prices = self._priced(policy)
@@ -124,9 +128,35 @@ class Programs:
                     there = price.seconds(passes)
                     slope[home] = {name: count * seconds - base.get(name, 0.0) for name, seconds in there.items()}
             for tier, seconds in self._weight_seconds.items():
-                slope["weights", tier] = seconds
+                slope["weights", tier] = dict(seconds)
+            if waits and policy.overlap and policy.lookahead == 1:
+                halves = [count * prices[None].half_seconds(kind, passes) for kind in ("attn", "mlp")]
+                self._ping_pong(base, slope, halves)
             phase = Phase(name, len(passes), base, slope, summed=not policy.overlap)
             yield phase.contended(self.request.profile.slowdown) if policy.overlap else phase
+
+    def _ping_pong(self, base: dict[str, float], slope: dict[Home, dict[str, float]], halves: Sequence[float]) -> None:
+        """What is waited for if nearly all units are streamed: with two buffers, each is read while the one before
+        computes, and the longer of the two is what counts.
+
+        halves: seconds that the attention and the MLP of a layer compute.
+        """
+        for tier in self.request.tiers[1:]:
+            reads = [self._read_seconds(tier, kind) for kind in ("attn", "mlp")]
+            waits = max(0.0, reads[0] - halves[1]) + max(0.0, reads[1] - halves[0])
+            late = self.request.spec.num_layers * waits / (1 - _HIDDEN)
+            row = f"compute and waiting for weights from {tier}"
+            base[row] = base["compute"] - _HIDDEN * late
+            for each in slope.values():
+                each[row] = each.get("compute", 0.0)
+            slope["weights", tier][row] = late
+
+    def _read_seconds(self, tier: str, kind: str) -> float:
+        """Of one half of a layer from `tier` to the compute tier, link after link."""
+        request = self.request
+        nbytes = request.spec.groups_by_key[f"layers.0.{kind}"].buffer_bytes(request.dtype)
+        path = links(tier, request.compute_tier, inward=True)
+        return sum(request.profile.link(link).seconds(nbytes) for link in path)
 
     def _priced(self, policy: OffloadPolicy) -> dict[Home | None, BatchPrices]:
         """Of one GPU batch with everything on the compute tier, and with caches or hidden states elsewhere."""

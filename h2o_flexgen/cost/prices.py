@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from h2o_flexgen.cost.terms import CostModel
@@ -23,24 +23,30 @@ class BatchPrices:
         self._batch = len(model.rows) - 1
         self._units = units_alike(model)
 
-    def seconds(self, passes: range) -> Counter[str]:
+    def seconds(self, passes: range) -> dict[str, float]:
         """Of one of `passes`: of computation the one in the middle, of links their average. Weights are not in it."""
         step = passes[len(passes) // 2]
-        found: Counter[str] = Counter()
-        computing, waiting = 0.0, Counter[str]()
+        found, waiting, computing = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
         for unit, count in self._units.items():
             computing += count * self._computing(unit, step)
             for task, times in self._moves(unit, step, passes):
                 transfers = self._model.transfers(task)
                 for link, _, seconds in transfers:
-                    found[link] += count * times * seconds  # type: ignore[assignment]
+                    found[link] += count * times * seconds
                 late = sum(seconds for _, _, seconds in transfers) - self._before(unit, step)
                 if task.kind in (TaskKind.LOAD_CACHE, TaskKind.LOAD_HIDDEN) and late > 0:
-                    waiting[task.kind] += count * times * late  # type: ignore[assignment]
-        found["compute"] = computing  # type: ignore[assignment]
-        for kind, what in ((TaskKind.LOAD_CACHE, "caches"), (TaskKind.LOAD_HIDDEN, "hidden states")):
-            found[f"compute and waiting for {what}"] = computing + waiting[kind]  # type: ignore[assignment]
-        return found
+                    waiting[task.kind] += count * times * late
+        found["compute"] = computing
+        waited = ((TaskKind.LOAD_CACHE, "caches"), (TaskKind.LOAD_HIDDEN, "hidden states"))
+        for kind, what in waited if self._model.policy.overlap else ():
+            found[f"compute and waiting for {what}"] = computing + waiting[kind]
+        return dict(found)
+
+    def half_seconds(self, kind: str, passes: range) -> float:
+        """The longest that the attention or MLP half of a layer computes for this GPU batch, wherever its cache is."""
+        unit = next(unit.index for unit in self._model.spec.units if unit.kind == kind)
+        task = Task(TaskKind.COMPUTE, passes[len(passes) // 2], unit, self._batch)
+        return max(model.compute_seconds(task) for model in self._others)
 
     def _computing(self, unit: int, step: int) -> float:
         """The computing thread's seconds for one tick and its stores."""

@@ -29,7 +29,8 @@ GOOD_ENOUGH = 1.01
 """Among candidates this close to the best the smallest block wins: it starts sooner and leaves more memory free."""
 _TICKS = 60_000  # to simulate in one search: a few seconds
 _POLISH_TICKS = 20_000
-_MOST = 24  # candidates to simulate: where so many are alike, no later one is much better
+_WAITS = 1.02  # times the bound: what takes longer waits for links now and then
+_MOST = 30  # candidates to simulate: where so many are alike, no later one is much better
 _ALIKE = 0.01  # bounds that differ by less say nothing: what is simulated quickly goes first
 _ROUNDS = 2  # of looking around the best shapes
 _NEAR = 1.5  # times the best bound: shapes that a little more memory might make the best
@@ -112,7 +113,7 @@ class _Search:
     def bound(self, shape: Shape) -> float:
         """Seconds per sequence, as far as a relaxed program can tell; infinite where nothing fits."""
         if shape not in self._bounds:
-            self._known[shape] = self._programs.of(shape.policy(self._request))
+            self._known[shape] = self._programs.of(shape.policy(self._request), waits=False)
             self._bounds[shape] = _relaxed(self._known[shape], shape, self._solver)
         return self._bounds[shape]
 
@@ -131,8 +132,39 @@ class _Search:
             enough = len(self._found) >= _MOST or self._spent > _TICKS or grade > _grade(best) + 1
             if enough and len(shapes) > 1:  # one to run, and one to compare it with
                 break
-            for candidate in self._candidates(shape, resident_only):
-                best = min(best, self._add(candidate))
+            best = min(best, self._try(shape, resident_only))
+
+    def _try(self, shape: Shape, resident_only: bool) -> float:
+        """Seconds per sequence of the best placement found for `shape`; infinite without any."""
+        if resident_only:
+            here = {kind: {self._request.compute_tier: 1.0} for kind in KINDS}
+            placed = place(self._request, self._request.with_shares(shape.policy(self._request), here))
+            return math.inf if self._request.over(placed.footprint) else self._add(placed)
+        best = math.inf
+        for lookahead in self._lookaheads:
+            found = self._fitted(replace(shape.policy(self._request), lookahead=lookahead))
+            best = min([best, *map(self._add, found)])
+            # Reading further ahead takes memory: only where links were waited for is it worth a try.
+            if not found or best <= _WAITS * self._bounds.get(shape, 0.0):
+                break
+        return best
+
+    @property
+    def _lookaheads(self) -> tuple[int, ...]:
+        base = self._request.base
+        return (base.lookahead,) if "lookahead" in self._request.fixed or not base.overlap else (1, 2, 3)
+
+    def _fitted(self, policy: OffloadPolicy) -> list[Candidate]:
+        """Placements of a block, in whole units: the fastest, and with a cache on disk the fastest without."""
+        request, program = self._request, self._programs.of(policy)
+        found = fit(request, policy, program, self._solver)
+        candidates = [] if found is None else [found]
+        slow = frozenset((kind, "disk") for kind in ("cache", "hidden"))
+        if found is not None and any(getattr(found.policy, kind)["disk"] for kind, _ in slow):
+            # A cache on disk is late for its tick now and then, which averages hide.
+            without = fit(request, policy, replace(program, banned=slow), self._solver)
+            candidates += [] if without is None else [without]
+        return candidates
 
     def _resident(self, shape: Shape) -> dict[str, dict[str, float]] | None:
         """Everything on the compute tier as far as it is free, of one GPU batch: more of them then bring nothing."""
@@ -140,21 +172,6 @@ class _Search:
             return None
         here = {kind: {self._request.compute_tier: 1.0} for kind in KINDS}
         return here | {kind: dict(shares) for kind, shares in self._known[shape].fixed.items()}
-
-    def _candidates(self, shape: Shape, resident_only: bool) -> list[Candidate]:
-        request, policy = self._request, shape.policy(self._request)
-        if resident_only:
-            here = {request.compute_tier: 1.0}
-            placed = place(request, request.with_shares(policy, dict.fromkeys(KINDS, here)))
-            return [] if request.over(placed.footprint) else [placed]
-        found = fit(request, policy, self._known[shape], self._solver)
-        candidates = [] if found is None else [found]
-        slow = frozenset((kind, "disk") for kind in ("cache", "hidden"))
-        if found is not None and any(getattr(found.policy, kind)["disk"] for kind, _ in slow):
-            # A cache on disk is late for its tick now and then, which averages hide.
-            without = fit(request, policy, replace(self._known[shape], banned=slow), self._solver)
-            candidates += [] if without is None else [without]
-        return candidates
 
     def _add(self, candidate: Candidate) -> float:
         """Its seconds per sequence, simulated unless that was done before."""
@@ -218,9 +235,9 @@ class _Search:
     def _last_resort(self, shapes: Shapes) -> None:
         """The smallest blocks, as full programs place them; PlanError where not even these fit."""
         for shape in shapes.smallest():
-            self._known[shape] = self._programs.of(shape.policy(self._request))
-            for candidate in self._candidates(shape, False) or self._candidates(shape, True):
-                self._add(candidate)
+            self._known[shape] = self._programs.of(shape.policy(self._request), waits=False)
+            if math.isinf(self._try(shape, False)):
+                self._try(shape, True)
         if not self._found:
             raise refuse(self._request, shapes.smallest(), self._solver)
 

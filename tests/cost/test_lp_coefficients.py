@@ -8,6 +8,7 @@ import random
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.hardware import UNIT_KINDS, Curve
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement
@@ -17,7 +18,7 @@ from h2o_flexgen.cost.lp import KINDS
 from h2o_flexgen.cost.request import SearchRequest
 from h2o_flexgen.cost.simulate import simulate
 from h2o_flexgen.schedule.tasks import Task, TaskKind
-from tests.cost.machines import known, profile
+from tests.cost.machines import known, on, profile, rates
 
 MODELS = ("opt-6.7b", "mistral-7b-v0.1", "qwen2.5-0.5b", "pythia-160m")
 
@@ -95,6 +96,29 @@ def test_seconds_are_those_of_the_tasks(tier: str, batches: int, computing: bool
         computing_s = sum(model.compute_seconds(Task(TaskKind.COMPUTE, middle, *tick)) for tick in ticks)
         issuing = 0.02 * computing_s  # what is copied aside for stores comes on top
         assert computing_s * 0.999 <= said["compute"] <= computing_s + issuing + 0.02
+
+
+def test_without_overlap_every_second_counts_once() -> None:
+    request = request_for(known("opt-1.3b"))
+    policy = OffloadPolicy(8, 2, overlap=False)
+    placement = scattered(request, policy, 3, "gpu")
+    said = Programs(request).of(policy).seconds(_by_bytes(request, placement))
+    assert simulate(request.model(policy, placement)).total_s == pytest.approx(said, rel=0.03)
+
+
+def test_what_a_short_lookahead_waits_for() -> None:
+    """Everything streamed with two buffers, attention long and the MLP short: weights of attention come late."""
+    fast = rates(gemm_flops=Curve(((1, 1e13),)), memory_bytes_per_s=1e12, elementwise_bytes_per_s=1e12)
+    quick = dataclasses.replace(fast, tick_s=dict.fromkeys(UNIT_KINDS, 1e-4))
+    request = dataclasses.replace(request_for(known("opt-1.3b"), eviction=EvictionConfig()), profile=profile(quick))
+    shares = on(weights="cpu", cache="gpu", hidden="gpu")
+    near, far = (OffloadPolicy(64, 1, **shares, lookahead=ahead) for ahead in (1, 3))
+    times = [simulate(request.model(policy, request.place(policy))).total_s for policy in (near, far)]
+    assert times[0] > 1.1 * times[1]
+    programs = Programs(request)
+    assert programs.of(near).seconds(shares) == pytest.approx(times[0], rel=0.05)
+    assert programs.of(far).seconds(shares) == pytest.approx(times[1], rel=0.05)
+    assert programs.of(near, waits=False).seconds(shares) == pytest.approx(programs.of(far).seconds(shares))
 
 
 @pytest.mark.parametrize("eviction", [EvictionConfig(), EvictionConfig("h2o", ratio=0.2)], ids=lambda each: each.name)
