@@ -114,10 +114,10 @@ class Progress:
         if self._bar is None:
             wide = os.get_terminal_size(sys.stderr.fileno()).columns
             options: dict[str, Any] = {"dynamic_ncols": True} if wide else {"ncols": 80}
-            layout = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}"
+            layout = "{desc}{percentage:3.0f}%|{bar}| {elapsed}"
             self._bar = tqdm(total=total, leave=False, file=sys.stderr, bar_format=layout, **options)
-        self._bar.set_description(what, refresh=False)
-        self._bar.update(min(spent, total) - self._bar.n)
+        self._bar.n = min(spent, total)
+        self._bar.set_description(what)
 
     def close(self) -> None:
         """Takes the bar off the terminal."""

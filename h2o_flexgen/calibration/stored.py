@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def keep_profile(profile: HardwareProfile, key: str) -> Path | None:
         log.warning("the profile cannot be kept in %s: %s", path.parent, error.strerror)
         return None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # it is not there once it was renamed, or where there is no folder
+            temporary.unlink()
     return path
 
 

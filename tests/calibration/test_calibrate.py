@@ -1,0 +1,254 @@
+"""A whole calibration of tiny shapes in next to no time: what is there, not how fast it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from h2o_flexgen.calibration import Calibration, cached_profile, calibrate
+from h2o_flexgen.calibration import measure as measuring
+from h2o_flexgen.calibration.stored import keep_profile, profile_key
+from h2o_flexgen.calibration.table import profile_table
+from h2o_flexgen.config.hardware import ComputeRates, Curve, HardwareProfile
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.products import all_products
+from h2o_flexgen.cost.predict import predict
+from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.units import MIB
+from tests.cost.machines import model_of
+from tests.programs import left_in
+from tests.tiny import config_of
+
+CPU = torch.device("cpu")
+
+
+def spec_of(row: str, **changes: Any) -> ModelSpec:
+    return spec_from_config(config_of(row, **changes).to_dict(), row)
+
+
+def tiny(folder: Path, row: str = "opt", **changes: Any) -> Calibration:
+    sizes = {"budget_s": 0.01, "file_bytes": 2 * MIB, "arena_bytes": 2 * MIB}
+    return Calibration(spec_of(row), "float32", CPU, folder, **{**sizes, **changes})
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("offload") / "here"
+
+
+@pytest.fixture(scope="module")
+def profile(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> HardwareProfile:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        return calibrate(tiny(folder, emulated=True))
+
+
+def check_rates(rates: ComputeRates, spec: ModelSpec) -> None:
+    """Every figure is there and positive; Curve itself holds that sizes ascend."""
+    assert rates.memory_bytes_per_s > 0
+    assert rates.elementwise_bytes_per_s > 0
+    assert rates.sample_s > 0
+    assert set(rates.tick_s) == {"embed", "attn", "mlp", "head"}
+    assert min(rates.tick_s.values()) > 0
+    measured = {(shape.out_features, shape.in_features) for shape in rates.shapes}
+    assert measured == set(all_products(spec))
+    for shape in rates.shapes:
+        assert shape.seconds.points[0][0] == 1
+        assert len(shape.seconds.points) >= 3
+    curves = (*rates.decode_attention.values(), *rates.prefill_attention.values(), rates.gemm_flops)
+    assert all(isinstance(curve, Curve) for curve in curves)
+
+
+def test_everything_is_measured(profile: HardwareProfile) -> None:
+    spec = spec_of("opt")
+    assert set(profile.links) == {"disk->cpu", "cpu->disk", "cpu->gpu", "gpu->cpu"}
+    assert all(rate.bytes_per_s > 0 and rate.latency_s >= 0 for rate in profile.links.values())
+    assert set(profile.compute) == {"cpu", "gpu"}
+    for rates in profile.compute.values():
+        check_rates(rates, spec)
+    assert profile.dtype == "float32"
+    assert profile.memory["cpu"] > 0
+    assert profile.memory["disk"] > 0
+    assert {"cpu", "cores", "threads", "torch", "load_average"} <= set(profile.host)
+    assert all(source.startswith("measured") for source in profile.sources.values())
+    assert set(profile.links) < set(profile.sources)
+    assert "with an emulated GPU" in profile.name
+
+
+def test_slowdowns_are_of_resources_that_there_are(profile: HardwareProfile) -> None:
+    resources = {"compute", *profile.links}
+    assert set(profile.slowdown) <= resources
+    for slowed, factors in profile.slowdown.items():
+        assert set(factors) <= resources - {slowed}
+        assert min(factors.values()) > 1
+
+
+def test_json_there_and_back(profile: HardwareProfile, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile.to_json(), allow_nan=False))
+    assert HardwareProfile.load(path) == profile
+
+
+def test_nothing_is_left_behind(profile: HardwareProfile, folder: Path) -> None:
+    assert left_in(folder) == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("h2o-")] == []
+
+
+def test_a_plan_can_be_priced_with_it(profile: HardwareProfile) -> None:
+    policy = OffloadPolicy(2, 2, weights={"disk": 1.0}, cache={"cpu": 1.0}, hidden={"disk": 1.0})
+    for tier in ("cpu", "gpu"):
+        assert predict(model_of(policy, spec=spec_of("opt"), machine=profile, tier=tier)).gen_throughput
+
+
+def test_a_table_names_every_figure(profile: HardwareProfile) -> None:
+    table = profile_table(profile)
+    for words in ("96 x 32", "TFLOP/s by rows", "decode step", "prompts", "elementwise", "ticks embed", *profile.links):
+        assert words in table
+    assert "gpu: products" not in table  # an emulated GPU is the CPU
+    assert max(map(len, table.splitlines())) < 200
+
+
+@pytest.mark.parametrize("row", ["opt-projected", "llama-gqa", "qwen3", "gemma3", "gpt-neox", "phi3"])
+def test_other_architectures(row: str, tmp_path: Path) -> None:
+    profile = calibrate(tiny(tmp_path / "offload", row))
+    assert set(profile.compute) == {"cpu"}
+    assert set(profile.links) == {"disk->cpu", "cpu->disk"}
+    check_rates(profile.compute["cpu"], spec_of(row))
+
+
+def test_weights_larger_than_the_arena_are_measured_in_part(tmp_path: Path) -> None:
+    spec = dataclasses.replace(spec_of("opt"), vocab_size=40_000)  # 5 MB
+    profile = calibrate(dataclasses.replace(tiny(tmp_path / "offload"), spec=spec))
+    check_rates(profile.compute["cpu"], spec)
+
+
+def test_progress_names_each_part_once(tmp_path: Path) -> None:
+    seen: list[tuple[str, float, float]] = []
+    calibrate(tiny(tmp_path / "offload"), lambda *now: seen.append(now))
+    parts = [what for what, _, _ in seen]
+    assert len(parts) == len(set(parts)) == len(measuring._weights(tiny(tmp_path)))
+    assert [spent for _, spent, _ in seen] == sorted(spent for _, spent, _ in seen)
+    assert {total for _, _, total in seen} == {0.01}
+
+
+class TestKept:
+    """Profiles that were measured before."""
+
+    def test_what_was_calibrated_is_found(self, tmp_path: Path) -> None:
+        calibration = tiny(tmp_path / "offload")
+        facts: dict[str, Any] = {"offload_dir": calibration.offload_dir}
+        assert cached_profile(calibration.spec, "float32", CPU, **facts) is None
+        profile = calibrate(calibration)
+        assert cached_profile(calibration.spec, "float32", CPU, **facts) == profile
+        assert cached_profile(calibration.spec, "bfloat16", CPU, **facts) is None
+        assert cached_profile(calibration.spec, "float32", CPU, emulated=True, **facts) is None
+        assert [path.suffix for path in (tmp_path / "cache/h2o_flexgen/hardware").iterdir()] == [".json"]
+
+    @pytest.mark.parametrize(
+        "changed", ["hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "gated_mlp"]
+    )
+    def test_other_shapes_have_another_key(self, changed: str) -> None:
+        spec = spec_of("llama-gqa")
+        if changed == "gated_mlp":
+            other = dataclasses.replace(spec, arch=dataclasses.replace(spec.arch, gated_mlp=False))
+        else:
+            other = dataclasses.replace(spec, **{changed: 2 * getattr(spec, changed)})
+        assert profile_key(spec, "float32", CPU) != profile_key(other, "float32", CPU)
+
+    def test_the_same_shapes_have_the_same_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        spec = spec_of("llama-gqa")
+        longer = dataclasses.replace(spec, name="other", num_layers=99, max_positions=4096)
+        assert profile_key(spec, "float32", CPU) == profile_key(longer, "float32", CPU)
+        before = profile_key(spec, "float32", CPU)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+        assert profile_key(spec, "float32", CPU) != before
+
+    def test_a_damaged_file_counts_as_none(
+        self, profile: HardwareProfile, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        spec = spec_of("opt")
+        path = keep_profile(profile, profile_key(spec, "float32", CPU))
+        assert path is not None
+        for text in ("", "{", "{}", "[1]", path.read_text().replace('"links"', '"lincs"')):
+            path.write_text(text)
+            caplog.clear()
+            assert cached_profile(spec, "float32", CPU) is None
+            assert f"{path} cannot be used" in caplog.text
+
+    def test_a_cache_that_cannot_be_written_is_no_failure(
+        self, profile: HardwareProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    ) -> None:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert keep_profile(profile, "key") is None
+        assert "cannot be kept" in caplog.text
+
+
+class TestTrouble:
+    """Disks that are full or fail, machines that are busy."""
+
+    def test_a_disk_that_is_too_small(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from h2o_flexgen.memory.rundir import OffloadDir
+
+        monkeypatch.setattr(OffloadDir, "free_bytes", lambda self: 3 * MIB)
+        with pytest.raises(StorageError, match="3 MiB free") as caught:
+            calibrate(tiny(tmp_path / "offload"))
+        assert "--offload-dir" in str(caught.value)
+        assert left_in(tmp_path / "offload") == []
+
+    @pytest.mark.parametrize("error", [StorageError("the disk failed"), KeyboardInterrupt()])
+    @pytest.mark.parametrize("method", ["write", "read_extents"])
+    def test_files_and_threads_go_whatever_happens(
+        self, method: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        done = []
+
+        def failing(self: CopyEngine, *args: Any, **settings: Any) -> Any:
+            done.append(None)
+            if len(done) > 3:
+                raise error
+            return whole(self, *args, **settings)
+
+        whole = getattr(CopyEngine, method)
+        monkeypatch.setattr(CopyEngine, method, failing)
+        with pytest.raises(type(error)):
+            calibrate(tiny(tmp_path / "offload"))
+        assert left_in(tmp_path / "offload") == []
+        assert [thread.name for thread in threading.enumerate() if thread.name.startswith("h2o-")] == []
+
+    def test_a_link_that_fails_beside_others(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from h2o_flexgen.calibration.contention import Feeder
+
+        monkeypatch.setattr(Feeder, "_feed", lambda self: setattr(self, "_error", StorageError("the disk failed")))
+        with pytest.raises(StorageError, match="the disk failed"):
+            calibrate(tiny(tmp_path / "offload"))
+
+    def test_a_busy_machine_is_told_of(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(os, "getloadavg", lambda: (7.3, 0.0, 0.0))
+        with caplog.at_level(logging.WARNING):
+            calibrate(tiny(tmp_path / "offload"))
+        assert "the machine is busy (load average 7.3)" in caplog.text
+
+    @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+    def test_impossible_budgets(self, seconds: float, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="--budget-s"):
+            tiny(tmp_path, budget_s=seconds)

@@ -1,0 +1,111 @@
+"""How figures follow from samples: latency and bandwidth, general rates, factors of contention."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from h2o_flexgen.calibration.bench import Bench, Spreads
+from h2o_flexgen.calibration.contention import COMPUTE, Contest
+from h2o_flexgen.calibration.links import Disk, Link, link_rate
+from h2o_flexgen.calibration.products import general_rate
+from h2o_flexgen.calibration.timing import Sample
+from h2o_flexgen.config.hardware import Curve, GemmShape
+from h2o_flexgen.config.products import Product
+from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.units import MIB
+from tests.cost.machines import TINY
+
+
+def test_latency_and_bandwidth() -> None:
+    rate = link_rate((10_000, 1.1), (1_000, 0.2))
+    assert (rate.bytes_per_s, rate.latency_s) == (pytest.approx(10_000), pytest.approx(0.1))
+    assert rate.seconds(10_000) == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize("small", [(1_000, 2.0), (10_000, 1.0), (20_000, 0.5)])
+def test_small_transfers_that_tell_nothing(small: tuple[int, float]) -> None:
+    rate = link_rate((10_000, 1.0), small)
+    assert (rate.bytes_per_s, rate.latency_s) == (10_000, 0.0)
+
+
+def test_latency_is_never_negative() -> None:
+    assert link_rate((10_000, 1.0), (1_000, 0.01)).latency_s == 0.0
+
+
+def test_the_general_rate_is_that_of_a_layer() -> None:
+    shapes = (
+        GemmShape(10, 20, Curve(((1, 1.0), (4, 2.0)))),
+        GemmShape(30, 10, Curve(((1, 3.0), (4, 3.0)))),
+        GemmShape(999, 10, Curve(((1, 1e-9),))),  # the head
+    )
+    curve = general_rate(shapes, (Product(10, 20), Product(30, 10)))
+    assert curve.points == ((1, 2 * 500 / 4.0), (4, 4 * 2 * 500 / 5.0))
+
+
+def test_spreads_are_typical_ones() -> None:
+    spreads = Spreads()
+    for spread in (0.1, 0.3, 0.2):
+        spreads.note("a", Sample(1.0, spread, 5))
+    spreads.note("b", Sample(1.0, 0.0, 1))
+    spreads.said["a"] = "in a way"
+    assert spreads.typical == {"a": 0.2}
+    assert spreads.sources() == {
+        "a": "measured; in a way; quartiles 20% apart",
+        "b": "measured; too few repetitions for a spread",
+    }
+
+
+def test_resources_that_disturb_each_other() -> None:
+    """Two links that share a lock, and a computation that nothing disturbs."""
+    with CopyEngine() as copies:
+        lock = threading.Lock()
+
+        def link(name: str) -> Link:
+            def nap() -> None:
+                with lock:
+                    time.sleep(0.002)
+
+            return Link(name, 1, lambda: copies.run(nap, name, 1))
+
+        names = ("cpu->disk", "cpu->gpu")
+        factors = Contest({name: link(name) for name in names}, lambda: time.sleep(0.002)).slowdown(1.2)
+    assert factors["cpu->disk"]["cpu->gpu"] > 1.3
+    assert factors["cpu->gpu"]["cpu->disk"] > 1.3
+    assert COMPUTE not in factors or max(factors[COMPUTE].values()) < 1.5
+
+
+def test_the_disk_is_read_in_random_order_and_only_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    whole = CopyEngine.read_extents
+
+    def watched(self: CopyEngine, extents: object, *args: object, **settings: object) -> object:
+        (extent,) = extents  # type: ignore[misc]
+        read.append(extent.file_offset)
+        return whole(self, extents, *args, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CopyEngine, "read_extents", watched)
+    with Disk(tmp_path / "offload", MIB, 16 * MIB) as disk:
+        assert (disk.unit, disk.blocks) == (MIB, 16)
+        disk.fresh_writes().queue(12)
+        disk.settle()
+        disk.reads(MIB).queue(12)
+    assert sorted(read) == [i * MIB for i in range(12)]
+    assert read != sorted(read)
+
+
+def test_an_arena_is_gone_through_before_anything_comes_again() -> None:
+    with Bench(TINY, "bfloat16", torch.device("cpu"), 1 << 20) as bench:
+        weights = bench.matrices(256, 64)  # 32 KiB each
+        starts = [next(weights).data_ptr() for _ in range(33)]
+        assert len(set(starts)) == 32
+        assert starts[32] == starts[0]
+        assert bench.arena.view(torch.bfloat16).float().std() > 0.01
+        with pytest.raises(ValueError, match="do not fit"):
+            bench.places(2 << 20)
