@@ -34,6 +34,10 @@ class PlanError(H2OFlexGenError):
     exit_code = 5
 
 
+class MemoryRefused(PlanError):
+    """The system refused memory that a plan counted on: less is free than its caps say."""
+
+
 class StorageError(H2OFlexGenError, OSError):
     """The file system is full or failing."""
 
@@ -41,3 +45,13 @@ class StorageError(H2OFlexGenError, OSError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+_REFUSALS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether Python, torch or the system refused memory. torch's own types are not named, so that this needs none."""
+    if isinstance(error, MemoryError | MemoryRefused) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSALS)

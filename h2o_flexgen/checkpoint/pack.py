@@ -27,7 +27,7 @@ from h2o_flexgen.memory.disk import DirectFile, host_view
 from h2o_flexgen.memory.handle import Extent, UnitLayout, packed_layout, views
 from h2o_flexgen.memory.locks import storage_error
 from h2o_flexgen.memory.pages import HostMemory
-from h2o_flexgen.memory.rundir import OffloadDir
+from h2o_flexgen.memory.rundir import OffloadDir, packed_name
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def ensure_packed(
     (before anything is written, if that can be known), and what `source` raises.
     """
     groups = tuple(groups)
-    with offload.packed(f"{source.fingerprint} {dtype}") as path:
+    with offload.packed(_identity(source, dtype)) as path:
         try:
             folder = _Folder(path, {"version": _VERSION, "fingerprint": source.fingerprint, "dtype": dtype})
             found = {group.key: folder.unit(packed_layout(group, dtype)) for group in groups}
@@ -93,6 +93,16 @@ def ensure_packed(
         except OSError as error:
             raise storage_error(f"packing weights in {path}", error) from error
     return {key: unit for key, unit in found.items() if unit is not None}
+
+
+def packed_bytes(source: WeightSource, dtype: str, folder: Path) -> int:
+    """Bytes that earlier runs packed of `source` in the offload folder `folder`; nothing is made or locked."""
+    files = (folder / packed_name(_identity(source, dtype))).glob("unit-*.bin")
+    return sum(path.stat().st_size for path in files)
+
+
+def _identity(source: WeightSource, dtype: str) -> str:
+    return f"{source.fingerprint} {dtype}"
 
 
 def discard(unit: PackedUnit) -> None:

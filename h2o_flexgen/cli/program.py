@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from h2o_flexgen.errors import H2OFlexGenError, PlanError, StorageError
+from h2o_flexgen.errors import H2OFlexGenError, PlanError, StorageError, is_out_of_memory
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -44,7 +44,7 @@ def exit_on_errors(work: Callable[[], int]) -> int:
         except H2OFlexGenError as error:
             return _failed(error)
         except (MemoryError, RuntimeError) as error:
-            if not _out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             tier = "--gpu-mem" if "CUDA" in str(error) else "--cpu-mem"
             return _failed(PlanError("out of memory", change=f"free some, or lower {tier} or --gpu-batch-size"))
@@ -114,12 +114,6 @@ def _failed(error: H2OFlexGenError) -> int:
     found, *rest = [part.rstrip(".") for part in (error.found, error.needed, error.change) if part]
     print_error("\n  ".join([f"error: {found}", *rest]))
     return error.exit_code
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether Python or torch was refused memory. torch's own types are not named, so that this needs no torch."""
-    told = "DefaultCPUAllocator" in str(error) or type(error).__name__ == "OutOfMemoryError"
-    return isinstance(error, MemoryError) or told
 
 
 @contextlib.contextmanager

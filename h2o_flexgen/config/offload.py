@@ -114,11 +114,15 @@ class OffloadPolicy:
         default_factory=lambda: Shares({"cpu": 1.0}), metadata=_placement_flag("--hidden-placement", "hidden states")
     )
     cpu_cache_compute: bool = field(
-        default=False, metadata=flag("--cpu-cache-compute", help="compute the attention of a cache on the CPU there")
+        default=False,
+        metadata=flag("--cpu-cache-compute", help="compute the attention of a cache on the CPU there", unset="planned"),
     )
     overlap: bool = field(default=True, metadata=flag("--overlap", help="copy and compute at the same time"))
     lookahead: int = field(
-        default=1, metadata=flag("--lookahead", help="streamed weight groups in flight beyond the current", metavar="N")
+        default=1,
+        metadata=flag(
+            "--lookahead", help="streamed weight groups in flight beyond the current", metavar="N", unset="planned"
+        ),
     )
     prefill_chunk: int = field(
         default=2048, metadata=flag("--prefill-chunk", help="prompt tokens that go through a unit at once", metavar="N")

@@ -88,8 +88,12 @@ class BlockRunner:
             )
             executor = Executor(machinery, batches)
             totals.kv_bytes = max(totals.kv_bytes, sum(kv_bytes(cache.shape, dtype) for cache in caches.values()))
-            yield from executor.run(self._ticks(plan, executor, store, hidden, rows))
-            self._count(executor, batches, totals)
+            try:
+                for row in executor.run(self._ticks(plan, executor, store, hidden, rows)):
+                    self._count_row(row, totals)
+                    yield row
+            finally:
+                self._count(executor, batches, totals)
         finally:
             # Whatever is still under way writes to buffers and files that go now; its errors no longer matter.
             self.copies.drain()
@@ -155,17 +159,20 @@ class BlockRunner:
         return HiddenStore(self.tiers, self.copies, homes, nbytes, dtype)
 
     def _count(self, executor: Executor, batches: list[GpuBatch], totals: BlockTotals) -> None:
+        """Time and prompts of a block, of one that failed too: what was computed in vain took its time."""
         totals.prefill_seconds += executor.prefill_seconds
         totals.decode_seconds += executor.decode_seconds
         for batch in batches:
-            attended = sum((part.stop - part.start) * (part.past + part.length) for part in batch.segments)
-            totals.computed_prompt_tokens += batch.tokens + sum(len(row.fed) for row in batch.rows)
-            totals.flops += self.spec.terms(tokens=batch.tokens, attended=attended, batch=len(batch.rows)).total
-            for row in batch.rows:
-                prompt, generated = row.prompt_tokens, len(row.token_ids)
-                totals.sequences += 1
-                totals.prompt_tokens += prompt
-                totals.generated_tokens += generated
-                context = prompt + generated / 2 if row.budget.full else row.budget.total
-                steps = max(0, len(row.fed) + generated - 1)
-                totals.flops += steps * self.spec.decode_flops(1, int(context))
+            if executor.decode_seconds or batch.finished:
+                attended = sum((part.stop - part.start) * (part.past + part.length) for part in batch.segments)
+                totals.computed_prompt_tokens += batch.tokens + sum(len(row.fed) for row in batch.rows)
+                totals.flops += self.spec.terms(tokens=batch.tokens, attended=attended, batch=len(batch.rows)).total
+
+    def _count_row(self, row: Sequence, totals: BlockTotals) -> None:
+        prompt, generated = row.prompt_tokens, len(row.token_ids)
+        totals.sequences += 1
+        totals.prompt_tokens += prompt
+        totals.generated_tokens += generated
+        context = prompt + generated / 2 if row.budget.full else row.budget.total
+        steps = max(0, len(row.fed) + generated - 1)
+        totals.flops += steps * self.spec.decode_flops(1, int(context))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,13 +19,14 @@ from h2o_flexgen.config.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine import machine
-from h2o_flexgen.engine.block import BlockRunner, BlockTotals
+from h2o_flexgen.engine.block import BlockRunner
 from h2o_flexgen.engine.chat import Conversation, chat_prompts
 from h2o_flexgen.engine.hf_generate import Generator
-from h2o_flexgen.engine.loader import Loaded, Progress, load
+from h2o_flexgen.engine.loader import Loaded, Progress, bytes_on_disk, load
 from h2o_flexgen.engine.model import Model, open_model
-from h2o_flexgen.engine.plan import Caps, Plan, PlanRequest, automatic, make_plan, require_fit
-from h2o_flexgen.engine.recorder import Measured, make_record
+from h2o_flexgen.engine.plan import Caps, Plan, Planner, PlanRequest, automatic, keeping
+from h2o_flexgen.engine.recorder import Meter, make_record
+from h2o_flexgen.engine.replay import Replay, forget
 from h2o_flexgen.engine.requests import Prompt, RequestReader, blocks, workload_of
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import RequestOutput, Score, Sequence
@@ -51,6 +51,10 @@ class LLM:
         self.last_record: RunRecord | None = None
         self.last_plan: Plan | None = None
         self.on_progress: Progress = lambda what, done, total: None
+        self.planner: Planner = automatic
+        """Decides what the policy leaves open. Programs that know the machine's rates put one here that searches."""
+        self.on_plan: Callable[[Plan], None] = lambda plan: None
+        """Hears of a plan before anything is done for it."""
         if self.config.eviction.rolling_positions and self.model.spec.arch.rotary is None:
             self.model.source.close()
             raise UsageError(
@@ -59,7 +63,7 @@ class LLM:
                 "leave --rolling-positions out",
             )
         self._loaded: Loaded | None = None
-        self._load_seconds = 0.0
+        self._replay = Replay()
         self._decoder = Decoder(self.model.spec)
         self._trace = Trace(self.config.trace)
         self._baseline = machine.rss()
@@ -132,31 +136,14 @@ class LLM:
 
         Weights that are loaded already stay where they are if a block as large fits beside them.
         """
-        config = self.config
-        request = PlanRequest(
-            self.model.spec,
-            workload,
-            config.eviction,
-            self.model.dtype,
-            self._caps(),
-            self._compute_tier(),
-            self._baseline,
-        )
-        policy = config.fixed_policy
-        if self._compute_tier() == "cpu":
-            policy = policy.with_gpu_as_cpu()
-        if not config.free_fields:
-            return require_fit(make_plan(request, policy))
-        best = automatic(request, policy, config.free_fields)
-        if self._loaded is None or self.last_plan is None or "weights" not in config.free_fields:
-            return best
-        try:
-            beside = replace(policy, weights=self.last_plan.policy.weights)
-            kept = automatic(request, beside, config.free_fields - {"weights"})
-        except PlanError:
-            return best
-        as_good = kept.policy.block_size >= best.policy.block_size and kept.policy.cache == best.policy.cache
-        return kept if as_good else best
+        config, spec = self.config, self.model.spec
+        tier = self._compute_tier()
+        request = PlanRequest(spec, workload, config.eviction, self.model.dtype, self._caps(), tier, self._baseline)
+        policy = config.fixed_policy if tier == "gpu" else config.fixed_policy.with_gpu_as_cpu()
+        planner = self.planner
+        if self._loaded is not None and self.last_plan is not None:
+            planner = keeping(planner, self.last_plan.policy.weights, self._loaded.seconds)
+        return self._replay.within(planner)(request, policy, config.free_fields)
 
     @property
     def offload_folder(self) -> Path:
@@ -184,40 +171,46 @@ class LLM:
         self.close()
 
     def _run(self, rows: list[Sequence]) -> Iterator[Sequence]:
-        """Runs sequences in blocks; yields them as they finish and leaves `last_record` behind."""
+        """Runs sequences in blocks; yields them as they finish and leaves `last_record` behind.
+
+        Where memory runs out, those that are not finished are planned and run anew: see `replay`.
+        """
         if not rows:
             return
-        plan = self.plan(workload_of(rows))
-        loaded = self._load(plan)
-        counted, totals = self._counters(loaded), BlockTotals()
-        runner = self._runner(loaded)
-        started, before, asked = time.perf_counter(), 0, sum(row.max_new_tokens for row in rows)
-        for block in blocks(rows, plan.policy.gpu_batch_size, plan.policy.block_size, self._shares):
-            runner.on_tokens = partial(self._count_tokens, before, asked)
-            with closing(runner.run(plan, block, totals)) as finished:
-                yield from finished
-            before += sum(row.max_new_tokens for batch in block for row in batch)
-        measured = Measured(
-            totals=totals,
-            load_seconds=self._load_seconds,
-            total_seconds=time.perf_counter() - started,
-            **{
-                name: {key: value - counted[name].get(key, 0) for key, value in now.items()}
-                for name, now in self._counters(loaded).items()
-            },
-            peak_bytes={**loaded.tiers.peaks(), "rss": machine.peak_rss()},
-        )
-        self.last_record = make_record(self.config, self.model, plan, rows, measured)
+        self._replay.begin()
+        meter, sampler = Meter(self._trace), Sampler(self.model.codec.decode if self.model.codec else None)
+        asked = sum(row.max_new_tokens for row in rows)
+        waiting = {row.row_id: row for row in rows}
+        while waiting:
+            plan = self.plan(workload_of(list(waiting.values())))
+            self.on_plan(plan)
+            try:
+                for row in self._attempt(plan, list(waiting.values()), asked, meter, sampler):
+                    del waiting[row.row_id]
+                    yield row
+            except (MemoryError, RuntimeError, PlanError) as error:
+                self._replay.learn(error, plan, waiting.values())
+            if waiting:
+                forget()
+        self.last_record = make_record(self.config, self.model, plan, rows, meter.measured(self._replay.warnings))
 
-    def _counters(self, loaded: Loaded) -> dict[str, dict[str, Any]]:
-        """What only ever grows, over all calls: fields of Measured."""
-        return {
-            "bytes_moved": dict(loaded.copies.bytes_moved),
-            "busy_seconds": dict(loaded.copies.busy_seconds),
-            "compute_seconds": dict(self._trace.compute_seconds),
-        }
+    def _attempt(
+        self, plan: Plan, rows: list[Sequence], asked: int, meter: Meter, sampler: Sampler
+    ) -> Iterator[Sequence]:
+        """Runs `rows` by `plan`, block by block; `asked` is how many tokens the whole call is for."""
+        before, loaded = self._loaded, self._load(plan)
+        meter.load_seconds += 0.0 if loaded is before else loaded.seconds
+        sampler.start()
+        runner = self._runner(loaded, sampler)
+        done = asked - sum(row.max_new_tokens for row in rows)
+        with meter.over(loaded):
+            for block in blocks(rows, plan.policy.gpu_batch_size, plan.policy.block_size, self._shares):
+                runner.on_tokens = partial(self._count_tokens, done, asked)
+                with closing(runner.run(plan, block, meter.totals)) as finished:
+                    yield from finished
+                done += sum(row.max_new_tokens for batch in block for row in batch)
 
-    def _runner(self, loaded: Loaded) -> BlockRunner:
+    def _runner(self, loaded: Loaded, sampler: Sampler) -> BlockRunner:
         return BlockRunner(
             self.model.spec,
             self._decoder,
@@ -225,7 +218,7 @@ class LLM:
             loaded.tiers,
             loaded.copies,
             make_policy(self.config.eviction),
-            Sampler(self.model.codec.decode if self.model.codec else None),
+            sampler,
             self._trace,
             self.model.dtype,
             self.config.check_finite,
@@ -241,7 +234,6 @@ class LLM:
         """The weights where `plan` wants them; loaded anew only if they are elsewhere."""
         self.last_plan = plan
         if self._loaded is not None and self._loaded.serves(plan):
-            self._load_seconds = 0.0
             return self._loaded
         if self._loaded is not None:
             self._loaded.close()
@@ -250,7 +242,7 @@ class LLM:
         config = self.config
         place = str(self.offload_folder)
         self._loaded = load(plan, self.model.source, config, self.device, place, self._trace.add, self._note)
-        self._load_seconds = time.perf_counter() - started
+        self._loaded.seconds = time.perf_counter() - started
         return self._loaded
 
     def _note(self, what: str, done: int, total: int) -> None:
@@ -263,12 +255,21 @@ class LLM:
         return "gpu" if self.device.type == "cuda" or self.config.emulate_gpu is not None else "cpu"
 
     def _caps(self) -> Caps:
-        config = self.config
-        gpu = config.emulate_gpu if config.emulate_gpu is not None else config.gpu_mem
-        if gpu is None and self.device.type == "cuda":
-            gpu = machine.default_gpu_memory(self.device)
-        cpu = machine.default_cpu_memory() if config.cpu_mem is None else config.cpu_mem
-        return Caps(gpu, cpu, config.disk_mem, emulated=config.emulate_gpu is not None)
+        """What was given, else what the machine has free, and where each number comes from."""
+        config, why = self.config, {"cpu": "--cpu-mem", "disk": "--nvme-mem", "gpu": "--gpu-mem"}
+        gpu, cpu, disk = config.gpu_mem, config.cpu_mem, config.disk_mem
+        if config.emulate_gpu is not None:
+            gpu, why["gpu"] = config.emulate_gpu, "--emulate-gpu"
+        elif self.device.type != "cuda":
+            gpu = None
+        elif gpu is None:
+            gpu, why["gpu"] = machine.gpu_limit(self.device)
+        if cpu is None:
+            cpu, why["cpu"] = machine.cpu_limit()
+        if disk is None:
+            there = bytes_on_disk(self.model.spec, self.model.source, self.model.dtype, self.offload_folder)
+            disk, why["disk"] = machine.disk_limit(self.offload_folder, there)
+        return Caps(gpu, cpu, disk, emulated=config.emulate_gpu is not None, why=why)
 
     def _reader(self) -> RequestReader:
         codec = self.model.codec

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from h2o_flexgen.checkpoint.pack import PackedUnit, ensure_packed
+from h2o_flexgen.checkpoint.pack import PackedUnit, ensure_packed, packed_bytes
 from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model import ModelSpec
@@ -19,7 +20,7 @@ from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.engine.weights import Home, WeightStore
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.memory.copies import CopyEngine, TraceCallback
-from h2o_flexgen.memory.handle import direct_layout, direct_obstacle, packed_layout, views
+from h2o_flexgen.memory.handle import Location, direct_layout, direct_obstacle, packed_layout, views
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Tiers, make_tiers
 
@@ -38,6 +39,8 @@ class Loaded:
     weights: WeightStore
     folder: OffloadDir | None
     resources: ExitStack
+    seconds: float = 0.0
+    """That loading took."""
 
     def serves(self, plan: Plan) -> bool:
         """Whether `plan` wants the weights where they are; caches and hidden states are placed per block anyway."""
@@ -88,6 +91,12 @@ def load(
         return Loaded(plan.placement, plan.policy.lookahead, tiers, copies, weights, folder, stack.pop_all())
 
 
+def bytes_on_disk(spec: ModelSpec, source: WeightSource, dtype: str, folder: Path) -> int:
+    """Of the weights in `dtype`, what a run would find on disk: in the user's files, or packed in `folder` before."""
+    direct = sum(group.nbytes(dtype) for group in spec.weight_groups if _direct(group, source, dtype) is not None)
+    return direct + packed_bytes(source, dtype, folder)
+
+
 def _cpu_capacity(plan: Plan) -> int | None:
     """What the cpu tier may hand out: the cap less what the process held before anything was placed."""
     cap = plan.request.caps.cpu
@@ -136,8 +145,8 @@ def _disk_units(
     units: dict[str, PackedUnit] = {}
     packed = []
     for group in groups:
-        locations = _locations(group, source) if source.dtype == dtype else None
-        if locations is not None and direct_obstacle(group, dtype, locations) is None:
+        locations = _direct(group, source, dtype)
+        if locations is not None:
             layout, extents = direct_layout(group, dtype, locations)
             units[group.key] = PackedUnit(layout, extents, None)
         else:
@@ -148,9 +157,13 @@ def _disk_units(
     return units
 
 
-def _locations(group: WeightGroup, source: WeightSource) -> Mapping[str, tuple[str, int, int]] | None:
+def _direct(group: WeightGroup, source: WeightSource, dtype: str) -> dict[str, Location] | None:
+    """Where the group's tensors lie in the user's files, None where they cannot be read there as they are."""
+    if source.dtype != dtype:
+        return None
     found = {tensor.name: source.location(tensor.name) for tensor in group.tensors}
-    return {name: place for name, place in found.items() if place is not None} if all(found.values()) else None
+    known = {name: place for name, place in found.items() if place is not None}
+    return known if len(known) == len(found) and direct_obstacle(group, dtype, known) is None else None
 
 
 def _verify_placement(placement: Placement, homes: Mapping[str, Home]) -> None:

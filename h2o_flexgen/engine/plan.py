@@ -7,8 +7,8 @@ checked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -29,12 +29,16 @@ MOST_BATCHES = (
 
 @dataclass(frozen=True)
 class Caps:
-    """Bytes each tier may hold; None: no limit. `emulated`: the gpu is host memory, capped by --emulate-gpu."""
+    """Bytes each tier may hold; None: no limit. `emulated`: the gpu is host memory, capped by --emulate-gpu.
+
+    `why` says of each tier where its cap comes from.
+    """
 
     gpu: int | None = None
     cpu: int | None = None
     disk: int | None = None
     emulated: bool = False
+    why: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def of(self, tier: str) -> int | None:
         return {"gpu": self.gpu, "cpu": self.cpu, "disk": self.disk}[tier]
@@ -60,12 +64,16 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Plan:
-    """A block shape, a placement, and what it takes."""
+    """A block shape, a placement, and what it takes.
+
+    `predicted` is what the planner expects of the whole call, as a RunRecord has it; None where it expects nothing.
+    """
 
     request: PlanRequest
     policy: OffloadPolicy
     placement: Placement
     footprint: Footprint
+    predicted: Mapping[str, Any] | None = None
 
     def shortage(self) -> tuple[str, int, int] | None:
         """(tier, needed, cap) of the tier that is exceeded most, None where everything fits."""
@@ -75,6 +83,11 @@ class Plan:
             if cap is not None and needed > cap:
                 tight.append((needed - cap, (tier, needed, cap)))
         return max(tight)[1] if tight else None
+
+
+Planner = Callable[[PlanRequest, OffloadPolicy, frozenset[str]], Plan]
+"""Fills in the fields of a policy that are in the set, a subset of config.engine.PLANNED_FIELDS; PlanError where
+nothing fits."""
 
 
 def make_plan(request: PlanRequest, policy: OffloadPolicy) -> Plan:
@@ -121,15 +134,11 @@ def _at_least(nbytes: int) -> str:
 
 
 def automatic(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Plan:
-    """Fills in the fields of `fixed` that are in `free`, a subset of config.engine.PLANNED_FIELDS.
-
-    PlanError with the smallest plan's needs where nothing fits.
-    """
+    """The planner that goes by the rule above; PlanError with the smallest plan's needs where nothing fits."""
     last: Plan | None = None
-    if "weights" in free:
-        plan = make_plan(request, _all_resident(request, fixed, free))
-        if plan.shortage() is None:
-            return plan
+    resident = all_resident(request, fixed, free)
+    if resident is not None:
+        return resident
     for policy in _candidates(request, fixed, free):
         plan = _fill_weights(request, policy) if "weights" in free else make_plan(request, policy)
         if plan.shortage() is None:
@@ -140,8 +149,11 @@ def automatic(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) 
     return require_fit(last)
 
 
-def _all_resident(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> OffloadPolicy:
-    """Everything on the compute tier: then one GPU batch at a time is as good as many."""
+def all_resident(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Plan | None:
+    """All that is free on the compute tier, one GPU batch at a time, which then is as good as many; None where that
+    does not fit, or the weights are not free."""
+    if "weights" not in free:
+        return None
     changes: dict[str, Any] = {
         name: {request.compute_tier: 1.0} for name in ("weights", "cache", "hidden") if name in free
     }
@@ -149,7 +161,32 @@ def _all_resident(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[st
         changes["gpu_batch_size"] = min(request.workload.num_sequences, DEFAULT_BATCH)
     if "num_gpu_batches" in free:
         changes["num_gpu_batches"] = 1
-    return replace(fixed, **changes)
+    plan = make_plan(request, replace(fixed, **changes))
+    return plan if plan.shortage() is None else None
+
+
+def keeping(planner: Planner, weights: Mapping[str, float], load_seconds: float) -> Planner:
+    """`planner`, but weights that lie in these shares, which took `load_seconds`, stay there if that is as good."""
+
+    def plan(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Plan:
+        best = planner(request, fixed, free)
+        if "weights" not in free:
+            return best
+        try:
+            kept = planner(request, replace(fixed, weights=weights), free - {"weights"})
+        except PlanError:
+            return best
+        return kept if _as_good(kept, best, load_seconds) else best
+
+    return plan
+
+
+def _as_good(kept: Plan, best: Plan, load_seconds: float) -> bool:
+    """Whether `kept` costs no more than loading anew for `best`; without predictions, whether its block is as large."""
+    if kept.predicted is not None and best.predicted is not None:
+        slower, faster = (plan["prefill_s"] + plan["decode_s"] for plan in (kept.predicted, best.predicted))
+        return bool(slower <= faster + load_seconds)
+    return kept.policy.block_size >= best.policy.block_size and kept.policy.cache == best.policy.cache
 
 
 def _candidates(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Iterator[OffloadPolicy]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.record import RunRecord, eviction_entry
+from h2o_flexgen.engine import machine
 from h2o_flexgen.engine.block import BlockTotals
+from h2o_flexgen.engine.loader import Loaded
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.engine.trace import Trace
 from h2o_flexgen.units import format_bytes
 
 
@@ -27,6 +32,48 @@ class Measured:
     busy_seconds: dict[str, float]
     compute_seconds: dict[str, float]
     peak_bytes: dict[str, int]
+    warnings: tuple[str, ...] = ()
+
+
+class Meter:
+    """What one call adds to counters that only ever grow, over all the placements it runs on."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.totals = BlockTotals()
+        self.load_seconds = 0.0
+        self._trace, self._computed = trace, dict(trace.compute_seconds)
+        self._moved, self._peaks, self._busy = dict[str, int](), dict[str, int](), dict[str, float]()
+        self._seconds = 0.0
+
+    @contextmanager
+    def over(self, loaded: Loaded) -> Iterator[None]:
+        """Counts what `loaded` does meanwhile."""
+        copies, started = loaded.copies, time.perf_counter()
+        moved, busy = dict(copies.bytes_moved), dict(copies.busy_seconds)
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - started
+            for link, nbytes in copies.bytes_moved.items():
+                self._moved[link] = self._moved.get(link, 0) + nbytes - moved.get(link, 0)
+            for link, seconds in copies.busy_seconds.items():
+                self._busy[link] = self._busy.get(link, 0.0) + seconds - busy.get(link, 0.0)
+            for tier, peak in loaded.tiers.peaks().items():
+                self._peaks[tier] = max(peak, self._peaks.get(tier, 0))
+
+    def measured(self, warnings: Iterable[str] = ()) -> Measured:
+        """The sums so far."""
+        computed = self._trace.compute_seconds
+        return Measured(
+            totals=self.totals,
+            load_seconds=self.load_seconds,
+            total_seconds=self._seconds,
+            bytes_moved=dict(self._moved),
+            busy_seconds=dict(self._busy),
+            compute_seconds={key: value - self._computed.get(key, 0.0) for key, value in computed.items()},
+            peak_bytes={**self._peaks, "rss": machine.peak_rss()},
+            warnings=tuple(warnings),
+        )
 
 
 def make_record(
@@ -69,7 +116,8 @@ def make_record(
         kv_bytes=totals.kv_bytes,
         computed_prompt_tokens=totals.computed_prompt_tokens,
         bound=_bound(measured),
-        warnings=[*_unrealised(config, plan, achieved), *_warnings(plan, measured)],
+        predicted=None if plan.predicted is None else dict(plan.predicted),
+        warnings=[*measured.warnings, *_unrealised(config, plan, achieved), *_warnings(plan, measured)],
     )
 
 

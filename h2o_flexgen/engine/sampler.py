@@ -16,16 +16,21 @@ from h2o_flexgen.engine.text import Decode, find_stop
 class Sampler:
     """Appends one token per unfinished row, in place. A row's choice depends on its own logits and generator.
 
-    One serves one call of the engine: `max_time` counts from when it was made.
+    One serves one call of the engine: `max_time` counts from its first `start`.
     """
 
     def __init__(self, decode: Decode | None = None) -> None:
         self._decode = decode
         self._library = Library()
-        self._started = time.perf_counter()
+        self._started: float | None = None
+
+    def start(self) -> None:
+        """The clock of `max_time` runs from now on, if it does not yet."""
+        self._started = self._started or time.perf_counter()
 
     def step(self, rows: SequenceOf[Sequence], logits: Tensor) -> list[Sequence]:
         """`logits` (b, vocab) float32, one row per sequence. Returns the sequences that finished in this step."""
+        self.start()
         best, greedy = torch.max(logits, dim=-1)
         bad = (~torch.isfinite(best)).tolist()
         choices = greedy.tolist()
@@ -60,7 +65,8 @@ class Sampler:
             _record_logprobs(row, logits, token)
         row.token_ids.append(token)
         stopped = chooser is not None and chooser.chosen(row)
-        if row.hooks is not None and row.hooks.on_token is not None:
+        if row.hooks is not None and row.hooks.on_token is not None and len(row.token_ids) > row.hooks.told:
+            row.hooks.told = len(row.token_ids)
             row.hooks.on_token(token)
         self._finish(row, token, stopped)
 
@@ -73,7 +79,7 @@ class Sampler:
             if stopped or row.stop_string is not None:
                 row.finish_reason = "stop"
                 return
-        late = params.max_time is not None and time.perf_counter() - self._started > params.max_time
+        late = params.max_time is not None and time.perf_counter() - (self._started or 0.0) > params.max_time
         if late or len(row.token_ids) >= row.max_new_tokens:
             row.finish_reason = "length"
 

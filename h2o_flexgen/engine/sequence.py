@@ -38,6 +38,8 @@ class Hooks:
     processors: list[Processor] = field(default_factory=list)
     criteria: list[Criterion] = field(default_factory=list)
     on_token: Callable[[int], None] | None = None
+    told: int = 0
+    """Tokens that `on_token` has heard of: a row that is run again does not tell them twice."""
     logits: list[Tensor] | None = None
     scores: list[Tensor] | None = None
 
@@ -74,6 +76,7 @@ class Sequence:
     prepared: bool = field(default=False, repr=False)
     """Whether `chooser` has been made; None then means that the largest logit is the answer."""
     _taken: int = 0
+    _generator: torch.Generator | None = field(default=None, repr=False)
 
     @property
     def max_new_tokens(self) -> int:
@@ -107,13 +110,22 @@ class Sequence:
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The row's own random stream, made once: depends on (seed, prompt index, sample index) and nothing else."""
-        if not hasattr(self, "_generator"):
+        if self._generator is None:
             # SplitMix-style mixing, so that neighbouring indices do not give related streams.
             mixed = (
                 self.seed * 0x9E3779B97F4A7C15 + self.index * 0xBF58476D1CE4E5B9 + self.sample * 0x94D049BB133111EB
             ) & ((1 << 63) - 1)
             self._generator = torch.Generator(device=device).manual_seed(mixed)
         return self._generator
+
+    def restart(self) -> None:
+        """Forgets everything since the prompt: run again, the row gives the same tokens."""
+        recorded = (self.hooks.logits, self.hooks.scores) if self.hooks is not None else ()
+        for kept in (self.token_ids, self.logprobs, self.top_logprobs, self.greedy, *recorded):
+            if kept is not None:
+                kept.clear()
+        self.finish_reason = self.stop_string = self.error = self.chooser = self._generator = None
+        self.prepared, self._taken = False, 0
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class WeightStore:
 
     def reset(self) -> None:
         """Forgets loads that an interrupted block left behind. No copy may be under way."""
-        self._free.extend(slot for slot, _ in self._loading.values())
+        self._free = list(range(len(self._buffers)))
         self._loading.clear()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from h2o_flexgen.errors import PlanError
+from h2o_flexgen.errors import MemoryRefused
 from h2o_flexgen.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Memory(Protocol):
     device: torch.device
 
     def allocate(self, nbytes: int) -> Block:
-        """Exactly `nbytes`, page-aligned on the host. PlanError where the system has no more."""
+        """Exactly `nbytes`, page-aligned on the host. MemoryRefused where the system has no more."""
 
 
 class HostMemory:
@@ -50,7 +50,7 @@ class HostMemory:
             # Python's default is MAP_SHARED, which the kernel treats as shared memory and backs by small pages
             pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise PlanError(
+            raise MemoryRefused(
                 f"the system refused {format_bytes(nbytes)} of host memory ({error.strerror})",
                 change="free memory, or lower --cpu-mem or --gpu-batch-size",
             ) from error
@@ -92,7 +92,7 @@ class CudaMemory:
         try:
             return Block(torch.empty(nbytes, dtype=torch.uint8, device=self.device), _nothing)
         except torch.OutOfMemoryError as error:
-            raise PlanError(
+            raise MemoryRefused(
                 f"the GPU refused {format_bytes(nbytes)}", change="lower --gpu-mem or --gpu-batch-size"
             ) from error
 

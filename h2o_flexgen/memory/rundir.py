@@ -97,7 +97,7 @@ class OffloadDir:
 
         The folder stays. Files completed in it are only ever read afterwards, without the lock.
         """
-        name = f"packed-{hashlib.sha256(fingerprint.encode()).hexdigest()[:32]}"
+        name = packed_name(fingerprint)
         path = self.path / name
         try:
             _make_folder(name, self._fd)
@@ -170,6 +170,11 @@ class OffloadDir:
             if fd >= 0:
                 os.close(fd)
         self._lock_fd = self._run_fd = self._fd = -1
+
+
+def packed_name(fingerprint: str) -> str:
+    """The name of the folder with the packed weights of `fingerprint`."""
+    return f"packed-{hashlib.sha256(fingerprint.encode()).hexdigest()[:32]}"
 
 
 def _open_root(path: Path) -> int:

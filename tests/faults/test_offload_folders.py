@@ -95,10 +95,10 @@ def test_row_10_the_run_folder_is_private(
     modes: dict[str, int] = {}
     original = LLM._runner
 
-    def look(self: LLM, loaded: Any) -> Any:
+    def look(self: LLM, loaded: Any, *rest: Any) -> Any:
         for path in [tmp_path / "offload", *(tmp_path / "offload").rglob("*")]:
             modes[path.name] = path.stat().st_mode & 0o777
-        return original(self, loaded)
+        return original(self, loaded, *rest)
 
     monkeypatch.setattr(LLM, "_runner", look)
     assert run("--model", model, *PACKED, *DISK_CACHE, *WORK, "--offload-dir", tmp_path / "offload").code == 0

@@ -97,11 +97,11 @@ def test_row_30_what_is_printed_is_where_things_are(model: Path, run: Run, monke
     seen: dict[str, int] = {}
     original = LLM._runner
 
-    def look(self: LLM, loaded: Any) -> Any:
+    def look(self: LLM, loaded: Any, *rest: Any) -> Any:
         for home in loaded.weights._homes.values():
             held = home.buffer.nbytes if home.buffer is not None else home.layout.nbytes
             seen[home.tier] = seen.get(home.tier, 0) + held
-        return original(self, loaded)
+        return original(self, loaded, *rest)
 
     monkeypatch.setattr(LLM, "_runner", look)
     shares = ("--weights-placement", "gpu=0.3,cpu=0.3,disk=0.4", "--cache-placement", "gpu=0.5,disk=0.5")
