@@ -29,6 +29,7 @@ _STEPS = 4  # that one cache does in a sample
 _MOST_CACHES = 96
 _ROTATION = 2  # how many times the processor's largest cache takes turns
 _BEYOND = 32  # tokens of a prompt that its budget does not hold
+_SURE_KEYS = 512  # measured however long it takes
 _KEPT = 5  # a fifth of a prompt is kept where it is ranked
 
 Points = tuple[tuple[float, float], ...]
@@ -141,11 +142,15 @@ def prefill_curves(bench: Bench, seconds: float) -> dict[str, Curve]:
     # All calls have as many tokens and therefore take longer with more keys; the longest are soon measured.
     budget = TimeBudget(seconds, {str(keys): 1.0 + keys / 512 for keys in lengths})
     curves: dict[str, list[tuple[int, float]]] = {"plain": [], "scored": []}
+    last = 0.0
     for keys in lengths:
         share = budget.take(str(keys))
+        if keys > _SURE_KEYS and 4 * last > seconds - budget.elapsed:
+            break  # both kinds, each to warm up and to be timed, take twice as long as at the length before
         rows = max(1, CHUNK // keys)
         flops = 4 * rows * keys * keys * spec.num_heads * spec.head_dim
         plain, scored = (_kernel(bench, rows, keys, share * 0.35, sums=sums) for sums in (False, True))
+        last = plain.seconds + scored.seconds
         ranking = _ranking(bench, rows, keys, share * 0.3) if keys >= _KEPT else 0.0
         curves["plain"].append((keys, flops / plain.seconds))
         curves["scored"].append((keys, flops / (scored.seconds + ranking)))

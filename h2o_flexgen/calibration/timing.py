@@ -79,12 +79,15 @@ class Timer:
     ) -> Sample:
         """Seconds of one of the `per` operations that `call` does, measured for about `seconds`.
 
-        One untimed call goes before: it touches memory and fills pools. At least one sample is taken; fewer than
-        FEWEST_SAMPLES only where half as much time again would not do. `prepare` runs untimed before every call;
-        without it, calls shorter than SPAN are repeated within a sample. `most`: samples, however short they are.
+        One untimed call goes before: it touches memory and fills pools. Only where that takes all the time and as much
+        again, it is the sample itself. Fewer than FEWEST_SAMPLES are taken only where half as much time again would not
+        do. `prepare` runs untimed before every call; without it, calls shorter than SPAN are repeated within a sample.
+        `most`: samples, however short they are.
         """
         start = self.clock()
         first = self._prepared(call, prepare)
+        if first > 2 * seconds:
+            return sample_of([first / per])
         repeats = 1
         if prepare is None and first < SPAN:
             repeats = max(1, round(SPAN / max(self.once(call), 1e-7)))

@@ -60,7 +60,18 @@ def test_repetitions_end_with_the_time() -> None:
     assert len(calls) == 5
 
 
-@pytest.mark.parametrize(("seconds", "taken"), [(0.001, 1), (2.0, 2), (3.0, 3)])
+def test_a_call_that_takes_all_the_time_to_warm_up_is_not_repeated() -> None:
+    clock, calls = FakeClock(), []
+
+    def call() -> None:
+        calls.append(None)
+        clock.pass_(6.0)
+
+    assert Timer(clock=clock).measure(call, 2.5, per=2) == Sample(3.0, 0.0, 1)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("seconds", "taken"), [(0.5, 1), (2.0, 2), (3.0, 3)])
 def test_one_sample_is_always_taken_and_three_if_half_as_much_time_again_will_do(seconds: float, taken: int) -> None:
     clock = FakeClock()
     assert Timer(clock=clock).measure(lambda: clock.pass_(1.0), seconds).taken == taken
