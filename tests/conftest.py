@@ -21,6 +21,8 @@ if os.environ.get("CI"):
 
 
 @pytest.fixture(autouse=True)
-def _private_offload_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test may use or fill the user's own offload folder."""
+def _private_folders(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test may use or fill the user's own offload folder, plan on what was measured here, or measure unasked."""
     monkeypatch.setenv("H2O_FLEXGEN_OFFLOAD_DIR", str(tmp_path_factory.getbasetemp() / "offload"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setenv("H2O_FLEXGEN_CALIBRATE", "false")

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
@@ -19,7 +19,10 @@ from h2o_flexgen.cli.prompts import checked_text
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import from_namespace, given
+from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.planning import PlanningConfig
+from h2o_flexgen.config.profiles import find_profile
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.errors import UsageError
 
@@ -30,6 +33,8 @@ class RunArguments:
 
     engine: EngineConfig
     sampling: SamplingParams
+    hardware: HardwareProfile | None
+    calibrate: bool | None
     prompts: tuple[str, ...]
     prompts_file: Path | None
     prompt_len: int | None
@@ -75,9 +80,12 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
         raise UsageError("--system is given without --chat", "a system message belongs to a conversation")
     if args.overwrite and args.output is None and args.trace is None:
         raise UsageError("--overwrite is given without --output", "needed --output FILE or --trace FILE")
+    planning = from_namespace(PlanningConfig, args)
     return RunArguments(
         engine=engine,
         sampling=sampling,
+        hardware=None if planning.hardware is None else find_profile(planning.hardware),
+        calibrate=planning.calibrate,
         prompts=tuple(checked_text(text, "--prompt") for text in args.prompt),
         prompts_file=_path(args.prompts),
         prompt_len=args.prompt_len,
@@ -114,6 +122,7 @@ def _engine(args: argparse.Namespace, notes: list[str]) -> EngineConfig:
         raise UsageError(
             f"--attn-sparsity {args.attn_sparsity} is not taken", "needed 1.0", "--hh-ratio bounds the cache"
         )
+    notes.extend(_made_for(args, engine.model))
     return replace(engine, eviction=replace(engine.eviction, seed=engine.seed))
 
 
@@ -162,10 +171,19 @@ def policy_of(args: argparse.Namespace) -> OffloadPolicy | dict[str, Any] | str:
         fixed.update(weights=placed.weights, cache=placed.cache, hidden=placed.hidden)
     if args.policy == "auto":
         return fixed or "auto"
+    return replace(OffloadPolicy.from_json(_policy_file(args.policy)), **fixed)
+
+
+def _policy_file(path: str) -> Any:
     try:
-        whole = OffloadPolicy.from_json(json.loads(Path(args.policy).read_text(encoding="utf-8")))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise UsageError(f"--policy {args.policy} cannot be read: {error}", "needed a JSON file, or auto") from None
-    return replace(whole, **fixed)
+        raise UsageError(f"--policy {path} cannot be read: {error}", "needed a JSON file, or auto") from None
+
+
+def _made_for(args: argparse.Namespace, model: str) -> Iterator[str]:
+    """What `search` noted of a policy file's purpose, where it was another."""
+    made_for = {} if args.policy == "auto" else _policy_file(args.policy).get("made_for")
+    other = made_for.get("model") if isinstance(made_for, Mapping) else None
+    if isinstance(other, str) and Path(other).name.lower() != Path(model).name.lower():
+        yield f"the policy in {args.policy} was made for {other}"

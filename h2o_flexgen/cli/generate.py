@@ -10,6 +10,7 @@ from typing import Any
 
 from h2o_flexgen.cli.answers import AnswerFile, AnswerPrinter, answer_json
 from h2o_flexgen.cli.arguments import RunArguments
+from h2o_flexgen.cli.planning import Planning
 from h2o_flexgen.cli.program import print_error, write_result
 from h2o_flexgen.cli.progress import Progress
 from h2o_flexgen.cli.prompts import (
@@ -48,9 +49,12 @@ def generate(arguments: RunArguments) -> int:
         progress = Progress(arguments.quiet, len(prompts) * sampling.num_return_sequences)
         stack.callback(progress.close)
         llm.on_progress = progress
-        failed = 0
+        planning = Planning(llm, arguments.hardware, arguments.calibrate, arguments.quiet)
+        llm.planner, llm.on_plan = planning, planning.announce
+        failed, shortest = 0, (1 << 62, 1 << 62)
         for output in llm.stream(prompts, sampling) if prompts else ():
             progress.finished()
+            shortest = min(shortest[0], len(output.prompt_ids)), min(shortest[1], len(output.token_ids))
             if output.error is not None:
                 failed += 1
                 print_error(f"prompt {output.index}: {output.error}")
@@ -62,7 +66,8 @@ def generate(arguments: RunArguments) -> int:
             print_error(f"note: {packed} of packed weights stay in {llm.offload_folder} and serve later runs")
         if failed:
             print_error(f"{failed} of {len(prompts) * sampling.num_return_sequences} sequences ended in an error")
-        _report(llm, llm.last_record or _nothing_done(llm), arguments)
+        record = llm.last_record
+        _report(llm, planning.completed(record, *shortest) if record else _nothing_done(llm), arguments)
     return EXIT_SOME_FAILED if failed else 0
 
 

@@ -12,6 +12,7 @@ from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import Parser, add_arguments
 from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.planning import PlanningConfig
 from h2o_flexgen.config.sampling import SamplingParams
 
 _SHARES = "layers are placed by shares: --percent 50 50 100 0 100 0; leave it out and they are placed for you"
@@ -73,6 +74,7 @@ def run_parser() -> RunParser:
     add_arguments(parser, EngineConfig, title="model and machine")
     planned = dict.fromkeys(PLANNED_FIELDS)
     add_arguments(parser, OffloadPolicy, title="where things live, and the block of sequences", defaults=planned)
+    add_arguments(parser, PlanningConfig, title="what plans and predictions are made from")
     add_arguments(parser, SamplingParams, title="how tokens are chosen, and when a sequence ends")
     _add_known(parser)
     return parser

@@ -115,6 +115,10 @@ class RunRecord(Rates):
     """`prompt_tokens`, but what prompts of a block begin with in common is counted once, as it was computed."""
     bound: dict[str, Any] | None = None
     predicted: dict[str, Any] | None = None
+    """Seconds, tokens per second and bytes under the names above, as the cost model expected them of the longest
+    lengths of the call, and whose rates these come from."""
+    least_bytes_moved: dict[str, int] | None = None
+    """By link: the fewest bytes that any schedule with blocks of this size must move within the same caps."""
     projected: bool = False
     """The times come from a simulation, not from a clock."""
     warnings: list[str] = field(default_factory=list)

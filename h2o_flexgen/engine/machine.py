@@ -79,7 +79,7 @@ def cpu_limit() -> Limit:
     available, limit = psutil.virtual_memory().available + rss(), cgroup_limit()
     if limit is None or available <= limit:
         return _share_of(available, "available")
-    return _share_of(limit, "the control group's limit")
+    return _share_of(limit, "that the control group may use")
 
 
 def gpu_limit(device: torch.device) -> Limit:

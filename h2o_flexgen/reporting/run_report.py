@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from h2o_flexgen.config.record import RunRecord
@@ -10,11 +10,34 @@ from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 
 _WIDTH = 12
 _KINDS = ("weights", "cache", "hidden")
+NOT_PREDICTED = "nothing: this machine is not calibrated (--calibrate, or python -m h2o_flexgen.calibrate)"
 
 
 def run_report(record: RunRecord) -> str:
     """What ran, how fast, what it moved, what bound it and what memory it took: a line each."""
-    return "\n".join(f"{name:{_WIDTH}}{text}" for name, text in _lines(record))
+    return aligned(_lines(record))
+
+
+def aligned(lines: Iterable[tuple[str, str]]) -> str:
+    """Names and texts in two columns."""
+    return "\n".join(f"{name:{_WIDTH}}{text}" for name, text in lines)
+
+
+def block_text(policy: Mapping[str, Any]) -> str:
+    """The shape of a block: "4 GPU batches of 32 sequences"."""
+    batches = _count(policy["num_gpu_batches"], "GPU batch", "GPU batches")
+    return f"{batches} of {_count(policy['gpu_batch_size'], 'sequence')}"
+
+
+def shares_text(policy: Mapping[str, Any]) -> str:
+    """Where the three kinds of things live."""
+    return "; ".join(f"{kind} {_shares(policy[kind])}" for kind in _KINDS)
+
+
+def predicted_text(predicted: Mapping[str, Any]) -> str:
+    """The times and the throughput that a `predicted` object holds."""
+    prefill, decode = (format_seconds(predicted[name]) for name in ("prefill_s", "decode_s"))
+    return f"{_rate(predicted['gen_throughput'])} generated: prefill {prefill}, decode {decode}"
 
 
 def _lines(record: RunRecord) -> Iterator[tuple[str, str]]:
@@ -23,9 +46,8 @@ def _lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     source = "random weights: speed only, text would mean nothing" if dummy else "checkpoint weights"
     yield "model", f"{record.model}, {record.dtype} on {record.device}, {source}"
     yield "eviction", _eviction(record.eviction)
-    batches = _count(policy["num_gpu_batches"], "GPU batch", "GPU batches")
-    yield "block", f"{batches} of {_count(policy['gpu_batch_size'], 'sequence')}"
-    yield "placement", "; ".join(f"{kind} {_shares(policy[kind])}" for kind in _KINDS)
+    yield "block", block_text(policy)
+    yield "placement", shares_text(policy)
     work = f"{_count(record.sequences, 'sequence')}, {_count(record.prompt_tokens, 'prompt token')}"
     yield "work", f"{work}, {record.generated_tokens} generated"
     yield "load", format_seconds(record.load_s)
@@ -33,19 +55,47 @@ def _lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "decode", f"{format_seconds(record.decode_s)}, {_rate(record.decode_throughput)}"
     generated, every = _rate(record.gen_throughput), _rate(record.total_token_throughput)
     yield "throughput", f"{generated} generated over prefill and decode; {every} with the prompts"
+    if seconds:
+        yield "predicted", _predicted(record)
     yield "KV cache", f"{format_bytes(record.kv_bytes)} per block"
     if record.flops and seconds:
         yield "compute", f"{_scaled(record.flops)}FLOP, {_scaled(record.flops / seconds)}FLOP/s"
     for link, nbytes in sorted(record.bytes_moved.items()):
         bandwidth = record.bandwidth.get(link)
         busy = f" at {format_rate(bandwidth)} while busy" if bandwidth else ""
-        yield "moved", f"{link}: {format_bytes(nbytes)}{busy}"
+        yield "moved", f"{link}: {format_bytes(nbytes)}{busy}{_over_least(record, link)}"
     if record.bound and seconds:
         busy = f"busy for {format_seconds(record.bound['seconds'])} of {format_seconds(seconds)}"
         yield "bound", f"{record.bound['resource']}, {busy}"
     yield "peak memory", _peaks(record.peak_bytes)
     for warning in record.warnings:
         yield "warning", warning
+
+
+def _predicted(record: RunRecord) -> str:
+    """What was expected, beside what came of it."""
+    if record.predicted is None:
+        return NOT_PREDICTED
+    text, expected, measured = (
+        predicted_text(record.predicted),
+        record.predicted["gen_throughput"],
+        record.gen_throughput,
+    )
+    work = tuple(record.predicted[name] for name in ("prompt_tokens", "generated_tokens"))
+    if work != (record.prompt_tokens, record.generated_tokens):
+        text += f", of {work[0]} prompt tokens and {work[1]} new ones"
+    if not expected or not measured:
+        return text
+    more = measured / expected - 1
+    return f"{text}; measured is {abs(more):.0%} {'more' if more >= 0 else 'less'}"
+
+
+def _over_least(record: RunRecord, link: str) -> str:
+    """How many times the fewest bytes that any schedule must move within these caps were moved."""
+    if record.least_bytes_moved is None or not record.bytes_moved[link]:
+        return ""
+    least = record.least_bytes_moved.get(link)
+    return f", {record.bytes_moved[link] / least:.2f} times the least" if least else ", none of which the caps call for"
 
 
 def _eviction(eviction: dict[str, Any]) -> str:

@@ -58,6 +58,7 @@ def test_the_report_line_by_line() -> None:
         "prefill     40 s, 819 tokens/s",
         "decode      6 min 00 s, 5.51 tokens/s",
         "throughput  5.12 tokens/s generated over prefill and decode; 87 tokens/s with the prompts",
+        "predicted   nothing: this machine is not calibrated (--calibrate, or python -m h2o_flexgen.calibrate)",
         "KV cache    3 GiB per block",
         "compute     2 PFLOP, 5 TFLOP/s",
         "moved       cpu->gpu: 931 GiB at 12.5 GB/s while busy",
@@ -66,6 +67,26 @@ def test_the_report_line_by_line() -> None:
         "peak memory gpu tier 15 GiB, cpu tier 60 GiB, process 61 GiB",
         "warning     something to know",
     ]
+
+
+def test_what_was_predicted_beside_what_was_measured() -> None:
+    predicted = {
+        "prefill_s": 50.0, "decode_s": 270.0, "gen_throughput": 6.4, "prompt_tokens": 32768, "generated_tokens": 2048,
+    }  # fmt: skip
+    moved = {"cpu->gpu": 10**12, "gpu->cpu": 5 << 30, "disk->cpu": 0}
+    least = {"cpu->gpu": 8 * 10**11}
+    record = dataclasses.replace(RECORD, predicted=predicted, bytes_moved=moved, least_bytes_moved=least)
+    lines = run_report(record).splitlines()
+    assert "predicted   6.4 tokens/s generated: prefill 50 s, decode 4 min 30 s; measured is 20% less" in lines
+    assert "moved       cpu->gpu: 931 GiB at 12.5 GB/s while busy, 1.25 times the least" in lines
+    assert "moved       gpu->cpu: 5 GiB, none of which the caps call for" in lines
+    assert "moved       disk->cpu: 0 B" in lines
+    other = dataclasses.replace(record, predicted={**predicted, "gen_throughput": 4.0, "generated_tokens": 4096})
+    assert (
+        "predicted   4 tokens/s generated: prefill 50 s, decode 4 min 30 s, of 32768 prompt tokens and 4096 new ones; "
+        "measured is 28% more"
+    ) in run_report(other).splitlines()
+    assert RunRecord.from_json(json.loads(record.to_line())) == record
 
 
 def test_the_report_of_dummy_weights_says_so_first() -> None:
