@@ -20,7 +20,10 @@ WEIGHTS = ("checkpoint", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 VERIFY = ("first", "always", "never")
 POLICY_FIELDS = frozenset(item.name for item in dataclasses.fields(OffloadPolicy))
-PLANNED_FIELDS = frozenset({"gpu_batch_size", "num_gpu_batches", "weights", "cache", "hidden"})
+PLANNED_FIELDS = frozenset(
+    {"gpu_batch_size", "num_gpu_batches", "weights", "cache", "hidden", "cpu_cache_compute", "lookahead"}
+)
+"""What a planner may choose. One that goes by rule leaves the last two at their defaults."""
 
 
 def _size(*names: str, help: str, unset: str = "what is free") -> dict[str, Any]:
