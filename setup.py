@@ -19,7 +19,10 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["h2o_flexgen", "h2o_flexgen.*"]), "h2o_flexgen.configs"],
     package_dir={"h2o_flexgen.configs": "configs"},
-    package_data={"h2o_flexgen": ["py.typed", "data/demo/*"], "h2o_flexgen.configs": ["*/*.json"]},
+    package_data={
+        "h2o_flexgen": ["py.typed", "data/demo/*", "data/demo-stream/*"],
+        "h2o_flexgen.configs": ["*/*.json"],
+    },
     install_requires=[
         "torch>=2.6",
         "numpy>=1.26",

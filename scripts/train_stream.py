@@ -63,7 +63,8 @@ def new_model(recipe: StreamRecipe, vocab: int) -> LlamaForCausalLM:
         for layer in model.model.layers:
             for matrix in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
                 matrix.mul_((2 * recipe.layers) ** -0.5)
-        plant_sink(model, recipe)
+        if recipe.sink:
+            plant_sink(model, recipe)
     return model
 
 
@@ -149,7 +150,7 @@ def plot(history: list[dict], figures: dict, path: Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     left.plot([entry["step"] for entry in history], [entry["loss"] for entry in history], color="#1f5fa8")
-    left.set(xlabel="step", ylabel="training loss, nats per token", yscale="log")
+    left.set(xlabel="step", ylabel="training loss, nats per token")
     pieces = figures["heldout_perplexity_by_position"]
     right.plot([PIECE * (at + 0.5) for at in range(len(pieces))], pieces, "o-", color="#b23a48", markersize=4)
     right.set(xlabel="position", ylabel="held-out perplexity", ylim=(1, None))
@@ -170,6 +171,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=ROOT / "results/local/stream", help="checkpoint, early exports")
     parser.add_argument("--steps", type=int, default=StreamRecipe.steps)
     parser.add_argument("--seed", type=int, default=StreamRecipe.seed)
+    parser.add_argument("--sink", type=float, default=StreamRecipe.sink, help="of the planted sink, 0 for none")
     parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--text", action="store_true", help="write the held-out text, train nothing")
@@ -182,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     args.work.mkdir(parents=True, exist_ok=True)
-    recipe = StreamRecipe(seed=args.seed, steps=args.steps)
+    recipe = StreamRecipe(seed=args.seed, steps=args.steps, sink=args.sink)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer, model_max_length=CONTEXT)
     corpus = Corpus(tokenizer, [])
     mix = Mix(corpus)

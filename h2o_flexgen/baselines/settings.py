@@ -12,7 +12,7 @@ from typing import Any
 from h2o_flexgen.baselines.systems import SYSTEMS
 from h2o_flexgen.config.checks import share, whole
 from h2o_flexgen.config.flags import flag
-from h2o_flexgen.config.known import known_config, known_names
+from h2o_flexgen.config.known import SHIPPED, known_config, known_names
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.registry import suggestion
 
@@ -135,7 +135,8 @@ def find_model(settings: BenchSettings) -> BenchModel:
     Asks no network and loads no torch, so that the process that measures the others stays small.
     """
     name, dummy = settings.model, settings.weights == "dummy"
-    folder = Path(str(resources.files("h2o_flexgen") / "data" / "demo")) if name == "demo" else Path(name).expanduser()
+    shipped = resources.files("h2o_flexgen") / "data" / name
+    folder = Path(str(shipped)) if name in SHIPPED else Path(name).expanduser()
     known = known_config(name)
     if (folder / "config.json").is_file():
         model = BenchModel(_read_config(folder / "config.json"), None if dummy else folder)

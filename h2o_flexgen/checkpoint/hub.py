@@ -15,13 +15,12 @@ from h2o_flexgen.checkpoint.download import HubFailure, cache_folder, cached_fol
 from h2o_flexgen.checkpoint.files import CheckpointFile
 from h2o_flexgen.checkpoint.problems import Problems
 from h2o_flexgen.checkpoint.shards import find_shards
-from h2o_flexgen.config.known import known_config, known_names
+from h2o_flexgen.config.known import SHIPPED, known_config, known_names
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.registry import suggestion
 
 log = logging.getLogger(__name__)
 
-DEMO = "demo"
 _MAX_CONFIG = 16 << 20  # bytes
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 _CONFIG_WANTED = "give a folder that holds its config.json with --model /path/to/folder"
@@ -70,7 +69,7 @@ def resolve_model(
     token: str | None = None,
     need_weights: bool = True,
 ) -> ResolvedModel:
-    """Find the model called `name`: "demo", a folder, or a name on the hub such as opt-30b or facebook/opt-30b.
+    """Find the model called `name`: one of SHIPPED, a folder, or a name on the hub such as opt-30b or facebook/opt-30b.
 
     `path` is a folder of models to look in, and then the only place besides the cache. The network is asked last, and
     never for a folder, with `path`, or with `offline` (default: what HF_HUB_OFFLINE says). Without `need_weights` the
@@ -80,8 +79,8 @@ def resolve_model(
     StorageError where the disk is full.
     """
     request = _Request(name, revision, token, need_weights)
-    if name == DEMO:
-        return _in_folder(name, Path(str(resources.files("h2o_flexgen") / "data" / DEMO)), "demo", ())
+    if name in SHIPPED:
+        return _in_folder(name, Path(str(resources.files("h2o_flexgen") / "data" / name)), "demo", ())
     searched: list[str] = []
     for folder in _candidates(name, path):
         searched.append(f"folder {folder}")

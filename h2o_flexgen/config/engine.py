@@ -54,7 +54,9 @@ class EngineConfig:
 
     model: str = field(
         default="demo",
-        metadata=flag("--model", "-m", help="name (opt-30b, facebook/opt-30b), folder, or demo", metavar="MODEL"),
+        metadata=flag(
+            "--model", "-m", help="name (opt-30b, facebook/opt-30b), folder, demo, demo-stream", metavar="MODEL"
+        ),
     )
     path: str | None = field(
         default=None,

@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+SHIPPED = ("demo", "demo-stream")
+"""The models that are in the package, in data/ under these names."""
+
 _VARIANTS = "_variants"
 
 

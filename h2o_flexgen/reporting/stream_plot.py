@@ -32,6 +32,7 @@ def plot_stream(report: StreamReport, path: Path) -> None:
             markevery=max(1, len(middles) // MARKS),
             markersize=4.5,
             linewidth=1.6,
+            zorder=3 if row.positions == "recomputed" else 2,
             linestyle=LINES[row.positions],
             alpha=0.9,
             label=f"{name}, {row.positions}",
