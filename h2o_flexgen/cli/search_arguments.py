@@ -20,7 +20,7 @@ from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, from_namespace
 from h2o_flexgen.config.hardware import HardwareProfile
-from h2o_flexgen.config.known import known_config, known_names
+from h2o_flexgen.config.known import SHIPPED, known_config, known_names
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.profiles import find_profile, profile_names
@@ -95,7 +95,7 @@ def search_parser() -> RunParser:
     add_arguments(parser, EvictionConfig, title="which tokens stay in the KV cache")
     others = {item.name for item in fields(EngineConfig)} - _OF_ENGINE
     add_arguments(parser, EngineConfig, title="model and machine", exclude=others)
-    planned = dict.fromkeys({*PLANNED_FIELDS, "cpu_cache_compute"})
+    planned = dict.fromkeys(PLANNED_FIELDS)
     add_arguments(parser, OffloadPolicy, title="what is already decided", defaults=planned)
     add_known_choices(parser.add_argument_group("known from FlexGen and others"))
     return parser
@@ -151,7 +151,8 @@ def _fixed(args: argparse.Namespace) -> dict[str, Any]:
 
 def _spec(name: str) -> ModelSpec:
     """The shape of a model: in a folder, of a well-known name, or of one in the Hugging Face cache or on the hub."""
-    folder = Path(str(resources.files("h2o_flexgen") / "data" / "demo")) if name == "demo" else Path(name).expanduser()
+    shipped = resources.files("h2o_flexgen") / "data" / name
+    folder = Path(str(shipped)) if name in SHIPPED else Path(name).expanduser()
     known = known_config(name)
     if (folder / "config.json").is_file():
         return spec_from_config(_read(folder / "config.json"), name)
