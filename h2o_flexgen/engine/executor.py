@@ -60,7 +60,7 @@ class Executor:
         self._last_position = spec.max_positions - 1 if spec.arch.positions == "learned" else None
         self._windows = [spec.arch.window_of(layer) for layer in range(spec.num_layers)]
         self._path = PromptPath()
-        self._tables: dict[Rotary, Angles] = {}
+        self._tables: dict[tuple[Rotary, torch.device], Angles] = {}
         self._issue = {
             TaskKind.LOAD_WEIGHTS: lambda t: machinery.weights.load(self._units[t.unit].weights),
             TaskKind.FREE_WEIGHTS: lambda t: machinery.weights.free(self._units[t.unit].weights),
@@ -126,13 +126,13 @@ class Executor:
     def _attend(self, unit: UnitSpec, batch: GpuBatch, weights: Weights, cache: KVCache, step: int) -> None:
         decoder, hidden, layer = self._m.decoder, batch.take_hidden(), unit.layer or 0
         rotary = decoder.rotary_of(layer)
+        if step > 0 and rotary is not None and self._m.rolling:
+            table = self._table(rotary, cache.device, hidden.dtype)
+            decoder.attn(weights, hidden, partial(_rolling_attention, cache, decoder.scale, table))
+            return
         angles = None if rotary is None else batch.angles(rotary, hidden.dtype)
         if step > 0:
-            if rotary is not None and self._m.rolling:
-                attention = partial(_rolling_attention, cache, decoder.scale, self._table(rotary, cache, hidden.dtype))
-            else:
-                attention = partial(_decode_attention, cache, decoder.scale, angles)
-            decoder.attn(weights, hidden, attention)
+            decoder.attn(weights, hidden, partial(_decode_attention, cache, decoder.scale, angles))
             return
         prompts = PromptAttention(
             cache,
@@ -150,12 +150,11 @@ class Executor:
             # Nothing after the last attention looks back: only each prompt's last token goes on.
             batch.hidden = hidden[batch.last_tokens()]
 
-    def _table(self, rotary: Rotary, cache: KVCache, dtype: torch.dtype) -> Angles:
-        """What turns the keys of a cache by their places in it; one table serves the whole block."""
-        table = self._tables.get(rotary)
-        if table is None or len(table.cos) < cache.shape.capacity:
-            table = self._tables[rotary] = rotary.table(self._m.caches.most_slots, dtype, cache.device)
-        return table
+    def _table(self, rotary: Rotary, device: torch.device, dtype: torch.dtype) -> Angles:
+        """What turns the keys of the caches on `device` by their places in them; one table serves the whole block."""
+        if (rotary, device) not in self._tables:
+            self._tables[rotary, device] = rotary.table(self._m.caches.most_slots, dtype, device)
+        return self._tables[rotary, device]
 
     def _sample(self, batch: GpuBatch, weights: Weights) -> list[Sequence]:
         logits = self._m.decoder.head(weights, batch.take_hidden())

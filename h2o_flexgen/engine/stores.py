@@ -85,6 +85,7 @@ class CacheStore:
     ) -> None:
         """`homes`: the tier of each (layer, batch). `stays_on_cpu`: attention of caches on cpu is computed there."""
         self._tiers, self._caches, self._dtype = tiers, dict(caches), dtype
+        self._scored = {layer for (layer, _), cache in caches.items() if cache.wants_column_sums}
         resident = {tiers.compute.name, "cpu"} if stays_on_cpu else {tiers.compute.name}
         self._moving: dict[Place, _MovingCache] = {}
         self._used: list[_MovingCache] = []
@@ -110,7 +111,7 @@ class CacheStore:
 
     def wants_column_sums(self, layer: int) -> bool:
         """Whether any cache of `layer` needs the column sums of its prompts' attention."""
-        return any(cache.wants_column_sums for (owner, _), cache in self._caches.items() if owner == layer)
+        return layer in self._scored
 
     @property
     def most_slots(self) -> int:
