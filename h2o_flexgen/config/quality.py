@@ -107,8 +107,8 @@ _ROW_DERIVED = ("recall_accuracy", "perplexity")
 
 
 @dataclass(frozen=True, kw_only=True)
-class QualityReport:
-    """Rows measured on one model, one set of recall questions and one text."""
+class Report:
+    """The frame of every evaluation's report: when, where and on which model. Those that extend it add `rows`."""
 
     version: str = field(default_factory=package_version)
     date: str = field(default_factory=utc_now)
@@ -116,6 +116,17 @@ class QualityReport:
     model: str
     dtype: str
     device: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field."""
+        data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return {**data, "rows": [row.to_json() for row in data["rows"]]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityReport(Report):
+    """Rows measured on one model, one set of recall questions and one text."""
+
     recall_file: str
     text_file: str
     context: int
@@ -124,11 +135,6 @@ class QualityReport:
     """Tokens scored after each context, one at a time, with eviction active."""
     windows: int
     rows: tuple[QualityRow, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Every field."""
-        data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return {**data, "rows": [row.to_json() for row in self.rows]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> QualityReport:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from h2o_flexgen.config.checks import known_keys, whole
-from h2o_flexgen.config.quality import MAX_NLL
-from h2o_flexgen.config.record import host_facts, package_version, utc_now
+from h2o_flexgen.config.quality import MAX_NLL, Report
 from h2o_flexgen.errors import UsageError
 
 Positions = Literal["recomputed", "rolling", "absolute"]
@@ -64,15 +63,9 @@ class StreamRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamReport:
+class StreamReport(Report):
     """Rows measured on one model and the same streams of one text."""
 
-    version: str = field(default_factory=package_version)
-    date: str = field(default_factory=utc_now)
-    host: dict[str, Any] = field(default_factory=host_facts)
-    model: str
-    dtype: str
-    device: str
     text_file: str
     context: int
     """Tokens that the model was made for."""
@@ -93,11 +86,6 @@ class StreamReport:
         """Perplexity of `row` over the windows that lie within positions `first` to `last`; None where none does."""
         inside = [nll for at, nll in zip(self.starts(), row.nll, strict=True) if first <= at <= last - self.window]
         return perplexity_of(inside)
-
-    def to_json(self) -> dict[str, Any]:
-        """Every field."""
-        data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return {**data, "rows": [row.to_json() for row in self.rows]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StreamReport:
