@@ -35,13 +35,13 @@ def known_config(name: str) -> dict[str, Any] | None:
 
 
 def known_names() -> tuple[str, ...]:
-    """The short names (`opt-30b`), each family from small to large."""
+    """The short names (`opt-30b`), each family from small to large; of equal sizes in the order of their names."""
 
     def size(path: Path) -> tuple[str, int]:
         config = _read(path)
         return path.stem.rpartition("-")[0], config.get("num_hidden_layers", 0) * config.get("hidden_size", 0)
 
-    return tuple(path.stem for path in sorted({model.path for model in _models().values()}, key=size))
+    return tuple(path.stem for path in sorted(dict.fromkeys(model.path for model in _models().values()), key=size))
 
 
 @functools.cache

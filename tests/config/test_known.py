@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -199,3 +200,19 @@ def test_configuration_loads_no_torch() -> None:
     imports = [f"h2o_flexgen.config.{name}" for name in names] + ["h2o_flexgen.models.families"]
     code = f"import sys, {', '.join(imports)}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_names_have_one_order_in_every_process() -> None:
+    """Equal sizes too: hashes of strings, and with them the order of sets, differ from process to process."""
+    code = "from h2o_flexgen.config.known import known_names; print(*known_names())"
+    orders = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in range(6)
+    }
+    assert len(orders) == 1
