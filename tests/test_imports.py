@@ -28,8 +28,8 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"models", "memory", "quant", "config"},
     # The prompt's attention runs over groups of rows, which only the engine knows: it calls the kernel itself.
     "engine": {"schedule", "checkpoint", "models", "cache", "memory", "kernels", "config"},
-    # A tick's fixed cost is that of the executor walking a schedule, a token's that of the sampler.
-    "calibration": {"engine", "schedule", "checkpoint", "models", "cache", "memory", "kernels", "config"},
+    # A tick is one of the executor walking a schedule, less what cost says of it; a token's cost is the sampler's.
+    "calibration": {"cost", "engine", "schedule", "checkpoint", "models", "cache", "memory", "kernels", "config"},
     "evaluation": {"engine", "config"},
     "jobs": {"engine", "config"},
     # The offload check compares what was moved with what the schedule says.

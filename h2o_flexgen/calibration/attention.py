@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -193,13 +192,3 @@ def _packed(bench: Bench, tokens: int) -> list[Tensor]:
     widths = [count * spec.head_dim for count in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
     parts = bench.noise(tokens, sum(widths)).split(widths, dim=-1)
     return [part.unflatten(-1, (-1, spec.head_dim)) for part in parts]
-
-
-def attend_call(bench: Bench, slots: int) -> Callable[[], object]:
-    """One `KVCache.attend` of one row that evicts nothing but the oldest; may be called without end."""
-    config = EvictionConfig("local", budget=slots - 1)
-    prompts = _Caches(bench, config, [config.resolve(slots + _BEYOND, 1)], slots + _BEYOND)
-    cache = prompts.empty()
-    prompts.fill(cache)
-    q, k, v = _packed(bench, 1)
-    return lambda: cache.attend(q, k, v, prompts.scale)

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -18,10 +18,11 @@ from h2o_flexgen.calibration.contention import NOTICED, Contest, Factors
 from h2o_flexgen.calibration.elementwise import elementwise_rate, fresh_rate
 from h2o_flexgen.calibration.links import FILE, SMALL, Disk, HostGpu, Link, measured_rate, queued_sample
 from h2o_flexgen.calibration.products import fastest_read, general_rate, product_call, product_shapes
+from h2o_flexgen.calibration.sampling import sample_seconds
 from h2o_flexgen.calibration.stored import keep_profile, machine_facts, profile_key
-from h2o_flexgen.calibration.ticks import overheads
+from h2o_flexgen.calibration.ticks import unexplained_ticks
 from h2o_flexgen.calibration.timing import TimeBudget
-from h2o_flexgen.config.hardware import ComputeRates, HardwareProfile, LinkRate
+from h2o_flexgen.config.hardware import UNIT_KINDS, ComputeRates, HardwareProfile, LinkRate
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.products import products
 from h2o_flexgen.config.record import utc_now
@@ -40,7 +41,8 @@ COMPUTE_PARTS = {
     "elementwise": 1.5,
     "attention of decode steps": 7.0,
     "attention of prompts": 4.0,
-    "ticks and sampling": 3.0,
+    "sampling": 1.0,
+    "ticks": 5.0,
 }
 """Weights of what is measured on each compute device."""
 DISK_PARTS = {"disk writes": 5.0, "disk reads": 4.0, "disk rewrites": 2.0}
@@ -182,18 +184,19 @@ class _Run:
         fresh = fresh_rate(bench, share * 0.4) if bench.name == "cpu" else None
         decode = decode_curves(bench, seconds("attention of decode steps"))
         prefill = prefill_curves(bench, seconds("attention of prompts"))
-        fixed = overheads(bench, seconds("ticks and sampling"), elementwise)
-        return ComputeRates(
+        sample = sample_seconds(bench, seconds("sampling"), elementwise)
+        rates = ComputeRates(
             gemm_flops=general_rate(shapes, layers),
             memory_bytes_per_s=memory,
             decode_attention=decode,
             prefill_attention=prefill,
             elementwise_bytes_per_s=elementwise,
-            tick_s=fixed.ticks,
-            sample_s=fixed.sample,
+            tick_s=dict.fromkeys(UNIT_KINDS, 0.0),
+            sample_s=sample,
             shapes=shapes,
             fresh_bytes_per_s=fresh,
         )
+        return replace(rates, tick_s=unexplained_ticks(bench, rates, seconds("ticks")))
 
     # ---- links
 

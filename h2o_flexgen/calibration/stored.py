@@ -21,7 +21,7 @@ from h2o_flexgen.units import GIB
 
 log = logging.getLogger(__name__)
 
-_METHOD = 1
+_METHOD = 2
 """Counted up whenever something is measured otherwise: older profiles then count no more."""
 
 

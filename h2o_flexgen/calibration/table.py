@@ -49,12 +49,20 @@ def _device(device: str, rates: ComputeRates) -> Iterator[str]:
     rows = [[f"  {kind}", *(f"{curves[kind].at(n) / 1e12:.3g}" for n in keys)] for kind in ("plain", "scored")]
     yield from _aligned([[f"{device}: attention of prompts, TFLOP/s by keys", *(f"{n:g}" for n in keys)], *rows])
     yield ""
-    ticks = ", ".join(f"{kind} {format_seconds(seconds)}" for kind, seconds in rates.tick_s.items())
+    ticks = ", ".join(f"{kind} {_tick(seconds)}" for kind, seconds in rates.tick_s.items())
     memory, elementwise = format_rate(rates.memory_bytes_per_s), format_rate(rates.elementwise_bytes_per_s)
     yield f"{device}: memory {memory}, elementwise {elementwise}; sampling {format_seconds(rates.sample_s)} per row"
     if rates.fresh_bytes_per_s is not None:
         yield f"{device}: first touch of new memory {format_rate(rates.fresh_bytes_per_s)}"
-    yield f"{device}: ticks {ticks}"
+    curve = rates.tick_s["attn"]
+    by = f" by {', '.join(f'{x:g}' for x, _ in curve.points)} rows" if isinstance(curve, Curve) else ""
+    yield f"{device}: ticks beyond all that{by}: {ticks}"
+
+
+def _tick(seconds: float | Curve) -> str:
+    """One figure, or those of the curve's points."""
+    points = seconds.points if isinstance(seconds, Curve) else ((1, seconds),)
+    return " ".join(format_seconds(y) for _, y in points)
 
 
 def _decode(device: str, rates: ComputeRates) -> list[list[str]]:

@@ -110,9 +110,9 @@ class ComputeRates:
                         with ranking the prompt's tokens by them
     elementwise_bytes_per_s  of norms, activations, residuals, rotations and copies: bytes read and written together,
                         on the mix of them in a layer, for a chunk of a prompt
-    tick_s              fixed cost of one tick by kind of unit (`UNIT_KINDS`): its tasks issued, its kernels started;
-                        measured as a decode tick of a unit so narrow that its bytes are nothing, less its products and
-                        its attention, which have fixed costs of their own
+    tick_s              what a tick takes beyond all of the above, by kind of unit (`UNIT_KINDS`): its tasks issued, its
+                        kernels started, products slower in a row than alone. Seconds, or a curve over the tick's
+                        tokens, measured in decode ticks of the engine
     sample_s            of choosing one row's token, greedily, beside the output head's product
     fresh_bytes_per_s   of the first write to memory that the system has just given, as every block's caches are on a
                         CPU: its pages have to be found and zeroed, which may be slower than a disk. None: no slower
@@ -124,7 +124,7 @@ class ComputeRates:
     decode_attention: Mapping[str, Curve]
     prefill_attention: Mapping[str, Curve]
     elementwise_bytes_per_s: float
-    tick_s: Mapping[str, float]
+    tick_s: Mapping[str, float | Curve]
     sample_s: float
     shapes: tuple[GemmShape, ...] = ()
     fresh_bytes_per_s: float | None = None
@@ -141,9 +141,15 @@ class ComputeRates:
         ):
             if set(getattr(self, name)) != set(keys):
                 raise UsageError(f"{name} has {sorted(getattr(self, name))}", f"needed {', '.join(keys)}")
-        for name, value in [*(("tick_s", value) for value in self.tick_s.values()), ("sample_s", self.sample_s)]:
+        ticks = [("tick_s", value) for value in self.tick_s.values() if not isinstance(value, Curve)]
+        for name, value in [*ticks, ("sample_s", self.sample_s)]:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise UsageError(f"{name} is {value!r}", "needed seconds, at least 0")
+
+    def tick_seconds(self, kind: str, tokens: int) -> float:
+        """`tick_s` of one tick of a unit of `kind` that computes so many tokens."""
+        tick = self.tick_s[kind]
+        return tick.at(tokens) if isinstance(tick, Curve) else tick
 
     def gemm_seconds(self, rows: float, out_features: int, in_features: int, itemsize: int) -> float:
         """Of x (rows, in) times (out, in) in numbers of `itemsize` bytes: as measured at this shape, else by the
@@ -234,6 +240,8 @@ def _rates(data: Mapping[str, Any]) -> ComputeRates:
     fields = known_keys(data, ComputeRates)
     for name in ("decode_attention", "prefill_attention"):
         fields[name] = {kind: Curve(points) for kind, points in fields[name].items()}
+    ticks: Mapping[str, Any] = fields["tick_s"]
+    fields["tick_s"] = {kind: Curve(tuple(t)) if isinstance(t, list) else t for kind, t in ticks.items()}
     shapes = fields.get("shapes", ())
     fields["shapes"] = tuple(
         GemmShape(shape["out_features"], shape["in_features"], Curve(shape["seconds"])) for shape in shapes

@@ -46,7 +46,7 @@ class Compute:
 
     "products" are GEMMs; "attention" includes the cache's own work; "elementwise" are norms, activations, residuals,
     rotations and copies; "fresh memory" is the first write of a resident cache; "moving state" is what the computing
-    thread does for caches and hidden states that move; "overhead" is the fixed cost of a tick; "sampling" chooses.
+    thread does for caches and hidden states that move; "overhead" is what a tick takes beside; "sampling" chooses.
     """
 
     def __init__(self, case: Case) -> None:
@@ -66,7 +66,7 @@ class Compute:
             make = {"embed": self._embed, "attn": self._attn, "mlp": self._mlp, "head": self._head}[unit.kind]
             parts = make(unit, task.step, rows, task.batch)
             parts["moving state"] = parts.get("moving state", 0.0) + self._arrival(unit, task)
-            parts["overhead"] = self._rates.tick_s[unit.kind]
+            parts["overhead"] = self._rates.tick_seconds(unit.kind, self._tokens(task.step, rows))
             self._known[key] = parts
         return self._known[key]
 
