@@ -53,6 +53,12 @@ class Candidate:
         return Candidate(request, self.policy, placement, request.footprint(self.policy, placement))
 
     @property
+    def resident(self) -> bool:
+        """Whether everything stays where it is computed on."""
+        kinds = (self.placement.weights, self.placement.cache, self.placement.hidden)
+        return {tier for homes in kinds for tier in homes.values()} == {self.request.compute_tier}
+
+    @property
     def ticks(self) -> int:
         """How much work it was to find out `seconds`."""
         if self.shrunk is not None:

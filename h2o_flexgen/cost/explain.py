@@ -108,7 +108,10 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
     yield "binding", _binding(result)
     if result.runner_up is not None:
         other = result.runner_up
-        faster = "; faster, and within 1 % the smaller block is taken" if other.seconds < result.best.seconds else ""
+        why = "within 1 % the smaller block is taken"
+        if result.best.resident and not other.resident:
+            why = "within 5 % what moves nothing is taken"
+        faster = f"; faster, and {why}" if other.seconds < result.best.seconds else ""
         yield "runner-up", f"{_block(other)}, {_rate(result.runner_up_throughput)}: {_placements(other)}{faster}"
     if result.more:
         gains = ", ".join(f"{tier} {gain:+.2g} tokens/s" for tier, gain in result.more.items())

@@ -27,6 +27,8 @@ from h2o_flexgen.units import GIB
 
 GOOD_ENOUGH = 1.01
 """Among candidates this close to the best the smallest block wins: it starts sooner and leaves more memory free."""
+RESIDENT = 1.05
+"""A plan that moves nothing wins over plans that are faster by less: a prediction errs most in what links do."""
 _TICKS = 60_000  # to simulate in one search: a few seconds
 _POLISH_TICKS = 20_000
 _WAITS = 1.02  # times the bound: what takes longer waits for links now and then
@@ -182,11 +184,15 @@ class _Search:
 
     def _choose(self) -> Candidate:
         fastest = min(each.seconds for each in self._found.values())
-        close = [each for each in self._found.values() if each.seconds <= GOOD_ENOUGH * fastest]
+        resident = [each for each in self._found.values() if each.resident and each.seconds <= RESIDENT * fastest]
+        among = resident or list(self._found.values())
+        close = [each for each in among if each.seconds <= GOOD_ENOUGH * min(other.seconds for other in among)]
         return min(close, key=lambda each: (each.policy.block_size, *_order(each)))
 
     def _polished(self, best: Candidate) -> Candidate:
-        """`best`, with units moved one by one as long as that helps."""
+        """`best`, with units moved one by one as long as that helps; nothing where all are at home."""
+        if best.resident:
+            return best
         limit = self._spent + _POLISH_TICKS
         improved = best.shrunk is None  # one unit of very many is less than an estimate can tell
         while improved and self._spent < limit:

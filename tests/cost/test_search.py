@@ -17,6 +17,7 @@ from h2o_flexgen.cli.arguments import parse_arguments
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.cost import search as searching
 from h2o_flexgen.cost.fit import place
 from h2o_flexgen.cost.predict import predict
 from h2o_flexgen.cost.request import SearchRequest
@@ -24,7 +25,7 @@ from h2o_flexgen.cost.search import search
 from h2o_flexgen.engine.plan import Caps, PlanRequest, make_plan
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.units import GIB, MIB, parse_bytes
-from tests.cost.machines import TINY, known, profile
+from tests.cost.machines import TINY, known, profile, rates
 
 AMPLE = {"gpu": 64 * GIB, "cpu": 64 * GIB, "disk": 1 << 42}
 SMALL = dataclasses.replace(
@@ -54,6 +55,18 @@ def test_with_ample_memory_everything_stays_on_the_compute_tier(tier: str) -> No
     assert result.predicted.bytes_moved == {}
     assert result.binding is None
     assert not result.policy.cpu_cache_compute
+
+
+def test_moving_data_must_win_by_more_than_predictions_err(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First writes to memory that are slower than a disk: a cache on disk looks a little faster, and is not taken."""
+    slow_memory = ask(profile=profile(rates(fresh_bytes_per_s=1e9)))
+    best = search(slow_memory)
+    assert best.predicted.bytes_moved == {}
+    assert best.runner_up is not None
+    monkeypatch.setattr(searching, "RESIDENT", 1.0)
+    moving = search(slow_memory)
+    assert moving.predicted.bytes_moved != {}
+    assert moving.best.seconds < best.best.seconds < 1.05 * moving.best.seconds
 
 
 @settings(max_examples=25, deadline=None)
