@@ -59,7 +59,7 @@ def shared_first(prompts: Sequence[Sequence[int]], share: bool = True) -> list[i
         return by_length
     rank = {row: place for place, row in enumerate(by_length)}
     by_text = sorted(range(len(prompts)), key=lambda i: (list(prompts[i]), rank[i]))
-    common = [_common(prompts[a], prompts[b]) for a, b in pairwise(by_text)]
+    common = [shared_tokens(prompts[a], prompts[b]) for a, b in pairwise(by_text)]
     order: list[int] = []
     todo = [(0, len(by_text), 0)] if by_text else []  # rows [low, high), with `past` tokens in common
     while todo:
@@ -81,8 +81,11 @@ def _cut(common: Sequence[int], low: int, high: int, at_most: int) -> list[tuple
     return list(pairwise(cuts))
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens are the same, but for the last of each: every row computes at least that one itself."""
+def shared_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first tokens are the same, but for the last of each: every row computes at least that one itself.
+
+    Where that cannot reach MIN_SHARED it may be 0.
+    """
     limit = min(len(a), len(b)) - 1
     if limit < MIN_SHARED or a[0] != b[0]:
         return 0
@@ -119,7 +122,7 @@ def segments_of(batches: Sequence[Sequence[Sequence[int]]], chunk: int, share: b
     """
     prompts = [ids for batch in batches for ids in batch]
     home = [index for index, batch in enumerate(batches) for _ in batch]
-    common = [_common(a, b) if share else 0 for a, b in pairwise(prompts)]
+    common = [shared_tokens(a, b) if share else 0 for a, b in pairwise(prompts)]
     out = [_Batch(home.index(index), []) for index in range(len(batches))]
     todo = [(0, len(prompts), 0, 0)]  # rows [low, high) have `past` tokens, in `depth` segments, in common
     while todo:
