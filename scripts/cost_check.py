@@ -5,8 +5,9 @@
     python scripts/cost_check.py --only 3,7 --repetitions 3
 
 Every run is a process of its own with random weights, under scripts/memcap.sh where its memory is capped. The machine
-is calibrated for a model right before its settings, in each repetition anew. Records go to --output, a line each; the tables to stdout. Needs
-root for the caps, about 20 GB of disk in --offload-dir and a quiet machine: the load average is in every record.
+is calibrated for a model right before its settings, in each repetition anew. Records go to --output, a line each; the
+tables to stdout and to table.md there. Needs root for the caps, about 20 GB of disk in --offload-dir and a quiet
+machine: the load average is in every record.
 """
 
 from __future__ import annotations
