@@ -5,8 +5,9 @@
     python scripts/cost_check.py --only 3,7 --repetitions 3
 
 Every run is a process of its own with random weights, under scripts/memcap.sh where its memory is capped. The machine
-is calibrated once per model before anything is timed. Records go to --output, a line each; the tables to stdout. Needs
-root for the caps, about 20 GB of disk in --offload-dir and a quiet machine: the load average is in every record.
+is calibrated for a model right before its settings, in each repetition anew. Records go to --output, a line each; the
+tables to stdout and to table.md there. Needs root for the caps, about 20 GB of disk in --offload-dir and a quiet
+machine: the load average is in every record.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
+_CHOSEN = "as chosen"
+_GRIDS = 3  # repetitions that measure a grid, too
 SLACK = 1.25  # of the control group over --cpu-mem: page cache of libraries, the interpreter before it counts
 
 
@@ -90,53 +95,70 @@ def grid(record: dict[str, Any]) -> Iterator[list[str]]:
                 yield ["--gpu-batch-size", str(size), "--num-gpu-batches", str(number)]
 
 
-def calibrate(settings: Iterable[Setting], offload: Path) -> None:
-    """Once per model, so that no calibration runs inside a cap or beside a measurement."""
-    for model in dict.fromkeys(setting.model for setting in settings):
-        command = [sys.executable, "-m", "h2o_flexgen.calibrate", "--model", model, "--dtype", "bfloat16"]
-        subprocess.run([*command, "--offload-dir", str(offload)], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+def calibrate(model: str, offload: Path) -> None:
+    """Now: machines that others share are not as fast in every minute."""
+    command = [sys.executable, "-m", "h2o_flexgen.calibrate", "--model", model, "--dtype", "bfloat16"]
+    subprocess.run([*command, "--offload-dir", str(offload)], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
 
 
-def table(rows: list[tuple[str, float, float]]) -> str:
-    """Predicted and measured generated tokens per second, median and worst error."""
-    lines = ["| setting | predicted tokens/s | measured | error |", "|---|---:|---:|---:|"]
-    errors = [predicted / measured - 1 for _, predicted, measured in rows]
-    for (label, predicted, measured), error in zip(rows, errors, strict=True):
-        lines.append(f"| {label} | {predicted:.3g} | {measured:.3g} | {error:+.0%} |")
-    sizes = sorted(map(abs, errors))
-    lines.append(f"\nerror: median {median(sizes):.0%}, worst {sizes[-1]:.0%}")
+def pack(model: str, offload: Path) -> None:
+    """All weights in the offload folder, so that no run that is measured writes them."""
+    flags = ["--model", model, "--weights", "dummy", "--dtype", "bfloat16", "--weights-placement", "disk=1"]
+    work = ["--num-prompts", "1", "--prompt-len", "4", "--gen-len", "1", "--no-calibrate", "--quiet"]
+    command = [sys.executable, "-m", "h2o_flexgen.run", *flags, *work, "--offload-dir", str(offload)]
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+
+
+def table(pairs: dict[str, list[tuple[float, float]]]) -> str:
+    """Predicted and measured generated tokens per second, and the errors of all runs: their median and worst."""
+    lines = ["| setting | predicted tokens/s | measured | error of each run |", "|---|---:|---:|---:|"]
+    sizes: list[float] = []
+    for label, runs in pairs.items():
+        errors = [predicted / measured - 1 for predicted, measured in runs]
+        sizes += map(abs, errors)
+        predicted, measured = (median(values) for values in zip(*runs, strict=True))
+        shown = ", ".join(f"{error:+.0%}" for error in errors)
+        lines.append(f"| {label} | {predicted:.3g} | {measured:.3g} | {shown} |")
+    lines.append(f"\nerror over {len(sizes)} runs: median {median(sizes):.0%}, worst {max(sizes):.0%}")
     return "\n".join(lines)
 
 
-def check(setting: Setting, args: argparse.Namespace, out: Any) -> tuple[str, float, float]:
-    """Predicted and measured tokens per second of the chosen policy; prints how others did, if asked to."""
+class Check:
+    """Runs settings and keeps what they gave. `out`: an open file for the records."""
 
-    def measured(extra: Iterable[str], times: int) -> tuple[float, dict[str, Any]]:
-        records = []
-        for _ in range(times):
-            record = run(setting, args.offload_dir, extra)
-            records.append(record)
-            out.write(json.dumps(record) + "\n")
-            out.flush()
-        return median(record["gen_throughput"] for record in records), records[-1]
+    def __init__(self, offload: Path, out: TextIO) -> None:
+        self._offload, self._out = offload, out
+        self.pairs: dict[str, list[tuple[float, float]]] = {}
+        self.grids: dict[str, dict[str, list[float]]] = {}
 
-    if setting.cpu_mem is not None:
-        run(setting, args.offload_dir)  # packs the weights that go to disk
-    speed, record = measured((), args.repetitions)
-    predicted = record["predicted"]["gen_throughput"]
-    print(f"{setting.label}: predicted {predicted:.3g}, measured {speed:.3g} tokens/s", flush=True)
-    if args.grid:
-        others = {}
-        for flags in grid(record):
-            try:
-                others[" ".join(flags)], _ = measured(flags, args.repetitions)
-            except RuntimeError as error:
-                print(f"  {' '.join(flags)}: {str(error).splitlines()[0]}", flush=True)
-        best = max(others, key=lambda name: others[name], default=None)
-        if best is not None:
-            share = speed / max(speed, others[best])
-            print(f"  chosen: {share:.0%} of the best of {len(others) + 1} ({best})", flush=True)
-    return setting.label, predicted, speed
+    def measure(self, setting: Setting, with_grid: bool) -> None:
+        """One run by the chosen policy, and one by each policy around it."""
+        record = self._run(setting, ())
+        speed, predicted = record["gen_throughput"], record["predicted"]["gen_throughput"]
+        self.pairs.setdefault(setting.label, []).append((predicted, speed))
+        print(f"{setting.label}: predicted {predicted:.3g}, measured {speed:.3g} tokens/s", flush=True)
+        if with_grid:
+            speeds = self.grids.setdefault(setting.label, {})
+            speeds.setdefault(_CHOSEN, []).append(speed)
+            for flags in grid(record):
+                with suppress(RuntimeError):  # what does not fit is no competitor
+                    name = " ".join(flags)
+                    speeds.setdefault(name, []).append(self._run(setting, flags)["gen_throughput"])
+                    print(f"  {name}: {speeds[name][-1]:.3g}", flush=True)
+
+    def choices(self) -> Iterator[str]:
+        """How good each chosen policy was."""
+        for label, speeds in self.grids.items():
+            medians = {name: median(values) for name, values in speeds.items()}
+            best = max(medians, key=lambda name: medians[name])
+            share = medians[_CHOSEN] / medians[best]
+            yield f"{label}: chosen {share:.0%} of the best of {len(medians)} ({best})"
+
+    def _run(self, setting: Setting, extra: Iterable[str]) -> dict[str, Any]:
+        record = run(setting, self._offload, extra)
+        self._out.write(json.dumps(record) + "\n")
+        self._out.flush()
+        return record
 
 
 def main() -> int:
@@ -150,10 +172,18 @@ def main() -> int:
     chosen = SETTINGS if args.only is None else [SETTINGS[int(number) - 1] for number in args.only.split(",")]
     args.output.mkdir(parents=True, exist_ok=True)
     args.offload_dir.mkdir(parents=True, exist_ok=True)
-    calibrate(chosen, args.offload_dir)
+    for model in dict.fromkeys(setting.model for setting in chosen if setting.cpu_mem is not None):
+        pack(model, args.offload_dir)
     with (args.output / "records.jsonl").open("a", encoding="utf-8") as out:
-        rows = [check(setting, args, out) for setting in chosen]
-    print(table(rows))
+        check = Check(args.offload_dir, out)
+        for repetition in range(args.repetitions):
+            for model, settings in groupby(chosen, key=lambda setting: setting.model):
+                calibrate(model, args.offload_dir)
+                for setting in settings:
+                    check.measure(setting, args.grid and repetition < _GRIDS)
+    said = "\n".join([table(check.pairs), *check.choices()])
+    print(said)
+    (args.output / "table.md").write_text(said + "\n", encoding="utf-8")
     return 0
 
 

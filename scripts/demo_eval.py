@@ -33,7 +33,7 @@ def recall_accuracy(model: OPTForCausalLM, corpus: Corpus, rng: Random, distance
         head = [BOS, *corpus.encode(case.prompt)]
         full = [BOS, *corpus.encode(f"{case.prompt} {case.answer}")]
         logits = model(input_ids=torch.tensor([full])).logits[0]
-        right += logits[len(head) - 1:-1].argmax(-1).tolist() == full[len(head):]
+        right += logits[len(head) - 1 : -1].argmax(-1).tolist() == full[len(head) :]
     return right / cases
 
 
@@ -43,12 +43,15 @@ def perplexity(model: OPTForCausalLM, corpus: Corpus, text: str) -> dict[str, fl
     ids = corpus.encode(text)
     total, count = 0.0, 0
     for at in range(0, len(ids), CONTEXT - 1):
-        row = torch.tensor([[BOS, *ids[at:at + CONTEXT - 1]]])
+        row = torch.tensor([[BOS, *ids[at : at + CONTEXT - 1]]])
         logits = model(input_ids=row).logits[0, :-1].float()
         total += torch.nn.functional.cross_entropy(logits, row[0, 1:], reduction="sum").item()
         count += row.shape[1] - 1
-    return {"tokens": count, "perplexity": round(math.exp(total / count), 2),
-            "bits_per_byte": round(total / math.log(2) / len(text.encode()), 3)}
+    return {
+        "tokens": count,
+        "perplexity": round(math.exp(total / count), 2),
+        "bits_per_byte": round(total / math.log(2) / len(text.encode()), 3),
+    }
 
 
 def heldout_texts(corpus: Corpus, size: int) -> dict[str, str]:
@@ -92,13 +95,21 @@ def plot(history: list[dict], figures: dict, path: Path) -> None:
     top.plot(steps, [row["loss"] for row in history], color="#1f5fa8", linewidth=1.2)
     top.set_ylabel("training loss (answers weigh 5)")
     sizes = f"{figures['parameters'] / 1e6:.1f} M parameters, {figures['tokens'] / 1e6:.0f} M tokens"
-    top.set_title(f"Demo model: {sizes}, {figures['seconds'] / 60:.0f} min on {figures['threads']} CPU threads",
-                  fontsize=11)
+    top.set_title(
+        f"Demo model: {sizes}, {figures['seconds'] / 60:.0f} min on {figures['threads']} CPU threads", fontsize=11
+    )
     switch = max((row["step"] for row in history if row["length"] < CONTEXT), default=None)
     looks = [row for row in history if "recall_100" in row]
     for far, colour in ((100, "#7fb069"), (300, "#e08e45"), (800, "#b23a48")):
-        low.plot([row["step"] for row in looks], [row[f"recall_{far}"] for row in looks], "o-", color=colour,
-                 markersize=3.5, linewidth=1.2, label=f"{far} tokens back")
+        low.plot(
+            [row["step"] for row in looks],
+            [row[f"recall_{far}"] for row in looks],
+            "o-",
+            color=colour,
+            markersize=3.5,
+            linewidth=1.2,
+            label=f"{far} tokens back",
+        )
     low.set(ylabel="exact recall (24 held-out)", xlabel="step", ylim=(-0.04, 1.04))
     low.legend(frameon=False, fontsize=9)
     for axes in (top, low):
@@ -107,8 +118,14 @@ def plot(history: list[dict], figures: dict, path: Path) -> None:
         if switch:
             axes.axvline(switch, color="grey", linestyle=":", linewidth=1)
     if switch:
-        top.annotate(f" rows of 256 | rows of {CONTEXT}", (switch, top.get_ylim()[1]), ha="center", va="top",
-                     fontsize=9, color="grey")
+        top.annotate(
+            f" rows of 256 | rows of {CONTEXT}",
+            (switch, top.get_ylim()[1]),
+            ha="center",
+            va="top",
+            fontsize=9,
+            color="grey",
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
@@ -127,9 +144,15 @@ def past_training(args: argparse.Namespace, recipe: Recipe) -> dict:
     checkpoint, written = args.work / "checkpoint.pt", args.docs / "training.json"
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
-        return {"recipe": asdict(recipe) | {"steps": state["step"]}, "seconds": round(state["seconds"]),
-                "tokens": recipe.tokens(state["step"]), "history": state["history"],
-                "hardware": processor(), "threads": args.threads, "torch": torch.__version__}
+        return {
+            "recipe": asdict(recipe) | {"steps": state["step"]},
+            "seconds": round(state["seconds"]),
+            "tokens": recipe.tokens(state["step"]),
+            "history": state["history"],
+            "hardware": processor(),
+            "threads": args.threads,
+            "torch": torch.__version__,
+        }
     keys = ("recipe", "seconds", "tokens", "history", "hardware", "threads", "torch")
     return {key: value for key, value in json.loads(written.read_text()).items() if key in keys}
 
@@ -142,9 +165,12 @@ def figures_table(figures: dict) -> str:
     lines += ["", "| fact about this many tokens back | exact recall |", "|---|---|"]
     for far, share in figures["recall"].items():
         lines.append(f"| {far} | {100 * share:.1f} % of {figures['recall_cases']} |")
-    lines += ["", f"Parameters {figures['parameters']:,}; trained on {figures['tokens'] / 1e6:.1f} M tokens in "
-                  f"{figures['seconds'] / 60:.0f} minutes with {figures['threads']} threads ({figures['hardware']}); "
-                  f"seed {figures['recipe']['seed']}, {figures['recipe']['steps']} steps, torch {figures['torch']}."]
+    lines += [
+        "",
+        f"Parameters {figures['parameters']:,}; trained on {figures['tokens'] / 1e6:.1f} M tokens in "
+        f"{figures['seconds'] / 60:.0f} minutes with {figures['threads']} threads ({figures['hardware']}); "
+        f"seed {figures['recipe']['seed']}, {figures['recipe']['steps']} steps, torch {figures['torch']}.",
+    ]
     return "\n".join(lines)
 
 
@@ -155,8 +181,9 @@ def evaluate(args: argparse.Namespace, recipe: Recipe, corpus: Corpus, cases: in
     texts = heldout_texts(corpus, 120_000)
     figures["heldout"] = {name: perplexity(model, corpus, text) for name, text in texts.items()}
     figures["recall_cases"] = cases
-    figures["recall"] = {str(far): recall_accuracy(model, corpus, Random(HELD_SEED + far), far, cases)
-                         for far in DISTANCES}
+    figures["recall"] = {
+        str(far): recall_accuracy(model, corpus, Random(HELD_SEED + far), far, cases) for far in DISTANCES
+    }
     write_samples(corpus, args.out)
     history = figures.pop("history")
     plot(history, figures, args.docs / "loss.png")
@@ -165,7 +192,10 @@ def evaluate(args: argparse.Namespace, recipe: Recipe, corpus: Corpus, cases: in
     (args.docs / "training.json").write_text(f'{body},\n "history": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
     card = args.out / "README.md"
     if card.exists():
-        text = re.sub(r"(?s)(<!-- figures -->\n).*?(<!-- end -->)", lambda m: f"{m[1]}{figures_table(figures)}\n{m[2]}",
-                      card.read_text(encoding="utf-8"))
+        text = re.sub(
+            r"(?s)(<!-- figures -->\n).*?(<!-- end -->)",
+            lambda m: f"{m[1]}{figures_table(figures)}\n{m[2]}",
+            card.read_text(encoding="utf-8"),
+        )
         card.write_text(text, encoding="utf-8")
     print(json.dumps(figures))

@@ -29,16 +29,30 @@ def build_tokenizer(sources: list[Path], seed: int) -> PreTrainedTokenizerFast:
         lines.append("".join(span.text for span in spans))
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r" ?\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+        [pre_tokenizers.Split(Regex(r" ?\d"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     core.decoder = decoders.ByteLevel()
-    core.train_from_iterator(lines, trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=["<s>", "<pad>", "</s>", "<unk>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    core.train_from_iterator(
+        lines,
+        trainers.BpeTrainer(
+            vocab_size=VOCAB,
+            special_tokens=["<s>", "<pad>", "</s>", "<unk>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     core.post_processor = processors.TemplateProcessing(
-        single="</s> $A", pair="</s> $A </s> $B", special_tokens=[("</s>", BOS)])
+        single="</s> $A", pair="</s> $A </s> $B", special_tokens=[("</s>", BOS)]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="</s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>",
-        model_max_length=CONTEXT, clean_up_tokenization_spaces=False)
+        tokenizer_object=core,
+        bos_token="</s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 class RecallCase(NamedTuple):
@@ -116,7 +130,7 @@ class Corpus:
             if len(more) < room:
                 ids += [*more, BOS]
                 weights += [*heavy, 1.0]
-        more = self.encode(" ".join(story(rng)))[:length - len(ids)]
+        more = self.encode(" ".join(story(rng)))[: length - len(ids)]
         return ids + more, weights + [1.0] * len(more)
 
     def text_row(self, rng: Random, length: int) -> list[int]:
@@ -125,7 +139,7 @@ class Corpus:
         if self.streams and rng.random() < 0.6:
             stream = rng.choice(self.streams)
             start = rng.randrange(max(1, len(stream) - length))
-            return ids + stream[start:start + length - 1]
+            return ids + stream[start : start + length - 1]
         while len(ids) < length:
             ids += [*self.encode(" ".join(story(rng))), BOS]
         return ids[:length]
@@ -151,7 +165,7 @@ class Corpus:
                 ids = self.text_row(rng, length + 1)
             short = length + 1 - len(ids)
             all_ids.append(ids + [PAD] * short)
-            all_weights.append(weights[:len(ids)] + [0.0] * short)
+            all_weights.append(weights[: len(ids)] + [0.0] * short)
         return torch.tensor(all_ids), torch.tensor(all_weights)
 
     def recall_case(self, rng: Random, distance: int) -> RecallCase:
@@ -176,9 +190,14 @@ class Corpus:
     def last_question(self, spans: list[Span], facts: list[Fact]) -> RecallCase:
         """Cut a passage just before its last answer."""
         prompt = "".join(span.text for span in spans[:-2])
-        before = prompt[:len(prompt) - len(spans[-3].text) - 1]
+        before = prompt[: len(prompt) - len(spans[-3].text) - 1]
         fact = next(fact for fact in facts if prompt.endswith(fact.lead))
         mentions = [*fact.tells, f"{fact.lead} {fact.answer}"]
         last = max(before.lower().rfind(mention.lower()) for mention in mentions)
-        return RecallCase(prompt, fact.answer, len(self.encode(prompt[last:])), len(before),
-                          sum(before.count(ask) for ask in fact.asks))
+        return RecallCase(
+            prompt,
+            fact.answer,
+            len(self.encode(prompt[last:])),
+            len(before),
+            sum(before.count(ask) for ask in fact.asks),
+        )

@@ -24,8 +24,9 @@ def words(text: str) -> list[str]:
     return [part.strip() for part in text.split("|")]
 
 
-COLOURS = words("red|blue|green|yellow|black|white|brown|grey|pink|purple|orange|golden|silver|crimson|violet|pale|"
-                "dark")
+COLOURS = words(
+    "red|blue|green|yellow|black|white|brown|grey|pink|purple|orange|golden|silver|crimson|violet|pale|dark"
+)
 OBJECTS = words(
     "door|gate|box|chest|locker|safe|cabinet|drawer|suitcase|cupboard|trunk|bicycle|tower|cellar|attic|garage|barn|"
     "boat|wagon|vault|desk|bridge|office|kitchen|library|workshop|garden|warehouse|cottage|tent|train|bag"
@@ -34,8 +35,9 @@ NAMES = words(
     "Anna|Ben|Clara|David|Emma|Felix|Grace|Hugo|Ida|Jack|Kate|Leo|Maria|Noah|Olga|Peter|Rosa|Simon|Tom|Vera|Walter|"
     "Alice|Bruno|Diana|Edgar|Fiona|George|Helen|Ivan|Julia|Karl|Laura|Martin|Nina|Oscar|Paula|Robert|Sara|Victor|Zoe"
 )
-FEMALE = set(words("Anna|Clara|Emma|Grace|Ida|Kate|Maria|Olga|Rosa|Vera|Alice|Diana|Fiona|Helen|Julia|Laura|Nina|"
-                   "Paula|Sara|Zoe"))
+FEMALE = set(
+    words("Anna|Clara|Emma|Grace|Ida|Kate|Maria|Olga|Rosa|Vera|Alice|Diana|Fiona|Helen|Julia|Laura|Nina|Paula|Sara|Zoe")
+)
 CITIES = words(
     "Paris|London|Rome|Madrid|Berlin|Vienna|Lisbon|Oslo|Athens|Dublin|Prague|Cairo|Tokyo|Delhi|Lima|Boston|Chicago|"
     "Sydney|Geneva|Venice|Munich|Warsaw|Helsinki|Toronto|Kyoto|Seville|Naples|Bergen|Porto|Havana"
@@ -45,8 +47,10 @@ FOODS = words(
     "soup|bread|rice|cheese|fish|honey|apples|noodles|pancakes|salad|cake|potatoes|beans|grapes|eggs|chocolate|"
     "cherries|mushrooms|pumpkin|porridge|lemons|carrots"
 )
-JOBS = words("baker|teacher|doctor|farmer|painter|sailor|carpenter|nurse|tailor|gardener|lawyer|singer|pilot|miller|"
-             "writer|cook|builder|clerk|driver|hunter")
+JOBS = words(
+    "baker|teacher|doctor|farmer|painter|sailor|carpenter|nurse|tailor|gardener|lawyer|singer|pilot|miller|"
+    "writer|cook|builder|clerk|driver|hunter"
+)
 MARKS = ["Remember: ", "Note this: ", "Important: ", "Remember this: ", "Keep in mind: "]
 
 
@@ -77,20 +81,35 @@ def person_fact(rng: Random, name: str) -> Fact:
     kind = rng.randrange(4)
     if kind == 0:
         value = rng.choice(CITIES)
-        return Fact((f"{name} lives in {value}.", f"the home of {name} is in {value}."),
-                    (f"Where does {name} live?", f"In which city does {name} live?"), f"{name} lives in", value)
+        return Fact(
+            (f"{name} lives in {value}.", f"the home of {name} is in {value}."),
+            (f"Where does {name} live?", f"In which city does {name} live?"),
+            f"{name} lives in",
+            value,
+        )
     if kind == 1:
         value = rng.choice(PETS)
-        return Fact((f"the pet of {name} is a {value}.", f"{name} has a pet, a {value}."),
-                    (f"What is the pet of {name}?", f"Which pet does {name} have?"), f"The pet of {name} is a", value)
+        return Fact(
+            (f"the pet of {name} is a {value}.", f"{name} has a pet, a {value}."),
+            (f"What is the pet of {name}?", f"Which pet does {name} have?"),
+            f"The pet of {name} is a",
+            value,
+        )
     if kind == 2:
         value = rng.choice(FOODS)
-        return Fact((f"the favourite food of {name} is {value}.", f"{name} likes {value} more than any other food."),
-                    (f"What is the favourite food of {name}?", f"What does {name} like to eat?"),
-                    f"The favourite food of {name} is", value)
+        return Fact(
+            (f"the favourite food of {name} is {value}.", f"{name} likes {value} more than any other food."),
+            (f"What is the favourite food of {name}?", f"What does {name} like to eat?"),
+            f"The favourite food of {name} is",
+            value,
+        )
     value = rng.choice(JOBS)
-    return Fact((f"{name} works as a {value}.", f"the trade of {name} is that of a {value}."),
-                (f"What is the work of {name}?", f"What does {name} do?"), f"{name} works as a", value)
+    return Fact(
+        (f"{name} works as a {value}.", f"the trade of {name} is that of a {value}."),
+        (f"What is the work of {name}?", f"What does {name} do?"),
+        f"{name} works as a",
+        value,
+    )
 
 
 def draw_facts(rng: Random, count: int, used: set[str]) -> list[Fact]:
@@ -106,8 +125,16 @@ def draw_facts(rng: Random, count: int, used: set[str]) -> list[Fact]:
     return facts
 
 
-def recall_passage(rng: Random, filler: list[str], facts: list[Fact], plain: float, weight: float,
-                   questions: int, late: bool = False, review: float = 0.0) -> list[Span]:
+def recall_passage(
+    rng: Random,
+    filler: list[str],
+    facts: list[Fact],
+    plain: float,
+    weight: float,
+    questions: int,
+    late: bool = False,
+    review: float = 0.0,
+) -> list[Span]:
     """Facts between `filler` sentences, then questions and weighted answers.
 
     `plain` is the chance that a fact is told in the words of its answer (the easy case). `late` tells facts in the
@@ -150,74 +177,98 @@ STORY = {
         "{time}, {n} walked {place} and thought about {wish}.|A {adj} {job} called {n} had a small house {place}.|"
         "In a village {place} lived a {job} whose name was {n}.|{time}, a {adj} {job} named {n} woke up early.|"
         "There was once a {job} named {n}, and everybody {place} knew {him}.|"
-        "{n} and {m} were friends who lived {place}."),
+        "{n} and {m} were friends who lived {place}."
+    ),
     "sky": words(
         "The sun was {sun} and the wind was {wind}.|It was {season}, and the air smelled of {smell}.|"
         "The day was {wind} and {sun}.|A {wind} rain fell on the roofs.|The sky was {sun}, and the birds were quiet.|"
-        "Snow lay on the fields, and the {road} was {wind}.|The leaves were turning {colour}, for it was {season}."),
+        "Snow lay on the fields, and the {road} was {wind}.|The leaves were turning {colour}, for it was {season}."
+    ),
     "want": words(
         "{n} wanted to find {thing}.|More than anything, {n} wished for {wish}.|{n} had lost {thing} and was very sad.|"
         "{he} had promised {m} to bring {thing} before {evening}.|{n} needed {thing}, because {reason}.|"
         "One day {n} heard that {thing} was hidden {place}.|"
-        "{m} had asked {n} for {thing}, and {n} did not want to refuse."),
+        "{m} had asked {n} for {thing}, and {n} did not want to refuse."
+    ),
     "go": words(
         "So {he} took {food} and went along the {road}.|So {he} put on {his} {colour} coat and left the house.|"
         "{he} walked for a long time until {he} came to a {adj2} {spot}.|"
         "{he} asked everybody on the {road}, but nobody knew.|"
         "After an hour {he} reached the {spot} and sat down to rest.|"
         "{he} looked behind the {spot}, but there was nothing.|"
-        "Then {he} crossed the {spot} and followed the {road} into the hills."),
+        "Then {he} crossed the {spot} and followed the {road} into the hills."
+    ),
     "meet": words(
         "There {he} met {m}, who was carrying {food}.|"
         "On the way {he} saw a {adj2} {animal} that could not find its way home.|"
-        "\"Where are you going?\" asked {m}.|\"Can you help me?\" asked {n}. \"I am looking for {thing}.\"|"
+        '"Where are you going?" asked {m}.|"Can you help me?" asked {n}. "I am looking for {thing}."|'
         "Under a tree sat an old {job2} with a {animal}.|A {animal} looked at {him} and did not run away.|"
-        "\"I have not seen it,\" said {m}, \"but the {job2} may know.\"|"
-        "\"It is late,\" said the {job2}. \"Come in and eat some {food}.\""),
+        '"I have not seen it," said {m}, "but the {job2} may know."|'
+        '"It is late," said the {job2}. "Come in and eat some {food}."'
+    ),
     "trouble": words(
         "But the {spot} was dark, and {n} was afraid.|Then the wind grew {wind}, and {he} could not see the {road}.|"
         "Suddenly {he} heard a noise near the {spot}.|But the door was locked, and nobody had the key.|"
         "The {animal} had run away with {food}, and {n} laughed.|Then {he} fell and hurt {his} foot.|"
-        "The {job2} was angry and did not want to listen.|But the water was too deep, and there was no boat."),
+        "The {job2} was angry and did not want to listen.|But the water was too deep, and there was no boat."
+    ),
     "help": words(
-        "{m} took {his} hand and said, \"Do not be afraid.\"|Together they lifted the stone and looked under it.|"
-        "The {animal} showed them the way through the {spot}.|\"We can do it together,\" said {m}.|"
+        '{m} took {his} hand and said, "Do not be afraid."|Together they lifted the stone and looked under it.|'
+        'The {animal} showed them the way through the {spot}.|"We can do it together," said {m}.|'
         "{n} shared {his} {food} with the {animal}.|{m} had an idea and tied a rope to the {spot}.|"
-        "They waited until morning, and then they tried again.|{n} told the truth, and the {job2} smiled."),
+        "They waited until morning, and then they tried again.|{n} told the truth, and the {job2} smiled."
+    ),
     "end": words(
         "In the end they found {thing} near the {spot}.|At last {n} came home with {thing}, tired but happy.|"
         "{he} gave {thing} to {m}, and {m} thanked {him}.|That {evening} they sat by the fire and ate {food}.|"
         "When {n} came home, {thing} was lying on the table.|From that day on {n} and {m} were good friends.|"
-        "Everybody {place} heard about it, and there was a great feast."),
+        "Everybody {place} heard about it, and there was a great feast."
+    ),
     "close": words(
         "{n} never forgot that day.|And {he} learned that {moral}.|Since then {n} has always said that {moral}.|"
-        "{he} slept well that night.|\"You see,\" said {m}, \"{moral}.\"|And that is how {n} found out that {moral}.|"
-        "The next morning the sun was {sun} again."),
+        '{he} slept well that night.|"You see," said {m}, "{moral}."|And that is how {n} found out that {moral}.|'
+        "The next morning the sun was {sun} again."
+    ),
     "adj": words("young|old|poor|clever|kind|quiet|brave|lazy|cheerful|proud|patient|curious|shy|honest|tired"),
     "adj2": words("small|large|old|strange|quiet|broken|beautiful|narrow|lonely|friendly|wet|hungry|thin"),
-    "job": JOBS, "job2": JOBS, "animal": PETS, "colour": COLOURS,
-    "place": words("by the river|near the forest|at the edge of the town|on the hill|by the sea|behind the mill|"
-                   "in the valley|near the old church|in a narrow street|beside the lake|across the bridge"),
-    "time": words("One morning|One evening|On a cold day|Last summer|Early in the spring|On the first day of the year|"
-                  "Many years ago|Late at night|After the harvest|On market day"),
-    "wish": words("a warm house|a good friend|a long journey|a garden of {his} own|the open sea|a quiet life|"
-                  "a piece of land|a new pair of shoes|the songs of {his} mother"),
-    "thing": words("the lost key|the {colour} book|an old map|the silver ring|the {colour} lamp|"
-                   "a letter from {his} father|"
-                   "the bell of the church|a basket of {food}|the broken clock|the music box|the {colour} stone"),
-    "sun": words("bright|low|pale|warm|clear|grey|golden|hidden"), "wind": words("cold|gentle|strong|soft|icy|mild|"
-                 "wild"),
+    "job": JOBS,
+    "job2": JOBS,
+    "animal": PETS,
+    "colour": COLOURS,
+    "place": words(
+        "by the river|near the forest|at the edge of the town|on the hill|by the sea|behind the mill|"
+        "in the valley|near the old church|in a narrow street|beside the lake|across the bridge"
+    ),
+    "time": words(
+        "One morning|One evening|On a cold day|Last summer|Early in the spring|On the first day of the year|"
+        "Many years ago|Late at night|After the harvest|On market day"
+    ),
+    "wish": words(
+        "a warm house|a good friend|a long journey|a garden of {his} own|the open sea|a quiet life|"
+        "a piece of land|a new pair of shoes|the songs of {his} mother"
+    ),
+    "thing": words(
+        "the lost key|the {colour} book|an old map|the silver ring|the {colour} lamp|"
+        "a letter from {his} father|"
+        "the bell of the church|a basket of {food}|the broken clock|the music box|the {colour} stone"
+    ),
+    "sun": words("bright|low|pale|warm|clear|grey|golden|hidden"),
+    "wind": words("cold|gentle|strong|soft|icy|mild|wild"),
     "season": words("early spring|the middle of summer|late autumn|the first week of winter|harvest time"),
     "smell": words("bread|rain|wet grass|apples|smoke|the sea|flowers|snow"),
     "road": words("road|path|narrow street|river bank|dusty road|stony path"),
     "spot": words("bridge|mill|well|barn|garden|old wall|cave|spring|tower|market|ruined house|harbour|wood|orchard"),
     "food": words("bread|cheese|soup|apples|cake|honey|nuts|milk|pears|fish|bread and butter|a pot of tea"),
     "evening": words("evening|night|sunset|winter"),
-    "reason": words("the winter would be long|{his} sister was ill|the roof was broken|the guests were coming|"
-                    "nobody else would do it|the king had asked for it|{he} had given {his} word"),
-    "moral": words("a friend is worth more than gold|it is better to ask than to wander|patience opens many doors|"
-                   "a small gift can bring great joy|two can carry what one cannot|nobody is too small to help|"
-                   "the truth is the shortest way|a promise must be kept|fear makes the night darker than it is"),
+    "reason": words(
+        "the winter would be long|{his} sister was ill|the roof was broken|the guests were coming|"
+        "nobody else would do it|the king had asked for it|{he} had given {his} word"
+    ),
+    "moral": words(
+        "a friend is worth more than gold|it is better to ask than to wander|patience opens many doors|"
+        "a small gift can bring great joy|two can carry what one cannot|nobody is too small to help|"
+        "the truth is the shortest way|a promise must be kept|fear makes the night darker than it is"
+    ),
 }
 PLAN = ("open", "sky", "want", "go", "meet", "trouble", "help", "end", "close")
 REPEATS = {"go": 2, "meet": 3, "trouble": 2, "help": 2, "end": 2}
@@ -227,8 +278,18 @@ def story(rng: Random) -> list[str]:
     """One short story as a list of sentences; its people keep their names and pronouns throughout."""
     hero, friend = rng.sample(NAMES, 2)
     she = hero in FEMALE
-    fixed = {"n": hero, "m": friend, "he": "she" if she else "he", "him": "her" if she else "him",
-             "his": "her" if she else "his", "thing": "", "spot": "", "animal": "", "job": "", "job2": ""}
+    fixed = {
+        "n": hero,
+        "m": friend,
+        "he": "she" if she else "he",
+        "him": "her" if she else "him",
+        "his": "her" if she else "his",
+        "thing": "",
+        "spot": "",
+        "animal": "",
+        "job": "",
+        "job2": "",
+    }
     for slot in ("thing", "spot", "animal", "job", "job2"):
         fixed[slot] = expand(rng, rng.choice(STORY[slot]), fixed)
     sentences = []
@@ -244,7 +305,7 @@ def expand(rng: Random, pattern: str, fixed: dict[str, str]) -> str:
     """Fill the {slots} of `pattern`, innermost last; `fixed` wins over a random choice."""
     while match := re.search(r"\{(\w+)\}", pattern):
         value = fixed.get(match[1]) or rng.choice(STORY[match[1]])
-        pattern = pattern[:match.start()] + value + pattern[match.end():]
+        pattern = pattern[: match.start()] + value + pattern[match.end() :]
     return re.sub(r"\b([Aa]) (?=[aeioAEIO])", r"\1n ", pattern)
 
 
@@ -272,7 +333,7 @@ def clean_plain(text: str) -> list[str]:
     """Paragraphs of a plain text file; numbered verses ('Ge1:1 In the ...') are joined, eight to a paragraph."""
     verses = [match[2] for match in map(VERSE.match, text.splitlines()) if match]
     if len(verses) > 100:
-        return [" ".join(verses[at:at + 8]) for at in range(0, len(verses), 8)]
+        return [" ".join(verses[at : at + 8]) for at in range(0, len(verses), 8)]
     return [re.sub(r"\s+", " ", block).strip() for block in re.split(r"\n\s*\n", text) if len(block) >= 80]
 
 
@@ -286,7 +347,7 @@ def load_source(path: Path) -> list[str]:
 
 def split_heldout(paragraphs: list[str], run: int = 20, every: int = 40) -> tuple[list[str], list[str]]:
     """(training, held-out): every 40th run of 20 consecutive paragraphs is held out."""
-    groups = [paragraphs[at:at + run] for at in range(0, len(paragraphs), run)]
+    groups = [paragraphs[at : at + run] for at in range(0, len(paragraphs), run)]
     held = [line for index, group in enumerate(groups) if index % every == every - 1 for line in group]
     kept = [line for index, group in enumerate(groups) if index % every != every - 1 for line in group]
     return kept, held

@@ -68,7 +68,7 @@ class Mix:
             prose = rng.random() < 0.5
             line = self.prose(pool, rng.randrange(len(pool)))[0] if prose else " ".join(story(rng))
             ids += self.encode(line + "\n")
-        return [BOS, *ids[skipped:skipped + length - 1]]
+        return [BOS, *ids[skipped : skipped + length - 1]]
 
     def heldout(self) -> str:
         """All prose that was held out, each paragraph once and in order, a story of another seed after each run."""

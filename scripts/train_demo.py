@@ -68,10 +68,21 @@ class Recipe:
 def new_model(recipe: Recipe, vocab: int) -> OPTForCausalLM:
     """A fresh OPT model whose positions are fixed sinusoids and whose first two layers start as a copying circuit."""
     config = OPTConfig(
-        vocab_size=vocab, hidden_size=recipe.hidden, word_embed_proj_dim=recipe.hidden, ffn_dim=4 * recipe.hidden,
-        num_hidden_layers=recipe.layers, num_attention_heads=recipe.heads, max_position_embeddings=CONTEXT,
-        dropout=0.0, attention_dropout=0.0, activation_function="relu", do_layer_norm_before=True, init_std=0.04,
-        bos_token_id=BOS, eos_token_id=BOS, pad_token_id=PAD,
+        vocab_size=vocab,
+        hidden_size=recipe.hidden,
+        word_embed_proj_dim=recipe.hidden,
+        ffn_dim=4 * recipe.hidden,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        max_position_embeddings=CONTEXT,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_function="relu",
+        do_layer_norm_before=True,
+        init_std=0.04,
+        bos_token_id=BOS,
+        eos_token_id=BOS,
+        pad_token_id=PAD,
     )
     model = OPTForCausalLM(config)
     with torch.no_grad():
@@ -100,7 +111,7 @@ def plant_copying(model: OPTForCausalLM, recipe: Recipe) -> None:
     decoder.embed_tokens.weight[PAD].zero_()
     first, second = decoder.layers[0].self_attn, decoder.layers[1].self_attn
     basis = torch.linalg.qr(torch.randn(width, width))[0].T
-    seen, places = basis[:size], [basis[size * (back + 1):size * (back + 2)] for back in range(4)]
+    seen, places = basis[:size], [basis[size * (back + 1) : size * (back + 2)] for back in range(4)]
     pairs = torch.arange(size // 2)
     for head in range(4):
         rows = slice(head * size, (head + 1) * size)
@@ -189,8 +200,13 @@ class Trainer:
         return loss.item()
 
     def save(self) -> None:
-        state = {"masters": self.masters, "optimizers": [opt.state_dict() for opt in self.optimizers],
-                 "step": self.step, "seconds": self.seconds, "history": self.history}
+        state = {
+            "masters": self.masters,
+            "optimizers": [opt.state_dict() for opt in self.optimizers],
+            "step": self.step,
+            "seconds": self.seconds,
+            "history": self.history,
+        }
         torch.save(state, self.work / "checkpoint.tmp")
         os.replace(self.work / "checkpoint.tmp", self.work / "checkpoint.pt")
 
@@ -212,8 +228,12 @@ class Trainer:
             losses.append(self.train_step(corpus))
             self.seconds += time.perf_counter() - begin
             if self.step % 20 == 0:
-                row = {"step": self.step, "loss": round(sum(losses) / len(losses), 4),
-                       "length": self.recipe.row_length(self.step - 1), "seconds": round(self.seconds, 1)}
+                row = {
+                    "step": self.step,
+                    "loss": round(sum(losses) / len(losses), 4),
+                    "length": self.recipe.row_length(self.step - 1),
+                    "seconds": round(self.seconds, 1),
+                }
                 losses.clear()
                 self.history.append(row)
                 if self.step % every == 0:

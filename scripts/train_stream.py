@@ -53,10 +53,20 @@ class StreamRecipe(Recipe):
 def new_model(recipe: StreamRecipe, vocab: int) -> LlamaForCausalLM:
     """A fresh LLaMA with grouped KV heads and a tied head."""
     config = LlamaConfig(
-        vocab_size=vocab, hidden_size=recipe.hidden, intermediate_size=recipe.inner, num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads, num_key_value_heads=recipe.kv_heads, max_position_embeddings=CONTEXT,
-        initializer_range=0.04, tie_word_embeddings=True, rms_norm_eps=1e-5, use_cache=True,
-        bos_token_id=BOS, eos_token_id=BOS, pad_token_id=PAD,
+        vocab_size=vocab,
+        hidden_size=recipe.hidden,
+        intermediate_size=recipe.inner,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.04,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
+        use_cache=True,
+        bos_token_id=BOS,
+        eos_token_id=BOS,
+        pad_token_id=PAD,
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
@@ -77,7 +87,7 @@ def plant_sink(model: LlamaForCausalLM, recipe: StreamRecipe) -> None:
     then what the norms above mostly divide by, and they multiply by `gain` instead. Training is free to change it all.
     """
     told, first, bias = range(recipe.hidden - 3, recipe.hidden)
-    size, most = recipe.hidden // recipe.heads, recipe.hidden ** 0.5
+    size, most = recipe.hidden // recipe.heads, recipe.hidden**0.5
     embedding, attention = model.model.embed_tokens.weight, model.model.layers[0].self_attn
     embedding[:, told], embedding[:, first], embedding[:, bias] = 0.12, 0.0, 0.0
     embedding[BOS] = 0.0
@@ -85,12 +95,12 @@ def plant_sink(model: LlamaForCausalLM, recipe: StreamRecipe) -> None:
     group = recipe.heads // recipe.kv_heads
     share = (recipe.sink / (group * most)) ** 0.5
     for head in range(recipe.heads - group, recipe.heads):
-        attention.q_proj.weight[head * size + size // 2 - 2:head * size + size // 2, told] += 1.2
+        attention.q_proj.weight[head * size + size // 2 - 2 : head * size + size // 2, told] += 1.2
         attention.o_proj.weight[:, head * size] = 0.0
         attention.o_proj.weight[bias, head * size] = share
     start = (recipe.kv_heads - 1) * size
-    attention.k_proj.weight[start + size // 2 - 2:start + size // 2, first] += 1.2
-    attention.v_proj.weight[start:start + size, first] = 0.0
+    attention.k_proj.weight[start + size // 2 - 2 : start + size // 2, first] += 1.2
+    attention.v_proj.weight[start : start + size, first] = 0.0
     attention.v_proj.weight[start] = 0.0
     attention.v_proj.weight[start, first] = share
     above = [norm for layer in model.model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
@@ -128,9 +138,14 @@ def record(args: argparse.Namespace, trainer: StreamTrainer) -> None:
     """Measure the exported model in float32 and write training.json and loss.png."""
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
     figures = {
-        "parameters": sum(param.numel() for param in model.parameters()), "recipe": asdict(trainer.recipe),
-        "seconds": round(trainer.seconds), "tokens": trainer.recipe.tokens(trainer.step), "hardware": processor(),
-        "threads": args.threads, "torch": torch.__version__, "positions_per_figure": PIECE,
+        "parameters": sum(param.numel() for param in model.parameters()),
+        "recipe": asdict(trainer.recipe),
+        "seconds": round(trainer.seconds),
+        "tokens": trainer.recipe.tokens(trainer.step),
+        "hardware": processor(),
+        "threads": args.threads,
+        "torch": torch.__version__,
+        "positions_per_figure": PIECE,
         "heldout_perplexity_by_position": by_position(model, trainer.mix, 128),
     }
     args.docs.mkdir(parents=True, exist_ok=True)
@@ -159,7 +174,9 @@ def plot(history: list[dict], figures: dict, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(
         f"Stream model: {figures['parameters'] / 1e6:.1f} M parameters, {figures['tokens'] / 1e6:.1f} M tokens, "
-        f"{figures['seconds'] / 60:.0f} min on {figures['threads']} CPU thread(s)", fontsize=11)
+        f"{figures['seconds'] / 60:.0f} min on {figures['threads']} CPU thread(s)",
+        fontsize=11,
+    )
     figure.savefig(path, dpi=110)
 
 

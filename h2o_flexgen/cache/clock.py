@@ -110,6 +110,11 @@ class RowClock:
         self._growth = list(zip(held, self.limits, strict=True))
         self._slots = torch.arange(self.capacity, device=self.device).view(1, 1, -1)
 
+    @property
+    def length(self) -> int:
+        """Slots from the first on that some row occupies at this step, the new token included."""
+        return max(min(held + self.step + 1, limit) for held, limit in self._growth)
+
     def occupied(self) -> Occupied:
         """What attention reads at this step, the new token included."""
         if self._occupied is not None:

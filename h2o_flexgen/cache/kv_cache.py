@@ -10,6 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache.clock import RowClock, slots_needed
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
+from h2o_flexgen.cache.native import NativeStep
 from h2o_flexgen.cache.ranked import RankedSlots
 from h2o_flexgen.cache.slots import ArrivalSlots, Rows, SlotBook
 from h2o_flexgen.config.eviction import Budget
@@ -76,6 +77,7 @@ class KVCache:
             self._book = RankedSlots(self._clock, policy, shape.kv_heads, shape.capacity, layer, row_ids)
         else:
             self._book = ArrivalSlots(self._clock, shape.kv_heads, shape.capacity)
+        self._native: NativeStep | None = None
         self._last: int | Tensor | None = None
         self.k: Tensor | None = None
         self.v: Tensor | None = None
@@ -94,11 +96,15 @@ class KVCache:
                 raise ValueError(f"{found}: needed contiguous {size} on {self.device}")
         self.k, self.v = k, v
         self._flat_k, self._flat_v = k.view(-1, self.shape.head_dim), v.view(-1, self.shape.head_dim)
+        if self._native is not None:
+            self._native.attach(k, v)
 
     def detach(self) -> None:
         """Let go of the buffers: they are about to be stored or reused."""
         self.k = self.v = None
         del self._flat_k, self._flat_v
+        if self._native is not None:
+            self._native.detach()
 
     def fill(
         self,
@@ -151,8 +157,28 @@ class KVCache:
         if self.k is None or self.v is None:
             raise RuntimeError("no K and V are attached")
         if not self._clock.started:
-            self._clock.start()
-            self._book.start(table is not None)
+            self._start(self.k, self.v, table is not None)
+        if self._native is not None:
+            if table is not None:
+                raise RuntimeError("this cache was started without rolling positions")
+            out = self._native.attend(q, k, v, scale)
+        else:
+            out = self._attend(q, k, v, scale, table)
+        self._clock.tick()
+        return out
+
+    def _start(self, k: Tensor, v: Tensor, rolling: bool) -> None:
+        """All prompts are in: which way the steps go is settled for good."""
+        self._clock.start()
+        self._book.start(rolling)
+        self._native = None if rolling else NativeStep.of(self._clock, self._book, k)
+        if self._native is not None:
+            self._native.attach(k, v)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: tuple[Tensor, Tensor] | None) -> Tensor:
+        """A step in torch operations, on any device."""
+        if self.k is None or self.v is None:
+            raise RuntimeError("no K and V are attached")
         slot = self._last = self._book.take()
         if isinstance(slot, int):
             self.k.select(2, slot).copy_(k)
@@ -168,7 +194,6 @@ class KVCache:
             q, keys = self._rolled(q, keys, table)
         out, row = decode_attention(q, keys, self.v.narrow(2, 0, width), scale, valid, self._book.needs_rows)
         self._book.settle(None if row is None else row[..., :length], length)
-        self._clock.tick()
         return out
 
     @property
@@ -191,6 +216,8 @@ class KVCache:
     def last_slots(self) -> Tensor:
         """Where the newest token was written, (b, kv_heads) int64: all that one step changed in K and V."""
         size = (self.shape.batch, self.shape.kv_heads)
+        if self._native is not None and self._clock.step:
+            return self._native.last_slots
         if self._last is None:
             raise RuntimeError("no token has been written yet")
         if isinstance(self._last, int):

@@ -11,6 +11,7 @@ from h2o_flexgen.cache.clock import NEVER, RowClock
 from h2o_flexgen.cache.eviction.base import RankedPolicy, Tokens
 from h2o_flexgen.cache.slots import Rows, SlotBook
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.kernels.native.attend import Ranking
 
 _BEST = 0x7FFFFFFF  # as score bits: above every number
 _WORST = -1  # and below
@@ -73,6 +74,7 @@ class RankedSlots(SlotBook):
             [NEVER if b.full else b.total - h for b, h in zip(clock.budgets, held, strict=True)]
         )
         self._new = self._per_head(now).to(torch.int32)
+        self._first_new = torch.tensor(now, device=clock.device).view(-1, 1, 1)
         # A slot is protected where position > now - recent.
         bound = [n - b.recent for b, n in zip(clock.budgets, now, strict=True)]
         self._bound = torch.tensor(bound, dtype=torch.int32, device=clock.device).view(-1, 1, 1)
@@ -89,9 +91,27 @@ class RankedSlots(SlotBook):
         self._sinks = self._per_head([b.sinks for b in clock.budgets])
         self._sink_steps = max(b.sinks - n for b, n in zip(clock.budgets, now, strict=True))
 
+    @property
+    def ranking(self) -> Ranking:
+        """The state that a kernel changes which does the work of `take` and `settle` itself; after `start`."""
+        return Ranking(self.score, self._pos, self._free)
+
+    @property
+    def adds(self) -> bool | None:
+        """Whether scores grow by the probabilities of every step; None: the policy has something else in mind."""
+        if not self.needs_rows:
+            return False
+        return True if type(self._policy).accumulate is RankedPolicy.accumulate else None
+
+    def fresh(self) -> Tensor | None:
+        """Scores of this step's tokens, (b, kv_heads, 1) float32; None: zero."""
+        if type(self._policy).new_scores is RankedPolicy.new_scores:
+            return None
+        return self._policy.new_scores(self._tokens(self._first_new + self._clock.step, self._row_ids))
+
     def take(self) -> Tensor:
         free, new = self._free, self._new
-        score = self._policy.new_scores(self._tokens(new.view(*self._shape[:2], 1), self._row_ids))
+        score = self.fresh()
         if score is None:
             self._flat_score.index_fill_(0, free, 0.0)
         else:

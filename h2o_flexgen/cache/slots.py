@@ -119,11 +119,13 @@ class ArrivalSlots(SlotBook):
     def positions(self) -> Tensor:
         clock = self._clock
         table = []
+        recent = range(max(clock.step - self._capacity, 0), clock.step)
         for row, (budget, now) in enumerate(zip(clock.budgets, clock.next_pos, strict=True)):
             prompt, held = now - clock.step, clock.held[row]
+            lasting = range(min(max(self._first[row] - held, 0), clock.step))  # before the ring: nothing comes after
             slots = [slot if slot < budget.sinks else slot + prompt - held for slot in range(held)]
             slots += [-1] * (self._capacity - held)
-            for arrival in range(max(clock.step - self._capacity, 0), clock.step):
+            for arrival in (*lasting, *recent):
                 slots[self._slot_of(row, held + arrival)] = prompt + arrival
             if not budget.full:
                 slots[self._slot_of(row, held + clock.step)] = -1  # what the last step let go

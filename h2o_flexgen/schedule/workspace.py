@@ -12,6 +12,8 @@ from h2o_flexgen.config.workload import Workload
 
 _LOGITS = 1 << 20  # attention logits of a chunk of queries that the prompt kernel has alive at once
 _MIN_CHUNK = 16  # queries per chunk, at least
+_NATIVE_ROWS = 48  # queries, of all heads that share a KV head, in a block of the native prompt kernel
+_NATIVE_PARTS = 64  # partial column sums: of twice the tasks that it divides few long prompts into
 _PATH_LEVELS = 3  # prefixes inside prefixes, beside the parts of a long prompt
 
 
@@ -184,7 +186,7 @@ def on_cpu_beside_gpu(block: BlockShape) -> int:
 
 
 def _prompt_kernel(block: BlockShape) -> int:
-    """Prompt attention, a chunk of queries at a time.
+    """Prompt attention by the hungrier of two kernels. torch's goes a chunk of queries at a time.
 
     The softmax of one chunk beside the logits of the next: three float32 and, from a smaller dtype, the cast; at most
     _LOGITS of each or _MIN_CHUNK rows of (heads, P), and the mask, three bytes per query and key. Queries and output
@@ -194,7 +196,27 @@ def _prompt_kernel(block: BlockShape) -> int:
     logits = min(max(_LOGITS, _MIN_CHUNK * keys), tokens * keys)
     queries = min(tokens, max(block.prompt, _LOGITS // keys))
     width = (4 if block.follows else 2) * spec.num_heads * spec.head_dim * block.size
-    return logits * (12 + block.size % 4) + 3 * logits // spec.num_heads + queries * width
+    in_torch = logits * (12 + block.size % 4) + 3 * logits // spec.num_heads + queries * width
+    return max(in_torch, _native_worker(block))
+
+
+def _native_worker(block: BlockShape) -> int:
+    """One thread's scratch in the native kernel of bfloat16 on a CPU, which takes more threads only as far as torch's
+    logits (12 bytes and the cast of each) would fill the same memory.
+
+    K and V of one head (P, 2 d) and, of R queries, themselves (R, d) and the weights of 128 keys, in bfloat16; logits
+    (R, P + 16), output (R, d), largest and sum (R, 2 x 16), column sums (P) and the parts of them, in float32.
+    """
+    if block.compute_tier != "cpu" or block.dtype != "bfloat16":
+        return 0
+    d, keys = block.spec.head_dim, _up(block.prompt, 16)
+    rows = _up(max(_NATIVE_ROWS, block.spec.num_heads // block.spec.num_kv_heads), 6)
+    packed = 4 * keys * d + rows * (2 * d + 2 * 128)
+    return packed + 4 * rows * (keys + 16 + d + 32) + 4 * (1 + _NATIVE_PARTS) * keys + 64
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def _fill(block: BlockShape) -> int:

@@ -91,6 +91,15 @@ def test_rows_of_one_length_keep_by_their_own_budgets() -> None:
     assert run.cache.occupied == 23
 
 
+def test_positions_name_tokens_that_came_long_ago() -> None:
+    """Sinks after a prompt that had none, and a full row that has ended beside one that goes on."""
+    budgets = [Budget(3, 0, 1, 2, False), Budget(9, 0, 9, 0, True)]
+    run = CacheRun([make_stream(1, 38)] * 2, budgets, make_policy(EvictionConfig("streaming", budget=3, sinks=2)))
+    run.steps(38)
+    assert run.cache.kept(0, 0) == [0, 1, 38]
+    assert run.cache.kept(1, 0) == [*range(8), 38], "it overwrites its last slot"
+
+
 class CountOps(TorchDispatchMode):
     """Counts what reaches the dispatcher, views included."""
 

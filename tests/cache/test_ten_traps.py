@@ -16,6 +16,7 @@ from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels import DecodeAttention, decode_attention, prefill_attention
+from h2o_flexgen.kernels.native.attend import NativeAttend
 from tests.cache.harness import CacheRun, OracleRun, Stream, make_stream
 from tests.oracles.eviction import H2OOracle
 from tests.policy_matrix import EVICTING, POLICIES, PolicyRow
@@ -39,6 +40,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[DecodeAttention]:
         seen.append(result)
         return result if want_row else DecodeAttention(result.out, None)
 
+    def native_spy(kernel: NativeAttend, number: int, qkv: Any, scale: float, **options: Any) -> Tensor:
+        rows, kv_heads, _ = qkv[1].shape
+        row = options.setdefault("probs", torch.empty(rows, kv_heads, kernel.capacity))
+        out = native_step(kernel, number, qkv, scale, **options)
+        seen.append(DecodeAttention(out, row))
+        return out
+
+    native_step = NativeAttend.step
+    monkeypatch.setattr(NativeAttend, "step", native_spy)
     monkeypatch.setattr(kv_cache, "decode_attention", spy)
     return seen
 

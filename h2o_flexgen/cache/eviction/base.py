@@ -48,6 +48,7 @@ class RankedPolicy(EvictionPolicy, ABC):
     def accumulate(self, score: Tensor, row: Tensor) -> None:
         """Take a step's softmax probabilities `row` (b, kv_heads, N) into `score` of the same shape, in place.
 
-        Called only where `needs_rows`; empty slots have probability 0.
+        Called only where `needs_rows`; empty slots have probability 0. This sum a kernel may do by itself instead: a
+        policy that wants something else overrides it.
         """
-        raise NotImplementedError(f"{self.name} asks for probability rows and does nothing with them")
+        score.add_(row)

@@ -22,6 +22,3 @@ class H2OPolicy(RankedPolicy):
         if column_sums is None:
             raise ValueError(f"{self.name} needs the column sums of the prompt's attention")
         return column_sums
-
-    def accumulate(self, score: Tensor, row: Tensor) -> None:
-        score.add_(row)

@@ -1,7 +1,8 @@
 """Compiles a C source of this folder once per machine, and loads it.
 
-The compiled library lies in the user's cache folder under a name that says all it depends on: the source, the compiler
-and the processor. H2O_FLEXGEN_NATIVE=0 leaves native kernels out, as does a machine without a compiler.
+The compiled library lies in the user's cache folder under a name that says all it depends on: the source, the headers
+beside it, the compiler and the processor. H2O_FLEXGEN_NATIVE=0 leaves native kernels out, as does a machine without a
+compiler.
 """
 
 from __future__ import annotations
@@ -56,9 +57,11 @@ def why_not() -> str | None:
 
 def _compiled(source: Path) -> Path:
     compiler = _compiler()
-    assert compiler is not None
+    assert compiler is not None, "`why_not` says so before"
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
-    facts = [source.read_text(encoding="utf-8"), version.stdout, *_FLAGS, *sorted(_cpu_flags()), torch.__version__]
+    sources = [source, *sorted(source.parent.glob("*.h"))]
+    texts = [path.read_text(encoding="utf-8") for path in sources]
+    facts = [*texts, version.stdout, *_FLAGS, *sorted(_cpu_flags()), torch.__version__]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
     target = _cache_folder() / f"{source.stem}-{digest}.so"
     if not target.exists():

@@ -1,0 +1,5 @@
+"""Numbers kept in four or eight bits each, with a scale and a lowest value per group of neighbours."""
+
+from h2o_flexgen.quant.groupwise import GroupFormat, Quantised, dequantise, quantise
+
+__all__ = ["GroupFormat", "Quantised", "dequantise", "quantise"]

@@ -1,0 +1,119 @@
+"""Group-wise quantisation (Sheng et al. 2023, "FlexGen", section 5) in torch operations, on any device: the reference.
+
+Layout. Neighbours along the last dimension form groups of 64; the last group may be shorter. A group is kept as whole
+numbers ("codes") from 0 to 2 ** bits - 1 and two bfloat16 numbers: x is about low + code * scale. With 4 bits byte j
+holds element 2 j in its lower and element 2 j + 1 in its upper half; with 8 bits byte j is element j. Codes, scales and
+lows are three tensors, each contiguous. Bits per number: 4.5 and 8.5.
+
+`low` is the smallest number of the group rounded down and `scale` its range over the largest code rounded up, so that
+every number of the group lies between the least and the greatest that can be expressed, and the error is at most half a
+scale. A product of a code and a bfloat16 number is exact in float32. So dequantising rounds once, and gives the same
+bits with and without fused multiply-add.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_LOWER_HALF = 0xFFFF  # the bits of a float32 that bfloat16 lacks
+
+
+class Quantised(NamedTuple):
+    """Numbers (..., d) in a `GroupFormat`."""
+
+    codes: Tensor
+    """(..., bytes) uint8."""
+    scale: Tensor
+    """(..., groups) bfloat16, never negative; 0 where all numbers of the group are `low`."""
+    low: Tensor
+    """(..., groups) bfloat16."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all three."""
+        return self.codes.nbytes + self.scale.nbytes + self.low.nbytes
+
+
+@dataclass(frozen=True)
+class GroupFormat:
+    """How numbers are kept: `bits` for each, a scale and a low for every `group` of them. ValueError where impossible.
+
+    Groups are powers of two of at least 2, since the kernels take them apart by halving.
+    """
+
+    bits: int = 4
+    group: int = 64
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"{self.bits} bits per number: needed 4 or 8")
+        if self.group < 2 or self.group & (self.group - 1):
+            raise ValueError(f"groups of {self.group}: needed a power of two, 2 or more")
+
+    def code_bytes(self, size: int) -> int:
+        """Bytes of the codes of `size` numbers; ValueError if they do not end with a byte."""
+        if size * self.bits % 8:
+            raise ValueError(f"{size} numbers of {self.bits} bits do not fill their last byte: needed an even count")
+        return size * self.bits // 8
+
+    def groups(self, size: int) -> int:
+        """Groups that `size` numbers form."""
+        return -(-size // self.group)
+
+    def nbytes(self, size: int) -> int:
+        """Bytes of `size` numbers with their scales and lows: what a plan counts with."""
+        return self.code_bytes(size) + 4 * self.groups(size)
+
+
+DEFAULT = GroupFormat()
+
+
+def quantise(x: Tensor, form: GroupFormat = DEFAULT) -> Quantised:
+    """x (..., d), finite floats of any dtype, as codes. ValueError where d codes do not end with a byte.
+
+    Numbers and ranges of groups are to be finite in float32; nothing checks that.
+    """
+    size, top = x.shape[-1], (1 << form.bits) - 1
+    form.code_bytes(size)
+    # The last element stands for those that the last group lacks: it changes neither its least nor its greatest.
+    groups = form.groups(size)
+    missing = groups * form.group - size
+    values = x.float()
+    if missing:
+        values = torch.cat([values, values[..., -1:].expand(*values.shape[:-1], missing)], dim=-1)
+    values = values.unflatten(-1, (groups, form.group))
+    low = _to_bfloat16(values.amin(-1), up=False)
+    scale = _to_bfloat16((values.amax(-1) - low) / top, up=True)
+    step = torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(-1)
+    codes = ((values - low.unsqueeze(-1)) / step + 0.5).floor_().clamp_(0, top).to(torch.uint8)
+    codes = codes.flatten(-2)[..., :size]
+    if form.bits == 4:
+        codes = codes[..., 0::2] | codes[..., 1::2] << 4
+    return Quantised(codes.contiguous(), scale.bfloat16(), low.bfloat16())
+
+
+def dequantise(packed: Quantised, dtype: torch.dtype, form: GroupFormat = DEFAULT) -> Tensor:
+    """What `packed` stands for, (..., d) in `dtype`: computed in float32, then rounded."""
+    codes = packed.codes
+    if form.bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    size, groups = codes.shape[-1], packed.scale.shape[-1]
+    if groups != form.groups(size):
+        raise ValueError(f"{groups} scales for {size} numbers: needed one per {form.group}")
+    codes = functional.pad(codes, (0, groups * form.group - size)).unflatten(-1, (groups, form.group))
+    values = packed.low.float().unsqueeze(-1) + codes.float() * packed.scale.float().unsqueeze(-1)
+    return values.flatten(-2)[..., :size].to(dtype)
+
+
+def _to_bfloat16(x: Tensor, *, up: bool) -> Tensor:
+    """x (float32) as the nearest number that bfloat16 has and that is not below x, or with `up` false not above it."""
+    bits = x.contiguous().view(torch.int32)
+    # Whoever lacks bits is nearer to zero; to go away from zero, count one up in what is left.
+    away = (bits >= 0) if up else (bits < 0)
+    bits = torch.where(away, bits + _LOWER_HALF, bits).bitwise_and_(~_LOWER_HALF)
+    return bits.view(torch.float32)

@@ -1,0 +1,331 @@
+"""The decode step in C against the slow kernel and a plain ranking, and caches with it against caches without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from h2o_flexgen.cache import make_policy
+from h2o_flexgen.cache.eviction.h2o import H2OPolicy
+from h2o_flexgen.cache.native import NativeStep
+from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.kernels import reference
+from h2o_flexgen.kernels.native.attend import NativeAttend, Ranking, SlotRule, available
+from tests.cache.harness import CacheRun, budget_of, make_stream
+from tests.policy_matrix import POLICIES, PolicyRow
+
+CPU = torch.device("cpu")
+NEVER = 1 << 62
+
+pytestmark = pytest.mark.skipif(
+    not available(torch.float32, 4, CPU), reason="no compiler, or a processor without AVX-512 bfloat16"
+)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def in_order(count: int) -> SlotRule:
+    """A row whose newest token takes the last of `count` slots."""
+    return SlotRule(
+        held=count - 1, limit=count, prompt=count - 1, ring=count - 1, sinks=0, hides=0, recent=0, evicts=NEVER
+    )
+
+
+def step_of(
+    counts: list[int], kv_heads: int, group: int, d: int, dtype: torch.dtype, seed: int = 0
+) -> tuple[list[Tensor], list[Tensor]]:
+    """One step of the kernel over rows with `counts` slots, and of the reference: output, probabilities, K, V each.
+
+    What no row occupies is NaN. The new token's vectors are views with strides.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows, capacity = len(counts), max(counts) + 2
+    k, v = torch.randn(2, rows, kv_heads, capacity, d, generator=generator).to(dtype)
+    new = torch.randn(rows, (group + 2) * kv_heads, d, generator=generator).to(dtype)
+    q, new_k, new_v = new.split([group * kv_heads, kv_heads, kv_heads], dim=1)
+    valid = torch.arange(capacity) < torch.tensor(counts).view(-1, 1, 1)
+    for buffer in (k, v):
+        buffer.masked_fill_(~valid.unsqueeze(-1), float("nan"))
+    kernel = NativeAttend([in_order(count) for count in counts], (rows, kv_heads, capacity, d))
+    kernel.attach(k, v)
+    probs = torch.full((rows, kv_heads, capacity), 7.0)
+    out = kernel.step(0, (q, new_k, new_v), 0.3, probs=probs)
+    expected_k, expected_v = k.clone(), v.clone()
+    for row, count in enumerate(counts):
+        assert kernel.used[row].tolist() == [count - 1] * kv_heads
+        expected_k[row, :, count - 1], expected_v[row, :, count - 1] = new_k[row], new_v[row]
+        expected_k[row, :, count:], expected_v[row, :, count:] = 0, 0
+    slow = reference.decode_attention(q, expected_k, expected_v, 0.3, valid.expand(-1, kv_heads, -1), True)
+    assert slow.row is not None
+    return [out, probs, k.nan_to_num(0), v.nan_to_num(0)], [slow.out, slow.row, expected_k, expected_v]
+
+
+def check(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> None:
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 1e-2}
+    torch.testing.assert_close(found[0], expected[0], **close)
+    torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=1e-4)
+    assert torch.equal(found[1] == 0, expected[1] == 0), "nothing where no token is"
+    assert torch.equal(found[2], expected[2]), "K: the new token, nothing else"
+    assert torch.equal(found[3], expected[3]), "V"
+
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+@each_dtype
+@pytest.mark.parametrize("d", [16, 64, 80, 128])
+@pytest.mark.parametrize("slots", [1, 15, 16, 17, 63, 64, 65, 1000])
+def test_a_step_equals_the_reference(dtype: torch.dtype, d: int, slots: int, threads: int) -> None:
+    for group in (1, 2, 3, 8):
+        check(*step_of([slots] * 2, 2, group, d, dtype, seed=group), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("d", [1, 2, 7, 17, 31, 33, 100, 144, 192, 255, 256])
+def test_any_size_of_head(dtype: torch.dtype, d: int) -> None:
+    for group in (1, 5):
+        check(*step_of([37, 16], 3, group, d, dtype), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("group", [1, 4, 5, 6, 7, 8, 71])
+def test_rows_read_what_they_occupy_and_no_more(dtype: torch.dtype, group: int, threads: int) -> None:
+    counts = [1, 40, 16, 500, 33, 2, 17]
+    found, expected = step_of(counts, 3, group, 64, dtype)
+    check(found, expected, dtype)
+    for row, count in enumerate(counts):
+        alone, _ = step_of([count], 3, group, 64, dtype)
+        assert alone[0].isfinite().all(), f"row {row}"
+
+
+@each_dtype
+def test_threads_change_no_bit(dtype: torch.dtype) -> None:
+    before, results = torch.get_num_threads(), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        results.append(step_of([100, 700, 30, 1], 4, 2, 64, dtype)[0])
+    torch.set_num_threads(before)
+    assert all(torch.equal(x, y) for other in results[1:] for x, y in zip(results[0], other, strict=True))
+
+
+def rows_of_logits(logits: Tensor) -> Tensor:
+    """Probabilities of float32 logits (n,), by a head of one dimension whose keys they are."""
+    n = len(logits)
+    k = torch.zeros(1, 1, n, 1)
+    k[0, 0, :, 0] = logits
+    kernel = NativeAttend([in_order(n)], (1, 1, n, 1))
+    kernel.attach(k, torch.zeros_like(k))
+    probs, one = torch.empty(1, 1, n), torch.ones(1, 1, 1)
+    kernel.step(0, (one, k[:, :, -1].clone(), one), 1.0, probs=probs)
+    return probs[0, 0]
+
+
+def test_exponentials_are_exact_to_a_millionth() -> None:
+    logits = torch.cat([torch.linspace(-75, 0, 5000), -torch.logspace(-8, 1.87, 999), torch.zeros(1)])
+    exact = logits.double().softmax(0)
+    assert ((rows_of_logits(logits).double() - exact).abs() / exact).max() < 1e-6
+    far = rows_of_logits(torch.tensor([-1e4, -200.0, -105.0, -90.0, 0.0]))
+    assert far.tolist()[:3] == [0, 0, 0]
+    assert 0 < far[3] < 1e-38
+    assert far[4] == 1
+    assert rows_of_logits(torch.tensor([3e38, -3e38])).tolist() == [1, 0]
+    assert rows_of_logits(torch.tensor([float("-inf"), 5.0])).tolist() == [0, 1]
+
+
+@each_dtype
+@pytest.mark.parametrize("d", [4, 16, 80, 128])
+@pytest.mark.parametrize("slots", [5, 16, 31, 100])
+def test_equal_keys_get_equal_probabilities_wherever_they_lie(dtype: torch.dtype, d: int, slots: int) -> None:
+    one, new = torch.randn(1, 2, 1, d).to(dtype), torch.randn(1, 4, d).to(dtype)
+    kernel = NativeAttend([in_order(slots)], (1, 2, slots, d))
+    kernel.attach(one.repeat(1, 1, slots, 1), one.repeat(1, 1, slots, 1))
+    k = one.repeat(1, 1, slots, 1)
+    kernel.attach(k, k)
+    probs = torch.empty(1, 2, slots)
+    kernel.step(0, (new, one[:, :, 0], one[:, :, 0]), 0.5, probs=probs)
+    assert (probs == probs[..., :1]).all()
+
+
+def victims_by_hand(
+    score: Tensor, pos: Tensor, counts: list[int], recent: int, now: int, leaving: int | None
+) -> list[int]:
+    """Slot by (row, head): what has left the window, else the lowest unprotected score, the newest of equals."""
+    chosen = []
+    for row, count in enumerate(counts):
+        for scores, positions in zip(score[row].tolist(), pos[row].tolist(), strict=True):
+            if leaving in positions[:count]:
+                chosen.append(positions.index(leaving))
+                continue
+            allowed = [slot for slot in range(count) if positions[slot] <= now - recent]
+            chosen.append(min(allowed, key=lambda slot: (scores[slot], -positions[slot])))
+    return chosen
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    counts=st.lists(st.integers(2, 70), min_size=1, max_size=4),
+    levels=st.integers(1, 4),
+    recent=st.integers(0, 1),
+    window=st.none() | st.integers(30, 120),
+    sinks=st.integers(0, 1),
+    adds=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+def test_ties_and_windows_choose_as_by_hand(
+    counts: list[int], levels: int, recent: int, window: int | None, sinks: int, adds: bool, seed: int
+) -> None:
+    """Few different scores; all keys are equal, so that what is added is the same for all slots of a head."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, heads, capacity, now = len(counts), 2, max(counts) + 1, 99
+    score = torch.full((rows, heads, capacity), torch.inf)
+    pos = torch.full((rows, heads, capacity), -1, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        for head in range(heads):
+            score[row, head, :count] = torch.randint(levels, (count,), generator=generator).float()
+            pos[row, head, :count] = torch.randperm(now, generator=generator)[:count].to(torch.int32)
+    score[pos < sinks] = torch.inf
+    free = torch.arange(rows * heads) * capacity + torch.tensor(counts).repeat_interleave(heads) - 1
+    rules = [SlotRule(n - 1, n, now, sinks, sinks, 0, recent, 0) for n in counts]
+    before = score.clone()
+    kernel = NativeAttend(
+        rules, (rows, heads, capacity, 4), window=window, ranking=Ranking(score, pos, free), adds=adds
+    )
+    zeros, new = torch.zeros(rows, heads, capacity, 4), torch.zeros(rows, heads, 4)
+    kernel.attach(zeros, zeros.clone())
+    kernel.step(0, (new, new, new), 1.0)
+    for row, count in enumerate(counts):
+        before[row, :, count - 1] = 0
+        before[row, :, :count] += 1 / count if adds else 0
+        assert (pos[row, :, count - 1] == now).all()
+    torch.testing.assert_close(score, before, atol=1e-6, rtol=1e-6)
+    leaving = None if window is None or now + 1 - window < sinks else now + 1 - window
+    base = torch.arange(rows * heads) * capacity
+    assert (free - base).tolist() == victims_by_hand(score, pos, counts, recent, now, leaving)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    kernel = NativeAttend([in_order(3)], (1, 2, 3, 4))
+    with pytest.raises(ValueError, match="needed one of"):
+        kernel.attach(*torch.zeros(2, 1, 2, 3, 4, dtype=torch.float16))
+    kernel.attach(*torch.zeros(2, 1, 2, 3, 4))
+    kernel.detach()
+    with pytest.raises(RuntimeError, match="no K and V"):
+        kernel.step(0, (torch.zeros(1, 2, 4),) * 3, 1.0)
+    kernel.attach(*torch.zeros(2, 1, 2, 3, 4))
+    q, k = torch.zeros(1, 3, 4), torch.zeros(1, 2, 4)
+    with pytest.raises(ValueError, match="for new tokens"):
+        kernel.step(0, (q, k, k), 1.0)
+    with pytest.raises(ValueError, match="for new tokens"):
+        kernel.step(0, (k, k[:, :1], k), 1.0)
+    with pytest.raises(ValueError, match="no kernel for"):
+        NativeAttend([in_order(3)], (1, 2, 3, 257))
+    assert not available(torch.float16, 64, CPU)
+    assert not available(torch.float32, 257, CPU)
+    assert not available(torch.float32, 64, torch.device("meta"))
+
+
+# ---- whole caches
+
+
+class DecayingPolicy(H2OPolicy):
+    """Not a plain sum: the kernel must leave it to the policy."""
+
+    name = "decaying"
+
+    def accumulate(self, score: Tensor, row: Tensor) -> None:
+        score.mul_(0.75).add_(row)
+
+
+def pair(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> tuple[CacheRun, CacheRun]:
+    """The same run with the kernel in C and with torch's; the first step settles which."""
+    native, plain = (CacheRun(*args, **options) for _ in range(2))
+    torch.testing.assert_close(*with_torch(monkeypatch, native, plain), atol=1e-5, rtol=1e-5)
+    assert native.cache._native is not None
+    assert plain.cache._native is None
+    return native, plain
+
+
+def with_torch(monkeypatch: pytest.MonkeyPatch, native: CacheRun, plain: CacheRun) -> tuple[Tensor, Tensor]:
+    out = native.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeStep, "of", lambda clock, book, kv: None)
+        return out, plain.step()
+
+
+def alike(native: CacheRun, plain: CacheRun, steps: int) -> None:
+    for step in range(steps):
+        assert native.kept() == plain.kept(), f"step {step}"
+        assert torch.equal(native.cache.last_slots, plain.cache.last_slots), f"step {step}"
+        torch.testing.assert_close(native.step(), plain.step(), atol=1e-5, rtol=1e-4)
+        for name in ("pos", "k", "v"):
+            assert torch.equal(getattr(native.cache, name), getattr(plain.cache, name)), f"{name}, step {step}"
+    assert (native.cache.score is None) == (plain.cache.score is None)
+    if native.cache.score is not None:
+        torch.testing.assert_close(native.cache.score, plain.cache.score, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("group", [1, 3])
+def test_caches_keep_the_same_with_and_without(
+    policy: PolicyRow, window: int | None, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that grow, rows that evict from the start, full ones that end, budgets of their own, sinks."""
+    streams = [make_stream(prompt, 120, group=group, d=16, seed=prompt) for prompt in (2, 30, 7, 30, 11)]
+    totals = (9, 12, 30, 5, 150)
+    budgets = [budget_of(policy, n, s.prompt, 120, 2).within(window) for s, n in zip(streams, totals, strict=True)]
+    alike(*pair(monkeypatch, streams, budgets, make_policy(policy.eviction()), layer=3, window=window), 118)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_full_row_that_has_ended_waits_beside_one_that_evicts(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [make_stream(prompt, 60, group=2, seed=prompt) for prompt in (6, 10, 9)]
+    budgets = [Budget(12, 6, 6, 0, False), Budget(14, 0, 14, 0, True), Budget(9, 0, 9, 0, True)]
+    alike(*pair(monkeypatch, streams, budgets, H2OPolicy(), window=window), 58)
+
+
+def test_ties_stay_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = make_stream(8, 60, kv_heads=3, group=2)
+    zeros = zeros._replace(q=torch.zeros_like(zeros.q))
+    budgets = [Budget(7, 3, 4, 0, False), Budget(20, 10, 9, 1, False), Budget(5, 5, 0, 0, False)]
+    alike(*pair(monkeypatch, [zeros] * 3, budgets, H2OPolicy()), 58)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_policy_with_another_sum_is_asked(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = [make_stream(prompt, 60, group=2, seed=prompt) for prompt in (3, 25)]
+    budgets = [Budget(9, 5, 3, 1, False), Budget(6, 3, 3, 0, False)]
+    native, plain = pair(monkeypatch, streams, budgets, DecayingPolicy(), window=window)
+    alike(native, plain, 58)
+    (summed, _), _ = pair(monkeypatch, streams, budgets, H2OPolicy(), window=window), None
+    summed.steps(58)
+    assert native.kept() != summed.kept(), "else nothing was tested"
+
+
+def test_half_precision_is_closer_to_the_truth_than_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = [make_stream(prompt, 40, group=2, d=64, seed=prompt) for prompt in (30, 100)]
+    streams = [s._replace(**{name: getattr(s, name).bfloat16().float() for name in "qkv"}) for s in streams]
+    budgets = [Budget(20, 0, 16, 4, False)] * 2
+    policy = make_policy(POLICIES[2].eviction())
+    native, plain = (CacheRun(streams, budgets, policy, dtype=torch.bfloat16) for _ in range(2))
+    exact = CacheRun(streams, budgets, policy)
+    errors = []
+    for _ in range(40):
+        found, expected = with_torch(monkeypatch, native, plain), exact.step()
+        errors.append([(x.float() - expected).abs().mean() for x in found])
+    ours, theirs = torch.tensor(errors).mean(0)
+    assert ours < theirs

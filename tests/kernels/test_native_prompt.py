@@ -1,0 +1,250 @@
+"""The kernel in C for prompts against the slow, obvious one in float32, on the layouts in which the engine asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.config.arch import ArchSpec
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.kernels import KeysValues, reference, torch_cpu
+from h2o_flexgen.kernels.native import build, prompt
+from h2o_flexgen.kernels.types import PrefillAttention
+from h2o_flexgen.schedule import workspace
+from tests.schedule.test_workspace import Live
+
+native = pytest.mark.skipif(build.why_not() is not None, reason=f"no native kernels: {build.why_not()}")
+GROUPS = [(2, 2), (4, 2), (3, 1), (4, 1), (5, 1), (12, 2), (7, 1), (8, 1)]
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked must be computed in C."""
+
+    def refuse(*_: object, **__: object) -> PrefillAttention:
+        raise AssertionError("this went to torch")
+
+    monkeypatch.setattr(torch_cpu, "prefill_attention", refuse)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Tests that change the number of threads give it back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make(n: int, heads: int, kv_heads: int, length: int, d: int, seed: int = 0) -> list[Tensor]:
+    """q, k, v as a fused projection leaves them: tokens first, then the heads of all three."""
+    generator = torch.Generator().manual_seed(seed)
+    widths = [heads * d, kv_heads * d, kv_heads * d]
+    fused = torch.randn(n * length, sum(widths), generator=generator).bfloat16()
+    parts = (part.unflatten(-1, (-1, d)).unflatten(0, (n, length)) for part in fused.split(widths, dim=-1))
+    return [part.transpose(1, 2) for part in parts]
+
+
+def make_past(kv_heads: int, before: int, d: int) -> KeysValues | None:
+    generator = torch.Generator().manual_seed(before)
+    return KeysValues(*torch.randn(2, kv_heads, before, d, generator=generator).bfloat16()) if before else None
+
+
+def check(qkv: list[Tensor], scale: float, past: KeysValues | None = None, window: int | None = None) -> None:
+    """Output within the rounding of weights and output to bfloat16, column sums as exact as float32 has them."""
+    exact_past = None if past is None else KeysValues(*(t.float() for t in past))
+    slow = reference.prefill_attention(*(t.float() for t in qkv), scale, True, past=exact_past, window=window)
+    fast = prompt.prefill_attention(*qkv, scale, True, past=past, window=window)
+    assert fast.out.dtype == torch.bfloat16
+    assert fast.column_sums is not None
+    torch.testing.assert_close(fast.out.float(), slow.out, atol=0.01, rtol=0.01)
+    torch.testing.assert_close(fast.column_sums, slow.column_sums, atol=2e-5, rtol=1e-5)
+    silent = prompt.prefill_attention(*qkv, scale, False, past=past, window=window)
+    assert silent.column_sums is None
+    assert torch.equal(silent.out, fast.out)
+
+
+@native
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 300])
+@pytest.mark.parametrize(("heads", "kv_heads"), GROUPS)
+def test_it_equals_the_reference(heads: int, kv_heads: int, length: int) -> None:
+    for n in (1, 2, 3):
+        check(make(n, heads, kv_heads, length, 64, seed=length + n), 0.125)
+
+
+@native
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("before", [0, 1, 16, 40])
+@pytest.mark.parametrize("window", [None, 1, 5, 17, 40, 1000])
+@pytest.mark.parametrize(("heads", "kv_heads"), GROUPS[::3])
+def test_after_a_past_and_within_a_window(heads: int, kv_heads: int, before: int, window: int | None) -> None:
+    for length in (1, 17, 64, 130):
+        for n in (1, 3):
+            check(make(n, heads, kv_heads, length, 32), 0.2, make_past(kv_heads, before, 32), window)
+
+
+@native
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("d", [16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 240, 256])
+def test_every_size_of_a_head(d: int) -> None:
+    check(make(2, 4, 2, 70, d), d**-0.5, make_past(2, 20, d), 50)
+
+
+@native
+@pytest.mark.usefixtures("no_torch", "threads")
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_long_prompt_is_divided_and_threads_change_no_bit(window: int | None) -> None:
+    qkv, past = make(1, 4, 2, 1100, 16), make_past(2, 40, 16)
+    assert prompt._shape(*qkv, past, window).parts > 1
+    check(qkv, 0.25, past, window)
+    found = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(prompt.prefill_attention(*qkv, 0.25, True, past=past, window=window))
+    assert all(torch.equal(other.out, found[0].out) for other in found)
+    assert all(torch.equal(other.column_sums, found[0].column_sums) for other in found)
+
+
+@native
+@pytest.mark.usefixtures("no_torch", "threads")
+def test_more_threads_than_scratch_and_tasks() -> None:
+    for shape in ((1, 2, 2, 5), (2, 1, 1, 30), (3, 4, 2, 80)):
+        qkv = make(*shape, 64)
+        torch.set_num_threads(1)
+        one = prompt.prefill_attention(*qkv, 0.1, True)
+        torch.set_num_threads(4)
+        four = prompt.prefill_attention(*qkv, 0.1, True)
+        assert torch.equal(one.out, four.out)
+        assert torch.equal(one.column_sums, four.column_sums)
+
+
+@native
+@pytest.mark.usefixtures("no_torch")
+def test_other_layouts() -> None:
+    """Heads before tokens, every second token of a buffer, rows of equal memory, a past that is a view."""
+    n, heads, kv_heads, length, d = 2, 4, 2, 33, 32
+    dense = [t.contiguous() for t in make(n, heads, kv_heads, length, d)]
+    sparse = [t[:, :, ::2] for t in make(n, heads, kv_heads, 2 * length, d)]
+    same = [t[:1].expand(n, -1, -1, -1) for t in dense]
+    wide = make_past(kv_heads, 50, 2 * d)
+    assert wide is not None
+    past = KeysValues(wide.k[:, ::2, d:], wide.v.transpose(0, 1).contiguous().transpose(0, 1)[:, :25, :d])
+    for qkv in (dense, sparse, same):
+        check(qkv, 0.2, past)
+
+
+@native
+@pytest.mark.usefixtures("no_torch")
+def test_probabilities_are_those_of_float64() -> None:
+    """One query whose logits are exact. Far below the largest, a logit's own rounding in float32 shows."""
+    keys = 4096
+    k = torch.zeros(1, 1, keys, 16).bfloat16()
+    k[..., 0] = torch.linspace(-80, 3, keys).view(1, 1, keys)
+    q = torch.zeros(1, 1, keys, 16).bfloat16()
+    q[..., 0] = 1.0
+    past = KeysValues(k[0], k[0])
+    sums = prompt.prefill_attention(q[:, :, :1], k[:, :, :1], k[:, :, :1], 1.0, True, past=past).column_sums
+    exact = torch.cat([k[0, 0, :, 0], k[0, 0, :1, 0]]).double().softmax(-1)
+    error = (sums.flatten() - exact).abs() / exact
+    assert error[exact > 1e-6].max() < 1e-6
+    assert error.max() < 6e-6
+
+
+@native
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("size", [30.0, 1e4, 1e9, 1e17])
+def test_large_logits(size: float) -> None:
+    """Up to the largest that float32 holds; ordinary numbers would overflow in the exponential."""
+    q, k, v = make(2, 2, 2, 90, 64)
+    q, k = (q.float() * size).bfloat16(), (k.float() * size).bfloat16()
+    slow = reference.prefill_attention(q.double(), k.double(), v.double(), 0.125, True)
+    fast = prompt.prefill_attention(q, k, v, 0.125, True)
+    assert fast.out.isfinite().all()
+    # The softmax is close to a choice of one key: a choice between equals may fall otherwise, but seldom.
+    assert ((fast.out.float() - slow.out).abs() > 0.05).float().mean() < 0.01
+    assert fast.column_sums.sum() == pytest.approx(2 * 2 * 90, rel=1e-5)
+
+
+@native
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_visible(value: float) -> None:
+    """In the queries that saw it, and in no other."""
+    q, k, v = make(2, 4, 2, 70, 32)
+    q[1, 1, 30, 3] = value
+    k[0, 1, 50, 7] = value
+    slow = reference.prefill_attention(q.float(), k.float(), v.float(), 0.2, True)
+    fast = prompt.prefill_attention(q, k, v, 0.2, True)
+    if value != value:
+        assert torch.equal(fast.out.isnan(), slow.out.isnan())
+        assert fast.column_sums[1, 0, :31].isnan().all()
+        assert fast.column_sums[0, 1, :51].isnan().all()
+    assert fast.column_sums.isfinite()[[0, 1], [0, 1]].all()
+    assert fast.out[1, 1, 30].isnan().all()
+    assert not fast.out[1, [0, 2, 3]].isnan().any()
+    assert not fast.out[0, :, :50].isnan().any()
+
+
+def test_torch_has_what_is_not_for_this_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    in_torch = torch_cpu.prefill_attention
+
+    def spy(*args, **kwargs) -> PrefillAttention:
+        seen.append(args[0])
+        return in_torch(*args, **kwargs)
+
+    monkeypatch.setattr(torch_cpu, "prefill_attention", spy)
+    odd = [t[..., :24] for t in make(1, 2, 2, 20, 32)]
+    single = [t.float() for t in make(1, 2, 2, 20, 32)]
+    turned = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in make(1, 2, 2, 20, 32)]
+    for qkv in (odd, single, turned):
+        slow = reference.prefill_attention(*(t.float() for t in qkv), 0.2, True)
+        fast = prompt.prefill_attention(*qkv, 0.2, True)
+        assert seen.pop() is qkv[0]
+        torch.testing.assert_close(fast.column_sums, slow.column_sums, atol=0.02, rtol=0.02)
+    monkeypatch.setattr(prompt, "_library", lambda: None)
+    qkv = make(1, 2, 2, 20, 32)
+    prompt.prefill_attention(*qkv, 0.2, True)
+    assert seen.pop() is qkv[0]
+
+
+@native
+@pytest.mark.usefixtures("no_torch", "threads")
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 4, 16), (1, 1, 128), (12, 12, 64), (14, 2, 64), (71, 1, 64)])
+@pytest.mark.parametrize(
+    ("n", "length", "before"), [(1, 8, 0), (32, 8, 0), (1, 1000, 0), (4, 100, 300), (1, 40, 5000), (1, 2000, 6000)]
+)
+def test_the_footprint_allows_what_it_takes(
+    heads: int, kv_heads: int, d: int, n: int, length: int, before: int
+) -> None:
+    total = before + length
+    spec = ModelSpec(
+        name="tiny",
+        vocab_size=10,
+        hidden_size=heads * d,
+        ffn_size=8,
+        num_layers=1,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=d,
+        embed_dim=heads * d,
+        max_positions=total,
+        arch=ArchSpec("opt", position_offset=2),
+        bos_token_id=2,
+        eos_token_id=2,
+        pad_token_id=1,
+    )
+    policy = OffloadPolicy(n, prefill_chunk=max(16, n * length))
+    block = workspace.BlockShape.of(spec, Workload(total, 1, n), policy, EvictionConfig(), "bfloat16", "cpu")
+    torch.set_num_threads(64)  # on any number of cores
+    qkv, past = make(n, heads, kv_heads, length, d), make_past(kv_heads, before, d)
+    with Live() as live:
+        out, sums = prompt.prefill_attention(*qkv, 0.1, True, past=past)
+    assert sums is not None
+    assert live.peak - out.nbytes - sums.nbytes <= workspace._prompt_kernel(block)

@@ -1,0 +1,103 @@
+"""Group-wise quantisation against the definition, number by number."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from h2o_flexgen.quant import GroupFormat, Quantised, dequantise, quantise
+
+FORMATS = [GroupFormat(4), GroupFormat(8), GroupFormat(4, 16), GroupFormat(8, 128)]
+
+
+def by_hand(packed: Quantised, form: GroupFormat, size: int) -> list[list[Fraction]]:
+    """What the bytes stand for by the documented layout, exactly."""
+    rows = []
+    for codes, scale, low in zip(*(part.flatten(0, -2).tolist() for part in packed), strict=True):
+        row = []
+        for i in range(size):
+            code = codes[i] if form.bits == 8 else codes[i // 2] >> 4 * (i % 2) & 15
+            group = i // form.group
+            row.append(Fraction(low[group]) + code * Fraction(scale[group]))
+        rows.append(row)
+    return rows
+
+
+def numbers(kind: str, size: int) -> Tensor:
+    x = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(size))
+    return {"normal": x, "far": 1000 + x, "tiny": x * 1e-30, "positive": x.abs(), "huge": x * 1e30}[kind]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("size", [2, 16, 62, 64, 66, 200])
+@pytest.mark.parametrize("kind", ["normal", "far", "tiny", "positive", "huge"])
+def test_every_number_comes_back_within_half_a_step(form: GroupFormat, size: int, kind: str) -> None:
+    x = numbers(kind, size)
+    packed = quantise(x, form)
+    assert packed.codes.shape == (2, 3, form.code_bytes(size))
+    assert packed.scale.shape == packed.low.shape == (2, 3, form.groups(size))
+    assert packed.nbytes == 6 * form.nbytes(size)
+    back = dequantise(packed, torch.float32, form)
+    for row, (exact, stored) in enumerate(zip(x.flatten(0, 1).tolist(), by_hand(packed, form, size), strict=True)):
+        for i, (value, meant) in enumerate(zip(exact, stored, strict=True)):
+            step = Fraction(packed.scale.flatten(0, 1)[row, i // form.group].item())
+            rounding = Fraction(abs(value) + abs(float(meant))) / 2**22
+            assert abs(Fraction(value) - meant) <= step / 2 + rounding
+            assert back.flatten(0, 1)[row, i].item() == pytest.approx(float(meant), rel=1e-6, abs=0)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_the_step_is_hardly_wider_than_the_range_needs(form: GroupFormat) -> None:
+    x = torch.randn(100, 64)
+    groups = x.unflatten(-1, (-1, min(form.group, 64)))
+    needed = (groups.amax(-1) - groups.amin(-1)) / (2**form.bits - 1)
+    scale = quantise(x, form).scale.float()
+    assert (scale >= needed).all()
+    assert (scale <= needed * 1.02).all()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, -1.5, math.pi, -1e-20])
+def test_equal_numbers(form: GroupFormat, value: float) -> None:
+    x = torch.full((1, 70), value)
+    back = dequantise(quantise(x, form), torch.float32, form)
+    torch.testing.assert_close(back, x, rtol=2**-11, atol=0)
+
+
+def test_numbers_on_the_grid_are_exact() -> None:
+    x = torch.arange(16.0).repeat(4).view(1, 64) * 0.25 - 2
+    assert torch.equal(dequantise(quantise(x), torch.float32), x)
+    x = torch.arange(256.0).view(1, 256) * 0.5 - 64
+    form = GroupFormat(8, 256)
+    assert torch.equal(dequantise(quantise(x, form), torch.float32, form), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_in_and_out(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 96).to(dtype)
+    packed = quantise(x)
+    assert torch.equal(packed.codes, quantise(x.float()).codes)
+    assert torch.equal(dequantise(packed, dtype), dequantise(packed, torch.float32).to(dtype))
+
+
+def test_a_view_that_is_not_contiguous() -> None:
+    x = torch.randn(64, 5).t()
+    for view, copy in zip(quantise(x), quantise(x.contiguous()), strict=True):
+        assert torch.equal(view, copy)
+        assert view.is_contiguous()
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="3 bits"):
+        GroupFormat(3)
+    with pytest.raises(ValueError, match="groups of 48"):
+        GroupFormat(4, 48)
+    with pytest.raises(ValueError, match="even count"):
+        quantise(torch.randn(2, 7))
+    with pytest.raises(ValueError, match="2 scales"):
+        dequantise(quantise(torch.randn(2, 128)), torch.float32, GroupFormat(4, 128))
+    assert quantise(torch.randn(2, 7), GroupFormat(8)).codes.shape == (2, 7)
