@@ -1,4 +1,4 @@
-"""KV caches while a block runs: their rows come and go, resident, or moving between the compute tier and their homes."""
+"""KV caches while a block runs: rows come and go, resident, or moving between the compute tier and their homes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from h2o_flexgen.cache.clock import chooses
 from h2o_flexgen.cache.eviction.base import EvictionPolicy
-from h2o_flexgen.cache.kv_cache import CacheShape, KVCache, chooses
+from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.engine.homes import BufferRing, Home, HomeMaker

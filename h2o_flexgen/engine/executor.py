@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+
 from h2o_flexgen.config.model import UnitSpec
 from h2o_flexgen.engine.attention import TickAttention
 from h2o_flexgen.engine.caches import CacheMaker, CacheStore, LaneCache

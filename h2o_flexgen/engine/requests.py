@@ -1,7 +1,8 @@
-"""From what a user passes to rows of GPU batches: token ids, checks at the edge, buckets by length."""
+"""From what a user passes to rows of lanes: token ids, checks at the edge, the order in which they are run."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -148,11 +149,13 @@ def workload_of(sequences: SequenceOf[Sequence]) -> Workload:
     )
 
 
-def blocks(
-    sequences: SequenceOf[Sequence], gpu_batch_size: int, block_size: int, share_prefixes: bool
-) -> list[list[list[Sequence]]]:
-    """Blocks of GPU batches of rows: those that share a prefix are neighbours, then those of similar length."""
+def in_order(sequences: SequenceOf[Sequence], share_prefixes: bool) -> deque[Sequence]:
+    """The order in which sequences are run: those that share a prefix are neighbours, then those of similar length."""
     by_length = sorted(sequences, key=lambda s: (-len(s.prompt_ids), -s.steps, s.row_id))
-    ordered = [by_length[i] for i in shared_first([row.prompt_ids for row in by_length], share_prefixes)]
-    parts = [ordered[start : start + block_size] for start in range(0, len(ordered), block_size)]
-    return [[part[i : i + gpu_batch_size] for i in range(0, len(part), gpu_batch_size)] for part in parts]
+    return deque(by_length[i] for i in shared_first([row.prompt_ids for row in by_length], share_prefixes))
+
+
+def next_block(waiting: deque[Sequence], gpu_batch_size: int, block_size: int) -> list[list[Sequence]]:
+    """Takes the rows that the lanes of a block start with out of the queue."""
+    rows = [waiting.popleft() for _ in range(min(block_size, len(waiting)))]
+    return [rows[i : i + gpu_batch_size] for i in range(0, len(rows), gpu_batch_size)]
