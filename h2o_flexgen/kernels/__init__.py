@@ -1,6 +1,7 @@
 """Attention and score accumulation: one signature, several implementations."""
 
-from h2o_flexgen.kernels.torch_cpu import decode_attention, prefill_attention
+from h2o_flexgen.kernels.native.prompt import prefill_attention
+from h2o_flexgen.kernels.torch_cpu import decode_attention
 from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttention
 
 __all__ = ["DecodeAttention", "KeysValues", "PrefillAttention", "decode_attention", "prefill_attention"]
