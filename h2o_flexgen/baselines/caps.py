@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 MEMCAP = Path(__file__).resolve().parents[2] / "scripts" / "memcap.sh"
+_UNITS = (("G", 30), ("M", 20))
 
 
 @cache
@@ -23,7 +24,8 @@ def cap_problem() -> str | None:
 
 def cap_command(limit: int, cold: Sequence[Path], report: Path) -> list[str]:
     """What goes before a command: at most `limit` bytes, none of the files in `cold` in the page cache before it."""
-    command = [str(MEMCAP), f"{limit >> 10}K", "--report", str(report)]
+    unit, shift = next(((unit, shift) for unit, shift in _UNITS if limit % (1 << shift) == 0), ("K", 10))
+    command = [str(MEMCAP), f"{limit >> shift}{unit}", "--report", str(report)]
     for path in cold:
         command += ["--cold", str(path)]
     return [*command, "--"]

@@ -26,7 +26,7 @@ from h2o_flexgen.baselines import flexgen_cpu
 from h2o_flexgen.baselines.generation import start, use_cuda
 from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, CannotRun, Outcome, Work, disk_bytes, give, run
 
-_PROCESS_BYTES = 1 << 30  # the interpreter and its libraries, and what is in flight
+_PROCESS_BYTES = 3 << 28  # the interpreter, its libraries, and a layer or two in flight
 _UNCOMPRESSED = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)  # never used, but asked for
 
 
@@ -97,8 +97,10 @@ def _share_in_memory(work: Work, config: Any, on_gpu: bool) -> int:
     scores = 3 * rows * config.n_head * len(work.prompts[0]) ** 2 * 2
     logits = rows * len(work.prompts[0]) * config.vocab_size * 2
     held = config.cache_bytes(rows, length) + 8 * config.hidden_bytes(rows, length) + max(scores, logits)
-    weights = config.model_bytes() + 2 * config.vocab_size * config.input_dim  # the head is a second copy
-    room = limit - _PROCESS_BYTES - int(wide * held)
+    table = 2 * config.vocab_size * config.input_dim
+    weights = config.model_bytes() + table  # the head is a second copy
+    # Its four copy threads each keep a relay that grows to the largest tensor; two tables may be on their way at once.
+    room = limit - _PROCESS_BYTES - int(wide * (held + 6 * table))
     return max(0, min(100, int(100 * room / (wide * weights))))
 
 
