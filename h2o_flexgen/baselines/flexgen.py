@@ -6,7 +6,6 @@ the GPU, weights there as far as they fit and the rest on the disk. Without a GP
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from importlib.metadata import version
@@ -15,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from flexgen import flex_opt, pytorch_backend
 from flexgen.compression import CompressionConfig
-from flexgen.opt_config import OptConfig
 from flexgen.timer import timers
 from flexgen.utils import ExecutionEnv
 
 from h2o_flexgen.baselines import flexgen_cpu
+from h2o_flexgen.baselines.flexgen_opt import config_of, converted
 from h2o_flexgen.baselines.generation import start, use_cuda
 from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, CannotRun, Outcome, Work, disk_bytes, give, run
 
@@ -32,22 +30,22 @@ _UNCOMPRESSED = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmet
 
 def prepare(folder: str) -> None:
     """Converts the checkpoint, where there is one."""
-    config, work = _config(folder), start(folder)
+    config, work = config_of(folder), start(folder)
     if work.folder is not None:
-        _converted(work, config)
+        converted(work, config)
 
 
 def main(folder: str) -> int:
     """Runs the work in `folder`."""
     work = start(folder)
     on_gpu, dtype = use_cuda(work), getattr(torch, work.dtype)
-    config = _config(folder)
+    config = config_of(folder)
     if on_gpu and dtype != torch.float16:
         raise CannotRun(f"FlexGen computes in float16 on a GPU, not in {work.dtype}: --dtype float16")
     share = _share_in_memory(work, config, on_gpu)
     if share < 100 and dtype.itemsize != 2:
         raise CannotRun(f"shimmed to the CPU, FlexGen's disk holds numbers of two bytes, not {work.dtype}")
-    path = "_DUMMY_" if work.folder is None else _converted(work, config)
+    path = "_DUMMY_" if work.folder is None else converted(work, config)
     if not on_gpu:
         flexgen_cpu.without_gpu(dtype)
     started = time.perf_counter()
@@ -63,27 +61,6 @@ def main(folder: str) -> int:
     finally:
         disk.close_copy_threads()
     return give(outcome)
-
-
-def _config(folder: str) -> Any:
-    """FlexGen's own configuration of the model; CannotRun where it is none that FlexGen knows."""
-    given = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    hidden, wide = given["hidden_size"], given.get("ffn_dim")
-    if given.get("model_type") != "opt":
-        raise CannotRun(f"FlexGen 0.1.8 runs OPT models only, and this is a {given.get('model_type')}")
-    if not given.get("do_layer_norm_before", True) or wide != 4 * hidden:
-        raise CannotRun("FlexGen 0.1.8 knows OPT with norms before its blocks and 4 x hidden size in between only")
-    return OptConfig(
-        name="model",
-        num_hidden_layers=given["num_hidden_layers"],
-        max_seq_len=given["max_position_embeddings"],
-        hidden_size=hidden,
-        n_head=given["num_attention_heads"],
-        input_dim=hidden,
-        ffn_embed_dim=wide,
-        vocab_size=given["vocab_size"],
-        pad_token_id=given["pad_token_id"],
-    )
 
 
 def _share_in_memory(work: Work, config: Any, on_gpu: bool) -> int:
@@ -122,20 +99,6 @@ def _policy(work: Work, share: int) -> Any:
         compress_cache=False,
         comp_cache_config=_UNCOMPRESSED,
     )
-
-
-def _converted(work: Work, config: Any) -> str:
-    """The folder in which FlexGen finds the checkpoint as numpy files, made from it once."""
-    target = Path(work.scratch) / "numpy" / f"{config.name}-np"
-    if not (target / "done").exists():
-        target.mkdir(parents=True, exist_ok=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(str(work.folder), dtype=torch.float32)
-        for name, tensor in model.model.named_parameters():
-            stored = name.replace("decoder.final_layer_norm", "decoder.layer_norm")
-            with (target / stored).open("wb") as file:  # np.save with a name would add .npy
-                np.save(file, tensor.detach().numpy())
-        (target / "done").touch()
-    return str(target.parent)
 
 
 def _timed(model: Any, work: Work, load_s: float, detail: dict[str, Any]) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import json
 import os
@@ -244,3 +245,31 @@ def test_what_looks_like_too_little_memory() -> None:
     assert not ended(1, "ValueError: no").out_of_memory
     assert ended(1, "ValueError: no\nmemcap: peak 3 of 4 bytes").reason == "exit code 1: ValueError: no"
     assert ended(REFUSED, "runs OPT only\n").reason == "runs OPT only"
+
+
+def test_adapters_of_peers_need_nothing_else_of_this_package() -> None:
+    """Their environments have none of what the rest imports."""
+    folder = Path(caps.__file__).parent
+    allowed = {"work", "generation", "flexgen_cpu", "flexgen_opt"}
+    for name in (*allowed, *(SYSTEMS.get(name).adapter.rpartition(".")[2] for name in SYSTEMS.names())):
+        if name != "own":
+            tree = ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))
+            froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+            ours = {
+                alias.name if node.module == "h2o_flexgen.baselines" else (node.module or "").rpartition(".")[2]
+                for node in froms
+                if (node.module or "").startswith("h2o_flexgen")
+                for alias in node.names
+            }
+            assert ours <= allowed, name
+
+
+def test_every_environment_has_its_versions() -> None:
+    pins = Path(caps.__file__).parents[2] / "configs" / "peers"
+    wanted = {SYSTEMS.get(name).environment for name in SYSTEMS.names()} - {""}
+    assert {path.stem for path in pins.glob("*.txt")} == wanted
+    for path in pins.glob("*.txt"):
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+        assert "torch==2.13.0" in lines, path  # any other may bring gigabytes of CUDA
+        assert all(line.count("==") == 1 for line in lines), path
+        assert any(line.startswith(f"{path.stem}==") for line in lines), path
