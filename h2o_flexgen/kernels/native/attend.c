@@ -5,7 +5,7 @@
    takes. K and V are read once each, in order, and nothing is read that is not occupied.
 
    All slots of a head go through the same sequence of operations, wherever they lie: equal keys get equal
-   probabilities, bit for bit, so that ties stay ties. Sums are float32; products of bfloat16 numbers are exact there. */
+   probabilities, bit for bit, so that ties stay ties. Sums are float32, where products of bfloat16 are exact. */
 
 #include "attend.h"
 
