@@ -15,6 +15,7 @@ Options = Callable[[float], dict[str, Any]]
 
 PEERS = Path(__file__).resolve().parents[2] / ".venv-peers"
 """Where scripts/peer_env.sh makes environments."""
+_MADE = "installed"  # what it leaves in one that is complete
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class System:
         """The interpreter that runs the adapter; None where its environment was not made."""
         if not self.environment:
             return sys.executable
-        python = peers / self.environment / "bin" / "python"
-        return str(python) if python.is_file() else None
+        folder = peers / self.environment
+        return str(folder / "bin" / "python") if (folder / _MADE).is_file() else None
 
 
 def _adapter(name: str) -> str:

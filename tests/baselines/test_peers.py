@@ -60,6 +60,8 @@ def test_an_environment_of_its_own(pretend, capsys, tmp_path: Path) -> None:
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nPEER=1 exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
+    (tmp_path / "peers" / "absent" / "bin").mkdir(parents=True)  # begun, but not done
+    (tmp_path / "peers" / "peer" / "installed").touch()
     arguments = ["--systems", "peer,absent", "-b", "2", "--peers", str(tmp_path / "peers")]
     table, summary = _bench(capsys, tmp_path / "out", *arguments)
     assert list(summary["systems"]) == ["peer"]
