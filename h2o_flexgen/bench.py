@@ -95,12 +95,13 @@ def _at_best(runner: Runner, folder: Path) -> list[tuple[str, Comparison]]:
 def _report(parts: list[tuple[str, Comparison]], folder: Path) -> None:
     """Writes summary.json, table.md and table.csv, and prints the table and the summary."""
     summaries = [(label, summarise(result)) for label, result in parts]
-    table = "\n\n".join(markdown(summary) for _, summary in summaries)
-    _, whole = summaries[0]
-    whole.update((label, summary) for label, summary in summaries[1:])
+    (_, whole), *others = summaries
+    table = "\n\n".join([*(markdown(summary, explain=False) for _, summary in others), markdown(whole)])
+    csv = csv_table(*summaries)
+    whole.update(others)
     write(folder / "summary.json", json.dumps(whole, indent=1) + "\n")
     write(folder / "table.md", table + "\n")
-    write(folder / "table.csv", csv_table(*summaries))
+    write(folder / "table.csv", csv)
     print_error(f"records, summary.json, table.md and table.csv are in {folder}")
     sys.stdout.write(f"{table}\n{json.dumps(whole)}\n")
 

@@ -16,8 +16,11 @@ COMPARED = ("gen_throughput", "decode_throughput")
 """The rates whose ratios the table shows; the summary has one more."""
 
 
-def markdown(summary: dict[str, Any]) -> str:
-    """What ran on what, a row per system with medians, ratios with their spread, and the systems that did not run."""
+def markdown(summary: dict[str, Any], explain: bool = True) -> str:
+    """What ran on what, a row per system with medians, ratios with their spread, and the systems that did not run.
+
+    `explain` adds how each was run and what the columns mean.
+    """
     settings = summary["settings"]
     reference = settings["reference"]
     head = ["system", "batch", "prefill s", "decode s", "total s", "tokens/s", "decode tokens/s", "peak memory"]
@@ -28,10 +31,11 @@ def markdown(summary: dict[str, Any]) -> str:
             lines.append(_row(_cells(summary, name, reference)))
         else:
             lines.append(_row([name, f"did not run: {_flat(_why(summary, name))}", *[""] * (len(head) - 2)]))
-    lines += ["", *(f"{name}: {says}." for name, says in _notes(summary))]
-    lines += [
-        f"{name} stopped early: {_flat(why)}" for name, why in summary["failed"].items() if name in summary["systems"]
-    ]
+    stopped = [(name, why) for name, why in summary["failed"].items() if name in summary["systems"]]
+    lines += ["", *(f"{name} stopped early: {_flat(why)}" for name, why in stopped)]
+    if not explain:
+        return "\n".join(lines).rstrip()
+    lines += [f"{name}: {says}." for name, says in _notes(summary)]
     lines += [f"{name} tried {_attempts(tried)}." for name, tried in summary["tried"].items()]
     lines.append(f"Medians of {settings['repetitions']}, (least-most). {summary['measured']} {_about_text(summary)}")
     if summary["cap"]["why_not"]:
