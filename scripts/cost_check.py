@@ -6,8 +6,8 @@
 
 Every run is a process of its own with random weights, under scripts/memcap.sh where its memory is capped. The machine
 is calibrated for a model right before its settings, in each repetition anew. Records go to --output, a line each; the
-tables, of all records there, to stdout and to table.md. Needs root for the caps, about 20 GB of disk in --offload-dir and a quiet
-machine: the load average is in every record.
+tables, of all records there, to stdout and to table.md. Needs root for the caps, about 20 GB of disk in --offload-dir
+and a quiet machine: the load average is in every record.
 """
 
 from __future__ import annotations
