@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -62,6 +63,18 @@ def spread(values: Sequence[float | None]) -> dict[str, float] | None:
     return {"median": median(known), "min": min(known), "max": max(known)} if known else None
 
 
+def ratio_spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """As `spread`, but between the two in the middle of an even number lies their geometric mean.
+
+    So the median of ratios turned round is the median turned round.
+    """
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return None
+    low, high = known[(len(known) - 1) // 2], known[len(known) // 2]
+    return {"median": low if low == high else math.sqrt(low * high), "min": known[0], "max": known[-1]}
+
+
 def ratio_of(summary: dict[str, Any], one: str, two: str, figure: str) -> dict[str, float] | None:
     """The spread of one/two from a summary, whichever way round it holds the pair."""
     if one == two:
@@ -90,7 +103,7 @@ def _ratios(result: Comparison, one: str, two: str) -> dict[str, Any]:
     """Ratios of rates of `one` to those of `two`, over the repetitions that both finished."""
     others = {run.repetition: run for run in result.runs[two]}
     pairs = [(run, others[run.repetition]) for run in result.runs[one] if run.repetition in others]
-    return {"pairs": len(pairs), **{name: spread([_ratio(a, b, name) for a, b in pairs]) for name in RATES}}
+    return {"pairs": len(pairs), **{name: ratio_spread([_ratio(a, b, name) for a, b in pairs]) for name in RATES}}
 
 
 def _ratio(one: Measurement, two: Measurement, figure: str) -> float | None:

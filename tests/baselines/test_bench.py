@@ -10,7 +10,7 @@ import pytest
 
 from h2o_flexgen.baselines.process import run_process
 from h2o_flexgen.baselines.settings import BenchSettings, find_model
-from h2o_flexgen.baselines.summary import ratio_of, spread
+from h2o_flexgen.baselines.summary import ratio_of, ratio_spread, spread
 from h2o_flexgen.baselines.systems import SYSTEMS, System
 from h2o_flexgen.bench import main
 from h2o_flexgen.errors import ModelError, UsageError
@@ -166,6 +166,15 @@ def test_spread_and_turned_ratios() -> None:
     assert ratio_of(summary, "b", "a", "x") == {"median": 0.5, "min": 0.25, "max": 1.0}
     assert ratio_of(summary, "b", "a", "y") is None
     assert ratio_of(summary, "a", "a", "x") is None
+
+
+def test_a_ratio_turned_is_that_of_the_turned_pair() -> None:
+    """With two repetitions the mean of 4 and 1/16 would turn into half, and that of 1/4 and 16 into eight."""
+    ratios = [4.0, 1 / 16]
+    summary = {"ratios": {"a/b": {"x": ratio_spread(ratios)}}}
+    assert ratio_of(summary, "b", "a", "x") == ratio_spread([1 / ratio for ratio in ratios])
+    assert ratio_spread([3.0, None, 1.0, 7.0]) == {"median": 3.0, "min": 1.0, "max": 7.0}
+    assert ratio_spread([None]) is None
 
 
 def test_a_process_of_an_unknown_module_has_a_reason() -> None:
