@@ -1,10 +1,14 @@
 """`python -m h2o_flexgen.bench`: this engine beside others, on the same work, in the same minutes.
 
     python -m h2o_flexgen.bench --systems h2o,full,transformers --model opt-125m --batch-size 32 --repetitions 5
-    python -m h2o_flexgen.bench --model demo --weights checkpoint --dtype float32 --batch-size 4 --gen-len 32
+    python -m h2o_flexgen.bench --systems h2o,full,transformers,accelerate,flexgen,deepspeed,kvpress --batch-size auto
+    python -m h2o_flexgen.bench --model demo --dtype float32 --batch-size 4 --gen-len 32
 
-Each repetition runs every system in turn, each in a fresh process. A record per run, a summary and the table go to
---output-dir; the table is printed too, and the last line of stdout is the summary as one JSON object.
+Each repetition runs every system in turn, each in a fresh process, peers in environments of their own
+(scripts/peer_env.sh), under --cpu-mem where it is given and with its files out of the page cache. A record per run, a
+summary and the table (markdown, CSV) go to --output-dir; the table is printed too, and the last line of stdout is the
+summary as one JSON object. With several batch sizes the summary is of the largest that all could run, and "best" in it
+that of each system at its fastest.
 """
 
 from __future__ import annotations
@@ -13,14 +17,18 @@ import datetime
 import json
 import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from h2o_flexgen.baselines.compare import compare
+from h2o_flexgen.baselines.batches import common, search, smaller
+from h2o_flexgen.baselines.compare import Comparison, compare, write
+from h2o_flexgen.baselines.runner import Runner
 from h2o_flexgen.baselines.settings import BenchSettings, find_model
 from h2o_flexgen.baselines.summary import summarise
 from h2o_flexgen.baselines.systems import SYSTEMS
-from h2o_flexgen.baselines.table import markdown
+from h2o_flexgen.baselines.table import csv_table, markdown
 from h2o_flexgen.cli.program import exit_on_errors, print_error
 from h2o_flexgen.cli.prompts import random_prompts
 from h2o_flexgen.config.flags import Parser, add_arguments, from_namespace
@@ -42,25 +50,80 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _bench(settings: BenchSettings, output_dir: str | None) -> int:
     model = find_model(settings)
-    prompts = random_prompts(settings.batch_size, settings.prompt_len, model.config["vocab_size"], settings.seed)
     folder = _output_folder(settings, output_dir)
     busy = os.getloadavg()[0]
     if busy > 0.5:
         print_error(f"warning: the machine is busy (load average {busy:.1f}): these figures will say little")
-    result = compare(settings, model, prompts, folder, print_error)
-    summary = summarise(result)
-    table = markdown(summary)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    (folder / "table.md").write_text(table + "\n", encoding="utf-8")
-    print_error(f"records, summary.json and table.md are in {folder}")
-    sys.stdout.write(f"{table}\n{json.dumps(summary)}\n")
-    return EXIT_OURS_FAILED if any(SYSTEMS.get(name).own for name in result.failed) else 0
+
+    def prompts(count: int) -> list[list[int]]:
+        return random_prompts(count, settings.prompt_len, model.config["vocab_size"], settings.seed)
+
+    with _folders(settings) as folders:
+        runner = Runner(settings, model, prompts, *folders)
+        if runner.uncapped:
+            print_error(f"warning: --cpu-mem is told to every system, but nothing enforces it: {runner.uncapped}")
+        if settings.searches:
+            parts = _at_best(runner, folder)
+        else:
+            sizes = dict.fromkeys(settings.systems, settings.batch_sizes[0])
+            parts = [("equal", compare(runner, sizes, folder, print_error))]
+    _report(parts, folder)
+    ours = [SYSTEMS.get(name).own for _, result in parts for name in result.failed]
+    return EXIT_OURS_FAILED if any(ours) else 0
+
+
+def _at_best(runner: Runner, folder: Path) -> list[tuple[str, Comparison]]:
+    """Searches every system's batch size, then compares at a common one, and each at its best where that differs."""
+    names = [name for name in runner.settings.systems if runner.missing(name) is None]
+    searches = {name: search(runner, name, print_error) for name in names}
+    tried = {name: list(found.tried) for name, found in searches.items()}
+    failed = {name: found.reason for name, found in searches.items() if found.best is None}
+    best = {name: found.best for name, found in searches.items() if found.best is not None}
+    shared = common(searches)
+    equal = {name: shared for name in best if shared in searches[name].worked and shared is not None}
+    parts = [("equal", compare(runner, equal, folder, print_error, failed))]
+    if best != equal:
+        below = {name: smaller(searches[name]) for name in best}
+        parts.append(("best", compare(runner, best, folder / "best", print_error, failed, below)))
+    for _, result in parts:
+        result.tried = tried
+    for name in best.keys() - equal.keys():
+        parts[0][1].failed.setdefault(name, f"did not work at batch {shared}")
+    return parts
+
+
+def _report(parts: list[tuple[str, Comparison]], folder: Path) -> None:
+    """Writes summary.json, table.md and table.csv, and prints the table and the summary."""
+    summaries = [(label, summarise(result)) for label, result in parts]
+    (_, whole), *others = summaries
+    table = "\n\n".join([*(markdown(summary, explain=False) for _, summary in others), markdown(whole)])
+    csv = csv_table(*summaries)
+    whole.update(others)
+    write(folder / "summary.json", json.dumps(whole, indent=1) + "\n")
+    write(folder / "table.md", table + "\n")
+    write(folder / "table.csv", csv)
+    print_error(f"records, summary.json, table.md and table.csv are in {folder}")
+    sys.stdout.write(f"{table}\n{json.dumps(whole)}\n")
+
+
+@contextmanager
+def _folders(settings: BenchSettings) -> Iterator[tuple[Path, Path]]:
+    """The folder for the systems' files, which stays where it was named, and one for what is to be done."""
+    named = None if settings.scratch_dir is None else Path(settings.scratch_dir).expanduser()
+    try:
+        if named is not None:
+            named.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--scratch-dir {named}: {error.strerror}", "needed a folder that can be written") from None
+    with tempfile.TemporaryDirectory(prefix="h2o_flexgen-bench-") as temporary:
+        yield named or Path(temporary), Path(temporary)
 
 
 def _output_folder(settings: BenchSettings, given: str | None) -> Path:
     """A folder with nothing in it. UsageError where there is something: nothing is overwritten unasked."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
-    shape = f"b{settings.batch_size}-{settings.prompt_len}+{settings.gen_len}"
+    sizes = ",".join(map(str, settings.batch_sizes)) or "auto"
+    shape = f"b{sizes}-{settings.prompt_len}+{settings.gen_len}"
     folder = Path(given) if given else Path("results/local") / f"{now}-{settings.model_name}-{shape}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,5 +8,6 @@ source scripts/setup_env.sh test
 out=${OUTPUT_DIR:-results/local/$(date -u +%Y%m%d-%H%M%S)-decode}
 for batch in ${BATCHES:-32 8}; do
   python -m h2o_flexgen.bench --systems h2o,full,transformers --model opt-125m --dtype bfloat16 --hh-ratio 0.2 \
-    --prompt-len 512 --gen-len 64 --repetitions 5 "$@" --batch-size "$batch" --output-dir "$out/b$batch"
+    --prompt-len 512 --gen-len 64 --repetitions 5 --reference transformers "$@" --batch-size "$batch" \
+    --output-dir "$out/b$batch"
 done

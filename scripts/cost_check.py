@@ -6,8 +6,8 @@
 
 Every run is a process of its own with random weights, under scripts/memcap.sh where its memory is capped. The machine
 is calibrated for a model right before its settings, in each repetition anew. Records go to --output, a line each; the
-tables to stdout and to table.md there. Needs root for the caps, about 20 GB of disk in --offload-dir and a quiet
-machine: the load average is in every record.
+tables, of all records there, to stdout and to table.md. Needs root for the caps, about 20 GB of disk in --offload-dir
+and a quiet machine: the load average is in every record.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def run(setting: Setting, offload: Path, extra: Iterable[str] = ()) -> dict[str,
     if done.returncode:
         raise RuntimeError(f"{setting.label}: exit code {done.returncode}\n{done.stderr[-2000:]}")
     record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return {"setting": setting.label, "load_average": load, **record}
+    return {"setting": setting.label, "flags": " ".join(extra) or _CHOSEN, "load_average": load, **record}
 
 
 def grid(record: dict[str, Any]) -> Iterator[list[str]]:
@@ -109,56 +109,54 @@ def pack(model: str, offload: Path) -> None:
     subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
 
 
-def table(pairs: dict[str, list[tuple[float, float]]]) -> str:
-    """Predicted and measured generated tokens per second, and the errors of all runs: their median and worst."""
-    lines = ["| setting | predicted tokens/s | measured | error of each run |", "|---|---:|---:|---:|"]
+def report(records: list[dict[str, Any]]) -> Iterator[str]:
+    """Predicted and measured generated tokens per second, the errors of all runs, and how good the choices were."""
     sizes: list[float] = []
-    for label, runs in pairs.items():
-        errors = [predicted / measured - 1 for predicted, measured in runs]
-        sizes += map(abs, errors)
-        predicted, measured = (median(values) for values in zip(*runs, strict=True))
-        shown = ", ".join(f"{error:+.0%}" for error in errors)
-        lines.append(f"| {label} | {predicted:.3g} | {measured:.3g} | {shown} |")
-    lines.append(f"\nerror over {len(sizes)} runs: median {median(sizes):.0%}, worst {max(sizes):.0%}")
-    return "\n".join(lines)
+    yield "| setting | predicted tokens/s | measured | error of each run |"
+    yield "|---|---:|---:|---:|"
+    for setting in SETTINGS:
+        runs = [record for record in records if (record["setting"], record["flags"]) == (setting.label, _CHOSEN)]
+        if runs:
+            pairs = [(record["predicted"]["gen_throughput"], record["gen_throughput"]) for record in runs]
+            errors = [predicted / measured - 1 for predicted, measured in pairs]
+            sizes += map(abs, errors)
+            predicted, measured = (median(values) for values in zip(*pairs, strict=True))
+            shown = ", ".join(f"{error:+.0%}" for error in errors)
+            yield f"| {setting.label} | {predicted:.3g} | {measured:.3g} | {shown} |"
+    yield ""
+    yield f"error over {len(sizes)} runs: median {median(sizes):.0%}, worst {max(sizes):.0%}"
+    yield from _choices(records)
 
 
-class Check:
-    """Runs settings and keeps what they gave. `out`: an open file for the records."""
-
-    def __init__(self, offload: Path, out: TextIO) -> None:
-        self._offload, self._out = offload, out
-        self.pairs: dict[str, list[tuple[float, float]]] = {}
-        self.grids: dict[str, dict[str, list[float]]] = {}
-
-    def measure(self, setting: Setting, with_grid: bool) -> None:
-        """One run by the chosen policy, and one by each policy around it."""
-        record = self._run(setting, ())
-        speed, predicted = record["gen_throughput"], record["predicted"]["gen_throughput"]
-        self.pairs.setdefault(setting.label, []).append((predicted, speed))
-        print(f"{setting.label}: predicted {predicted:.3g}, measured {speed:.3g} tokens/s", flush=True)
-        if with_grid:
-            speeds = self.grids.setdefault(setting.label, {})
-            speeds.setdefault(_CHOSEN, []).append(speed)
-            for flags in grid(record):
-                with suppress(RuntimeError):  # what does not fit is no competitor
-                    name = " ".join(flags)
-                    speeds.setdefault(name, []).append(self._run(setting, flags)["gen_throughput"])
-                    print(f"  {name}: {speeds[name][-1]:.3g}", flush=True)
-
-    def choices(self) -> Iterator[str]:
-        """How good each chosen policy was."""
-        for label, speeds in self.grids.items():
-            medians = {name: median(values) for name, values in speeds.items()}
-            best = max(medians, key=lambda name: medians[name])
+def _choices(records: list[dict[str, Any]]) -> Iterator[str]:
+    """The chosen policy of each setting against the best of its grid; the same flags more than once: their median."""
+    for setting in SETTINGS:
+        speeds: dict[str, list[float]] = {}
+        for record in records:
+            if record["setting"] == setting.label:
+                speeds.setdefault(record["flags"], []).append(record["gen_throughput"])
+        medians = {flags: median(values) for flags, values in speeds.items()}
+        if len(medians) > 1:
+            best = max(medians, key=lambda flags: medians[flags])
             share = medians[_CHOSEN] / medians[best]
-            yield f"{label}: chosen {share:.0%} of the best of {len(medians)} ({best})"
+            yield f"{setting.label}: chosen {share:.0%} of the best of {len(medians)} ({best})"
 
-    def _run(self, setting: Setting, extra: Iterable[str]) -> dict[str, Any]:
-        record = run(setting, self._offload, extra)
-        self._out.write(json.dumps(record) + "\n")
-        self._out.flush()
+
+def measure(setting: Setting, offload: Path, with_grid: bool, out: TextIO) -> None:
+    """One run by the chosen policy, and one by each policy around it."""
+
+    def keep(extra: Iterable[str]) -> dict[str, Any]:
+        record = run(setting, offload, extra)
+        out.write(json.dumps(record) + "\n")
+        out.flush()
+        predicted, speed = record["predicted"]["gen_throughput"], record["gen_throughput"]
+        print(f"{setting.label}, {record['flags']}: predicted {predicted:.3g}, measured {speed:.3g}", flush=True)
         return record
+
+    chosen = keep(())
+    for flags in grid(chosen) if with_grid else ():
+        with suppress(RuntimeError):  # what does not fit is no competitor
+            keep(flags)
 
 
 def main() -> int:
@@ -174,14 +172,14 @@ def main() -> int:
     args.offload_dir.mkdir(parents=True, exist_ok=True)
     for model in dict.fromkeys(setting.model for setting in chosen if setting.cpu_mem is not None):
         pack(model, args.offload_dir)
-    with (args.output / "records.jsonl").open("a", encoding="utf-8") as out:
-        check = Check(args.offload_dir, out)
+    path = args.output / "records.jsonl"
+    with path.open("a", encoding="utf-8") as out:
         for repetition in range(args.repetitions):
             for model, settings in groupby(chosen, key=lambda setting: setting.model):
                 calibrate(model, args.offload_dir)
                 for setting in settings:
-                    check.measure(setting, args.grid and repetition < _GRIDS)
-    said = "\n".join([table(check.pairs), *check.choices()])
+                    measure(setting, args.offload_dir, args.grid and repetition < _GRIDS, out)
+    said = "\n".join(report([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]))
     print(said)
     (args.output / "table.md").write_text(said + "\n", encoding="utf-8")
     return 0

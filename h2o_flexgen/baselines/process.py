@@ -1,21 +1,27 @@
-"""One run of one system: a fresh process, waited for, its memory measured by the kernel."""
+"""One run of one system: a fresh process, waited for, its memory and its disk reads measured by the kernel."""
 
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, NamedTuple
+
+import psutil
+
+from h2o_flexgen.baselines.work import REFUSED, read_bytes_of
 
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 10.0  # between asking a process to end and ending it
+_KILLED = 128 + signal.SIGKILL
+_OUT_OF_MEMORY = ("out of memory", "memoryerror", "can't allocate memory", "cannot allocate memory", "std::bad_alloc")
 
 
 class Finished(NamedTuple):
@@ -27,6 +33,7 @@ class Finished(NamedTuple):
     seconds          from start to end, imports included
     peak_rss_bytes   the most memory it had resident, by the kernel's count, from start to end
     timed_out        whether it was ended because its time was up
+    read_bytes       what it had read from disks, from start to end; None where the kernel does not say
     """
 
     exit_code: int
@@ -35,21 +42,44 @@ class Finished(NamedTuple):
     seconds: float
     peak_rss_bytes: int
     timed_out: bool
+    read_bytes: int | None = None
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether it looks as if it had wanted more memory than there was."""
+        said = self._last_error.lower()
+        return self.exit_code in (_KILLED, -signal.SIGKILL) or any(text in said for text in _OUT_OF_MEMORY)
 
     @property
     def reason(self) -> str:
         """Why it failed, in one line."""
         if self.timed_out:
             return f"gave up after {self.seconds:.0f} s"
-        last = next((line.strip() for line in reversed(self.errors.splitlines()) if line.strip()), "no message")
+        if self.exit_code == REFUSED:
+            return self._last_error
         ended = f"signal {-self.exit_code}" if self.exit_code < 0 else f"exit code {self.exit_code}"
-        return f"{ended}: {last}"
+        return f"{'out of memory: ' if self.out_of_memory else ''}{ended}: {self._last_error}"
+
+    @property
+    def _last_error(self) -> str:
+        lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
+        own = [line for line in lines if not line.startswith("memcap: ")]
+        killed = [line for line in lines if line.startswith("memcap: the command wanted")]
+        return next(reversed(killed or own or lines), "no message").removeprefix("memcap: ")
 
 
-def run_process(module: str, arguments: Sequence[str], threads: int, timeout: float) -> Finished:
+def run_process(
+    module: str,
+    arguments: Sequence[str],
+    threads: int,
+    timeout: float,
+    python: str = sys.executable,
+    prefix: Sequence[str] = (),
+) -> Finished:
     """Runs `python -m module` with as many threads for every library, and waits for it; it never outlives this call.
 
-    The kernel counts a child's memory from that of its parent up: the caller should be a small process.
+    `prefix` is a command that runs the one after it, and passes on its streams and its exit code. The kernel counts a
+    child's memory from that of its parent up: the caller should be a small process.
     """
     environment = {
         **os.environ,
@@ -61,14 +91,14 @@ def run_process(module: str, arguments: Sequence[str], threads: int, timeout: fl
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         started = time.perf_counter()
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [*prefix, python, "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
             env=environment,
         )
         try:
-            usage, timed_out = _wait(process, started + timeout)
+            peak, read, timed_out = _wait(process, started + timeout, wrapped=bool(prefix))
         finally:
             _end(process)
         lines = _tail(out).strip().splitlines()
@@ -77,24 +107,40 @@ def run_process(module: str, arguments: Sequence[str], threads: int, timeout: fl
             last_line=lines[-1] if lines else "",
             errors=_tail(err),
             seconds=time.perf_counter() - started,
-            peak_rss_bytes=usage.ru_maxrss * 1024,
+            peak_rss_bytes=peak,
             timed_out=timed_out,
+            read_bytes=read,
         )
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> tuple[resource.struct_rusage, bool]:
-    """Waits and takes what the kernel counted; past the deadline ends the process. (usage, whether that was needed)"""
+def _wait(process: subprocess.Popen[bytes], deadline: float, wrapped: bool) -> tuple[int, int | None, bool]:
+    """Waits; past the deadline ends the process. (peak resident bytes, bytes read from disks, whether that was needed)
+
+    A process that has ended but was not collected still says what it, and the children that it collected, had read.
+    """
     timed_out = False
-    while True:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return usage, timed_out
-        if not timed_out and time.perf_counter() > deadline:
-            # Popen.kill would collect a process that has just ended, and its usage with it.
-            os.kill(process.pid, signal.SIGKILL)
+    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        now = time.perf_counter()
+        if now > deadline + _STOP_SECONDS or (now > deadline and not wrapped):
+            _kill(process.pid, itself=True)
+            timed_out = True
+        elif now > deadline and not timed_out:
+            _kill(process.pid, itself=False)  # the command before it then tidies up
             timed_out = True
         time.sleep(_POLL_SECONDS)
+    read = read_bytes_of(process.pid)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return usage.ru_maxrss * 1024, read, timed_out
+
+
+def _kill(pid: int, itself: bool) -> None:
+    """Ends everything below a process, and the process."""
+    with suppress(psutil.NoSuchProcess):
+        top = psutil.Process(pid)
+        for process in [*top.children(recursive=True), *([top] if itself else [])]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -105,7 +151,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(_STOP_SECONDS)
     except subprocess.TimeoutExpired:
-        process.kill()
+        _kill(process.pid, itself=True)
         process.wait()
 
 

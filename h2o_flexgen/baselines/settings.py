@@ -9,16 +9,18 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.baselines.systems import SYSTEMS
+from h2o_flexgen.baselines.systems import PEERS, SYSTEMS
 from h2o_flexgen.config.checks import share, whole
 from h2o_flexgen.config.flags import flag
 from h2o_flexgen.config.known import SHIPPED, known_config, known_names
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.registry import suggestion
+from h2o_flexgen.units import parse_bytes
 
 DTYPES = ("bfloat16", "float32", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-WEIGHTS = ("dummy", "checkpoint")
+WEIGHTS = ("auto", "dummy", "checkpoint")
+AUTO = "auto"
 
 
 def usable_threads() -> int:
@@ -33,12 +35,28 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    """Batch sizes with commas in between; none for "auto"."""
+    try:
+        return () if text.strip() == AUTO else tuple(int(size) for size in _names(text))
+    except ValueError:
+        raise UsageError(f"--batch-size is {text!r}", "needed a number, numbers with commas, or auto") from None
+
+
+def _size(flag_name: str, help: str) -> dict[str, Any]:
+    return flag(flag_name, help=f"{help}; 6 and 6GiB are the same", metavar="SIZE", parse=parse_bytes, unset="no cap")
+
+
 @dataclass(frozen=True)
 class BenchSettings:
     """The settings of `bench`; UsageError for values that make no sense.
 
-    systems     in the order in which each repetition runs them
-    reference   what the others are compared with: transformers if it is among the systems, else the last
+    systems      in the order in which each repetition runs them
+    reference    what the others are compared with: the first of our own among the systems, else the last
+    weights      "auto" becomes "checkpoint" where the model has one at hand, else "dummy"
+    batch_sizes  one: that of every system; several: tried, in this order; none: tried, doubling
+    cpu_mem      bytes of host memory that every process is held to, where the machine allows that, and told
+    gpu_mem      bytes of GPU memory that every system is told
     """
 
     systems: tuple[str, ...] = field(
@@ -51,7 +69,7 @@ class BenchSettings:
             "--reference",
             help="the system to compare with",
             metavar="NAME",
-            show=lambda name: name or "transformers, else the last",
+            show=lambda name: name or "the first of ours, else the last",
         ),
     )
     model: str = field(
@@ -59,15 +77,25 @@ class BenchSettings:
         metadata=flag("--model", "-m", help="name (opt-125m), folder, or demo", metavar="MODEL"),
     )
     weights: str = field(
-        default="dummy",
+        default=AUTO,
         metadata=flag(
             "--weights",
             "--load-format",
-            help="dummy: random, for speed; checkpoint: the same for all, text compared too",
+            help="dummy: random, for speed; checkpoint: the same for all, text compared too; auto: what there is",
             metavar="KIND",
         ),
     )
-    batch_size: int = field(default=32, metadata=flag("--batch-size", "-b", help="sequences", metavar="N"))
+    batch_sizes: tuple[int, ...] = field(
+        default=(32,),
+        metadata=flag(
+            "--batch-size",
+            "-b",
+            help="sequences; 8,16,32 or auto tries several and adds each system at its best",
+            metavar="N",
+            parse=_sizes,
+            show=lambda sizes: ",".join(map(str, sizes)) or AUTO,
+        ),
+    )
     prompt_len: int = field(
         default=512, metadata=flag("--prompt-len", "--input-len", "-p", help="tokens per prompt", metavar="N")
     )
@@ -79,6 +107,8 @@ class BenchSettings:
     hh_ratio: float = field(
         default=0.2, metadata=flag("--hh-ratio", help="KV budget of h2o as a share of the sequence", metavar="R")
     )
+    cpu_mem: int | None = field(default=None, metadata=_size("--cpu-mem", "host memory of every system"))
+    gpu_mem: int | None = field(default=None, metadata=_size("--gpu-mem", "GPU memory of every system"))
     repetitions: int = field(
         default=3, metadata=flag("--repetitions", "-r", help="of all systems in turn", metavar="N")
     )
@@ -90,6 +120,24 @@ class BenchSettings:
         default=3600.0, metadata=flag("--timeout", help="seconds after which a run is given up", metavar="S")
     )
 
+    search_time: float = field(
+        default=900.0,
+        metadata=flag("--search-time", help="seconds after which a system's batch grows no more", metavar="S"),
+    )
+    peers: str = field(
+        default=str(PEERS),
+        metadata=flag("--peers", help="folder of the peers' environments", metavar="DIR", show=lambda _: ".venv-peers"),
+    )
+    scratch_dir: str | None = field(
+        default=None,
+        metadata=flag(
+            "--scratch-dir",
+            help="folder on the disk for offloaded tensors and random weights, kept for the next comparison",
+            metavar="DIR",
+            unset="a temporary one",
+        ),
+    )
+
     def __post_init__(self) -> None:
         if not self.systems:
             raise UsageError("--systems names no system", f"needed names among {', '.join(SYSTEMS.names())}")
@@ -98,27 +146,47 @@ class BenchSettings:
         if len(set(self.systems)) != len(self.systems):
             raise UsageError(f"--systems {','.join(self.systems)} names a system twice", "needed each once")
         if not self.reference:
-            chosen = "transformers" if "transformers" in self.systems else self.systems[-1]
+            chosen = next((name for name in self.systems if SYSTEMS.get(name).own), self.systems[-1])
             object.__setattr__(self, "reference", chosen)
         _one_of("--reference", self.reference, self.systems)
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--device", self.device, DEVICES)
         _one_of("--weights", self.weights, WEIGHTS)
-        for name in ("batch_size", "prompt_len", "gen_len", "repetitions", "threads"):
+        if self.weights == AUTO:
+            object.__setattr__(self, "weights", "checkpoint" if _has_checkpoint(self.model) else "dummy")
+        for size in self.batch_sizes:
+            whole(size, "--batch-size", 1)
+        for name in ("prompt_len", "gen_len", "repetitions", "threads"):
             whole(getattr(self, name), f"--{name.replace('_', '-')}", 1)
         whole(self.seed, "--seed", 0)
         share(self.hh_ratio, "--hh-ratio")
-        if not self.timeout > 0:
-            raise UsageError(f"--timeout is {self.timeout}", "needed seconds above 0")
+        for name in ("timeout", "search_time"):
+            if not getattr(self, name) > 0:
+                flag_name = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag_name} is {getattr(self, name)}", "needed seconds above 0")
 
     @property
     def model_name(self) -> str:
         """The model without the folders it is in: for records, which name no machine's paths."""
         return Path(self.model).name or self.model
 
+    @property
+    def searches(self) -> bool:
+        """Whether several batch sizes are tried."""
+        return len(self.batch_sizes) != 1
+
+    @property
+    def text_reference(self) -> str:
+        """The system whose tokens the others' are compared with: ours with the full cache if it is among them."""
+        return "full" if "full" in self.systems else self.reference
+
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {**asdict(self), "systems": list(self.systems), "model": self.model_name}
+        """Plain JSON values, without paths of this machine."""
+        values = asdict(self)
+        for name in ("peers", "scratch_dir"):
+            del values[name]
+        values |= {"systems": list(self.systems), "batch_sizes": list(self.batch_sizes) or AUTO}
+        return {**values, "model": self.model_name, "text_reference": self.text_reference}
 
 
 @dataclass(frozen=True)
@@ -129,15 +197,23 @@ class BenchModel:
     folder: Path | None
 
 
+def _folder(name: str) -> Path:
+    shipped = resources.files("h2o_flexgen") / "data" / name
+    return Path(str(shipped)) if name in SHIPPED else Path(name).expanduser()
+
+
+def _has_checkpoint(name: str) -> bool:
+    folder = _folder(name)
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
 def find_model(settings: BenchSettings) -> BenchModel:
     """A folder, "demo", or a well-known name with random weights. ModelError where it is none of them.
 
     Asks no network and loads no torch, so that the process that measures the others stays small.
     """
     name, dummy = settings.model, settings.weights == "dummy"
-    shipped = resources.files("h2o_flexgen") / "data" / name
-    folder = Path(str(shipped)) if name in SHIPPED else Path(name).expanduser()
-    known = known_config(name)
+    folder, known = _folder(name), known_config(name)
     if (folder / "config.json").is_file():
         model = BenchModel(_read_config(folder / "config.json"), None if dummy else folder)
     elif known is None:

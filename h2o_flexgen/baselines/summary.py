@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from h2o_flexgen.baselines.compare import SCHEMA, Comparison, Measurement, environment
+from h2o_flexgen.baselines.compare import Comparison
+from h2o_flexgen.baselines.runner import SCHEMA, Measurement, environment
 
 RATES = ("prefill_throughput", "decode_throughput", "gen_throughput")
 """Compared as ratios: more is better in each."""
-FIGURES = ("prefill_s", "decode_s", "total_s", "load_s", "peak_rss_bytes", *RATES, "total_token_throughput")
+FIGURES = (
+    "prefill_s",
+    "decode_s",
+    "total_s",
+    "load_s",
+    "peak_bytes",
+    "peak_rss_bytes",
+    "disk_read_bytes",
+    "process_read_bytes",
+    *RATES,
+    "total_token_throughput",
+)
 MEASURED = (
     "Seconds of generation alone, in a process of its own per run: starting, loading and a warm-up of a few tokens "
-    "with the whole batch come before the clock. Prefill ends when every sequence has its first token. Peak memory is "
-    "that of the whole process. Ratios are speeds, of runs of one repetition: above 1 is faster."
+    "with the whole batch come before the clock. Prefill ends when every sequence has its first token. Tokens/s are "
+    "generated ones, over prefill and decode, and over decode alone. Peak memory is that of the whole process{peak}. "
+    "Disk read is what the kernel read from disks for it while it generated. Ratios are speeds, of runs of one "
+    "repetition: above 1 is faster."
 )
+_PEAK = " and the pages of files it read, as its control group counted them"
 
 
 def summarise(result: Comparison) -> dict[str, Any]:
     """The summary as one JSON object: settings, {median, min, max} per system and figure, ratios per pair, failures."""
-    ran = [name for name in result.settings.systems if result.runs[name]]
+    settings = result.settings
+    ran = [name for name in settings.systems if result.runs[name]]
+    held = settings.cpu_mem is not None and result.uncapped is None
     summary: dict[str, Any] = {
         "bench": SCHEMA,
-        **environment(result.settings),
-        "measured": MEASURED,
+        **environment(settings),
+        "measured": MEASURED.format(peak=_PEAK if held else ""),
+        "cap": {"cpu_mem": settings.cpu_mem, "enforced": held, "why_not": result.uncapped},
         "highest_load_average": max((run.load_average for name in ran for run in result.runs[name]), default=None),
+        "batches": dict(result.batches),
+        "tried": dict(result.tried),
         "systems": {name: _system(result.runs[name]) for name in ran},
         "ratios": {f"{one}/{two}": _ratios(result, one, two) for i, one in enumerate(ran) for two in ran[i + 1 :]},
         "failed": dict(result.failed),
     }
-    reference = result.settings.reference
-    if result.settings.weights == "checkpoint" and reference in ran:
+    reference = settings.text_reference
+    if settings.weights == "checkpoint" and reference in ran:
         summary["same_text"] = {name: _same_text(result, name, reference) for name in ran}
     return summary
 
@@ -40,6 +61,18 @@ def spread(values: Sequence[float | None]) -> dict[str, float] | None:
     """Median, least and most of the values that there are; None where there are none."""
     known = [value for value in values if value is not None]
     return {"median": median(known), "min": min(known), "max": max(known)} if known else None
+
+
+def ratio_spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """As `spread`, but between the two in the middle of an even number lies their geometric mean.
+
+    So the median of ratios turned round is the median turned round.
+    """
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return None
+    low, high = known[(len(known) - 1) // 2], known[len(known) // 2]
+    return {"median": low if low == high else math.sqrt(low * high), "min": known[0], "max": known[-1]}
 
 
 def ratio_of(summary: dict[str, Any], one: str, two: str, figure: str) -> dict[str, float] | None:
@@ -59,7 +92,9 @@ def ratio_of(summary: dict[str, Any], one: str, two: str, figure: str) -> dict[s
 def _system(runs: Sequence[Measurement]) -> dict[str, Any]:
     return {
         "repetitions": len(runs),
+        "batch": runs[0].sequences,
         "versions": runs[0].versions,
+        "bytes_moved": runs[0].bytes_moved,
         **{name: spread([getattr(run, name) for run in runs]) for name in FIGURES},
     }
 
@@ -68,7 +103,7 @@ def _ratios(result: Comparison, one: str, two: str) -> dict[str, Any]:
     """Ratios of rates of `one` to those of `two`, over the repetitions that both finished."""
     others = {run.repetition: run for run in result.runs[two]}
     pairs = [(run, others[run.repetition]) for run in result.runs[one] if run.repetition in others]
-    return {"pairs": len(pairs), **{name: spread([_ratio(a, b, name) for a, b in pairs]) for name in RATES}}
+    return {"pairs": len(pairs), **{name: ratio_spread([_ratio(a, b, name) for a, b in pairs]) for name in RATES}}
 
 
 def _ratio(one: Measurement, two: Measurement, figure: str) -> float | None:
@@ -77,6 +112,7 @@ def _ratio(one: Measurement, two: Measurement, figure: str) -> float | None:
 
 
 def _same_text(result: Comparison, name: str, reference: str) -> dict[str, int]:
-    """How many sequences of the first repetition have the reference's tokens, all of them."""
+    """How many sequences of the first repetition have the reference's tokens, all of them, of those that both ran."""
     own, theirs = result.runs[name][0].token_ids, result.runs[reference][0].token_ids
-    return {"same": sum(a == b for a, b in zip(own, theirs, strict=True)), "sequences": len(own)}
+    pairs = list(zip(own, theirs, strict=False))
+    return {"same": sum(a == b for a, b in pairs), "sequences": len(pairs)}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,13 @@ from typing import Any
 _WORK, _CONFIG = "work.json", "config.json"
 WARMUP_PROMPT, WARMUP_NEW = 16, 2
 """Tokens of the warm-up that every adapter runs with the whole batch before the clock starts."""
+
+REFUSED = 69
+"""Exit code of an adapter that cannot do this work at all, with the reason as the last line of stderr."""
+
+
+class CannotRun(Exception):
+    """This system cannot do this work; the message says why, in one line."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,9 @@ class Work:
     folder    of the checkpoint, None where `weights` is "dummy"
     threads   compute threads; the environment is already set for OpenMP and MKL
     options   what only this system understands
+    cpu_mem   bytes of host memory the whole process may use, None for what there is
+    gpu_mem   bytes of GPU memory, likewise
+    scratch   a folder on the disk, the same for every run of this system, for offloaded tensors and weights made once
     """
 
     model: str
@@ -34,10 +46,13 @@ class Work:
     gen_len: int
     prompts: list[list[int]]
     options: dict[str, Any] = field(default_factory=dict)
+    cpu_mem: int | None = None
+    gpu_mem: int | None = None
+    scratch: str = "."
 
     def write(self, folder: Path, model_config: dict[str, Any]) -> None:
         """Puts the work, and the model's config.json, into `folder`."""
-        folder.mkdir()
+        folder.mkdir(parents=True)
         (folder / _CONFIG).write_text(json.dumps(model_config), encoding="utf-8")
         (folder / _WORK).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
@@ -58,6 +73,8 @@ class Outcome:
     token_ids    the new tokens, a list per prompt
     versions     of the packages that did the work
     detail       whatever else the system reports; kept in the record
+    disk_read_bytes  read from disks between the start and the end of generate, by the kernel's count
+    bytes_moved      between tiers while generating, where the system counts them
     """
 
     prefill_s: float
@@ -67,6 +84,8 @@ class Outcome:
     token_ids: list[list[int]]
     versions: dict[str, str]
     detail: dict[str, Any] = field(default_factory=dict)
+    disk_read_bytes: int | None = None
+    bytes_moved: dict[str, int] | None = None
 
     def to_line(self) -> str:
         """One line of JSON."""
@@ -86,3 +105,32 @@ def give(outcome: Outcome) -> int:
     sys.stdout.write(outcome.to_line() + "\n")
     sys.stdout.flush()
     return 0
+
+
+def disk_bytes() -> int:
+    """Bytes that this process has had read from disks so far, page faults included; 0 where the kernel does not say."""
+    return read_bytes_of(os.getpid()) or 0
+
+
+def read_bytes_of(pid: int) -> int | None:
+    """Bytes that a process, and those of its children that it has waited for, had read from disks. None if not told."""
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
+
+
+def run(main: Callable[[str], int], prepare: Callable[[str], None] | None = None) -> int:
+    """`main` with the folder named on the command line, or `prepare` with it where the word "prepare" follows.
+
+    Returns the exit code: REFUSED where either says that it cannot run.
+    """
+    try:
+        if prepare is not None and sys.argv[2:] == ["prepare"]:
+            prepare(sys.argv[1])
+            return 0
+        return main(sys.argv[1])
+    except CannotRun as reason:
+        sys.stderr.write(f"{reason}\n")
+        return REFUSED

@@ -191,6 +191,7 @@ class KVCache:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
             out = self._native.attend(q, k, v, scale)
+            self._last = self._native.used
         else:
             out = self._attend(q, k, v, scale, table)
         self._clock.tick()
@@ -245,8 +246,6 @@ class KVCache:
     def last_slots(self) -> Tensor:
         """Where the newest token was written, (b, kv_heads) int64: all that one step changed in K and V."""
         size = (self.shape.batch, self.shape.kv_heads)
-        if self._native is not None and self._clock.step:
-            return self._native.last_slots
         if self._last is None:
             raise RuntimeError("no token has been written yet")
         if isinstance(self._last, int):

@@ -32,6 +32,8 @@ class NativeStep:
             ranking=ranking,
             adds=bool(adds),
         )
+        self.used = self._kernel.used
+        """Where the newest token was written, (b, kv_heads) int64; the next step changes it in place."""
         self.attach, self.detach = self._kernel.attach, self._kernel.detach
 
     @classmethod
@@ -39,11 +41,6 @@ class NativeStep:
         """For a cache with K or V `kv` (b, kv_heads, capacity, dim); None where the kernel cannot be had."""
         _, kv_heads, _, dim = kv.shape
         return cls(clock, book, kv_heads, dim) if available(kv.dtype, dim, kv.device) else None
-
-    @property
-    def last_slots(self) -> Tensor:
-        """Where the newest token was written, (b, kv_heads) int64."""
-        return self._kernel.used.clone()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """The step of the clock, which the caller moves on afterwards; see `KVCache.attend`."""

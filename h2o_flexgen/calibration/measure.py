@@ -28,6 +28,7 @@ from h2o_flexgen.config.products import products
 from h2o_flexgen.config.record import utc_now
 from h2o_flexgen.engine.machine import cgroup_limit
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.kernels.native.build import why_not
 from h2o_flexgen.units import MIB, format_bytes, format_rate
 
 log = logging.getLogger(__name__)
@@ -195,6 +196,7 @@ class _Run:
             sample_s=sample,
             shapes=shapes,
             fresh_bytes_per_s=fresh,
+            reads_all_slots=bench.name == "cpu" and why_not() is not None,
         )
         return replace(rates, tick_s=unexplained_ticks(bench, rates, seconds("ticks")))
 

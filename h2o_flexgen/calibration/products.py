@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.calibration.timing import Sample, TimeBudget
 from h2o_flexgen.config.hardware import Curve, GemmShape
 from h2o_flexgen.config.products import Product, all_products, products
+from h2o_flexgen.kernels import linear
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """Rows of x; 2048 is the usual chunk of prompts."""
@@ -18,12 +18,14 @@ _HEAD_ROWS = 256  # the output head sees one token per sequence
 _SURE_ROWS = 16  # measured however long it takes; more rows only while there is time
 
 
-def product_call(bench: Bench, product: Product, rows: int, *, biased: bool) -> Callable[[], object]:
-    """One product as the decoder does it; each call takes the next weight of the arena."""
+def product_call(
+    bench: Bench, product: Product, rows: int, *, biased: bool, wide: bool = False
+) -> Callable[[], object]:
+    """One product as the decoder does it, `wide`: as its logits; each call takes the next weight of the arena."""
     weights = bench.matrices(product.out_features, product.in_features)
     x = bench.noise(rows, product.in_features)
     bias = bench.noise(product.out_features) if biased else None
-    return lambda: F.linear(x, next(weights), bias)
+    return lambda: linear(x, next(weights), bias, wide=wide)
 
 
 @torch.inference_mode()
@@ -35,20 +37,23 @@ def product_shapes(bench: Bench, seconds: float) -> tuple[GemmShape, ...]:
     spec = bench.spec
     shapes = all_products(spec)
     budget = TimeBudget(seconds, dict.fromkeys(map(str, shapes), 1.0))
-    narrow = set(products(spec, "head"))
+    head = products(spec, "head")
     found = []
     for shape in shapes:
         parts = -(-shape.out_features * shape.in_features * bench.itemsize // len(bench.arena))
         part = Product(-(-shape.out_features // parts), shape.in_features)
-        most = _HEAD_ROWS if shape in narrow else ROWS[-1]
-        points = _over_rows(bench, part, budget.take(str(shape)), most, biased=shape not in narrow)
+        most = _HEAD_ROWS if shape in head else ROWS[-1]
+        kind = {"biased": shape not in head, "wide": shape == head[-1]}
+        points = _over_rows(bench, part, budget.take(str(shape)), most, **kind)
         scale = shape.out_features / part.out_features
         curve = Curve(tuple((rows, sample.seconds * scale) for rows, sample in points))
         found.append(GemmShape(shape.out_features, shape.in_features, curve))
     return tuple(found)
 
 
-def _over_rows(bench: Bench, product: Product, seconds: float, most: int, *, biased: bool) -> list[tuple[int, Sample]]:
+def _over_rows(
+    bench: Bench, product: Product, seconds: float, most: int, *, biased: bool, wide: bool
+) -> list[tuple[int, Sample]]:
     """Samples over the number of rows, as many rows as there is time for: from there on the rate stays."""
     biased = biased and bench.spec.arch.mlp_bias  # of most models all projections have a bias, or none
     counts = [rows for rows in ROWS if rows <= most]
@@ -61,7 +66,7 @@ def _over_rows(bench: Bench, product: Product, seconds: float, most: int, *, bia
             expected = points[-1][1].seconds * rows / points[-1][0]
             if 2 * expected > max(share, seconds - budget.elapsed):
                 break
-        sample = bench.timer.measure(product_call(bench, product, rows, biased=biased), share)
+        sample = bench.timer.measure(product_call(bench, product, rows, biased=biased, wide=wide), share)
         points.append((rows, bench.spreads.note(f"{bench.name} products", sample)))
     return points
 

@@ -17,17 +17,19 @@ from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.profiles import cache_folder
 from h2o_flexgen.config.record import host_facts
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.kernels.native.build import why_not
 from h2o_flexgen.units import GIB
 
 log = logging.getLogger(__name__)
 
-_METHOD = 2
+_METHOD = 3
 """Counted up whenever something is measured otherwise: older profiles then count no more."""
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """`host_facts`, the GPU that is computed on, and the threads that torch computes with."""
+    """`host_facts`, the GPU that is computed on, what computes on the CPU, and by how many threads."""
     facts = {**host_facts(), "torch": torch.__version__, "threads": torch.get_num_threads()}
+    facts["kernels"] = why_not() or "native"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}

@@ -40,8 +40,8 @@ ROWS = (1, 8, 32)
 _WIDTH, _VOCABULARY = 64, 64
 _PROMPT, _MOST_STEPS, _LEAST_STEPS = 4, 24, 5
 _WARM = 2  # steps that nothing is taken from, the prompts' included
-_TURNS = 2  # times the largest cache of the processor that the short model's layers fill
-_LEAST_LAYERS, _MOST_LAYERS = 2, 8
+_TURNS = 6  # times the largest cache of the processor that the short model's layers fill
+_LEAST_LAYERS, _MOST_LAYERS = 2, 24
 _MOST_BYTES = 2 << 30
 _LEAST = 1e-7
 
@@ -98,14 +98,16 @@ def unexplained_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> dict
             compute = _priced(plan, rates, rows)
             left = (seconds - (clock() - start)) / (len(ROWS) - i)
             taken: dict[str, list[float]] = {kind: [] for kind in UNIT_KINDS}
+            lasting: dict[str, list[float]] = {kind: [] for kind in UNIT_KINDS}
             begun, steps = clock(), _steps(plan, compute, left)
             while not taken["attn"] or clock() - begun < left:
                 for index, step, lasted in _one_run(plan, loaded, rows, steps):
                     if step >= _WARM:
                         known = compute.seconds(Task(TaskKind.COMPUTE, step, index, 0))
                         taken[spec.units[index].kind].append(lasted - known)
+                        lasting[spec.units[index].kind].append(lasted)
             for kind, values in taken.items():
-                bench.spreads.note(f"{bench.name} ticks", sample_of([abs(value) for value in values]))
+                bench.spreads.note(f"{bench.name} ticks", sample_of(lasting[kind]))
                 beyond[kind].append((rows, max(_LEAST, statistics.median(values))))
     return {kind: Curve(tuple(points)) for kind, points in beyond.items()}
 

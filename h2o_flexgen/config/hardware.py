@@ -102,9 +102,9 @@ class ComputeRates:
     memory_bytes_per_s  of streaming reads: no product is faster than its weight can be read
     shapes              products at the shapes of a model (`config.products`), where they were measured
     decode_attention    seconds of one `KVCache.attend` (all rows and heads of a GPU batch in one layer), its fixed cost
-                        included, over the bytes of K and V it reads: on a CPU all slots of the buffer, on a GPU those
-                        in use. `scored`: by a policy that evicts by score, so with probability rows, their sum, and
-                        the choice of what goes
+                        included, over the bytes of K and V it reads. `scored`: by a policy that evicts by score, so
+                        with probability rows, their sum, and the choice of what goes
+    reads_all_slots     whether that attention reads all slots of the buffer, or only those in use
     prefill_attention   FLOP/s of one kernel call over its keys per query (the length of the prompt, past included),
                         4 x heads x head_dim x queries x keys FLOPs whatever is masked. `scored`: with column sums, and
                         with ranking the prompt's tokens by them
@@ -128,6 +128,7 @@ class ComputeRates:
     sample_s: float
     shapes: tuple[GemmShape, ...] = ()
     fresh_bytes_per_s: float | None = None
+    reads_all_slots: bool = False
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes_per_s", "elementwise_bytes_per_s"):

@@ -176,8 +176,9 @@ class Compute:
     def _decode(self, layer: int, step: int, rows: int, batch: int) -> Parts:
         case, device = self._case, self._case.attention_device(layer, batch)
         rates = case.profile.rates(device)
-        # A CPU is handed the whole buffer: a prefix of every row's slots would have to be copied first.
-        width = case.slots[layer] if device == "cpu" else case.held(layer, step)
+        # torch is handed the whole buffer: a prefix of every row's slots would have to be copied first.
+        whole = rates.reads_all_slots or (device == "cpu" and case.eviction.rolling_positions)
+        width = case.slots[layer] if whole else case.held(layer, step)
         nbytes = 2 * rows * width * case.kv_width * case.itemsize
         parts = {"attention": rates.decode_attention["scored" if self._ranks(layer) else "plain"].time_at(nbytes)}
         if case.eviction.rolling_positions:

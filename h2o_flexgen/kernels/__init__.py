@@ -1,6 +1,8 @@
-"""Attention and score accumulation: one signature, several implementations."""
+"""Attention, score accumulation and products of few rows: one signature each, several implementations."""
 
-from h2o_flexgen.kernels.torch_cpu import decode_attention, prefill_attention
+from h2o_flexgen.kernels.native.linear import linear
+from h2o_flexgen.kernels.native.prompt import prefill_attention
+from h2o_flexgen.kernels.torch_cpu import decode_attention
 from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttention
 
-__all__ = ["DecodeAttention", "KeysValues", "PrefillAttention", "decode_attention", "prefill_attention"]
+__all__ = ["DecodeAttention", "KeysValues", "PrefillAttention", "decode_attention", "linear", "prefill_attention"]

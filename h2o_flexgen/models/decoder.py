@@ -19,6 +19,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.arch import ArchSpec
 from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.kernels import linear
 from h2o_flexgen.models.rotary import Rotary
 
 Weights = Mapping[str, Tensor]
@@ -116,7 +117,7 @@ class Decoder:
         """Logits (T, vocab_size) in float32 of hidden (T, hidden_width)."""
         for step in self._head_steps:
             hidden = step(w, hidden)
-        return F.linear(hidden, w[self._head_name], w.get("head.vocab_bias")).float()
+        return linear(hidden, w[self._head_name], w.get("head.vocab_bias"), wide=True)
 
     # ---- choices made at construction
 
@@ -135,14 +136,14 @@ class Decoder:
         arch, width = spec.arch, spec.hidden_size
         embed = [
             (arch.embed_scale != 1.0, self._scale_embeddings),
-            (spec.bridged, lambda w, x, positions: F.linear(x, w["embed.project_in"])),
+            (spec.bridged, lambda w, x, positions: linear(x, w["embed.project_in"])),
             (arch.positions == "learned", self._add_positions),
             (arch.parallel, lambda w, x, positions: F.pad(x, (0, width))),
         ]
         head = [
             (arch.parallel, lambda w, x: x[:, :width]),
             (arch.final_norm, lambda w, x: self._norm(w, "head.norm", x)),
-            (spec.bridged, lambda w, x: F.linear(x, w["head.project_out"])),
+            (spec.bridged, lambda w, x: linear(x, w["head.project_out"])),
         ]
         return [step for wanted, step in embed if wanted], [step for wanted, step in head if wanted]
 
@@ -192,23 +193,23 @@ class Decoder:
 
     def _attend(self, w: Weights, x: Tensor, attention: Attention) -> Tensor:
         if "qkv.weight" in w:
-            q, k, v = F.linear(x, w["qkv.weight"], w.get("qkv.bias")).split(self._sizes, dim=-1)
+            q, k, v = linear(x, w["qkv.weight"], w.get("qkv.bias")).split(self._sizes, dim=-1)
         else:
-            q, k, v = (F.linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
+            q, k, v = (linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
         q, k, v = (t.unflatten(-1, (-1, self.spec.head_dim)) for t in (q, k, v))
         q, k = self._qk_norm(w, q, k)
-        return F.linear(attention(q, k, v).flatten(1), w["o.weight"], w.get("o.bias"))
+        return linear(attention(q, k, v).flatten(1), w["o.weight"], w.get("o.bias"))
 
     def _plain(self, w: Weights, x: Tensor) -> Tensor:
-        up = self._activation(F.linear(x, w["up.weight"], w.get("up.bias")))
-        return F.linear(up, w["down.weight"], w.get("down.bias"))
+        up = self._activation(linear(x, w["up.weight"], w.get("up.bias")))
+        return linear(up, w["down.weight"], w.get("down.bias"))
 
     def _gated(self, w: Weights, x: Tensor) -> Tensor:
         if "gate_up.weight" in w:
-            up, gate = F.linear(x, w["gate_up.weight"], w.get("gate_up.bias")).chunk(2, dim=-1)
+            up, gate = linear(x, w["gate_up.weight"], w.get("gate_up.bias")).chunk(2, dim=-1)
         else:
-            up, gate = (F.linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in ("up", "gate"))
-        return F.linear(self._activation(gate).mul_(up), w["down.weight"], w.get("down.bias"))
+            up, gate = (linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in ("up", "gate"))
+        return linear(self._activation(gate).mul_(up), w["down.weight"], w.get("down.bias"))
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:

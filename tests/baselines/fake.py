@@ -6,20 +6,40 @@ import sys
 import time
 from pathlib import Path
 
-from h2o_flexgen.baselines.work import Outcome, Work, give
+from h2o_flexgen.baselines.work import CannotRun, Outcome, Work, give, run
+
+
+def prepare(folder: str) -> None:
+    """Leaves a line in its scratch folder."""
+    with (Path(Work.read(Path(folder)).scratch) / "prepared").open("a", encoding="utf-8") as file:
+        file.write("once\n")
 
 
 def main(folder: str) -> int:
-    """Options: speed (times are 1 s and 2 s divided by it), fail (a message), short, sleep (seconds)."""
+    """Options, beside what each says: speed (times are 1 s and 2 s divided by it), sleep (seconds), read (bytes)."""
     work = Work.read(Path(folder))
-    time.sleep(work.options.get("sleep", 0))
-    if "fail" in work.options:
-        sys.stderr.write(f"Traceback\n{work.options['fail']}\n")
+    options, count = work.options, len(work.prompts)
+    time.sleep(options.get("sleep", 0))
+    if "fail" in options:  # with a message
+        sys.stderr.write(f"Traceback\n{options['fail']}\n")
         return 4
-    new, speed = work.gen_len - work.options.get("short", 0), work.options.get("speed", 1.0)
-    tokens = [[sum(prompt) % 97] * new for prompt in work.prompts]
-    return give(Outcome(1 / speed, 2 / speed, 3 / speed, 0.5, tokens, {"fake": "1"}))
+    if "refuse" in options:  # with a reason
+        raise CannotRun(options["refuse"])
+    if count > options.get("room", count):  # sequences that its memory has room for
+        sys.stderr.write("RuntimeError: DefaultCPUAllocator: can't allocate memory\n")
+        return 1
+    if "waste" in options:  # MiB
+        held = [b"x" * (1 << 20) for _ in range(options["waste"])]
+        sys.stderr.write(f"{len(held)}\n")
+    new, speed = work.gen_len - options.get("short", 0), options.get("speed", 1.0)
+    # Beyond `flat` sequences it takes twice as long for twice as many.
+    seconds = max(1.0, count / options.get("flat", count)) / speed
+    wrong = options.get("wrong", 0)
+    tokens = [[sum(prompt) % 97 + (row < wrong)] * new for row, prompt in enumerate(work.prompts)]
+    detail = {"cpu_mem": work.cpu_mem, "gpu_mem": work.gpu_mem, "python": sys.executable}
+    times = (seconds, 2 * seconds, 3 * seconds, 0.5)
+    return give(Outcome(*times, tokens, {"fake": "1"}, detail, options.get("read"), options.get("moved")))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(run(main, prepare))

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import OPTForCausalLM
 
-from h2o_flexgen.baselines import own, transformers
-from h2o_flexgen.baselines.work import Outcome, Work
-from tests.tiny import make_opt, prompts_of, save
+from h2o_flexgen.baselines import generation, own, transformers
+from h2o_flexgen.baselines.process import run_process
+from h2o_flexgen.baselines.systems import PEERS, SYSTEMS
+from h2o_flexgen.baselines.work import REFUSED, Outcome, Work
+from tests.tiny import make_model, make_opt, prompts_of, save
 
 NEW = 12
 
@@ -17,16 +20,19 @@ NEW = 12
 @pytest.fixture
 def work(tmp_path: Path):
     """A folder with work on a tiny checkpoint, in float32."""
-    model = make_opt()
+    return _maker(make_opt(ffn_dim=128), tmp_path)
+
+
+def _maker(model: Any, tmp_path: Path) -> Any:
     checkpoint = save(model, tmp_path / "checkpoint")
 
     def make(**changes: Any) -> str:
         settings: dict[str, Any] = {"weights": "checkpoint", "folder": str(checkpoint), "options": {}}
+        settings |= {"dtype": "float32", "scratch": str(tmp_path / "scratch")}
         settings |= changes
         name = str(len(list(tmp_path.iterdir())))
         Work(
             model=str(checkpoint),
-            dtype="float32",
             device="cpu",
             threads=1,
             seed=0,
@@ -84,3 +90,69 @@ def test_what_is_no_outcome() -> None:
         Outcome.from_line('{"prefill_s": 1}')
     with pytest.raises(ValueError):
         Outcome.from_line("Segmentation fault")
+
+
+@pytest.mark.parametrize("shard", [1, 1 << 30])
+def test_random_weights_are_saved_once(shard: int, work, monkeypatch) -> None:
+    """In one shard or one per tensor, so that a model larger than memory can be made."""
+    monkeypatch.setattr(generation, "SHARD_BYTES", shard)
+    folder = work(weights="dummy", folder=None)
+    checkpoint = Path(generation.saved_checkpoint(Work.read(Path(folder)), folder))
+    assert (len(list(checkpoint.glob("*.safetensors"))) > 1) == (shard == 1)
+    model, info = OPTForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.model.decoder.layers[0].fc1.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    written = {file: file.stat().st_mtime_ns for file in checkpoint.iterdir()}
+    assert generation.saved_checkpoint(Work.read(Path(folder)), folder) == str(checkpoint)
+    assert {file: file.stat().st_mtime_ns for file in checkpoint.iterdir()} == written
+
+
+def _peer(name: str, folder: str) -> Any:
+    """How the adapter of an installed peer ended."""
+    python = SYSTEMS.get(name).python(PEERS)
+    if python is None:
+        pytest.skip(f"scripts/peer_env.sh {name}")
+    return run_process(SYSTEMS.get(name).adapter, [folder], threads=1, timeout=300, python=python)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["accelerate", "flexgen", "deepspeed", "kvpress"])
+def test_installed_peers_give_our_tokens(name: str, work, capsys) -> None:
+    finished = _peer(name, work(options={"ratio": 1.0} if name == "kvpress" else {}))
+    assert finished.exit_code == 0, finished.errors
+    assert Outcome.from_line(finished.last_line).token_ids == _outcome(own, work(), capsys).token_ids
+
+
+@pytest.mark.slow
+def test_accelerate_gives_our_tokens_from_the_disk(work, capsys) -> None:
+    finished = _peer("accelerate", work(cpu_mem=1))
+    assert finished.exit_code == 0, finished.errors
+    outcome = Outcome.from_line(finished.last_line)
+    assert set(outcome.detail["modules_by_place"]) == {"disk"}
+    assert outcome.token_ids == _outcome(own, work(), capsys).token_ids
+
+
+@pytest.mark.slow
+def test_flexgen_gives_the_same_tokens_from_the_disk(work) -> None:
+    """In bfloat16, which numpy does not have: what is stored is its bits."""
+    memory, disk = (_peer("flexgen", work(dtype="bfloat16", cpu_mem=mem)) for mem in (None, 1))
+    assert disk.exit_code == 0, disk.errors
+    there = Outcome.from_line(disk.last_line)
+    assert there.detail["weights_on_gpu_percent"] == 0
+    assert there.token_ids == Outcome.from_line(memory.last_line).token_ids
+
+
+@pytest.mark.slow
+def test_kvpress_keeps_what_was_asked(work, tmp_path: Path) -> None:
+    for number, folder in enumerate((work, _maker(make_model("llama"), tmp_path / "llama"))):
+        finished = _peer("kvpress", folder(options={"ratio": 0.25}))
+        assert finished.exit_code == 0, (number, finished.errors)
+        detail = Outcome.from_line(finished.last_line).detail
+        assert (detail["kept_of_prompt"], detail["cached_at_the_end"]) == (9, 9 + NEW - 1)
+
+
+@pytest.mark.slow
+def test_flexgen_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    finished = _peer("flexgen", _maker(make_model("llama"), tmp_path)())
+    assert (finished.exit_code, finished.reason) == (REFUSED, "FlexGen 0.1.8 runs OPT models only, and this is a llama")

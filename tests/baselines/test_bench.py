@@ -10,7 +10,7 @@ import pytest
 
 from h2o_flexgen.baselines.process import run_process
 from h2o_flexgen.baselines.settings import BenchSettings, find_model
-from h2o_flexgen.baselines.summary import ratio_of, spread
+from h2o_flexgen.baselines.summary import ratio_of, ratio_spread, spread
 from h2o_flexgen.baselines.systems import SYSTEMS, System
 from h2o_flexgen.bench import main
 from h2o_flexgen.errors import ModelError, UsageError
@@ -22,8 +22,8 @@ SMALL = ["--batch-size", "2", "--prompt-len", "8", "--gen-len", "4", "--threads"
 def pretend(monkeypatch: pytest.MonkeyPatch):
     """`pretend(name, speed=2.0)` makes a system of that name behave as `tests.baselines.fake` says."""
 
-    def add(name: str, own: bool = False, **options: Any) -> None:
-        system = System("tests.baselines.fake", "pretends", lambda ratio: options, own)
+    def add(name: str, own: bool = False, prepares: bool = False, **options: Any) -> None:
+        system = System("tests.baselines.fake", "pretends", lambda ratio: options, own, prepares=prepares)
         monkeypatch.setitem(SYSTEMS._items, name, system)
 
     return add
@@ -40,7 +40,8 @@ def test_systems_take_turns_and_leave_records(pretend, capsys, tmp_path: Path) -
     pretend("quick", speed=4.0, own=True)
     pretend("slow")
     folder = tmp_path / "records"
-    code, table, summary, err = _bench(capsys, "--systems", "quick,slow", "-r", "2", "--output-dir", str(folder))
+    arguments = ["--systems", "quick,slow", "--reference", "slow", "-r", "2", "--output-dir", str(folder)]
+    code, table, summary, err = _bench(capsys, *arguments)
     assert code == 0
     order = [line.partition(":")[0] for line in err.splitlines() if "/2:" in line]
     assert order == ["quick 1/2", "slow 1/2", "quick 2/2", "slow 2/2"]
@@ -48,13 +49,16 @@ def test_systems_take_turns_and_leave_records(pretend, capsys, tmp_path: Path) -
         *(f"run-{number:02d}-{name}.json" for number in (1, 2) for name in ("quick", "slow")),
         "summary.json",
         "table.md",
+        "table.csv",
     }
     record = json.loads((folder / "run-02-quick.json").read_text())
     assert (record["prefill_s"], record["decode_s"], record["repetition"]) == (0.25, 0.5, 2)
     assert record["decode_throughput"] == 2 * 3 / 0.5
     assert record["gen_throughput"] == 2 * 4 / 0.75
     assert record["peak_rss_bytes"] > 1 << 20
-    assert record["settings"]["batch_size"] == 2
+    assert record["sequences"] == 2
+    assert record["settings"]["batch_sizes"] == [2]
+    assert "peers" not in record["settings"]  # a path of this machine
     assert record["host"]["cores"] >= 1
     assert "token_ids" not in record  # those of random weights mean nothing
     assert json.loads((folder / "summary.json").read_text()) == summary
@@ -70,12 +74,14 @@ def test_a_system_that_fails_is_listed_with_its_reason(pretend, capsys, tmp_path
     pretend("broken", fail="ImportError: no | module named peer")
     pretend("lazy", short=1)
     arguments = ["--systems", "broken,good,lazy,deepspeed", "-r", "2", "--output-dir", str(tmp_path / "r")]
+    arguments += ["--peers", str(tmp_path / "nowhere")]
     code, table, summary, err = _bench(capsys, *arguments)
     assert code == 0  # peers may fail; our own systems may not
     assert list(summary["systems"]) == ["good"]
     assert summary["failed"]["broken"] == "exit code 4: ImportError: no | module named peer"
     assert "generated [3] tokens" in summary["failed"]["lazy"]
-    assert summary["failed"]["deepspeed"] == "no adapter yet"
+    assert summary["failed"]["deepspeed"] == "not installed: scripts/peer_env.sh deepspeed"
+    assert "| deepspeed | did not run: not installed: scripts/peer_env.sh deepspeed |" in table
     assert err.count("broken") == 1
     assert "| broken | did not run: exit code 4: ImportError: no / module named peer |" in table
     assert "Traceback" in (tmp_path / "r" / "run-01-broken.stderr.txt").read_text()
@@ -127,6 +133,8 @@ def test_the_own_engine_in_a_process(capsys, tmp_path: Path) -> None:
         ({"systems": ()}, "names no system"),
         ({"systems": ("h2o", "h2o")}, "twice"),
         ({"systems": ("h2o",), "reference": "full"}, "--reference is 'full'"),
+        ({"batch_sizes": (4, 0)}, "--batch-size is 0"),
+        ({"search_time": 0.0}, "--search-time"),
         ({"dtype": "int8"}, "--dtype"),
         ({"repetitions": 0}, "--repetitions is 0"),
         ({"hh_ratio": 1.5}, "--hh-ratio"),
@@ -141,6 +149,8 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
 def test_models() -> None:
     assert find_model(BenchSettings(model="facebook/opt-1.3b")).config["hidden_size"] == 2048
     assert find_model(BenchSettings(model="demo", weights="checkpoint")).folder is not None
+    assert BenchSettings(model="demo").weights == "checkpoint"
+    assert BenchSettings(model="opt-125m").weights == "dummy"
     with pytest.raises(ModelError, match="opt-125m"):
         find_model(BenchSettings(model="opt-125"))
     with pytest.raises(ModelError, match="known by its sizes alone"):
@@ -156,6 +166,15 @@ def test_spread_and_turned_ratios() -> None:
     assert ratio_of(summary, "b", "a", "x") == {"median": 0.5, "min": 0.25, "max": 1.0}
     assert ratio_of(summary, "b", "a", "y") is None
     assert ratio_of(summary, "a", "a", "x") is None
+
+
+def test_a_ratio_turned_is_that_of_the_turned_pair() -> None:
+    """With two repetitions the mean of 4 and 1/16 would turn into half, and that of 1/4 and 16 into eight."""
+    ratios = [4.0, 1 / 16]
+    summary = {"ratios": {"a/b": {"x": ratio_spread(ratios)}}}
+    assert ratio_of(summary, "b", "a", "x") == ratio_spread([1 / ratio for ratio in ratios])
+    assert ratio_spread([3.0, None, 1.0, 7.0]) == {"median": 3.0, "min": 1.0, "max": 7.0}
+    assert ratio_spread([None]) is None
 
 
 def test_a_process_of_an_unknown_module_has_a_reason() -> None:

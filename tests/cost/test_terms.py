@@ -57,9 +57,10 @@ def test_units_of_a_decode_step() -> None:
     assert head["sampling"] == 3 * 10
 
 
-def test_attention_of_a_decode_step_reads_the_whole_buffer_on_a_cpu() -> None:
+def test_attention_of_a_decode_step_reads_what_is_held_or_the_whole_buffer() -> None:
     curve = {"plain": Curve(((1, 1e-6), (1e9, 1e3))), "scored": Curve(((1, 2e-6), (1e9, 2e3)))}
-    machine = profile(rates(decode_attention=curve))
+    held = rates(decode_attention=curve)
+    machine = profile({"cpu": replace(held, reads_all_slots=True), "gpu": held})
     slot = 3 * 2 * 64 * 2
 
     def seconds(config: EvictionConfig, step: int, tier: str = "cpu") -> float:
@@ -72,7 +73,7 @@ def test_attention_of_a_decode_step_reads_the_whole_buffer_on_a_cpu() -> None:
     assert seconds(EvictionConfig(), 7) == pytest.approx(1e-6 * 32 * slot)
     assert seconds(EvictionConfig("h2o", budget=10), 1) == pytest.approx(2e-6 * 11 * slot)
     assert seconds(EvictionConfig("streaming", budget=10), 1) == pytest.approx(1e-6 * 11 * slot)
-    # A GPU reads the slots in use.
+    # Kernels of our own read the slots in use.
     assert seconds(EvictionConfig(), 1, "gpu") == pytest.approx(1e-6 * 25 * slot)
     assert seconds(EvictionConfig(), 7, "gpu") == pytest.approx(1e-6 * 31 * slot)
     assert seconds(EvictionConfig("h2o", budget=28), 1, "gpu") == pytest.approx(2e-6 * 25 * slot)
@@ -132,7 +133,7 @@ def test_windows_bound_attention() -> None:
         machine=profile(rates(decode_attention={k: Curve(((1, 1.0), (1e9, 1e9))) for k in ("plain", "scored")})),
     )
     assert model.slots == (32, 9)  # all of them, and what a query sees but itself, and one
-    assert parts(model, 1, 1)["attention"] == pytest.approx(3 * 2 * 64 * 2 * 32)
+    assert parts(model, 1, 1)["attention"] == pytest.approx(3 * 2 * 64 * 2 * 25)
     assert parts(model, 3, 1)["attention"] == pytest.approx(3 * 2 * 64 * 2 * 9)
     long = model_of(OffloadPolicy(1), spec=replace(spec, max_positions=10**6), workload=Workload(40_000, 4))
     assert parts(long, 3, 0)["attention"] < parts(long, 1, 0)["attention"] / 20

@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from h2o_flexgen import LLM, EvictionConfig, OffloadPolicy
+from h2o_flexgen.engine import path
+from h2o_flexgen.kernels import torch_cpu
 from tests.tiny import FAMILIES, make_model, prompts_of, save
 
 COUNTED = ("hidden states", "cache records", "prompt K and V of one layer", "token positions", "workspace")
@@ -61,20 +63,33 @@ LONG, MANY = [160] * 4, [8] * 32
 
 @pytest.mark.parametrize("name", ["opt", "gemma3", "pythia"])
 @pytest.mark.parametrize(
-    ("lengths", "shared", "chunk", "dtype"),
+    ("lengths", "shared", "chunk", "dtype", "native"),
     [
-        (LONG, 0, 2048, "float32"),
-        (LONG, 0, 64, "float32"),
-        (LONG, 100, 48, "bfloat16"),
-        ([400], 0, 2048, "bfloat16"),
-        (MANY, 0, 64, "float32"),
+        (LONG, 0, 2048, "float32", False),
+        (LONG, 0, 64, "float32", False),
+        (LONG, 100, 48, "bfloat16", False),
+        ([400], 0, 2048, "bfloat16", False),
+        (MANY, 0, 64, "float32", False),
+        (LONG, 100, 48, "bfloat16", True),
+        ([400], 0, 2048, "bfloat16", True),
+        (MANY, 0, 64, "bfloat16", True),
     ],
-    ids=["in one piece", "in parts", "shared and in parts", "one", "short"],
+    ids=["in one piece", "in parts", "shared and in parts", "one", "short", "native parts", "native", "native short"],
 )
 @pytest.mark.parametrize("mode", ["full", "h2o", "rolling"])
 def test_what_is_alive_was_allowed(
-    name: str, lengths: list[int], shared: int, chunk: int, dtype: str, mode: str, folder_of: Callable[[str], Path]
+    name: str,
+    lengths: list[int],
+    shared: int,
+    chunk: int,
+    dtype: str,
+    native: bool,
+    mode: str,
+    folder_of: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not native:
+        monkeypatch.setattr(path, "prefill_attention", torch_cpu.prefill_attention)
     if mode == "rolling" and FAMILIES[name].family == "opt":
         pytest.skip("learned positions do not roll")
     eviction = EvictionConfig() if mode == "full" else EvictionConfig("h2o", 0.3, rolling_positions=mode == "rolling")
@@ -85,4 +100,6 @@ def test_what_is_alive_was_allowed(
         llm.generate(prompts, max_new_tokens=16 if lengths is MANY else 4, ignore_eos=True)
         assert llm.last_plan is not None
         allowed = sum(item.nbytes for item in llm.last_plan.footprint.items if item.what in COUNTED)
-    assert 0.25 * allowed < live.peak <= allowed
+    assert live.peak <= allowed
+    if not native:  # which takes less than torch's operations, for which there must be room
+        assert live.peak > 0.25 * allowed

@@ -1,0 +1,85 @@
+"""Adapter of accelerate: transformers whose weights are spread over GPU, host memory and disk by `device_map="auto"`.
+
+`python -m h2o_flexgen.baselines.accelerate FOLDER`. Offloading needs a checkpoint: random weights are saved once.
+Without a GPU, where the weights fit they stay in host memory; what does not fit lies on the disk, whole layers of it,
+and is read for every forward pass.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+
+from h2o_flexgen.baselines.generation import saved_checkpoint, start, timed, use_cuda
+from h2o_flexgen.baselines.work import Work, give, run
+
+PROCESS_BYTES = 1 << 30
+"""Of host memory for the interpreter, the libraries and the shard that is being loaded."""
+
+
+def prepare(folder: str) -> None:
+    """Saves random weights, where there is no checkpoint."""
+    saved_checkpoint(start(folder), folder)
+
+
+def main(folder: str) -> int:
+    """Runs the work in `folder`."""
+    work = start(folder)
+    checkpoint = saved_checkpoint(work, folder)
+    started = time.perf_counter()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        checkpoint,
+        dtype=getattr(torch, work.dtype),
+        attn_implementation="sdpa",
+        device_map=_device_map(work, checkpoint),
+        offload_folder=str(Path(work.scratch) / "offloaded"),
+    ).eval()
+    load_s = time.perf_counter() - started
+    places = Counter(str(place) for place in getattr(model, "hf_device_map", {"": "cpu"}).values())
+    detail = {"attention": model.config._attn_implementation, "modules_by_place": dict(places)}
+    return give(timed(model, work, load_s, {"accelerate": accelerate.__version__}, detail))
+
+
+def _device_map(work: Work, checkpoint: str) -> Any:
+    """A place for every module: the GPU first, then host memory, then disk, by accelerate's own arithmetic."""
+    config = transformers.AutoConfig.from_pretrained(checkpoint)
+    with accelerate.init_empty_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, work.dtype))
+    model.tie_weights()
+    limits: dict[int | str, int] = {"cpu": _room(work, config)}
+    if use_cuda(work):
+        free, _ = torch.cuda.mem_get_info()
+        limits = {0: max(0, (work.gpu_mem or free) - _working(work, config)), "cpu": work.cpu_mem or limits["cpu"]}
+    places = accelerate.infer_auto_device_map(
+        model, max_memory=limits, no_split_module_classes=list(model._no_split_modules), dtype=model.dtype
+    )
+    return places
+
+
+def _room(work: Work, config: Any) -> int:
+    """Bytes of host memory for weights: what is allowed, less the process, the KV cache and the work on it."""
+    if work.cpu_mem is None:
+        return 1 << 62
+    return max(1, work.cpu_mem - PROCESS_BYTES - _working(work, config))
+
+
+def _working(work: Work, config: Any) -> int:
+    """Bytes of KV cache (twice in the moment it grows), and of the activations of a prompt's widest layer."""
+    wide = getattr(torch, work.dtype).itemsize
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    row = 2 * heads * (config.hidden_size // config.num_attention_heads)
+    rows = len(work.prompts) * (len(work.prompts[0]) + work.gen_len)
+    inner = getattr(config, "ffn_dim", None) or getattr(config, "intermediate_size", 4 * config.hidden_size)
+    layers = config.num_hidden_layers + 1
+    return rows * wide * (row * layers + 4 * (config.hidden_size + inner)) + len(work.prompts) * config.vocab_size * 8
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, prepare))

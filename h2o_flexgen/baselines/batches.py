@@ -1,0 +1,126 @@
+"""The batch size at which a system is fastest: short runs, doubling until throughput no longer rises or memory ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from h2o_flexgen.baselines.compare import Say
+from h2o_flexgen.baselines.runner import Measurement, RunFailed, Runner
+
+SHORT = 8
+"""New tokens of a short run: what a longer one would take is told from the speed of its steps."""
+FIRST, LARGEST = 8, 512
+RISING = 1.03
+"""How much more a larger batch must bring to be worth trying the next."""
+_FREE_SHARE = 0.8  # of free memory, that a larger batch may be expected to take where nothing caps it
+
+
+@dataclass
+class Search:
+    """What was tried for one system, in that order: batch, gen_throughput as projected to all tokens, or a reason."""
+
+    tried: list[dict[str, Any]] = field(default_factory=list)
+    stopped: str = ""
+
+    @property
+    def worked(self) -> dict[int, float]:
+        """Projected tokens per second by batch size, of the runs that succeeded."""
+        return {run["batch"]: run["gen_throughput"] for run in self.tried if "gen_throughput" in run}
+
+    @property
+    def best(self) -> int | None:
+        """The fastest batch size; None where none worked."""
+        return max(self.worked, key=self.worked.__getitem__, default=None)
+
+    @property
+    def reason(self) -> str:
+        """Why the last that failed did."""
+        return next((str(run["failed"]) for run in reversed(self.tried) if "failed" in run), "nothing was tried")
+
+
+def search(runner: Runner, name: str, say: Say) -> Search:
+    """Tries the batch sizes of the settings, or doubles from FIRST (halves where that fails) up to LARGEST."""
+    settings, found = runner.settings, Search()
+    deadline = time.monotonic() + settings.search_time
+    memory: dict[int, int] = {}
+    size: int | None = settings.batch_sizes[0] if settings.batch_sizes else FIRST
+    while size is not None:
+        found.stopped = _forbidden(size, memory, deadline, capped=settings.cpu_mem is not None and not runner.uncapped)
+        if found.stopped:
+            break
+        found.tried.append(_try(runner, name, size, memory))
+        say(f"{name}, batch {size}: {_said(found.tried[-1])}")
+        size = _next(found, settings.batch_sizes)
+    return found
+
+
+def common(searches: dict[str, Search]) -> int | None:
+    """The largest batch that worked for every system for which any did; else the smallest of their best. Or None."""
+    working = [one.worked for one in searches.values() if one.worked]
+    shared = set.intersection(*map(set, working)) if working else set()
+    return max(shared, default=None) or min((one.best for one in searches.values() if one.best), default=None)
+
+
+def smaller(found: Search) -> list[int]:
+    """The batches below the best that worked, best first: for when the full length does not fit after all."""
+    best = found.best or 0
+    below = [size for size in found.worked if size < best]
+    return sorted(below, key=lambda size: -found.worked[size])
+
+
+def _try(runner: Runner, name: str, size: int, memory: dict[int, int]) -> dict[str, Any]:
+    gen_len = min(SHORT, runner.settings.gen_len)
+    try:
+        run = runner.run(name, size, gen_len)
+    except RunFailed as error:
+        return {"batch": size, "failed": str(error), "out_of_memory": error.out_of_memory}
+    memory[size] = run.peak_rss_bytes
+    return {"batch": size, "gen_throughput": projected(run, gen_len, runner.settings.gen_len)}
+
+
+def projected(run: Measurement, short: int, gen_len: int) -> float:
+    """Generated tokens per second that `gen_len` new tokens would have at the speed of a run of `short`."""
+    step = run.decode_s / (short - 1) if short > 1 else 0.0
+    return run.sequences * gen_len / (run.prefill_s + (gen_len - 1) * step)
+
+
+def _next(found: Search, listed: Sequence[int]) -> int | None:
+    """The size to try next, None where the search is over."""
+    last, worked = found.tried[-1], found.worked
+    if listed:
+        place = len(found.tried)
+        return listed[place] if place < len(listed) else None
+    if not worked:
+        # Only too little memory gets better with fewer sequences, but engines do not always say that it was that.
+        return last["batch"] // 2 or None if last["batch"] <= FIRST else None
+    if "failed" in last or last["batch"] < FIRST or last["batch"] >= LARGEST:
+        return None
+    before = max((speed for size, speed in worked.items() if size < last["batch"]), default=0.0)
+    return last["batch"] * 2 if worked[last["batch"]] > RISING * before else None
+
+
+def _forbidden(size: int, memory: dict[int, int], deadline: float, capped: bool) -> str:
+    """Why a size is not to be tried: time is up, or it would take the machine's memory and nothing would stop it."""
+    if memory and time.monotonic() > deadline:
+        return "the time for the search was up"
+    if capped or not memory:
+        return ""
+    known = sorted(memory)[-2:]
+    largest = known[-1]
+    slope = memory[largest] / largest
+    if len(known) == 2:
+        slope = max(0.0, (memory[largest] - memory[known[0]]) / (largest - known[0]))
+    expected = memory[largest] + slope * (size - largest)
+    free = psutil.virtual_memory().available
+    return f"batch {size} could take all memory" if expected > _FREE_SHARE * free else ""
+
+
+def _said(tried: dict[str, Any]) -> str:
+    if "failed" in tried:
+        return f"failed, {tried['failed']}"
+    return f"{tried['gen_throughput']:.4g} tokens/s, projected from a short run"

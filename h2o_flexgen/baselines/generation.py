@@ -1,0 +1,165 @@
+"""What the adapters of systems built on transformers share: models, a clock, generation, a saved random checkpoint.
+
+Imports torch, transformers and `work`, so that it runs in the environments of the peers too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, Outcome, Work, disk_bytes
+
+SHARD_BYTES = 1 << 30
+_SCALE = 0.02  # of random weights: what transformers initialises with
+_INDEX = "model.safetensors.index.json"
+
+
+class Clock(transformers.StoppingCriteria):
+    """Never stops anything; notes when the first new token of every sequence was there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.read = disk_bytes()
+        self.started = self.now()
+        self.first: float | None = None
+
+    def now(self) -> float:
+        """Seconds, once the device has done what it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any) -> torch.BoolTensor:
+        if self.first is None:
+            self.first = self.now()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+
+    def outcome(self, tokens: torch.Tensor, load_s: float, versions: dict[str, str], detail: dict[str, Any]) -> Outcome:
+        """What was measured since this clock was made, until now; `tokens` (n, new) are the result."""
+        ended = self.now()
+        if self.first is None:
+            raise RuntimeError("generate made no token")
+        return Outcome(
+            prefill_s=self.first - self.started,
+            decode_s=ended - self.first,
+            total_s=ended - self.started,
+            load_s=load_s,
+            token_ids=tokens.tolist(),
+            versions={**versions, "transformers": transformers.__version__, "torch": torch.__version__},
+            detail=detail,
+            disk_read_bytes=disk_bytes() - self.read,
+        )
+
+
+def start(folder: str) -> Work:
+    """The work in `folder`, with this process set up for it: threads, silence, the cap on GPU memory."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    work = Work.read(Path(folder))
+    torch.set_num_threads(work.threads)
+    if use_cuda(work) and work.gpu_mem is not None:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, work.gpu_mem / total))
+    return work
+
+
+def use_cuda(work: Work) -> bool:
+    """Whether the work is for a GPU."""
+    return work.device == "cuda" or (work.device == "auto" and torch.cuda.is_available())
+
+
+def model_in_memory(work: Work, folder: str, attention: str = "sdpa") -> Any:
+    """The checkpoint, or the model of `folder`/config.json with random weights, on the device that the work is for."""
+    dtype = getattr(torch, work.dtype)
+    if work.folder is None:
+        torch.manual_seed(work.seed)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            work.folder, dtype=dtype, attn_implementation=attention
+        )
+    return model.to("cuda" if use_cuda(work) else "cpu").eval()
+
+
+def timed(model: Any, work: Work, load_s: float, versions: dict[str, str], detail: dict[str, Any]) -> Outcome:
+    """A warm-up, then `model.generate` on all prompts at once."""
+    # Taking eos away is cheaper than suppressing it at every step, and gives a fixed length too.
+    model.generation_config.eos_token_id = None
+    # Not model.device, which is "meta" where all weights are offloaded.
+    prompts = torch.tensor(work.prompts, device="cuda" if use_cuda(work) else "cpu")
+    _generate(model, prompts[:, :WARMUP_PROMPT], WARMUP_NEW)
+    clock = Clock(prompts.device)
+    tokens = _generate(model, prompts, work.gen_len, clock)
+    facts = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(prompts.device)}
+    return clock.outcome(tokens, load_s, versions, {**facts, "threads": torch.get_num_threads(), **detail})
+
+
+@torch.inference_mode()
+def _generate(model: Any, prompts: torch.Tensor, new_tokens: int, clock: Clock | None = None) -> torch.Tensor:
+    """`new_tokens` greedy tokens for each row of `prompts` (n, S), as (n, new_tokens)."""
+    output = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        use_cache=True,
+        stopping_criteria=transformers.StoppingCriteriaList([clock] if clock else []),
+    )
+    return output[:, prompts.shape[1] :]
+
+
+def saved_checkpoint(work: Work, folder: str) -> str:
+    """The folder of a checkpoint: the one given, or one with random weights, made in the scratch folder once.
+
+    Made shard by shard, so that a model larger than memory can be made; its pages are dropped from the page cache.
+    """
+    if work.folder is not None:
+        return work.folder
+    target = Path(work.scratch) / f"random-{work.dtype}-{work.seed}"
+    if not (target / _INDEX).is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "config.json").write_bytes((Path(folder) / "config.json").read_bytes())
+        _save_random(target, work)
+    return str(target)
+
+
+def _save_random(target: Path, work: Work) -> None:
+    with torch.device("meta"):
+        config = transformers.AutoConfig.from_pretrained(target)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, work.dtype))
+    generator = torch.Generator().manual_seed(work.seed)
+    places, total = {}, 0
+    for number, names in enumerate(_shards(model), 1):
+        file, tensors = target / f"model-{number:05d}.safetensors", {}
+        for name, like in names.items():
+            noise = torch.empty(like.shape, dtype=like.dtype).normal_(0, _SCALE, generator=generator)
+            tensors[name] = noise + 1 if "norm" in name and name.endswith("weight") else noise
+            places[name], total = file.name, total + noise.nbytes
+        save_file(tensors, file, metadata={"format": "pt"})
+        with file.open("rb") as stored:
+            os.fsync(stored.fileno())
+            os.posix_fadvise(stored.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (target / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def _shards(model: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Parameters by name, tied ones once, in groups of at most SHARD_BYTES where one tensor is not more."""
+    group: dict[str, torch.Tensor] = {}
+    for name, tensor in model.named_parameters():
+        if group and sum(one.nbytes for one in group.values()) + tensor.nbytes > SHARD_BYTES:
+            yield group
+            group = {}
+        group[name] = tensor
+    if group:
+        yield group

@@ -1,0 +1,192 @@
+"""One run of one system at one batch size, in its environment and under the cap; what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from h2o_flexgen.baselines.caps import cap_command, cap_problem, read_report
+from h2o_flexgen.baselines.process import Finished, run_process
+from h2o_flexgen.baselines.settings import BenchModel, BenchSettings
+from h2o_flexgen.baselines.systems import SYSTEMS, System
+from h2o_flexgen.baselines.work import Outcome, Work
+from h2o_flexgen.config.rates import DERIVED, Rates
+from h2o_flexgen.config.record import host_facts, package_version
+
+Prompts = Callable[[int], Sequence[Sequence[int]]]
+"""From a batch size to that many prompts, the first ones the same for every size."""
+
+SCHEMA = 2
+
+
+class RunFailed(Exception):
+    """A run that gave no measurement: why, in one line, whether for want of memory, and the end of its stderr."""
+
+    def __init__(self, reason: str, out_of_memory: bool, errors: str) -> None:
+        super().__init__(reason)
+        self.out_of_memory, self.errors = out_of_memory, errors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement(Rates):
+    """One run of one system. Seconds, bytes, tokens per second; rates are None where no time was spent.
+
+    peak_rss_bytes      of the whole process, imports and loading included, by the kernel's count
+    peak_cgroup_bytes   of its control group, page cache included; None where there was no cap
+    disk_read_bytes     while it generated, by the kernel's count; None where the system's process did not say
+    process_read_bytes  from its start to its end
+    bytes_moved         between tiers while it generated, where the system counts that
+    process_s           from the start of the process to its end
+    load_average        of the machine before the run: runs bring it to their threads, what is above is something else
+    """
+
+    system: str
+    repetition: int
+    date: str
+    load_average: float
+    prefill_s: float
+    decode_s: float
+    total_s: float
+    load_s: float
+    process_s: float
+    peak_rss_bytes: int
+    peak_cgroup_bytes: int | None
+    disk_read_bytes: int | None
+    process_read_bytes: int | None
+    bytes_moved: dict[str, int] | None
+    sequences: int
+    prompt_tokens: int
+    generated_tokens: int
+    versions: dict[str, str]
+    token_ids: list[list[int]] = field(repr=False)
+    detail: dict[str, Any] = field(repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the control group where there was one, else of resident memory."""
+        return self.peak_rss_bytes if self.peak_cgroup_bytes is None else self.peak_cgroup_bytes
+
+    def to_json(self, settings: BenchSettings) -> dict[str, Any]:
+        """The record as it is written. Tokens only where they mean something: those of random weights do not."""
+        data = dataclasses.asdict(self)
+        detail = data.pop("detail")
+        tokens = data.pop("token_ids")
+        data.update((name, getattr(self, name)) for name in ("peak_bytes", *DERIVED))
+        if settings.weights == "checkpoint":
+            data["token_ids"] = tokens
+        return {"bench_run": SCHEMA, **data, **environment(settings), "detail": detail}
+
+
+def environment(settings: BenchSettings) -> dict[str, Any]:
+    """What every record says about how it came to be."""
+    return {"version": package_version(), "host": host_facts(), "settings": settings.to_json()}
+
+
+class Runner:
+    """Runs systems on one model.
+
+    `scratch` is a folder for the systems' files, `work` one for what they are asked. The attribute `uncapped` says why
+    --cpu-mem does not hold, None where it does or there is none.
+    """
+
+    def __init__(self, settings: BenchSettings, model: BenchModel, prompts: Prompts, scratch: Path, work: Path) -> None:
+        self.settings, self._model, self._prompts = settings, model, prompts
+        self._files = scratch / settings.model_name
+        self._work = work / "work"
+        self._prepared: set[str] = set()
+        self.uncapped = cap_problem() if settings.cpu_mem is not None else None
+
+    def missing(self, name: str) -> str | None:
+        """Why a system cannot be run at all; None where it can."""
+        system = SYSTEMS.get(name)
+        if system.python(Path(self.settings.peers)) is None:
+            return f"not installed: scripts/peer_env.sh {system.environment}"
+        return None
+
+    def run(self, name: str, batch: int, gen_len: int, repetition: int = 1) -> Measurement:
+        """Runs a system on `batch` prompts for `gen_len` new tokens. RunFailed where that gives no measurement."""
+        system, folder = SYSTEMS.get(name), self._work / name
+        scratch = self._files / system.scratch
+        scratch.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        prompts = [list(prompt) for prompt in self._prompts(batch)]
+        self._to_do(system, prompts, gen_len, scratch).write(folder, self._model.config)
+        if system.prepares and name not in self._prepared:
+            self._finish(system, [str(folder), "prepare"], capped=None)
+            self._prepared.add(name)
+        date, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), os.getloadavg()[0]
+        report = None if self.settings.cpu_mem is None or self.uncapped else folder / "memcap.json"
+        finished = self._finish(system, [str(folder)], report, scratch)
+        outcome = _outcome(finished, batch, gen_len)
+        return Measurement(
+            system=name,
+            repetition=repetition,
+            date=date,
+            load_average=load,
+            prefill_s=outcome.prefill_s,
+            decode_s=outcome.decode_s,
+            total_s=outcome.total_s,
+            load_s=outcome.load_s,
+            process_s=finished.seconds,
+            peak_rss_bytes=finished.peak_rss_bytes,
+            peak_cgroup_bytes=None if report is None else read_report(report).get("peak_bytes"),
+            disk_read_bytes=outcome.disk_read_bytes,
+            process_read_bytes=finished.read_bytes,
+            bytes_moved=outcome.bytes_moved,
+            sequences=batch,
+            prompt_tokens=batch * self.settings.prompt_len,
+            generated_tokens=batch * gen_len,
+            versions=outcome.versions,
+            token_ids=outcome.token_ids,
+            detail=outcome.detail,
+        )
+
+    def _to_do(self, system: System, prompts: list[list[int]], gen_len: int, scratch: Path) -> Work:
+        settings, checkpoint = self.settings, self._model.folder
+        return Work(
+            model=settings.model,
+            folder=None if checkpoint is None else str(checkpoint.resolve()),
+            weights=settings.weights,
+            dtype=settings.dtype,
+            device=settings.device,
+            threads=settings.threads,
+            seed=settings.seed,
+            gen_len=gen_len,
+            prompts=prompts,
+            options=system.options(settings.hh_ratio),
+            cpu_mem=settings.cpu_mem,
+            gpu_mem=settings.gpu_mem,
+            scratch=str(scratch.resolve()),
+        )
+
+    def _finish(self, system: System, arguments: list[str], capped: Path | None, *cold: Path) -> Finished:
+        """Runs the adapter to its end, under the cap where there is a file to report to. RunFailed where it failed."""
+        prefix: list[str] = []
+        if capped is not None and self.settings.cpu_mem is not None:
+            files = [path for path in (*cold, self._model.folder) if path is not None]
+            prefix = cap_command(self.settings.cpu_mem, files, capped)
+        python = system.python(Path(self.settings.peers)) or ""
+        settings = self.settings
+        finished = run_process(system.adapter, arguments, settings.threads, settings.timeout, python, prefix)
+        if finished.exit_code != 0:
+            raise RunFailed(finished.reason, finished.out_of_memory, finished.errors)
+        return finished
+
+
+def _outcome(finished: Finished, batch: int, gen_len: int) -> Outcome:
+    """What the adapter said; RunFailed where it did not do the work."""
+    try:
+        outcome = Outcome.from_line(finished.last_line)
+    except ValueError as error:
+        raise RunFailed(str(error), False, finished.errors) from None
+    lengths = [len(tokens) for tokens in outcome.token_ids]
+    if lengths != [gen_len] * batch:
+        reason = f"generated {sorted(set(lengths))} tokens for {len(lengths)} prompts, not what was asked"
+        raise RunFailed(reason, False, finished.errors)
+    return outcome

@@ -1,0 +1,221 @@
+/* y[r, o] = sum over i of x[r, i] * w[o, i], plus bias[o]: bfloat16 products of few rows, sums in float32.
+
+   What bounds such a product is how fast its weights come from memory, up to about 12 rows, and the dot product
+   instruction beyond that. So:
+   - Weights are read in the order they lie in, once: every thread streams one stretch of outputs.
+   - A tile of rows x outputs keeps its sums in registers, 16 partial sums each, folded into one at the end. Up to 4 rows
+     make one tile; more are cut into several, which pass over 6 outputs one after another while these are in the cache.
+   - The processor's own prefetching gives up at the end of every row of a tile. Each tile asks for a share of the next
+     outputs, a few lines per step, so that the requests are spread evenly over all tiles of the current outputs.
+
+   As everywhere in the processor's bfloat16 instructions, denormal numbers count as zero. */
+
+#include <immintrin.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 32")
+
+enum {
+    STEP = 32,        /* inputs of one dot product instruction */
+    LINE = 64,        /* bytes of a cache line: as many as a step has */
+    MAX_SUMS = 24,    /* of a tile: 32 registers, less those of its operands */
+    TILE_ROWS = 4,    /* of a tile at most, and */
+    TILE_OUTS = 6,    /* its outputs, where there are several */
+    BLOCK_ROWS = 128, /* sums are collected for so many rows and */
+    BLOCK_OUTS = 48,  /* outputs, then finished: a multiple of 16 and of the outputs of any tile */
+    GRAIN = 24,       /* threads share the outputs in multiples of this */
+    ALONE = 1 << 16,  /* products that one thread does sooner than two can agree on it */
+};
+
+typedef struct {
+    const bf16 *x, *w, *bias; /* (rows, ins), (outs, ins), (outs) or NULL */
+    void *y;                  /* (rows, outs) */
+    long rows, outs, ins;
+    long x_stride, y_stride; /* elements from row to row */
+    int wide;                /* y is float32, not bfloat16 */
+} Product;
+
+/* Where a tile is: its first row of x and output of w, where its sums go, and what is to be fetched meanwhile. */
+typedef struct {
+    const bf16 *x, *w;
+    long ins, x_stride;
+    float *sums; /* (rows, BLOCK_OUTS) */
+    const char *ahead;
+} Place;
+
+/* Each of these takes vectors a and b in which every sum is spread over n lanes, and adds halves: n / 2 lanes. */
+INLINE __m512 fold16(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xFF00, a, b), _mm512_shuffle_f32x4(a, b, 0x4E));
+}
+
+INLINE __m512 fold8(__m512 a, __m512 b) {
+    const __m512i other = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xF0F0, a, b), _mm512_permutex2var_ps(a, other, b));
+}
+
+INLINE __m512 fold4(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xEE));
+}
+
+INLINE __m512 fold2(__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xDD));
+}
+
+/* The sum of the lanes of each of 16 vectors, in their order. */
+INLINE __m512 sums_of_16(const __m512 *v) {
+    __m512 a[8], b[4];
+    UNROLL for (int i = 0; i < 8; i++) a[i] = fold16(v[i], v[i + 8]);
+    UNROLL for (int i = 0; i < 4; i++) b[i] = fold8(a[i], a[i + 4]);
+    return fold2(fold4(b[0], b[1]), fold4(b[2], b[3]));
+}
+
+INLINE __m256 sums_of_8(const __m512 *v) {
+    const __m512i twice = _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 0, 1, 4, 5, 8, 9, 12, 13);
+    __m512 a[4];
+    UNROLL for (int i = 0; i < 4; i++) a[i] = fold16(v[i], v[i + 4]);
+    __m512 pairs = fold4(fold8(a[0], a[2]), fold8(a[1], a[3]));
+    return _mm512_castps512_ps256(_mm512_permutexvar_ps(twice, fold2(pairs, pairs)));
+}
+
+/* One step of a tile: 32 inputs, less where masked. */
+INLINE void step(__m512 *sums, const Place *at, long i, __mmask32 mask, const int rows, const int outs) {
+    __m512bh kept[TILE_ROWS];
+    UNROLL for (int r = 0; r < rows; r++)
+        kept[r] = (__m512bh)_mm512_maskz_loadu_epi16(mask, at->x + r * at->x_stride + i);
+    UNROLL for (int o = 0; o < outs; o++) {
+        __m512bh w = (__m512bh)_mm512_maskz_loadu_epi16(mask, at->w + o * at->ins + i);
+        UNROLL for (int r = 0; r < rows; r++)
+            sums[r * outs + o] = _mm512_dpbf16_ps(sums[r * outs + o], kept[r], w);
+    }
+}
+
+/* The sums of rows x outs, over all inputs; `lines` are asked for in each step, from at->ahead on. */
+INLINE void tile(const Place *at, const int rows, const int outs, const int lines) {
+    __m512 sums[MAX_SUMS];
+    UNROLL for (int s = 0; s < MAX_SUMS; s++) sums[s] = _mm512_setzero_ps();
+    const long whole = at->ins & -STEP;
+    const char *ahead = at->ahead;
+    for (long i = 0; i < whole; i += STEP) {
+        UNROLL for (int line = 0; line < lines; line++) _mm_prefetch(ahead + line * LINE, _MM_HINT_T1);
+        ahead += lines * LINE;
+        step(sums, at, i, (__mmask32)-1, rows, outs);
+    }
+    if (whole < at->ins) step(sums, at, whole, ((__mmask32)1 << (at->ins - whole)) - 1, rows, outs);
+
+    float folded[MAX_SUMS];
+    if (rows * outs > 8) _mm512_storeu_ps(folded, sums_of_16(sums));
+    if (rows * outs > 16) _mm256_storeu_ps(folded + 16, sums_of_8(sums + 16));
+    if (rows * outs <= 8) _mm256_storeu_ps(folded, sums_of_8(sums));
+    UNROLL for (int r = 0; r < rows; r++)
+        memcpy(at->sums + r * BLOCK_OUTS, folded + r * outs, (size_t)outs * sizeof(float));
+}
+
+typedef void Tile(const Place *);
+
+#define TILE(ROWS, OUTS, LINES) \
+    static void tile_##ROWS##x##OUTS##_##LINES(const Place *at) { tile(at, ROWS, OUTS, LINES); }
+
+TILE(1, 8, 8) TILE(2, 8, 8) TILE(3, 8, 8) TILE(4, 6, 6)
+TILE(2, 6, 0) TILE(2, 6, 1) TILE(2, 6, 2) TILE(2, 6, 3)
+TILE(3, 6, 0) TILE(3, 6, 1) TILE(3, 6, 2) TILE(3, 6, 3)
+TILE(4, 6, 0) TILE(4, 6, 1) TILE(4, 6, 2) TILE(4, 6, 3)
+TILE(1, 1, 0) TILE(2, 1, 0) TILE(3, 1, 0) TILE(4, 1, 0)
+
+/* All by rows, from 1 on. The only tile, and how many outputs it has; one of several, that asks for 0 to 3 lines in
+   each step; and a single output, for those left over. */
+static Tile *const only[TILE_ROWS] = {tile_1x8_8, tile_2x8_8, tile_3x8_8, tile_4x6_6};
+static const int only_outs[TILE_ROWS] = {8, 8, 8, 6};
+static Tile *const several[TILE_ROWS][4] = {{NULL},
+                                            {tile_2x6_0, tile_2x6_1, tile_2x6_2, tile_2x6_3},
+                                            {tile_3x6_0, tile_3x6_1, tile_3x6_2, tile_3x6_3},
+                                            {tile_4x6_0, tile_4x6_1, tile_4x6_2, tile_4x6_3}};
+static Tile *const single[TILE_ROWS] = {tile_1x1_0, tile_2x1_0, tile_3x1_0, tile_4x1_0};
+
+/* How rows are cut into tiles: the first `taller` of them have a row more. */
+typedef struct {
+    int tiles, height, taller;
+} Cut;
+
+/* The sums of `outs` outputs for all rows, from at on. */
+static void sum_rows(Place at, Cut cut, int outs) {
+    const int lines = (TILE_OUTS + cut.tiles - 1) / cut.tiles;
+    const char *enough = at.ahead + outs * at.ins * (long)sizeof(bf16);
+    for (int t = 0; t < cut.tiles; t++) {
+        const int height = cut.height + (t < cut.taller);
+        if (outs == 1) {
+            single[height - 1](&at);
+        } else if (cut.tiles == 1) {
+            only[height - 1](&at);
+        } else {
+            const int wanted = at.ahead < enough ? lines : 0;
+            several[height - 1][wanted](&at);
+            at.ahead += at.ins / STEP * LINE * wanted;
+        }
+        at.x += height * at.x_stride;
+        at.sums += height * BLOCK_OUTS;
+    }
+}
+
+/* Writes y for `rows` and `outs` from `row` and `out` on: bias added, rounded to nearest even. */
+static void finish(const Product *p, const float *sums, long row, long rows, long out, long outs) {
+    for (long o = 0; o < outs; o += 16) {
+        const __mmask16 mask = outs - o >= 16 ? (__mmask16)-1 : (__mmask16)((1 << (outs - o)) - 1);
+        __m512 bias = _mm512_setzero_ps();
+        if (p->bias) {
+            __m256i short_bias = _mm256_maskz_loadu_epi16(mask, p->bias + out + o);
+            bias = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(short_bias), 16));
+        }
+        for (long r = 0; r < rows; r++) {
+            const long to = (row + r) * p->y_stride + out + o;
+            __m512 v = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, sums + r * BLOCK_OUTS + o), bias);
+            if (p->wide)
+                _mm512_mask_storeu_ps((float *)p->y + to, mask, v);
+            else
+                _mm256_mask_storeu_epi16((bf16 *)p->y + to, mask, (__m256i)_mm512_cvtneps_pbh(v));
+        }
+    }
+}
+
+/* All outputs from `first` to `last`, for at most BLOCK_ROWS rows from `row` on. */
+static void stretch(const Product *p, long row, long rows, long first, long last) {
+    float sums[BLOCK_ROWS * BLOCK_OUTS] __attribute__((aligned(64)));
+    const int tiles = (int)((rows + TILE_ROWS - 1) / TILE_ROWS);
+    const Cut cut = {tiles, (int)rows / tiles, (int)rows % tiles};
+    const int outs = tiles == 1 ? only_outs[rows - 1] : TILE_OUTS;
+    for (long block = first; block < last; block += BLOCK_OUTS) {
+        const long end = block + BLOCK_OUTS < last ? block + BLOCK_OUTS : last;
+        for (long o = block, n; o < end; o += n) {
+            n = end - o >= outs ? outs : 1;
+            const bf16 *w = p->w + o * p->ins;
+            const Place at = {p->x + row * p->x_stride, w,     p->ins, p->x_stride,
+                              sums + (o - block),       (const char *)(w + n * p->ins)};
+            sum_rows(at, cut, (int)n);
+        }
+        finish(p, sums, row, rows, block, end - block);
+    }
+}
+
+/* x (rows, ins) and y (rows, outs) have strides between their rows, in elements; w (outs, ins) is contiguous; bias (outs)
+   or NULL. All are bfloat16; y is float32 if `wide`. None is empty. */
+void linear(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
+            long y_stride, int wide, int threads) {
+    const Product p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide};
+    if (rows * outs * ins < ALONE) threads = 1;
+#pragma omp parallel num_threads(threads)
+    {
+        const long grains = (outs + GRAIN - 1) / GRAIN, id = omp_get_thread_num(), team = omp_get_num_threads();
+        const long first = id * grains / team * GRAIN, end = (id + 1) * grains / team * GRAIN;
+        const long last = end < outs ? end : outs;
+        /* Rows are cut evenly: no part of them is a few rows that use the weights badly. */
+        const long parts = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        for (long part = 0; part < parts; part++) {
+            const long row = part * rows / parts;
+            stretch(&p, row, (part + 1) * rows / parts - row, first, last);
+        }
+    }
+}

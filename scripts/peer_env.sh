@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Makes the environment of a peer of the comparison, with the versions pinned in configs/peers/NAME.txt.
+#   scripts/peer_env.sh accelerate|flexgen|deepspeed|kvpress|all [FOLDER]         default: .venv-peers/NAME
+# h2o_flexgen.bench finds them there, or in the folder that --peers names. Once made, it is left until its pins change.
+# Needs Python 3.11 or newer with venv, the package registry, 1.5 GB of disk each, and a C++ compiler for deepspeed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+name=${1:-}
+known=$(cd configs/peers && ls ./*.txt | sed 's|./||; s|\.txt$||' | tr '\n' ' ')
+if [ "$name" = all ]; then
+  for each in $known; do "scripts/peer_env.sh" "$each"; done
+  exit
+fi
+case " $known" in *" $name "*) [ -n "$name" ] ;; *) false ;; esac || {
+  echo "usage: scripts/peer_env.sh NAME [FOLDER], NAME one of: ${known}all" >&2; exit 2; }
+pins=configs/peers/$name.txt folder=$(realpath -m "${2:-.venv-peers/$name}") python=${PYTHON:-python3}
+wanted=$(cksum <"$pins")
+[ "$(cat "$folder/installed" 2>/dev/null)" != "$wanted" ] || { echo "$folder is there already" >&2; exit; }
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "needs Python 3.11 or newer" >&2; exit 2; }
+
+echo "setting up $folder ..." >&2
+[ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
+pip() { "$folder/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }
+# torch by its exact version and first: a range may bring gigabytes of CUDA that a machine without a GPU has no use for.
+pip "$(grep '^torch==' "$pins")" -c "$pins"
+pip --no-deps -r <(grep -vE '^(torch|deepspeed)==' "$pins")
+if grep -q '^deepspeed==' "$pins"; then # its build looks at the torch that is installed, and at what computes
+  "$folder/bin/python" -c 'import torch; raise SystemExit(torch.cuda.is_available())' && export DS_ACCELERATOR=cpu
+  pip --no-deps --no-build-isolation "$(grep '^deepspeed==' "$pins")"
+  # What it would compile at its first use, under a memory cap and beside a clock.
+  TORCH_EXTENSIONS_DIR=$folder/torch_extensions "$folder/bin/python" -c \
+    'from deepspeed.ops.op_builder import ShareMemCommBuilder as op; op().load()' >/dev/null
+fi
+echo "$wanted" >"$folder/installed"
+echo "$folder is ready" >&2

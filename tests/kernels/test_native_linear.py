@@ -1,0 +1,178 @@
+"""Products of few rows in C against products in float64, and what is left to torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from h2o_flexgen.kernels import linear
+from h2o_flexgen.kernels.native import linear as native
+from h2o_flexgen.kernels.native.build import why_not
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+ROWS = [*range(1, 18), 31, 32, 33, 64, 70]
+OUTS = [1, 15, 16, 17, 768]
+INS = [1, 2, 31, 32, 33, 64, 768, 2049]
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """How many threads torch computes with, and so the kernel."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def native_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product that was left to torch would pass every comparison: it has none."""
+    monkeypatch.setattr(native.F, "linear", None)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many products were left to torch: as many as there are items."""
+    found: list[int] = []
+    original = F.linear
+    monkeypatch.setattr(native.F, "linear", lambda *args: (found.append(1), original(*args))[1])
+    return found
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape).to(torch.bfloat16)
+
+
+def check(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """y is the product: sums are as exact as float32 is at their size, bfloat16 results are the nearest to them."""
+    x, weight = x.double(), weight.double()
+    added = torch.zeros(len(weight)).double() if bias is None else bias.double()
+    exact, size = x @ weight.T + added, x.abs() @ weight.abs().T + added.abs()
+    nearest = 0 if y.dtype is torch.float32 else 2.0**-8 * exact.abs()  # half a unit in the last of 8 bits
+    error = (y.double() - exact).abs() - nearest
+    assert (error <= 1e-6 * size).all(), f"{tuple(y.shape)}: {(error / size).max():.1e} of the terms"
+
+
+@pytest.mark.usefixtures("native_only")
+@pytest.mark.parametrize("ins", INS)
+@pytest.mark.parametrize("wide", [False, True])
+def test_it_is_the_product(ins: int, wide: bool, threads: int) -> None:
+    torch.manual_seed(ins)
+    for outs in OUTS:
+        weight, bias = noise(outs, ins), noise(outs)
+        for rows in ROWS:
+            x = noise(rows, ins)
+            for added in (None, bias):
+                y = linear(x, weight, added, wide=wide)
+                assert y.shape == (rows, outs)
+                assert y.dtype is (torch.float32 if wide else torch.bfloat16)
+                check(y, x, weight, added)
+
+
+@pytest.mark.usefixtures("native_only")
+@pytest.mark.parametrize("rows", [127, 128, 129, 261])
+def test_many_rows_are_cut_into_parts(rows: int, threads: int) -> None:
+    torch.manual_seed(rows)
+    x, weight, bias = noise(rows, 96), noise(101, 96), noise(101)
+    check(linear(x, weight, bias, wide=True), x, weight, bias)
+
+
+@pytest.mark.usefixtures("native_only")
+@pytest.mark.parametrize("rows", [2, 5, 33])
+def test_strides_and_odd_addresses(rows: int) -> None:
+    """Rows apart, as in half of a wider tensor; weights in the middle of a file. What lies around is not read: nan."""
+    torch.manual_seed(rows)
+    around = torch.full((rows, 3 * 70), NAN, dtype=torch.bfloat16)
+    x = around[:, 70:140]
+    x.copy_(noise(rows, 70))
+    file = torch.full((50 * 70 + 50 + 80,), NAN, dtype=torch.bfloat16)
+    weight, bias = file[13 : 13 + 50 * 70].view(50, 70), file[13 + 50 * 70 + 7 :][:50]
+    weight.copy_(noise(50, 70))
+    bias.copy_(noise(50))
+    assert not x.is_contiguous()
+    check(linear(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.usefixtures("native_only")
+@pytest.mark.parametrize("ins", [40, 64])
+@pytest.mark.parametrize("rows", [1, 6, 20])
+@pytest.mark.parametrize("wide", [False, True])
+def test_inf_and_nan_stay_in_their_rows(ins: int, rows: int, wide: bool) -> None:
+    torch.manual_seed(ins)
+    x, weight, bias = noise(rows, ins), noise(30, ins), noise(30)
+    for place in (0, ins - 1):
+        x[0, place], weight[:, place] = INF, 2.0
+        weight[3, place], weight[4, place], weight[5, place] = -1.0, 0.0, NAN
+        y = linear(x, weight, bias, wide=wide)
+        expected = torch.full((30,), INF)
+        expected[3], expected[4], expected[5] = -INF, NAN, NAN
+        torch.testing.assert_close(y[0].float(), expected, equal_nan=True)
+        assert y[1:, 5].isnan().all()
+        assert y[1:, [*range(5), *range(6, 30)]].isfinite().all()
+        x[0, place], weight[:, place] = 1.0, 1.0
+
+
+@pytest.mark.usefixtures("native_only")
+def test_results_too_large_are_inf_and_ties_go_to_even() -> None:
+    huge = torch.tensor([[3.3e38, 3.3e38]]).to(torch.bfloat16)
+    assert linear(huge, torch.ones(1, 2).to(torch.bfloat16)).item() == INF
+    x = torch.tensor([[1.0, 2.0**-8], [1.0, 3 * 2.0**-8]]).to(torch.bfloat16)  # halfway between two neighbours
+    y = linear(x, torch.ones(1, 2).to(torch.bfloat16))
+    assert y.flatten().tolist() == [1.0, 1.0 + 2.0**-6]
+
+
+@pytest.mark.usefixtures("native_only")
+def test_a_row_hardly_depends_on_how_many_go_together(threads: int) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = noise(70, 768), noise(100, 768), noise(100)
+    whole = linear(x, weight, bias, wide=True)
+    for rows in ROWS:
+        torch.testing.assert_close(linear(x[:rows], weight, bias, wide=True), whole[:rows], atol=1e-4, rtol=1e-5)
+
+
+def test_what_is_left_to_torch(calls: list[int]) -> None:
+    x, weight, bias = noise(3, 64), noise(10, 64), noise(10)
+    assert not linear(x, weight, bias).isnan().any()
+    assert not calls
+    many = noise(native.MOST_ROWS + 1, 64)
+    others = [
+        (x.float(), weight.float(), bias.float()),
+        (many, weight, bias),
+        (noise(64, 3).T, weight, bias),
+        (x, noise(64, 10).T, bias),
+        (x[:0], weight, bias),
+        (x.view(3, 1, 64), weight, bias),
+        (x, weight, noise(20)[::2]),
+        (noise(3, 0), noise(10, 0), bias),
+    ]
+    for count, arguments in enumerate(others, start=1):
+        torch.testing.assert_close(linear(*arguments), _plain(*arguments))
+        assert len(calls) == count
+    linear(many, weight, bias, wide=True)
+    assert len(calls) == len(others), "logits are not rounded to bfloat16 with many rows either"
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return (x.float() @ weight.float().T + bias.float()).to(x.dtype)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    for arguments in ((noise(2, 8), noise(4, 9)), (noise(2, 8), noise(4, 8), noise(5))):
+        with pytest.raises(RuntimeError):
+            linear(*arguments)
+
+
+def test_without_native_kernels_it_is_torch(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
+    monkeypatch.setattr(native, "_native", lambda: None)
+    x, weight = noise(2, 8), noise(4, 8)
+    y = linear(x, weight, wide=True)
+    assert len(calls) == 1
+    assert y.dtype is torch.float32
+    assert torch.equal(y, y.to(torch.bfloat16).float())

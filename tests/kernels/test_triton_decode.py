@@ -1,0 +1,328 @@
+"""The Triton decode step against the slow kernel and the record of slots in torch, and against the eviction oracles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
+
+from h2o_flexgen.cache import make_policy, native
+from h2o_flexgen.cache.clock import RowClock, slots_needed
+from h2o_flexgen.cache.ranked import RankedSlots
+from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.kernels import reference
+from h2o_flexgen.kernels.triton_decode import TritonAttend
+from h2o_flexgen.kernels.triton_quant import Packed
+from h2o_flexgen.quant import Quantised, dequantise, quantise
+from tests.cache.harness import budget_of, compare, make_stream
+from tests.policy_matrix import POLICIES, PolicyRow
+
+Row = tuple[int, Budget]
+CLOSE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def keeps(total: int, recent: int, sinks: int = 0) -> Budget:
+    return Budget(total, total - recent - sinks, recent, sinks, full=False)
+
+
+def holds(total: int) -> Budget:
+    return Budget(total, 0, total, 0, full=True)
+
+
+def copies(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """On the device under test."""
+    return tuple(x.clone().to(DEVICE) for x in tensors)
+
+
+class Pair:
+    """A cache of `rows` of (prompt, budget) with random contents, kept by the kernel and, apart, by torch."""
+
+    def __init__(
+        self,
+        rows: list[Row],
+        *,
+        kv_heads: int = 2,
+        group: int = 1,
+        dim: int = 16,
+        dtype: torch.dtype = torch.float32,
+        window: int | None = None,
+        splits: int | None = None,
+    ) -> None:
+        self.random = torch.Generator().manual_seed(len(rows) + dim)
+        budgets = [budget for _, budget in rows]
+        capacity = slots_needed(budgets)
+        self.size, self.heads = (len(rows), kv_heads, capacity, dim), kv_heads * group
+        self.clock = RowClock(budgets, capacity, torch.device("cpu"), window)
+        policy = make_policy(PolicyRow("h2o", POLICIES[1].oracle).eviction())
+        self.book = RankedSlots(self.clock, policy, kv_heads, capacity, 0, range(len(rows)))
+        for index, (prompt, budget) in enumerate(rows):
+            self.clock.fill(index, prompt)
+            self.book.fill(slice(index, index + 1), prompt, budget, torch.rand(1, kv_heads, prompt))
+        self.clock.start()
+        self.book.start(rolling=False)
+        self.seen_k, self.seen_v = self.draw(*self.size, dtype=dtype), self.draw(*self.size, dtype=dtype)
+        self.k, self.v = copies(self.seen_k, self.seen_v)
+        self.state = copies(*self.book.ranking)
+        self.kernel = TritonAttend(
+            native._rules(self.clock, ranked=True),
+            self.size,
+            DEVICE,
+            window=window,
+            ranking=self.state,
+            adds=True,
+            splits=splits,
+        )
+        self.kernel.attach(self.k, self.v)
+        self.dtype, self.window, self.scale = dtype, window, 0.3
+
+    def draw(self, *size: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(size, generator=self.random).to(dtype)
+
+    def new(self) -> tuple[Tensor, Tensor, Tensor]:
+        rows, kv_heads, _, dim = self.size
+        q, k, v = (self.draw(rows, n, dim, dtype=self.dtype) for n in (self.heads, kv_heads, kv_heads))
+        return q, k, v
+
+    def step(self) -> None:
+        """One step of both, compared."""
+        q, k, v = self.new()
+        out = self.kernel.step(self.clock.step, copies(q, k, v), self.scale).cpu()
+        flat, (rows, kv_heads, capacity, dim) = self.book.take(), self.size
+        for held, one in ((self.seen_k, k), (self.seen_v, v)):
+            held.view(-1, dim).index_copy_(0, flat, one.reshape(-1, dim))
+        assert torch.equal(self.kernel.used.cpu(), (flat % capacity).view(rows, kv_heads))
+        valid = self.valid()
+        exact = reference.decode_attention(q, self.seen_k, self.seen_v, self.scale, valid, True)
+        close = CLOSE[self.dtype]
+        torch.testing.assert_close(out, exact.out, atol=close, rtol=close)
+        score, pos, free = (part.cpu() for part in self.state)
+        expected = self.book.score + exact.row
+        assert torch.equal(score == torch.inf, expected == torch.inf)
+        # What lies in slots that nobody reads any more is of no interest; there is none as yet that had a token.
+        torch.testing.assert_close(score, expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(pos, self.book._pos)
+        # With the same scores, to the bit, the same slot goes.
+        self.book.score.copy_(score)
+        self.book.settle(None, self.clock.length)
+        assert torch.equal(free, self.book._free)
+        self.clock.tick()
+
+    def valid(self) -> Tensor:
+        """Slots that the query sees, by the positions in them."""
+        rows, kv_heads, capacity, _ = self.size
+        valid = torch.zeros(rows, kv_heads, capacity, dtype=torch.bool)
+        limits = zip(self.clock.held, self.clock.limits, self.clock.next_pos, strict=True)
+        for row, (held, limit, now) in enumerate(limits):
+            count = min(held + self.clock.step + 1, limit)
+            first = 0 if self.window is None else now + 1 - self.window
+            valid[row, :, :count] = self.book._pos[row, :, :count] >= first
+        return valid
+
+    def check_contents(self) -> None:
+        assert torch.equal(self.k.cpu(), self.seen_k)
+        assert torch.equal(self.v.cpu(), self.seen_v)
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("splits", [1, 3])
+def test_every_group_size(group: int, splits: int) -> None:
+    pair = Pair([(40, keeps(33, 10))], group=group, splits=splits)
+    for _ in range(2):
+        pair.step()
+    pair.check_contents()
+
+
+@pytest.mark.parametrize("slots", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("splits", [1, None, 4])
+def test_odd_numbers_of_slots(slots: int, splits: int | None) -> None:
+    recent = slots // 3
+    pair = Pair([(slots + 5, keeps(slots, recent))], kv_heads=1, group=2, splits=splits)
+    for _ in range(2):
+        pair.step()
+    pair.check_contents()
+
+
+@pytest.mark.parametrize("dim", [16, 32, 48, 80, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_every_dimension_and_dtype(dim: int, group: int, dtype: torch.dtype) -> None:
+    pair = Pair([(20, keeps(17, 5)), (4, keeps(17, 5))], kv_heads=1, group=group, dim=dim, dtype=dtype)
+    pair.step()
+    pair.check_contents()
+
+
+RAGGED: list[Row] = [
+    (30, keeps(20, 6)),
+    (3, keeps(12, 4, sinks=4)),
+    (11, keeps(12, 12)),
+    (9, holds(13)),
+    (40, keeps(40, 0, sinks=3)),
+    (1, keeps(70, 30)),
+]
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("group", [1, 3])
+def test_rows_of_their_own(splits: int, group: int) -> None:
+    """Prompts, budgets and counts differ; rows begin to evict at different steps; one runs past its end."""
+    pair = Pair(RAGGED, kv_heads=1, group=group, splits=splits)
+    for _ in range(6):
+        pair.step()
+    pair.check_contents()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_window_and_sinks_that_leave_it(splits: int) -> None:
+    rows = [(30, keeps(20, 6, sinks=5)), (18, keeps(12, 4, sinks=2)), (24, keeps(19, 9)), (3, keeps(20, 6, sinks=1))]
+    pair = Pair(rows, kv_heads=1, window=24, splits=splits)
+    for _ in range(8):
+        pair.step()
+    pair.check_contents()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ties_go_by_position(seed: int) -> None:
+    """Equal keys at a zero query: every probability is the same, and scores of a few values, so that ties abound."""
+    pair = Pair([(50, keeps(40, 7)), (45, keeps(30, 0))], splits=1 + seed % 2)
+    pair.random.manual_seed(seed)
+    few = torch.randint(0, 3, pair.book.score.shape, generator=pair.random).float()
+    occupied = pair.book.score.isfinite()
+    pair.book.score[occupied] = few[occupied]
+    shuffled = torch.rand(*pair.size[:2], 30, generator=pair.random).argsort(-1)
+    pos = pair.book._pos[..., :30]
+    pos.copy_(pos.gather(-1, shuffled))
+    for ours, theirs in zip(pair.state, pair.book.ranking, strict=True):
+        ours.copy_(theirs)
+    pair.new = lambda: tuple(torch.zeros_like(x) for x in Pair.new(pair))  # type: ignore[method-assign]
+    for _ in range(4):
+        pair.step()
+    assert len(pair.state[0][0, 0].unique()) < 20, "there were no ties"
+
+
+def test_equal_keys_get_equal_probabilities_wherever_they_lie() -> None:
+    kernel = TritonAttend([(0, 200, 199, 199, 0, 0, 0, 1 << 62)], (1, 1, 200, 64), DEVICE, splits=3)
+    k, v = torch.randn(64).expand(1, 1, 200, 64), torch.randn(1, 1, 200, 64)
+    held = [x.contiguous() for x in copies(k, v)]
+    kernel.attach(*held)
+    (row,) = copies(torch.empty(1, 1, 200))
+    kernel.step(199, copies(torch.randn(1, 4, 64), k[:, :, 0], torch.randn(1, 1, 64)), 0.3, probs=row)
+    assert len(row.unique()) == 1
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(("group", "width"), [(1, 37), (4, 37), (4, 50)])
+def test_the_row_for_policies_that_want_it(group: int, width: int, splits: int) -> None:
+    """Slots of the caller's choice, no ranking; what is not occupied has probability 0 and is never read."""
+    random = torch.Generator().manual_seed(group)
+    size, counts = (2, 2, 50, 32), (37, 20)
+    k, v = (torch.full(size, torch.nan) for _ in "kv")
+    for row, count in enumerate(counts):
+        for held in (k, v):
+            held[row, :, :count] = torch.randn(2, count, 32, generator=random)
+    rules = [(count - 1, count, 60, count - 1, 0, 0, 5, 1 << 62) for count in counts]
+    kernel = TritonAttend(rules, size, DEVICE, splits=splits)
+    held_k, held_v = copies(k, v)
+    kernel.attach(held_k, held_v)
+    q, new_k, new_v = (torch.randn(2, n, 32, generator=random) for n in (2 * group, 2, 2))
+    slots = torch.tensor([5, 50 + 7, 100 + 19, 150])
+    given, probs = copies(slots, torch.full((2, 2, width), torch.nan))
+    out = kernel.step(0, copies(q, new_k, new_v), 0.3, slots=given, probs=probs).cpu()
+    for held, written, new in ((k, held_k, new_k), (v, held_v, new_v)):
+        held.view(-1, 32)[slots] = new.view(-1, 32)
+        torch.testing.assert_close(written.cpu(), held, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(kernel.used.cpu().view(-1), slots % 50)
+    valid = (torch.arange(50) < torch.tensor(counts).view(2, 1, 1)).expand(2, 2, 50)
+    exact = reference.decode_attention(q, k.nan_to_num(), v.nan_to_num(), 0.3, valid, True)
+    torch.testing.assert_close(out, exact.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(probs.cpu(), exact.row[..., :width], atol=1e-6, rtol=1e-5)
+    assert not probs[1, :, 20:].any()
+
+
+@pytest.mark.parametrize("dim", [16, 48, 64, 80, 128, 192])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_packed_keys_and_values(dim: int, group: int, splits: int) -> None:
+    """What is attended to is what the reference unpacks, with the new token packed like the others."""
+    random = torch.Generator().manual_seed(dim)
+    size = (2, 1, 40, dim)
+    held = [quantise(torch.randn(size, generator=random)) for _ in "kv"]
+    score, pos = torch.rand(2, 1, 40, generator=random), torch.arange(40, dtype=torch.int32).repeat(2, 1, 1)
+    free = torch.tensor([33, 40 + 2])
+    rules = [(39, 40, 60, 0, 0, 0, 3, 0)] * 2
+    state = copies(score, pos, free)
+    kernel = TritonAttend(rules, size, DEVICE, ranking=state, adds=True, splits=splits)
+    packed = [Packed(*copies(*one)) for one in held]
+    kernel.attach_packed(*packed)
+    q, *new = (torch.randn(2, n, dim, generator=random) for n in (group, 1, 1))
+    out = kernel.step(0, copies(q, *new), 0.3).cpu()
+    rows = []
+    for one, fresh, after in zip(held, new, packed, strict=True):
+        for part, small, written in zip(one, quantise(fresh), after, strict=True):
+            part.view(80, -1)[[33, 42]] = small.view(2, -1)
+            assert torch.equal(part, written.cpu())
+        rows.append(dequantise(Quantised(*one), torch.float32))
+    exact = reference.decode_attention(q, *rows, 0.3, None, True)
+    torch.testing.assert_close(out, exact.out, atol=1e-5, rtol=1e-5)
+    score.view(-1)[[33, 42]] = 0
+    torch.testing.assert_close(state[0].cpu(), score + exact.row, atol=1e-6, rtol=1e-5)
+
+
+needs_host_memory = pytest.mark.skipif(DEVICE != "cpu", reason="the cache of this test lies in host memory")
+
+
+@pytest.fixture
+def in_the_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TritonAttend]]:
+    """Caches that step by the kernel under test, which is what they take the one in C for."""
+    made: list[TritonAttend] = []
+
+    def make(rules: list, size: tuple[int, int, int, int], **options: object) -> TritonAttend:
+        made.append(TritonAttend(rules, size, "cpu", **options))
+        return made[-1]
+
+    monkeypatch.setattr(native, "NativeAttend", make)
+    monkeypatch.setattr(native, "available", lambda *_: True)
+    yield made
+    assert made, "the caches did without the kernel"
+
+
+@needs_host_memory
+@pytest.mark.parametrize(
+    ("policy", "window"),
+    [(row, window) for row in POLICIES for window in ((None,) if row.name == "full" else (None, 9))],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_streams_equal_the_oracles(policy: PolicyRow, window: int | None, in_the_cache: list[TritonAttend]) -> None:
+    """A cache as the engine uses it, two rows of their own, every policy."""
+    streams = [make_stream(prompt, 6, kv_heads=1, group=2, d=16, seed=prompt) for prompt in (12, 4)]
+    budgets = [
+        budget_of(policy, total, stream.prompt, 6, sinks=1).within(window)
+        for stream, total in zip(streams, (7, 5), strict=True)
+    ]
+    compared = compare(policy, policy.eviction(), streams, budgets, 6, window=window)
+    assert compared > 10
+
+
+@needs_host_memory
+def test_what_is_refused() -> None:
+    rule = (0, 8, 4, 7, 0, 0, 0, 1 << 62)
+    with pytest.raises(ValueError, match="dim is to be"):
+        TritonAttend([rule], (1, 1, 8, 24), "cpu")
+    with pytest.raises(ValueError, match="no ranking"):
+        TritonAttend([rule], (1, 1, 8, 16), "cpu", adds=True)
+    kernel = TritonAttend([rule], (1, 1, 8, 16), "cpu")
+    new = torch.randn(3, 1, 1, 16).unbind(0)
+    with pytest.raises(RuntimeError, match="attached"):
+        kernel.step(0, new, 1.0)
+    with pytest.raises(ValueError, match="needed contiguous"):
+        kernel.attach(torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 9, 16))
+    kernel.attach(torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 16))
+    with pytest.raises(ValueError, match="for a cache of"):
+        kernel.step(0, (new[0], new[1].squeeze(1).unsqueeze(1).repeat(1, 2, 1), new[2]), 1.0)
+    with pytest.raises(ValueError, match="9 query heads"):
+        kernel.step(0, (torch.zeros(1, 9, 16), new[1], new[2]), 1.0)
+    with pytest.raises(ValueError, match="3 are occupied"):
+        kernel.step(2, new, 1.0, probs=torch.zeros(1, 1, 2))
