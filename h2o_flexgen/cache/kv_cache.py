@@ -86,10 +86,10 @@ class KVCache:
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[KVCache, Sequence[int]]], k: Tensor, v: Tensor) -> KVCache:
-        """The given rows of these caches, ascending in each, go on in one cache on the buffers `k` and `v`.
+        """The given rows of these caches go on in one cache on the buffers `k` and `v`, in this order.
 
         All are of one layer and have the same capacity, and all their prompts are in. The buffers may lie where those
-        of the parts are: rows may stay or move down, never up. The parts must not be used afterwards.
+        of the parts are: every row may stay or move down, none up. The parts must not be used afterwards.
         """
         first, members = parts[0][0], [(cache, row) for cache, rows in parts for row in rows]
         joined = cls(

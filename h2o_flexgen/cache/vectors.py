@@ -29,8 +29,10 @@ def select(own: Tensor, shared: Tensor | None, kept: Tensor) -> Tensor:
 def move_down(source: Tensor, rows: Sequence[int], target: Tensor, used: int) -> None:
     """Rows of K or V to the first rows of `target`; both are contiguous (n, kv_heads, capacity, d).
 
-    The target may lie in the source's memory, whole rows before it; `rows` ascend, so that nothing is overwritten
-    before it is read. Copies the first `used` slots and zeroes the others: whatever a row left there may not be finite.
+    The target may lie in the source's memory, whole rows before it or in the same place. Row i of it comes from row i
+    of the source or a later one, so that nothing is overwritten before it is read. Only the first `used` slots count,
+    in all rows of the source; the others are zeroed where they are not the source's own, as what is there may not be
+    finite.
     """
     size = target.stride(0) * target.itemsize
     apart = source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr()
@@ -40,13 +42,14 @@ def move_down(source: Tensor, rows: Sequence[int], target: Tensor, used: int) ->
         while last < len(rows) and rows[last] == first + last - done:
             last += 1
         down = (source[first].data_ptr() - target[done].data_ptr()) // size
-        if not apart and down < 0:
-            raise ValueError(f"row {first} would move up by {-down} rows")
+        if first < done or (not apart and down < 0):
+            raise ValueError(f"row {first} would move up to {done}")
         # Pieces that do not overlap with where they go.
         piece = last - done if apart else down
         for start in range(done, last, piece) if piece else ():
             stop = min(start + piece, last)
             moved = source[first + start - done : first + stop - done]
             target[start:stop, :, :used] = moved[:, :, :used]
-            target[start:stop, :, used:] = 0
+            if apart or target[start].data_ptr() < source.data_ptr():
+                target[start:stop, :, used:] = 0
         done = last

@@ -103,7 +103,7 @@ class LaneCache:
                 cache.detach()
 
     def change(self, kept: list[int], fresh: KVCache | None) -> None:
-        """The decode rows at the places `kept`, ascending, stay and move down to the first ones; `fresh` follows."""
+        """The decode rows at the places `kept` stay, each where it is or further down; `fresh` follows."""
         old, count = self.rows, len(kept)
         rows = count + (0 if fresh is None else fresh.shape.batch)
         if self._shrinks:

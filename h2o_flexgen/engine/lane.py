@@ -42,7 +42,7 @@ class Lane:
     rows: list[Sequence] = field(default_factory=list)
     """In the order of their places: decode rows, then fresh ones."""
     kept: list[int] | None = None
-    """In a step before which rows left or came: the places that the decode rows had until then."""
+    """In a step before which rows left or came: the place that each decode row had until then, its own or a later."""
     hidden: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class Lane:
         self._parts = [Part(slice(0, self.decoding), self.decoding, None)]
 
     def change(self, kept: list[int], fresh: list[Sequence], segments: list[Segment]) -> None:
-        """A step that the rows at the places `kept`, ascending, and `fresh` ones with their prompts take part in."""
+        """A step that the rows at the places `kept` and `fresh` ones with their prompts take part in."""
         self.kept, self.fresh, self.segments = kept, fresh, segments
         self.rows = [*(self.rows[i] for i in kept), *fresh]
         self.decoding, self.packed = len(kept), bool(segments)

@@ -15,9 +15,9 @@ SOON = 4
 class Refill:
     """The rows of a block's lanes, step by step; `active` and `last` are what its schedule asks.
 
-    A change of a lane costs about one step of it: the rows that stay are copied down to close the gaps, which is a
-    read and a write of K and V where a step reads them once, and every layer's books are made anew. A finished row that
-    stays costs its share of every step. So a lane changes as soon as finished rows have idled for as many steps,
+    A change of a lane costs at most about one step of it: rows are copied down to close the gaps, which is a read and a
+    write of their K and V where a step reads all once, and every layer's books are made anew. A finished row that stays
+    costs its share of every step. So a lane changes as soon as finished rows have idled for as many steps,
     counted over rows, as it has rows: what waiting has cost by then is what the change costs, and nobody who knew
     the future would have paid less than half of both. Where a SOON-th of the rows is finished, that is at most so many
     steps away, and it changes at once.
@@ -65,8 +65,13 @@ class Refill:
         return shared if shared >= MIN_SHARED else 0
 
     def _exchange(self, index: int) -> tuple[list[int], list[Sequence]]:
-        """The places of the rows that stay, and as many waiting ones as there is room for."""
-        kept = [place for place, row in enumerate(self._lanes[index].rows) if not row.finished]
+        """Where the rows that stay are now, place by place, and as many waiting ones as there is room for."""
+        staying = [place for place, row in enumerate(self._lanes[index].rows) if not row.finished]
+        kept = list(range(len(staying)))
+        # Only the last rows move, to where finished ones were.
+        movers = (place for place in staying if place >= len(kept))
+        for place in sorted(set(kept) - set(staying)):
+            kept[place] = next(movers)
         room = min(self._places[index] - len(kept), len(self._waiting))
         fresh = [self._waiting.popleft() for _ in range(room)]
         self._newest = fresh[-1] if fresh else self._newest

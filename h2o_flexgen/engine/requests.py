@@ -150,9 +150,14 @@ def workload_of(sequences: SequenceOf[Sequence]) -> Workload:
 
 
 def in_order(sequences: SequenceOf[Sequence], share_prefixes: bool) -> deque[Sequence]:
-    """The order in which sequences are run: those that share a prefix are neighbours, then those of similar length."""
-    by_length = sorted(sequences, key=lambda s: (-len(s.prompt_ids), -s.steps, s.row_id))
-    return deque(by_length[i] for i in shared_first([row.prompt_ids for row in by_length], share_prefixes))
+    """The order in which sequences are run: those that may run longest first, but neighbours where they share a prefix.
+
+    What comes last should be short: while it ends there is nobody to take the places of finished rows. Among rows of
+    equal steps the longest prompts come first, which shows at once whether memory suffices, makes the estimate of a
+    progress bar pessimistic, and lets prompts of one length go through attention together.
+    """
+    longest = sorted(sequences, key=lambda s: (-s.steps, -len(s.prompt_ids), s.row_id))
+    return deque(longest[i] for i in shared_first([row.prompt_ids for row in longest], share_prefixes))
 
 
 def next_block(waiting: deque[Sequence], gpu_batch_size: int, block_size: int) -> list[list[Sequence]]:

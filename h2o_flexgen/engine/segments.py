@@ -49,16 +49,13 @@ class Chunk(NamedTuple):
 
 
 def shared_first(prompts: Sequence[Sequence[int]], share: bool = True) -> list[int]:
-    """An order of `prompts`: those with a common prefix of MIN_SHARED tokens are neighbours, else the longest first.
+    """An order of `prompts`: those with a common prefix of MIN_SHARED tokens are neighbours, otherwise as they are.
 
-    Longest first makes the estimate of a progress bar pessimistic, shows at once whether memory suffices and lets
-    neighbours in a GPU batch have similar lengths; the same order holds among the rows that share a prefix.
+    A group comes where its first member would; the order stays among the rows that share a prefix, too.
     """
-    by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     if not share:
-        return by_length
-    rank = {row: place for place, row in enumerate(by_length)}
-    by_text = sorted(range(len(prompts)), key=lambda i: (list(prompts[i]), rank[i]))
+        return list(range(len(prompts)))
+    by_text = sorted(range(len(prompts)), key=lambda i: (list(prompts[i]), i))
     common = [shared_tokens(prompts[a], prompts[b]) for a, b in pairwise(by_text)]
     order: list[int] = []
     todo = [(0, len(by_text), 0)] if by_text else []  # rows [low, high), with `past` tokens in common
@@ -70,7 +67,7 @@ def shared_first(prompts: Sequence[Sequence[int]], share: bool = True) -> list[i
         least = min(common[low : high - 1])
         parts = _cut(common, low, high, max(least, past + MIN_SHARED - 1))
         past = least if least - past >= MIN_SHARED else past
-        first = {part: min(rank[by_text[i]] for i in range(*part)) for part in parts}
+        first = {part: min(by_text[i] for i in range(*part)) for part in parts}
         todo.extend((*part, past) for part in sorted(parts, key=lambda part: -first[part]))
     return order
 
