@@ -20,8 +20,8 @@ import transformers
 from h2o_flexgen.baselines.generation import saved_checkpoint, start, timed, use_cuda
 from h2o_flexgen.baselines.work import Work, give, run
 
-PROCESS_BYTES = 1 << 30
-"""Of host memory for the interpreter, the libraries and the shard that is being loaded."""
+PROCESS_BYTES = 3 << 27
+"""Of host memory for the interpreter and the libraries."""
 
 
 def prepare(folder: str) -> None:
@@ -71,14 +71,15 @@ def _room(work: Work, config: Any) -> int:
 
 
 def _working(work: Work, config: Any) -> int:
-    """Bytes of KV cache (twice in the moment it grows), and of the activations of a prompt's widest layer."""
+    """Bytes of KV cache, of a prompt's activations in the widest layer, of logits, and of two tables on their way."""
     wide = getattr(torch, work.dtype).itemsize
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     row = 2 * heads * (config.hidden_size // config.num_attention_heads)
     rows = len(work.prompts) * (len(work.prompts[0]) + work.gen_len)
     inner = getattr(config, "ffn_dim", None) or getattr(config, "intermediate_size", 4 * config.hidden_size)
     layers = config.num_hidden_layers + 1
-    return rows * wide * (row * layers + 4 * (config.hidden_size + inner)) + len(work.prompts) * config.vocab_size * 8
+    prompt = rows * wide * (row * layers + 4 * (config.hidden_size + inner))
+    return prompt + config.vocab_size * (8 * len(work.prompts) + 2 * wide * config.hidden_size)
 
 
 if __name__ == "__main__":

@@ -32,16 +32,17 @@ def sample_seconds(bench: Bench, seconds: float, elementwise: float) -> float:
     return max(_LEAST, (many - one) / (_ROWS - 1), wide - looked_through)
 
 
-def greedy_sequences(spec: ModelSpec, rows: int, new: int) -> list[Sequence]:
-    """Rows of `new` tokens that no token ends, after prompts of a few tokens."""
+def greedy_sequences(spec: ModelSpec, eviction: EvictionConfig, rows: int, lengths: tuple[int, int]) -> list[Sequence]:
+    """Rows that no token ends; `lengths`: tokens of the prompt, all alike, and new ones."""
+    prompt, new = lengths
     params = SamplingParams(max_new_tokens=new, ignore_eos=True)
-    return RequestReader(spec, EvictionConfig(), None, 0).read([[0] * _PROMPT] * rows, params)
+    return RequestReader(spec, eviction, None, 0).read([[0] * prompt] * rows, params)
 
 
 def _choosing(bench: Bench, vocabulary: int, rows: int, seconds: float) -> float:
     """Seconds of the sampler's step over so many rows that are never done."""
     spec = replace(bench.spec, vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, pad_token_id=None)
-    sequences = greedy_sequences(replace(spec, max_positions=1 << 40), rows, 1 << 30)
+    sequences = greedy_sequences(replace(spec, max_positions=1 << 40), EvictionConfig(), rows, (_PROMPT, 1 << 30))
     logits = bench.noise(rows, vocabulary).float()
     sampler = Sampler()
     sample = bench.timer.measure(lambda: sampler.step(sequences, logits), seconds)

@@ -22,7 +22,7 @@ from h2o_flexgen.units import GIB
 
 log = logging.getLogger(__name__)
 
-_METHOD = 3
+_METHOD = 4
 """Counted up whenever something is measured otherwise: older profiles then count no more."""
 
 
