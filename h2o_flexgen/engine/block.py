@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +21,7 @@ from h2o_flexgen.engine.refill import Refill
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import Sequence
 from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.engine.weights import WeightStore
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import torch_dtype
@@ -72,18 +72,20 @@ class BlockRunner:
         plan: Plan,
         rows: list[list[Sequence]],
         totals: BlockTotals,
-        waiting: deque[Sequence] | None = None,
+        waiting: Waiting | None = None,
     ) -> Generator[Sequence]:
         """Runs `rows` (one list per lane); yields sequences as they finish. Leaves nothing behind.
 
         Rows of `waiting` take the places of finished ones, and leave the queue when they do; some may be left in it.
         """
-        waiting = deque() if waiting is None else waiting
+        waiting = Waiting() if waiting is None else waiting
         device, chunk = self.tiers.device, plan.policy.prefill_chunk
         lanes = [Lane(index, chunk, device, self.rolling) for index in range(len(rows))]
         shapes, maker = self._shapes(plan, rows, waiting)
-        most_tokens = max((len(row.prompt_ids) for row in waiting), default=0) * len(rows[0])
-        steps = max(row.steps for lane in rows for row in lane) + sum(row.steps for row in waiting)
+        most_tokens, steps = (
+            waiting.longest_prompt * len(rows[0]),
+            waiting.steps + max(row.steps for lane in rows for row in lane),
+        )
         refill = Refill(lanes, rows, waiting, chunk, self.share_prefixes)
         stores: list[CacheStore | HiddenStore] = []
         try:
@@ -91,7 +93,7 @@ class BlockRunner:
             dtype = torch_dtype(self.dtype)
             store = CacheStore(self.tiers, self.copies, shapes, homes, dtype, plan.policy.cpu_cache_compute)
             stores.append(store)
-            hidden = self._hidden_store(plan, lanes, most_tokens)
+            hidden = self._hidden_store(plan, lanes, waiting.longest_prompt * len(rows[0]))
             stores.append(hidden)
             machinery = Machinery(
                 self.decoder,
@@ -146,7 +148,7 @@ class BlockRunner:
         )
 
     def _shapes(
-        self, plan: Plan, rows: list[list[Sequence]], waiting: deque[Sequence]
+        self, plan: Plan, rows: list[list[Sequence]], waiting: Waiting
     ) -> tuple[dict[tuple[int, int], CacheShape], CacheMaker]:
         """The K and V of each (layer, lane), for all rows that may come into it, and what makes caches in them."""
         spec = self.spec
@@ -154,7 +156,7 @@ class BlockRunner:
         maker = CacheMaker(spec, self.eviction, slots, devices)
         shapes = {}
         for layer in range(spec.num_layers):
-            later = CacheShape.of(maker.budgets(layer, waiting), 1, 1).capacity if waiting else 0
+            later = waiting.slots(spec.arch.window_of(layer))
             for lane, first in enumerate(rows):
                 shape = CacheShape.of(maker.budgets(layer, first), spec.num_kv_heads, spec.head_dim)
                 slots[layer, lane] = max(shape.capacity, later)

@@ -27,11 +27,12 @@ from h2o_flexgen.engine.model import Model, open_model
 from h2o_flexgen.engine.plan import Caps, Plan, Planner, PlanRequest, automatic, keeping
 from h2o_flexgen.engine.recorder import Meter, make_record
 from h2o_flexgen.engine.replay import Replay, forget
-from h2o_flexgen.engine.requests import Prompt, RequestReader, in_order, next_block, workload_of
+from h2o_flexgen.engine.requests import Prompt, RequestReader, in_order, workload_of
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import RequestOutput, Score, Sequence
 from h2o_flexgen.engine.text import text_of
 from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.errors import PlanError, UsageError
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.timeline import Timeline
@@ -203,10 +204,11 @@ class LLM:
         sampler.start()
         runner = self._runner(loaded, sampler)
         runner.on_tokens = partial(self._count_tokens, asked - sum(row.max_new_tokens for row in rows), asked)
-        waiting = in_order(rows, self._shares)
+        waiting, size = Waiting(in_order(rows, self._shares)), plan.policy.gpu_batch_size
         with meter.over(loaded):
             while waiting:
-                block = next_block(waiting, plan.policy.gpu_batch_size, plan.policy.block_size)
+                first = waiting.take(plan.policy.block_size)
+                block = [first[i : i + size] for i in range(0, len(first), size)]
                 with closing(runner.run(plan, block, meter.totals, waiting)) as finished:
                     yield from finished
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.segments import MIN_SHARED, Segment, segments_of, shared_tokens
 from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.engine.waiting import Waiting
 
 SOON = 4
 """A lane changes at once when one in so many of its rows is finished."""
@@ -27,10 +26,10 @@ class Refill:
     """
 
     def __init__(
-        self, lanes: list[Lane], first: list[list[Sequence]], waiting: deque[Sequence], chunk: int, share: bool
+        self, lanes: list[Lane], first: list[list[Sequence]], waiting: Waiting, chunk: int, share: bool
     ) -> None:
-        """`first`: the rows that each lane starts with. `waiting`: prompts in the order in which they come in; what is
-        left of them when the block is over is another's work. `chunk`, `share`: as for `segments_of`."""
+        """`first`: the rows that each lane starts with. `waiting`: what is left of it when the block is over is
+        another's work. `chunk`, `share`: as for `segments_of`."""
         self._lanes, self._waiting, self._chunk, self._share = lanes, waiting, chunk, share
         self._places = [len(rows) for rows in first]
         self._idle = [0] * len(lanes)
@@ -61,7 +60,7 @@ class Refill:
         """Tokens of the next prompt that were computed for the newest row, too."""
         if not self._share or not self._waiting:
             return 0
-        shared = shared_tokens(self._newest.prompt_ids, self._waiting[0].prompt_ids)
+        shared = shared_tokens(self._newest.prompt_ids, self._waiting.first.prompt_ids)
         return shared if shared >= MIN_SHARED else 0
 
     def _exchange(self, index: int) -> tuple[list[int], list[Sequence]]:
@@ -72,8 +71,7 @@ class Refill:
         movers = (place for place in staying if place >= len(kept))
         for place in sorted(set(kept) - set(staying)):
             kept[place] = next(movers)
-        room = min(self._places[index] - len(kept), len(self._waiting))
-        fresh = [self._waiting.popleft() for _ in range(room)]
+        fresh = self._waiting.take(self._places[index] - len(kept))
         self._newest = fresh[-1] if fresh else self._newest
         return kept, fresh
 

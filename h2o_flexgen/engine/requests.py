@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -149,7 +148,7 @@ def workload_of(sequences: SequenceOf[Sequence]) -> Workload:
     )
 
 
-def in_order(sequences: SequenceOf[Sequence], share_prefixes: bool) -> deque[Sequence]:
+def in_order(sequences: SequenceOf[Sequence], share_prefixes: bool) -> list[Sequence]:
     """The order in which sequences are run: those that may run longest first, but neighbours where they share a prefix.
 
     What comes last should be short: while it ends there is nobody to take the places of finished rows. Among rows of
@@ -157,10 +156,4 @@ def in_order(sequences: SequenceOf[Sequence], share_prefixes: bool) -> deque[Seq
     progress bar pessimistic, and lets prompts of one length go through attention together.
     """
     longest = sorted(sequences, key=lambda s: (-s.steps, -len(s.prompt_ids), s.row_id))
-    return deque(longest[i] for i in shared_first([row.prompt_ids for row in longest], share_prefixes))
-
-
-def next_block(waiting: deque[Sequence], gpu_batch_size: int, block_size: int) -> list[list[Sequence]]:
-    """Takes the rows that the lanes of a block start with out of the queue."""
-    rows = [waiting.popleft() for _ in range(min(block_size, len(waiting)))]
-    return [rows[i : i + gpu_batch_size] for i in range(0, len(rows), gpu_batch_size)]
+    return [longest[i] for i in shared_first([row.prompt_ids for row in longest], share_prefixes)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from h2o_flexgen.cache.clock import slots_needed
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.native import NativeStep
 from h2o_flexgen.config.eviction import EvictionConfig
@@ -20,6 +21,7 @@ from h2o_flexgen.engine.executor import Executor
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests import in_order
 from h2o_flexgen.engine.sequence import RequestOutput
+from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.schedule.check import check
 from h2o_flexgen.schedule.tasks import ScheduleShape, Tick
 from tests.engine.compare import History
@@ -322,6 +324,21 @@ def test_what_may_run_longest_comes_first(checkpoint) -> None:
         rows = llm._reader().read(PROMPTS, _params())
     order = [row.index for row in in_order(rows, share_prefixes=True)]
     assert order == sorted(range(len(NEW)), key=lambda i: (-NEW[i], -LENGTHS[i], i))
+
+
+def test_what_is_true_of_all_who_wait(checkpoint) -> None:
+    with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.3), (3, 1)) as llm:
+        rows = llm._reader().read(PROMPTS, _params())
+    waiting, rest = Waiting(rows), list(rows)
+    for count in (0, 1, 4, 2, 20):
+        assert waiting.take(count) == rest[:count]
+        rest = rest[count:]
+        assert len(waiting) == len(rest)
+        assert waiting.steps == sum(row.steps for row in rest)
+        assert waiting.longest_prompt == max((len(row.prompt_ids) for row in rest), default=0)
+        for window in (None, 7):
+            slots = max((slots_needed([row.budget.within(window)]) for row in rest), default=0)
+            assert waiting.slots(window) == slots
 
 
 def test_progress_never_goes_back(checkpoint) -> None:
