@@ -40,7 +40,7 @@ _TILE_BYTES = 16384  # of K, and of V: with two of each on the way, 64 KiB of sh
 
 
 class TritonAttend:
-    """The decode steps of one cache, on one device, in the order of one stream.
+    """The decode steps of one cache, on one device (of several GPUs torch's current one), in the order of one stream.
 
     `rules`: of each row eight whole numbers, as `native.attend.SlotRule`: tokens held of the prompt; slots that it ever
     occupies; tokens of the prompt; the slot after the last where no score decides; sinks; how many of them are hidden
@@ -173,6 +173,7 @@ class _Launch:
         self._step, self._scale = numbers
         self._size, self._window, self._adds = owner._size, owner._window, owner._adds
         self._splits = owner._splits or self._programs_wanted()
+        self._aside: Slots | None = None
         self._scratch: Tensor | None = None
         if self._adds or self._probs is not None:
             self._scratch = self._empty(self._rows_of_heads, self._width)
@@ -193,7 +194,7 @@ class _Launch:
         if self._slots.score is None:
             return self._launch(config, self._slots)
         # Where the new token goes is read from `free`, and what is written there is the same every time.
-        if self._slots.score_out is self._slots.score:
+        if self._aside is None:
             score, free = torch.empty_like(self._slots.score), torch.empty_like(self._slots.free)
             self._aside = self._slots._replace(score_out=score, free_out=free)
         return self._launch(config, self._aside)

@@ -69,14 +69,14 @@ def sum_columns(
     n, _, length, _ = q.shape
     kv_heads, before = k.shape[1], 0 if past is None else past.shape[1]
     sums = torch.empty(n, kv_heads, before + length, dtype=torch.float32, device=q.device)
-    asked = Asked(q, *q.stride()[:3], length, lse.contiguous(), None)
+    asked = _asked(q, lse.contiguous(), None)
     span = before + length if window is None else window
     shape, warps = _shape(q, kv_heads, large=False)
     parts = [(k, before)] if past is None else [(past.unsqueeze(0).expand(n, -1, -1, -1), 0), (k, before)]
     for own, first in parts:
         keys = _keys(own, own, first)
         to = Sums(sums[:, :, first:], *sums.stride()[:2])
-        grid = (n * kv_heads, triton.cdiv(keys.count, shape.seen))
+        grid = (n * kv_heads, triton.cdiv(keys.length, shape.seen))
         sums_kernel[grid](asked, keys, to, before, span, scale * _LOG2_E, shape, num_warps=warps)
     return sums
 
@@ -92,10 +92,10 @@ def forward(
     kv_heads, before = k.shape[1], 0 if past is None else past.k.shape[1]
     out = torch.empty(n, heads, length, dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(n, heads, length, dtype=torch.float32, device=q.device)
-    asked = Asked(q, *q.stride()[:3], length, lse, out)
+    asked = _asked(q, lse, out)
     shared = None
     if past is not None:
-        shared = _keys(*(x.unsqueeze(0).expand(n, -1, -1, -1) for x in past), 0)
+        shared = _keys(past.k.unsqueeze(0).expand(n, -1, -1, -1), past.v.unsqueeze(0).expand(n, -1, -1, -1), 0)
     span = before + length if window is None else window
     shape, warps = _shape(q, kv_heads, large=True)
     grid = (n * heads, triton.cdiv(length, shape.asked))
@@ -138,8 +138,14 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _asked(q: Tensor, lse: Tensor, out: Tensor | None) -> Asked:
+    row, head, token, _ = q.stride()
+    return Asked(q, row, head, token, q.shape[2], lse, out)
+
+
 def _keys(k: Tensor, v: Tensor, first: int) -> Keys:
-    return Keys(k, v, *k.stride()[:3], *v.stride()[:3], k.shape[2], first)
+    (row, head, token, _), (v_row, v_head, v_token, _) = k.stride(), v.stride()
+    return Keys(k, v, row, head, token, v_row, v_head, v_token, k.shape[2], first)
 
 
 def _shape(q: Tensor, kv_heads: int, *, large: bool) -> tuple[Shape, int]:
@@ -150,6 +156,8 @@ def _shape(q: Tensor, kv_heads: int, *, large: bool) -> tuple[Shape, int]:
     _, heads, _, dim = q.shape
     d = max(triton.next_power_of_2(dim), 16)
     half = q.dtype in _HALF
-    asked, seen = (128, 64) if large and half and d <= 128 else (64, 64) if half else (32, 32)
-    warps = 8 if asked == 128 else 4
+    if half:
+        asked, seen, warps = (128, 64, 8) if large and d <= 128 else (64, 64, 8 if large else 4)
+    else:  # each number in three parts for the tensor cores: three times the registers
+        asked, seen, warps = (32, 32, 4) if d <= 64 else (16, 32, 4) if d <= 128 else (16, 16, 4)
     return Shape(kv_heads, heads // kv_heads, dim, d, asked, seen, 2, interpreting()), warps

@@ -24,7 +24,7 @@ class Asked(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values (rows, kv_heads, count, dim) of the positions from `first` on; strides in elements."""
+    """Keys and values (rows, kv_heads, length, dim) of the positions from `first` on; strides in elements."""
 
     k: Any
     v: Any
@@ -34,7 +34,7 @@ class Keys(NamedTuple):
     v_row: int
     v_head: int
     v_token: int
-    count: int
+    length: int
     first: int
 
 
@@ -69,7 +69,7 @@ def sums_kernel(asked, keys, sums, past, window, scale, shape: tl.constexpr):
     task, block = tl.program_id(0), tl.program_id(1)
     row, head = (task // shape.kv_heads).to(tl.int64), task % shape.kv_heads
     dims, key = tl.arange(0, shape.d), block * shape.seen + tl.arange(0, shape.seen)
-    inside = (key < keys.count)[:, None] & (dims < shape.dim)[None, :]
+    inside = (key < keys.length)[:, None] & (dims < shape.dim)[None, :]
     at = keys.k + row * keys.row + head * keys.head + key.to(tl.int64)[:, None] * keys.token + dims[None, :]
     k = tl.load(at, mask=inside, other=0.0)
     # Queries from the first that comes after the tile's first key to the last whose window holds its last.
@@ -88,7 +88,7 @@ def sums_kernel(asked, keys, sums, past, window, scale, shape: tl.constexpr):
         behind = (past + token)[None, :] - (keys.first + key)[:, None]
         seen = (behind >= 0) & (behind < window)
         total += tl.sum(tl.where(seen, tl.exp2(x - (lse * 1.4426950408889634)[None, :]), 0.0), 1)
-    tl.store(sums.at + row * sums.row + head * sums.head + key, total / shape.group, mask=key < keys.count)
+    tl.store(sums.at + row * sums.row + head * sums.head + key, total / shape.group, mask=key < keys.length)
 
 
 @triton.jit
@@ -107,9 +107,9 @@ def forward_kernel(asked, before, own, past, window, scale, shape: tl.constexpr)
     )
     if before is not None:
         begin = tl.maximum(past + start + 1 - window, 0) // shape.seen * shape.seen
-        state = _take_in(q, state, before, (row, head, begin, before.count), past + token, window, scale, shape)
+        state = _take_in(q, state, before, (row, head, begin, before.length), past + token, window, scale, shape)
     begin = tl.maximum(start + 1 - window, 0) // shape.seen * shape.seen
-    end = tl.minimum(start + shape.asked, own.count)
+    end = tl.minimum(start + shape.asked, own.length)
     top, total, mixed = _take_in(q, state, own, (row, head, begin, end), past + token, window, scale, shape)
     inside = token < asked.queries
     total = tl.where(total == 0, 1.0, total)  # of a query beyond the last, in whose window nothing may be
@@ -128,14 +128,14 @@ def _take_in(q, state, keys, where, position, window, scale, shape: tl.constexpr
     dims = tl.arange(0, shape.d)
     for start in tl.range(begin, end, shape.seen, num_stages=shape.stages):
         key = start + tl.arange(0, shape.seen)
-        inside = (key < keys.count)[:, None] & (dims < shape.dim)[None, :]
+        inside = (key < keys.length)[:, None] & (dims < shape.dim)[None, :]
         wide = key.to(tl.int64)[:, None]
         at = keys.k + row * keys.row + head * keys.head + wide * keys.token + dims[None, :]
         k = tl.load(at, mask=inside, other=0.0)
         at = keys.v + row * keys.v_row + head * keys.v_head + wide * keys.v_token + dims[None, :]
         v = tl.load(at, mask=inside, other=0.0)
         behind = position[:, None] - (keys.first + key)[None, :]
-        seen = (behind >= 0) & (behind < window) & (key < keys.count)[None, :]
+        seen = (behind >= 0) & (behind < window) & (key < keys.length)[None, :]
         x = tl.where(seen, _product(q, tl.trans(k), shape) * scale, float("-inf"))
         peak = tl.maximum(top, tl.max(x, 1))
         # A query that has seen nothing yet has -inf, from which nothing can be subtracted.

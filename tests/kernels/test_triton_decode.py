@@ -137,7 +137,7 @@ def test_every_group_size(group: int, splits: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 63, 64, 65, 1000])
-@pytest.mark.parametrize("splits", [1, None, 4])
+@pytest.mark.parametrize("splits", [1, None])
 def test_odd_numbers_of_slots(slots: int, splits: int | None) -> None:
     recent = slots // 3
     pair = Pair([(slots + 5, keeps(slots, recent))], kv_heads=1, group=2, splits=splits)
@@ -146,7 +146,7 @@ def test_odd_numbers_of_slots(slots: int, splits: int | None) -> None:
     pair.check_contents()
 
 
-@pytest.mark.parametrize("dim", [16, 32, 48, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [16, 48, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 def test_every_dimension_and_dtype(dim: int, group: int, dtype: torch.dtype) -> None:
@@ -184,7 +184,7 @@ def test_a_window_and_sinks_that_leave_it(splits: int) -> None:
     pair.check_contents()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_ties_go_by_position(seed: int) -> None:
     """Equal keys at a zero query: every probability is the same, and scores of a few values, so that ties abound."""
     pair = Pair([(50, keeps(40, 7)), (45, keeps(30, 0))], splits=1 + seed % 2)

@@ -13,10 +13,10 @@ from h2o_flexgen.quant import GroupFormat, dequantise, quantise
 
 
 @pytest.mark.parametrize("form", [GroupFormat(4), GroupFormat(8), GroupFormat(4, 16), GroupFormat(8, 128)], ids=str)
-@pytest.mark.parametrize("size", [2, 16, 62, 64, 66, 200])
+@pytest.mark.parametrize("size", [2, 62, 64, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_both_ways(form: GroupFormat, size: int, dtype: torch.dtype) -> None:
-    x = torch.randn(3, 70, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    x = torch.randn(3, 23, size, generator=torch.Generator().manual_seed(size)).to(dtype)
     x[0] += 100
     x[1, :9] = 0.25
     ours, theirs = triton_quant.quantise(x.to(DEVICE), form.bits, form.group), quantise(x, form)

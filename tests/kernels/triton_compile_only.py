@@ -1,0 +1,95 @@
+"""Compiles the kernels for an NVIDIA GPU that is not there: a program that prints a line of JSON for each.
+
+The host code runs as it would, with tensors in host memory; a driver of our own takes the place of CUDA's, says that it
+is a GPU of architecture 9.0, and launches nothing. Triton brings the compiler down to machine code with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from h2o_flexgen.kernels import triton_prompt, triton_quant
+from h2o_flexgen.kernels.triton_decode import TritonAttend
+from h2o_flexgen.kernels.triton_quant import Packed
+from h2o_flexgen.kernels.types import KeysValues
+
+SHARED_BYTES = 232448  # that one program may have: 227 KiB
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class Machine:
+    """What Triton asks of a loader."""
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES, "multiprocessor_count": 132}
+
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[None, int, int, int, int]:
+        with NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary)
+            file.flush()
+            said = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
+        print(json.dumps({"kernel": name, "shared": shared, **used}), flush=True)  # noqa: T201
+        return None, 0, 0, 0, 1024
+
+
+class NoGpu:
+    """What Triton asks of a driver."""
+
+    utils = Machine()
+
+    class launcher_cls:
+        def __init__(self, source: Any, metadata: Any) -> None:
+            pass
+
+        def __call__(self, *args: Any) -> None:
+            pass
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def decode(group: int, *, packed: bool = False, splits: int = 1) -> None:
+    """One step of a scored cache, dimension 128, bfloat16."""
+    size = (2, 2, 512, 128)
+    ranking = torch.rand(size[:3]), torch.zeros(size[:3], dtype=torch.int32), torch.tensor([0, 512, 1024, 1536])
+    rules = [(400, 512, 500, 0, 0, 0, 100, 0)] * 2
+    kernel = TritonAttend(rules, size, "cpu", ranking=ranking, adds=True, splits=splits, tune=False)
+    k, v = torch.randn(2, *size).bfloat16().unbind(0)
+    if packed:
+        kernel.attach_packed(*(Packed(*triton_quant.quantise(x)) for x in (k, v)))
+    else:
+        kernel.attach(k, v)
+    kernel.step(5, tuple(torch.randn(2, heads, 128).bfloat16() for heads in (2 * group, 2, 2)), 0.1)
+
+
+def prompt() -> None:
+    """After a past, in a window: every branch."""
+    q, k, v = (torch.randn(2, heads, 256, 128).bfloat16() for heads in (8, 2, 2))
+    past = KeysValues(*torch.randn(2, 2, 128, 128).bfloat16())
+    triton_prompt.forward(q, k, v, 0.1, past=past, window=100)
+    triton_prompt.sum_columns(q, k, torch.zeros(2, 8, 256), 0.1, past=past.k, window=100)
+
+
+if __name__ == "__main__":
+    driver.set_active(NoGpu())
+    decode(1)
+    decode(4, splits=3)
+    decode(4, packed=True)
+    prompt()
