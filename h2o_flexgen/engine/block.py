@@ -82,10 +82,7 @@ class BlockRunner:
         device, chunk = self.tiers.device, plan.policy.prefill_chunk
         lanes = [Lane(index, chunk, device, self.rolling) for index in range(len(rows))]
         shapes, maker = self._shapes(plan, rows, waiting)
-        most_tokens, steps = (
-            waiting.longest_prompt * len(rows[0]),
-            waiting.steps + max(row.steps for lane in rows for row in lane),
-        )
+        steps = waiting.steps + max(row.steps for lane in rows for row in lane)
         refill = Refill(lanes, rows, waiting, chunk, self.share_prefixes)
         stores: list[CacheStore | HiddenStore] = []
         try:
