@@ -29,6 +29,11 @@ def slots_needed(budgets: Sequence[Budget]) -> int:
     return max(_limit(budget) for budget in budgets)
 
 
+def chooses(budgets: Sequence[Budget]) -> bool:
+    """Whether scores decide in any row what stays: else everything does, or the order of arrival says what goes."""
+    return any(budget.heavy and not budget.full for budget in budgets)
+
+
 def _limit(budget: Budget) -> int:
     return budget.total if budget.full else budget.total + 1
 
@@ -39,7 +44,7 @@ class RowClock:
     A row starts with what it kept of its prompt and takes one more slot per step, in order, until it occupies `limit`
     slots: the occupied slots are always a prefix. A full row never evicts; one that is fed beyond its length (it has
     finished, its GPU batch goes on) keeps overwriting its last slot. Per-row numbers live on the host, so that nothing
-    waits for a device.
+    waits for a device. Rows of other clocks may go on in this one, see `resume`.
 
     In a layer with a `window` the query at position p sees tokens after p - window. Budgets are within the window, so
     that only sinks are ever held unseen: everything else goes by the time it leaves the window. Sinks stay in the first
@@ -56,6 +61,7 @@ class RowClock:
             raise ValueError(f"{wide[0]} is not within the window of {window} tokens")
         self.limits = [_limit(budget) for budget in budgets]
         self.prompts: list[int | None] = [None] * len(self.budgets)
+        self.before = [0] * len(self.budgets)  # steps that a row has taken in other caches
         self.step = 0
         self.started = False
         self._occupied: Occupied | None = None
@@ -67,7 +73,7 @@ class RowClock:
     @property
     def next_pos(self) -> list[int]:
         """Position of each row's next token."""
-        return [prompt + self.step for prompt in self._lengths()]
+        return [prompt + before + self.step for prompt, before in zip(self._lengths(), self.before, strict=True)]
 
     @property
     def counts(self) -> list[int]:
@@ -81,8 +87,10 @@ class RowClock:
 
     @property
     def held(self) -> list[int]:
-        """Tokens each row kept of its prompt."""
-        return [min(prompt, budget.total) for prompt, budget in zip(self._lengths(), self.budgets, strict=True)]
+        """Tokens of each row that came into its slots before the first step: those kept of its prompt, and one for
+        each step in another cache."""
+        rows = zip(self._lengths(), self.budgets, self.before, strict=True)
+        return [min(prompt, budget.total) + before for prompt, budget, before in rows]
 
     def fill(self, row: int, length: int) -> None:
         """Row `row` has a prompt of `length` tokens. RuntimeError if it is its second, ValueError if too long."""
@@ -91,6 +99,11 @@ class RowClock:
         if self.budgets[row].full and length > self.limits[row]:
             raise ValueError(f"row {row}: a prompt of {length} tokens, needed at most {self.limits[row]}")
         self.prompts[row] = length
+
+    def resume(self, rows: Sequence[tuple[RowClock, int]]) -> None:
+        """Each row goes on where that row of another clock is."""
+        self.prompts = [clock.prompts[row] for clock, row in rows]
+        self.before = [clock.before[row] + clock.step for clock, row in rows]
 
     def start(self) -> None:
         """All prompts are in: settle which steps grow, which evict, and whether all rows stay alike."""
@@ -105,7 +118,7 @@ class RowClock:
         self._leaving: list[tuple[int, int]] = []  # (sinks out of the window at step 0, or less; sinks), if any leave
         if self.window is not None and any(b.sinks and not b.full for b in self.budgets):
             sinks = [0 if b.full else b.sinks for b in self.budgets]
-            self._leaving = [(now - self.window + 1, s) for now, s in zip(self._lengths(), sinks, strict=True)]
+            self._leaving = [(now - self.window + 1, s) for now, s in zip(self.next_pos, sinks, strict=True)]
             self._saturated = max(self._saturated, *(s - gone for gone, s in self._leaving))
         self._growth = list(zip(held, self.limits, strict=True))
         self._slots = torch.arange(self.capacity, device=self.device).view(1, 1, -1)

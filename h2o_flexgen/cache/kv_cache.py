@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.clock import RowClock, slots_needed
+from h2o_flexgen.cache.clock import RowClock, chooses, slots_needed
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.native import NativeStep
 from h2o_flexgen.cache.ranked import RankedSlots
 from h2o_flexgen.cache.slots import ArrivalSlots, Rows, SlotBook
+from h2o_flexgen.cache.vectors import move_down, select
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels import decode_attention
 from h2o_flexgen.kernels.rotate import rotate_halves
@@ -44,7 +45,8 @@ class KVCache:
     Owns the record (positions, scores, free slots); K and V are buffers of the caller, attached and detached as they
     move between tiers, written in place. Nothing grows. A cache belongs to one (layer, GPU batch) of one block and is
     used by one thread; it is thrown away with the block, so that no state survives. There is no padding: rows have
-    their own prompt lengths and budgets, and a row's decisions never depend on its neighbours.
+    their own prompt lengths and budgets, and a row's decisions never depend on its neighbours. Rows start together;
+    when some are done, or others have come, the rows that go on do so in a new cache, see `joined`.
 
     A batch whose budgets leave nothing to choose is kept in order of arrival, without scores, whatever the policy. If
     all are full, that is bit for bit the full cache.
@@ -70,10 +72,10 @@ class KVCache:
             raise ValueError(f"{shape.capacity} slots are too few, these budgets need {slots_needed(budgets)}")
         self.shape, self.device = shape, torch.device(device)
         self._clock = RowClock(budgets, shape.capacity, self.device, window)
-        chooses = any(budget.heavy and not budget.full for budget in budgets)
-        self.statistic = policy.statistic if chooses else "none"
+        self.statistic = policy.statistic if chooses(budgets) else "none"
+        self._policy, self._layer, self._row_ids = policy, layer, list(row_ids)
         self._book: SlotBook
-        if isinstance(policy, RankedPolicy) and chooses:
+        if isinstance(policy, RankedPolicy) and chooses(budgets):
             self._book = RankedSlots(self._clock, policy, shape.kv_heads, shape.capacity, layer, row_ids)
         else:
             self._book = ArrivalSlots(self._clock, shape.kv_heads, shape.capacity)
@@ -81,6 +83,33 @@ class KVCache:
         self._last: int | Tensor | None = None
         self.k: Tensor | None = None
         self.v: Tensor | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[KVCache, Sequence[int]]], k: Tensor, v: Tensor) -> KVCache:
+        """The given rows of these caches go on in one cache on the buffers `k` and `v`, in this order.
+
+        All are of one layer and have the same capacity, and all their prompts are in. The buffers may lie where those
+        of the parts are: every row may stay or move down, none up. The parts must not be used afterwards.
+        """
+        first, members = parts[0][0], [(cache, row) for cache, rows in parts for row in rows]
+        joined = cls(
+            replace(first.shape, batch=len(members)),
+            [cache._clock.budgets[row] for cache, row in members],
+            first._policy,
+            layer=first._layer,
+            row_ids=[cache._row_ids[row] for cache, row in members],
+            device=first.device,
+            window=first._clock.window,
+        )
+        for name, target in (("k", k), ("v", v)):
+            start = 0
+            for cache, rows in parts:
+                move_down(getattr(cache, name), rows, target[start : start + len(rows)], cache.occupied)
+                start += len(rows)
+        joined.attach(k, v)
+        joined._clock.resume([(cache._clock, row) for cache, row in members])
+        joined._book.resume([(cache._book, rows) for cache, rows in parts])
+        return joined
 
     @property
     def wants_column_sums(self) -> bool:
@@ -135,7 +164,7 @@ class KVCache:
                     raise RuntimeError("no K and V are attached")
                 held = length if kept is None else kept.shape[-1]
                 if kept is not None:
-                    buffer[target, :, :held] = _select(own, shared, kept)
+                    buffer[target, :, :held] = select(own, shared, kept)
                 else:
                     buffer[target, :, held - own.shape[2] : held] = own
                     if shared is not None:
@@ -259,21 +288,3 @@ class KVCache:
         if list(rows) == list(range(rows[0], rows[0] + len(rows))):
             return slice(rows[0], rows[0] + len(rows))
         return torch.tensor(rows, device=self.device)
-
-
-def _select(own: Tensor, shared: Tensor | None, kept: Tensor) -> Tensor:
-    """The positions `kept`, as `SlotBook.fill` returns them, of K or V: `shared` (kv_heads, P, d), then `own`.
-
-    own: (n, kv_heads, S, d). Returns (n, kv_heads, c, d).
-    """
-    # Whole vectors of head_dim by one index: 30 times as fast as `gather`. The engine's prompts lie in memory as
-    # (n, S, kv_heads, d), so that nothing is copied before the choice, and what rows share is copied once for all.
-    n, heads, length, size = own.shape
-    vectors = own.transpose(1, 2).reshape(-1, size)
-    row = torch.arange(n, device=own.device).view(-1, 1, 1) * length
-    head = torch.arange(heads, device=own.device).view(-1, 1)
-    if shared is not None:
-        vectors = torch.cat([shared.transpose(0, 1).reshape(-1, size), vectors])
-        row = row * (kept >= shared.shape[1])
-    index = (row + kept) * heads + head
-    return vectors.index_select(0, index.view(-1)).view(n, heads, -1, size)

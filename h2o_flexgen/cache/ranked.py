@@ -50,6 +50,7 @@ class RankedSlots(SlotBook):
         self._heads = torch.arange(kv_heads, device=device).view(1, -1, 1)
         self._base = torch.arange(rows * kv_heads, device=device) * capacity
         self._rank: Tensor | None = None
+        self._resumed: Tensor | None = None  # free slots (b, kv_heads) of rows that come from other books
 
     def fill(self, rows: Rows, length: int, budget: Budget, column_sums: Tensor | None) -> Tensor | None:
         positions = torch.arange(length, device=self._clock.device)
@@ -64,12 +65,33 @@ class RankedSlots(SlotBook):
         self._pos[rows, :, :held] = positions.to(torch.int32)
         return kept
 
+    def resume(self, parts: Sequence[tuple[SlotBook, Sequence[int]]]) -> None:
+        pos, score, free = [], [], []
+        for book, rows in parts:
+            index = torch.tensor(rows, device=self._clock.device)
+            pos.append(book.positions().index_select(0, index))
+            free.append(book.free().index_select(0, index))
+            if book.score is not None:
+                score.append(book.score.index_select(0, index))
+            else:
+                # No score decides in these rows: only what must not go has to stand out.
+                score.append(torch.zeros_like(pos[-1], dtype=torch.float32).masked_fill_(pos[-1] < 0, torch.inf))
+        torch.cat(pos, out=self._pos)
+        torch.cat(score, out=self.score)
+        sinks = torch.tensor([b.sinks for b in self._clock.budgets], device=self._clock.device).view(-1, 1, 1)
+        self.score.masked_fill_(self._pos < sinks, torch.inf)
+        self._resumed = torch.cat(free)
+
+    def free(self) -> Tensor:
+        if self._clock.started:
+            return (self._free - self._base).view(self._shape[:2])
+        return self._first_free()
+
     def start(self, rolling: bool) -> None:
+        self._free = self._base + self._first_free().reshape(-1)
         clock = self._clock
         now, held = clock.next_pos, clock.held
-        last = [limit - 1 for limit in clock.limits]
-        self._last = self._base + self._per_head(last)
-        self._free = self._base + self._per_head([min(pair) for pair in zip(held, last, strict=True)])
+        self._last = self._base + self._per_head([limit - 1 for limit in clock.limits])
         self._evicts_at = self._per_head(
             [NEVER if b.full else b.total - h for b, h in zip(clock.budgets, held, strict=True)]
         )
@@ -86,7 +108,7 @@ class RankedSlots(SlotBook):
             self._leaving = leaving.view(-1, 1, 1)
             sinks = torch.tensor([b.sinks for b in clock.budgets], dtype=torch.int32, device=clock.device)
             self._kept_sinks = sinks.view(-1, 1, 1)
-        self._rank = self._ranks_in_order() if rolling else None
+        self._rank = self._ranks_in_time() if rolling else None
         # New tokens below `sinks` come only after prompts shorter than that.
         self._sinks = self._per_head([b.sinks for b in clock.budgets])
         self._sink_steps = max(b.sinks - n for b, n in zip(clock.budgets, now, strict=True))
@@ -155,11 +177,17 @@ class RankedSlots(SlotBook):
     def nbytes(self) -> int:
         return self.score.nbytes + self._pos.nbytes + (0 if self._rank is None else self._rank.nbytes)
 
-    def _ranks_in_order(self) -> Tensor:
-        """Ranks (b, kv_heads, capacity) int32 after the prompts, which lie in time order; empty slots come last."""
-        slots = torch.arange(self._shape[2], dtype=torch.int32, device=self._clock.device)
-        held = torch.tensor(self._clock.held, device=self._clock.device).view(-1, 1, 1)
-        return torch.where(slots < held, slots, slots[-1]).expand(self._shape).contiguous()
+    def _first_free(self) -> Tensor:
+        if self._resumed is not None:
+            return self._resumed
+        slots = [min(held, limit - 1) for held, limit in zip(self._clock.held, self._clock.limits, strict=True)]
+        return self._per_head(slots).view(self._shape[:2])
+
+    def _ranks_in_time(self) -> Tensor:
+        """Ranks (b, kv_heads, capacity) int32 before the first step; free slots come last."""
+        last = self._shape[2] - 1
+        order = self._pos.masked_fill(self._pos < 0, torch.iinfo(torch.int32).max).argsort(-1).argsort(-1)
+        return order.masked_fill_(self._pos < 0, last).to(torch.int32)
 
     def _next_free(self, length: int) -> Tensor:
         step, clock = self._clock.step, self._clock

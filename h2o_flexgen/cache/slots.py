@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +29,17 @@ class SlotBook(ABC):
 
         Returns positions, ascending: (c,) for all alike, (n, kv_heads, c), or None where everything stays.
         """
+
+    @abstractmethod
+    def resume(self, parts: Sequence[tuple[SlotBook, Sequence[int]]]) -> None:
+        """Instead of `fill`: rows of other books go on in this one, in this order, with K and V in the same slots.
+
+        The clock has them already.
+        """
+
+    @abstractmethod
+    def free(self) -> Tensor:
+        """The slot that the next token of each row and head takes, (b, kv_heads) int64, once all prompts are in."""
 
     @abstractmethod
     def start(self, rolling: bool) -> None:
@@ -80,15 +92,21 @@ class ArrivalSlots(SlotBook):
         kept[budget.sinks :] += length - budget.total
         return kept
 
+    def resume(self, parts: Sequence[tuple[SlotBook, Sequence[int]]]) -> None:
+        """Nothing to take over: where no score decides, every book has a row's tokens in the same slots."""
+
+    def free(self) -> Tensor:
+        slots = torch.tensor(self._next_slots(), device=self._clock.device)
+        return slots.unsqueeze(1).expand(-1, self._kv_heads)
+
     def start(self, rolling: bool) -> None:
-        clock = self._clock
-        if len(set(zip(clock.held, self._first, clock.limits, strict=True))) == 1:
-            self._slot = min(clock.held[0], clock.limits[0] - 1)
+        clock, slots = self._clock, self._next_slots()
+        if len(set(zip(slots, self._first, clock.limits, strict=True))) == 1:
+            self._slot = slots[0]
             return
-        held, first, limit = (torch.tensor(x, device=clock.device) for x in (clock.held, self._first, clock.limits))
         base = torch.arange(len(clock.budgets) * self._kv_heads, device=clock.device) * self._capacity
-        per_head = (x.repeat_interleave(self._kv_heads) + base for x in (torch.minimum(held, limit - 1), first, limit))
-        self._flat, self._wrap, self._end = per_head
+        columns = (torch.tensor(x, device=clock.device) for x in (slots, self._first, clock.limits))
+        self._flat, self._wrap, self._end = (x.repeat_interleave(self._kv_heads) + base for x in columns)
 
     def take(self) -> int | Tensor:
         return self._flat if self._slot is None else self._slot
@@ -119,19 +137,23 @@ class ArrivalSlots(SlotBook):
     def positions(self) -> Tensor:
         clock = self._clock
         table = []
-        recent = range(max(clock.step - self._capacity, 0), clock.step)
-        for row, (budget, now) in enumerate(zip(clock.budgets, clock.next_pos, strict=True)):
-            prompt, held = now - clock.step, clock.held[row]
-            lasting = range(min(max(self._first[row] - held, 0), clock.step))  # before the ring: nothing comes after
+        for row, (budget, now, arrived) in enumerate(zip(clock.budgets, clock.next_pos, clock.held, strict=True)):
+            steps = clock.before[row] + clock.step
+            prompt, held = now - steps, arrived - clock.before[row]
+            lasting = range(min(max(self._first[row] - held, 0), steps))  # before the ring: nothing comes after
+            recent = range(max(steps - self._capacity, 0), steps)
             slots = [slot if slot < budget.sinks else slot + prompt - held for slot in range(held)]
             slots += [-1] * (self._capacity - held)
             for arrival in (*lasting, *recent):
                 slots[self._slot_of(row, held + arrival)] = prompt + arrival
             if not budget.full:
-                slots[self._slot_of(row, held + clock.step)] = -1  # what the last step let go
+                slots[self._slot_of(row, held + steps)] = -1  # what the last step let go
             table.append(slots)
         positions = torch.tensor(table, dtype=torch.int32, device=clock.device)
         return positions[:, None].expand(-1, self._kv_heads, -1)
+
+    def _next_slots(self) -> list[int]:
+        return [self._slot_of(row, held + self._clock.step) for row, held in enumerate(self._clock.held)]
 
     def _slot_of(self, row: int, order: int) -> int:
         first, limit = self._first[row], self._clock.limits[row]

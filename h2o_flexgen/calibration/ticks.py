@@ -32,7 +32,6 @@ from h2o_flexgen.cost.terms import CostModel
 from h2o_flexgen.engine.block import BlockRunner, BlockTotals
 from h2o_flexgen.engine.loader import Loaded, load
 from h2o_flexgen.engine.plan import Caps, Plan, PlanRequest, make_plan
-from h2o_flexgen.engine.requests import blocks
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.trace import Trace
 from h2o_flexgen.models.decoder import Decoder
@@ -155,8 +154,7 @@ def _one_run(plan: Plan, loaded: Loaded, rows: int, steps: int) -> list[tuple[in
         request.dtype,
     )
     sequences = greedy_sequences(request.spec, request.eviction, rows, (_PROMPT, steps))
-    (block,) = blocks(sequences, rows, rows, False)
-    for _ in runner.run(plan, block, BlockTotals()):
+    for _ in runner.run(plan, [sequences], BlockTotals()):
         pass
     return list(_ticks(request.spec, trace))
 

@@ -1,8 +1,8 @@
 """Walks the ticks of a schedule as the executor does, on a clock instead of a machine.
 
-What `engine.executor`, `engine.weights`, `engine.stores` and `engine.homes` wait for is waited for here, in the same
-order: loads of weights, caches and hidden states, buffers whose last store is still under way, and staging buffers
-between a GPU and the disk. Change them together.
+What `engine.executor`, `engine.weights`, `engine.caches`, `engine.hidden` and `engine.homes` wait for is waited for
+here, in the same order: loads of weights, caches and hidden states, buffers whose last store is still under way, and
+staging buffers between a GPU and the disk. Change them together.
 """
 
 from __future__ import annotations

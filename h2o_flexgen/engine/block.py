@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from h2o_flexgen.cache.eviction.base import EvictionPolicy
-from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
+from h2o_flexgen.cache.kv_cache import CacheShape
 from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.engine.batch import GpuBatch
+from h2o_flexgen.engine.caches import CacheMaker, CacheStore
 from h2o_flexgen.engine.executor import Executor, Machinery
 from h2o_flexgen.engine.finite import FiniteCheck
+from h2o_flexgen.engine.hidden import HiddenStore
+from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.plan import Plan
+from h2o_flexgen.engine.refill import Refill
 from h2o_flexgen.engine.sampler import Sampler
-from h2o_flexgen.engine.segments import segments_of
 from h2o_flexgen.engine.sequence import Sequence
-from h2o_flexgen.engine.stores import CacheStore, HiddenStore, kv_bytes
 from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.engine.weights import WeightStore
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import torch_dtype
@@ -60,23 +63,42 @@ class BlockRunner:
     rolling: bool = False
     share_prefixes: bool = True
     on_tokens: Callable[[int], None] = lambda tokens: None
-    """Called at every step with the tokens of the block so far; a finished sequence counts as all it asked for."""
+    """Called at every step with the tokens so far; a finished sequence counts as all it asked for."""
+    finished_tokens: int = 0
+    """What the sequences that are finished asked for."""
 
-    def run(self, plan: Plan, rows: list[list[Sequence]], totals: BlockTotals) -> Generator[Sequence]:
-        """Runs `rows` (one list per GPU batch); yields sequences as they finish. Leaves nothing behind."""
-        caches = self._caches(plan, rows)
-        batches = self._batches(plan, rows)
+    def run(
+        self,
+        plan: Plan,
+        rows: list[list[Sequence]],
+        totals: BlockTotals,
+        waiting: Waiting | None = None,
+    ) -> Generator[Sequence]:
+        """Runs `rows` (one list per lane); yields sequences as they finish. Leaves nothing behind.
+
+        Rows of `waiting` take the places of finished ones, and leave the queue when they do; some may be left in it.
+        """
+        waiting = Waiting() if waiting is None else waiting
+        device, chunk = self.tiers.device, plan.policy.prefill_chunk
+        lanes = [Lane(index, chunk, device, self.rolling) for index in range(len(rows))]
+        shapes, maker = self._shapes(plan, rows, waiting)
+        most_tokens, steps = (
+            waiting.longest_prompt * len(rows[0]),
+            waiting.steps + max(row.steps for lane in rows for row in lane),
+        )
+        refill = Refill(lanes, rows, waiting, chunk, self.share_prefixes)
         stores: list[CacheStore | HiddenStore] = []
         try:
-            homes = {place: plan.placement.cache[place] for place in caches}
+            homes = {place: plan.placement.cache[place] for place in shapes}
             dtype = torch_dtype(self.dtype)
-            store = CacheStore(self.tiers, self.copies, caches, homes, dtype, plan.policy.cpu_cache_compute)
+            store = CacheStore(self.tiers, self.copies, shapes, homes, dtype, plan.policy.cpu_cache_compute)
             stores.append(store)
-            hidden = self._hidden_store(plan, batches)
+            hidden = self._hidden_store(plan, lanes, waiting.longest_prompt * len(rows[0]))
             stores.append(hidden)
             machinery = Machinery(
                 self.decoder,
                 self.weights,
+                maker,
                 store,
                 hidden,
                 self.sampler,
@@ -86,14 +108,17 @@ class BlockRunner:
                 FiniteCheck() if self.check_finite else None,
                 self.rolling,
             )
-            executor = Executor(machinery, batches)
-            totals.kv_bytes = max(totals.kv_bytes, sum(kv_bytes(cache.shape, dtype) for cache in caches.values()))
+            executor = Executor(machinery, lanes, partial(self._count_prompts, totals))
+            totals.kv_bytes = max(totals.kv_bytes, store.nbytes)
+            shape = self._shape(plan, steps, lanes, store, hidden)
             try:
-                for row in executor.run(self._ticks(plan, executor, store, hidden, rows)):
+                for row in executor.run(self._ticks(shape, refill, lanes)):
                     self._count_row(row, totals)
                     yield row
             finally:
-                self._count(executor, batches, totals)
+                # Of a block that failed, too: what was computed in vain took its time.
+                totals.prefill_seconds += executor.prefill_seconds
+                totals.decode_seconds += executor.decode_seconds
         finally:
             # Whatever is still under way writes to buffers and files that go now; its errors no longer matter.
             self.copies.drain()
@@ -101,75 +126,67 @@ class BlockRunner:
                 each.close()
             self.weights.reset()
 
-    def _ticks(
-        self, plan: Plan, executor: Executor, caches: CacheStore, hidden: HiddenStore, rows: list[list[Sequence]]
-    ) -> Iterator[Tick]:
+    def _ticks(self, shape: ScheduleShape, refill: Refill, lanes: list[Lane]) -> Iterator[Tick]:
         def active(step: int) -> list[int]:
-            every = (row for batch in rows for row in batch)
-            self.on_tokens(sum(row.max_new_tokens if row.finished else len(row.token_ids) for row in every))
-            return executor.active(step)
+            going = (row for lane in lanes for row in lane.rows if not row.finished)
+            self.on_tokens(self.finished_tokens + sum(len(row.token_ids) for row in going))
+            return refill.active(step)
 
-        shape = ScheduleShape(
+        return zigzag(shape, active, refill.last)
+
+    def _shape(
+        self, plan: Plan, steps: int, lanes: list[Lane], caches: CacheStore, hidden: HiddenStore
+    ) -> ScheduleShape:
+        return ScheduleShape(
             units=self.spec.units,
-            num_steps=max(row.steps for batch in rows for row in batch),
-            num_batches=len(rows),
+            num_steps=steps,
+            num_batches=len(lanes),
             streamed=self.weights.streamed,
             cache_moves=caches.moves,
             hidden_moves=hidden.moves,
             lookahead=plan.policy.lookahead,
         )
-        return zigzag(shape, active)
 
-    def _batches(self, plan: Plan, rows: list[list[Sequence]]) -> list[GpuBatch]:
-        chunk = plan.policy.prefill_chunk
-        prompts = [[row.prompt_ids for row in batch] for batch in rows]
-        segments = segments_of(prompts, chunk, self.share_prefixes)
-        return [
-            GpuBatch(i, batch, parts, chunk, self.tiers.device, self.rolling)
-            for i, (batch, parts) in enumerate(zip(rows, segments, strict=True))
-        ]
+    def _shapes(
+        self, plan: Plan, rows: list[list[Sequence]], waiting: Waiting
+    ) -> tuple[dict[tuple[int, int], CacheShape], CacheMaker]:
+        """The K and V of each (layer, lane), for all rows that may come into it, and what makes caches in them."""
+        spec = self.spec
+        slots, devices = dict[tuple[int, int], int](), dict[tuple[int, int], torch.device]()
+        maker = CacheMaker(spec, self.eviction, slots, devices)
+        shapes = {}
+        for layer in range(spec.num_layers):
+            later = waiting.slots(spec.arch.window_of(layer))
+            for lane, first in enumerate(rows):
+                shape = CacheShape.of(maker.budgets(layer, first), spec.num_kv_heads, spec.head_dim)
+                slots[layer, lane] = max(shape.capacity, later)
+                shapes[layer, lane] = replace(shape, capacity=slots[layer, lane])
+                devices[layer, lane] = self._cache_device(plan, layer, lane)
+        return shapes, maker
 
-    def _caches(self, plan: Plan, rows: list[list[Sequence]]) -> dict[tuple[int, int], KVCache]:
-        caches = {}
-        for index, batch in enumerate(rows):
-            for layer in range(self.spec.num_layers):
-                window = self.spec.arch.window_of(layer)
-                budgets = [row.budget.within(window) for row in batch]
-                caches[layer, index] = KVCache(
-                    CacheShape.of(budgets, self.spec.num_kv_heads, self.spec.head_dim),
-                    budgets,
-                    self.eviction,
-                    layer=layer,
-                    row_ids=[row.row_id for row in batch],
-                    device=self._cache_device(plan, layer, index),
-                    window=window,
-                )
-        return caches
-
-    def _cache_device(self, plan: Plan, layer: int, batch: int) -> torch.device:
-        if plan.policy.cpu_cache_compute and plan.placement.cache[layer, batch] == "cpu":
+    def _cache_device(self, plan: Plan, layer: int, lane: int) -> torch.device:
+        if plan.policy.cpu_cache_compute and plan.placement.cache[layer, lane] == "cpu":
             return torch.device("cpu")
         return self.tiers.device
 
-    def _hidden_store(self, plan: Plan, batches: list[GpuBatch]) -> HiddenStore:
-        # One batch alone is never parked: its hidden states are wanted again by the very next unit.
-        homes = {batch.index: plan.placement.hidden[batch.index] for batch in batches} if len(batches) > 1 else {}
+    def _hidden_store(self, plan: Plan, lanes: list[Lane], most_tokens: int) -> HiddenStore:
+        """`most_tokens`: of a lane in any step but the first."""
+        # One lane alone is never parked: its hidden states are wanted again by the very next unit.
+        homes = {lane.index: plan.placement.hidden[lane.index] for lane in lanes} if len(lanes) > 1 else {}
         dtype = torch_dtype(self.dtype)
-        nbytes = self.spec.hidden_bytes(max(batch.tokens for batch in batches), self.dtype)
+        nbytes = self.spec.hidden_bytes(max(most_tokens, *(lane.prompt_tokens for lane in lanes)), self.dtype)
         return HiddenStore(self.tiers, self.copies, homes, nbytes, dtype)
 
-    def _count(self, executor: Executor, batches: list[GpuBatch], totals: BlockTotals) -> None:
-        """Time and prompts of a block, of one that failed too: what was computed in vain took its time."""
-        totals.prefill_seconds += executor.prefill_seconds
-        totals.decode_seconds += executor.decode_seconds
-        for batch in batches:
-            if executor.decode_seconds or batch.finished:
-                attended = sum((part.stop - part.start) * (part.past + part.length) for part in batch.segments)
-                totals.computed_prompt_tokens += batch.tokens + sum(len(row.fed) for row in batch.rows)
-                totals.flops += self.spec.terms(tokens=batch.tokens, attended=attended, batch=len(batch.rows)).total
+    def _count_prompts(self, totals: BlockTotals, lane: Lane) -> None:
+        """Prompts that are through."""
+        tokens = lane.segments[-1].stop
+        attended = sum((part.stop - part.start) * (part.past + part.length) for part in lane.segments)
+        totals.computed_prompt_tokens += tokens + sum(len(row.fed) for row in lane.fresh)
+        totals.flops += self.spec.terms(tokens=tokens, attended=attended, batch=len(lane.fresh)).total
 
     def _count_row(self, row: Sequence, totals: BlockTotals) -> None:
         prompt, generated = row.prompt_tokens, len(row.token_ids)
+        self.finished_tokens += row.max_new_tokens
         totals.sequences += 1
         totals.prompt_tokens += prompt
         totals.generated_tokens += generated

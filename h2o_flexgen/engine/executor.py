@@ -6,35 +6,36 @@ The executor decides nothing: order comes from `schedule`, places from the store
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model import UnitSpec
-from h2o_flexgen.engine.batch import GpuBatch
+from h2o_flexgen.engine.attention import TickAttention
+from h2o_flexgen.engine.caches import CacheMaker, CacheStore, LaneCache
 from h2o_flexgen.engine.finite import FiniteCheck
+from h2o_flexgen.engine.hidden import HiddenStore
+from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.path import PromptAttention, PromptPath
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import Sequence
-from h2o_flexgen.engine.stores import CacheStore, HiddenStore
 from h2o_flexgen.engine.trace import Trace
 from h2o_flexgen.engine.weights import WeightStore
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.models.decoder import Decoder, Weights
-from h2o_flexgen.models.rotary import Angles, Rotary, rotate
+from h2o_flexgen.models.rotary import Angles, Rotary
 from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
 
 
 @dataclass
 class Machinery:
-    """What a block runs on. All of it outlives the block except `caches` and `hidden`."""
+    """What a block runs on. All of it outlives the block except `maker`, `caches` and `hidden`."""
 
     decoder: Decoder
     weights: WeightStore
+    maker: CacheMaker
     caches: CacheStore
     hidden: HiddenStore
     sampler: Sampler
@@ -47,13 +48,14 @@ class Machinery:
 
 
 class Executor:
-    """Runs one block: all its GPU batches through all steps of a schedule.
+    """Runs one block: all its lanes through all steps of a schedule, whose GPU batches they are.
 
     `run` yields the sequences that finish, as they finish. Computes on the calling thread; copies run on the engine's.
     """
 
-    def __init__(self, machinery: Machinery, batches: list[GpuBatch]) -> None:
-        self._m, self._batches = machinery, batches
+    def __init__(self, machinery: Machinery, lanes: list[Lane], on_prompts: Callable[[Lane], None]) -> None:
+        """`on_prompts` hears of each lane whose fresh prompts are through all units."""
+        self._m, self._lanes, self._on_prompts = machinery, lanes, on_prompts
         self._units: tuple[UnitSpec, ...] = machinery.decoder.spec.units
         spec = machinery.decoder.spec
         self._layers = spec.num_layers
@@ -65,15 +67,11 @@ class Executor:
             TaskKind.LOAD_WEIGHTS: lambda t: machinery.weights.load(self._units[t.unit].weights),
             TaskKind.FREE_WEIGHTS: lambda t: machinery.weights.free(self._units[t.unit].weights),
             TaskKind.LOAD_CACHE: lambda t: machinery.caches.load(self._layer(t), t.batch),
-            TaskKind.STORE_CACHE: lambda t: machinery.caches.store(self._layer(t), t.batch, t.step),
-            TaskKind.LOAD_HIDDEN: lambda t: machinery.hidden.load(self._batches[t.batch]),
-            TaskKind.STORE_HIDDEN: lambda t: machinery.hidden.store(self._batches[t.batch]),
+            TaskKind.STORE_CACHE: lambda t: machinery.caches.store(self._layer(t), t.batch),
+            TaskKind.LOAD_HIDDEN: lambda t: machinery.hidden.load(self._lanes[t.batch]),
+            TaskKind.STORE_HIDDEN: lambda t: machinery.hidden.store(self._lanes[t.batch]),
         }
         self.prefill_seconds = self.decode_seconds = 0.0
-
-    def active(self, step: int) -> list[int]:
-        """The GPU batches that still have an unfinished row: what the schedule asks at the start of every step."""
-        return [batch.index for batch in self._batches if not batch.finished]
 
     @torch.inference_mode()
     def run(self, ticks: Iterable[Tick]) -> Iterator[Sequence]:
@@ -85,13 +83,12 @@ class Executor:
                 if not self._m.overlap:
                     self._m.copies.drain()
             if tick.compute is not None:
-                step = tick.compute.step
+                # Decode rows and prompts go through a tick together: its time is divided by their tokens.
+                prompts = self._lanes[tick.compute.batch].prompt_share
                 finished = self._compute(tick.compute)
                 now = time.perf_counter()
-                if step == 0:
-                    self.prefill_seconds += now - clock
-                else:
-                    self.decode_seconds += now - clock
+                self.prefill_seconds += prompts * (now - clock)
+                self.decode_seconds += (1 - prompts) * (now - clock)
                 clock = now
                 yield from finished
                 clock = time.perf_counter() if finished else clock
@@ -99,56 +96,61 @@ class Executor:
                 self._issue[task.kind](task)
 
     def _compute(self, task: Task) -> list[Sequence]:
-        unit, batch = self._units[task.unit], self._batches[task.batch]
+        unit, lane = self._units[task.unit], self._lanes[task.batch]
         weights = self._m.weights.get(unit.weights)
         if unit.kind != "embed":
-            self._m.hidden.wait(batch)
+            self._m.hidden.wait(lane)
         cache = None
         if unit.kind == "attn":
-            cache = self._m.caches.wait(self._layer(task), batch.index, task.step)
-        with self._m.trace.record(task, unit):
+            cache = self._m.caches.wait(self._layer(task), lane.index)
+        with self._m.trace.record(task, unit, lane.prompt_share):
             if unit.kind == "embed":
-                tokens, positions = batch.inputs(task.step)
-                # A finished row goes on counting until its GPU batch is done; the table of positions ends before.
+                tokens, positions = lane.inputs()
+                # A finished row that stays goes on counting; the table of positions ends before.
                 positions = positions if self._last_position is None else positions.clamp(max=self._last_position)
-                batch.hidden = self._m.decoder.embed(weights, tokens, positions)
+                lane.hidden = self._m.decoder.embed(weights, tokens, positions)
             elif cache is not None:
-                self._attend(unit, batch, weights, cache, task.step)
+                self._attend(self._layer(task), lane, weights, cache)
             elif unit.kind == "mlp":
-                for part in batch.take_hidden().split(batch.chunk):
+                for part in lane.take_hidden().split(lane.chunk):
                     self._m.decoder.mlp(weights, part)
             else:
-                return self._sample(batch, weights)
+                return self._sample(lane, weights)
         if self._m.finite is not None:
-            self._m.finite.look(unit, batch)
+            self._m.finite.look(unit, lane)
         return []
 
-    def _attend(self, unit: UnitSpec, batch: GpuBatch, weights: Weights, cache: KVCache, step: int) -> None:
-        decoder, hidden, layer = self._m.decoder, batch.take_hidden(), unit.layer or 0
-        rotary = decoder.rotary_of(layer)
-        if step > 0 and rotary is not None and self._m.rolling:
-            table = self._table(rotary, cache.device, hidden.dtype)
-            decoder.attn(weights, hidden, partial(_rolling_attention, cache, decoder.scale, table))
+    def _attend(self, layer: int, lane: Lane, weights: Weights, cache: LaneCache) -> None:
+        hidden = lane.take_hidden()
+        if lane.kept is not None:
+            cache.change(lane.kept, self._m.maker.make(layer, lane.index, lane.fresh) if lane.fresh else None)
+        attention = self._attention(layer, lane, cache, hidden.dtype)
+        for part in lane.parts:
+            self._m.decoder.attn(weights, hidden[part.span], partial(attention.part, part))
+        if not lane.fresh:
             return
-        angles = None if rotary is None else batch.angles(rotary, hidden.dtype)
-        if step > 0:
-            decoder.attn(weights, hidden, partial(_decode_attention, cache, decoder.scale, angles))
-            return
-        prompts = PromptAttention(
-            cache,
-            self._path,
-            decoder.scale,
-            self._m.caches.wants_column_sums(layer),
-            self._windows[layer],
-            self._m.rolling,
-        )
-        for chunk in batch.chunks:
-            decoder.attn(weights, hidden[chunk.start : chunk.stop], partial(prompts.chunk, chunk, angles))
-        if batch is self._batches[-1]:
+        cache.join()
+        if not any(later.fresh for later in self._lanes[lane.index + 1 :]):
             self._path.clear()
         if layer == self._layers - 1:
-            # Nothing after the last attention looks back: only each prompt's last token goes on.
-            batch.hidden = hidden[batch.last_tokens()]
+            lane.keep_last_tokens()
+
+    def _attention(self, layer: int, lane: Lane, cache: LaneCache, dtype: torch.dtype) -> TickAttention:
+        """What this tick's queries do, and by which angles."""
+        scale, rotary, rows = self._m.decoder.scale, self._m.decoder.rotary_of(layer), lane.decoding
+        prompts = None
+        if cache.fresh is not None:
+            # A path may lead from lane to lane: what it is made of serves the most demanding of them.
+            sums = any(self._m.maker.wants_column_sums(layer, each.fresh) for each in self._lanes)
+            rolling = self._m.rolling
+            prompts = PromptAttention(cache.fresh, self._path, scale, sums, self._windows[layer], rolling)
+        if rotary is None:
+            return TickAttention(scale, cache.rows, prompts, None, None, None)
+        if not self._m.rolling:
+            row_angles, prompt_angles = _parted(lane.angles(rotary, dtype), rows)
+            return TickAttention(scale, cache.rows, prompts, row_angles, prompt_angles, None)
+        table = self._table(rotary, cache.rows.device, dtype) if cache.rows is not None else None
+        return TickAttention(scale, cache.rows, prompts, None, lane.angles(rotary, dtype) if prompts else None, table)
 
     def _table(self, rotary: Rotary, device: torch.device, dtype: torch.dtype) -> Angles:
         """What turns the keys of the caches on `device` by their places in them; one table serves the whole block."""
@@ -156,12 +158,14 @@ class Executor:
             self._tables[rotary, device] = rotary.table(self._m.caches.most_slots, dtype, device)
         return self._tables[rotary, device]
 
-    def _sample(self, batch: GpuBatch, weights: Weights) -> list[Sequence]:
-        logits = self._m.decoder.head(weights, batch.take_hidden())
-        finished = self._m.sampler.step(batch.rows, logits)
+    def _sample(self, lane: Lane, weights: Weights) -> list[Sequence]:
+        logits = self._m.decoder.head(weights, lane.take_hidden())
+        finished = self._m.sampler.step(lane.rows, logits)
         if self._m.finite is not None:
             for row in finished:
                 self._m.finite.explain(row)
+        if lane.fresh:
+            self._on_prompts(lane)
         return finished
 
     def _layer(self, task: Task) -> int:
@@ -171,15 +175,6 @@ class Executor:
         return layer
 
 
-def _decode_attention(cache: KVCache, scale: float, angles: Angles | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """One decode step where the cache lives; the new token's q, k, v go there and the answer comes back."""
-    place = cache.device
-    if angles is not None:
-        q, k = rotate(q, angles), rotate(k, angles)
-    return cache.attend(q.to(place), k.to(place), v.to(place), scale).to(q.device)
-
-
-def _rolling_attention(cache: KVCache, scale: float, table: Angles, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """As `_decode_attention`, with keys that the cache itself rotates by their place in it."""
-    place = cache.device
-    return cache.attend(q.to(place), k.to(place), v.to(place), scale, table=table).to(q.device)
+def _parted(angles: Angles, rows: int) -> tuple[Angles, Angles]:
+    """Those of the first `rows` tokens, and those of the others."""
+    return Angles(angles.cos[:rows], angles.sin[:rows]), Angles(angles.cos[rows:], angles.sin[rows:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from h2o_flexgen.config.model import UnitSpec
-from h2o_flexgen.engine.batch import GpuBatch
+from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.sequence import Sequence
 
 
@@ -18,15 +18,13 @@ class FiniteCheck:
     def __init__(self) -> None:
         self._first: dict[int, str] = {}
 
-    def look(self, unit: UnitSpec, batch: GpuBatch) -> None:
+    def look(self, unit: UnitSpec, lane: Lane) -> None:
         """Called after each unit but the output head."""
-        hidden = batch.take_hidden()
+        hidden = lane.take_hidden()
         finite = torch.isfinite(hidden).all(-1)
         if bool(finite.all()):
             return
-        packed = len(hidden) != len(batch.rows)
-        spans = batch.rows_at() if packed else ((slice(i, i + 1), [row]) for i, row in enumerate(batch.rows))
-        for span, rows in spans:
+        for span, rows in lane.rows_at():
             if not bool(finite[span].all()):
                 for row in rows:
                     self._first.setdefault(row.row_id, unit.name)

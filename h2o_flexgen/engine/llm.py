@@ -27,11 +27,12 @@ from h2o_flexgen.engine.model import Model, open_model
 from h2o_flexgen.engine.plan import Caps, Plan, Planner, PlanRequest, automatic, keeping
 from h2o_flexgen.engine.recorder import Meter, make_record
 from h2o_flexgen.engine.replay import Replay, forget
-from h2o_flexgen.engine.requests import Prompt, RequestReader, blocks, workload_of
+from h2o_flexgen.engine.requests import Prompt, RequestReader, in_order, workload_of
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import RequestOutput, Score, Sequence
 from h2o_flexgen.engine.text import text_of
 from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.errors import PlanError, UsageError
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.timeline import Timeline
@@ -171,7 +172,7 @@ class LLM:
         self.close()
 
     def _run(self, rows: list[Sequence]) -> Iterator[Sequence]:
-        """Runs sequences in blocks; yields them as they finish and leaves `last_record` behind.
+        """Runs sequences in blocks whose places are filled again; yields them as they finish, leaves `last_record`.
 
         Where memory runs out, those that are not finished are planned and run anew: see `replay`.
         """
@@ -202,13 +203,14 @@ class LLM:
         meter.load_seconds += 0.0 if loaded is before else loaded.seconds
         sampler.start()
         runner = self._runner(loaded, sampler)
-        done = asked - sum(row.max_new_tokens for row in rows)
+        runner.on_tokens = partial(self._count_tokens, asked - sum(row.max_new_tokens for row in rows), asked)
+        waiting, size = Waiting(in_order(rows, self._shares)), plan.policy.gpu_batch_size
         with meter.over(loaded):
-            for block in blocks(rows, plan.policy.gpu_batch_size, plan.policy.block_size, self._shares):
-                runner.on_tokens = partial(self._count_tokens, done, asked)
-                with closing(runner.run(plan, block, meter.totals)) as finished:
+            while waiting:
+                first = waiting.take(plan.policy.block_size)
+                block = [first[i : i + size] for i in range(0, len(first), size)]
+                with closing(runner.run(plan, block, meter.totals, waiting)) as finished:
                     yield from finished
-                done += sum(row.max_new_tokens for batch in block for row in batch)
 
     def _runner(self, loaded: Loaded, sampler: Sampler) -> BlockRunner:
         return BlockRunner(

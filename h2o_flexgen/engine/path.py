@@ -70,7 +70,7 @@ class PromptPath:
 
 @dataclass
 class PromptAttention:
-    """Attention of one layer for one GPU batch's prompts; called by the decoder, chunk by chunk.
+    """Attention of one layer for the prompts that are new in one lane, chunk by chunk.
 
     Every prompt is pruned into `cache` as soon as its last segment is through: no full-length KV outlives that, but for
     the path. `column_sums`: whether any cache of the block wants them in this layer. With `rolling`, the cache gets
@@ -84,18 +84,20 @@ class PromptAttention:
     window: int | None = None
     rolling: bool = False
 
-    def chunk(self, chunk: Chunk, angles: Angles | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q (t, heads, d), k and v (t, kv_heads, d) of the chunk's packed tokens to the mixed values (t, heads, d)."""
+    def chunk(self, chunk: Chunk, angles: Angles | None, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
+        """q (t, heads, d), k and v (t, kv_heads, d) of the chunk's packed tokens: the mixed values go to `out`, like q.
+
+        angles: of all packed prompts.
+        """
+        q, k, v = qkv
         stored_k = k
         if angles is not None:
             angles = Angles(*(part[chunk.start : chunk.stop] for part in angles))
             q, k = rotate(q, angles), rotate(k, angles)
         stored_k = stored_k if self.rolling else k
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for segment in chunk.segments:
             span = slice(segment.start - chunk.start, segment.stop - chunk.start)
             self._segment(segment, [t[span] for t in (q, k, v, stored_k)], out[span])
-        return out
 
     def _segment(self, segment: Segment, packed: list[Tensor], out: Tensor) -> None:
         rows = max(1, len(segment.rows))

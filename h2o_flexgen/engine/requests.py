@@ -1,4 +1,4 @@
-"""From what a user passes to rows of GPU batches: token ids, checks at the edge, buckets by length."""
+"""From what a user passes to rows of lanes: token ids, checks at the edge, the order in which they are run."""
 
 from __future__ import annotations
 
@@ -148,11 +148,12 @@ def workload_of(sequences: SequenceOf[Sequence]) -> Workload:
     )
 
 
-def blocks(
-    sequences: SequenceOf[Sequence], gpu_batch_size: int, block_size: int, share_prefixes: bool
-) -> list[list[list[Sequence]]]:
-    """Blocks of GPU batches of rows: those that share a prefix are neighbours, then those of similar length."""
-    by_length = sorted(sequences, key=lambda s: (-len(s.prompt_ids), -s.steps, s.row_id))
-    ordered = [by_length[i] for i in shared_first([row.prompt_ids for row in by_length], share_prefixes)]
-    parts = [ordered[start : start + block_size] for start in range(0, len(ordered), block_size)]
-    return [[part[i : i + gpu_batch_size] for i in range(0, len(part), gpu_batch_size)] for part in parts]
+def in_order(sequences: SequenceOf[Sequence], share_prefixes: bool) -> list[Sequence]:
+    """The order in which sequences are run: those that may run longest first, but neighbours where they share a prefix.
+
+    What comes last should be short: while it ends there is nobody to take the places of finished rows. Among rows of
+    equal steps the longest prompts come first, which shows at once whether memory suffices, makes the estimate of a
+    progress bar pessimistic, and lets prompts of one length go through attention together.
+    """
+    longest = sorted(sequences, key=lambda s: (-s.steps, -len(s.prompt_ids), s.row_id))
+    return [longest[i] for i in shared_first([row.prompt_ids for row in longest], share_prefixes)]

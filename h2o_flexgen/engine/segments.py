@@ -49,17 +49,14 @@ class Chunk(NamedTuple):
 
 
 def shared_first(prompts: Sequence[Sequence[int]], share: bool = True) -> list[int]:
-    """An order of `prompts`: those with a common prefix of MIN_SHARED tokens are neighbours, else the longest first.
+    """An order of `prompts`: those with a common prefix of MIN_SHARED tokens are neighbours, otherwise as they are.
 
-    Longest first makes the estimate of a progress bar pessimistic, shows at once whether memory suffices and lets
-    neighbours in a GPU batch have similar lengths; the same order holds among the rows that share a prefix.
+    A group comes where its first member would; the order stays among the rows that share a prefix, too.
     """
-    by_length = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     if not share:
-        return by_length
-    rank = {row: place for place, row in enumerate(by_length)}
-    by_text = sorted(range(len(prompts)), key=lambda i: (list(prompts[i]), rank[i]))
-    common = [_common(prompts[a], prompts[b]) for a, b in pairwise(by_text)]
+        return list(range(len(prompts)))
+    by_text = sorted(range(len(prompts)), key=lambda i: (list(prompts[i]), i))
+    common = [shared_tokens(prompts[a], prompts[b]) for a, b in pairwise(by_text)]
     order: list[int] = []
     todo = [(0, len(by_text), 0)] if by_text else []  # rows [low, high), with `past` tokens in common
     while todo:
@@ -70,7 +67,7 @@ def shared_first(prompts: Sequence[Sequence[int]], share: bool = True) -> list[i
         least = min(common[low : high - 1])
         parts = _cut(common, low, high, max(least, past + MIN_SHARED - 1))
         past = least if least - past >= MIN_SHARED else past
-        first = {part: min(rank[by_text[i]] for i in range(*part)) for part in parts}
+        first = {part: min(by_text[i] for i in range(*part)) for part in parts}
         todo.extend((*part, past) for part in sorted(parts, key=lambda part: -first[part]))
     return order
 
@@ -81,8 +78,11 @@ def _cut(common: Sequence[int], low: int, high: int, at_most: int) -> list[tuple
     return list(pairwise(cuts))
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens are the same, but for the last of each: every row computes at least that one itself."""
+def shared_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first tokens are the same, but for the last of each: every row computes at least that one itself.
+
+    Where that cannot reach MIN_SHARED it may be 0.
+    """
     limit = min(len(a), len(b)) - 1
     if limit < MIN_SHARED or a[0] != b[0]:
         return 0
@@ -119,7 +119,7 @@ def segments_of(batches: Sequence[Sequence[Sequence[int]]], chunk: int, share: b
     """
     prompts = [ids for batch in batches for ids in batch]
     home = [index for index, batch in enumerate(batches) for _ in batch]
-    common = [_common(a, b) if share else 0 for a, b in pairwise(prompts)]
+    common = [shared_tokens(a, b) if share else 0 for a, b in pairwise(prompts)]
     out = [_Batch(home.index(index), []) for index in range(len(batches))]
     todo = [(0, len(prompts), 0, 0)]  # rows [low, high) have `past` tokens, in `depth` segments, in common
     while todo:

@@ -92,6 +92,11 @@ class Sequence:
         return len(self.fed) + self.max_new_tokens
 
     @property
+    def remaining(self) -> int:
+        """Steps that are still to come, at most: it may stop before."""
+        return self.steps - self._taken - len(self.token_ids)
+
+    @property
     def last_token(self) -> int:
         """What the next decode step starts from."""
         if self.token_ids:

@@ -23,14 +23,15 @@ class Trace:
         self._zero = time.perf_counter()
 
     @contextmanager
-    def record(self, task: Task, unit: UnitSpec) -> Iterator[None]:
-        """Times one compute task."""
+    def record(self, task: Task, unit: UnitSpec, prompts: float) -> Iterator[None]:
+        """Times one compute task. `prompts`: how much of its tokens are prompts, the others are decode rows."""
         start = time.perf_counter()
         yield
         end = time.perf_counter()
-        phase = "prefill" if task.step == 0 else "decode"
-        key = f"{phase}.{unit.kind}"
-        self.compute_seconds[key] = self.compute_seconds.get(key, 0.0) + end - start
+        for phase, share in (("prefill", prompts), ("decode", 1 - prompts)):
+            if share:
+                key = f"{phase}.{unit.kind}"
+                self.compute_seconds[key] = self.compute_seconds.get(key, 0.0) + share * (end - start)
         if self.enabled:
             self.add(f"{unit.name} step {task.step} batch {task.batch}", start, end, "compute")
 

@@ -46,7 +46,7 @@ def check(ticks: Iterable[Tick], shape: ScheduleShape, active: Sequence[Sequence
     """Prove that `ticks` is a sound schedule for `shape`, or raise ScheduleError naming the tick and the rule.
 
     active: the batches that were active in each step (a final empty entry is allowed); None: taken from the ticks, and
-    then the schedule may end after any step. The rules:
+    then the schedule may end after any step. One that `LastStep` ended is that of a shape with so many steps. Rules:
     - form: ticks are numbered; each task stands where its kind belongs; only the last tick may lack a compute, and then
       it loads nothing;
     - order: every (step, unit, active batch) is computed once, steps in order, within a step unit by unit (zig-zag) or

@@ -66,6 +66,7 @@ class ScheduleShape:
     """All that a schedule depends on. Raises ValueError for a shape no schedule exists for.
 
     units         the compute positions in order: input embedding first, output head last
+    num_steps     steps at most: fewer where every row finishes early, or where `LastStep` ends the schedule
     streamed      keys of the weight groups that are not resident on the compute tier
     cache_moves   (layer, batch) of the caches that are not resident on the compute tier
     hidden_moves  batches whose hidden states are parked off the compute tier while other batches are computed
@@ -101,5 +102,8 @@ class ScheduleShape:
 ActiveBatches: TypeAlias = Callable[[int], Sequence[int]]
 """Maps a step to the ascending indices of the GPU batches that still have unfinished rows; [] ends the schedule."""
 
-Schedule: TypeAlias = Callable[[ScheduleShape, ActiveBatches | None], Iterator[Tick]]
+LastStep: TypeAlias = Callable[[int], bool]
+"""Whether no step can follow this one; False where that is not known."""
+
+Schedule: TypeAlias = Callable[[ScheduleShape, ActiveBatches | None, LastStep | None], Iterator[Tick]]
 """The signature of a generator of ticks: `zigzag` and `row_by_row`."""

@@ -13,21 +13,28 @@ from itertools import groupby
 from typing import NamedTuple
 
 from h2o_flexgen.config.model import UnitSpec
-from h2o_flexgen.schedule.tasks import NO_BATCH, ActiveBatches, ScheduleShape, Task, TaskKind, Tick
+from h2o_flexgen.schedule.tasks import NO_BATCH, ActiveBatches, LastStep, ScheduleShape, Task, TaskKind, Tick
 
 
-def zigzag(shape: ScheduleShape, active: ActiveBatches | None = None) -> Iterator[Tick]:
+def zigzag(shape: ScheduleShape, active: ActiveBatches | None = None, last: LastStep | None = None) -> Iterator[Tick]:
     """Yield the ticks of a block: for each step, for each unit, one tick per active GPU batch.
 
     Lazy: `active(step)` is called when the tick after the last one of `step - 1` is asked for, so it may look at the
     tokens of that step. It returns an ascending subset of the batches of the step before (else ValueError); the empty
     one ends the schedule. None means all batches in every step.
+
+    `last(step)`, called right after `active(step)`, says whether nothing can follow `step`: from there on the schedule
+    is that of a shape with `step` + 1 steps, which reads no weights ahead and stores no cache in its last one. None
+    means that only `shape.num_steps` ends it for certain.
     """
-    return walk(shape, active, lambda batches: [batches])
+    return walk(shape, active, last, lambda batches: [batches])
 
 
 def walk(
-    shape: ScheduleShape, active: ActiveBatches | None, split: Callable[[Sequence[int]], list[Sequence[int]]]
+    shape: ScheduleShape,
+    active: ActiveBatches | None,
+    last: LastStep | None,
+    split: Callable[[Sequence[int]], list[Sequence[int]]],
 ) -> Iterator[Tick]:
     """Yield the ticks of a schedule that walks over all units once for each group in `split(active(step))`."""
     weights = _WeightStream(shape)
@@ -38,9 +45,11 @@ def walk(
         batches = batches if active is None else _still_active(active(step), batches, step)
         if not batches:
             break
+        ends = step == shape.num_steps - 1 or (last is not None and last(step))
         groups = split(batches)
         for number, group in enumerate(groups):
-            weights.start_pass(step, last_of_step=number == len(groups) - 1)
+            last_of_step = number == len(groups) - 1
+            weights.start_pass(step + last_of_step, goes_on=not (ends and last_of_step))
             order = [(unit, batch) for unit in shape.units for batch in group]
             for here, following in zip(order, [*order[1:], None], strict=True):
                 unit, batch = here
@@ -48,9 +57,12 @@ def walk(
                 if batch == group[0]:
                     loads = weights.loads(unit, loads)
                 frees = weights.frees(step, unit) if batch == group[-1] else ()
-                yield Tick(index, loads, Task(TaskKind.COMPUTE, step, unit.index, batch), stores, frees)
-                stores = _state_stores(shape, step, here, len(group))
+                compute = Task(TaskKind.COMPUTE, step, unit.index, batch)
+                yield Tick(index, loads, compute, stores, frees)
+                stores = _state_stores(shape, compute, ends, len(group))
                 index += 1
+        if ends:
+            break
     frees = weights.drain()
     if stores or frees:
         yield Tick(index, (), None, stores, frees)
@@ -80,14 +92,14 @@ def _state_loads(shape: ScheduleShape, step: int, target: tuple[UnitSpec, int], 
     return tuple(tasks)
 
 
-def _state_stores(shape: ScheduleShape, step: int, source: tuple[UnitSpec, int], group_size: int) -> tuple[Task, ...]:
+def _state_stores(shape: ScheduleShape, source: Task, ends: bool, group_size: int) -> tuple[Task, ...]:
     """What this tick's compute wrote and somebody will read from another tier: no cache in the last step, no logits.
 
     A batch that is alone in its pass keeps its hidden state where it is: its next compute follows at once.
     """
-    unit, batch = source
+    unit, step, batch = shape.units[source.unit], source.step, source.batch
     tasks = []
-    if unit.kind == "attn" and step < shape.num_steps - 1 and (unit.layer, batch) in shape.cache_moves:
+    if unit.kind == "attn" and not ends and (unit.layer, batch) in shape.cache_moves:
         tasks.append(Task(TaskKind.STORE_CACHE, step, unit.index, batch))
     if unit.kind != "head" and group_size > 1 and batch in shape.hidden_moves:
         tasks.append(Task(TaskKind.STORE_HIDDEN, step, unit.index, batch))
@@ -121,18 +133,16 @@ class _WeightStream:
         self._head_run = runs[-1]
         self._runs = [run for run in runs if run.key in shape.streamed]
         self._last_run_of_unit = {run.last: run for run in self._runs}
-        self._num_steps = shape.num_steps
         self._copies = shape.lookahead + 1
         self._queue: deque[Task] = deque(self._pass_loads(0, first=True))  # of this pass and the next, not yet issued
         self._keys = [unit.weights for unit in shape.units]
         self._alive: dict[str, Task] = {}  # the free that is owed for each group, as far as it is known
         self._goes_on = False
 
-    def start_pass(self, step: int, *, last_of_step: bool) -> None:
-        """Begin a pass of `step` and plan the reads of the pass after it, if there is to be one."""
-        next_step = step + 1 if last_of_step else step
-        self._goes_on = next_step < self._num_steps
-        if self._goes_on:
+    def start_pass(self, next_step: int, *, goes_on: bool) -> None:
+        """Begin a pass, and plan the reads of the pass after it, which is of `next_step`, if there is to be one."""
+        self._goes_on = goes_on
+        if goes_on:
             self._queue.extend(self._pass_loads(next_step, first=False))
 
     def loads(self, unit: UnitSpec, state_loads: tuple[Task, ...]) -> tuple[Task, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_flexgen.cache.kv_cache import KVCache
-from h2o_flexgen.engine import block
+from h2o_flexgen.engine import caches
 from tests.engine.compare import History
 from tests.tiny import make_model, save
 
@@ -42,15 +42,16 @@ def history(monkeypatch: pytest.MonkeyPatch) -> History:
             self._names = [(layer, row_id) for row_id in row_ids]
 
         def attend(self, *args, **kwargs) -> Tensor:
-            if not record[self._names[0]] or self._last is None:
-                self._note()  # what the prompt left, of all rows
+            for row, name in enumerate(self._names):
+                if not record[name]:
+                    self._note(row)  # what the prompt left
             out = super().attend(*args, **kwargs)
-            self._note()
+            for row in range(self.shape.batch):
+                self._note(row)
             return out
 
-        def _note(self) -> None:
-            for row, name in enumerate(self._names):
-                record[name].append([set(self.kept(row, head)) for head in range(self.shape.kv_heads)])
+        def _note(self, row: int) -> None:
+            record[self._names[row]].append([set(self.kept(row, head)) for head in range(self.shape.kv_heads)])
 
-    monkeypatch.setattr(block, "KVCache", Recorded)
+    monkeypatch.setattr(caches, "KVCache", Recorded)
     return record

@@ -47,12 +47,18 @@ def test_the_order_is_a_permutation(prompts: list[list[int]], share: bool) -> No
     order = shared_first(prompts, share)
     assert sorted(order) == list(range(len(prompts)))
     if not share:
-        assert [len(prompts[i]) for i in order] == sorted(map(len, prompts), reverse=True)
+        assert order == sorted(order)
 
 
-def test_nothing_in_common_is_longest_first() -> None:
+def test_nothing_in_common_stays_in_order() -> None:
     prompts = [[i] * length for i, length in enumerate((3, 40, 17, 40, 8))]
-    assert shared_first(prompts) == [1, 3, 2, 4, 0]
+    assert shared_first(prompts) == [0, 1, 2, 3, 4]
+
+
+def test_a_group_comes_where_its_first_member_would() -> None:
+    header, other = [9] * 30, [8] * 30
+    prompts = [[1] * 50, [*header, 1], [*other, 2], [2] * 20, [*header, 3], [*other, 4]]
+    assert shared_first(prompts) == [0, 1, 4, 2, 5, 3]
 
 
 def test_a_header_is_computed_once_for_a_whole_block() -> None:

@@ -37,9 +37,9 @@ def test_counted_bytes_equal_the_plan(name: str, case: str, checkpoint, monkeypa
     ticks: list[Tick] = []
     shapes: list[ScheduleShape] = []
 
-    def recorded(shape: ScheduleShape, active: Any) -> Any:
+    def recorded(shape: ScheduleShape, *questions: Any) -> Any:
         shapes.append(shape)
-        for tick in zigzag(shape, active):
+        for tick in zigzag(shape, *questions):
             ticks.append(tick)
             yield tick
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from h2o_flexgen.schedule.check import check
 from h2o_flexgen.schedule.row_by_row import row_by_row
-from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
+from h2o_flexgen.schedule.tasks import Schedule, Task, TaskKind, Tick
 from h2o_flexgen.schedule.traffic import expected_loads
 from h2o_flexgen.schedule.zigzag import zigzag
 from tests.schedule.shapes import Case, cases, make_shape, shapes
@@ -174,6 +176,32 @@ def test_row_by_row_is_sound_and_in_order(case: Case) -> None:
     wanted = [(i, j, k) for i, batches in enumerate(case.record) for k in batches for j in units]
     assert [(t.compute.step, t.compute.unit, t.compute.batch) for t in ticks if t.compute] == wanted
     assert not {TaskKind.LOAD_HIDDEN, TaskKind.STORE_HIDDEN} & set(report.tasks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases(), st.integers(0, 4), st.sampled_from([zigzag, row_by_row]))
+def test_a_last_step_that_is_known_makes_the_schedule_that_of_a_shorter_shape(
+    case: Case, end: int, generator: Schedule
+) -> None:
+    shorter = replace(case.shape, num_steps=min(case.shape.num_steps, end + 1))
+    ticks = list(generator(case.shape, case.active, lambda step: step == end))
+    assert ticks == list(generator(shorter, case.active, None))
+    check(ticks, shorter, case.record[: end + 1])
+
+
+def test_whether_a_step_is_the_last_is_asked_after_what_is_active() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def active(step: int) -> list[int]:
+        asked.append(("active", step))
+        return [0]
+
+    def last(step: int) -> bool:
+        asked.append(("last", step))
+        return step == 1
+
+    list(zigzag(make_shape(steps=9), active, last))
+    assert asked == [("active", 0), ("last", 0), ("active", 1), ("last", 1)]
 
 
 @settings(max_examples=100, deadline=None)

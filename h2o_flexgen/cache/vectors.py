@@ -1,0 +1,55 @@
+"""Moving keys and values: from prompts to slots, and from row to row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def select(own: Tensor, shared: Tensor | None, kept: Tensor) -> Tensor:
+    """The positions `kept`, as `SlotBook.fill` returns them, of K or V: `shared` (kv_heads, P, d), then `own`.
+
+    own: (n, kv_heads, S, d). Returns (n, kv_heads, c, d).
+    """
+    # Whole vectors of head_dim by one index: 30 times as fast as `gather`. The engine's prompts lie in memory as
+    # (n, S, kv_heads, d), so that nothing is copied before the choice, and what rows share is copied once for all.
+    n, heads, length, size = own.shape
+    vectors = own.transpose(1, 2).reshape(-1, size)
+    row = torch.arange(n, device=own.device).view(-1, 1, 1) * length
+    head = torch.arange(heads, device=own.device).view(-1, 1)
+    if shared is not None:
+        vectors = torch.cat([shared.transpose(0, 1).reshape(-1, size), vectors])
+        row = row * (kept >= shared.shape[1])
+    index = (row + kept) * heads + head
+    return vectors.index_select(0, index.view(-1)).view(n, heads, -1, size)
+
+
+def move_down(source: Tensor, rows: Sequence[int], target: Tensor, used: int) -> None:
+    """Rows of K or V to the first rows of `target`; both are contiguous (n, kv_heads, capacity, d).
+
+    The target may lie in the source's memory, whole rows before it or in the same place. Row i of it comes from row i
+    of the source or a later one, so that nothing is overwritten before it is read. Only the first `used` slots count,
+    in all rows of the source; the others are zeroed where they are not the source's own, as what is there may not be
+    finite.
+    """
+    size = target.stride(0) * target.itemsize
+    apart = source.untyped_storage().data_ptr() != target.untyped_storage().data_ptr()
+    done = 0
+    while done < len(rows):
+        first, last = rows[done], done + 1
+        while last < len(rows) and rows[last] == first + last - done:
+            last += 1
+        down = (source[first].data_ptr() - target[done].data_ptr()) // size
+        if first < done or (not apart and down < 0):
+            raise ValueError(f"row {first} would move up to {done}")
+        # Pieces that do not overlap with where they go.
+        piece = last - done if apart else down
+        for start in range(done, last, piece) if piece else ():
+            stop = min(start + piece, last)
+            moved = source[first + start - done : first + stop - done]
+            target[start:stop, :, :used] = moved[:, :, :used]
+            if apart or target[start].data_ptr() < source.data_ptr():
+                target[start:stop, :, used:] = 0
+        done = last

@@ -1,0 +1,278 @@
+"""KV caches while a block runs: rows come and go, resident, or moving between the compute tier and their homes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.cache.clock import chooses
+from h2o_flexgen.cache.eviction.base import EvictionPolicy
+from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
+from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.engine.homes import BufferRing, Home, HomeMaker
+from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.handle import page_ceil
+from h2o_flexgen.memory.tiers import Tiers
+from h2o_flexgen.schedule.footprint import REWRITE_EVERY, STATE_BUFFERS
+
+Place = tuple[int, int]  # (layer, lane)
+
+
+def kv_views(buffer: Tensor, shape: CacheShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """K and V of `shape`, one after the other in a flat uint8 `buffer`."""
+    dims = (shape.batch, shape.kv_heads, shape.capacity, shape.head_dim)
+    half = dims[0] * dims[1] * dims[2] * dims[3] * dtype.itemsize
+    k, v = (buffer[i * half : (i + 1) * half].view(dtype).view(dims) for i in (0, 1))
+    return k, v
+
+
+def kv_bytes(shape: CacheShape, dtype: torch.dtype) -> int:
+    """Bytes of K and V together."""
+    return 2 * shape.batch * shape.kv_heads * shape.capacity * shape.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class CacheMaker:
+    """Makes the caches of rows that enter a lane. `slots`: capacity of each (layer, lane), of all rows it may hold."""
+
+    spec: ModelSpec
+    eviction: EvictionPolicy
+    slots: Mapping[Place, int]
+    devices: Mapping[Place, torch.device]
+
+    def make(self, layer: int, lane: int, rows: SequenceOf[Sequence]) -> KVCache:
+        """An empty cache for the prompts of `rows`."""
+        spec, budgets = self.spec, self.budgets(layer, rows)
+        return KVCache(
+            CacheShape(len(rows), spec.num_kv_heads, spec.head_dim, self.slots[layer, lane]),
+            budgets,
+            self.eviction,
+            layer=layer,
+            row_ids=[row.row_id for row in rows],
+            device=self.devices[layer, lane],
+            window=spec.arch.window_of(layer),
+        )
+
+    def budgets(self, layer: int, rows: SequenceOf[Sequence]) -> list[Budget]:
+        """What each of `rows` may keep in a layer."""
+        window = self.spec.arch.window_of(layer)
+        return [row.budget.within(window) for row in rows]
+
+    def wants_column_sums(self, layer: int, rows: SequenceOf[Sequence]) -> bool:
+        """Whether the cache of `rows` needs the column sums of its prompts' attention."""
+        return self.eviction.statistic == "column_sums" and chooses(self.budgets(layer, rows))
+
+
+class LaneCache:
+    """K and V of one (layer, lane), in one buffer for all its places, and the record over them.
+
+    `rows` is the cache of the decode rows, `fresh` that of rows whose prompts are under way; `join` makes one of both.
+    Rows lie at their places in the lane, from the first on: K of all, then V of all. `shrinks`: with fewer rows K and V
+    move together, so that fewer bytes are to be moved between tiers.
+    """
+
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, shrinks: bool) -> None:
+        self.shape, self._dtype, self._shrinks = shape, dtype, shrinks
+        self.rows: KVCache | None = None
+        self.fresh: KVCache | None = None
+        self._buffer: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of K and V, in whole pages."""
+        return page_ceil(kv_bytes(self.shape, self._dtype))
+
+    def attach(self, buffer: Tensor) -> None:
+        """Work on this flat uint8 buffer of `nbytes` or more from now on."""
+        self._buffer = buffer
+        if self.rows is not None:
+            self.rows.attach(*self._places(0, self.rows.shape.batch))
+
+    def detach(self) -> None:
+        """Let go of the buffer."""
+        self._buffer = None
+        for cache in (self.rows, self.fresh):
+            if cache is not None and cache.k is not None:
+                cache.detach()
+
+    def change(self, kept: list[int], fresh: KVCache | None) -> None:
+        """The decode rows at the places `kept` stay, each where it is or further down; `fresh` follows."""
+        old, count = self.rows, len(kept)
+        rows = count + (0 if fresh is None else fresh.shape.batch)
+        if self._shrinks:
+            self.shape = replace(self.shape, batch=rows)
+        self.rows = None if old is None or not kept else KVCache.joined([(old, kept)], *self._places(0, count))
+        self.fresh = fresh
+        if fresh is not None:
+            fresh.attach(*self._places(count, rows))
+
+    def join(self) -> None:
+        """The prompts of the fresh rows are in: from now on they are decode rows like the others."""
+        rows, fresh = self.rows, self.fresh
+        if fresh is None:
+            return
+        if rows is not None:
+            parts = [(cache, list(range(cache.shape.batch))) for cache in (rows, fresh)]
+            fresh = KVCache.joined(parts, *self._places(0, rows.shape.batch + fresh.shape.batch))
+        self.rows, self.fresh = fresh, None
+
+    def _places(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """K and V of the places [start, stop)."""
+        if self._buffer is None:
+            raise RuntimeError("the cache is not attached")
+        k, v = kv_views(self._buffer, self.shape, self._dtype)
+        return k[start:stop], v[start:stop]
+
+
+class _MovingCache:
+    """One lane's cache that does not live where it is used. Tokens newer than its home's copy wait in `_news`."""
+
+    def __init__(self, cache: LaneCache, home: Home) -> None:
+        self.cache, self.home = cache, home
+        self.slot: int | None = None
+        self.ticket: Ticket | None = None
+        self._written: KVCache | None = None  # what the home's copy is of
+        self._news: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def save(self, buffer: Tensor) -> Ticket | None:
+        """Writes everything when rows have come or gone and every REWRITE_EVERY steps, else only remembers the new
+        tokens.
+
+        A sixteenth of the writes for a little memory; a load applies what is remembered.
+        """
+        rows = self._rows()
+        if rows is self._written and len(self._news) + 1 < REWRITE_EVERY:
+            slots = rows.last_slots.clone()
+            self._news.append((*self._at(slots), slots))
+            return None
+        self._written = rows
+        self._news.clear()
+        return self.home.save(buffer)
+
+    def apply_news(self) -> None:
+        """Brings freshly loaded K and V up to date; later tokens overwrite earlier ones in a reused slot."""
+        for k, v, slots in self._news:
+            index = slots.unsqueeze(-1).unsqueeze(-1).expand(-1, -1, 1, k.shape[-1])
+            for buffer, new in zip(self._buffers(), (k, v), strict=True):
+                buffer.scatter_(2, index, new)
+
+    def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        index = slots.unsqueeze(-1).unsqueeze(-1).expand(-1, -1, 1, self.cache.shape.head_dim)
+        k, v = (buffer.gather(2, index) for buffer in self._buffers())
+        return k, v
+
+    def _buffers(self) -> tuple[Tensor, Tensor]:
+        rows = self._rows()
+        if rows.k is None or rows.v is None:
+            raise RuntimeError("the cache is not attached")
+        return rows.k, rows.v
+
+    def _rows(self) -> KVCache:
+        if self.cache.rows is None:
+            raise RuntimeError("the cache has no rows yet")
+        return self.cache.rows
+
+
+class CacheStore:
+    """The caches of one block. `load`, `wait` and `store` are called by the executor in schedule order."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        copies: CopyEngine,
+        shapes: Mapping[Place, CacheShape],
+        homes: Mapping[Place, str],
+        dtype: torch.dtype,
+        stays_on_cpu: bool,
+    ) -> None:
+        """`shapes`: of all places of each (layer, lane); `homes`: the tier of each. `stays_on_cpu`: attention of caches
+        on cpu is computed there."""
+        self._tiers = tiers
+        resident = {tiers.compute.name, "cpu"} if stays_on_cpu else {tiers.compute.name}
+        moving = {place for place in shapes if homes[place] not in resident}
+        self._caches = {place: LaneCache(shape, dtype, place in moving) for place, shape in shapes.items()}
+        self._moving: dict[Place, _MovingCache] = {}
+        self._used: list[_MovingCache] = []
+        self.most_slots = max(shape.capacity for shape in shapes.values())
+        """Slots of the largest cache."""
+        self.nbytes = sum(kv_bytes(shape, dtype) for shape in shapes.values())
+        """Of K and V of all places."""
+        largest = max((self._caches[place].nbytes for place in moving), default=0)
+        with ExitStack() as stack:
+            count = STATE_BUFFERS if moving else 0
+            self._ring = stack.enter_context(closing(BufferRing(tiers.compute, largest, count, "cache buffers")))
+            make_home = HomeMaker(tiers, copies, "kv cache", largest, {homes[place] for place in moving}, stack)
+            for place, cache in self._caches.items():
+                if place in moving:
+                    self._moving[place] = _MovingCache(cache, make_home(homes[place], cache.nbytes))
+                else:
+                    buffer = stack.enter_context(tiers.memory(homes[place]).allocate(cache.nbytes, "kv cache"))
+                    cache.attach(buffer.tensor)
+            self._resources = stack.pop_all()
+
+    @property
+    def moves(self) -> frozenset[Place]:
+        """(layer, lane) of the caches that the schedule must load and store."""
+        return frozenset(self._moving)
+
+    def load(self, layer: int, lane: int) -> None:
+        """Starts bringing a cache to the compute tier."""
+        moving = self._moving[layer, lane]
+        moving.slot = self._take()
+        moving.ticket = moving.home.fetch(self._bytes(moving))
+
+    def wait(self, layer: int, lane: int) -> LaneCache:
+        """The cache, with K and V where attention is computed."""
+        if (layer, lane) not in self._moving:
+            return self._caches[layer, lane]
+        moving = self._moving[layer, lane]
+        if moving.slot is None:
+            if moving.cache.rows is not None:
+                raise RuntimeError(f"cache of layer {layer}, lane {lane} was not loaded")
+            moving.slot = self._take()
+        loaded = moving.ticket is not None
+        if moving.ticket is not None:
+            moving.ticket.wait()
+            moving.ticket = None
+        moving.cache.attach(self._ring.buffers[moving.slot].tensor)
+        if loaded:
+            moving.apply_news()
+        self._used.append(moving)
+        return moving.cache
+
+    def store(self, layer: int, lane: int) -> None:
+        """Starts saving a cache that the step used; its buffer is free once that is done."""
+        moving = self._moving[layer, lane]
+        self._release(moving, moving.save(self._bytes(moving)))
+
+    def _release(self, moving: _MovingCache, ticket: Ticket | None) -> None:
+        self._used.remove(moving)
+        if moving.slot is not None:
+            self._ring.give_back(moving.slot, ticket)
+        moving.slot = None
+        moving.cache.detach()
+
+    def _take(self) -> int:
+        # What was used and has no store coming (the last step has none) makes room: its store would be issued by now.
+        for moving in list(self._used):
+            self._release(moving, None)
+        return self._ring.take()
+
+    def _bytes(self, moving: _MovingCache) -> Tensor:
+        if moving.slot is None:
+            raise RuntimeError("this cache holds no transfer buffer")
+        return self._ring.buffers[moving.slot].tensor[: moving.cache.nbytes]
+
+    def close(self) -> None:
+        """Gives all memory and files back. No copy may be under way."""
+        for cache in self._caches.values():
+            cache.detach()
+        self._resources.close()
+        self._moving.clear()

@@ -1,0 +1,71 @@
+"""Hidden states while a block runs: where they are computed on, or parked on another tier between two units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.engine.homes import BufferRing, Home, HomeMaker
+from h2o_flexgen.engine.lane import Lane
+from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.handle import page_ceil
+from h2o_flexgen.memory.tiers import Tiers
+from h2o_flexgen.schedule.footprint import STATE_BUFFERS
+
+
+class HiddenStore:
+    """The hidden states of a block's lanes that are parked off the compute tier between two units."""
+
+    def __init__(
+        self, tiers: Tiers, copies: CopyEngine, homes: Mapping[int, str], nbytes: int, dtype: torch.dtype
+    ) -> None:
+        """`homes`: tier per lane; `nbytes`: of the largest hidden state, all tokens that a lane may have in a step."""
+        compute = tiers.compute
+        parked = {lane: tier for lane, tier in homes.items() if tier != compute.name}
+        self.moves = frozenset(parked)
+        self._dtype, size = dtype, page_ceil(nbytes)
+        with ExitStack() as stack:
+            count = STATE_BUFFERS if parked else 0
+            self._ring = stack.enter_context(closing(BufferRing(compute, size, count, "hidden buffers")))
+            make_home = HomeMaker(tiers, copies, "hidden states", size, set(parked.values()), stack)
+            self._homes: dict[int, Home] = {lane: make_home(tier, size) for lane, tier in parked.items()}
+            self._resources = stack.pop_all()
+        self._shapes: dict[int, torch.Size] = {}
+        self._loading: dict[int, tuple[int, Ticket]] = {}
+
+    def store(self, lane: Lane) -> None:
+        """Parks the hidden states; the compute tier's copy is dropped."""
+        hidden = lane.take_hidden()
+        slot = self._ring.take()
+        buffer = self._ring.buffers[slot].tensor[: page_ceil(hidden.numel() * hidden.itemsize)]
+        self._view(buffer, hidden.shape).copy_(hidden)
+        self._shapes[lane.index] = hidden.shape
+        self._ring.give_back(slot, self._homes[lane.index].save(buffer))
+        lane.hidden = None
+
+    def load(self, lane: Lane) -> None:
+        """Starts bringing parked hidden states back."""
+        slot = self._ring.take()
+        nbytes = page_ceil(self._shapes[lane.index].numel() * self._dtype.itemsize)
+        self._loading[lane.index] = (slot, self._homes[lane.index].fetch(self._ring.buffers[slot].tensor[:nbytes]))
+
+    def wait(self, lane: Lane) -> None:
+        """Makes `lane.hidden` valid if a load is on its way."""
+        loading = self._loading.pop(lane.index, None)
+        if loading is not None:
+            slot, ticket = loading
+            ticket.wait()
+            lane.hidden = self._view(self._ring.buffers[slot].tensor, self._shapes[lane.index]).clone()
+            self._ring.give_back(slot)
+
+    def _view(self, buffer: Tensor, shape: torch.Size) -> Tensor:
+        return buffer[: shape.numel() * self._dtype.itemsize].view(self._dtype).view(shape)
+
+    def close(self) -> None:
+        """Gives all memory and files back. No copy may be under way."""
+        self._loading.clear()
+        self._resources.close()
+        self._homes.clear()

@@ -1,0 +1,168 @@
+"""A lane: the places of one GPU batch of the schedule, the rows in them, and how a step's tokens are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.engine.segments import Chunk, Segment, chunks_of
+from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.models.rotary import Angles, Rotary
+
+
+class Part(NamedTuple):
+    """Tokens of a step that go through the attention half at once: `span` of the packed hidden states.
+
+    The first `rows` of them are decode rows, the others the prompts of `chunk`, if there is one.
+    """
+
+    span: slice
+    rows: int
+    chunk: Chunk | None
+
+
+@dataclass
+class Lane:
+    """The sequences that go through a unit together. Rows leave and come between two steps, see `Refill`.
+
+    In the step of their prompts rows are `fresh`, afterwards they are decode rows. Packed are first one token of each
+    decode row, then the fresh prompts one after another, prefixes that they share only once: `hidden` is (tokens,
+    hidden_width), and after the last attention half of a step (rows, hidden_width). Padding exists nowhere, whatever
+    the lengths. `rolling`: the caches hold keys that are not rotated. Owned and mutated by one block.
+    """
+
+    index: int
+    chunk: int
+    device: torch.device
+    rolling: bool = False
+    rows: list[Sequence] = field(default_factory=list)
+    """In the order of their places: decode rows, then fresh ones."""
+    kept: list[int] | None = None
+    """In a step before which rows left or came: the place that each decode row had until then, its own or a later."""
+    hidden: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._next: list[int] = []  # position of each row's next token
+        self._planned: list[int] = []
+        self._angles: dict[tuple[int, torch.dtype], Angles] = {}
+        self._positions = self._lengths = self._totals = torch.empty(0)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """A step without changes: every row decodes."""
+        self.kept, self.fresh, self.segments = None, list[Sequence](), list[Segment]()
+        self.decoding, self.prompt_tokens, self.packed = len(self.rows), 0, False
+        self._parts = [Part(slice(0, self.decoding), self.decoding, None)]
+
+    def change(self, kept: list[int], fresh: list[Sequence], segments: list[Segment]) -> None:
+        """A step that the rows at the places `kept` and `fresh` ones with their prompts take part in."""
+        self.kept, self.fresh, self.segments = kept, fresh, segments
+        self.rows = [*(self.rows[i] for i in kept), *fresh]
+        self.decoding, self.packed = len(kept), bool(segments)
+        self.prompt_tokens = segments[-1].stop if segments else 0
+        lengths = [len(row.prompt_ids) for row in fresh]
+        # Two sets of factors, for short and for long sequences, cannot both be in one cache: a sequence has from its
+        # first token on the one that all it is planned to compute calls for. Its last token is sampled, not computed.
+        planned = [n + (0 if self.rolling else row.steps - 1) for n, row in zip(lengths, fresh, strict=True)]
+        self._next = [*(self._next[i] for i in kept), *lengths]
+        self._planned = [*(self._planned[i] for i in kept), *planned]
+        self._parts = self._cut()
+
+    @property
+    def finished(self) -> bool:
+        return all(row.finished for row in self.rows)
+
+    @property
+    def prompt_share(self) -> float:
+        """How much of what is in `hidden` now is prompts."""
+        return self.prompt_tokens / max(1, self.decoding + self.prompt_tokens)
+
+    @property
+    def parts(self) -> list[Part]:
+        """What goes through an attention half one after the other."""
+        return self._parts
+
+    def take_hidden(self) -> Tensor:
+        """The current hidden states, which a unit's forward updates in place; RuntimeError while they are parked."""
+        if self.hidden is None:
+            raise RuntimeError(f"GPU batch {self.index}: hidden states are not on the compute tier")
+        return self.hidden
+
+    def keep_last_tokens(self) -> None:
+        """Nothing after the last attention looks back: of each prompt only the last token goes on."""
+        ends = list(range(self.decoding))
+        for segment in self.segments:
+            first = self.decoding + segment.start - 1
+            ends.extend(first + (i + 1) * segment.length for i in range(len(segment.rows)))
+        self.hidden = self.take_hidden()[torch.tensor(ends, device=self.device)]
+        self.prompt_tokens, self.packed = len(self.fresh), False
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """Token ids and absolute positions of this step, both (T,) int64; a finished row idles on its last token."""
+        self._angles.clear()
+        tokens = [row.last_token for row in self.rows[: self.decoding]]
+        positions = torch.tensor(self._next[: self.decoding], dtype=torch.int64)
+        lengths, totals = positions + 1, torch.tensor(self._planned[: self.decoding], dtype=torch.int64)
+        if self.segments:
+            tokens, positions, lengths, totals = self._with_prompts(tokens, positions, lengths, totals)
+        for row in range(self.decoding):
+            self._next[row] += 1
+        self._positions, self._lengths, self._totals = positions.to(self.device), lengths, totals
+        return torch.tensor(tokens).to(self.device), self._positions
+
+    def angles(self, rotary: Rotary, dtype: torch.dtype) -> Angles:
+        """What `rotary` turns this step's queries and keys by; made once per step. Where positions roll, only those
+        of the prompts: decode rows turn theirs by their places in the cache."""
+        key = (id(rotary), dtype)
+        if key not in self._angles:
+            first = self.decoding if self.rolling else 0
+            lengths = self._totals if rotary.spec.scaling == "longrope" else self._lengths
+            self._angles[key] = rotary.angles(self._positions[first:], lengths[first:].to(self.device), dtype)
+        return self._angles[key]
+
+    def rows_at(self) -> Iterator[tuple[slice, list[Sequence]]]:
+        """Spans of `hidden` as it is now, and the rows whose tokens they hold."""
+        single = self.decoding if self.packed else len(self.rows)
+        for i, row in enumerate(self.rows[:single]):
+            yield slice(i, i + 1), [row]
+        for segment in self.segments if self.packed else ():
+            first = self.decoding + segment.start
+            for i, index in enumerate(segment.rows):
+                start = first + i * segment.length
+                yield slice(start, start + segment.length), [self.fresh[index]]
+            if not segment.rows:
+                ids = self.fresh[segment.source].prompt_ids[: segment.past + segment.length]
+                members = [row for row in self.fresh if row.prompt_ids[: len(ids)] == ids]
+                yield slice(first, first + segment.length), members
+
+    def _cut(self) -> list[Part]:
+        """Decode rows go with the first prompts, where those leave them room in a chunk."""
+        rows, parts = self.decoding, list[Part]()
+        for chunk in chunks_of(self.segments, self.chunk):
+            span = slice(rows + chunk.start, rows + chunk.stop)
+            if rows and not parts:
+                if rows + chunk.stop > self.chunk:
+                    parts.append(Part(slice(0, rows), rows, None))
+                else:
+                    parts.append(Part(slice(0, span.stop), rows, chunk))
+                    continue
+            parts.append(Part(span, 0, chunk))
+        return parts or [Part(slice(0, rows), rows, None)]
+
+    def _with_prompts(
+        self, tokens: list[int], positions: Tensor, lengths: Tensor, totals: Tensor
+    ) -> tuple[list[int], Tensor, Tensor, Tensor]:
+        """Ids, positions and lengths of the decode rows, and after them those of the prompts as they are packed."""
+        ids, places, ends, planned = list(tokens), [positions], [lengths], [totals]
+        for segment in self.segments:
+            for row in segment.rows or (segment.source,):
+                prompt, stop = self.fresh[row].prompt_ids, segment.past + segment.length
+                ids.extend(prompt[segment.past : stop])
+                places.append(torch.arange(segment.past, stop))
+                ends.append(torch.full((segment.length,), len(prompt)))
+                planned.append(torch.full((segment.length,), self._planned[self.decoding + row]))
+        return ids, torch.cat(places), torch.cat(ends), torch.cat(planned)

@@ -1,0 +1,164 @@
+"""Rows that go on in another cache: the same outputs and the same tokens kept as in a cache of their own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h2o_flexgen.cache import CacheShape, EvictionPolicy, KVCache, make_policy
+from h2o_flexgen.cache.clock import slots_needed
+from h2o_flexgen.cache.vectors import move_down
+from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from h2o_flexgen.kernels import prefill_attention
+from tests.cache.harness import CacheRun, Stream, Turning, make_stream
+from tests.policy_matrix import POLICIES, PolicyRow
+
+STEPS, PLACES, D = 30, 4, 4
+PROMPTS = [7, 3, 12, 1, 9, 5, 12, 2]
+LASTS = [30, 4, 17, 9, 30, 2, 11, 23]
+"""Steps that each sequence takes."""
+
+
+def _budgets(policy: PolicyRow, window: int | None) -> list[Budget]:
+    """Of every kind: by ratio, so small that nothing is heavy, and full."""
+    ratios = [0.3, 0.5, 0.05, 1.0, 0.4, 0.3, 0.7, 0.2]
+    sinks = {"streaming": 1, "h2o": 1}.get(policy.name)
+    ratios = [1.0] * len(ratios) if policy.name == "full" else ratios
+    configs = [EvictionConfig(policy.name, ratio=max(ratio, 0.06) if sinks else ratio, sinks=sinks) for ratio in ratios]
+    lengths = zip(configs, PROMPTS, LASTS, strict=True)
+    return [config.resolve(prompt + 8, last).within(window) for config, prompt, last in lengths]
+
+
+class Lane:
+    """Places in one K and V, whose rows come and go."""
+
+    def __init__(
+        self, streams: list[Stream], budgets: list[Budget], policy: EvictionPolicy, window: int | None,
+        turning: Turning | None,
+    ) -> None:  # fmt: skip
+        self.streams, self.budgets, self.policy, self.window, self.turning = streams, budgets, policy, window, turning
+        self.shape = CacheShape(PLACES, 2, D, slots_needed(budgets))
+        self.k, self.v = self.shape.buffers(torch.float32)
+        self.k.fill_(float("nan"))  # nobody may read what nobody has written
+        self.v.fill_(float("nan"))
+        self.table = None if turning is None else turning.table(self.shape.capacity)
+        self.fills_gaps = False
+        self.rows: list[int] = []
+        self.times: dict[int, int] = {}
+        self.cache: KVCache | None = None
+
+    def drop(self, gone: set[int]) -> None:
+        kept = [place for place, row in enumerate(self.rows) if row not in gone]
+        if self.fills_gaps:
+            movers = iter([place for place in kept if place >= len(kept)])
+            kept = [place if place in kept else next(movers) for place in range(len(kept))]
+        self.rows = [self.rows[place] for place in kept]
+        if self.cache is None or not kept:
+            self.cache = None
+            return
+        self.cache = KVCache.joined([(self.cache, kept)], self.k[: len(kept)], self.v[: len(kept)])
+
+    def admit(self, rows: list[int]) -> None:
+        first, count = len(self.rows), len(self.rows) + len(rows)
+        shape = CacheShape(len(rows), 2, D, self.shape.capacity)
+        budgets = [self.budgets[row] for row in rows]
+        fresh = KVCache(shape, budgets, self.policy, layer=1, row_ids=rows, window=self.window)
+        fresh.attach(self.k[first:count], self.v[first:count])
+        for place, row in enumerate(rows):
+            length = self.streams[row].prompt
+            q, k, v = (x[:, :length].unsqueeze(0) for x in self.streams[row][:3])
+            seen = [x if self.turning is None else self.turning.tensor(x, torch.arange(length)) for x in (q, k)]
+            sums = prefill_attention(*seen, v, D**-0.5, fresh.wants_column_sums, window=self.window).column_sums
+            fresh.fill([place], k, v, sums)
+            self.times[row] = length
+        if self.cache is None:
+            self.cache = fresh
+        else:
+            parts = [(self.cache, list(range(first))), (fresh, list(range(len(rows))))]
+            self.cache = KVCache.joined(parts, self.k[:count], self.v[:count])
+        self.rows += rows
+
+    def step(self) -> dict[int, torch.Tensor]:
+        q, k, v = (
+            torch.stack([self.streams[row][i][:, self.times[row]] for row in self.rows]) for i in range(3)
+        )  # fmt: skip
+        assert self.cache is not None
+        out = self.cache.attend(q, k, v, D**-0.5, self.table)
+        for row in self.rows:
+            self.times[row] += 1
+        return dict(zip(self.rows, out, strict=True))
+
+
+@pytest.mark.parametrize("turning", [None, Turning(2)], ids=["absolute", "rolling"])
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_do_not_notice(policy: PolicyRow, window: int | None, turning: Turning | None, seed: int) -> None:
+    streams = [make_stream(n, 2 * STEPS, group=2, d=D, seed=10 * seed + i) for i, n in enumerate(PROMPTS)]
+    budgets, chooser = _budgets(policy, window), make_policy(EvictionConfig(policy.name))
+    settings = {"layer": 1, "window": window, "turning": turning}
+    alone = [
+        CacheRun([s], [b], chooser, row_ids=[i], **settings)
+        for i, (s, b) in enumerate(zip(streams, budgets, strict=True))
+    ]
+    lane, draw = Lane(streams, budgets, chooser, window, turning), random.Random(seed)
+    lane.fills_gaps = bool(seed)
+    waiting, left = list(range(len(PROMPTS))), dict(enumerate(LASTS))
+    joins = 0
+    while waiting or lane.rows:
+        done = {row for row in lane.rows if left[row] == 0}
+        if len(done) == len(lane.rows) or (done and draw.random() < 0.6):
+            lane.drop(done)
+            room = min(PLACES - len(lane.rows), len(waiting), draw.choice([1, 2, PLACES]))
+            joins += bool(room and lane.rows)
+            if room:
+                lane.admit([waiting.pop(0) for _ in range(room)])
+        if not lane.rows:
+            continue
+        for row, out in lane.step().items():
+            if left[row] == 0:
+                continue  # finished, and still there: nobody looks
+            left[row] -= 1
+            assert torch.allclose(out, alone[row].step()[0], atol=1e-5), f"row {row}"
+            place = lane.rows.index(row)
+            for head in range(2):
+                assert lane.cache.kept(place, head) == alone[row].cache.kept(0, head)
+            assert lane.cache.counts[place] == alone[row].cache.counts[0]
+            assert lane.cache.next_pos[place] == alone[row].cache.next_pos[0]
+    assert joins > 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 9), st.data())
+def test_rows_move_down_whole(count: int, data: st.DataObject) -> None:
+    """K and V one after the other in one buffer, and closer together afterwards."""
+    staying = sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1)))
+    kept = staying
+    if data.draw(st.booleans()):  # only the last rows move
+        movers = iter([row for row in staying if row >= len(staying)])
+        kept = [row if row in staying else next(movers) for row in range(len(staying))]
+    used = data.draw(st.integers(0, 5))
+    numbers = torch.arange(2 * count * 2 * 5 * 3, dtype=torch.float32)
+    numbers.view(-1, 5, 3)[:, used:] = 0  # a cache's slots that no row has used
+    expected = [x[kept].clone() for x in numbers.view(2, count, 2, 5, 3)]
+    for closer in (False, True):
+        buffer = numbers.clone()
+        size = len(kept) * 2 * 5 * 3
+        second = size if closer else count * 2 * 5 * 3
+        for i, (source, wanted) in enumerate(zip(buffer.view(2, count, 2, 5, 3), expected, strict=True)):
+            target = buffer[i * second : i * second + size].view(len(kept), 2, 5, 3)
+            move_down(source, kept, target, used)
+            assert torch.equal(target, wanted)
+    elsewhere = torch.full((len(kept), 2, 5, 3), torch.nan)
+    move_down(numbers.view(2, count, 2, 5, 3)[0], kept, elsewhere, used)
+    assert torch.equal(elsewhere, expected[0])
+
+
+def test_rows_never_move_up() -> None:
+    k = torch.zeros(4, 2, 5, 3)
+    with pytest.raises(ValueError, match="would move up"):
+        move_down(k[:2], [0, 1], k[1:3], 5)
