@@ -116,10 +116,9 @@ def unexplained_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> dict
 
 
 def _priced(plan: Plan, rates: ComputeRates, rows: int) -> Compute:
-    """The prices of one block of `rows` rows, as far as they are known."""
+    """The prices of one block of `rows` rows, as far as `rates` know them."""
     request, tier = plan.request, plan.request.compute_tier
-    bare = replace(rates, tick_s=dict.fromkeys(UNIT_KINDS, 0.0))
-    profile = HardwareProfile("being measured", "", request.dtype, {}, {tier: bare})
+    profile = HardwareProfile("being measured", "", request.dtype, {}, {tier: rates})
     return CostModel(
         request.spec,
         request.workload,
