@@ -67,7 +67,7 @@ class LLM:
         self._replay = Replay()
         self._decoder = Decoder(self.model.spec)
         self._trace = Trace(self.config.trace)
-        self._baseline = machine.rss()
+        self._baseline = machine.before_placement()
 
     def generate(
         self,
