@@ -108,7 +108,7 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
     yield "binding", _binding(result)
     if result.runner_up is not None:
         other = result.runner_up
-        why = "within 1 % the smaller block is taken"
+        why = "within 1 % fewer GPU batches, equal blocks and smaller ones are taken"
         if result.best.resident and not other.resident:
             why = "within 5 % what moves nothing is taken"
         faster = f"; faster, and {why}" if other.seconds < result.best.seconds else ""

@@ -26,7 +26,8 @@ from h2o_flexgen.schedule.footprint import Footprint
 from h2o_flexgen.units import GIB
 
 GOOD_ENOUGH = 1.01
-"""Among candidates this close to the best the smallest block wins: it starts sooner and leaves more memory free."""
+"""Among candidates this close to the best, which no prediction can tell apart: first the fewest GPU batches per block,
+then blocks that divide the work evenly, then the smallest block, which starts sooner and leaves more memory free."""
 RESIDENT = 1.05
 """A plan that moves nothing wins over plans that are faster by less: a prediction errs most in what links do."""
 _TICKS = 60_000  # to simulate in one search: a few seconds
@@ -187,7 +188,7 @@ class _Search:
         resident = [each for each in self._found.values() if each.resident and each.seconds <= RESIDENT * fastest]
         among = resident or list(self._found.values())
         close = [each for each in among if each.seconds <= GOOD_ENOUGH * min(other.seconds for other in among)]
-        return min(close, key=lambda each: (each.policy.block_size, *_order(each)))
+        return min(close, key=_plainness)
 
     def _polished(self, best: Candidate) -> Candidate:
         """`best`, with units moved one by one as long as that helps; nothing where all are at home."""
@@ -261,6 +262,22 @@ def _relaxed(program: Program, shape: Shape, solver: str) -> float:
 def _shape(candidate: Candidate) -> Shape:
     policy = candidate.policy
     return Shape(policy.gpu_batch_size, policy.num_gpu_batches, policy.cpu_cache_compute)
+
+
+def _plainness(candidate: Candidate) -> tuple[int, bool, int, float, int, str]:
+    """The plainest first, of candidates that take the same time; see GOOD_ENOUGH."""
+    policy = candidate.policy
+    return (policy.num_gpu_batches, _uneven(candidate), policy.block_size, *_order(candidate))
+
+
+def _uneven(candidate: Candidate) -> bool:
+    """Whether the last block is smaller than it had to be: 32 sequences as 20 + 12, but not 33 as 17 + 16."""
+    request, policy = candidate.request, candidate.policy
+    if request.endless:
+        return False
+    blocks = math.ceil(request.workload.num_sequences / policy.block_size)
+    empty = blocks * policy.block_size - request.workload.num_sequences
+    return empty >= blocks * policy.num_gpu_batches  # a row less in every GPU batch would do
 
 
 def _order(candidate: Candidate) -> tuple[float, int, str]:

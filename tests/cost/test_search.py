@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.cli.arguments import parse_arguments
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.hardware import Curve, HardwareProfile
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost import search as searching
@@ -25,7 +26,7 @@ from h2o_flexgen.cost.search import search
 from h2o_flexgen.engine.plan import Caps, PlanRequest, make_plan
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.units import GIB, MIB, parse_bytes
-from tests.cost.machines import TINY, known, profile, rates
+from tests.cost.machines import TINY, known, profile, rates, ticking
 
 AMPLE = {"gpu": 64 * GIB, "cpu": 64 * GIB, "disk": 1 << 42}
 SMALL = dataclasses.replace(
@@ -67,6 +68,39 @@ def test_moving_data_must_win_by_more_than_predictions_err(monkeypatch: pytest.M
     moving = search(slow_memory)
     assert moving.predicted.bytes_moved != {}
     assert moving.best.seconds < best.best.seconds < 1.05 * moving.best.seconds
+
+
+def products_only(*points: tuple[float, float]) -> HardwareProfile:
+    """Nothing but products and links takes time worth a word; FLOP/s over rows as in `points`."""
+    return profile(
+        dataclasses.replace(
+            ticking(embed=0.0, attn=0.0, mlp=0.0, head=0.0), gemm_flops=Curve(points), memory_bytes_per_s=1e30
+        )
+    )
+
+
+def test_of_plans_that_are_alike_one_of_equal_blocks_is_taken() -> None:
+    """32 sequences as 20 + 12 are the fastest by a trifle, 16 + 16 not even close: all 32 at once are taken."""
+    bumps = products_only((11, 5e9), (12, 1e10), (16, 9.5e9), (20, 1e10), (22, 9.5e9), (31, 9.5e9), (32, 9.95e9))
+    result = search(ask(profile=bumps, workload=Workload(1, 8, 32)))
+    assert (result.policy.gpu_batch_size, result.policy.num_gpu_batches) == (32, 1)
+    fastest = place(result.request, dataclasses.replace(result.policy, gpu_batch_size=20))
+    assert fastest.seconds < result.best.seconds < 1.01 * fastest.seconds
+
+
+def test_of_equal_blocks_that_are_alike_the_smallest_is_taken() -> None:
+    flat = products_only((8, 5e9), (15, 9e9), (16, 9.95e9), (17, 9.96e9), (32, 1e10))
+    result = search(ask(profile=flat, workload=Workload(1, 8, 32)))
+    assert (result.policy.gpu_batch_size, result.policy.num_gpu_batches) == (16, 1)
+
+
+def test_of_plans_that_are_alike_one_of_fewer_gpu_batches_is_taken() -> None:
+    """All weights come from disk at every step, which takes longest; products of four rows are a little faster."""
+    slow = dataclasses.replace(products_only((4, 1e11), (8, 9e10)), links=profile().links)
+    result = search(ask(profile=slow, workload=Workload(1, 8, 8), fixed={"weights": {"disk": 1.0}}))
+    assert (result.policy.gpu_batch_size, result.policy.num_gpu_batches) == (8, 1)
+    other = place(result.request, dataclasses.replace(result.policy, gpu_batch_size=4, num_gpu_batches=2))
+    assert other.seconds < result.best.seconds < 1.01 * other.seconds
 
 
 @settings(max_examples=25, deadline=None)
