@@ -34,7 +34,8 @@ RATES = profile(name="a made-up machine", dtype="float32")
 @pytest.fixture(autouse=True)
 def _steady_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What this process holds is 100 MiB, and nothing was ever calibrated."""
-    monkeypatch.setattr(machine, "rss", lambda: 100 << 20)
+    for measured in ("rss", "before_placement"):
+        monkeypatch.setattr(machine, measured, lambda: 100 << 20)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("H2O_FLEXGEN_CALIBRATE")
 
