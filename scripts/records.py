@@ -53,7 +53,7 @@ def facts(command: Sequence[str]) -> Record:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "unknown"
-    threads = os.environ.get("OMP_NUM_THREADS")
+    threads, home = os.environ.get("OMP_NUM_THREADS"), str(Path.home())
     return {
         "date": utc_now(),
         "commit": commit(),
@@ -61,19 +61,20 @@ def facts(command: Sequence[str]) -> Record:
         "torch": torch,
         "threads": int(threads) if threads and threads.isdigit() else host_facts()["cores"],
         "load_average": os.getloadavg()[0],
-        "command": shlex.join(["python" if part == sys.executable else part for part in command]),
+        "command": shlex.join(["python" if part == sys.executable else part for part in command]).replace(home, "~"),
     }
 
 
-def run_json(command: Sequence[str]) -> Record:
+def run_json(command: Sequence[str], loud: bool = False) -> Record:
     """Runs a command in the root of the sources and gives the JSON object on the last line of its stdout, with `facts`.
 
-    Its own keys go before those of `facts`. RuntimeError with the end of stderr where it fails.
+    Its own keys go before those of `facts`. `loud`: its stderr is seen. RuntimeError, with the end of a stderr that was
+    not seen, where it fails.
     """
-    known = facts(command)
-    done = subprocess.run(list(command), cwd=ROOT, capture_output=True, text=True, check=False)
+    known, error = facts(command), None if loud else subprocess.PIPE
+    done = subprocess.run(list(command), cwd=ROOT, stdout=subprocess.PIPE, stderr=error, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode} of {known['command']}\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"exit code {done.returncode} of {known['command']}\n{(done.stderr or '')[-2000:]}")
     result: Record = json.loads(done.stdout.splitlines()[-1])
     return {**known, **result, "host": {**known["host"], **result.get("host", {})}}
 
@@ -128,11 +129,12 @@ class Store:
 
 def repeat(
     store: Store, points: Sequence[Record], repetitions: int, measure: Callable[[Record], Record], label: str
-) -> None:
+) -> int:
     """Measures every point once per repetition, in turn; every other repetition the other way round.
 
     A record is the point, the number of its repetition, and what `measure` gives; points that have one are left out.
-    `label` is the key of a point's name, for progress on stderr. A run that fails is said and left out.
+    `label` is the key of a point's name, for progress on stderr. A run that fails is said and left out; returned is how
+    many did.
     """
     orders = [list(points) if number % 2 == 0 else list(reversed(points)) for number in range(repetitions)]
     todo = [
@@ -141,7 +143,7 @@ def repeat(
         for point in order
         if not store.done(**point, repetition=number)
     ]
-    begun = time.monotonic()
+    begun, failed = time.monotonic(), 0
     for index, (number, point) in enumerate(todo):
         left = (time.monotonic() - begun) / index * (len(todo) - index) if index else None
         about = "" if left is None else f", about {left / 60:.0f} min left"
@@ -149,7 +151,9 @@ def repeat(
         try:
             store.add({**measure(point), **point, "repetition": number})
         except RuntimeError as error:
+            failed += 1
             print(f"failed: {error}", file=sys.stderr, flush=True)
+    return failed
 
 
 def save_picture(figure: Any, path: Path) -> None:

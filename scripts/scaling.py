@@ -202,12 +202,12 @@ def main(argv: list[str] | None = None) -> int:
     for point in points:
         point["name"] = f"{point['panel']}: {point['title']}; {point['line']}, {point['x']}"
     args.offload_dir.mkdir(parents=True, exist_ok=True)
-    repeat(store, points, args.repetitions, measure, "name")
+    failed = repeat(store, points, args.repetitions, measure, "name")
     print(store.write(table(store.records)))
     if store.records:
         draw(store.records, store.folder / "scaling.png")
     print(f"records, table.md and scaling.png are in {shown(store.folder)}", file=sys.stderr)
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
