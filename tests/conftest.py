@@ -12,6 +12,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # which Triton reads when it is imported, by whomever
+
 torch.set_num_threads(1)
 
 # A run on a server tells whether a commit is good, so it must tell the same twice; every other run looks for new cases.

@@ -156,11 +156,11 @@ class RowClock:
         """
         return self.capacity if self.device.type == "cpu" else length
 
-    def tick(self) -> None:
-        """A step is over. Raises RuntimeError when every row was at its end before it."""
-        if self.step >= self._end:
+    def tick(self, steps: int = 1) -> None:
+        """A step is over; -1: it was not. Raises RuntimeError when every row was at its end before it."""
+        if steps > 0 and self.step >= self._end:
             raise RuntimeError(f"step {self.step}: every row of this cache has reached its full length")
-        self.step += 1
+        self.step += steps
 
     def _lengths(self) -> list[int]:
         missing = [row for row, prompt in enumerate(self.prompts) if prompt is None]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache.clock import RowClock, chooses, slots_needed
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
-from h2o_flexgen.cache.native import NativeStep
+from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.ranked import RankedSlots
 from h2o_flexgen.cache.slots import ArrivalSlots, Rows, SlotBook
 from h2o_flexgen.cache.vectors import move_down, select
@@ -79,7 +79,7 @@ class KVCache:
             self._book = RankedSlots(self._clock, policy, shape.kv_heads, shape.capacity, layer, row_ids)
         else:
             self._book = ArrivalSlots(self._clock, shape.kv_heads, shape.capacity)
-        self._native: NativeStep | None = None
+        self._fused: FusedStep | None = None
         self._last: int | Tensor | None = None
         self.k: Tensor | None = None
         self.v: Tensor | None = None
@@ -125,15 +125,15 @@ class KVCache:
                 raise ValueError(f"{found}: needed contiguous {size} on {self.device}")
         self.k, self.v = k, v
         self._flat_k, self._flat_v = k.view(-1, self.shape.head_dim), v.view(-1, self.shape.head_dim)
-        if self._native is not None:
-            self._native.attach(k, v)
+        if self._fused is not None:
+            self._fused.attach(k, v)
 
     def detach(self) -> None:
         """Let go of the buffers: they are about to be stored or reused."""
         self.k = self.v = None
         del self._flat_k, self._flat_v
-        if self._native is not None:
-            self._native.detach()
+        if self._fused is not None:
+            self._fused.detach()
 
     def fill(
         self,
@@ -186,24 +186,33 @@ class KVCache:
         if self.k is None or self.v is None:
             raise RuntimeError("no K and V are attached")
         if not self._clock.started:
-            self._start(self.k, self.v, table is not None)
-        if self._native is not None:
+            self._start(self.k, self.v, q.shape[1], table is not None)
+        if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
-            out = self._native.attend(q, k, v, scale)
-            self._last = self._native.used
+            out = self._fused.attend(q, k, v, scale)
+            self._last = self._fused.used
         else:
             out = self._attend(q, k, v, scale, table)
         self._clock.tick()
         return out
 
-    def _start(self, k: Tensor, v: Tensor, rolling: bool) -> None:
+    @property
+    def repeats(self) -> bool:
+        """Whether all further steps launch the same work with the same arguments: see `FusedStep.repeats`."""
+        return self._fused is not None and self._fused.repeats
+
+    def repeat(self, steps: int = 1) -> None:
+        """Steps that others launch, from a recording of one; -1: the last was only recorded, and is yet to be done."""
+        self._clock.tick(steps)
+
+    def _start(self, k: Tensor, v: Tensor, heads: int, rolling: bool) -> None:
         """All prompts are in: which way the steps go is settled for good."""
         self._clock.start()
         self._book.start(rolling)
-        self._native = None if rolling else NativeStep.of(self._clock, self._book, k)
-        if self._native is not None:
-            self._native.attach(k, v)
+        self._fused = None if rolling else FusedStep.of(self._clock, self._book, k, heads)
+        if self._fused is not None:
+            self._fused.attach(k, v)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: tuple[Tensor, Tensor] | None) -> Tensor:
         """A step in torch operations, on any device."""

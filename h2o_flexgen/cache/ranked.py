@@ -11,7 +11,7 @@ from h2o_flexgen.cache.clock import NEVER, RowClock
 from h2o_flexgen.cache.eviction.base import RankedPolicy, Tokens
 from h2o_flexgen.cache.slots import Rows, SlotBook
 from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.kernels.native.attend import Ranking
+from h2o_flexgen.kernels.types import Ranking
 
 _BEST = 0x7FFFFFFF  # as score bits: above every number
 _WORST = -1  # and below
@@ -125,21 +125,27 @@ class RankedSlots(SlotBook):
             return False
         return True if type(self._policy).accumulate is RankedPolicy.accumulate else None
 
-    def fresh(self) -> Tensor | None:
-        """Scores of this step's tokens, (b, kv_heads, 1) float32; None: zero."""
+    def fresh(self, step: int | Tensor) -> Tensor | None:
+        """Scores of the tokens of `step`, (b, kv_heads, 1) float32; None: zero.
+
+        On a device the number may be counted there, as (b, kv_heads).
+        """
         if type(self._policy).new_scores is RankedPolicy.new_scores:
             return None
-        return self._policy.new_scores(self._tokens(self._first_new + self._clock.step, self._row_ids))
+        past = step.unsqueeze(-1) if isinstance(step, Tensor) else step
+        return self._policy.new_scores(self._tokens(self._first_new + past, self._row_ids))
 
     def take(self) -> Tensor:
         free, new = self._free, self._new
-        score = self.fresh()
-        if score is None:
+        score = self.fresh(self._clock.step)
+        if self._clock.step < self._sink_steps:
+            # By a mask, not by an index of those that are sinks: how many there are only the device knows.
+            first = torch.zeros_like(self._flat_score[: len(free)]) if score is None else score.view(-1)
+            self._flat_score.index_copy_(0, free, first.masked_fill(new < self._sinks, torch.inf))
+        elif score is None:
             self._flat_score.index_fill_(0, free, 0.0)
         else:
             self._flat_score.index_copy_(0, free, score.view(-1))
-        if self._clock.step < self._sink_steps:
-            self._flat_score.index_fill_(0, free[new < self._sinks], torch.inf)
         self._flat_pos.index_copy_(0, free, new)
         if self._rank is not None:
             newest = self._per_head(self._clock.newest_ranks).to(torch.int32)

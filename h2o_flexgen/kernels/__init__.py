@@ -1,7 +1,7 @@
 """Attention, score accumulation and products of few rows: one signature each, several implementations."""
 
 from h2o_flexgen.kernels.native.linear import linear
-from h2o_flexgen.kernels.native.prompt import prefill_attention
+from h2o_flexgen.kernels.prompt import prefill_attention
 from h2o_flexgen.kernels.torch_cpu import decode_attention
 from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttention
 

@@ -1,4 +1,8 @@
-"""Whether the Triton kernels can be used here. This module imports neither them nor Triton."""
+"""Whether the Triton kernels can be used here, and are to be. Imports neither them nor Triton before it has to.
+
+H2O_FLEXGEN_TRITON=0 leaves them out. With TRITON_INTERPRET=1 and H2O_FLEXGEN_TRITON=1, both, what lies in host memory
+is worked on by Triton's interpreter: thousands of times slower, to see the whole engine run through these kernels.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,14 @@ def interpreting() -> bool:
 
 
 def why_not(device: torch.device | str) -> str | None:
-    """Why tensors on `device` cannot be worked on by Triton kernels, one sentence; None: they can be."""
-    device, missing = torch.device(device), _missing()
-    if missing is not None:
+    """Why tensors on `device` cannot be worked on by Triton kernels, one sentence; None: they can be.
+
+    On a GPU one small kernel is compiled and run to know, the first time that somebody asks.
+    """
+    device = torch.device(device)
+    if _switch() is False:
+        return "H2O_FLEXGEN_TRITON is 0"
+    if (missing := _missing()) is not None:
         return missing
     if interpreting():
         return None
@@ -32,12 +41,45 @@ def why_not(device: torch.device | str) -> str | None:
         return "torch finds no CUDA device"
     if torch.version.hip is None and (found := torch.cuda.get_device_capability(device)) < CAPABILITY:
         return f"the GPU has compute capability {found[0]}.{found[1]}, needed {CAPABILITY[0]}.{CAPABILITY[1]} or newer"
-    return None
+    return _failing(device)
 
 
 def available(device: torch.device | str) -> bool:
     """Whether `why_not` has nothing to say."""
     return why_not(device) is None
+
+
+def serves(device: torch.device) -> bool:
+    """Whether the engine's caches and prompts on `device` are worked on by Triton. Asked often: the answer is kept."""
+    return _serves(device, interpreting(), _switch())
+
+
+@cache
+def _serves(device: torch.device, interpreted: bool, switch: bool | None) -> bool:
+    asked_for = device.type == "cuda" or (interpreted and switch is True)
+    return asked_for and available(device)
+
+
+def _switch() -> bool | None:
+    """H2O_FLEXGEN_TRITON, if it says yes or no."""
+    said = os.environ.get("H2O_FLEXGEN_TRITON", "").lower()
+    return True if said in ("1", "true", "yes", "on") else False if said in ("0", "false", "no", "off") else None
+
+
+@cache
+def _failing(device: torch.device) -> str | None:
+    """What goes wrong with a kernel on this GPU. Triton needs a C compiler for the host's side of a launch, say."""
+    try:
+        from h2o_flexgen.kernels import triton_quant
+
+        x = torch.linspace(-1, 1, 64, device=device).view(1, 64)
+        there_and_back = triton_quant.dequantise(triton_quant.quantise(x, bits=8), torch.float32, bits=8)
+        if float((there_and_back - x).abs().max()) > 0.05:
+            return "a kernel of Triton gives wrong numbers on this GPU"
+    except Exception as error:  # whatever it is: torch does the same work
+        lines = str(error).strip().splitlines()
+        return f"Triton cannot run a kernel here: {type(error).__name__}: {lines[0] if lines else 'without a word'}"
+    return None
 
 
 @cache

@@ -5,6 +5,11 @@ Imports Triton; see `triton_available`. What it takes and does is what `native.a
 One program does the step of one row and KV head. Where these are fewer than the GPU has processors, and slots are many,
 several programs share the slots of each, and a second launch joins their parts ("flash-decoding").
 
+Nothing of a launch depends on the step, if that is a tensor: so that a CUDA graph can repeat it. Programs and scratch
+are for the slots that will ever be occupied; each program reads as far as they are now, and one whose share is not
+reached yet ends at once. Caches at a budget are full soon. A full cache that still has to grow does with fewer programs
+until it has, which costs something only where rows are few, and there the weights take most of a step.
+
 Bytes per step, row and KV head, with n slots occupied, dimension d, E bytes per number, G query heads per KV head: K
 and V, 2 n d E (packed in 4 bits: n d x 1.125); with scores 12 n (score twice, position once); where scores or
 probabilities are wanted logits, 8 n G, which stay in the second-level cache; probabilities 4 n. The new token, the
@@ -32,7 +37,7 @@ from h2o_flexgen.kernels.triton_tune import Config, fastest
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of queries and of new keys and values; K and V have the same one unless packed."""
-MAX_DIM, DIM_MULTIPLE, MAX_GROUP = 256, 16, 8
+MAX_DIM, PACKED_MULTIPLE, MAX_GROUP = 256, 16, 16
 MIN_SPLIT = 256  # slots for which another program is worth its launch
 PROCESSORS_INTERPRETED = 4
 _NO_WINDOW = 1 << 30
@@ -40,17 +45,10 @@ _TILE_BYTES = 16384  # of K, and of V: with two of each on the way, 64 KiB of sh
 
 
 class TritonAttend:
-    """The decode steps of one cache, on one device (of several GPUs torch's current one), in the order of one stream.
+    """A `DecodeStep` on one device (of several GPUs torch's current one), in the order of one stream.
 
-    `rules`: of each row eight whole numbers, as `native.attend.SlotRule`: tokens held of the prompt; slots that it ever
-    occupies; tokens of the prompt; the slot after the last where no score decides; sinks; how many of them are hidden
-    once they have left the window; last positions that do not go; the first step that lets a token go by its score.
-    `size`: rows, kv_heads, capacity, dim (a multiple of 16 up to 256). `window`: tokens that a query sees, itself
-    included. `ranking`: score (rows, kv_heads, capacity) float32, never negative, +inf for sinks and free slots;
-    positions, int32, of the same shape; the slot of the next token, int64 (rows * kv_heads,), counted from the first
-    slot of all rows; steps change all three in place. Without one slots are taken in order of arrival. `adds`: scores
-    grow by the probabilities, in the mean over the query heads that share a KV head. `splits`: programs per row and KV
-    head; None: chosen by their number. `tune`: time a few block sizes at the first step of a kind.
+    As `DecodeStep` says, and `splits`: programs per row and KV head; None: chosen by their number. `tune`: time a few
+    block sizes at the first step of a kind.
     """
 
     def __init__(
@@ -66,16 +64,17 @@ class TritonAttend:
         tune: bool = True,
     ) -> None:
         rows, kv_heads, _, dim = size
-        if len(rules) != rows or dim % DIM_MULTIPLE or not 0 < dim <= MAX_DIM:
-            raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: dim is to be 16, 32, .. 256")
+        if len(rules) != rows or not 0 < dim <= MAX_DIM:
+            raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: at most {MAX_DIM} per head")
         if adds and ranking is None:
             raise ValueError("scores that grow, but no ranking")
         self._size, self._device, self._adds = size, torch.device(device), adds
-        self._splits, self._tune = splits, tune and not interpreting()
+        self._tune = tune and not interpreting()
         self._growth = sorted({(rule[0], rule[1]) for rule in rules})
+        self._most = max(limit for _, limit in self._growth)
+        self._splits = splits or _programs_wanted(rows * kv_heads, self._most, self._device)
         self._window = _NO_WINDOW if window is None else window
         self.used = torch.zeros(rows, kv_heads, dtype=torch.int64, device=device)
-        """The slot of the last step's token."""
         table = torch.tensor([list(rule) for rule in rules], dtype=torch.int64, device=device)
         self._slots = Slots(table, self.used)
         if ranking is not None:
@@ -85,7 +84,7 @@ class TritonAttend:
         self._dtype: torch.dtype | None = None  # of K and V; None: packed
 
     def attach(self, k: Tensor, v: Tensor) -> None:
-        """K and V, contiguous (rows, kv_heads, capacity, dim), from now on. They must outlive the steps."""
+        """See `DecodeStep`. ValueError for a dtype not in `DTYPES`."""
         for x in (k, v):
             if x.dtype not in DTYPES or x.dtype != k.dtype or x.shape != self._size or not x.is_contiguous():
                 raise ValueError(f"{x.dtype} {tuple(x.shape)}: needed contiguous {self._size}, of one of {DTYPES}")
@@ -97,6 +96,8 @@ class TritonAttend:
         What is attended to is what is held, the new token included.
         """
         rows, kv_heads, capacity, dim = self._size
+        if dim % PACKED_MULTIPLE:
+            raise ValueError(f"{dim} numbers per head: needed a multiple of {PACKED_MULTIPLE} where they are packed")
         groups = (rows, kv_heads, capacity, -(-dim // QUANT_GROUP))
         for codes, *rest in (k, v):
             if codes.shape != (rows, kv_heads, capacity, dim // 2) or any(x.shape != groups for x in rest):
@@ -104,12 +105,12 @@ class TritonAttend:
         self._held, self._dtype = Held(k.codes, v.codes, k.scale, k.low, v.scale, v.low), None
 
     def detach(self) -> None:
-        """Let go of K and V."""
+        """See `DecodeStep`."""
         self._held = None
 
     def step(
         self,
-        number: int,
+        number: int | Tensor,
         qkv: tuple[Tensor, Tensor, Tensor],
         scale: float,
         *,
@@ -117,13 +118,7 @@ class TritonAttend:
         slots: Tensor | None = None,
         probs: Tensor | None = None,
     ) -> Tensor:
-        """Step `number`, 0 for the first after the prompts: what the queries see, (rows, heads, dim) in K's dtype.
-
-        qkv: q (rows, heads, dim), k and v (rows, kv_heads, dim) of the new tokens. fresh: the scores they start with,
-        float32 (rows, kv_heads); None: 0. slots: where they go, as `free`, if the caller decides that; not with a
-        ranking. probs: takes the probabilities, float32 (rows, kv_heads, width), 0 where no token is seen; width is at
-        least what is occupied. All three contiguous.
-        """
+        """See `DecodeStep`. Heads are at most `MAX_GROUP` per KV head."""
         if self._held is None:
             raise RuntimeError("no K and V are attached")
         q, k, v = (self._fit(x) for x in qkv)
@@ -134,18 +129,25 @@ class TritonAttend:
             raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} for a cache of {self._size}")
         if not 1 <= group <= MAX_GROUP or q.dtype not in DTYPES:
             raise ValueError(f"{group} query heads per KV head of {q.dtype}: needed at most {MAX_GROUP}, of {DTYPES}")
-        occupied = max(min(held + number + 1, limit) for held, limit in self._growth)
-        if probs is not None and probs.shape[-1] < occupied:
+        if probs is not None and probs.shape[-1] < (occupied := self._occupied(number)):
             raise ValueError(f"probabilities of {probs.shape[-1]} slots: {occupied} are occupied")
         new = New(q, k, v, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
         state = self._slots._replace(given=slots, fresh=fresh)
+        if isinstance(number, Tensor):
+            state, number = state._replace(now=number, now_out=number), 0
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        launch = _Launch(self, new, state, (out, probs), (number, scale * math.log2(math.e)), occupied)
+        launch = _Launch(self, new, state, (out, probs), (number, scale * math.log2(math.e)))
         config = default_config(dim, q.dtype, self._dtype is None)
         if self._tune:
             config = fastest(launch.kind, candidates(dim, q.dtype, self._dtype is None), launch.rehearse)
         launch.run(config)
         return out
+
+    def _occupied(self, number: int | Tensor) -> int:
+        """Slots from the first on: at this step, or where only the device knows that, ever."""
+        if isinstance(number, Tensor):
+            return self._most
+        return max(min(held + number + 1, limit) for held, limit in self._growth)
 
     def _fit(self, x: Tensor) -> Tensor:
         """In K's dtype, with the numbers of a head side by side."""
@@ -164,15 +166,14 @@ class _Launch:
         slots: Slots,
         outputs: tuple[Tensor, Tensor | None],
         numbers: tuple[int, float],
-        occupied: int,
     ) -> None:
         if owner._held is None:
             raise RuntimeError("no K and V are attached")
-        self._held, self._new, self._slots, self._occupied = owner._held, new, slots, occupied
+        self._held, self._new, self._slots, self._most = owner._held, new, slots, owner._most
         self._out, self._probs = outputs
         self._step, self._scale = numbers
         self._size, self._window, self._adds = owner._size, owner._window, owner._adds
-        self._splits = owner._splits or self._programs_wanted()
+        self._splits = owner._splits
         self._aside: Slots | None = None
         self._scratch: Tensor | None = None
         if self._adds or self._probs is not None:
@@ -191,13 +192,13 @@ class _Launch:
 
     def rehearse(self, config: Config) -> None:
         """Launches the same work, which may be done any number of times: the state goes elsewhere."""
-        if self._slots.score is None:
-            return self._launch(config, self._slots)
-        # Where the new token goes is read from `free`, and what is written there is the same every time.
+        # Where the new token goes is read from `free` or follows from the step: what is written there is the same.
         if self._aside is None:
-            score, free = torch.empty_like(self._slots.score), torch.empty_like(self._slots.free)
-            self._aside = self._slots._replace(score_out=score, free_out=free)
-        return self._launch(config, self._aside)
+            self._aside = self._slots._replace(now_out=None)
+            if self._slots.score is not None:
+                score, free = torch.empty_like(self._slots.score), torch.empty_like(self._slots.free)
+                self._aside = self._aside._replace(score_out=score, free_out=free)
+        self._launch(config, self._aside)
 
     @property
     def _group(self) -> int:
@@ -210,17 +211,7 @@ class _Launch:
     @property
     def _width(self) -> int:
         # A multiple of 16 where that is free to choose: one compiled kernel for all widths, and aligned rows.
-        return triton.cdiv(self._occupied, 16) * 16 if self._probs is None else self._probs.shape[-1]
-
-    def _programs_wanted(self) -> int:
-        """Splits that occupy the GPU twice over, if that takes any and each has enough to do."""
-        tasks, device = self._size[0] * self._size[1], self._new.q.device
-        processors = PROCESSORS_INTERPRETED
-        if device.type == "cuda":
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-        if tasks >= processors:
-            return 1
-        return max(1, min(triton.cdiv(2 * processors, tasks), self._occupied // MIN_SPLIT))
+        return triton.cdiv(self._most, 16) * 16 if self._probs is None else self._probs.shape[-1]
 
     def _empty(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=self._new.q.device)
@@ -228,8 +219,8 @@ class _Launch:
     def _launch(self, config: Config, slots: Slots) -> None:
         rows, kv_heads, capacity, _ = self._size
         tasks, form = rows * kv_heads, self._form(config)
-        chunk = triton.cdiv(triton.cdiv(self._occupied, self._splits), form.block) * form.block
-        splits = triton.cdiv(self._occupied, chunk)
+        chunk = triton.cdiv(triton.cdiv(self._most, self._splits), form.block) * form.block
+        splits = triton.cdiv(self._most, chunk)
         extent = Extent(kv_heads, capacity, self._width, splits, chunk, self._window)
         results = Results(self._out, self._probs, self._scratch, None, None, None)
         options = {"num_warps": config.warps}
@@ -251,6 +242,16 @@ class _Launch:
         d = max(triton.next_power_of_2(dim), 16)
         scan = 1024 if g == 1 else 256
         return Form(dim, d, group, g, config.block, scan, config.stages, packed, self._adds, interpreting())
+
+
+def _programs_wanted(tasks: int, slots: int, device: torch.device) -> int:
+    """Splits that occupy the GPU twice over, if that takes any and each has enough to do."""
+    processors = PROCESSORS_INTERPRETED
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if tasks >= processors:
+        return 1
+    return max(1, min(triton.cdiv(2 * processors, tasks), slots // MIN_SPLIT))
 
 
 def default_config(dim: int, dtype: torch.dtype, packed: bool = False) -> Config:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from h2o_flexgen.kernels.triton_slots import locate, settle
+from h2o_flexgen.kernels.triton_slots import finish, locate, number_of, settle
 from h2o_flexgen.kernels.triton_tiles import put, tile
 
 
@@ -45,21 +45,23 @@ class Results(NamedTuple):
 def step_kernel(new, held, slots, results, extent, step, scale, form: tl.constexpr):
     """A whole step of one task by one program."""
     task = tl.program_id(0)
+    step = number_of(slots, task, step)
     where = locate(slots, extent, task, step)
     begin = where[1] // form.block * form.block
     top, total, mixed = _attend(new, held, results, extent, (task, begin, where[2]), where, scale, form)
     _write_out(results.out, task, mixed / total[:, None], form)
-    tl.store(slots.used + task, where[0].to(tl.int64))
     if results.logits is not None:
         tl.debug_barrier()  # what one thread wrote of the logits, others read
     if (results.logits is not None) or (slots.score is not None):
         settle(slots, results, extent, task, where, (top, total), step, form)
+    finish(slots, task, where[0], step)
 
 
 @triton.jit(do_not_specialize=["step"])
 def split_kernel(new, held, slots, results, extent, step, scale, form: tl.constexpr):
     """The attention of one task to `extent.chunk` of its slots."""
     task, split = tl.program_id(0), tl.program_id(1)
+    step = number_of(slots, task, step)
     where = locate(slots, extent, task, step)
     begin = tl.maximum(split * extent.chunk, where[1] // form.block * form.block)
     end = tl.minimum(split * extent.chunk + extent.chunk, where[2])
@@ -77,6 +79,7 @@ def split_kernel(new, held, slots, results, extent, step, scale, form: tl.conste
 def join_kernel(slots, results, extent, step, form: tl.constexpr):
     """Makes one of the splits of one task, and does what is left of the step."""
     task = tl.program_id(0)
+    step = number_of(slots, task, step)
     where = locate(slots, extent, task, step)
     heads, dims = tl.arange(0, form.g), tl.arange(0, form.d)
     inside = (heads < form.group)[:, None] & (dims < form.dim)[None, :]
@@ -93,9 +96,9 @@ def join_kernel(slots, results, extent, step, form: tl.constexpr):
         mixed = mixed * mine[:, None] + part * theirs[:, None]
         top = peak
     _write_out(results.out, task, mixed / total[:, None], form)
-    tl.store(slots.used + task, where[0].to(tl.int64))
     if (results.logits is not None) or (slots.score is not None):
         settle(slots, results, extent, task, where, (top, total), step, form)
+    finish(slots, task, where[0], step)
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Attention of whole prompts on a GPU, and how much of it each key received, in memory O(S).
 
 Imports Triton; see `triton_available`. The output is torch's flash attention wherever that has what is needed, which is
-half precision without a window; else a kernel of ours. Both say the logarithm of each query's sum of exponentials, and
-with it one more pass gives the column sums: a program per tile of keys computes its logits once more and adds up the
-probabilities, without atomics. Past keys, which all rows share, are read where they lie.
+half precision, heads of a multiple of 8, no window; else a kernel of ours. Both say the logarithm of each query's sum
+of exponentials, and with it one more pass gives the column sums: a program per tile of keys computes its logits once
+more and adds up the probabilities, without atomics. Past keys, which all rows share, are read where they lie.
 
 Operations: 2 n heads S (P + S / 2) d for the sums, half of what the output takes. Bytes, n rows, E per number: the sums
 read each key once and the queries of a head once per tile of 64 keys, which come from the second-level cache where
@@ -25,6 +25,7 @@ from h2o_flexgen.kernels.triton_prompt_kernels import Asked, Keys, Shape, Sums, 
 from h2o_flexgen.kernels.types import KeysValues, PrefillAttention
 
 _HALF = (torch.float16, torch.bfloat16)
+_FLASH_MULTIPLE = 8  # of numbers per head, on a GPU
 _LOG2_E = math.log2(math.e)
 
 
@@ -48,7 +49,8 @@ def prefill_attention(
     before = 0 if past is None else past.k.shape[1]
     if window is not None and window >= before + q.shape[2]:
         window = None
-    if window is None and (q.dtype in _HALF or q.device.type == "cpu"):
+    whole_vectors = q.dtype in _HALF and q.shape[-1] % _FLASH_MULTIPLE == 0
+    if window is None and (whole_vectors or q.device.type == "cpu"):
         out, lse = flash(q, k, v, scale, past)
     else:
         out, lse = forward(q, k, v, scale, past=past, window=window)

@@ -13,7 +13,10 @@ _RULE = tl.constexpr(8)  # numbers per rule: held, limit, prompt, ring, sinks, h
 
 
 class Slots(NamedTuple):
-    """State of the slots: what `triton_decode` says. Writes go to the tensors named `.._out`, and to `pos`."""
+    """State of the slots, as `types.Ranking` has it. Writes go to the tensors named `.._out`, and to `pos` and `used`.
+
+    `now`, (tasks,) int64, is the number of the step where that is not an argument of the launch.
+    """
 
     rules: Any
     used: Any
@@ -24,6 +27,8 @@ class Slots(NamedTuple):
     free_out: Any = None
     given: Any = None
     fresh: Any = None
+    now: Any = None
+    now_out: Any = None
 
 
 class Extent(NamedTuple):
@@ -35,6 +40,23 @@ class Extent(NamedTuple):
     splits: int
     chunk: int
     window: int
+
+
+@triton.jit
+def number_of(slots, task, step):
+    """Of this step: what the launch says, or the task's own count."""
+    if slots.now is not None:
+        step = tl.load(slots.now + task)
+    return step
+
+
+@triton.jit
+def finish(slots, task, slot, step):
+    """What every step leaves: the slot of its token, and the count of the next step."""
+    tl.store(slots.used + task, slot.to(tl.int64))
+    if slots.now_out is not None:
+        tl.debug_barrier()  # nobody has yet to read the count
+        tl.store(slots.now_out + task, step + 1)
 
 
 @triton.jit

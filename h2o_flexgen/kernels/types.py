@@ -1,8 +1,8 @@
-"""What attention kernels return."""
+"""What kernels take and return, and what a kernel for a whole decode step is."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -26,3 +26,77 @@ class DecodeAttention(NamedTuple):
 
     out: Tensor
     row: Tensor | None
+
+
+class SlotRule(NamedTuple):
+    """What the slots of a row follow from, beside the step: eight whole numbers, which kernels read as int64."""
+
+    held: int
+    """Tokens kept of the prompt; they lie in the first slots, later ones in the next."""
+    limit: int
+    """Slots that the row ever occupies."""
+    prompt: int
+    """Tokens of the prompt."""
+    ring: int
+    """The slot that follows the last one, where no score decides."""
+    sinks: int
+    """First positions, which never go."""
+    hides: int
+    """How many of these are not seen once they have left the window."""
+    recent: int
+    """Last positions, which do not go."""
+    evicts: int
+    """The first step at whose end a token goes by its score."""
+
+
+class Ranking(NamedTuple):
+    """State of slots that are ranked by score; steps change all of it in place."""
+
+    score: Tensor
+    """(rows, kv_heads, capacity) float32, never negative; +inf for sinks and slots that are not occupied."""
+    pos: Tensor
+    """(rows, kv_heads, capacity) int32: positions."""
+    free: Tensor
+    """(rows * kv_heads,) int64: the slot of the next token, counted from the first slot of all rows."""
+
+
+class DecodeStep(Protocol):
+    """The decode steps of one cache: each writes the new token, attends, adds to the scores and frees a slot, in one.
+
+    Made of a `SlotRule` per row, the size (rows, kv_heads, capacity, dim), the window (tokens that a query sees, itself
+    included), whether scores grow by the probabilities, in the mean over the query heads that share a KV head, and a
+    `Ranking`; without one slots are taken in order of arrival.
+    """
+
+    used: Tensor
+    """(rows, kv_heads) int64: the slot of the last step's token; the next step changes it in place."""
+
+    def attach(self, k: Tensor, v: Tensor) -> None:
+        """K and V, contiguous (rows, kv_heads, capacity, dim), from now on. ValueError for what the kernel takes not.
+
+        They must outlive the steps.
+        """
+
+    def detach(self) -> None:
+        """Let go of K and V."""
+
+    def step(
+        self,
+        number: int | Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        *,
+        fresh: Tensor | None = None,
+        slots: Tensor | None = None,
+        probs: Tensor | None = None,
+    ) -> Tensor:
+        """Step `number`, 0 for the first after the prompts: what the queries see, (rows, heads, dim) in K's dtype.
+
+        number: a whole number, or where the kernel can do that the same number in an int64 tensor (rows, kv_heads) on
+        its device, which the step then increases by one: nothing that is launched depends on it any more. qkv: q (rows,
+        heads, dim), k and v (rows, kv_heads, dim) of the new tokens. fresh: the scores they start with, float32 (rows,
+        kv_heads); None: 0. slots: where they go, as `Ranking.free`, if the caller decides that; not with a ranking.
+        probs: takes the probabilities, float32 (rows, kv_heads, width), 0 where no token is seen; width is at least
+        what is occupied. All three contiguous.
+        """
+        ...

@@ -13,7 +13,7 @@ import torch
 
 from h2o_flexgen.cache.clock import slots_needed
 from h2o_flexgen.cache.kv_cache import KVCache
-from h2o_flexgen.cache.native import NativeStep
+from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine import block
@@ -118,7 +118,7 @@ def test_other_families(policy: PolicyRow, name: str, tier: str, checkpoint, alo
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps by torch, and by the kernel in C where it can be had."""
     if request.param == "torch":
-        monkeypatch.setattr(NativeStep, "of", lambda clock, book, kv: None)
+        monkeypatch.setattr(FusedStep, "of", lambda *_: None)
 
 
 @pytest.mark.usefixtures("kernel")

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from h2o_flexgen.cache import make_policy
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
-from h2o_flexgen.cache.native import NativeStep
+from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels import reference
-from h2o_flexgen.kernels.native.attend import NativeAttend, Ranking, SlotRule, available
+from h2o_flexgen.kernels.native.attend import NativeAttend, available
+from h2o_flexgen.kernels.types import Ranking, SlotRule
 from tests.cache.harness import CacheRun, budget_of, make_stream
 from tests.policy_matrix import POLICIES, PolicyRow
 
@@ -252,15 +253,15 @@ def pair(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> tuple[C
     """The same run with the kernel in C and with torch's; the first step settles which."""
     native, plain = (CacheRun(*args, **options) for _ in range(2))
     torch.testing.assert_close(*with_torch(monkeypatch, native, plain), atol=1e-5, rtol=1e-5)
-    assert native.cache._native is not None
-    assert plain.cache._native is None
+    assert native.cache._fused is not None
+    assert plain.cache._fused is None
     return native, plain
 
 
 def with_torch(monkeypatch: pytest.MonkeyPatch, native: CacheRun, plain: CacheRun) -> tuple[Tensor, Tensor]:
     out = native.step()
     with monkeypatch.context() as patch:
-        patch.setattr(NativeStep, "of", lambda clock, book, kv: None)
+        patch.setattr(FusedStep, "of", lambda *_: None)
         return out, plain.step()
 
 

@@ -10,21 +10,30 @@ import pytest
 import torch
 
 from h2o_flexgen.kernels import triton_available
-from h2o_flexgen.kernels.triton_available import available, interpreting, why_not
+from h2o_flexgen.kernels.triton_available import available, interpreting, serves, why_not
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch):
     """Triton as if installed in some version, or not (None); the interpreter is not asked for."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("H2O_FLEXGEN_TRITON", raising=False)
 
     def install(version: str | None) -> None:
         monkeypatch.setattr(util, "find_spec", lambda name: None if version is None else object())
         monkeypatch.setattr(metadata, "version", lambda name: version)
-        triton_available._missing.cache_clear()
+        forget()
 
     yield install
-    triton_available._missing.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    for kept in (triton_available._missing, triton_available._serves, triton_available._failing):
+        if hasattr(kept, "cache_clear"):
+            kept.cache_clear()
 
 
 def test_missing_or_old(installed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +55,38 @@ def test_devices(installed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "7.5, needed 8.0" in why_not("cuda:0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_available, "_failing", lambda device: None)
     assert why_not("cuda") is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_kernel_that_fails_is_found_out(installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed("3.10.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert "cannot run a kernel here" in why_not("cuda")
+    assert not serves(CUDA)
+
+
+def test_the_switch(installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU Triton serves unless it is refused; in host memory, if the interpreter and the engine are both told."""
+    installed("3.10.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton_available, "_failing", lambda device: None)
+    assert serves(CUDA)
+    assert not serves(CPU)
+    monkeypatch.setenv("H2O_FLEXGEN_TRITON", "1")
+    assert serves(CUDA)
+    assert not serves(CPU)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert serves(CPU)
+    monkeypatch.setenv("H2O_FLEXGEN_TRITON", "0")
+    assert why_not("cuda") == why_not("cpu") == "H2O_FLEXGEN_TRITON is 0"
+    assert not serves(CUDA)
+    assert not serves(CPU)
+    monkeypatch.delenv("H2O_FLEXGEN_TRITON")
+    assert not serves(CPU)
 
 
 def test_the_interpreter_takes_any_device(installed, monkeypatch: pytest.MonkeyPatch) -> None:

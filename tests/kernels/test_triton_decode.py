@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ from torch import Tensor
 
 from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
 
-from h2o_flexgen.cache import make_policy, native
+from h2o_flexgen.cache import make_policy
 from h2o_flexgen.cache.clock import RowClock, slots_needed
+from h2o_flexgen.cache.fused import slot_rules
 from h2o_flexgen.cache.ranked import RankedSlots
 from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.kernels import reference
+from h2o_flexgen.kernels import reference, triton_decode
 from h2o_flexgen.kernels.triton_decode import TritonAttend
 from h2o_flexgen.kernels.triton_quant import Packed
 from h2o_flexgen.quant import Quantised, dequantise, quantise
@@ -51,7 +53,9 @@ class Pair:
         dtype: torch.dtype = torch.float32,
         window: int | None = None,
         splits: int | None = None,
+        counts: bool = False,
     ) -> None:
+        """`counts`: the kernel counts its steps on the device."""
         self.random = torch.Generator().manual_seed(len(rows) + dim)
         budgets = [budget for _, budget in rows]
         capacity = slots_needed(budgets)
@@ -68,7 +72,7 @@ class Pair:
         self.k, self.v = copies(self.seen_k, self.seen_v)
         self.state = copies(*self.book.ranking)
         self.kernel = TritonAttend(
-            native._rules(self.clock, ranked=True),
+            slot_rules(self.clock, ranked=True),
             self.size,
             DEVICE,
             window=window,
@@ -78,6 +82,7 @@ class Pair:
         )
         self.kernel.attach(self.k, self.v)
         self.dtype, self.window, self.scale = dtype, window, 0.3
+        self.count = torch.zeros(self.size[:2], dtype=torch.int64, device=DEVICE) if counts else None
 
     def draw(self, *size: int, dtype: torch.dtype) -> Tensor:
         return torch.randn(size, generator=self.random).to(dtype)
@@ -90,7 +95,8 @@ class Pair:
     def step(self) -> None:
         """One step of both, compared."""
         q, k, v = self.new()
-        out = self.kernel.step(self.clock.step, copies(q, k, v), self.scale).cpu()
+        number = self.clock.step if self.count is None else self.count
+        out = self.kernel.step(number, copies(q, k, v), self.scale).cpu()
         flat, (rows, kv_heads, capacity, dim) = self.book.take(), self.size
         for held, one in ((self.seen_k, k), (self.seen_v, v)):
             held.view(-1, dim).index_copy_(0, flat, one.reshape(-1, dim))
@@ -110,6 +116,7 @@ class Pair:
         self.book.settle(None, self.clock.length)
         assert torch.equal(free, self.book._free)
         self.clock.tick()
+        assert self.count is None or (self.count == self.clock.step).all()
 
     def valid(self) -> Tensor:
         """Slots that the query sees, by the positions in them."""
@@ -127,7 +134,7 @@ class Pair:
         assert torch.equal(self.v.cpu(), self.seen_v)
 
 
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("group", [*range(1, 9), 16])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_every_group_size(group: int, splits: int) -> None:
     pair = Pair([(40, keeps(33, 10))], group=group, splits=splits)
@@ -146,7 +153,7 @@ def test_odd_numbers_of_slots(slots: int, splits: int | None) -> None:
     pair.check_contents()
 
 
-@pytest.mark.parametrize("dim", [16, 48, 80, 128, 256])
+@pytest.mark.parametrize("dim", [6, 12, 16, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 def test_every_dimension_and_dtype(dim: int, group: int, dtype: torch.dtype) -> None:
@@ -169,7 +176,7 @@ RAGGED: list[Row] = [
 @pytest.mark.parametrize("group", [1, 3])
 def test_rows_of_their_own(splits: int, group: int) -> None:
     """Prompts, budgets and counts differ; rows begin to evict at different steps; one runs past its end."""
-    pair = Pair(RAGGED, kv_heads=1, group=group, splits=splits)
+    pair = Pair(RAGGED, kv_heads=1, group=group, splits=splits, counts=group == 3)
     for _ in range(6):
         pair.step()
     pair.check_contents()
@@ -178,7 +185,7 @@ def test_rows_of_their_own(splits: int, group: int) -> None:
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_window_and_sinks_that_leave_it(splits: int) -> None:
     rows = [(30, keeps(20, 6, sinks=5)), (18, keeps(12, 4, sinks=2)), (24, keeps(19, 9)), (3, keeps(20, 6, sinks=1))]
-    pair = Pair(rows, kv_heads=1, window=24, splits=splits)
+    pair = Pair(rows, kv_heads=1, window=24, splits=splits, counts=True)
     for _ in range(8):
         pair.step()
     pair.check_contents()
@@ -276,15 +283,16 @@ needs_host_memory = pytest.mark.skipif(DEVICE != "cpu", reason="the cache of thi
 
 @pytest.fixture
 def in_the_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TritonAttend]]:
-    """Caches that step by the kernel under test, which is what they take the one in C for."""
+    """The kernels that caches made."""
     made: list[TritonAttend] = []
 
-    def make(rules: list, size: tuple[int, int, int, int], **options: object) -> TritonAttend:
-        made.append(TritonAttend(rules, size, "cpu", **options))
-        return made[-1]
+    class Noted(TritonAttend):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
 
-    monkeypatch.setattr(native, "NativeAttend", make)
-    monkeypatch.setattr(native, "available", lambda *_: True)
+    monkeypatch.setattr(triton_decode, "TritonAttend", Noted)
+    monkeypatch.setenv("H2O_FLEXGEN_TRITON", "1")
     yield made
     assert made, "the caches did without the kernel"
 
@@ -309,8 +317,8 @@ def test_streams_equal_the_oracles(policy: PolicyRow, window: int | None, in_the
 @needs_host_memory
 def test_what_is_refused() -> None:
     rule = (0, 8, 4, 7, 0, 0, 0, 1 << 62)
-    with pytest.raises(ValueError, match="dim is to be"):
-        TritonAttend([rule], (1, 1, 8, 24), "cpu")
+    with pytest.raises(ValueError, match="at most 256"):
+        TritonAttend([rule], (1, 1, 8, 257), "cpu")
     with pytest.raises(ValueError, match="no ranking"):
         TritonAttend([rule], (1, 1, 8, 16), "cpu", adds=True)
     kernel = TritonAttend([rule], (1, 1, 8, 16), "cpu")
@@ -322,7 +330,7 @@ def test_what_is_refused() -> None:
     kernel.attach(torch.zeros(1, 1, 8, 16), torch.zeros(1, 1, 8, 16))
     with pytest.raises(ValueError, match="for a cache of"):
         kernel.step(0, (new[0], new[1].squeeze(1).unsqueeze(1).repeat(1, 2, 1), new[2]), 1.0)
-    with pytest.raises(ValueError, match="9 query heads"):
-        kernel.step(0, (torch.zeros(1, 9, 16), new[1], new[2]), 1.0)
+    with pytest.raises(ValueError, match="17 query heads"):
+        kernel.step(0, (torch.zeros(1, 17, 16), new[1], new[2]), 1.0)
     with pytest.raises(ValueError, match="3 are occupied"):
         kernel.step(2, new, 1.0, probs=torch.zeros(1, 1, 2))

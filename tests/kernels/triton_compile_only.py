@@ -76,7 +76,9 @@ def decode(group: int, *, packed: bool = False, splits: int = 1) -> None:
         kernel.attach_packed(*(Packed(*triton_quant.quantise(x)) for x in (k, v)))
     else:
         kernel.attach(k, v)
-    kernel.step(5, tuple(torch.randn(2, heads, 128).bfloat16() for heads in (2 * group, 2, 2)), 0.1)
+    # Counted on the device, as the engine has it, or told.
+    number = 5 if packed else torch.full((2, 2), 5)
+    kernel.step(number, tuple(torch.randn(2, heads, 128).bfloat16() for heads in (2 * group, 2, 2)), 0.1)
 
 
 def prompt() -> None:

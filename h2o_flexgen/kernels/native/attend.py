@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.native.build import library
+from h2o_flexgen.kernels.types import Ranking, SlotRule
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of keys, values and queries."""
@@ -17,38 +17,6 @@ MAX_DIM = 256
 """Numbers per head."""
 
 _Pointer, _Count = ctypes.c_void_p, ctypes.c_int64
-
-
-class SlotRule(NamedTuple):
-    """What the slots of a row follow from, beside the step: `Row` in attend.c."""
-
-    held: int
-    """Tokens kept of the prompt; they lie in the first slots, later ones in the next."""
-    limit: int
-    """Slots that the row ever occupies."""
-    prompt: int
-    """Tokens of the prompt."""
-    ring: int
-    """The slot that follows the last one, where no score decides."""
-    sinks: int
-    """First positions, which never go."""
-    hides: int
-    """How many of these are not seen once they have left the window."""
-    recent: int
-    """Last positions, which do not go."""
-    evicts: int
-    """The first step at whose end a token goes by its score."""
-
-
-class Ranking(NamedTuple):
-    """State of slots that are ranked by score; steps change all of it in place."""
-
-    score: Tensor
-    """(rows, kv_heads, capacity) float32, never negative; +inf for sinks and slots that are not occupied."""
-    pos: Tensor
-    """(rows, kv_heads, capacity) int32: positions."""
-    free: Tensor
-    """(rows * kv_heads,) int64: the slot of the next token, counted from the first slot of all rows."""
 
 
 class _Vectors(ctypes.Structure):
@@ -74,7 +42,7 @@ def available(dtype: torch.dtype, dim: int, device: torch.device) -> bool:
 
 
 class NativeAttend:
-    """The decode steps of one cache. Holds the tensors that the C code has pointers to.
+    """A `DecodeStep` for caches in host memory. Holds the tensors that the C code has pointers to.
 
     Used by one thread; the work is spread over torch's threads, by row and KV head, and no result depends on how many.
     """
@@ -88,11 +56,7 @@ class NativeAttend:
         ranking: Ranking | None = None,
         adds: bool = False,
     ) -> None:
-        """`size`: rows, kv_heads, capacity, dim. `window`: tokens that a query sees, itself included.
-
-        Without a `ranking` slots are taken in order of arrival. `adds`: scores grow by the probabilities, in the mean
-        over the query heads that share a KV head.
-        """
+        """As `DecodeStep` says. ValueError where there is no kernel, see `available`."""
         found = library("attend")
         if found is None or len(rules) != size[0] or size[3] > MAX_DIM:
             raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: see `available`")
@@ -102,7 +66,6 @@ class NativeAttend:
         self._rules = torch.tensor(rules, dtype=torch.int64)
         self._ranking = ranking
         self.used = torch.zeros(rows, kv_heads, dtype=torch.int64)
-        """The slot of the last step's token."""
         self._new, self._rows = (rows, kv_heads, dim), rows
         self._step = _Step(rows=rows, kv_heads=kv_heads, capacity=self.capacity, dim=dim)
         self._step.rule, self._step.used = self._rules.data_ptr(), self.used.data_ptr()
@@ -116,7 +79,7 @@ class NativeAttend:
         self._pointer = ctypes.pointer(self._step)
 
     def attach(self, k: Tensor, v: Tensor) -> None:
-        """K and V, contiguous (rows, kv_heads, capacity, dim), from now on. ValueError for a dtype not in `DTYPES`."""
+        """See `DecodeStep`. ValueError for a dtype not in `DTYPES`."""
         if k.dtype not in DTYPES or v.dtype != k.dtype:
             raise ValueError(f"K is {k.dtype} and V {v.dtype}: needed one of {DTYPES}")
         self._dtype, self._strides = k.dtype, None
@@ -125,12 +88,12 @@ class NativeAttend:
         self._step.k, self._step.v = k.data_ptr(), v.data_ptr()
 
     def detach(self) -> None:
-        """Let go of K and V."""
+        """See `DecodeStep`."""
         self._kv = None
 
     def step(
         self,
-        number: int,
+        number: int | Tensor,
         qkv: tuple[Tensor, Tensor, Tensor],
         scale: float,
         *,
@@ -138,13 +101,9 @@ class NativeAttend:
         slots: Tensor | None = None,
         probs: Tensor | None = None,
     ) -> Tensor:
-        """Step `number`, 0 for the first after the prompts: what the queries see, (rows, heads, dim) in K's dtype.
-
-        qkv: q (rows, heads, dim), k and v (rows, kv_heads, dim) of the new tokens. fresh: the scores they start with,
-        float32 (rows, kv_heads); None: 0. slots: where they go, as `Ranking.free`, if the caller decides that. probs:
-        takes the probabilities, float32 (rows, kv_heads, width), 0 where no token is seen. All three contiguous.
-        MemoryError where a few KiB are not to be had.
-        """
+        """See `DecodeStep`. `number` is a whole number. MemoryError where a few KiB are not to be had."""
+        if isinstance(number, Tensor):
+            raise TypeError("this kernel is told its step: it takes no tensor for it")
         q, k, v = (self._fit(x) for x in qkv)
         heads, step = q.shape[1], self._step
         if self._kv is None:
