@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,8 @@ from typing import Any, TextIO
 ROOT = Path(__file__).resolve().parents[1]
 _CHOSEN = "as chosen"
 _GRIDS = 3  # repetitions that measure a grid, too
+_PATIENCE = 1.1  # a policy of a grid is given this many times the seconds of the chosen one: after that it has lost
+_START_S = 8  # in which a run starts, plans and loads
 SLACK = 1.25  # of the control group over --cpu-mem: page cache of libraries, the interpreter before it counts
 
 
@@ -71,17 +74,30 @@ SETTINGS = (
 )
 
 
-def run(setting: Setting, offload: Path, extra: Iterable[str] = ()) -> dict[str, Any]:
-    """The record of one run; `extra` flags fix a policy. RuntimeError with what was said where it fails."""
+class TooSlow(RuntimeError):
+    """A run was ended because it had taken longer than the one it is compared with."""
+
+
+def run(setting: Setting, offload: Path, extra: Iterable[str] = (), limit: float | None = None) -> dict[str, Any]:
+    """The record of one run; `extra` flags fix a policy. RuntimeError with what was said where it fails.
+
+    TooSlow where prefill and decode take over `limit` seconds, and as many as the program starts in.
+    """
     command = [sys.executable, "-m", "h2o_flexgen.run", *setting.flags, "--offload-dir", str(offload), *extra]
     if setting.cpu_mem is not None:
         limit = f"{int(setting.cpu_mem * SLACK * 1024)}M"
         command = [str(ROOT / "scripts/memcap.sh"), limit, "--cold", str(offload), "--", *command]
     load = os.getloadavg()[0]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{setting.label}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-    record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        try:
+            out, err = process.communicate(timeout=None if limit is None else limit + _START_S)
+        except subprocess.TimeoutExpired as expired:
+            os.killpg(process.pid, signal.SIGTERM)
+            raise TooSlow(f"{setting.label}: over {limit:.0f} s") from expired
+    if process.returncode:
+        raise RuntimeError(f"{setting.label}: exit code {process.returncode}\n{err[-2000:]}")
+    record: dict[str, Any] = json.loads(out.splitlines()[-1])
     return {"setting": setting.label, "flags": " ".join(extra) or _CHOSEN, "load_average": load, **record}
 
 
@@ -132,21 +148,32 @@ def _choices(records: list[dict[str, Any]]) -> Iterator[str]:
     """The chosen policy of each setting against the best of its grid; the same flags more than once: their median."""
     for setting in SETTINGS:
         speeds: dict[str, list[float]] = {}
-        for record in records:
-            if record["setting"] == setting.label:
+        slower = 0
+        for record in (record for record in records if record["setting"] == setting.label):
+            if "slower_than_s" in record:
+                slower += 1
+            else:
                 speeds.setdefault(record["flags"], []).append(record["gen_throughput"])
         medians = {flags: median(values) for flags, values in speeds.items()}
-        if len(medians) > 1:
+        if len(medians) + slower > 1:
             best = max(medians, key=lambda flags: medians[flags])
             share = medians[_CHOSEN] / medians[best]
-            yield f"{setting.label}: chosen {share:.0%} of the best of {len(medians)} ({best})"
+            ended = f", {slower} of them ended unfinished after {_PATIENCE:g} times its seconds" if slower else ""
+            yield f"{setting.label}: chosen {share:.0%} of the best of {len(medians) + slower} ({best}){ended}"
 
 
 def measure(setting: Setting, offload: Path, with_grid: bool, out: TextIO) -> None:
     """One run by the chosen policy, and one by each policy around it."""
 
-    def keep(extra: Iterable[str]) -> dict[str, Any]:
-        record = run(setting, offload, extra)
+    def keep(extra: Iterable[str], limit: float | None = None) -> dict[str, Any]:
+        try:
+            record = run(setting, offload, extra, limit)
+        except TooSlow as slow:
+            print(f"{slow} with {' '.join(extra)}", flush=True)
+            record = {"setting": setting.label, "flags": " ".join(extra), "slower_than_s": limit}
+            out.write(json.dumps(record) + "\n")
+            out.flush()
+            return record
         out.write(json.dumps(record) + "\n")
         out.flush()
         predicted, speed = record["predicted"]["gen_throughput"], record["gen_throughput"]
@@ -154,9 +181,10 @@ def measure(setting: Setting, offload: Path, with_grid: bool, out: TextIO) -> No
         return record
 
     chosen = keep(())
+    limit = _PATIENCE * (chosen["prefill_s"] + chosen["decode_s"])
     for flags in grid(chosen) if with_grid else ():
         with suppress(RuntimeError):  # what does not fit is no competitor
-            keep(flags)
+            keep(flags, limit)
 
 
 def main() -> int:
