@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", default="opt-125m")
     parser.add_argument("--sequences", type=int, default=192)
     parser.add_argument("--places", type=int, default=64, help="of the GPU batch (default: 64)")
-    parser.add_argument("--prompt", type=int, default=64, help="mean prompt tokens (default: 64)")
+    parser.add_argument("--prompt", type=int, default=32, help="mean prompt tokens (default: 32)")
     parser.add_argument("--new", type=int, default=32, help="mean generated tokens (default: 32)")
     parser.add_argument("--caches", default=",".join(CACHES), help="full, h2o or both (default)")
     parser.add_argument("--repetitions", type=int, default=5, help="pairs, in all (default: 5)")
