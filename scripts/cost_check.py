@@ -78,10 +78,10 @@ class TooSlow(RuntimeError):
     """A run was ended because it had taken longer than the one it is compared with."""
 
 
-def run(setting: Setting, offload: Path, extra: Iterable[str] = (), limit: float | None = None) -> dict[str, Any]:
+def run(setting: Setting, offload: Path, extra: Iterable[str] = (), seconds: float | None = None) -> dict[str, Any]:
     """The record of one run; `extra` flags fix a policy. RuntimeError with what was said where it fails.
 
-    TooSlow where prefill and decode take over `limit` seconds, and as many as the program starts in.
+    TooSlow where prefill and decode take over `seconds`, and as many as the program starts in.
     """
     command = [sys.executable, "-m", "h2o_flexgen.run", *setting.flags, "--offload-dir", str(offload), *extra]
     if setting.cpu_mem is not None:
@@ -91,10 +91,10 @@ def run(setting: Setting, offload: Path, extra: Iterable[str] = (), limit: float
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         try:
-            out, err = process.communicate(timeout=None if limit is None else limit + _START_S)
+            out, err = process.communicate(timeout=None if seconds is None else seconds + _START_S)
         except subprocess.TimeoutExpired as expired:
             os.killpg(process.pid, signal.SIGTERM)
-            raise TooSlow(f"{setting.label}: over {limit:.0f} s") from expired
+            raise TooSlow(f"{setting.label}: over {seconds:.0f} s") from expired
     if process.returncode:
         raise RuntimeError(f"{setting.label}: exit code {process.returncode}\n{err[-2000:]}")
     record: dict[str, Any] = json.loads(out.splitlines()[-1])
