@@ -1,4 +1,4 @@
-"""Attention, score accumulation and products of few rows: one signature each, several implementations."""
+"""Attention, score accumulation and products: one signature each, several implementations."""
 
 from h2o_flexgen.kernels.native.linear import linear
 from h2o_flexgen.kernels.prompt import prefill_attention

@@ -9,12 +9,31 @@ both the output and the column sums: memory is O(S) per head, and no second pass
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttention
 
 _CHUNK_ELEMENTS = 1 << 20  # float32 logits alive at once: 4 MiB
 _MIN_CHUNK = 16
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    wide: bool = False,
+    relu: bool = False,
+    onto: Tensor | None = None,
+) -> Tensor:
+    """x (T, in) times weight (out, in) transposed, plus bias; the rest as `native.linear.linear` has it."""
+    y = F.linear(x, weight, bias)
+    if relu:
+        y.relu_()
+    if onto is not None:
+        return onto.add_(y)
+    return y.float() if wide else y
 
 
 def _block_shape(n: int, heads: int, length: int, total: int) -> tuple[int, int]:

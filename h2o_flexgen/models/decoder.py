@@ -26,8 +26,8 @@ Weights = Mapping[str, Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q (T, heads, d), k (T, kv_heads, d), v (T, kv_heads, d)) -> (T, heads, d); rotates q and k, keeps the cache."""
 
-Inner = Callable[[Tensor], Tensor]
-"""What a half computes between its norm and the residual addition: (T, H) -> (T, H), newly made."""
+Inner = Callable[[Tensor, Tensor | None], Tensor]
+"""What a half computes after its norm: (T, H) -> (T, H), newly made, or added in place to what comes second."""
 Half = Callable[[Weights, Tensor, Inner], None]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -76,7 +76,7 @@ class Decoder:
         arch = spec.arch
         self.spec = spec
         self.scale = spec.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
-        self._activation = ACTIVATIONS[arch.activation]
+        self._activation, self._relu = ACTIVATIONS[arch.activation], arch.activation == "relu"
         self._eps, self._offset = arch.norm_eps, arch.norm_offset
         self._norm = self._layer_norm if arch.norm == "layernorm" else self._rms_norm
         self._attn_half, self._mlp_half = self._halves(arch)
@@ -107,11 +107,11 @@ class Decoder:
 
         `attention` gets q and k normed where the model does that, and not rotated.
         """
-        self._attn_half(w, hidden, lambda x: self._attend(w, x, attention))
+        self._attn_half(w, hidden, lambda x, onto: self._attend(w, x, attention, onto))
 
     def mlp(self, w: Weights, hidden: Tensor) -> None:
         """The MLP half of a layer, residual included: updates hidden (T, hidden_width) in place."""
-        self._mlp_half(w, hidden, lambda x: self._feed_forward(w, x))
+        self._mlp_half(w, hidden, lambda x, onto: self._feed_forward(w, x, onto))
 
     def head(self, w: Weights, hidden: Tensor) -> Tensor:
         """Logits (T, vocab_size) in float32 of hidden (T, hidden_width)."""
@@ -173,43 +173,44 @@ class Decoder:
     # ---- residuals
 
     def _pre_norm_half(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
-        hidden.add_(inner(self._norm(w, "norm", hidden)))
+        inner(self._norm(w, "norm", hidden), hidden)
 
     def _post_norm_half(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
-        hidden.copy_(self._norm(w, "norm", inner(hidden).add_(hidden)))
+        hidden.copy_(self._norm(w, "norm", inner(hidden, None).add_(hidden)))
 
     def _sandwich_half(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
-        hidden.add_(self._norm(w, "post_norm", inner(self._norm(w, "norm", hidden))))
+        hidden.add_(self._norm(w, "post_norm", inner(self._norm(w, "norm", hidden), None)))
 
     def _parallel_attn(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
         x, added = hidden.chunk(2, dim=-1)
-        added.copy_(inner(self._norm(w, "norm", x)))
+        added.copy_(inner(self._norm(w, "norm", x), None))
 
     def _parallel_mlp(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
         x, added = hidden.chunk(2, dim=-1)
-        x.add_(inner(self._norm(w, "norm", x)).add_(added))
+        x.add_(inner(self._norm(w, "norm", x), None).add_(added))
 
-    # ---- what a half computes: x (T, H) -> (T, H)
+    # ---- what a half computes: x (T, H) -> (T, H), see Inner
 
-    def _attend(self, w: Weights, x: Tensor, attention: Attention) -> Tensor:
+    def _attend(self, w: Weights, x: Tensor, attention: Attention, onto: Tensor | None) -> Tensor:
         if "qkv.weight" in w:
             q, k, v = linear(x, w["qkv.weight"], w.get("qkv.bias")).split(self._sizes, dim=-1)
         else:
             q, k, v = (linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
         q, k, v = (t.unflatten(-1, (-1, self.spec.head_dim)) for t in (q, k, v))
         q, k = self._qk_norm(w, q, k)
-        return linear(attention(q, k, v).flatten(1), w["o.weight"], w.get("o.bias"))
+        return linear(attention(q, k, v).flatten(1), w["o.weight"], w.get("o.bias"), onto=onto)
 
-    def _plain(self, w: Weights, x: Tensor) -> Tensor:
-        up = self._activation(linear(x, w["up.weight"], w.get("up.bias")))
-        return linear(up, w["down.weight"], w.get("down.bias"))
+    def _plain(self, w: Weights, x: Tensor, onto: Tensor | None) -> Tensor:
+        up = linear(x, w["up.weight"], w.get("up.bias"), relu=self._relu)
+        up = up if self._relu else self._activation(up)
+        return linear(up, w["down.weight"], w.get("down.bias"), onto=onto)
 
-    def _gated(self, w: Weights, x: Tensor) -> Tensor:
+    def _gated(self, w: Weights, x: Tensor, onto: Tensor | None) -> Tensor:
         if "gate_up.weight" in w:
             up, gate = linear(x, w["gate_up.weight"], w.get("gate_up.bias")).chunk(2, dim=-1)
         else:
             up, gate = (linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in ("up", "gate"))
-        return linear(self._activation(gate).mul_(up), w["down.weight"], w.get("down.bias"))
+        return linear(self._activation(gate).mul_(up), w["down.weight"], w.get("down.bias"), onto=onto)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:

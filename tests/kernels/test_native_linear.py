@@ -1,4 +1,4 @@
-"""Products of few rows in C against products in float64, and what is left to torch."""
+"""Products in C against products in float64, and what is left to torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.kernels import linear
+from h2o_flexgen.kernels import linear, torch_cpu
 from h2o_flexgen.kernels.native import linear as native
 from h2o_flexgen.kernels.native.build import why_not
 
@@ -34,7 +34,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.fixture
 def native_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that was left to torch would pass every comparison: it has none."""
-    monkeypatch.setattr(native.F, "linear", None)
+    monkeypatch.setattr(torch_cpu.F, "linear", None)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many products were left to torch: as many as there are items."""
     found: list[int] = []
     original = F.linear
-    monkeypatch.setattr(native.F, "linear", lambda *args: (found.append(1), original(*args))[1])
+    monkeypatch.setattr(torch_cpu.F, "linear", lambda *args: (found.append(1), original(*args))[1])
     return found
 
 
@@ -85,7 +85,41 @@ def test_many_rows_are_cut_into_parts(rows: int, threads: int) -> None:
 
 
 @pytest.mark.usefixtures("native_only")
-@pytest.mark.parametrize("rows", [2, 5, 33])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("ins", [2, 30, 32, 34, 190, 192, 194, 770])
+def test_many_rows(ins: int, wide: bool, threads: int) -> None:
+    torch.manual_seed(ins)
+    for outs in (1, 16, 63, 64, 65, 200):
+        weight, bias = noise(outs, ins), noise(outs)
+        for rows in (129, 132, 191, 192, 193, 301):
+            x = noise(rows, ins)
+            check(linear(x, weight, wide=wide), x, weight, None)
+            check(linear(x, weight, bias, wide=wide), x, weight, bias)
+
+
+@pytest.mark.usefixtures("native_only")
+@pytest.mark.parametrize("rows", [1, 7, 33, 128, 131, 200])
+@pytest.mark.parametrize("ins", [64, 98])
+def test_relu_and_what_it_is_added_to(rows: int, ins: int, threads: int) -> None:
+    """As in torch, from the same product: what is rounded first, and when, decides about the last bit."""
+    torch.manual_seed(rows)
+    x, weight, bias = noise(rows, ins), noise(75, ins), noise(75)
+    x[-1], bias[3] = 0.0, NAN
+    whole = noise(rows, 2 * 75)
+    plain, sides = linear(x, weight, bias), whole.clone()
+    cut = plain.clone().relu_()
+    assert torch.equal(linear(x, weight, bias, relu=True).nan_to_num(7.0), cut.nan_to_num(7.0))
+    for relu, y in ((False, plain), (True, cut)):
+        onto = whole.clone()[:, 75:]
+        assert linear(x, weight, bias, relu=relu, onto=onto) is onto
+        assert torch.equal(onto.nan_to_num(7.0), (sides[:, 75:] + y).nan_to_num(7.0))
+    half = whole[:, :75]
+    linear(x, weight, bias, onto=half)
+    assert torch.equal(whole[:, 75:], sides[:, 75:])
+
+
+@pytest.mark.usefixtures("native_only")
+@pytest.mark.parametrize("rows", [2, 5, 33, 130, 145])
 def test_strides_and_odd_addresses(rows: int) -> None:
     """Rows apart, as in half of a wider tensor; weights in the middle of a file. What lies around is not read: nan."""
     torch.manual_seed(rows)
@@ -102,7 +136,7 @@ def test_strides_and_odd_addresses(rows: int) -> None:
 
 @pytest.mark.usefixtures("native_only")
 @pytest.mark.parametrize("ins", [40, 64])
-@pytest.mark.parametrize("rows", [1, 6, 20])
+@pytest.mark.parametrize("rows", [1, 6, 20, 130])
 @pytest.mark.parametrize("wide", [False, True])
 def test_inf_and_nan_stay_in_their_rows(ins: int, rows: int, wide: bool) -> None:
     torch.manual_seed(ins)
@@ -141,10 +175,8 @@ def test_what_is_left_to_torch(calls: list[int]) -> None:
     x, weight, bias = noise(3, 64), noise(10, 64), noise(10)
     assert not linear(x, weight, bias).isnan().any()
     assert not calls
-    many = noise(native.MOST_ROWS + 1, 64)
     others = [
         (x.float(), weight.float(), bias.float()),
-        (many, weight, bias),
         (noise(64, 3).T, weight, bias),
         (x, noise(64, 10).T, bias),
         (x[:0], weight, bias),
@@ -155,8 +187,11 @@ def test_what_is_left_to_torch(calls: list[int]) -> None:
     for count, arguments in enumerate(others, start=1):
         torch.testing.assert_close(linear(*arguments), _plain(*arguments))
         assert len(calls) == count
-    linear(many, weight, bias, wide=True)
-    assert len(calls) == len(others), "logits are not rounded to bfloat16 with many rows either"
+    onto = noise(3, 20)
+    for each in (onto[:, ::2], onto[:, :10].float()):
+        expected = each + _plain(x, weight, bias)
+        torch.testing.assert_close(linear(x, weight, bias, onto=each), expected)
+    assert len(calls) == len(others) + 2
 
 
 def _plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

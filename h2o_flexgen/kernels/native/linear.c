@@ -10,12 +10,10 @@
 
    As everywhere in the processor's bfloat16 instructions, denormal numbers count as zero. */
 
-#include <immintrin.h>
 #include <omp.h>
-#include <stdint.h>
 #include <string.h>
 
-typedef uint16_t bf16;
+#include "product.h"
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
@@ -31,14 +29,6 @@ enum {
     GRAIN = 24,       /* threads share the outputs in multiples of this */
     ALONE = 1 << 16,  /* products that one thread does sooner than two can agree on it */
 };
-
-typedef struct {
-    const bf16 *x, *w, *bias; /* (rows, ins), (outs, ins), (outs) or NULL */
-    void *y;                  /* (rows, outs) */
-    long rows, outs, ins;
-    long x_stride, y_stride; /* elements from row to row */
-    int wide;                /* y is float32, not bfloat16 */
-} Product;
 
 /* Where a tile is: its first row of x and output of w, where its sums go, and what is to be fetched meanwhile. */
 typedef struct {
@@ -161,26 +151,6 @@ static void sum_rows(Place at, Cut cut, int outs) {
     }
 }
 
-/* Writes y for `rows` and `outs` from `row` and `out` on: bias added, rounded to nearest even. */
-static void finish(const Product *p, const float *sums, long row, long rows, long out, long outs) {
-    for (long o = 0; o < outs; o += 16) {
-        const __mmask16 mask = outs - o >= 16 ? (__mmask16)-1 : (__mmask16)((1 << (outs - o)) - 1);
-        __m512 bias = _mm512_setzero_ps();
-        if (p->bias) {
-            __m256i short_bias = _mm256_maskz_loadu_epi16(mask, p->bias + out + o);
-            bias = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(short_bias), 16));
-        }
-        for (long r = 0; r < rows; r++) {
-            const long to = (row + r) * p->y_stride + out + o;
-            __m512 v = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, sums + r * BLOCK_OUTS + o), bias);
-            if (p->wide)
-                _mm512_mask_storeu_ps((float *)p->y + to, mask, v);
-            else
-                _mm256_mask_storeu_epi16((bf16 *)p->y + to, mask, (__m256i)_mm512_cvtneps_pbh(v));
-        }
-    }
-}
-
 /* All outputs from `first` to `last`, for at most BLOCK_ROWS rows from `row` on. */
 static void stretch(const Product *p, long row, long rows, long first, long last) {
     float sums[BLOCK_ROWS * BLOCK_OUTS] __attribute__((aligned(64)));
@@ -196,15 +166,14 @@ static void stretch(const Product *p, long row, long rows, long first, long last
                               sums + (o - block),       (const char *)(w + n * p->ins)};
             sum_rows(at, cut, (int)n);
         }
-        finish(p, sums, row, rows, block, end - block);
+        finish(p, sums, BLOCK_OUTS, row, rows, block, end - block);
     }
 }
 
-/* x (rows, ins) and y (rows, outs) have strides between their rows, in elements; w (outs, ins) is contiguous; bias (outs)
-   or NULL. All are bfloat16; y is float32 if `wide`. None is empty. */
+/* A `Product`, field by field. None of the tensors is empty. */
 void linear(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
-            long y_stride, int wide, int threads) {
-    const Product p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide};
+            long y_stride, int wide, int relu, int onto, int threads) {
+    const Product p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto};
     if (rows * outs * ins < ALONE) threads = 1;
 #pragma omp parallel num_threads(threads)
     {
