@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 SENTENCEPIECE = ["sentencepiece>=0.2", "protobuf>=4"]
 TEST = ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-tqdm", "types-psutil"]
 REPORT = ["matplotlib>=3.8"]
+TRITON = ["triton>=3.6; sys_platform == 'linux'"]  # on a GPU what its kernels are made with, in tests their interpreter
 
 setup(
     name="h2o_flexgen",
@@ -37,13 +38,13 @@ setup(
         "jinja2>=3.1",
     ],
     extras_require={
-        "test": [*TEST, *REPORT, *SENTENCEPIECE],
+        "test": [*TEST, *REPORT, *SENTENCEPIECE, *TRITON],
         "compare": ["accelerate>=1.0", "flexgen==0.1.8", "kvpress"],
         "report": REPORT,
         "sentencepiece": SENTENCEPIECE,
         "eval": ["lm-eval>=0.4.9"],
         "ray": ["ray[data]>=2.40"],
-        "gpu": ["triton>=3.6"],  # not a part of "test": its wheel has 190 MB or more, and its tests are skipped without
+        "gpu": TRITON,
     },
     classifiers=["Programming Language :: Python :: 3", "Operating System :: POSIX :: Linux"],
 )

@@ -12,9 +12,12 @@ setup_env() {
     [ -x .venv/bin/python ] || "$python" -m venv .venv || return 2
     .venv/bin/python -m pip install -qq --disable-pip-version-check --upgrade pip || return 2
     # torch by its exact version first: a range may bring gigabytes of CUDA that a machine without a GPU has no use for.
+    # A torch for CUDA brings the Triton that it wants; ours is pinned only beside one that brings none.
+    grep -v '^triton==' constraints.txt >.venv/constraints.txt
     .venv/bin/python -c 'import torch' 2>/dev/null || .venv/bin/python -m pip install -qq --disable-pip-version-check \
-      "$(grep '^torch==' constraints.txt)" -c constraints.txt || return 2
-    .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$extras]" || return 2
+      "$(grep '^torch==' constraints.txt)" -c .venv/constraints.txt || return 2
+    .venv/bin/python -c 'import triton' 2>/dev/null || cp constraints.txt .venv/constraints.txt
+    .venv/bin/python -m pip install -qq --disable-pip-version-check -c .venv/constraints.txt -e ".[$extras]" || return 2
     echo "$wanted" >"$stamp"
   fi
   PATH="$PWD/.venv/bin:$PATH"

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
+from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model import UnitSpec
 from h2o_flexgen.engine.attention import TickAttention
 from h2o_flexgen.engine.caches import CacheMaker, CacheStore, LaneCache
 from h2o_flexgen.engine.finite import FiniteCheck
+from h2o_flexgen.engine.graphs import DecodeGraphs, recorder
 from h2o_flexgen.engine.hidden import HiddenStore
 from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.path import PromptAttention, PromptPath
@@ -63,6 +66,8 @@ class Executor:
         self._windows = [spec.arch.window_of(layer) for layer in range(spec.num_layers)]
         self._path = PromptPath()
         self._tables: dict[tuple[Rotary, torch.device], Angles] = {}
+        self._graphs = self._make_graphs()
+        self._logits: dict[int, Tensor] = {}  # of lanes whose step was done as a whole
         self._issue = {
             TaskKind.LOAD_WEIGHTS: lambda t: machinery.weights.load(self._units[t.unit].weights),
             TaskKind.FREE_WEIGHTS: lambda t: machinery.weights.free(self._units[t.unit].weights),
@@ -76,6 +81,13 @@ class Executor:
     @torch.inference_mode()
     def run(self, ticks: Iterable[Tick]) -> Iterator[Sequence]:
         """Walks `ticks`; yields each sequence once it is finished."""
+        try:
+            yield from self._walk(ticks)
+        finally:
+            if self._graphs is not None:
+                self._graphs.close()
+
+    def _walk(self, ticks: Iterable[Tick]) -> Iterator[Sequence]:
         clock = time.perf_counter()
         for tick in ticks:
             for task in (*tick.stores, *tick.loads):
@@ -85,7 +97,9 @@ class Executor:
             if tick.compute is not None:
                 # Decode rows and prompts go through a tick together: its time is divided by their tokens.
                 prompts = self._lanes[tick.compute.batch].prompt_share
-                finished = self._compute(tick.compute)
+                finished = self._whole(tick.compute)
+                if finished is None:
+                    finished = self._compute(tick.compute)
                 now = time.perf_counter()
                 self.prefill_seconds += prompts * (now - clock)
                 self.decode_seconds += (1 - prompts) * (now - clock)
@@ -94,6 +108,48 @@ class Executor:
                 clock = time.perf_counter() if finished else clock
             for task in tick.frees:
                 self._issue[task.kind](task)
+
+    def _whole(self, task: Task) -> list[Sequence] | None:
+        """The compute of a lane whose step is done as a whole: all of it at its first unit, and the choice of tokens
+        at its last. None where the unit is to be computed."""
+        unit, lane = self._units[task.unit], self._lanes[task.batch]
+        if unit.kind == "embed" and self._graphs is not None:
+            with self._m.trace.record(task, unit, 0.0):
+                logits = self._graphs.step(lane)
+            if logits is not None:
+                self._logits[lane.index] = logits
+        if lane.index not in self._logits:
+            return None
+        return self._choose(lane, self._logits.pop(lane.index)) if unit.kind == "head" else []
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        """Where nothing moves between tiers and nobody looks at single units."""
+        m, device = self._m, self._lanes[0].device
+        moves = m.weights.streamed or m.caches.moves or m.hidden.moves
+        make = None if moves or m.rolling or m.trace.enabled or m.finite is not None else recorder(device)
+        return None if make is None else DecodeGraphs(make, self._repeating, self._forward)
+
+    def _repeating(self, lane: Lane) -> list[KVCache] | None:
+        """The caches of a lane, if all of them lie where it is computed and launch the same in every step."""
+        caches = [self._m.caches.wait(layer, lane.index).rows for layer in range(self._layers)]
+        found = [cache for cache in caches if cache is not None and cache.repeats]
+        # A device may be called by its type alone.
+        alike = all(cache.device.type == lane.device.type for cache in found)
+        return found if len(found) == self._layers and alike else None
+
+    def _forward(self, lane: Lane, tokens: Tensor, positions: Tensor) -> Tensor:
+        """A decode step through all units, everything being where it is computed: logits (rows, vocab) float32."""
+        for unit in self._units:
+            weights = self._m.weights.get(unit.weights)
+            if unit.kind == "embed":
+                self._embed(lane, weights, tokens, positions)
+            elif unit.kind == "attn":
+                layer = _layer(unit)
+                self._attend(layer, lane, weights, self._m.caches.wait(layer, lane.index))
+            elif unit.kind == "mlp":
+                self._mlp(lane, weights)
+        hidden, lane.hidden = lane.take_hidden(), None
+        return self._m.decoder.head(self._m.weights.get(self._units[-1].weights), hidden)
 
     def _compute(self, task: Task) -> list[Sequence]:
         unit, lane = self._units[task.unit], self._lanes[task.batch]
@@ -105,20 +161,25 @@ class Executor:
             cache = self._m.caches.wait(self._layer(task), lane.index)
         with self._m.trace.record(task, unit, lane.prompt_share):
             if unit.kind == "embed":
-                tokens, positions = lane.inputs()
-                # A finished row that stays goes on counting; the table of positions ends before.
-                positions = positions if self._last_position is None else positions.clamp(max=self._last_position)
-                lane.hidden = self._m.decoder.embed(weights, tokens, positions)
+                self._embed(lane, weights, *lane.inputs())
             elif cache is not None:
                 self._attend(self._layer(task), lane, weights, cache)
             elif unit.kind == "mlp":
-                for part in lane.take_hidden().split(lane.chunk):
-                    self._m.decoder.mlp(weights, part)
+                self._mlp(lane, weights)
             else:
-                return self._sample(lane, weights)
+                return self._choose(lane, self._m.decoder.head(weights, lane.take_hidden()))
         if self._m.finite is not None:
             self._m.finite.look(unit, lane)
         return []
+
+    def _embed(self, lane: Lane, weights: Weights, tokens: Tensor, positions: Tensor) -> None:
+        # A finished row that stays goes on counting; the table of positions ends before.
+        positions = positions if self._last_position is None else positions.clamp(max=self._last_position)
+        lane.hidden = self._m.decoder.embed(weights, tokens, positions)
+
+    def _mlp(self, lane: Lane, weights: Weights) -> None:
+        for part in lane.take_hidden().split(lane.chunk):
+            self._m.decoder.mlp(weights, part)
 
     def _attend(self, layer: int, lane: Lane, weights: Weights, cache: LaneCache) -> None:
         hidden = lane.take_hidden()
@@ -158,8 +219,7 @@ class Executor:
             self._tables[rotary, device] = rotary.table(self._m.caches.most_slots, dtype, device)
         return self._tables[rotary, device]
 
-    def _sample(self, lane: Lane, weights: Weights) -> list[Sequence]:
-        logits = self._m.decoder.head(weights, lane.take_hidden())
+    def _choose(self, lane: Lane, logits: Tensor) -> list[Sequence]:
         finished = self._m.sampler.step(lane.rows, logits)
         if self._m.finite is not None:
             for row in finished:
@@ -169,10 +229,13 @@ class Executor:
         return finished
 
     def _layer(self, task: Task) -> int:
-        layer = self._units[task.unit].layer
-        if layer is None:
-            raise RuntimeError(f"{task}: a cache task needs a layer")
-        return layer
+        return _layer(self._units[task.unit])
+
+
+def _layer(unit: UnitSpec) -> int:
+    if unit.layer is None:
+        raise RuntimeError(f"{unit.name} has no cache")
+    return unit.layer
 
 
 def _parted(angles: Angles, rows: int) -> tuple[Angles, Angles]:

@@ -49,7 +49,8 @@ class Lane:
         self._next: list[int] = []  # position of each row's next token
         self._planned: list[int] = []
         self._angles: dict[tuple[int, torch.dtype], Angles] = {}
-        self._positions = self._lengths = self._totals = torch.empty(0)
+        self._numbers = torch.empty(0)
+        self._positions = self._lengths = self._totals = self._numbers
         self.go_on()
 
     def go_on(self) -> None:
@@ -102,8 +103,11 @@ class Lane:
         self.prompt_tokens, self.packed = len(self.fresh), False
 
     def inputs(self) -> tuple[Tensor, Tensor]:
-        """Token ids and absolute positions of this step, both (T,) int64; a finished row idles on its last token."""
-        self._angles.clear()
+        """Token ids and absolute positions of this step, both (T,) int64; a finished row idles on its last token.
+
+        In a step without changes they are the tensors of the step before, with other numbers in them.
+        """
+        self.forget_angles()
         tokens = [row.last_token for row in self.rows[: self.decoding]]
         positions = torch.tensor(self._next[: self.decoding], dtype=torch.int64)
         lengths, totals = positions + 1, torch.tensor(self._planned[: self.decoding], dtype=torch.int64)
@@ -111,8 +115,17 @@ class Lane:
             tokens, positions, lengths, totals = self._with_prompts(tokens, positions, lengths, totals)
         for row in range(self.decoding):
             self._next[row] += 1
-        self._positions, self._lengths, self._totals = positions.to(self.device), lengths, totals
-        return torch.tensor(tokens).to(self.device), self._positions
+        numbers = torch.stack([torch.tensor(tokens, dtype=torch.int64), positions, lengths, totals])
+        if self.kept is None and self._numbers.shape == numbers.shape:
+            self._numbers.copy_(numbers)
+        else:
+            self._numbers = numbers.to(self.device)
+        ids, self._positions, self._lengths, self._totals = self._numbers.unbind(0)
+        return ids, self._positions
+
+    def forget_angles(self) -> None:
+        """They were computed for another step, or in a way that came to nothing."""
+        self._angles.clear()
 
     def angles(self, rotary: Rotary, dtype: torch.dtype) -> Angles:
         """What `rotary` turns this step's queries and keys by; made once per step. Where positions roll, only those
@@ -121,7 +134,7 @@ class Lane:
         if key not in self._angles:
             first = self.decoding if self.rolling else 0
             lengths = self._totals if rotary.spec.scaling == "longrope" else self._lengths
-            self._angles[key] = rotary.angles(self._positions[first:], lengths[first:].to(self.device), dtype)
+            self._angles[key] = rotary.angles(self._positions[first:], lengths[first:], dtype)
         return self._angles[key]
 
     def rows_at(self) -> Iterator[tuple[slice, list[Sequence]]]:

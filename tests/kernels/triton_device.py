@@ -1,7 +1,7 @@
 """Where the Triton kernels are tested: on a GPU if there is one, else in Triton's interpreter. Import this first.
 
-TRITON_INTERPRET=1 asks for the interpreter beside a GPU, too. Without Triton the importing module is skipped; it is not
-among the packages that the tests install, since its wheel alone has 190 MB or more.
+TRITON_INTERPRET=1 asks for the interpreter beside a GPU, too. Without Triton the importing module is
+skipped.
 """
 
 from __future__ import annotations

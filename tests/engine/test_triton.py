@@ -1,0 +1,198 @@
+"""The whole engine through the Triton kernels, in their interpreter, and through recorded decode steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
+
+from h2o_flexgen import SamplingParams
+from h2o_flexgen.cache.eviction.h2o import H2OPolicy
+from h2o_flexgen.cache.fused import FusedStep
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine import executor, graphs
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.sequence import RequestOutput
+from h2o_flexgen.kernels import triton_decode, triton_prompt
+from tests.kernels.tape import FakeGraph
+from tests.tiny import make_model, prompts_of, save
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="this is the interpreter's; a GPU has tests of its own")
+
+PROMPTS = prompts_of([14, 5])
+NEW, LAYERS = 9, 1
+MODELS = ("opt", "llama-gqa", "mistral")
+"""One without rotation, one with and with shared KV heads, one with a window."""
+EVICTION = {
+    "full": EvictionConfig(),
+    "h2o": EvictionConfig("h2o", budget=8),
+    "streaming": EvictionConfig("streaming", budget=8, sinks=2),
+    "random": EvictionConfig("random", budget=8, seed=3),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Where a model of one layer lies: the interpreter is slow."""
+    made: dict[str, str] = {}
+
+    def make(name: str) -> str:
+        if name not in made:
+            made[name] = str(save(make_model(name, num_hidden_layers=LAYERS), tmp_path_factory.mktemp(name)))
+        return made[name]
+
+    return make
+
+
+@pytest.fixture
+def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that are used."""
+    used: list[str] = []
+    step, prompt = triton_decode.TritonAttend.step, triton_prompt.prefill_attention
+
+    def noted_step(*args: Any, **options: Any) -> Tensor:
+        used.append("step")
+        return step(*args, **options)
+
+    def noted_prompt(*args: Any, **options: Any) -> Any:
+        used.append("prompt")
+        return prompt(*args, **options)
+
+    monkeypatch.setattr(triton_decode.TritonAttend, "step", noted_step)
+    monkeypatch.setattr(triton_prompt, "prefill_attention", noted_prompt)
+    monkeypatch.setenv("H2O_FLEXGEN_TRITON", "1")
+    return used
+
+
+def decayed(policy: H2OPolicy, score: Tensor, row: Tensor) -> None:
+    """A score rule that no kernel knows."""
+    score.mul_(0.9).add_(row)
+
+
+@pytest.fixture
+def own_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(H2OPolicy, "accumulate", decayed, raising=False)
+
+
+def answers(model: str, eviction: EvictionConfig, prompts: list[list[int]] = PROMPTS, new: Any = NEW, **engine: Any):
+    engine = {"dtype": "float32", "policy": {"gpu_batch_size": 2}, **engine}
+    each = new if isinstance(new, list) else [new] * len(prompts)
+    params = [SamplingParams(max_new_tokens=count, ignore_eos=True, logprobs=0) for count in each]
+    with LLM(model, eviction=eviction, seed=eviction.seed, **engine) as llm:
+        return llm.generate(prompts, params)
+
+
+def by_torch(*args: Any, **options: Any) -> list[RequestOutput]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("H2O_FLEXGEN_TRITON", "0")
+        patch.setattr(FusedStep, "of", lambda *_: None)
+        return answers(*args, **options)
+
+
+def assert_same(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o", "streaming"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_tokens_as_torch(name: str, policy: str, folder, through_triton: list[str]) -> None:
+    args = folder(name), EVICTION[policy]
+    assert_same(answers(*args), by_torch(*args))
+    assert through_triton.count("step") == LAYERS * (NEW - 1)
+    assert through_triton.count("prompt") == LAYERS * 2
+
+
+@pytest.mark.usefixtures("own_rule")
+def test_a_policy_with_a_score_rule_of_its_own(folder, through_triton: list[str]) -> None:
+    args = folder("opt"), EVICTION["h2o"]
+    assert_same(answers(*args), by_torch(*args))
+    assert through_triton.count("step") == LAYERS * (NEW - 1)
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch, through_triton: list[str]) -> list[str]:
+    """What is done with the recordings of decode steps; on the CPU, where they stand in for CUDA graphs."""
+    done: list[str] = []
+    monkeypatch.setattr(executor, "recorder", lambda device: lambda: FakeGraph(done))
+    return done
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [("opt", "full"), ("opt", "random"), ("llama-gqa", "h2o"), ("llama-dynamic", "streaming"), ("mistral", "h2o")],
+)
+def test_recorded_steps(name: str, policy: str, folder, log: list[str], through_triton: list[str]) -> None:
+    """Nothing that a step launches depends on its number: one that was recorded is good for all after it."""
+    args = folder(name), EVICTION[policy]
+    assert_same(answers(*args), by_torch(*args))
+    steps = NEW - 1 - graphs.PATIENCE
+    assert log == ["warm up", "record", *["replay"] * (steps - 1), "close"]
+    assert through_triton.count("step") == LAYERS * (graphs.PATIENCE + 2)
+
+
+def test_lanes_and_changes(folder, log: list[str]) -> None:
+    """Two lanes, rows that leave and others that come: every change ends a recording, and another one is made."""
+    prompts, new = prompts_of([9, 4, 7, 3, 6, 5]), [8, 8, 20, 20, 14, 14]
+    policy = {"gpu_batch_size": 2, "num_gpu_batches": 2}
+    args = folder("opt"), EVICTION["h2o"], prompts, new
+    assert_same(answers(*args, policy=policy), by_torch(*args, policy=policy))
+    assert log.count("record") == 3
+    assert log.count("close") == 3
+
+
+@pytest.mark.parametrize("when", ["first", "last"])
+def test_a_recording_that_fails(
+    when: str, folder, log: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step is done one launch after the other, once, and so are all after it."""
+    record = FakeGraph.record
+
+    def failing(graph: FakeGraph, run: Callable[[], Tensor]) -> Tensor:
+        if when == "last":
+            record(graph, run)
+        raise RuntimeError("this operation is not permitted")
+
+    monkeypatch.setattr(FakeGraph, "record", failing)
+    args = folder("llama-gqa"), EVICTION["h2o"]
+    with caplog.at_level(logging.WARNING, graphs.__name__):
+        assert_same(answers(*args), by_torch(*args))
+    assert "replay" not in log
+    assert [record.getMessage() for record in caplog.records if "not permitted" in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"policy": {"weights": {"disk": 1.0}}},
+        {"policy": {"cache": {"disk": 1.0}}},
+        {"check_finite": True},
+        {"trace": True},
+    ],
+    ids=str,
+)
+def test_what_is_not_recorded(engine: dict[str, Any], folder, log: list[str]) -> None:
+    args = folder("opt"), EVICTION["h2o"]
+    assert_same(answers(*args, **engine), by_torch(*args))
+    assert log == []
+
+
+@pytest.mark.usefixtures("own_rule")
+def test_policies_that_are_not_recorded(folder, log: list[str]) -> None:
+    answers(folder("opt"), EVICTION["h2o"])
+    answers(folder("llama-gqa"), EvictionConfig("streaming", budget=8, rolling_positions=True))
+    assert log == []
+
+
+def test_on_a_cpu_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert graphs.recorder(torch.device("cpu")) is None
+    monkeypatch.setattr(graphs, "interpreting", lambda: False)
+    monkeypatch.setenv("H2O_FLEXGEN_GRAPHS", "0")
+    assert graphs.recorder(torch.device("cuda")) is None
