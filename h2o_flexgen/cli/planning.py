@@ -22,6 +22,7 @@ from h2o_flexgen.cost.bound import io_lower_bound
 from h2o_flexgen.cost.explain import bound_text
 from h2o_flexgen.cost.predict import Prediction, predict
 from h2o_flexgen.cost.request import SearchRequest
+from h2o_flexgen.cost.roofline import Ran, Rooflines
 from h2o_flexgen.cost.search import search
 from h2o_flexgen.engine import machine
 from h2o_flexgen.engine.llm import LLM
@@ -75,7 +76,8 @@ class Planning:
         self._say(aligned(_told(plan)))
 
     def completed(self, record: RunRecord, prompt_len: int, generated: int) -> RunRecord:
-        """`record` with what was predicted before the run, and with the fewest bytes that any schedule must move.
+        """`record` with what was predicted before the run, the fewest bytes that any schedule must move, and the
+        seconds of its roofline.
 
         prompt_len and generated: the fewest tokens of any sequence, so that the bound holds for all. Where memory ran
         out, and not everything was run by one plan, there is no such bound; what was predicted is the first plan's.
@@ -83,7 +85,18 @@ class Planning:
         first, *others = self._plans
         least = None if others else _least_moved(first, prompt_len, generated)
         predicted = None if first.predicted is None else dict(first.predicted)
-        return replace(record, predicted=predicted, least_bytes_moved=least)
+        roofline = self._roofline(record, first.request)
+        policy = dict(record.policy)
+        if first.predicted is not None and "binding" in first.predicted:
+            policy["chosen"] = "search"
+        return replace(record, policy=policy, predicted=predicted, least_bytes_moved=least, roofline=roofline)
+
+    def _roofline(self, record: RunRecord, request: PlanRequest) -> dict[str, Any] | None:
+        """Priced at the rates that plans were made with."""
+        if record.roofline is None:
+            return None
+        ran = Ran(request.spec, request.workload, request.eviction, request.dtype, request.compute_tier)
+        return Rooflines(ran, self._profile, record.bandwidth).priced(record.roofline, self._llm.last_work)
 
     def _say(self, text: str) -> None:
         if not self._quiet:

@@ -114,6 +114,10 @@ class RunRecord(Rates):
     computed_prompt_tokens: int | None = None
     """`prompt_tokens`, but what prompts of a block begin with in common is counted once, as it was computed."""
     bound: dict[str, Any] | None = None
+    """The phase that took longest, the resource that was busy longest and for how long."""
+    roofline: dict[str, Any] | None = None
+    """By phase: what had to be computed, read and moved, how long that takes at known rates, and the share of the
+    measured time that this is. None of what no engine of ours counted; docs/roofline.md explains the keys."""
     predicted: dict[str, Any] | None = None
     """Seconds, tokens per second and bytes under the names above, as the cost model expected them of the longest
     lengths of the call, and whose rates these come from."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from h2o_flexgen.cache.eviction.base import EvictionPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape
 from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.work import Work
 from h2o_flexgen.engine.caches import CacheMaker, CacheStore
 from h2o_flexgen.engine.executor import Executor, Machinery
 from h2o_flexgen.engine.finite import FiniteCheck
@@ -20,6 +21,7 @@ from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.engine.refill import Refill
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.engine.tally import Tally
 from h2o_flexgen.engine.trace import Trace
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.engine.weights import WeightStore
@@ -43,7 +45,8 @@ class BlockTotals:
     generated_tokens: int = 0
     sequences: int = 0
     kv_bytes: int = 0
-    flops: float = 0.0
+    work: Work = field(default_factory=Work)
+    """Counted step by step; of sequences that a failed block left unfinished without what decode read from caches."""
 
 
 @dataclass
@@ -108,9 +111,11 @@ class BlockRunner:
             executor = Executor(machinery, lanes, partial(self._count_prompts, totals))
             totals.kv_bytes = max(totals.kv_bytes, store.nbytes)
             shape = self._shape(plan, steps, lanes, store, hidden)
+            tally = Tally(self.spec, plan, totals.work)
             try:
-                for row in executor.run(self._ticks(shape, refill, lanes)):
+                for row in executor.run(self._ticks(shape, refill, lanes, tally)):
                     self._count_row(row, totals)
+                    tally.finished(row)
                     yield row
             finally:
                 # Of a block that failed, too: what was computed in vain took its time.
@@ -123,11 +128,13 @@ class BlockRunner:
                 each.close()
             self.weights.reset()
 
-    def _ticks(self, shape: ScheduleShape, refill: Refill, lanes: list[Lane]) -> Iterator[Tick]:
+    def _ticks(self, shape: ScheduleShape, refill: Refill, lanes: list[Lane], tally: Tally) -> Iterator[Tick]:
         def active(step: int) -> list[int]:
             going = (row for lane in lanes for row in lane.rows if not row.finished)
             self.on_tokens(self.finished_tokens + sum(len(row.token_ids) for row in going))
-            return refill.active(step)
+            indices = refill.active(step)
+            tally.step([lanes[index] for index in indices])
+            return indices
 
         return zigzag(shape, active, refill.last)
 
@@ -176,17 +183,10 @@ class BlockRunner:
 
     def _count_prompts(self, totals: BlockTotals, lane: Lane) -> None:
         """Prompts that are through."""
-        tokens = lane.segments[-1].stop
-        attended = sum((part.stop - part.start) * (part.past + part.length) for part in lane.segments)
-        totals.computed_prompt_tokens += tokens + sum(len(row.fed) for row in lane.fresh)
-        totals.flops += self.spec.terms(tokens=tokens, attended=attended, batch=len(lane.fresh)).total
+        totals.computed_prompt_tokens += lane.segments[-1].stop + sum(len(row.fed) for row in lane.fresh)
 
     def _count_row(self, row: Sequence, totals: BlockTotals) -> None:
-        prompt, generated = row.prompt_tokens, len(row.token_ids)
         self.finished_tokens += row.max_new_tokens
         totals.sequences += 1
-        totals.prompt_tokens += prompt
-        totals.generated_tokens += generated
-        context = prompt + generated / 2 if row.budget.full else row.budget.total
-        steps = max(0, len(row.fed) + generated - 1)
-        totals.flops += steps * self.spec.decode_flops(1, int(context))
+        totals.prompt_tokens += row.prompt_tokens
+        totals.generated_tokens += len(row.token_ids)

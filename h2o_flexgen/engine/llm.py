@@ -17,6 +17,7 @@ from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.work import Work
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine import machine
 from h2o_flexgen.engine.block import BlockRunner
@@ -51,6 +52,8 @@ class LLM:
         self.model: Model = open_model(self.config, self.device)
         self.last_record: RunRecord | None = None
         self.last_plan: Plan | None = None
+        self.last_work = Work()
+        """What the last call had to do: a roofline for whoever knows the machine's rates."""
         self.on_progress: Progress = lambda what, done, total: None
         self.planner: Planner = automatic
         """Decides what the policy leaves open. Programs that know the machine's rates put one here that searches."""
@@ -193,6 +196,7 @@ class LLM:
                 self._replay.learn(error, plan, waiting.values())
             if waiting:
                 forget()
+        self.last_work = meter.totals.work
         self.last_record = make_record(self.config, self.model, plan, rows, meter.measured(self._replay.warnings))
 
     def _attempt(

@@ -11,6 +11,7 @@ from typing import Any
 
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.record import RunRecord, eviction_entry
+from h2o_flexgen.config.work import unpriced
 from h2o_flexgen.engine import machine
 from h2o_flexgen.engine.block import BlockTotals
 from h2o_flexgen.engine.loader import Loaded
@@ -96,6 +97,8 @@ def make_record(
             "overlap": policy.overlap,
             "lookahead": policy.lookahead,
             "prefill_chunk": policy.prefill_chunk,
+            # A planner that searched says so itself.
+            "chosen": "rule" if config.free_fields else "given",
         },
         prompt_len=plan.request.workload.prompt_len,
         gen_len=plan.request.workload.gen_len,
@@ -111,11 +114,18 @@ def make_record(
             link: n / measured.busy_seconds[link] if measured.busy_seconds.get(link) else None
             for link, n in measured.bytes_moved.items()
         },
-        flops=int(totals.flops),
+        flops=totals.work.flops(model.spec),
         peak_bytes={"gpu": None, "cpu": None, "disk": None, **measured.peak_bytes},
         kv_bytes=totals.kv_bytes,
         computed_prompt_tokens=totals.computed_prompt_tokens,
         bound=_bound(measured),
+        roofline=unpriced(
+            totals.work,
+            model.spec,
+            model.dtype,
+            plan.request.compute_tier,
+            {"prefill": totals.prefill_seconds, "decode": totals.decode_seconds},
+        ),
         predicted=None if plan.predicted is None else dict(plan.predicted),
         warnings=[*measured.warnings, *_unrealised(config, plan, achieved), *_warnings(plan, measured)],
     )

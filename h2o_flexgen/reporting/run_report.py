@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.reporting.roofline import roofline_lines
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 
 _WIDTH = 12
@@ -57,6 +58,8 @@ def _lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "throughput", f"{generated} generated over prefill and decode; {every} with the prompts"
     if seconds:
         yield "predicted", _predicted(record)
+    for line in roofline_lines(record.roofline or {}):
+        yield "roofline", line
     yield "KV cache", f"{format_bytes(record.kv_bytes)} per block"
     if record.flops and seconds:
         yield "compute", f"{_scaled(record.flops)}FLOP, {_scaled(record.flops / seconds)}FLOP/s"

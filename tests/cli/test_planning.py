@@ -82,6 +82,26 @@ def test_rates_from_a_file_are_searched_and_predicted_on(model: Path, run: Run, 
     assert "planned of 103 MiB: --cpu-mem" in before
     assert "; measured is " in after
     assert ran.record["policy"]["weights"]["disk"] > 0
+    assert ran.record["policy"]["chosen"] == "search"
+
+
+def test_the_roofline_is_priced_where_rates_are_known(model: Path, run: Run, hardware: Path) -> None:
+    """Of all that a run by several blocks moved, at the rates of the file; without one at those of the run itself."""
+    known = run("--model", model, *WORK, *TIGHT, "--hardware", hardware)
+    for phase in ("prefill", "decode"):
+        found = known.record["roofline"][phase]
+        bound = max(sum(found["kernels_s"].values()), found["resources"]["disk->cpu"]["seconds"])
+        assert found["bound"]["seconds"] == pytest.approx(bound)
+        assert found["achieved"] == pytest.approx(bound / known.record[f"{phase}_s"])
+        assert f"roofline    {phase}: " in known.err
+        assert {each["of"] for each in found["resources"].values()} == {"a made-up machine"}
+    unknown = run("--model", model, *WORK, *TIGHT, "--no-calibrate").record
+    decode = unknown["roofline"]["decode"]
+    assert decode["bound"] is None
+    assert decode["resources"]["disk->cpu"]["of"] == "this run"
+    assert decode["resources"]["disk->cpu"]["rate"] == unknown["bandwidth"]["disk->cpu"]
+    assert decode["resources"]["arithmetic"]["seconds"] is None
+    assert unknown["policy"]["chosen"] == "rule"
 
 
 def test_what_is_moved_is_compared_with_the_least(model: Path, run: Run, hardware: Path) -> None:

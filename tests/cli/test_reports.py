@@ -89,6 +89,28 @@ def test_what_was_predicted_beside_what_was_measured() -> None:
     assert RunRecord.from_json(json.loads(record.to_line())) == record
 
 
+def test_the_roofline_in_two_lines_per_phase() -> None:
+    resources = {
+        "memory reads": {"bytes": {"weights": 20 * 10**9, "cache": 5 * 10**9}, "rate": 5e10, "of": "m", "seconds": 0.5},
+        "arithmetic": {"flops": {"products": 10**12, "attention": 0}, "rate": 4e12, "of": "m", "seconds": 0.25},
+        "disk->cpu": {"bytes": {"weights": 10**9}, "rate": None, "of": None, "seconds": None},
+    }
+    bound = {"resource": "memory reads", "seconds": 1.0}
+    decode = {
+        "steps": 31, "measured_s": 1.25, "resources": resources, "bound": bound, "achieved": 0.8,
+        "kernels_s": {"products": 0.75, "attention": 0.25},
+    }  # fmt: skip
+    free = {name: each | {"rate": None, "of": None, "seconds": None} for name, each in resources.items()}
+    prefill = {**decode, "resources": free, "bound": None, "achieved": None, "kernels_s": None}
+    lines = run_report(dataclasses.replace(RECORD, roofline={"prefill": prefill, "decode": decode})).splitlines()
+    assert [line[12:] for line in lines if line.startswith("roofline")] == [
+        "prefill: 1.25 s; memory reads 25 GB, arithmetic 1 TFLOP, disk->cpu 1 GB; no rates to bound it by",
+        "decode: 1.25 s, bound 1 s by memory reads (25 GB at 25 GB/s), 80%",
+        "        kernels as calibrated: products 750 ms, attention 250 ms; at best rates: "
+        "memory reads 500 ms at 50 GB/s, arithmetic 250 ms at 4 TFLOP/s, disk->cpu 1 GB",
+    ]
+
+
 def test_the_report_of_dummy_weights_says_so_first() -> None:
     report = run_report(dataclasses.replace(RECORD, weights="dummy", eviction={**RECORD.eviction, "name": "full"}))
     assert "random weights: speed only, text would mean nothing" in report.splitlines()[0]

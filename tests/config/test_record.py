@@ -19,7 +19,7 @@ KEYS = [
     *("gen_throughput", "total_token_throughput", "prefill_throughput", "decode_throughput"),
     *("bytes_moved", "bandwidth", "flops", "peak_bytes", "kv_bytes", "bound", "predicted", "projected", "warnings"),
 ]
-ADDED = ["computed_prompt_tokens", "least_bytes_moved", "version", "date", "host", "prompt_len", "gen_len"]
+ADDED = ["computed_prompt_tokens", "least_bytes_moved", "roofline", "version", "date", "host", "prompt_len", "gen_len"]
 
 
 def record(**changes: Any) -> RunRecord:

@@ -1,0 +1,164 @@
+"""Counts what a block has to compute, read and move while it runs: the amounts of a roofline."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.work import PHASES, PhaseWork, Window, Work
+from h2o_flexgen.engine.lane import Lane
+from h2o_flexgen.engine.plan import Plan
+from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.schedule.traffic import links
+
+
+class _Caches(NamedTuple):
+    """Layers whose caches are alike: what their queries see, where attention is computed, where the caches live."""
+
+    window: Window
+    device: str
+    home: str
+
+
+class Tally:
+    """Adds one block to `work`. `step` is told of every step before it is computed, `finished` of every row."""
+
+    def __init__(self, spec: ModelSpec, plan: Plan, work: Work) -> None:
+        self._spec, self._plan, self._work = spec, plan, work
+        self._tier = plan.request.compute_tier
+        self._token = spec.kv_bytes_per_token_and_layer(plan.request.dtype)
+        self._caches: dict[int, Counter[_Caches]] = {}
+        self._lane_of: dict[int, int] = {}
+        groups = spec.groups_by_key
+        self._streamed = Counter[str]()
+        for key, home in plan.placement.weights.items():
+            for link in links(home, self._tier, inward=True):
+                self._streamed[link] += groups[key].nbytes(plan.request.dtype)
+
+    def step(self, lanes: SequenceOf[Lane]) -> None:
+        """The lanes that a step computes, as it finds them."""
+        prompts = sum(lane.prompt_tokens for lane in lanes)
+        share = prompts / max(1, prompts + sum(lane.decoding for lane in lanes))
+        for work, part in self._parts(share):
+            work.steps += part
+            for link, nbytes in self._streamed.items():
+                work.moved[link, "weights"] += part * nbytes
+        for lane in lanes:
+            going = [row for row in lane.rows[: lane.decoding] if not row.finished]
+            for row in lane.fresh:
+                self._lane_of[row.row_id] = lane.index
+            self._products(lane, len(going))
+            self._reads(lane, going)
+            if len(lanes) > 1:
+                self._hidden(lane, len(going))
+
+    def finished(self, row: Sequence) -> None:
+        """A row that takes part in no further step: its prompt's kept tokens, and its decode steps."""
+        steps = max(0, len(row.fed) + len(row.token_ids) - 1)
+        if not steps:
+            return
+        for caches, layers in self._caches_of(self._lane_of[row.row_id]).items():
+            budget = row.budget.within(caches.window)
+            kept = min(len(row.prompt_ids), budget.total)
+            room = budget.total + (not budget.full)  # the newest token comes in before another goes
+            self._add(self._work.decode, caches, layers * _summed(kept, steps, room))
+            self._move(self._work.decode, caches, layers * _summed(kept - 1, steps, budget.total), inward=True)
+            # What the last step adds is wanted by nobody.
+            self._move(self._work.prefill, caches, layers * kept, inward=False)
+            self._move(self._work.decode, caches, layers * (steps - 1), inward=False)
+
+    def _products(self, lane: Lane, going: int) -> None:
+        """`going`: decode rows that are not finished."""
+        idle, layers = lane.decoding - going, self._spec.num_layers
+        tokens, ends = going + lane.prompt_tokens, going + len(lane.fresh)
+        for work, part in self._parts(lane.prompt_share):
+            work.products["embed", tokens] += part
+            for each in lane.parts:
+                rows = each.span.stop - each.span.start - (idle if each.rows else 0)
+                if rows:
+                    work.products["attn", rows] += part * layers
+            for rows in _split(tokens, lane.chunk):
+                work.products["mlp", rows] += part * (layers - 1)
+        # After the last attention only each prompt's last token goes on.
+        for work, part in self._parts(len(lane.fresh) / max(1, lane.decoding + len(lane.fresh))):
+            for rows in _split(ends, lane.chunk):
+                work.products["mlp", rows] += part
+            work.products["head", ends] += part
+
+    def _reads(self, lane: Lane, going: list[Sequence]) -> None:
+        """What attention reads; of decode rows that is added when they are finished, but for what goes to prompts."""
+        share, windows = lane.prompt_share, {caches.window for caches in self._caches_of(lane.index)}
+        for segment in lane.segments:
+            queries, keys = segment.stop - segment.start, segment.past + segment.length
+            for window in windows:
+                seen = keys if window is None else min(keys, window)
+                for work, part in self._parts(share):
+                    work.prompt_pairs[window, seen] += part * queries * seen
+        if not going:
+            return
+        for caches, layers in self._caches_of(lane.index).items():
+            for work, part in self._parts(share):
+                work.cache_calls[caches.window, caches.device] += part * layers
+            if not lane.segments:
+                continue
+            held = before = 0
+            for row in going:
+                budget, new = row.budget.within(caches.window), row.steps - row.remaining
+                kept = min(len(row.prompt_ids), budget.total)
+                held += min(kept + new, budget.total + (not budget.full))
+                before += min(kept + new - 1, budget.total)
+            for work, sign in ((self._work.prefill, share), (self._work.decode, -share)):
+                self._add(work, caches, sign * layers * held)
+                self._move(work, caches, sign * layers * before, inward=True)
+
+    def _hidden(self, lane: Lane, going: int) -> None:
+        """Of a lane among others: between all units its hidden states leave and come back."""
+        home = self._plan.placement.hidden[lane.index]
+        spec, dtype = self._spec, self._plan.request.dtype
+        # Behind the embedding and all halves but the last two; behind these, each prompt's last token only.
+        early = (2 * spec.num_layers - 1) * spec.hidden_bytes(going + lane.prompt_tokens, dtype)
+        late = 2 * spec.hidden_bytes(going + len(lane.fresh), dtype)
+        for inward in (True, False):
+            for link in links(home, self._tier, inward=inward):
+                for nbytes, share in (
+                    (early, lane.prompt_share),
+                    (late, len(lane.fresh) / max(1, lane.decoding + len(lane.fresh))),
+                ):
+                    for work, part in self._parts(share):
+                        work.moved[link, "hidden"] += part * nbytes
+
+    def _parts(self, share: float) -> list[tuple[PhaseWork, float]]:
+        """The phases that have a share in something of which `share` is prompts."""
+        both = zip((self._work.phases[phase] for phase in PHASES), (share, 1 - share), strict=True)
+        return [(work, part) for work, part in both if part]
+
+    def _add(self, work: PhaseWork, caches: _Caches, tokens: float) -> None:
+        work.cache_tokens[caches.window, caches.device] += tokens
+
+    def _move(self, work: PhaseWork, caches: _Caches, tokens: float, *, inward: bool) -> None:
+        for link in links(caches.home, caches.device, inward=inward) if tokens else ():
+            work.moved[link, "cache"] += tokens * self._token
+
+    def _caches_of(self, lane: int) -> Counter[_Caches]:
+        """How many layers there are of each kind."""
+        if lane not in self._caches:
+            self._caches[lane] = Counter(self._kind(layer, lane) for layer in range(self._spec.num_layers))
+        return self._caches[lane]
+
+    def _kind(self, layer: int, lane: int) -> _Caches:
+        home = self._plan.placement.cache[layer, lane]
+        device = "cpu" if self._plan.policy.cpu_cache_compute and home == "cpu" else self._tier
+        return _Caches(self._spec.arch.window_of(layer), device, home)
+
+
+def _summed(start: int, steps: int, most: int) -> int:
+    """The sum of min(start + k, most) for k = 1 .. steps."""
+    growing = max(0, min(steps, most - start))
+    return growing * start + growing * (growing + 1) // 2 + (steps - growing) * most
+
+
+def _split(tokens: int, chunk: int) -> list[int]:
+    """`tokens` in parts of `chunk`, and a rest."""
+    return [chunk] * (tokens // chunk) + ([tokens % chunk] if tokens % chunk else [])
