@@ -7,8 +7,9 @@
 Each repetition runs every system in turn, each in a fresh process, peers in environments of their own
 (scripts/peer_env.sh), under --cpu-mem where it is given and with its files out of the page cache. A record per run, a
 summary and the table (markdown, CSV) go to --output-dir; the table is printed too, and the last line of stdout is the
-summary as one JSON object. With several batch sizes the summary is of the largest that all could run, and "best" in it
-that of each system at its fastest.
+summary as one JSON object. Our own rows run by the searched plan, as `run` does; what that needs of a calibration is
+done before anything is measured, and --no-search plans by rule. With several batch sizes the summary is of the largest
+that all could run, and "best" in it that of each system at its fastest.
 """
 
 from __future__ import annotations

@@ -102,7 +102,8 @@ def _measure_streams(
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m h2o_flexgen.evaluate",
-        description="Measures recall and perplexity under eviction policies at several KV budgets, or along a stream.",
+        description="Measures recall and perplexity under eviction policies at several KV budgets, or along a stream. "
+        "Plans go by rule, without a search: quality does not depend on them.",
     )
     add_arguments(parser, EvaluationSettings, title="what is measured")
     add_arguments(parser, StreamSettings, title="streams beyond the context")

@@ -99,7 +99,7 @@ class Runner:
         self.settings, self._model, self._prompts = settings, model, prompts
         self._files = scratch / settings.model_name
         self._work = work / "work"
-        self._prepared: set[str] = set()
+        self._prepared: set[tuple[str, int]] = set()
         self.uncapped = cap_problem() if settings.cpu_mem is not None else None
 
     def missing(self, name: str) -> str | None:
@@ -117,9 +117,11 @@ class Runner:
         shutil.rmtree(folder, ignore_errors=True)
         prompts = [list(prompt) for prompt in self._prompts(batch)]
         self._to_do(system, prompts, gen_len, scratch).write(folder, self._model.config)
-        if system.prepares and name not in self._prepared:
+        # Files of others serve every batch; ours may have to calibrate for a large one and not for a small one.
+        prepared = (name, batch if system.own else 0)
+        if system.prepares and prepared not in self._prepared:
             self._finish(system, [str(folder), "prepare"], capped=None)
-            self._prepared.add(name)
+            self._prepared.add(prepared)
         date, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), os.getloadavg()[0]
         report = None if self.settings.cpu_mem is None or self.uncapped else folder / "memcap.json"
         finished = self._finish(system, [str(folder)], report, scratch)
@@ -163,6 +165,7 @@ class Runner:
             cpu_mem=settings.cpu_mem,
             gpu_mem=settings.gpu_mem,
             scratch=str(scratch.resolve()),
+            plan=settings.plan if system.own else "rule",
         )
 
     def _finish(self, system: System, arguments: list[str], capped: Path | None, *cold: Path) -> Finished:

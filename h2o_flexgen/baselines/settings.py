@@ -55,6 +55,7 @@ class BenchSettings:
     reference    what the others are compared with: the first of our own among the systems, else the last
     weights      "auto" becomes "checkpoint" where the model has one at hand, else "dummy"
     batch_sizes  one: that of every system; several: tried, in this order; none: tried, doubling
+    search       whether our own systems plan as `run` does: the placement, and with --batch-size auto the blocks, too
     cpu_mem      bytes of host memory that every process is held to, where the machine allows that, and told
     gpu_mem      bytes of GPU memory that every system is told
     """
@@ -94,6 +95,14 @@ class BenchSettings:
             metavar="N",
             parse=_sizes,
             show=lambda sizes: ",".join(map(str, sizes)) or AUTO,
+        ),
+    )
+    search: bool = field(
+        default=True,
+        metadata=flag(
+            "--search",
+            help="our own rows run by the searched plan, as run does: placement, and with --batch-size auto the block; "
+            "else by rule, all prompts in one GPU batch",
         ),
     )
     prompt_len: int = field(
@@ -174,6 +183,11 @@ class BenchSettings:
     def searches(self) -> bool:
         """Whether several batch sizes are tried."""
         return len(self.batch_sizes) != 1
+
+    @property
+    def plan(self) -> str:
+        """The `plan` of a Work of our own systems."""
+        return "rule" if not self.search else "placement" if self.batch_sizes else "all"
 
     @property
     def text_reference(self) -> str:

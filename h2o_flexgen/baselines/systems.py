@@ -54,17 +54,20 @@ def _ratio(ratio: float) -> dict[str, Any]:
     return {"ratio": ratio}
 
 
+_OWN = "h2o_flexgen.cli.adapter"  # a program: it plans as `run` does
+
 SYSTEMS: Registry[System] = Registry("system")
 SYSTEMS.register(
     "h2o",
     System(
-        _adapter("own"),
+        _OWN,
         "this package, KV cache at --hh-ratio",
         lambda ratio: {"name": "h2o", "ratio": ratio},
         own=True,
+        prepares=True,
     ),
 )
-SYSTEMS.register("full", System(_adapter("own"), "this package, full KV cache", own=True))
+SYSTEMS.register("full", System(_OWN, "this package, full KV cache", own=True, prepares=True))
 SYSTEMS.register(
     "transformers", System(_adapter("transformers"), "model.generate, SDPA attention, dynamic KV cache", scratch="hf")
 )

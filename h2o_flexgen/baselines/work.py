@@ -34,6 +34,7 @@ class Work:
     cpu_mem   bytes of host memory the whole process may use, None for what there is
     gpu_mem   bytes of GPU memory, likewise
     scratch   a folder on the disk, the same for every run of this system, for offloaded tensors and weights made once
+    plan      what a planner of ours chooses: "rule", "placement" of one GPU batch of all prompts, or "all"
     """
 
     model: str
@@ -49,6 +50,7 @@ class Work:
     cpu_mem: int | None = None
     gpu_mem: int | None = None
     scratch: str = "."
+    plan: str = "rule"
 
     def write(self, folder: Path, model_config: dict[str, Any]) -> None:
         """Puts the work, and the model's config.json, into `folder`."""
