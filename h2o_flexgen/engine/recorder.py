@@ -19,6 +19,7 @@ from h2o_flexgen.engine.model import Model
 from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.engine.sequence import Sequence
 from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.units import format_bytes
 
 
@@ -127,7 +128,12 @@ def make_record(
             {"prefill": totals.prefill_seconds, "decode": totals.decode_seconds},
         ),
         predicted=None if plan.predicted is None else dict(plan.predicted),
-        warnings=[*measured.warnings, *_unrealised(config, plan, achieved), *_warnings(plan, measured)],
+        warnings=[
+            *measured.warnings,
+            *_unrealised(config, plan, achieved),
+            *_warnings(plan, measured),
+            *_slow_kernels(_device(plan, config)),
+        ],
     )
 
 
@@ -181,3 +187,9 @@ def _warnings(plan: Plan, measured: Measured) -> list[str]:
             "the working space was underestimated"
         ]
     return []
+
+
+def _slow_kernels(device: str) -> list[str]:
+    """What a GPU had to do without."""
+    reason = triton_available.why_not(device) if device == "cuda" else None
+    return [] if reason is None else [f"attention on the GPU was computed by torch, which takes longer: {reason}"]
