@@ -17,8 +17,9 @@ from torch import Tensor
 from h2o_flexgen.calibration.timing import FEWEST_SAMPLES, Sample, Timer
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.tensors import TENSOR_ALIGN, round_up
+from h2o_flexgen.memory.cuda import open_device
 from h2o_flexgen.memory.handle import torch_dtype
-from h2o_flexgen.memory.pages import Block, CudaMemory, HostMemory
+from h2o_flexgen.memory.pages import Block, DeviceMemory, HostMemory
 from h2o_flexgen.units import GIB, MIB, format_bytes
 
 _CACHES = "/sys/devices/system/cpu/cpu0/cache"
@@ -96,7 +97,8 @@ class Bench:
         synchronise: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self.timer = Timer(synchronise)
         self.spreads = Spreads()
-        memory = CudaMemory(device) if device.type == "cuda" else HostMemory()
+        gpu = open_device(device)
+        memory = HostMemory() if gpu is None else DeviceMemory(gpu)
         self._block: Block = memory.allocate(arena_bytes or arena_size())
         self.arena = self._block.tensor
         # The first touch of memory can take longer than anything that is measured: all of it is written here.

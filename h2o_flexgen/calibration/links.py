@@ -19,9 +19,11 @@ from h2o_flexgen.config.hardware import LinkRate
 from h2o_flexgen.config.tensors import PAGE
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.cuda import open_device
 from h2o_flexgen.memory.disk_tier import DiskTier, Region
 from h2o_flexgen.memory.handle import Extent
-from h2o_flexgen.memory.pages import CudaMemory, HostMemory
+from h2o_flexgen.memory.pages import DeviceMemory, HostMemory
+from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Tier
 from h2o_flexgen.units import GIB, KIB, MIB, format_bytes
@@ -175,13 +177,14 @@ class HostGpu:
 
     def __init__(self, device: torch.device, unit_bytes: int, host_bytes: int, *, pinned: bool = True) -> None:
         with ExitStack() as stack:
-            real = device.type == "cuda"
-            gpu = stack.enter_context(closing(Tier("gpu", None, CudaMemory(device) if real else HostMemory())))
-            cpu = stack.enter_context(closing(Tier("cpu", None, HostMemory(pinned=real and pinned))))
+            real = open_device(device)
+            pins = PinnedPool(real) if real is not None and pinned else None
+            gpu = stack.enter_context(closing(Tier("gpu", None, HostMemory() if real is None else DeviceMemory(real))))
+            cpu = stack.enter_context(closing(Tier("cpu", None, HostMemory(), pins)))
             self.unit = max(PAGE, min(unit_bytes, LARGEST, host_bytes // _BUFFERS) // PAGE * PAGE)
             self._host = touch(cpu.allocate(host_bytes, "host memory").tensor)
             self._gpu = [touch(gpu.allocate(self.unit, "buffers").tensor) for _ in range(_BUFFERS)]
-            self.copies = stack.enter_context(CopyEngine())
+            self.copies = stack.enter_context(CopyEngine(device=real))
             self._resources = stack.pop_all()
 
     def inward(self, nbytes: int) -> Link:

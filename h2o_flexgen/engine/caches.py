@@ -19,6 +19,7 @@ from h2o_flexgen.engine.homes import BufferRing, Home, HomeMaker
 from h2o_flexgen.engine.sequence import Sequence
 from h2o_flexgen.memory.copies import CopyEngine, Ticket
 from h2o_flexgen.memory.handle import page_ceil
+from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY, STATE_BUFFERS
 
@@ -213,9 +214,13 @@ class CacheStore:
                 if place in moving:
                     self._moving[place] = _MovingCache(cache, make_home(homes[place], cache.nbytes))
                 else:
-                    buffer = stack.enter_context(tiers.memory(homes[place]).allocate(cache.nbytes, "kv cache"))
+                    # Attention is computed where it lies: no GPU copies it.
+                    tier = tiers.memory(homes[place])
+                    buffer = stack.enter_context(tier.allocate(cache.nbytes, "kv cache", Pin.NEVER))
                     cache.attach(buffer.tensor)
             self._resources = stack.pop_all()
+        if tiers.pins is not None:
+            tiers.pins.warn()
 
     @property
     def moves(self) -> frozenset[Place]:
@@ -225,8 +230,9 @@ class CacheStore:
     def load(self, layer: int, lane: int) -> None:
         """Starts bringing a cache to the compute tier."""
         moving = self._moving[layer, lane]
-        moving.slot = self._take()
-        moving.ticket = moving.home.fetch(self._bytes(moving))
+        self._make_room()
+        moving.slot, ready = self._ring.take()
+        moving.ticket = moving.home.fetch(self._bytes(moving), ready)
 
     def wait(self, layer: int, lane: int) -> LaneCache:
         """The cache, with K and V where attention is computed."""
@@ -236,10 +242,11 @@ class CacheStore:
         if moving.slot is None:
             if moving.cache.rows is not None:
                 raise RuntimeError(f"cache of layer {layer}, lane {lane} was not loaded")
-            moving.slot = self._take()
+            self._make_room()
+            moving.slot = self._ring.take_now()
         loaded = moving.ticket is not None
         if moving.ticket is not None:
-            moving.ticket.wait()
+            moving.ticket.wait_on_device()
             moving.ticket = None
         moving.cache.attach(self._ring.buffers[moving.slot].tensor)
         if loaded:
@@ -259,11 +266,10 @@ class CacheStore:
         moving.slot = None
         moving.cache.detach()
 
-    def _take(self) -> int:
+    def _make_room(self) -> None:
         # What was used and has no store coming (the last step has none) makes room: its store would be issued by now.
         for moving in list(self._used):
             self._release(moving, None)
-        return self._ring.take()
 
     def _bytes(self, moving: _MovingCache) -> Tensor:
         if moving.slot is None:

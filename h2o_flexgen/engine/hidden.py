@@ -39,7 +39,7 @@ class HiddenStore:
     def store(self, lane: Lane) -> None:
         """Parks the hidden states; the compute tier's copy is dropped."""
         hidden = lane.take_hidden()
-        slot = self._ring.take()
+        slot = self._ring.take_now()
         buffer = self._ring.buffers[slot].tensor[: page_ceil(hidden.numel() * hidden.itemsize)]
         self._view(buffer, hidden.shape).copy_(hidden)
         self._shapes[lane.index] = hidden.shape
@@ -48,16 +48,17 @@ class HiddenStore:
 
     def load(self, lane: Lane) -> None:
         """Starts bringing parked hidden states back."""
-        slot = self._ring.take()
+        slot, ready = self._ring.take()
         nbytes = page_ceil(self._shapes[lane.index].numel() * self._dtype.itemsize)
-        self._loading[lane.index] = (slot, self._homes[lane.index].fetch(self._ring.buffers[slot].tensor[:nbytes]))
+        target = self._ring.buffers[slot].tensor[:nbytes]
+        self._loading[lane.index] = (slot, self._homes[lane.index].fetch(target, ready))
 
     def wait(self, lane: Lane) -> None:
         """Makes `lane.hidden` valid if a load is on its way."""
         loading = self._loading.pop(lane.index, None)
         if loading is not None:
             slot, ticket = loading
-            ticket.wait()
+            ticket.wait_on_device()
             lane.hidden = self._view(self._ring.buffers[slot].tensor, self._shapes[lane.index]).clone()
             self._ring.give_back(slot)
 

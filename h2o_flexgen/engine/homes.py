@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Buffer, Tier, Tiers
 from h2o_flexgen.schedule.footprint import STAGING_BUFFERS
 
@@ -15,13 +16,14 @@ from h2o_flexgen.schedule.footprint import STAGING_BUFFERS
 class Home(Protocol):
     """A resting place of a fixed size. `save` and `fetch` move 1-D uint8 tensors of `nbytes`, page-aligned on the host.
 
-    Operations on one home happen in the order in which they were asked for.
+    Operations on one home happen in the order in which they were asked for. What `save` returns is done once the source
+    may change; `fetch` writes to its target after `after`, and after what was computed so far.
     """
 
     tier: str
 
     def save(self, source: Tensor) -> Ticket: ...
-    def fetch(self, target: Tensor) -> Ticket: ...
+    def fetch(self, target: Tensor, after: Ticket | None = None) -> Ticket: ...
     def close(self) -> None: ...
 
 
@@ -40,32 +42,37 @@ class MemoryHome:
         self._last = self._copies.copy(target, source, self._down, after=self._last)
         return self._last
 
-    def fetch(self, target: Tensor) -> Ticket:
+    def fetch(self, target: Tensor, after: Ticket | None = None) -> Ticket:
         source = self._buffer.tensor[: target.numel()]
-        self._last = self._copies.copy(target, source, self._up, after=self._last)
+        self._last = self._copies.copy(target, source, self._up, after=(self._last, after))
         return self._last
 
     def close(self) -> None:
         self._buffer.release()
 
 
+class Stage(NamedTuple):
+    """A staging buffer's turn: `bytes` are free once `before` is done, the buffer's last transfer."""
+
+    turn: int
+    bytes: Tensor
+    before: Ticket | None
+
+
 class StagingPool:
-    """Host buffers between a GPU and the disk, taken in turns; `take` waits for the buffer's last transfer."""
+    """Host buffers between a GPU and the disk, taken in turns. Nobody waits for one but the transfers through it."""
 
     def __init__(self, tier: Tier, nbytes: int, count: int = STAGING_BUFFERS) -> None:
-        self._buffers = [tier.allocate(nbytes, "staging buffers") for _ in range(count)]
+        self._buffers = [tier.allocate(nbytes, "staging buffers", Pin.FIRST) for _ in range(count)]
         self._busy: list[Ticket | None] = [None] * count
         self._turn = 0
 
-    def take(self, nbytes: int) -> tuple[int, Tensor]:
+    def take(self, nbytes: int) -> Stage:
         turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
-        ticket = self._busy[turn]
-        if ticket is not None:
-            ticket.wait()
-        return turn, self._buffers[turn].tensor[:nbytes]
+        return Stage(turn, self._buffers[turn].tensor[:nbytes], self._busy[turn])
 
-    def until(self, turn: int, ticket: Ticket) -> None:
-        self._busy[turn] = ticket
+    def until(self, stage: Stage, ticket: Ticket) -> None:
+        self._busy[stage.turn] = ticket
 
     def close(self) -> None:
         for buffer in self._buffers:
@@ -81,27 +88,27 @@ class DiskHome:
         self._region = tiers.disk.allocate(nbytes, what)
         self._copies, self._staging = copies, staging
         self._compute = tiers.compute.name
-        self._last: Ticket | None = None
+        self._last: Ticket | None = None  # that touched the region
 
     def save(self, source: Tensor) -> Ticket:
         if self._staging is None:
             self._last = self._copies.write(self._region, source, after=self._last)
             return self._last
-        turn, stage = self._staging.take(source.numel())
-        down = self._copies.copy(stage, source, f"{self._compute}->cpu", after=self._last)
-        self._last = self._copies.write(self._region, stage, after=down)
-        self._staging.until(turn, self._last)
-        return self._last
+        stage = self._staging.take(source.numel())
+        down = self._copies.copy(stage.bytes, source, f"{self._compute}->cpu", after=stage.before)
+        self._last = self._copies.write(self._region, stage.bytes, after=(down, self._last))
+        self._staging.until(stage, self._last)
+        return down
 
-    def fetch(self, target: Tensor) -> Ticket:
+    def fetch(self, target: Tensor, after: Ticket | None = None) -> Ticket:
         if self._staging is None:
-            self._last = self._copies.read_region(self._region, target, after=self._last)
+            self._last = self._copies.read_region(self._region, target, after=(self._last, after))
             return self._last
-        turn, stage = self._staging.take(target.numel())
-        read = self._copies.read_region(self._region, stage, after=self._last)
-        self._last = self._copies.copy(target, stage, f"cpu->{self._compute}", after=read)
-        self._staging.until(turn, self._last)
-        return self._last
+        stage = self._staging.take(target.numel())
+        self._last = self._copies.read_region(self._region, stage.bytes, after=(self._last, stage.before))
+        up = self._copies.copy(target, stage.bytes, f"cpu->{self._compute}", after=(self._last, after))
+        self._staging.until(stage, up)
+        return up
 
     def close(self) -> None:
         self._region.release()
@@ -135,14 +142,22 @@ class BufferRing:
         self._free = list(range(count))
         self._saving: list[tuple[int, Ticket]] = []
 
-    def take(self) -> int:
-        if not self._free:
-            if not self._saving:
-                raise RuntimeError("every transfer buffer is in use: the schedule holds more copies than it states")
-            slot, ticket = self._saving.pop(0)
-            ticket.wait()
-            return slot
-        return self._free.pop()
+    def take(self) -> tuple[int, Ticket | None]:
+        """A buffer, and what has to be done before it is written to: a copy that a GPU has been given."""
+        if self._free:
+            return self._free.pop(), None
+        if not self._saving:
+            raise RuntimeError("every transfer buffer is in use: the schedule holds more copies than it states")
+        slot, ticket = self._saving.pop(0)
+        ticket.wait_issued()
+        return slot, ticket
+
+    def take_now(self) -> int:
+        """A buffer that may be computed on at once."""
+        slot, ticket = self.take()
+        if ticket is not None:
+            ticket.wait_on_device()
+        return slot
 
     def give_back(self, slot: int, after: Ticket | None = None) -> None:
         """The buffer is free at once, or once `after` is done."""

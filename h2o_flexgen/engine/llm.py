@@ -19,7 +19,7 @@ from h2o_flexgen.config.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.work import Work
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.engine import machine
+from h2o_flexgen.engine import gpu, machine
 from h2o_flexgen.engine.block import BlockRunner
 from h2o_flexgen.engine.chat import Conversation, chat_prompts
 from h2o_flexgen.engine.hf_generate import Generator
@@ -69,7 +69,8 @@ class LLM:
         self._loaded: Loaded | None = None
         self._replay = Replay()
         self._decoder = Decoder(self.model.spec)
-        self._trace = Trace(self.config.trace)
+        self._pins = gpu.open_gpu(self.device)
+        self._trace = Trace(self.config.trace, None if self._pins is None else self._pins.device)
         self._baseline = machine.before_placement()
 
     def generate(
@@ -164,6 +165,8 @@ class LLM:
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.close()
+        if self._pins is not None:
+            self._pins.close()
         self.model.source.close()
 
     def __enter__(self) -> LLM:
@@ -247,7 +250,8 @@ class LLM:
         started = time.perf_counter()
         config = self.config
         place = str(self.offload_folder)
-        self._loaded = load(plan, self.model.source, config, self.device, place, self._trace.add, self._note)
+        trace, note = self._trace.add, self._note
+        self._loaded = load(plan, self.model.source, config, self.device, place, trace, note, self._pins)
         self._loaded.seconds = time.perf_counter() - started
         return self._loaded
 
@@ -263,19 +267,17 @@ class LLM:
     def _caps(self) -> Caps:
         """What was given, else what the machine has free, and where each number comes from."""
         config, why = self.config, {"cpu": "--cpu-mem", "disk": "--nvme-mem", "gpu": "--gpu-mem"}
-        gpu, cpu, disk = config.gpu_mem, config.cpu_mem, config.disk_mem
+        on_gpu, cpu, disk = None, config.cpu_mem, config.disk_mem
         if config.emulate_gpu is not None:
-            gpu, why["gpu"] = config.emulate_gpu, "--emulate-gpu"
-        elif self.device.type != "cuda":
-            gpu = None
-        elif gpu is None:
-            gpu, why["gpu"] = machine.gpu_limit(self.device)
+            on_gpu, why["gpu"] = config.emulate_gpu, "--emulate-gpu"
+        elif self._pins is not None:
+            on_gpu, why["gpu"] = gpu.gpu_limit(self._pins.device, config.gpu_mem)
         if cpu is None:
             cpu, why["cpu"] = machine.cpu_limit()
         if disk is None:
             there = bytes_on_disk(self.model.spec, self.model.source, self.model.dtype, self.offload_folder)
             disk, why["disk"] = machine.disk_limit(self.offload_folder, there)
-        return Caps(gpu, cpu, disk, emulated=config.emulate_gpu is not None, why=why)
+        return Caps(on_gpu, cpu, disk, emulated=config.emulate_gpu is not None, why=why)
 
     def _reader(self) -> RequestReader:
         codec = self.model.codec

@@ -20,7 +20,8 @@ from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.engine.weights import Home, WeightStore
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.memory.copies import CopyEngine, TraceCallback
-from h2o_flexgen.memory.handle import Location, direct_layout, direct_obstacle, packed_layout, views
+from h2o_flexgen.memory.handle import Location, direct_layout, direct_obstacle, packed_layout, torch_dtype, views
+from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Tiers, make_tiers
 
@@ -60,11 +61,13 @@ def load(
     offload_dir: str,
     trace: TraceCallback,
     progress: Progress,
+    pins: PinnedPool | None = None,
 ) -> Loaded:
     """Places every weight group as `plan` says and verifies that this is what happened.
 
-    Peak host memory is the cpu tier's own share and one weight group. ModelError, PlanError or StorageError where it
-    fails; nothing stays behind then.
+    Peak host memory is the cpu tier's own share and one weight group. `pins`: of the GPU, where there is a real one.
+    From then on no more than the plan's cap is allocated on it. ModelError, PlanError or StorageError where it fails;
+    nothing stays behind then.
     """
     caps, spec, dtype = plan.request.caps, plan.request.spec, plan.request.dtype
     placed = {*plan.placement.weights.values(), *plan.placement.cache.values(), *plan.placement.hidden.values()}
@@ -73,9 +76,24 @@ def load(
         if folder is not None and _state_on_disk(plan):
             folder.require_free(_state_on_disk(plan), "the KV cache of a block")
         tiers = stack.enter_context(
-            make_tiers(caps.gpu, _cpu_capacity(plan), caps.disk, config.emulate_gpu is not None, folder, device=device)
+            make_tiers(
+                caps.gpu,
+                _cpu_capacity(plan),
+                caps.disk,
+                config.emulate_gpu is not None,
+                folder,
+                device=device,
+                pins=pins,
+            )
         )
-        copies = stack.enter_context(CopyEngine(trace=trace))
+        gpu = tiers.accelerator
+        if tiers.pins is not None and gpu is not None:
+            tiers.pins.keep(sum(item.nbytes for item in plan.footprint.items if "staging" in item.what))
+            gpu.cap(caps.gpu)
+            stack.callback(gpu.cap, None)
+            gpu.warm_up(torch_dtype(dtype))
+        bounce = None if tiers.pins is None else tiers.pins.bounce
+        copies = stack.enter_context(CopyEngine(trace=trace, device=gpu, bounce=bounce))
         homes = _fill_memory(spec, plan.placement, source, dtype, tiers, progress)
         on_disk = [group for group in spec.weight_groups if plan.placement.weights[group.key] == "disk"]
         for key, unit in _disk_units(on_disk, source, dtype, folder, _state_on_disk(plan), progress).items():
@@ -88,6 +106,8 @@ def load(
         # The copy threads stop before the buffers they write to go.
         stack.callback(weights.close)
         stack.callback(copies.close)
+        if tiers.pins is not None:
+            tiers.pins.warn()
         return Loaded(plan.placement, plan.policy.lookahead, tiers, copies, weights, folder, stack.pop_all())
 
 

@@ -88,12 +88,6 @@ def cpu_limit() -> Limit:
     return _share_of(limit, "that the control group may use")
 
 
-def gpu_limit(device: torch.device) -> Limit:
-    """Memory of a CUDA device that is free or already this process's own."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return _share_of(free + torch.cuda.memory_reserved(device), "free on the GPU")
-
-
 def disk_limit(folder: Path, there: int) -> Limit:
     """Disk space for a run whose offload folder is `folder`: what is free, and the bytes of weights that are `there`
     already and take no more. Nothing is made."""

@@ -4,36 +4,57 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from h2o_flexgen.config.model import UnitSpec
+from h2o_flexgen.memory.cuda import Device, Mark, Stream
 from h2o_flexgen.schedule.tasks import Task
 from h2o_flexgen.schedule.timeline import Row, Timeline
 
 
-class Trace:
-    """Collects rows from any thread. With `enabled` False only the busy seconds of the compute are kept."""
+class _Tick(NamedTuple):
+    """A compute task: what it was, and how much of its tokens are prompts."""
 
-    def __init__(self, enabled: bool = False) -> None:
+    task: Task
+    unit: UnitSpec
+    prompts: float
+
+
+class Trace:
+    """Collects rows from any thread. With `enabled` False only the busy seconds of the compute are kept.
+
+    On `device` a task is timed by marks in the queue of its computes; nobody waits for them before somebody reads.
+    """
+
+    def __init__(self, enabled: bool = False, device: Device | None = None) -> None:
         self.enabled = enabled
-        self.compute_seconds: dict[str, float] = {}
+        self._device = device
+        self._seconds: dict[str, float] = {}
         self._rows: list[Row] = []
+        self._queued: deque[tuple[_Tick, Mark, Mark]] = deque()
         self._lock = threading.Lock()
         self._zero = time.perf_counter()
+
+    @property
+    def compute_seconds(self) -> dict[str, float]:
+        """Seconds by phase and kind of unit ("decode.mlp", ...). Waits for what a GPU still computes."""
+        self._collect(wait=True)
+        return self._seconds
 
     @contextmanager
     def record(self, task: Task, unit: UnitSpec, prompts: float) -> Iterator[None]:
         """Times one compute task. `prompts`: how much of its tokens are prompts, the others are decode rows."""
+        tick = _Tick(task, unit, prompts)
+        if self._device is not None:
+            with self._marked(tick, self._device):
+                yield
+            return
         start = time.perf_counter()
         yield
-        end = time.perf_counter()
-        for phase, share in (("prefill", prompts), ("decode", 1 - prompts)):
-            if share:
-                key = f"{phase}.{unit.kind}"
-                self.compute_seconds[key] = self.compute_seconds.get(key, 0.0) + share * (end - start)
-        if self.enabled:
-            self.add(f"{unit.name} step {task.step} batch {task.batch}", start, end, "compute")
+        self._book(tick, start, time.perf_counter())
 
     def add(self, task: str, start: float, end: float, resource: str) -> None:
         """One row; `start` and `end` are `time.perf_counter` readings. Called by the copy threads too."""
@@ -42,4 +63,36 @@ class Trace:
                 self._rows.append(Row(task, start - self._zero, end - self._zero, resource))
 
     def timeline(self) -> Timeline:
+        """The rows so far. Waits for what a GPU still computes."""
+        self._collect(wait=True)
         return Timeline(tuple(sorted(self._rows, key=lambda row: row.start)))
+
+    @contextmanager
+    def _marked(self, tick: _Tick, device: Device) -> Iterator[None]:
+        if device.capturing():
+            yield
+            return
+        start = device.record(Stream.COMPUTE)
+        yield
+        self._queued.append((tick, start, device.record(Stream.COMPUTE)))
+        self._collect(wait=False)
+
+    def _collect(self, wait: bool) -> None:
+        """Books the tasks that are done, or after a wait all of them."""
+        device = self._device
+        if device is None:
+            return
+        if wait and self._queued:
+            device.synchronize(self._queued[-1][2])
+        while self._queued and device.passed(self._queued[0][2]):
+            tick, first, last = self._queued.popleft()
+            start = device.clock(first)
+            self._book(tick, start, start + device.seconds(first, last))
+
+    def _book(self, tick: _Tick, start: float, end: float) -> None:
+        for phase, share in (("prefill", tick.prompts), ("decode", 1 - tick.prompts)):
+            if share:
+                key = f"{phase}.{tick.unit.kind}"
+                self._seconds[key] = self._seconds.get(key, 0.0) + share * (end - start)
+        if self.enabled:
+            self.add(f"{tick.unit.name} step {tick.task.step} batch {tick.task.batch}", start, end, "compute")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,6 +11,7 @@ from h2o_flexgen.checkpoint.pack import PackedUnit, discard
 from h2o_flexgen.errors import H2OFlexGenError, StorageError
 from h2o_flexgen.memory.copies import CopyEngine, Ticket
 from h2o_flexgen.memory.handle import UnitLayout, views
+from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Buffer, Tiers
 from h2o_flexgen.models.decoder import bind
 
@@ -48,7 +48,9 @@ class WeightStore:
         count = lookahead + 1 if self.streamed else 0
         self._buffers = [tiers.compute.allocate(largest, "weight buffers") for _ in range(count)]
         staged = compute != "cpu" and any(homes[key].tier == "disk" for key in self.streamed)
-        self._staging = [tiers.cpu.allocate(largest, "staging buffers") for _ in range(count if staged else 0)]
+        stages = count if staged else 0
+        self._staging = [tiers.cpu.allocate(largest, "staging buffers", Pin.FIRST) for _ in range(stages)]
+        self._staged: dict[int, Ticket] = {}  # the last copy out of each staging buffer
         self._free = list(range(count))
         self._bound: dict[tuple[str, int], dict[str, Tensor]] = {}
         self._loading: dict[str, tuple[int, Ticket]] = {}
@@ -58,37 +60,33 @@ class WeightStore:
     def load(self, key: str) -> None:
         """Starts bringing a streamed group to the compute tier."""
         slot = self._free.pop()
-        home = self._homes[key]
-        target = self._buffers[slot].tensor
+        home, target = self._homes[key], self._buffers[slot].tensor
+        nbytes, up = home.layout.nbytes, f"{home.tier}->{self._tiers.compute.name}"
         if home.unit is None:
-            ticket = self._copies.copy(
-                target[: home.layout.nbytes], _data(home), f"{home.tier}->{self._tiers.compute.name}"
-            )
+            ticket = self._copies.copy(target[:nbytes], _data(home), up)
         elif not self._staging:
             ticket = self._read(key, home.unit, target)
         else:
             staging = self._staging[slot].tensor
-            read = self._read(key, home.unit, staging)
-            nbytes = home.layout.nbytes
-            ticket = self._copies.copy(
-                target[:nbytes], staging[:nbytes], f"cpu->{self._tiers.compute.name}", after=read
-            )
+            read = self._read(key, home.unit, staging, self._staged.get(slot))
+            up = f"cpu->{self._tiers.compute.name}"
+            ticket = self._staged[slot] = self._copies.copy(target[:nbytes], staging[:nbytes], up, after=read)
         self._loading[key] = (slot, ticket)
 
-    def _read(self, key: str, unit: PackedUnit, target: Tensor) -> Ticket:
+    def _read(self, key: str, unit: PackedUnit, target: Tensor, after: Ticket | None = None) -> Ticket:
         """A disk read; unless told otherwise the first one of each packed group is checked against its checksum."""
         digest = None if key in self._verified else unit.checksum
         if self._verify == "first":
             self._verified.add(key)
-        return self._copies.read_extents(unit.extents, target, digest=digest)
+        return self._copies.read_extents(unit.extents, target, digest=digest, after=after)
 
     def get(self, key: str) -> dict[str, Tensor]:
-        """The bound tensors of a group, waiting for its load if it streams."""
+        """The bound tensors of a group, for what is computed from now on; waits for its load if it streams."""
         if key in self._resident:
             return self._resident[key]
         slot, ticket = self._loading[key]
         try:
-            ticket.wait()
+            ticket.wait_on_device()
         except StorageError as error:
             raise self._distrust(key, error) from error
         bound = self._bound.get((key, slot))
@@ -108,14 +106,17 @@ class WeightStore:
     def free(self, key: str) -> None:
         """Gives a streamed group's buffer back. Waits for a load that was never used, whether it fails or not."""
         slot, ticket = self._loading.pop(key)
-        with suppress(H2OFlexGenError):
-            ticket.wait()
+        try:
+            ticket.wait_on_device()
+        except H2OFlexGenError:
+            self._staged.pop(slot, None)
         self._free.append(slot)
 
     def reset(self) -> None:
         """Forgets loads that an interrupted block left behind. No copy may be under way."""
         self._free = list(range(len(self._buffers)))
         self._loading.clear()
+        self._staged.clear()
 
     def close(self) -> None:
         """Releases every buffer. The views handed out must not be used afterwards."""

@@ -7,17 +7,20 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TypeAlias
 
 import torch
 import xxhash
 
 from h2o_flexgen.config.tensors import PAGE
 from h2o_flexgen.errors import StorageError
+from h2o_flexgen.memory.cuda import Device
+from h2o_flexgen.memory.device_copies import DeviceCopies
 from h2o_flexgen.memory.disk import DirectFile, HostView, Syscalls, host_view
 from h2o_flexgen.memory.disk_tier import Region
 from h2o_flexgen.memory.handle import Extent, page_floor
-from h2o_flexgen.memory.workers import Job, Piece, Ticket, TraceCallback, Workers, many_pieces, one_piece
+from h2o_flexgen.memory.jobs import Job, Piece, Ticket, TraceCallback, many_pieces, one_piece
+from h2o_flexgen.memory.workers import Workers
 
 __all__ = ["CopyEngine", "Ticket", "TraceCallback", "checksum"]
 
@@ -25,6 +28,9 @@ __all__ = ["CopyEngine", "Ticket", "TraceCallback", "checksum"]
 # 1 thread: 3.2 at 1 MiB, 3.6 at 4 MiB; 2 threads: 2.7 at 256 KiB, 3.5 at 1 MiB, 3.7 at 2 MiB, 3.8 at 4 MiB and 8 MiB.
 READ_THREADS = 2
 CHUNK = 4 << 20
+
+After: TypeAlias = Ticket | Iterable[Ticket | None] | None
+"""What has to be done before."""
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> bytes:
@@ -39,8 +45,9 @@ class CopyEngine:
     """Moves bytes on threads of its own: `read_threads` for disk reads, one for disk writes, one per other link.
 
     Order between tickets is given by `after` alone; otherwise earlier ones are preferred. A source must not change, nor
-    a target be used, before the ticket is done. Errors surface at `Ticket.wait`. Owns its threads and the files it
-    opens; a context manager, to be closed before the tiers. After `close` nothing runs.
+    a target be used, before the ticket is done. Errors surface at `Ticket.wait`. Copies to and from `device` are queued
+    on streams of its own; `bounce`: see DeviceCopies. Owns its threads and the files it opens; a context manager, to be
+    closed before the tiers. After `close` nothing runs.
     """
 
     def __init__(
@@ -51,6 +58,8 @@ class CopyEngine:
         trace: TraceCallback | None = None,
         direct: bool = True,
         syscalls: Syscalls | None = None,
+        device: Device | None = None,
+        bounce: torch.Tensor | None = None,
     ) -> None:
         if read_threads < 1 or chunk < PAGE or chunk % PAGE:
             raise ValueError(f"{read_threads} reader threads with chunks of {chunk} bytes: needed >= 1 and whole pages")
@@ -59,17 +68,19 @@ class CopyEngine:
         self._workers = Workers(trace)
         self._files: dict[str, DirectFile] = {}
         self._files_lock = threading.Lock()
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._on_device = None if device is None else DeviceCopies(device, self._workers, trace, bounce)
 
     @property
     def bytes_moved(self) -> Counter[str]:
         """Bytes per link ("disk->cpu", ...) so far."""
-        return self._workers.meters()[0]
+        moved = self._workers.meters()[0]
+        return moved if self._on_device is None else moved + self._on_device.meters()[0]
 
     @property
     def busy_seconds(self) -> dict[str, float]:
         """Seconds per link in which at least one transfer was running."""
-        return self._workers.meters()[1]
+        busy = self._workers.meters()[1]
+        return busy if self._on_device is None else {**busy, **self._on_device.meters()[1]}
 
     def watch(self, paths: Iterable[str], *, ours: bool = False) -> None:
         """Open files now: from here on a change of theirs is an error, ModelError or (if `ours`) StorageError."""
@@ -83,7 +94,7 @@ class CopyEngine:
         *,
         link: str = "disk->cpu",
         digest: bytes | None = None,
-        after: Ticket | None = None,
+        after: After = None,
         label: str = "",
     ) -> Ticket:
         """Fill the extents' places in `buffer` (1-D uint8, host); in place by O_DIRECT where it starts on a page.
@@ -102,7 +113,7 @@ class CopyEngine:
         job = Job(
             Ticket(label, link, sum(extent.nbytes for extent in extents)),
             many_pieces(pieces),
-            after,
+            _tickets(after),
             partial(self._check_extents, tuple(extents), buffer, digest, label),
         )
         return self._workers.submit("disk-read", job, self._read_threads)
@@ -114,7 +125,7 @@ class CopyEngine:
         *,
         link: str = "disk->cpu",
         digest: bytes | None = None,
-        after: Ticket | None = None,
+        after: After = None,
         label: str = "",
     ) -> Ticket:
         """Fill `out` (contiguous, host) from the start of `region`; checked against `digest`, or the last write's."""
@@ -128,7 +139,7 @@ class CopyEngine:
                 raise _bit_flip(label, region.file.path, region.offset)
 
         pieces = self._region_pieces(region, region.file.read, target, label)
-        job = Job(Ticket(label, link, nbytes), pieces, after, finish)
+        job = Job(Ticket(label, link, nbytes), pieces, _tickets(after), finish)
         return self._workers.submit("disk-read", job, self._read_threads)
 
     def write(
@@ -137,7 +148,7 @@ class CopyEngine:
         data: torch.Tensor,
         *,
         link: str = "cpu->disk",
-        after: Ticket | None = None,
+        after: After = None,
         label: str = "",
     ) -> Ticket:
         """Write `data` (contiguous, host) to the start of `region`, which remembers its digest."""
@@ -145,7 +156,8 @@ class CopyEngine:
         nbytes = _fitting(region, source)
         label = label or region.what
         pieces = self._region_pieces(region, region.file.write, source, label)
-        job = Job(Ticket(label, link, nbytes), pieces, after, lambda: region.remember(nbytes, checksum((data,))))
+        ticket = Ticket(label, link, nbytes)
+        job = Job(ticket, pieces, _tickets(after), lambda: region.remember(nbytes, checksum((data,))))
         return self._workers.submit("disk-write", job)
 
     def _region_pieces(
@@ -157,41 +169,42 @@ class CopyEngine:
             Piece(partial(transfer, view, start, region.offset + start, size, label), size) for start, size in cuts
         )
 
-    def copy(
-        self, dst: torch.Tensor, src: torch.Tensor, link: str, *, after: Ticket | None = None, label: str = ""
-    ) -> Ticket:
-        """dst[...] = src. A plain memory copy on the host; with CUDA on a side stream, after the work queued so far."""
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, link: str, *, after: After = None, label: str = "") -> Ticket:
+        """dst[...] = src. A plain memory copy on the host; to or from the device after the work queued there so far."""
         if dst.shape != src.shape:
             raise ValueError(f"cannot copy {tuple(src.shape)} to {tuple(dst.shape)}")
-        nbytes = dst.numel() * dst.element_size()
-        if dst.is_cuda or src.is_cuda:
-            queued = torch.cuda.current_stream(dst.device if dst.is_cuda else src.device).record_event()
-            pieces = one_piece(partial(self._cuda_copy, dst, src, link, queued), nbytes)
-        elif dst.dtype == src.dtype and dst.is_contiguous() and src.is_contiguous():
+        label, before, nbytes = label or link, _tickets(after), dst.numel() * dst.element_size()
+        if self._on_device is not None and any(map(self._on_device.device.owns, (dst, src))):
+            return self._on_device.submit(dst, src, link, before, label)
+        if dst.dtype == src.dtype and dst.is_contiguous() and src.is_contiguous():
             to, source = dst.data_ptr(), src.data_ptr()
             cuts = _cuts(0, nbytes, self._chunk)
             pieces = many_pieces(Piece(partial(_move, dst, src, to + at, source + at, size), size) for at, size in cuts)
         else:
             pieces = one_piece(partial(_convert, dst, src), nbytes)
-        return self._workers.submit(link, Job(Ticket(label or link, link, nbytes), pieces, after))
+        return self._workers.submit(link, Job(Ticket(label, link, nbytes), pieces, before))
 
     def run(
-        self, fn: Callable[[], None], link: str, nbytes: int = 0, *, after: Ticket | None = None, label: str = ""
+        self, fn: Callable[[], None], link: str, nbytes: int = 0, *, after: After = None, label: str = ""
     ) -> Ticket:
         """Call `fn` on the thread of `link`; `nbytes` are booked there. `fn` must not wait for tickets."""
         lane, threads = ("disk-read", self._read_threads) if link.startswith("disk->") else (link, 1)
         lane = "disk-write" if link.endswith("->disk") else lane
         return self._workers.submit(
-            lane, Job(Ticket(label or link, link, nbytes), one_piece(fn, nbytes), after), threads
+            lane, Job(Ticket(label or link, link, nbytes), one_piece(fn, nbytes), _tickets(after)), threads
         )
 
     def drain(self) -> None:
         """Wait until nothing is under way; errors stay with their tickets."""
         self._workers.drain()
+        if self._on_device is not None:
+            self._on_device.drain()
 
     def close(self) -> None:
         """Drop what has not started, let running chunks end, join the threads, close the files. May be called again."""
         self._workers.close()
+        if self._on_device is not None:
+            self._on_device.drain()
         with self._files_lock:
             for file in self._files.values():
                 file.close()
@@ -224,15 +237,11 @@ class CopyEngine:
             if checksum(spans) != digest:
                 raise _bit_flip(label, extents[0].path, extents[0].file_offset)
 
-    def _cuda_copy(self, dst: torch.Tensor, src: torch.Tensor, link: str, queued: torch.cuda.Event) -> None:
-        """On this link's own stream, after the compute queued at submission; done on the device when it returns."""
-        stream = self._streams.get(link)
-        if stream is None:
-            stream = self._streams[link] = cast(Any, torch.cuda.Stream)(dst.device if dst.is_cuda else src.device)
-        with torch.inference_mode(), torch.cuda.stream(stream):
-            stream.wait_event(queued)
-            dst.copy_(src, non_blocking=True)
-        stream.synchronize()
+
+def _tickets(after: After) -> tuple[Ticket, ...]:
+    if after is None or isinstance(after, Ticket):
+        return () if after is None else (after,)
+    return tuple(ticket for ticket in after if ticket is not None)
 
 
 def _cuts(offset: int, nbytes: int, chunk: int) -> Iterator[tuple[int, int]]:

@@ -1,15 +1,16 @@
-"""Where the bytes of a tier come from: anonymous host pages, or a CUDA device."""
+"""Where the bytes of a tier come from: anonymous host pages, or a GPU."""
 
 from __future__ import annotations
 
 import logging
 import mmap
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 
 from h2o_flexgen.errors import MemoryRefused
+from h2o_flexgen.memory.cuda import Device
 from h2o_flexgen.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -32,15 +33,9 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Private anonymous pages: page-aligned, zeroed, huge where the kernel has huge pages, gone on release.
-
-    `pinned` page-locks them for CUDA; where the system refuses, the pages stay pageable and a warning says so once.
-    """
+    """Private anonymous pages: page-aligned, zeroed, huge where the kernel has huge pages, gone on release."""
 
     device = torch.device("cpu")
-
-    def __init__(self, pinned: bool = False) -> None:
-        self._pinned = pinned
 
     def allocate(self, nbytes: int) -> Block:
         """See Memory.allocate. A view that outlives the release reads zeros; it never faults."""
@@ -60,45 +55,29 @@ class HostMemory:
             except OSError:
                 log.debug("no transparent huge pages for a buffer of %s", format_bytes(nbytes))
         tensor = torch.frombuffer(pages, dtype=torch.uint8)
-        locked = self._pinned and self._lock_pages(tensor)
 
         def release() -> None:
-            if locked:
-                _cudart().cudaHostUnregister(tensor.data_ptr())
             # the pages go now, even if a view keeps the address range alive for a while
             pages.madvise(mmap.MADV_DONTNEED)
 
         return Block(tensor, release)
 
-    def _lock_pages(self, tensor: torch.Tensor) -> bool:
-        status = int(_cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
-        if status:
-            log.warning(
-                "could not page-lock %s of host memory (CUDA error %d): copies to the GPU will be slower",
-                format_bytes(tensor.numel()), status,
-            )  # fmt: skip
-            self._pinned = False
-        return status == 0
 
+class DeviceMemory:
+    """Bytes of a GPU."""
 
-class CudaMemory:
-    """Bytes on a CUDA device, from torch's allocator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, gpu: Device) -> None:
+        self.device = gpu.torch_device
+        self._gpu = gpu
 
     def allocate(self, nbytes: int) -> Block:
         """See Memory.allocate."""
         try:
-            return Block(torch.empty(nbytes, dtype=torch.uint8, device=self.device), _nothing)
+            return Block(self._gpu.allocate(nbytes), _nothing)
         except torch.OutOfMemoryError as error:
             raise MemoryRefused(
                 f"the GPU refused {format_bytes(nbytes)}", change="lower --gpu-mem or --gpu-batch-size"
             ) from error
-
-
-def _cudart() -> Any:
-    return cast(Any, torch.cuda.cudart)()  # untyped in torch
 
 
 def _nothing() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from h2o_flexgen.errors import PlanError
+from h2o_flexgen.memory.cuda import Device, open_device
 from h2o_flexgen.memory.disk_tier import DiskTier, Region
 from h2o_flexgen.memory.handle import page_ceil
 from h2o_flexgen.memory.ledger import Ledger
-from h2o_flexgen.memory.pages import Block, CudaMemory, HostMemory, Memory
+from h2o_flexgen.memory.pages import Block, DeviceMemory, HostMemory, Memory
+from h2o_flexgen.memory.pinned import Pin, PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
 
 __all__ = ["Buffer", "DiskTier", "Ledger", "Region", "Tier", "Tiers", "make_tiers"]
@@ -20,9 +24,10 @@ class Buffer:
     `release` (or leaving the `with` block) gives the memory back to the system at once, whoever still holds a view.
     """
 
-    def __init__(self, tier: Tier, nbytes: int, what: str, block: Block) -> None:
+    def __init__(self, tier: Tier, nbytes: int, what: str, block: Block, unlock: Callable[[], None]) -> None:
         self.tier, self.nbytes, self.what = tier, nbytes, what
         self._block: Block | None = block
+        self._unlock = unlock
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -40,6 +45,7 @@ class Buffer:
         """Return the memory; a second call does nothing."""
         block, self._block = self._block, None
         if block is not None:
+            self._unlock()
             block.release()
             self.tier.give_back(self)
 
@@ -53,20 +59,25 @@ class Buffer:
 class Tier(Ledger):
     """Memory with a capacity: `gpu` (a CUDA device, or host memory emulating one) or `cpu`.
 
-    Every allocation is counted in whole pages before it is made. Thread safe.
+    Every allocation is counted in whole pages before it is made. `pins` page-locks what a GPU copies. Thread safe.
     """
 
-    def __init__(self, name: str, capacity: int | None, memory: Memory) -> None:
+    def __init__(self, name: str, capacity: int | None, memory: Memory, pins: PinnedPool | None = None) -> None:
         super().__init__(name, capacity)
         self.device = memory.device
-        self._memory = memory
+        self._memory, self._pins = memory, pins
         self._live: set[Buffer] = set()
 
-    def allocate(self, nbytes: int, what: str) -> Buffer:
-        """`nbytes` for `what`. PlanError naming tier, what, needed and free where they do not fit."""
+    def allocate(self, nbytes: int, what: str, pin: Pin = Pin.IF_ROOM) -> Buffer:
+        """`nbytes` for `what`. PlanError naming tier, what, needed and free where they do not fit.
+
+        `pin`: whether host memory beside a GPU is page-locked.
+        """
         self.charge(page_ceil(nbytes), what)
         try:
-            buffer = Buffer(self, nbytes, what, self._memory.allocate(nbytes))
+            block = self._memory.allocate(nbytes)
+            unlock = _nothing if self._pins is None else self._pins.lock(block.tensor, pin)
+            buffer = Buffer(self, nbytes, what, block, unlock)
         except BaseException:
             self.refund(page_ceil(nbytes), what)
             raise
@@ -85,10 +96,20 @@ class Tier(Ledger):
 
 
 class Tiers:
-    """The tiers of one run. `gpu` is None on a machine that computes on its CPU. A context manager; owns no folder."""
+    """The tiers of one run. `gpu` is None on a machine that computes on its CPU. A context manager; owns no folder.
 
-    def __init__(self, gpu: Tier | None, cpu: Tier, disk: DiskTier, emulated: bool = False) -> None:
-        self.gpu, self.cpu, self.disk, self.emulated = gpu, cpu, disk, emulated
+    `pins`: what page-locks memory of the cpu tier for a real GPU.
+    """
+
+    def __init__(
+        self, gpu: Tier | None, cpu: Tier, disk: DiskTier, emulated: bool = False, pins: PinnedPool | None = None
+    ) -> None:
+        self.gpu, self.cpu, self.disk, self.emulated, self.pins = gpu, cpu, disk, emulated, pins
+
+    @property
+    def accelerator(self) -> Device | None:
+        """The GPU whose memory the gpu tier is; None where there is none, or it is emulated."""
+        return None if self.pins is None else self.pins.device
 
     @property
     def compute(self) -> Tier:
@@ -134,19 +155,27 @@ def make_tiers(
     run_dir: OffloadDir | None,
     *,
     device: torch.device | None = None,
+    pins: PinnedPool | None = None,
 ) -> Tiers:
     """The tiers of a run; capacities in bytes, None for no limit.
 
     `device` is the compute device, by default CUDA where there is one. `emulate_gpu` adds a gpu tier in host memory,
-    and computes on the CPU. Without `run_dir` the disk tier refuses every allocation.
+    and computes on the CPU. `pins`: the GPU that the gpu tier is on, and what locks pages for it; made for `device`
+    where it is not given. Without `run_dir` the disk tier refuses every allocation.
     """
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_available() and not emulate_gpu else "cpu")
+    if pins is None and not emulate_gpu:
+        opened = open_device(device)
+        pins = None if opened is None else PinnedPool(opened)
     gpu: Tier | None = None
-    if emulate_gpu:
+    if pins is not None:
+        gpu = Tier("gpu", gpu_capacity, DeviceMemory(pins.device))
+    elif emulate_gpu:
         gpu = Tier("gpu", gpu_capacity, HostMemory())
-    elif device.type == "cuda":
-        gpu = Tier("gpu", gpu_capacity, CudaMemory(device))
-    real_gpu = gpu is not None and not emulate_gpu
-    cpu = Tier("cpu", cpu_capacity, HostMemory(pinned=real_gpu))
-    return Tiers(gpu, cpu, DiskTier(disk_capacity, run_dir), emulated=emulate_gpu)
+    cpu = Tier("cpu", cpu_capacity, HostMemory(), pins)
+    return Tiers(gpu, cpu, DiskTier(disk_capacity, run_dir), emulated=emulate_gpu, pins=pins)
+
+
+def _nothing() -> None:
+    """Unlocks nothing."""

@@ -1,75 +1,16 @@
-"""Threads that move bytes, and the tickets their callers wait on. Knows nothing of files or tensors."""
+"""Threads that move bytes. Knows nothing of files or tensors."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-TraceCallback = Callable[[str, float, float, str], None]
-"""(task, start, end, resource); times are `time.perf_counter` readings. Called on the worker threads."""
+from h2o_flexgen.memory.jobs import Job, Piece, Ticket, TraceCallback
 
 _IDLE = 0.5  # seconds between an idle worker's looks at whether the program has ended
-
-
-class Ticket:
-    """One transfer under way. Made by the copy engine; any thread but the engine's own may wait.
-
-    `seconds` is the time from its first byte to its last, checks included, once it is done.
-    """
-
-    def __init__(self, label: str, link: str, nbytes: int) -> None:
-        self.label, self.link, self.nbytes = label, link, nbytes
-        self.seconds = 0.0
-        self._error: BaseException | None = None
-        self._finished = threading.Event()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Return once all bytes are there; raise what went wrong, every time. A signal may interrupt the wait.
-
-        TimeoutError after `timeout` seconds; the transfer goes on.
-        """
-        if not self._finished.wait(timeout):
-            raise TimeoutError(f"{self.label} ({self.link}) is still under way after {timeout} s")
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        """True once nothing of it is running any more, whether it went well or not."""
-        return self._finished.is_set()
-
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong, None while under way or when all went well."""
-        return self._error
-
-    def resolve(self, error: BaseException | None) -> None:
-        """Called once, by the workers."""
-        self._error = error
-        self._finished.set()
-
-
-class Piece(NamedTuple):
-    """Work that one thread does in one go."""
-
-    run: Callable[[], None]
-    nbytes: int
-
-
-@dataclass(eq=False)
-class Job:
-    """A ticket's pieces. They may run in any order, and in parallel; `finish` runs once after all went well."""
-
-    ticket: Ticket
-    pieces: deque[Piece]
-    after: Ticket | None = None
-    finish: Callable[[], None] | None = None
-    running: int = 0
-    started: float = 0.0
-    error: BaseException | None = None
 
 
 @dataclass
@@ -92,6 +33,19 @@ class _Meter:
     active: int = 0
     since: float = 0.0
 
+    def start(self, now: float) -> None:
+        """A piece starts."""
+        if self.active == 0:
+            self.since = now
+        self.active += 1
+
+    def stop(self, now: float, nbytes: int) -> None:
+        """A piece ends that moved `nbytes`."""
+        self.active -= 1
+        if self.active == 0:
+            self.seconds += now - self.since
+        self.nbytes += nbytes
+
 
 class _Claim(NamedTuple):
     job: Job
@@ -101,8 +55,9 @@ class _Claim(NamedTuple):
 class Workers:
     """Runs jobs on lanes of threads, started when first needed and joined by `close`.
 
-    A lane prefers earlier jobs; one whose `after` is not done is passed over, and fails if that fails. A ticket is done
-    only when none of its pieces runs, so that its buffer is the caller's again even after an error.
+    A lane prefers earlier jobs; one whose `after` is not issued is passed over, and fails if that fails. For what a GPU
+    is still copying the thread waits. A ticket is done only when none of its pieces runs, so that its buffer is the
+    caller's again even after an error.
     """
 
     def __init__(self, trace: TraceCallback | None = None) -> None:
@@ -127,7 +82,8 @@ class Workers:
                 thread = threading.Thread(target=self._work, args=(lane,), name=name)
                 lane.threads.append(thread)  # first, so that `close` joins it even if a signal interrupts the start
                 thread.start()
-            self._meters.setdefault(job.ticket.link, _Meter())
+            if not job.on_device:
+                self._meters.setdefault(job.ticket.link, _Meter())
             self._pending += 1
             lane.jobs.append(job)
             lane.wake.notify(max(1, len(job.pieces)))
@@ -162,6 +118,8 @@ class Workers:
                 return
             error: BaseException | None = None
             try:
+                for before in () if claim.job.on_device else claim.job.after:
+                    before.wait()
                 claim.piece.run()
             except BaseException as caught:
                 error = caught
@@ -182,10 +140,8 @@ class Workers:
                     continue
                 now = time.perf_counter()
                 job.started = job.started or now
-                meter = self._meters[job.ticket.link]
-                if meter.active == 0:
-                    meter.since = now
-                meter.active += 1
+                if not job.on_device:
+                    self._meters[job.ticket.link].start(now)
                 job.running += 1
                 piece = job.pieces.popleft()
                 if not job.pieces:
@@ -195,27 +151,22 @@ class Workers:
 
     def _next_job(self, lane: _Lane) -> Job | None:
         for job in tuple(lane.jobs):
-            if job.after is None:
-                return job
-            if job.after.done():
-                if job.after.error is None:
+            if all(before.issued() for before in job.after):
+                error = next((before.error for before in job.after if before.error is not None), None)
+                if error is None:
                     return job
                 lane.jobs.remove(job)
-                self._complete(job, job.after.error)
+                self._complete(job, error)
         return None
 
     def _settle(self, lane: _Lane, claim: _Claim, error: BaseException | None) -> bool:
         """Book a piece that ended; True if it was the last of its job."""
         job, piece = claim
         with self._lock:
-            meter = self._meters[job.ticket.link]
-            meter.active -= 1
-            if meter.active == 0:
-                meter.seconds += time.perf_counter() - meter.since
+            if not job.on_device:
+                self._meters[job.ticket.link].stop(time.perf_counter(), 0 if error else piece.nbytes)
             job.running -= 1
-            if error is None:
-                meter.nbytes += piece.nbytes
-            else:
+            if error is not None:
                 job.error = job.error or error
                 if job.pieces:
                     job.pieces.clear()
@@ -226,9 +177,10 @@ class Workers:
         try:
             if job.error is None and job.finish is not None:
                 job.finish()
-            job.ticket.seconds = time.perf_counter() - job.started
-            if self._trace is not None:
-                self._trace(job.ticket.label, job.started, job.started + job.ticket.seconds, job.ticket.link)
+            if not job.on_device:
+                job.ticket.seconds = time.perf_counter() - job.started
+                if self._trace is not None:
+                    self._trace(job.ticket.label, job.started, job.started + job.ticket.seconds, job.ticket.link)
         except BaseException as error:
             job.error = job.error or error
         with self._lock:
@@ -236,7 +188,7 @@ class Workers:
 
     def _complete(self, job: Job, error: BaseException | None) -> None:
         """Resolve the ticket and wake whoever may go on now. The lock is held."""
-        job.finish = None
+        job.finish, job.after = None, ()
         job.ticket.resolve(error)
         self._pending -= 1
         if not self._pending:
@@ -255,17 +207,3 @@ class Workers:
                 if not job.running:
                     self._complete(job, job.error)
             lane.wake.notify_all()
-
-
-def one_piece(run: Callable[[], None], nbytes: int) -> deque[Piece]:
-    """A job that cannot be cut."""
-    return deque((Piece(run, nbytes),))
-
-
-def many_pieces(pieces: Iterable[Piece]) -> deque[Piece]:
-    """Pieces in order; at least one, so that an empty transfer still resolves its ticket."""
-    return deque(pieces) or one_piece(_nothing, 0)
-
-
-def _nothing() -> None:
-    return None

@@ -459,7 +459,8 @@ def test_a_forgotten_engine_does_not_hang_the_exit() -> None:
     script = """
 import threading
 from collections import deque
-from h2o_flexgen.memory.workers import Job, Piece, Ticket, Workers
+from h2o_flexgen.memory.jobs import Job, Piece, Ticket
+from h2o_flexgen.memory.workers import Workers
 workers = Workers()
 gate = threading.Event()
 workers.submit("lane", Job(Ticket("t", "cpu->gpu", 1), deque([Piece(lambda: None, 1)]))).wait()

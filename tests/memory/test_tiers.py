@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import os
 import resource
 import threading
@@ -15,9 +14,11 @@ from h2o_flexgen.memory import pages
 from h2o_flexgen.memory.disk_tier import DiskTier
 from h2o_flexgen.memory.ledger import Ledger
 from h2o_flexgen.memory.pages import HostMemory
+from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Tier, make_tiers
 from tests.memory.conftest import Faulty
+from tests.memory.fake_cuda import FakeDevice
 
 MIB = 1 << 20
 
@@ -123,34 +124,16 @@ def test_a_refused_allocation_counts_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert tier.used == 0
 
 
-class FakeCudart:
-    def __init__(self, status: int) -> None:
-        self.status, self.locked = status, 0
-
-    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
-        self.locked += self.status == 0
-        return self.status
-
-    def cudaHostUnregister(self, pointer: int) -> int:
-        self.locked -= 1
-        return 0
-
-
-def test_page_locking(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    cudart = FakeCudart(0)
-    monkeypatch.setattr(pages, "_cudart", lambda: cudart)
-    tier = Tier("cpu", None, HostMemory(pinned=True))
+def test_page_locking_beside_a_gpu() -> None:
+    device = FakeDevice(lockable=MIB)
+    tier = Tier("cpu", None, HostMemory(), PinnedPool(device))
     buffer = tier.allocate(MIB, "weights")
-    assert cudart.locked == 1
+    assert device.locked(buffer.tensor)
+    with tier.allocate(MIB, "weights") as pageable:
+        assert not device.locked(pageable.tensor)
+    tensor = buffer.tensor
     buffer.release()
-    assert cudart.locked == 0
-
-    cudart.status = 2
-    with caplog.at_level(logging.WARNING):
-        tier.allocate(MIB, "weights").release()
-        tier.allocate(MIB, "weights").release()
-    assert len(caplog.records) == 1, "the fallback to pageable memory is said once"
-    assert "slower" in caplog.text
+    assert not device.locked(tensor)
 
 
 def test_make_tiers_on_a_cpu() -> None:

@@ -1,0 +1,37 @@
+"""The GPU of an engine: what it may take of it, and how much host memory is page-locked for it."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from h2o_flexgen.engine.machine import Limit, cgroup_limit
+from h2o_flexgen.memory.cuda import Device, open_device
+from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
+from h2o_flexgen.memory.pages import HostMemory
+from h2o_flexgen.memory.pinned import PinnedPool
+from h2o_flexgen.units import format_bytes
+
+_FREE_SHARE = 0.9  # of what is free on the GPU: the rest is for libraries, and for the gaps that an allocator leaves
+_PINNED_SHARE = 0.8  # of the host's memory: locked pages are lost to everything else, the page cache included
+
+
+def open_gpu(device: torch.device) -> PinnedPool | None:
+    """The GPU that `device` is, and what locks host memory for it; None for the CPU."""
+    opened = open_device(device)
+    if opened is None:
+        return None
+    host, limit = psutil.virtual_memory().total, cgroup_limit()
+    share = int(_PINNED_SHARE * (host if limit is None else min(host, limit)))
+    return PinnedPool(opened, share, HostMemory().allocate(BOUNCE_BYTES).tensor)
+
+
+def gpu_limit(gpu: Device, asked: int | None) -> Limit:
+    """What a run may allocate on `gpu`: what was `asked`, at most what others and the CUDA context leave."""
+    room, total = gpu.room()
+    if asked is not None and asked <= room:
+        return Limit(asked, "--gpu-mem")
+    what = f"free of the {format_bytes(total)} on the GPU"
+    if asked is not None:
+        return Limit(room, f"--gpu-mem asks for {format_bytes(asked)}, {format_bytes(room)} are {what}")
+    return Limit(int(_FREE_SHARE * room), f"{_FREE_SHARE:.0%} of {format_bytes(room)} {what}")

@@ -1,0 +1,101 @@
+"""Page-locked host memory within bounds: what a GPU copies from and to without the host's help."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from enum import Enum
+
+from torch import Tensor
+
+from h2o_flexgen.memory.cuda import Device
+from h2o_flexgen.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+
+class Pin(Enum):
+    """How much a buffer wants to be page-locked."""
+
+    NEVER = 0
+    """The GPU never copies it."""
+    IF_ROOM = 1
+    """Weights, caches and hidden states: beside what is kept for buffers that everything goes through."""
+    FIRST = 2
+    """Those buffers."""
+
+
+class PinnedPool:
+    """Locks host memory for `device`, at most `limit` bytes (None: as much as the system allows). Thread safe.
+
+    What does not fit, or what the system refuses, stays pageable: copies work all the same, and take longer. After a
+    refusal only buffers that come first are tried. CUDA's driver locks pages by itself and need not go by
+    RLIMIT_MEMLOCK, so its answer is what counts.
+    """
+
+    def __init__(self, device: Device, limit: int | None = None, bounce: Tensor | None = None) -> None:
+        """`bounce`: memory that is to be locked before all else, for copies of what is pageable."""
+        self.device, self.limit = device, limit
+        self.locked = self.pageable = 0
+        """Bytes that are locked, and bytes that wanted to be and are not."""
+        self._kept = self._first = 0
+        self._lock, self._said = threading.Lock(), False
+        self._unlock_bounce = _nothing if bounce is None else self.lock(bounce, Pin.FIRST)
+        self.bounce = bounce if self.locked else None
+        """What was locked first; None where that was refused, or not wanted."""
+
+    def close(self) -> None:
+        """Unlock what was locked first. A second call does nothing."""
+        self._unlock_bounce()
+        self._unlock_bounce, self.bounce = _nothing, None
+
+    def keep(self, nbytes: int) -> None:
+        """Leave room for as much of what comes first."""
+        self._kept = nbytes
+
+    def lock(self, tensor: Tensor, pin: Pin) -> Callable[[], None]:
+        """Lock flat uint8 host memory that starts on a page; what undoes it, to be called before the memory goes."""
+        nbytes, first = tensor.numel(), pin is Pin.FIRST
+        if pin is Pin.NEVER or not nbytes:
+            return _nothing
+        with self._lock:
+            kept = 0 if first else max(0, self._kept - self._first)
+            fits = self.limit is None or self.locked + nbytes + kept <= self.limit
+            done = fits and self.device.lock(tensor)
+            if done:
+                self._count(nbytes, first)
+            else:
+                self.pageable += nbytes
+                if fits and not first:
+                    self.limit = self.locked + kept
+
+        def undo() -> None:
+            with self._lock:
+                if done:
+                    self.device.unlock(tensor)
+                    self._count(-nbytes, first)
+                else:
+                    self.pageable -= nbytes
+
+        return undo
+
+    def warn(self) -> None:
+        """Say, once, how much of what is there is pageable, if anything."""
+        with self._lock:
+            if self._said or not self.pageable:
+                return
+            self._said = True
+        log.warning(
+            "%s of the host memory that the GPU copies from and to are page-locked, %s are not: copies of these go "
+            "through buffers, and are slower",
+            format_bytes(self.locked), format_bytes(self.pageable),
+        )  # fmt: skip
+
+    def _count(self, nbytes: int, first: bool) -> None:
+        self.locked += nbytes
+        self._first += nbytes if first else 0
+
+
+def _nothing() -> None:
+    """Undoes nothing."""

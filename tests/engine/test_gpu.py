@@ -1,0 +1,94 @@
+"""What an engine takes of a GPU: its limits, what running out there means, and how its computes are timed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from h2o_flexgen.engine import gpu, replay
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.errors import MemoryRefused, is_out_of_memory
+from h2o_flexgen.memory.cuda import Stream
+from h2o_flexgen.schedule.tasks import Task, TaskKind
+from tests.memory.fake_cuda import FakeDevice, FakeMark
+from tests.tiny import prompts_of
+
+GIB = 1 << 30
+
+
+def test_a_cap_is_at_most_what_others_leave() -> None:
+    """12 of 16 GiB: the rest is the context's, or somebody else's."""
+    device = FakeDevice()
+    assert gpu.gpu_limit(device, 8 * GIB) == (8 * GIB, "--gpu-mem")
+    limit = gpu.gpu_limit(device, 16 * GIB)
+    assert limit.nbytes == 12 * GIB
+    assert "16 GiB" in limit.why
+    assert "12 GiB" in limit.why
+    assert gpu.gpu_limit(device, None).nbytes == int(0.9 * 12 * GIB)
+    assert gpu.open_gpu(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "tier"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 15.00 GiB allowed"), "gpu"),
+        (MemoryRefused("the GPU refused 2 GiB"), "gpu"),
+        (RuntimeError("CUDA error: out of memory"), "gpu"),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "gpu"),
+        (MemoryRefused("the system refused 2 GiB of host memory (Cannot allocate memory)"), "cpu"),
+        (MemoryError(), "cpu"),
+    ],
+    ids=str,
+)
+def test_whose_memory_ran_out(error: Exception, tier: str, checkpoint) -> None:
+    with LLM(checkpoint("opt")[1], dtype="float32", emulate_gpu="1GiB") as llm:
+        llm.generate(prompts_of([5]), max_new_tokens=2)
+        plan = llm.last_plan
+    real = replace(plan, request=replace(plan.request, caps=replace(plan.request.caps, emulated=False)))
+    assert is_out_of_memory(error)
+    assert replay._exhausted(error, real) == tier
+
+
+class Late(FakeDevice):
+    """Whose computes are through when `through` says so."""
+
+    through = False
+
+    def passed(self, mark: FakeMark) -> bool:
+        return self.through
+
+    def synchronize(self, mark: FakeMark) -> None:
+        self.through = True
+        super().synchronize(mark)
+
+
+def test_computes_are_timed_by_marks(checkpoint) -> None:
+    with LLM(checkpoint("opt")[1], dtype="float32") as llm:
+        unit = llm.model.spec.units[1]
+    device = Late()
+    trace = Trace(enabled=True, device=device)
+    marks: list[FakeMark] = []
+    record = device.record
+
+    def noted(stream: Stream) -> FakeMark:
+        marks.append(record(stream))
+        marks[-1].time = 10.0 * len(marks)
+        return marks[-1]
+
+    device.record = noted  # type: ignore[method-assign]
+    for step in range(3):
+        with trace.record(Task(TaskKind.COMPUTE, step, unit.index, 0), unit, 0.25):
+            pass
+    assert device.host_waits == [], "nobody waits before somebody reads"
+    assert trace.compute_seconds == {f"prefill.{unit.kind}": 7.5, f"decode.{unit.kind}": 22.5}
+    assert len(device.host_waits) == 1
+    rows = trace.timeline().rows
+    assert [row.task for row in rows] == [f"{unit.name} step {step} batch 0" for step in range(3)]
+    assert [row.end - row.start for row in rows] == pytest.approx([10.0] * 3)
+    device.capturing = lambda: True  # type: ignore[method-assign]
+    with trace.record(Task(TaskKind.COMPUTE, 3, unit.index, 0), unit, 0.0):
+        pass
+    assert len(marks) == 6, "no marks where work is recorded for later"

@@ -1,0 +1,318 @@
+"""A device made of host memory, whose copies run as late, or as early, as streams and marks allow.
+
+Nothing is copied before somebody has to wait for it (or before chance decides so), so that a missing wait shows as
+wrong data; and every access is checked for an order, see `races`, so that it shows where the data happen to be right.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from h2o_flexgen.memory import device_copies
+from h2o_flexgen.memory.cuda import Stream
+from h2o_flexgen.memory.disk import DirectFile
+from h2o_flexgen.memory.jobs import Job, Ticket
+from h2o_flexgen.memory.pages import HostMemory
+from h2o_flexgen.memory.workers import Workers
+from tests.memory.races import Clock, Races
+
+
+@dataclass(eq=False)
+class FakeMark:
+    """The place before operation `index` of a stream, and what is known to have happened by then."""
+
+    stream: Stream
+    index: int
+    clock: Clock
+    time: float = 0.0
+
+
+class Copied(NamedTuple):
+    """One copy that was queued."""
+
+    stream: Stream
+    dst: Tensor
+    src: Tensor
+
+
+@dataclass(eq=False)
+class FakeDevice:
+    """See memory.cuda.Device. `chance`: that an operation runs before it has to.
+
+    `drops(stream, mark)`: waits of a stream for a mark that are left out; with stream None those of the host.
+    """
+
+    chance: float = 0.0
+    lockable: int | None = None
+    drops: Callable[[Stream | None, FakeMark], bool] = lambda stream, mark: False
+    seed: int = 0
+    races: Races = field(default_factory=Races)
+    torch_device = torch.device("cpu")
+
+    def __post_init__(self) -> None:
+        self.copied: list[Copied] = []
+        self.waits: list[tuple[Stream, Stream]] = []
+        self.host_waits: list[str] = []
+        """The threads that waited for the device."""
+        self.capped: list[int | None] = []
+        self.failing: BaseException | None = None
+        self._queues: dict[Stream, list[Copied | FakeMark | tuple[FakeMark]]] = {stream: [] for stream in Stream}
+        self._done = dict.fromkeys(Stream, 0)
+        """Operations per stream that have run; of the computes, which run at once, those that somebody waited for."""
+        self._device: list[Tensor] = []  # alive, so that nothing else ever lies where they do
+        self._locked: dict[int, int] = {}
+        self._random = random.Random(self.seed)
+        self._lock = threading.RLock()
+
+    def allocate(self, nbytes: int) -> Tensor:
+        made = HostMemory().allocate(nbytes).tensor
+        self._device.append(made)
+        self.races.watch(made.data_ptr(), nbytes, "device memory")
+        return made
+
+    def owns(self, tensor: Tensor) -> bool:
+        return any(0 <= tensor.data_ptr() - made.data_ptr() < made.numel() for made in self._device)
+
+    def lock(self, tensor: Tensor) -> bool:
+        if self.lockable is not None and sum(self._locked.values()) + tensor.numel() > self.lockable:
+            return False
+        self._locked[tensor.data_ptr()] = tensor.numel()
+        self.races.watch(tensor.data_ptr(), tensor.numel(), "locked memory")
+        return True
+
+    def unlock(self, tensor: Tensor) -> None:
+        self.races.forget(tensor.data_ptr(), self._locked.pop(tensor.data_ptr()))
+
+    def locked(self, tensor: Tensor) -> bool:
+        return any(start <= tensor.data_ptr() < start + size for start, size in self._locked.items())
+
+    def record(self, stream: Stream) -> FakeMark:
+        with self._lock:
+            self._enter(stream)
+            mark = FakeMark(stream, len(self._queues[stream]), self.races.release(stream))
+            self._queues[stream].append(mark)
+            if stream is Stream.COMPUTE:
+                mark.time = time.perf_counter()
+            self._perhaps()
+            return mark
+
+    def wait(self, stream: Stream, mark: Any) -> None:
+        with self._lock:
+            self._enter(stream)
+            if self.drops(stream, mark):
+                return
+            self.waits.append((stream, mark.stream))
+            self.races.acquire(stream, mark.clock)
+            if stream is Stream.COMPUTE:
+                self._pass(mark)
+            else:
+                self._queues[stream].append((mark,))
+            self._perhaps()
+
+    def copy(self, stream: Stream, dst: Tensor, src: Tensor) -> None:
+        with self._lock:
+            if self.failing is not None:
+                raise self.failing
+            self._enter(stream)
+            done = Copied(stream, dst, src)
+            for tensor, write in ((dst, True), (src, False)):
+                start, nbytes = extent(tensor)
+                self.races.access(stream, start, nbytes, write, f"copy {len(self.copied)}")
+            self.copied.append(done)
+            self._queues[stream].append(done)
+            self._perhaps()
+
+    def passed(self, mark: Any) -> bool:
+        with self._lock:
+            self._perhaps()
+            there = self._done[mark.stream] > mark.index
+            if there:
+                self.races.acquire(self.races.host(), mark.clock)
+            return there
+
+    def synchronize(self, mark: Any) -> None:
+        with self._lock:
+            self.host_waits.append(threading.current_thread().name)
+            if not self.drops(None, mark):
+                self._pass(mark)
+                self.races.acquire(self.races.host(), mark.clock)
+
+    def seconds(self, first: Any, last: Any) -> float:
+        return last.time - first.time
+
+    def clock(self, mark: Any) -> float:
+        return mark.time
+
+    def capturing(self) -> bool:
+        return False
+
+    def room(self) -> tuple[int, int]:
+        return 12 << 30, 16 << 30
+
+    def cap(self, nbytes: int | None) -> None:
+        self.capped.append(nbytes)
+
+    def warm_up(self, dtype: torch.dtype) -> None: ...
+
+    def computed(self, tensor: Tensor, write: bool, what: str) -> None:
+        """A compute read or wrote a tensor; on host memory that is not the device's work but the thread's."""
+        with self._lock:
+            start, nbytes = extent(tensor)
+            actor = self.races.host()
+            if self.owns(tensor):
+                self._enter(Stream.COMPUTE)
+                actor = Stream.COMPUTE
+            self.races.access(actor, start, nbytes, write, what)
+
+    def _enter(self, stream: Stream) -> None:
+        """What a thread queues comes after what it has done."""
+        self.races.acquire(stream, self.races.release(self.races.host()))
+
+    def _pass(self, mark: FakeMark) -> None:
+        while self._done[mark.stream] <= mark.index:
+            self._step(mark.stream)
+
+    def _perhaps(self) -> None:
+        for stream in (Stream.UP, Stream.DOWN):
+            while self._done[stream] < len(self._queues[stream]) and self._random.random() < self.chance:
+                self._step(stream)
+
+    def _step(self, stream: Stream) -> None:
+        work = self._queues[stream][self._done[stream]]
+        if isinstance(work, Copied):
+            if work.dst.dtype == work.src.dtype and work.dst.is_contiguous() and work.src.is_contiguous():
+                # not by torch: this is not the thread's own doing, and is not to be recorded as such
+                ctypes.memmove(work.dst.data_ptr(), work.src.data_ptr(), work.dst.numel() * work.dst.element_size())
+            else:
+                with torch.inference_mode():
+                    work.dst.copy_(work.src)
+        elif isinstance(work, FakeMark):
+            work.time = work.time or time.perf_counter()
+        elif work[0].stream is not Stream.COMPUTE:
+            self._pass(work[0])
+        self._done[stream] += 1
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor, and how many there are up to its last one."""
+    if not tensor.numel():
+        return tensor.data_ptr(), 0
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), span * tensor.element_size()
+
+
+class Computes(TorchDispatchMode):
+    """Tells a device of every tensor that torch's operations read and write on this thread."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = {t.untyped_storage().data_ptr() for t in _tensors(out)}
+        given = {argument.name: argument for argument in func._schema.arguments}
+        values = [*zip(given, args, strict=False), *(kwargs or {}).items()]
+        for name, value in values:
+            alias = given[name].alias_info
+            write = alias is not None and alias.is_write
+            for tensor in _tensors(value):
+                if write or alias is None or tensor.untyped_storage().data_ptr() not in made:
+                    self._device.computed(tensor, write, str(func))
+        return out
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def order_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
+    """Teaches the races what threads know of each other: by tickets, and by jobs that are handed over."""
+    races = device.races
+    told: dict[int, Clock] = {}  # by what the clock belongs to; nothing that is told of goes before the test ends
+    alive: list[object] = []
+
+    def tell(thing: object) -> None:
+        alive.append(thing)
+        clock = told.setdefault(id(thing), {})
+        for actor, step in races.release(races.host()).items():
+            clock[actor] = max(step, clock.get(actor, 0))
+
+    def hear(thing: object) -> None:
+        races.acquire(races.host(), told.get(id(thing), {}))
+
+    def around(owner: Any, name: str, before: Callable[..., Any] | None, after: Callable[..., Any] | None) -> None:
+        inner = getattr(owner, name)
+
+        def call(*args: Any, **settings: Any) -> Any:
+            if before is not None:
+                before(*args, **settings)
+            result = inner(*args, **settings)
+            if after is not None:
+                after(result, *args)
+            return result
+
+        patch.setattr(owner, name, call)
+
+    def claimed(claim: Any, *_: object) -> None:
+        if claim is not None:
+            for thing in (claim.job, *claim.job.after):
+                hear(thing)
+
+    def settled(_: object, lane: Any, claim: Any, error: Any) -> None:
+        tell(claim.job)
+
+    def resolved(ticket: Ticket, error: Any) -> None:
+        tell(ticket)
+
+    def submitted(_: object, lane: str, job: Job, threads: int = 1) -> None:
+        tell(job)
+
+    around(Workers, "submit", submitted, None)
+    around(Workers, "_claim", None, claimed)
+    around(Workers, "_settle", settled, None)
+    around(Workers, "_finish", lambda _, job: hear(job), None)
+    around(Workers, "drain", None, lambda *_: races.meet(races.host()))
+    around(Workers, "close", None, lambda *_: races.meet(races.host()))
+    around(Ticket, "resolve", resolved, None)
+    around(Ticket, "wait", None, lambda _, ticket, *rest: hear(ticket))
+    around(Ticket, "wait_issued", None, lambda _, ticket: hear(ticket))
+    around(Ticket, "issued", None, lambda there, ticket: hear(ticket) if there else None)
+
+    def file(name: str, write: bool) -> None:
+        def note(_: object, view: Any, at: int, offset: int, nbytes: int, what: str) -> None:
+            races.access(races.host(), view.address + at, nbytes, write, f"{name} of {what}")
+
+        around(DirectFile, name, note, None)
+
+    file("read", True)
+    file("write", False)
+
+    def moved(dst: Tensor, src: Tensor) -> None:
+        for tensor, write in ((dst, True), (src, False)):
+            races.access(races.host(), *extent(tensor), write, "a move on the host")
+
+    around(device_copies, "_move", moved, None)
+
+
+@contextmanager
+def watched(device: FakeDevice) -> Iterator[None]:
+    """What torch computes on this thread meanwhile is the device's compute."""
+    with Computes(device):
+        yield
