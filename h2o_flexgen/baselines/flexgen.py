@@ -1,13 +1,15 @@
 """Adapter of FlexGen 0.1.8: `python -m h2o_flexgen.baselines.flexgen FOLDER`. OPT only; weights of ones for measuring.
 
-The published package, driven as its own benchmark drives it: one GPU batch of all prompts, cache and hidden states on
-the GPU, weights there as far as they fit and the rest on the disk. Without a GPU it is shimmed: `flexgen_cpu`.
+The published package, driven as its own benchmark drives it. On a GPU by a policy like its authors': `flexgen_gpu`.
+Without one it is shimmed (`flexgen_cpu`): one GPU batch of all prompts, cache and hidden states on what stands for the
+GPU, weights there as far as they fit and the rest on the disk.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from flexgen.timer import timers
 from flexgen.utils import ExecutionEnv
 
 from h2o_flexgen.baselines import flexgen_cpu
+from h2o_flexgen.baselines.flexgen_gpu import Placed, place
 from h2o_flexgen.baselines.flexgen_opt import config_of, converted
 from h2o_flexgen.baselines.generation import start, use_cuda
 from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, CannotRun, Outcome, Work, disk_bytes, give, run
@@ -42,8 +45,8 @@ def main(folder: str) -> int:
     config = config_of(folder)
     if on_gpu and dtype != torch.float16:
         raise CannotRun(f"FlexGen computes in float16 on a GPU, not in {work.dtype}: --dtype float16")
-    share = _share_in_memory(work, config, on_gpu)
-    if share < 100 and dtype.itemsize != 2:
+    placed = _on_gpu(work, config) if on_gpu else _in_memory(work, config)
+    if placed.weights_gpu < 100 and dtype.itemsize != 2:
         raise CannotRun(f"shimmed to the CPU, FlexGen's disk holds numbers of two bytes, not {work.dtype}")
     path = "_DUMMY_" if work.folder is None else converted(work, config)
     if not on_gpu:
@@ -54,19 +57,37 @@ def main(folder: str) -> int:
     disk = pytorch_backend.TorchDisk(str(Path(work.scratch) / "offloaded"))
     env = ExecutionEnv(gpu=gpu, cpu=cpu, disk=disk, mixed=pytorch_backend.TorchMixedDevice([gpu, cpu, disk]))
     try:
-        model = flex_opt.OptLM(config, env, path, _policy(work, share))
+        model = flex_opt.OptLM(config, env, path, _policy(placed))
         load_s = time.perf_counter() - started
-        detail = {"weights_on_gpu_percent": share, "gpu": "cuda" if on_gpu else "host memory", "dtype": work.dtype}
+        detail = {"placed": asdict(placed), "gpu": "cuda" if on_gpu else "host memory", "dtype": work.dtype}
         outcome = _timed(model, work, load_s, detail)
     finally:
         disk.close_copy_threads()
     return give(outcome)
 
 
-def _share_in_memory(work: Work, config: Any, on_gpu: bool) -> int:
-    """Percent of the weights that the GPU, or the host memory in its place, has room for beside the cache."""
-    limit = work.gpu_mem if on_gpu else work.cpu_mem
-    if limit is None:
+def _on_gpu(work: Work, config: Any) -> Placed:
+    """On a GPU: within its cap and host memory's, or what is free of them."""
+    gpu = work.gpu_mem or torch.cuda.mem_get_info()[0]
+    host = work.cpu_mem or _available()
+    rows, prompt_len = len(work.prompts), len(work.prompts[0])
+    return place(config, rows, prompt_len, work.gen_len, gpu, host - _PROCESS_BYTES)
+
+
+def _available() -> int:
+    """Bytes of host memory that may be taken without swapping."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _in_memory(work: Work, config: Any) -> Placed:
+    """Without a GPU: all prompts at once, and the weights that host memory has no room for on the disk."""
+    return Placed(len(work.prompts), 1, _share_in_memory(work, config), 0, cache_on_gpu=True)
+
+
+def _share_in_memory(work: Work, config: Any) -> int:
+    """Percent of the weights that host memory has room for beside the cache."""
+    if work.cpu_mem is None:
         return 100
     wide, rows = getattr(torch, work.dtype).itemsize / 2, len(work.prompts)
     length = len(work.prompts[0]) + work.gen_len
@@ -77,18 +98,21 @@ def _share_in_memory(work: Work, config: Any, on_gpu: bool) -> int:
     table = 2 * config.vocab_size * config.input_dim
     weights = config.model_bytes() + table  # the head is a second copy
     # Its four copy threads each keep a relay that grows to the largest tensor; two tables may be on their way at once.
-    room = limit - _PROCESS_BYTES - int(wide * (held + 6 * table))
+    room = work.cpu_mem - _PROCESS_BYTES - int(wide * (held + 6 * table))
     return max(0, min(100, int(100 * room / (wide * weights))))
 
 
-def _policy(work: Work, share: int) -> Any:
-    on_gpu = {"cache_gpu_percent": 100, "cache_cpu_percent": 0, "act_gpu_percent": 100, "act_cpu_percent": 0}
+def _policy(placed: Placed) -> Any:
+    there = 100 if placed.cache_on_gpu else 0
     return flex_opt.Policy(
-        gpu_batch_size=len(work.prompts),
-        num_gpu_batches=1,
-        w_gpu_percent=share,
-        w_cpu_percent=0,
-        **on_gpu,
+        gpu_batch_size=placed.gpu_batch_size,
+        num_gpu_batches=placed.num_gpu_batches,
+        w_gpu_percent=placed.weights_gpu,
+        w_cpu_percent=placed.weights_cpu,
+        cache_gpu_percent=there,
+        cache_cpu_percent=100 - there,
+        act_gpu_percent=there,
+        act_cpu_percent=100 - there,
         overlap=True,
         sep_layer=True,
         pin_weight=True,

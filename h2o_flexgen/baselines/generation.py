@@ -20,6 +20,8 @@ from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, Outcome, Work,
 
 SHARD_BYTES = 1 << 30
 _SCALE = 0.02  # of random weights: what transformers initialises with
+_POOL = 16_777_259
+"""Random numbers that all tensors are copied from: a prime, so that no two rows of a matrix are the same of them."""
 _INDEX = "model.safetensors.index.json"
 
 
@@ -138,11 +140,13 @@ def _save_random(target: Path, work: Work) -> None:
         config = transformers.AutoConfig.from_pretrained(target)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, work.dtype))
     generator = torch.Generator().manual_seed(work.seed)
-    places, total = {}, 0
+    pool = torch.empty(_POOL).normal_(0, _SCALE, generator=generator).to(model.dtype)
+    places: dict[str, str] = {}
+    total = 0
     for number, names in enumerate(_shards(model), 1):
         file, tensors = target / f"model-{number:05d}.safetensors", {}
         for name, like in names.items():
-            noise = torch.empty(like.shape, dtype=like.dtype).normal_(0, _SCALE, generator=generator)
+            noise = _drawn(pool, like.shape, start=len(places) * 1_000_003)
             tensors[name] = noise + 1 if "norm" in name and name.endswith("weight") else noise
             places[name], total = file.name, total + noise.nbytes
         save_file(tensors, file, metadata={"format": "pt"})
@@ -151,6 +155,12 @@ def _save_random(target: Path, work: Work) -> None:
             os.posix_fadvise(stored.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (target / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+def _drawn(pool: torch.Tensor, shape: torch.Size, start: int) -> torch.Tensor:
+    """The numbers of `pool` from `start` on, over and over: drawing anew for every weight takes minutes."""
+    begun = pool.roll(-(start % len(pool)))
+    return begun.repeat(-(-shape.numel() // len(pool)))[: shape.numel()].view(shape).clone()
 
 
 def _shards(model: Any) -> Iterator[dict[str, torch.Tensor]]:

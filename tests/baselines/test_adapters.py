@@ -139,7 +139,7 @@ def test_flexgen_gives_the_same_tokens_from_the_disk(work) -> None:
     memory, disk = (_peer("flexgen", work(dtype="bfloat16", cpu_mem=mem)) for mem in (None, 1))
     assert disk.exit_code == 0, disk.errors
     there = Outcome.from_line(disk.last_line)
-    assert there.detail["weights_on_gpu_percent"] == 0
+    assert there.detail["placed"]["weights_gpu"] == 0
     assert there.token_ids == Outcome.from_line(memory.last_line).token_ids
 
 

@@ -252,7 +252,7 @@ def test_what_looks_like_too_little_memory() -> None:
 def test_adapters_of_peers_need_nothing_else_of_this_package() -> None:
     """Their environments have none of what the rest imports."""
     folder = Path(caps.__file__).parent
-    allowed = {"work", "generation", "flexgen_cpu", "flexgen_opt"}
+    allowed = {"work", "generation", "flexgen_cpu", "flexgen_gpu", "flexgen_opt"}
     for name in (*allowed, *(SYSTEMS.get(name).adapter.rpartition(".")[2] for name in SYSTEMS.names())):
         if name != "adapter":  # ours
             tree = ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))
