@@ -1,0 +1,144 @@
+"""Section decode: seconds per decode step with everything on the GPU, beside the fewest that the bandwidth allows.
+
+OPT-6.7B's shape with random weights, 24 sequences of 2,048 + 2,048 tokens, KV cache at 20 %, and the full cache. OPT's
+context is 2,048: the model has a position table of twice that, for which random weights are as good. Of the new tokens
+a part is generated: with a budget the cache is full from the first step on, so that every step does what the last would
+do; the full cache grows, and its record says how far. Nothing is projected.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpu_check_records import ROOT, Failed, run_json, section_arguments, tiny_model
+
+from h2o_flexgen.config.known import known_config
+
+CHILD = "one"
+RATIO = 0.2
+
+
+@dataclass(frozen=True)
+class Work:
+    """One measurement: `generated` of `gen_len` new tokens of each sequence; `budget` None keeps every token."""
+
+    model: str
+    batch: int
+    prompt_len: int
+    gen_len: int
+    generated: int
+    budget: int | None
+    emulated: bool = False
+
+    @property
+    def name(self) -> str:
+        """For records and tables."""
+        cache = "full cache" if self.budget is None else f"H2O {RATIO:.0%}"
+        return f"{self.model.rpartition('/')[2]}, {self.batch} x {self.prompt_len:,}+{self.gen_len:,}, {cache}"
+
+    @property
+    def ran(self) -> str:
+        """What was done of it, in words."""
+        part = f"{self.generated:,} of {self.gen_len:,} new tokens"
+        if self.budget is None:
+            return f"{part}; the cache grew from {self.prompt_len:,} to {self.prompt_len + self.generated:,} tokens"
+        return f"{part}; the cache held its {self.budget:,} tokens from the first step on"
+
+
+def works(folder: Path, dry_run: bool) -> list[Work]:
+    """What is measured, the most telling first; `folder` takes the models' config.json."""
+    if dry_run:
+        model = tiny_model(folder / "tiny-opt")
+        return [Work(model, 2, 32, 32, 8, budget, True) for budget in (math.ceil(RATIO * 64), None)]
+    model = folder / "opt-6.7b-4096-positions"
+    model.mkdir()
+    config = {**(known_config("opt-6.7b") or {}), "max_position_embeddings": 4096}
+    (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return [Work(str(model), 24, 2048, 2048, 256, budget) for budget in (math.ceil(RATIO * 4096), None)]
+
+
+def child(text: str) -> int:
+    """Measures one Work, in a process of its own; prints its facts as a line of JSON."""
+    work = Work(**json.loads(text))
+    from gpu_check_kernels import bandwidth, best
+
+    from h2o_flexgen import LLM, EvictionConfig
+
+    rates = bandwidth()
+    eviction = EvictionConfig() if work.budget is None else EvictionConfig("h2o", budget=work.budget)
+    where = {kind: {"gpu": 1.0} for kind in ("weights", "cache", "hidden")}
+    policy = {**where, "gpu_batch_size": work.batch, "num_gpu_batches": 1}
+    machine = {"emulate_gpu": "1GiB"} if work.emulated else {"device": "cuda"}
+    with LLM(
+        work.model, weights="dummy", dtype="bfloat16", eviction=eviction, policy=policy, share_prefixes=False, **machine
+    ) as llm:
+        spec = llm.model.spec
+        prompts = [
+            [4 + (7919 * row + 104729 * i) % (spec.vocab_size - 4) for i in range(work.prompt_len)]
+            for row in range(work.batch)
+        ]
+        llm.generate([prompt[:16] for prompt in prompts], max_new_tokens=4, ignore_eos=True)
+        llm.generate(prompts, max_new_tokens=work.generated, ignore_eos=True)
+        record = llm.last_record
+    if record is None:
+        raise Failed("the run left no record")
+    tensors = [tensor for group in spec.weight_groups for tensor in group.tensors]
+    # Position tables are read by the row; everything else once per step.
+    weights = sum(2 * math.prod(tensor.shape) for tensor in tensors if "position" not in tensor.name)
+    slots = work.budget or work.prompt_len + work.generated / 2
+    cache = work.batch * slots * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2
+    scores = 0 if work.budget is None else 12 * work.batch * slots * spec.num_layers * spec.num_kv_heads
+    nbytes, steps = weights + cache + scores, work.generated - 1
+    step = record.decode_s / steps
+    facts: dict[str, Any] = {
+        "model": Path(work.model).name,
+        "dtype": record.dtype,
+        "batch": work.batch,
+        "prompt_len": work.prompt_len,
+        "gen_len": work.gen_len,
+        "generated": work.generated,
+        "budget": work.budget,
+        "ran": work.ran,
+        "projected": False,
+        "load_s": record.load_s,
+        "prefill_s": record.prefill_s,
+        "decode_s": record.decode_s,
+        "step_s": step,
+        "decode_tokens_per_s": record.decode_throughput,
+        "bytes_per_step": nbytes,
+        **rates,
+        "bound_step_s": nbytes / best(rates),
+        "peak_bytes": record.peak_bytes,
+        "kv_bytes": record.kv_bytes,
+        "warnings": record.warnings,
+    }
+    facts["said"] = f"{step * 1e3:.2f} ms a step, bound {facts['bound_step_s'] * 1e3:.2f} ms"
+    print(json.dumps(facts))
+    return 0
+
+
+def main() -> int:
+    """Runs the section; 0 whatever failed, since the records say so."""
+    if sys.argv[1:2] == [CHILD]:
+        return child(sys.argv[2])
+    section = section_arguments("decode")
+    with tempfile.TemporaryDirectory() as folder:
+        for work in works(Path(folder), section.dry_run):
+            if not section.wanted(work.name):
+                continue
+            try:
+                command = [sys.executable, str(ROOT / "scripts/gpu_check_decode.py"), CHILD, json.dumps(vars(work))]
+                section.keep(work.name, **run_json(command, section.left()))
+            except Failed as error:
+                section.keep(work.name, failed=str(error), ran=work.ran)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""Section kernels: time, bytes and share of the bandwidth of the Triton kernels, beside the bandwidth measured here.
+
+A decode step is one launch as the cache makes it: the new token is written, every slot attended to, scores added.
+Bytes are what the step must move once: K and V of all slots, with scores 12 bytes for each. Several caches take turns,
+so that none is in the second-level cache when it is read. Times are medians, by CUDA events around replays of a CUDA
+graph where the launches can be recorded in one, else around plain launches.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from gpu_check_records import Failed, Section, section_arguments
+
+import torch  # isort: skip  (the records say where the package is)
+
+if not torch.cuda.is_available():  # before Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from h2o_flexgen.kernels import triton_available
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Call = Callable[[], Any]
+COLD_BYTES = 1 << 30  # of caches that take turns: many times what a GPU keeps close
+REPETITIONS = 30
+
+
+class Shape(NamedTuple):
+    """Of a decode step: rows, query heads, KV heads, slots that each holds, numbers per head."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    slots: int
+    dim: int
+    like: str
+
+
+DECODE = (
+    Shape(24, 32, 32, 820, 128, "OPT-6.7B, 20 % of 4,096"),
+    Shape(96, 56, 56, 109, 128, "OPT-30B, 20 % of 544"),
+    Shape(32, 32, 8, 2048, 128, "LLaMA-3-8B, 2,048"),
+    Shape(4, 32, 32, 4096, 128, "OPT-6.7B, full, 4,096"),
+    Shape(1, 32, 8, 8192, 128, "LLaMA-3-8B, one sequence, 8,192"),
+)
+TINY = (Shape(2, 2, 1, 70, 16, "dry run"),)
+
+
+def seconds(calls: Sequence[Call], repetitions: int = REPETITIONS) -> tuple[float, bool]:
+    """Seconds of one call, median of rounds over all `calls`, warm; and whether they were replayed as a CUDA graph."""
+    for call in (*calls, *calls):
+        call()
+    if DEVICE == "cpu":
+        started = time.perf_counter()
+        for call in calls:
+            call()
+        return (time.perf_counter() - started) / len(calls), False
+    torch.cuda.synchronize()
+    round_of_all, recorded = _graph(calls)
+    times = []
+    for _ in range(repetitions):
+        begin, finish = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        round_of_all()
+        finish.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(finish) / 1e3 / len(calls))
+    return median(times), recorded
+
+
+def _graph(calls: Sequence[Call]) -> tuple[Call, bool]:
+    """All of `calls` at once: as a graph, or one after another where a graph cannot hold them."""
+
+    def plain() -> None:
+        for call in calls:
+            call()
+
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            plain()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return plain, False
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph.replay, True
+
+
+def bandwidth() -> dict[str, float]:
+    """Bytes per second of a large copy on the device, read and written counted, and of reading alone."""
+    size = 1 << 30 if DEVICE == "cuda" else 1 << 20
+    source, target = (torch.ones(size // 4, dtype=torch.float32, device=DEVICE) for _ in range(2))
+    copied, _ = seconds([lambda: target.copy_(source)])
+    summed, _ = seconds([lambda: source.sum()])
+    return {"copy_bytes_per_s": 2 * size / copied, "read_bytes_per_s": size / summed}
+
+
+def best(rates: dict[str, float]) -> float:
+    """What shares are taken of: the faster of the two."""
+    return max(rates.values())
+
+
+def _empty(size: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(size, dtype=torch.float32, device=DEVICE).to(dtype)
+
+
+def decode_calls(shape: Shape, packed: bool, scored: bool) -> tuple[list[Call], int]:
+    """Steps of caches that take turns, and the bytes that each must move."""
+    from h2o_flexgen.kernels import triton_quant
+    from h2o_flexgen.kernels.triton_decode import TritonAttend
+
+    batch, heads, kv_heads, slots, dim, _ = shape
+    tasks, size = batch * kv_heads, (batch, kv_heads, slots, dim)
+    kept = tasks * slots * (dim // 2 + 4 * -(-dim // 64) if packed else 2 * dim)  # bytes of K
+    nbytes = 2 * kept + 12 * tasks * slots * scored + 2 * dim * batch * (2 * heads + 2 * kv_heads)
+    calls: list[Call] = []
+    for _ in range(max(1, min(32, COLD_BYTES // (2 * kept))) if DEVICE == "cuda" else 1):
+        # One slot is left of each row: the step takes it, whichever number it has.
+        rule = (slots - 1, slots, slots - 1, slots - 1 if not scored else 0, 0, 0, slots // 2 if scored else 0, 0)
+        ranking = None
+        if scored:
+            free = torch.arange(tasks, device=DEVICE) * slots + slots - 1
+            pos = torch.arange(slots, dtype=torch.int32, device=DEVICE).repeat(batch, kv_heads, 1)
+            ranking = (torch.rand(size[:3], device=DEVICE), pos, free)
+        kernel = TritonAttend([rule] * batch, size, DEVICE, ranking=ranking, adds=scored)
+        k, v = _empty(size), _empty(size)
+        if packed:
+            kernel.attach_packed(triton_quant.quantise(k), triton_quant.quantise(v))
+        else:
+            kernel.attach(k, v)
+        qkv = _empty((batch, heads, dim)), _empty((batch, kv_heads, dim)), _empty((batch, kv_heads, dim))
+        calls.append(lambda kernel=kernel, qkv=qkv: kernel.step(0, qkv, dim**-0.5))  # type: ignore[misc]
+    return calls, nbytes
+
+
+def measured(calls: list[Call], nbytes: int, rate: float) -> dict[str, Any]:
+    """Facts of a record."""
+    took, recorded = seconds(calls)
+    share = nbytes / took / rate
+    facts = {"seconds": took, "bytes": nbytes, "bytes_per_s": nbytes / took, "share_of_bandwidth": share}
+    return {**facts, "cuda_graph": recorded, "said": f"{took * 1e6:.1f} us, {share:.0%} of the bandwidth"}
+
+
+def decode_attention(section: Section, rate: float) -> None:
+    """Every shape, in bfloat16 and 4 bits, without and with scores."""
+    for shape in TINY if section.dry_run else DECODE:
+        for packed, scored in ((False, False), (False, True), (True, False), (True, True)):
+            kind = f"decode, {shape.like}, {'4 bit' if packed else 'bfloat16'}, {'with' if scored else 'no'} scores"
+            attempt(section, kind, lambda shape=shape, p=packed, s=scored: _decode(shape, p, s, rate))
+
+
+def _decode(shape: Shape, packed: bool, scored: bool, rate: float) -> dict[str, Any]:
+    facts = measured(*decode_calls(shape, packed, scored), rate)
+    return {"kernel": "decode", "shape": shape._asdict(), "packed": packed, "scored": scored, **facts}
+
+
+def column_sums(section: Section, rate: float) -> None:
+    """Sums of the columns of a prompt's attention, beside torch's flash attention, which gives the output."""
+    rows, heads, length, dim = (1, 2, 40, 16) if section.dry_run else (4, 32, 2048, 128)
+
+    def measure() -> dict[str, Any]:
+        from h2o_flexgen.kernels import triton_prompt
+
+        q, k, v = (_empty((rows, heads, length, dim)) for _ in range(3))
+        _, lse = triton_prompt.flash(q, k, v, dim**-0.5, None)
+        nbytes = 2 * q.nbytes + lse.nbytes + 4 * rows * heads * length
+        facts = measured([lambda: triton_prompt.sum_columns(q, k, lse, dim**-0.5)], nbytes, rate)
+        flops = rows * heads * length * length * dim
+        flash, _ = seconds([lambda: triton_prompt.flash(q, k, v, dim**-0.5, None)])
+        shape = {"rows": rows, "heads": heads, "length": length, "dim": dim}
+        facts |= {"flops_per_s": flops / facts["seconds"], "flash_seconds": flash}
+        return {"kernel": "column sums", "shape": shape, **facts}
+
+    attempt(section, f"column sums, {rows} x {heads} heads x {length:,}", measure)
+
+
+def quantisation(section: Section, rate: float) -> None:
+    """Both directions of 4 bits in groups of 64."""
+    size = (4, 128) if section.dry_run else (65536, 4096)
+
+    def measure(back: bool) -> dict[str, Any]:
+        from h2o_flexgen.kernels import triton_quant
+
+        x = _empty(size)
+        packed = triton_quant.quantise(x)
+        calls: list[Call] = [lambda: triton_quant.dequantise(packed, x.dtype) if back else triton_quant.quantise(x)]
+        facts = measured(calls, x.nbytes + sum(part.nbytes for part in packed), rate)
+        return {"kernel": "dequantise" if back else "quantise", "shape": {"numbers": x.numel()}, **facts}
+
+    for back in (True, False):
+        attempt(section, f"{'dequantise' if back else 'quantise'}, 4 bit", lambda back=back: measure(back))
+
+
+def attempt(section: Section, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+    """Records what `measure` gives, or why it gave nothing."""
+    if not section.wanted(name):
+        return
+    try:
+        if section.left() < 5:
+            raise Failed("no time was left in the budget")
+        section.keep(name, **measure())
+    except Exception as error:
+        section.keep(name, failed=f"{type(error).__name__}: {error}".splitlines()[0][:400])
+
+
+def main() -> int:
+    """Runs the section; 0 whatever failed, since the records say so."""
+    section = section_arguments("kernels")
+    problem = triton_available.why_not(DEVICE)
+    rates = bandwidth()
+    section.keep("bandwidth", **rates, said=", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in rates.items()))
+    if problem is not None:
+        section.keep("Triton kernels", failed=problem)
+        return 0
+    if DEVICE == "cpu":  # Triton's interpreter, with what it needs beside newer numpy
+        import tests.kernels.triton_device  # noqa: F401
+    for part in (decode_attention, column_sums, quantisation):
+        part(section, best(rates))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The other systems of scripts/gpu_check_paper.py: what they need, at which batches they run, what bench says of them.
+
+FlexGen runs at two: as many sequences as fit with everything on the GPU, and as many as host memory holds the cache
+of, in GPU batches, as its authors' policies for 16 GB do. Accelerate and DeepSpeed keep caches on the GPU: the largest
+power of two whose cache and activations take 40 % of it, the rest being for weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from gpu_check_records import Failed
+
+from h2o_flexgen.baselines.flexgen_gpu import GPU_BATCH
+from h2o_flexgen.config.known import known_config
+from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.units import format_bytes, parse_bytes
+
+PEERS = ("flexgen", "accelerate", "deepspeed")
+MODULES = {"flexgen": "flexgen.flex_opt", "accelerate": "accelerate", "deepspeed": "deepspeed"}
+PAPER_HOST = 208 * 10**9
+USABLE = 0.88  # of host memory that is free
+CACHE_SHARE = 0.4
+MOST = {"flexgen": 192, "accelerate": 64, "deepspeed": 64}
+
+
+def host_bytes() -> int:
+    """Host memory that a system may use: that of the paper's machine at most."""
+    return min(PAPER_HOST, int(USABLE * psutil.virtual_memory().available))
+
+
+def scratch_folder() -> Path:
+    """Where checkpoints of random weights are kept for the next call on this machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o_flexgen" / "gpu-check"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One system on one piece of work."""
+
+    name: str
+    model: str
+    prompt_len: int
+    gen_len: int
+    gpu_mem: str
+    emulated: bool
+
+    @property
+    def dtype(self) -> str:
+        """FlexGen computes in float16 alone on a GPU."""
+        return "float16" if self.name == "flexgen" and not self.emulated else "bfloat16"
+
+    def python(self, peers: str) -> str:
+        """Its interpreter; Failed where it cannot be imported there, with the reason."""
+        path = Path(peers) / self.name / "bin" / "python"
+        if not path.is_file():
+            raise Failed(f"{self.name} is not installed")
+        command = [str(path), "-c", f"import {MODULES[self.name]}"]
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        if tried.returncode:
+            said = tried.stderr.strip().splitlines()
+            raise Failed(f"{self.name} cannot be imported: {said[-1][:300] if said else 'no message'}")
+        return str(path)
+
+    def sizes(self, peers: str) -> list[int]:
+        """Batches to try. Failed where the machine has no room for the work at all."""
+        self.python(peers)
+        if self.emulated:
+            return [2]
+        config = known_config(self.model)
+        if config is None:
+            raise Failed(f"{self.model} is not a model that is known by name")
+        spec, host, gpu = spec_from_config(config, self.model), host_bytes(), parse_bytes(self.gpu_mem)
+        weights = sum(group.nbytes("bfloat16") for group in spec.weight_groups)
+        token = 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+        row = token * (self.prompt_len + self.gen_len)
+        inner = 8 * self.prompt_len * (spec.hidden_size + spec.ffn_size)
+        if weights > host:
+            raise Failed(f"weights take {format_bytes(weights)}, and host memory has {format_bytes(host)}")
+        if self.name == "flexgen":
+            return flexgen_sizes(weights, row, inner, gpu, host)
+        self._check_disk(weights)
+        fitting = max(1, int(CACHE_SHARE * gpu / (row + inner)))
+        return [min(MOST[self.name], 1 << (fitting.bit_length() - 1))]
+
+    def _check_disk(self, weights: int) -> None:
+        """These two load a checkpoint, so that random weights have to be written first."""
+        if any((scratch_folder() / self.model).rglob("model.safetensors.index.json")):
+            return
+        free = shutil.disk_usage(scratch_folder()).free
+        if free < 1.05 * weights:
+            raise Failed(f"a checkpoint takes {format_bytes(weights)}, and the disk has {format_bytes(free)} free")
+
+    def command(self, peers: str, size: int, generated: int, seconds: float, output: Path) -> list[str]:
+        """h2o_flexgen.bench with this system alone, once."""
+        flags = {
+            "systems": self.name,
+            "model": self.model,
+            "weights": "dummy",
+            "dtype": self.dtype,
+            "batch-size": size,
+            "prompt-len": self.prompt_len,
+            "gen-len": generated,
+            "repetitions": 1,
+            "timeout": max(1.0, seconds),
+            "peers": peers,
+            "scratch-dir": scratch_folder() if not self.emulated else output.parent / "scratch",
+            "output-dir": output,
+        }
+        if not self.emulated:
+            flags |= {"gpu-mem": self.gpu_mem, "device": "cuda"}
+            if psutil.virtual_memory().available > PAPER_HOST:
+                flags["cpu-mem"] = f"{PAPER_HOST}B"
+        named = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        return [sys.executable, "-m", "h2o_flexgen.bench", *named]
+
+
+def flexgen_sizes(weights: int, row: int, inner: int, gpu: int, host: int) -> list[int]:
+    """FlexGen's two batches; `row` are bytes of cache per sequence, `inner` those of its activations."""
+    beside = int((0.85 * gpu - weights) / (row + inner))
+    held = int((0.85 * host - weights) / row)
+    most = min(MOST["flexgen"], held)
+    offloaded = most // GPU_BATCH * GPU_BATCH or most
+    sizes = [min(beside, 16), offloaded]
+    found = [size for size in dict.fromkeys(sizes) if size > 0]
+    if not found:
+        raise Failed(f"host memory of {format_bytes(host)} holds the weights and no cache beside them")
+    return found
+
+
+def one_of(summary: dict[str, Any], name: str, size: int, generated: int) -> dict[str, Any]:
+    """What a summary of bench says of its only system; Failed where that did not run."""
+    if name not in summary["systems"]:
+        raise Failed(" ".join(str(summary["failed"].get(name, "no reason is known")).split())[:400])
+    found = summary["systems"][name]
+    seconds = {key: found[key]["median"] for key in ("prefill_s", "decode_s", "load_s")}
+    facts = {"peer_versions": found["versions"], "peak_bytes": json.loads(json.dumps(found["peak_bytes"]["median"]))}
+    return {**seconds, "sequences": size, "generated": generated, "facts": facts}

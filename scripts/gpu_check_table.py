@@ -1,0 +1,178 @@
+"""Tables of the records of scripts/gpu_check.sh, for table.md and for the README.
+
+Measured, short and projected figures have columns of their own. A dry run's records never get into the README, nor do
+those of a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gpu_check_records import read
+
+from h2o_flexgen.reporting.tables import markdown_table
+from h2o_flexgen.units import format_bytes
+
+BEGIN, END = "<!-- gpu table -->", "<!-- end of gpu table -->"
+NOTHING = "No GPU figure has been measured yet: `scripts/gpu_check.sh` measures them, `docs/gpu.md` says how."
+SECTIONS = ("kernels", "decode", "paper", "cost", "tests")
+Record = dict[str, Any]
+
+
+def latest(records: Iterable[Record]) -> list[Record]:
+    """The last good record of every name, or the last failed one where none was good, in order of first appearance."""
+    found: dict[str, Record] = {}
+    for record in records:
+        known = found.get(record["name"])
+        if known is None or known.get("failed") or not record.get("failed"):
+            found[record["name"]] = record
+    return list(found.values())
+
+
+def tables(folder: Path) -> str:
+    """All tables of a folder's records, dry runs said to be such."""
+    records = {name: latest(read(folder / f"{name}.jsonl")) for name in SECTIONS}
+    every = [record for rows in records.values() for record in rows]
+    dry = "**Dry run: tiny shapes, no GPU; not one of these figures means anything.**\n\n"
+    text = "\n\n".join(_parts(records))
+    return (dry if any(record["dry_run"] for record in every) else "") + text
+
+
+def readme_block(results: Path) -> str:
+    """What the README shows of all records in results/*-gpu-*; what is not measured yet is said to be so."""
+    records: dict[str, list[Record]] = {name: [] for name in SECTIONS}
+    for folder in sorted(results.glob("*-gpu-*")):
+        for name in SECTIONS:
+            records[name] += [r for r in read(folder / f"{name}.jsonl") if not r["dry_run"] and r["hardware"]["gpu"]]
+    shown = {name: [r for r in latest(rows) if not r.get("failed")] for name, rows in records.items()}
+    if not any(shown.values()):
+        return NOTHING
+    return "\n\n".join(_parts(shown))
+
+
+def with_block(text: str, block: str) -> str:
+    """`text` with `block` between its marks. ValueError where it has none."""
+    before, begin, rest = text.partition(BEGIN)
+    _, ending, after = rest.partition(END)
+    if not begin or not ending:
+        raise ValueError(f"needed {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{block}\n{END}{after}"
+
+
+def _parts(records: dict[str, list[Record]]) -> Iterator[str]:
+    writers = {"kernels": _kernels, "decode": _decode, "paper": _paper, "cost": _cost, "tests": _tests}
+    for name, rows in records.items():
+        good = [record for record in rows if not record.get("failed")]
+        if good:
+            yield _where(name, good)
+            yield from writers[name](good)
+        failed = [f"- {record['name']}: {record['failed']}" for record in rows if record.get("failed")]
+        if failed:
+            yield "\n".join([f"{name}: did not run", *failed])
+
+
+def _where(name: str, rows: list[Record]) -> str:
+    """Machine, versions, dates, commits and commands of a section's records."""
+    gpu, versions = rows[-1]["hardware"]["gpu"], rows[-1]["versions"]
+    machine = f"{gpu['name']} ({format_bytes(gpu['memory_bytes'])}), CUDA {gpu['cuda']}" if gpu else "no GPU"
+    host = rows[-1]["hardware"]
+    machine += f", {host['cores']} cores of {host['cpu']}, {format_bytes(host['memory_bytes'])}"
+    software = ", ".join(f"{key} {value}" for key, value in versions.items() if key in ("torch", "triton"))
+    dates = sorted({record["date"][:10] for record in rows})
+    commits = ", ".join(dict.fromkeys(record["commit"] for record in rows))
+    when, command = " to ".join(dict.fromkeys((dates[0], dates[-1]))), rows[-1]["command"]
+    return f"**{name}**: {machine}; {software}; {when}; `{command}` at {commits}."
+
+
+def _kernels(rows: list[Record]) -> Iterator[str]:
+    for record in rows:
+        if record["name"] == "bandwidth":
+            rates = f"{record['copy_bytes_per_s'] / 1e12:.2f} TB/s, reading {record['read_bytes_per_s'] / 1e12:.2f}"
+            yield f"Bandwidth: a copy on the device, read and written, {rates}; shares are of the faster."
+    table = [
+        [
+            record["name"],
+            f"{record['seconds'] * 1e6:.1f}",
+            format_bytes(record["bytes"]),
+            f"{record['bytes_per_s'] / 1e9:,.0f}",
+            f"{record['share_of_bandwidth']:.0%}",
+            f"{record['flops_per_s'] / 1e12:.3g}" if "flops_per_s" in record else "",
+            "graph" if record["cuda_graph"] else "launches",
+        ]
+        for record in rows
+        if "kernel" in record
+    ]
+    if table:
+        yield markdown_table(["kernel", "us", "bytes to move", "GB/s", "of bandwidth", "TFLOP/s", "timed as"], table)
+
+
+def _decode(rows: list[Record]) -> Iterator[str]:
+    table = [
+        [
+            record["name"],
+            record["ran"],
+            f"{record['step_s'] * 1e3:.2f}",
+            f"{record['bound_step_s'] * 1e3:.2f}",
+            f"{record['bound_step_s'] / record['step_s']:.0%}",
+            f"{record['decode_tokens_per_s']:,.0f}",
+            f"{record['prefill_s']:.2f}",
+        ]
+        for record in rows
+    ]
+    yield "Everything on the GPU, random weights in bfloat16; the bound is bytes of a step over the bandwidth measured."
+    head = ["work", "what ran", "ms per step", "bound ms", "of bound", "decode tokens/s", "prefill s"]
+    yield markdown_table(head, table, left=2)
+
+
+def _paper(rows: list[Record]) -> Iterator[str]:
+    table = [
+        [
+            f"{record['model']}, {record['prompt_len']}+{record['gen_len']}",
+            record["system"],
+            record.get("dtype", ""),
+            f"{record['sequences']:,}",
+            _rate(record["measured_tokens_per_s"]),
+            "" if record["short_tokens_per_s"] is None else _short(record),
+            _rate(record["projected_tokens_per_s"]),
+            _rate(record.get("predicted_tokens_per_s")),
+        ]
+        for record in rows
+    ]
+    yield (
+        f"Generated tokens/s over prefill and decode, random weights, {rows[-1]['gpu_mem']} of GPU memory. Short runs "
+        "generated fewer tokens or fewer sequences; projected is what their steps make of all tokens; predicted is the "
+        "search's, before anything ran."
+    )
+    head = ["work", "system", "dtype", "sequences", "measured", "short run", "projected", "predicted"]
+    yield markdown_table(head, table, left=3)
+
+
+def _rate(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _short(record: Record) -> str:
+    fewer = ", fewer sequences" * record["fewer_sequences"]
+    return f"{record['short_tokens_per_s']:.4g} ({record['generated']} new{fewer})"
+
+
+def _cost(rows: list[Record]) -> Iterator[str]:
+    table = [
+        [
+            record["name"],
+            f"{record['predicted_tokens_per_s']:.4g}",
+            f"{record['measured_tokens_per_s']:.4g}",
+            f"{record['error']:+.0%}",
+        ]
+        for record in rows
+    ]
+    yield "Generated tokens/s, random weights in bfloat16, policy by the search, calibrated on this machine before."
+    yield markdown_table(["setting", "predicted", "measured", "error"], table)
+
+
+def _tests(rows: list[Record]) -> Iterator[str]:
+    for record in rows:
+        counts = ", ".join(f"{count} {name}" for name, count in record["outcomes"].items())
+        yield "\n".join([f"`{record['name']}`: {counts} in {record['seconds']:.0f} s.", *record["failures"]])

@@ -1,0 +1,243 @@
+"""scripts/gpu_check.sh without a GPU: a reduced dry run, what its records become, and what a section may not break."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import gpu_check  # noqa: E402
+from gpu_check_paper import PROBE, Cell, Ran, measure  # noqa: E402
+from gpu_check_peers import Peer, flexgen_sizes, one_of  # noqa: E402
+from gpu_check_records import Failed, Section, read, run, run_json  # noqa: E402
+from gpu_check_table import BEGIN, END, NOTHING, latest, readme_block, tables, with_block  # noqa: E402
+from gpu_check_tests import summary  # noqa: E402
+
+GPU = {"name": "NVIDIA H200", "memory_bytes": 150 * 10**9, "cuda": "13.0"}
+HOST = {"cpu": "a CPU", "cores": 16, "memory_bytes": 128 << 30, "gpu": GPU}
+
+
+def record(section: str, name: str, **facts: Any) -> dict[str, Any]:
+    """A record as a section on a GPU machine keeps it."""
+    made = {"section": section, "name": name, "dry_run": False, "date": "2026-11-22T10:00:00+00:00", "commit": "abc"}
+    return {**made, "hardware": HOST, "versions": {"torch": "2.11.0"}, "command": "scripts/gpu_check.sh", **facts}
+
+
+def paper(name: str, **facts: Any) -> dict[str, Any]:
+    """A cell of the paper's table, measured in full unless `facts` say otherwise."""
+    made: dict[str, Any] = {"model": "opt-6.7b", "system": "h2o", "prompt_len": 512, "gen_len": 32, "sequences": 64}
+    made |= {"generated": 32, "fewer_sequences": False, "gpu_mem": "16GiB", "measured_tokens_per_s": 123.4}
+    made |= {"short_tokens_per_s": None, "projected_tokens_per_s": None, **facts}
+    return record("paper", name, **made)
+
+
+def write(folder: Path, *records: dict[str, Any]) -> Path:
+    """Records in a folder of results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in records:
+        with (folder / f"{one['section']}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(one) + "\n")
+    return folder
+
+
+def test_the_readme_has_what_the_records_give() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text == with_block(text, readme_block(ROOT / "results")), "scripts/gpu_check.sh --readme"
+
+
+def test_without_records_the_readme_says_so(tmp_path: Path) -> None:
+    assert readme_block(tmp_path) == NOTHING
+    assert "measured yet" in NOTHING
+
+
+def test_dry_runs_and_machines_without_a_gpu_never_get_there(tmp_path: Path) -> None:
+    dry, bare = {**paper("a"), "dry_run": True}, {**paper("b"), "hardware": {**HOST, "gpu": None}}
+    write(tmp_path / "2026-11-22-gpu-x", dry, bare, {**paper("c"), "failed": "why not"})
+    assert readme_block(tmp_path) == NOTHING
+    write(tmp_path / "2026-11-22-gpu-x", paper("d"))
+    assert readme_block(tmp_path).count("| opt-6.7b, 512+32") == 1
+
+
+def test_measured_short_and_projected_have_columns_of_their_own(tmp_path: Path) -> None:
+    short = {"measured_tokens_per_s": None, "short_tokens_per_s": 77.0, "projected_tokens_per_s": 99.0, "generated": 4}
+    folder = write(tmp_path / "x-gpu-y", paper("a"), paper("b", system="flexgen", **short))
+    rows = [line.split("|")[1:-1] for line in tables(folder).splitlines() if line.startswith("| opt")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    assert cells[0][4:7] == ["123.4", "", ""]
+    assert cells[1][4:7] == ["", "77 (4 new)", "99"]
+
+
+def test_tables_of_every_section(tmp_path: Path) -> None:
+    kernel = {"seconds": 1e-4, "bytes": 10**9, "bytes_per_s": 3.4e12, "share_of_bandwidth": 0.81, "cuda_graph": True}
+    step = {"ran": "256 of 2,048", "step_s": 0.01, "bound_step_s": 0.008, "decode_tokens_per_s": 2e3, "prefill_s": 2.0}
+    folder = write(
+        tmp_path / "2026-11-22-gpu-x",
+        record("kernels", "bandwidth", copy_bytes_per_s=4.2e12, read_bytes_per_s=4.0e12),
+        record("kernels", "decode, a", kernel="decode", **kernel),
+        record("decode", "opt-6.7b, 24", **step),
+        record("cost", "a", predicted_tokens_per_s=110.0, measured_tokens_per_s=100.0, error=0.1),
+        record("tests", "pytest -m gpu", outcomes={"passed": 7, "failed": 1}, seconds=60.0, failures=["FAILED x - y"]),
+        record("tests", "section", failed="exit code 1: oh"),
+    )
+    text = tables(folder)
+    for part in ("81%", "4.20 TB/s", "10.00", "80%", "+10%", "7 passed, 1 failed", "FAILED x - y", "oh", "NVIDIA H200"):
+        assert part in text, part
+    assert "Dry run" not in text
+    assert "oh" not in readme_block(tmp_path)
+
+
+def test_a_failure_does_not_hide_what_was_measured_before() -> None:
+    good, bad, better = paper("a"), {**paper("a"), "failed": "no"}, paper("a", sequences=65)
+    assert latest([good, bad]) == [good]
+    assert latest([bad, good, better, bad]) == [better]
+    assert latest([bad]) == [bad]
+
+
+def test_the_marks_must_be_there() -> None:
+    assert with_block(f"a {BEGIN} old {END} b", "new") == f"a {BEGIN}\nnew\n{END} b"
+    with pytest.raises(ValueError, match="needed"):
+        with_block("no marks", "new")
+
+
+class Steps:
+    """A system of which every sequence takes 1 s to begin and every token 0.1 s, `most` sequences at a time."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self.most, self.asked = most, list[tuple[int, int]]()
+
+    def __call__(self, size: int, generated: int, seconds: float) -> Ran:
+        self.asked.append((size, generated))
+        if size > self.most:
+            raise Failed("exit code 1: CUDA out of memory")
+        return Ran(1.0, 0.1 * (generated - 1), 5.0, size, generated, {})
+
+
+def cell(gen_len: int) -> Cell:
+    return Cell("opt-6.7b", gen_len, "flexgen")
+
+
+def soon(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def test_a_cell_that_fits_its_time_is_measured_in_full() -> None:
+    steps = Steps()
+    facts = measure(cell(32), [8], steps, soon(1000))
+    assert steps.asked == [(8, PROBE), (8, 32)]
+    assert facts["measured_tokens_per_s"] == pytest.approx(8 * 32 / (1.0 + 3.1))
+    assert facts["short_tokens_per_s"] is facts["projected_tokens_per_s"] is None
+
+
+def test_one_that_does_not_is_cut_and_says_so() -> None:
+    facts = measure(cell(1024), [8], Steps(), soon(60))
+    generated = facts["generated"]
+    assert PROBE < generated < 1024
+    assert facts["measured_tokens_per_s"] is None
+    assert facts["short_tokens_per_s"] == pytest.approx(8 * generated / (1.0 + 0.1 * (generated - 1)))
+    assert facts["projected_tokens_per_s"] == pytest.approx(8 * 1024 / (1.0 + 102.3))
+
+
+def test_sequences_that_do_not_fit_are_halved_and_that_counts_as_cut() -> None:
+    facts = measure(cell(32), [64], Steps(most=16), soon(1000))
+    assert (facts["sequences"], facts["fewer_sequences"], facts["measured_tokens_per_s"]) == (16, True, None)
+
+
+def test_the_faster_of_two_batches_is_taken() -> None:
+    facts = measure(cell(32), [2, 96], Steps(), soon(1000))
+    assert facts["sequences"] == 96
+    assert [tried.partition(":")[0] for tried in facts["tried"]] == ["2", "96"]
+
+
+def test_what_never_works_has_the_reason() -> None:
+    with pytest.raises(Failed, match="out of memory"):
+        measure(cell(32), [64], Steps(most=0), soon(1000))
+
+
+@pytest.mark.parametrize("row", [10**8, 10**9])
+def test_flexgen_s_batches_fit(row: int) -> None:
+    weights, gpu, host = 13 * 10**9, 17 * 10**9, 110 * 10**9
+    for size in flexgen_sizes(weights, row, row // 4, gpu, host):
+        assert size > 0
+        assert weights + size * row < host
+    with pytest.raises(Failed, match="no cache"):
+        flexgen_sizes(weights, row, 0, 8 * 10**9, weights)
+
+
+def test_a_peer_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match="not installed"):
+        Peer("flexgen", "opt-6.7b", 512, 32, "16GiB", emulated=False).sizes(str(tmp_path))
+    with pytest.raises(Failed, match="libaio is missing"):
+        one_of({"systems": {}, "failed": {"deepspeed": "libaio\nis missing"}}, "deepspeed", 8, 4)
+
+
+def test_outcomes_of_pytest() -> None:
+    """As it says them with and without worker processes."""
+    lines = ["tests/a.py::b PASSED [ 50%]", "[gw0] [ 60%] PASSED tests/a.py::c[1] ", "tests/a.py::d SKIPPED (no) [1%]"]
+    lines += ["[gw1] [ 70%] FAILED tests/a.py::e ", "FAILED tests/a.py::e - AssertionError: 1", "1 failed, 2 passed"]
+    counts, failures = summary(lines)
+    assert counts == {"passed": 2, "skipped": 1, "failed": 1}
+    assert failures == ["FAILED tests/a.py::e - AssertionError: 1"]
+
+
+def test_programs_that_fail_or_hang() -> None:
+    python = sys.executable
+    assert run_json([python, "-c", "print('x'); print('{\"a\": 1}')"], 60) == {"a": 1}
+    with pytest.raises(Failed, match="exit code 3: oh no"):
+        run([python, "-c", "import sys; print('oh no', file=sys.stderr); sys.exit(3)"], 60)
+    with pytest.raises(Failed, match="given up after 1 s"):
+        run([python, "-c", "import time; time.sleep(600)"], 1)
+    with pytest.raises(Failed, match="no JSON"):
+        run_json([python, "-c", "pass"], 60)
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [("raise SystemExit('broken')", "exit code 1: broken"), ("import time; time.sleep(600)", "not finished")],
+)
+def test_a_section_that_crashes_or_hangs_is_recorded(code: str, why: str, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/gpu_check_kernels.py").write_text(code)
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_check, "ENDING_S", 0.5)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--dry-run", "--commit", "abc"])
+    assert not gpu_check._run("kernels", 2.0, tmp_path / "out", gpu_check._arguments())
+    (kept,) = read(tmp_path / "out/kernels.jsonl")
+    assert why in kept["failed"]
+    assert (kept["dry_run"], kept["commit"]) == (True, "abc")
+
+
+def test_what_is_measured_is_not_measured_again(tmp_path: Path) -> None:
+    section = Section("paper", write(tmp_path, paper("a"), {**paper("b"), "failed": "no"}), 0.0)
+    assert [section.wanted(name) for name in "abc"] == [False, True, True]
+    assert Section("paper", tmp_path, 0.0, again=True).wanted("a")
+    assert [Section("paper", tmp_path, 0.0, only=("b", "d")).wanted(name) for name in "bcd"] == [True, False, True]
+
+
+def test_a_reduced_dry_run(tmp_path: Path) -> None:
+    """A part of two sections, from the command to the tables; all five take two minutes."""
+    command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--dry-run", "--sections", "decode,kernels"]
+    command += ["--only", "H2O,with scores"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path), "--budget-s", "240"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    decode, kernels = read(tmp_path / "decode.jsonl"), read(tmp_path / "kernels.jsonl")
+    assert [kept["name"] for kept in decode] == ["tiny-opt, 2 x 32+32, H2O 20%"]
+    for kept in (*decode, *kernels):
+        assert kept["dry_run"]
+        assert {"hardware", "versions", "date", "commit", "command"} <= kept.keys()
+    assert not [kept for kept in decode if "failed" in kept], decode
+    assert all(kept["step_s"] > 0 and kept["projected"] is False for kept in decode)
+    assert kernels[0]["name"] == "bandwidth"
+    text = (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert text.startswith("**Dry run")
+    assert text.strip() in done.stdout
