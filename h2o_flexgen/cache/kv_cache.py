@@ -70,7 +70,7 @@ class KVCache:
             raise ValueError(f"{len(budgets)} budgets and {len(row_ids)} row ids for {shape.batch} rows")
         if shape.capacity < slots_needed(budgets):
             raise ValueError(f"{shape.capacity} slots are too few, these budgets need {slots_needed(budgets)}")
-        self.shape, self.device = shape, torch.device(device)
+        self.shape, self.device = shape, torch.empty(0, device=device).device  # by its full name, as tensors have it
         self._clock = RowClock(budgets, shape.capacity, self.device, window)
         self.statistic = policy.statistic if chooses(budgets) else "none"
         self._policy, self._layer, self._row_ids = policy, layer, list(row_ids)
