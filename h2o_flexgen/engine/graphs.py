@@ -13,8 +13,8 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol
+from functools import cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,24 +52,26 @@ class Recording(Protocol):
 class CudaGraph:
     """A `Recording` of what goes to a CUDA device."""
 
-    def __init__(self, device: torch.device, pool: tuple[int, int]) -> None:
-        """`pool`: the memory that graphs of one block share; they run one after the other, and nobody reads a result
-        after another one has started."""
-        self._device, self._pool = device, pool
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        """`pool`: a handle of the memory that graphs of one block share; they run one after the other, and nobody reads
+        a result after another one has started."""
+        self._device, self._pool, self._side = device, pool, _side_stream(device)
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, run: Run) -> Tensor:
-        stream, side = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)
-        side.wait_stream(stream)
-        with torch.cuda.stream(side):
+        stream = torch.cuda.current_stream(self._device)
+        self._side.wait_stream(stream)
+        with torch.cuda.stream(self._side):
             result = run()
-        stream.wait_stream(side)
+        stream.wait_stream(self._side)
         result.record_stream(stream)
         return result
 
     def record(self, run: Run) -> Tensor:
-        # Copies of other threads may go on: only what this one does is a part of the graph.
-        with torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Copies of other threads may go on: only what this one does is a part of the graph. Outside of it the stream is
+        # set once more, since a recording that fails does not set it back.
+        recording = torch.cuda.graph(self._graph, self._pool, self._side, capture_error_mode="thread_local")
+        with torch.cuda.stream(self._side), recording:
             return run()
 
     def replay(self) -> None:
@@ -77,6 +79,12 @@ class CudaGraph:
 
     def close(self) -> None:
         self._graph.reset()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where all recordings are made: each stream that multiplies matrices keeps some 32 MiB of workspace for good."""
+    return torch.cuda.Stream(device)
 
 
 def recorder(device: torch.device) -> Callable[[], Recording] | None:

@@ -117,9 +117,9 @@ class Lane:
             self._next[row] += 1
         numbers = torch.stack([torch.tensor(tokens, dtype=torch.int64), positions, lengths, totals])
         if self.kept is None and self._numbers.shape == numbers.shape:
-            self._numbers.copy_(numbers)
+            self._numbers.copy_(numbers, non_blocking=True)
         else:
-            self._numbers = numbers.to(self.device)
+            self._numbers = numbers.to(self.device, non_blocking=True)
         ids, self._positions, self._lengths, self._totals = self._numbers.unbind(0)
         return ids, self._positions
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
@@ -29,8 +30,9 @@ def fastest(
     """The fastest of `candidates` for work of this kind; asked again it gives the same answer without running.
 
     `run` launches the work; it is called a number of times for each. A configuration that the device has too little
-    shared memory or registers for is left out; OutOfResources if that is all of them. `clock` measures a call, in any
-    unit; None: milliseconds on the device, median of 10 ms of calls.
+    shared memory or registers for is left out; OutOfResources if that is all of them. Where there is no memory to
+    measure with, some 256 MiB, it is the first. `clock` measures a call, in any unit; None: milliseconds on the device,
+    median of 10 ms of calls.
     """
     if kind not in _FOUND:
         times: dict[Config, float] = {}
@@ -39,6 +41,9 @@ def fastest(
                 times[config] = (clock or _milliseconds)(lambda config=config: run(config))  # type: ignore[misc]
             except OutOfResources as error:
                 refused = error
+            except torch.OutOfMemoryError:
+                times = {candidates[0]: 0.0}
+                break
         if not times:
             raise refused
         _FOUND[kind] = min(times, key=times.__getitem__)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from h2o_flexgen.cache.clock import slots_needed
-from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.fused import FusedStep
+from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine import block

@@ -14,12 +14,17 @@ from torch.utils._pytree import tree_leaves
 HOST_WORK = {"lift_fresh", "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal"}
 """Operations that on a GPU send it numbers of the host, or wait for numbers of its own."""
 
+BY_INDEX = {"index", "index_put", "index_put_", "_index_put_impl_"}
+"""Those that wait where an index is a mask, to know how many it picks."""
+
 
 class NoHostWork(TorchDispatchMode):
     """Refuses operations that make tensors of Python's numbers, or Python's numbers of tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().removeprefix("aten::").split(".")[0] in HOST_WORK:
+        name = func.name().removeprefix("aten::").split(".")[0]
+        masks = [x for x in tree_leaves(args[1:]) if isinstance(x, Tensor) and x.dtype is torch.bool]
+        if name in HOST_WORK or (name in BY_INDEX and masks):
             raise RuntimeError(f"{func} sends the device something, or waits for it")
         return func(*args, **(kwargs or {}))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
 
@@ -50,6 +51,13 @@ def test_what_does_not_fit_is_left_out() -> None:
     assert fastest("kind", CONFIGS, run, clock) == CONFIGS[2]
     with pytest.raises(OutOfResources):
         fastest("another", CONFIGS[:2], run, clock)
+
+
+def test_without_memory_to_measure_with_it_is_the_first() -> None:
+    def clock(call) -> float:
+        raise torch.OutOfMemoryError("256 MiB")
+
+    assert fastest("kind", CONFIGS, lambda config: None, clock) == CONFIGS[0]
 
 
 @pytest.mark.parametrize("splits", [1, 2])
