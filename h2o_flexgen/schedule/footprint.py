@@ -93,7 +93,8 @@ def footprint(
     workspace         compute tier: what the hungriest unit of one GPU batch has alive beside all that,
                       `workspace.workspace`; on cpu, if a gpu computes all else but caches there,
                       `workspace.on_cpu_beside_gpu`
-    process           cpu: `baseline`
+    process           cpu: `baseline`; beside a GPU that is the context's share of the host and the buffers through
+                      which pageable memory is copied, too
     """
     block = BlockShape.of(spec, workload, policy, eviction, dtype, compute_tier)
     items = [

@@ -10,22 +10,15 @@ import ctypes
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from h2o_flexgen.memory import device_copies
 from h2o_flexgen.memory.cuda import Stream
-from h2o_flexgen.memory.disk import DirectFile
-from h2o_flexgen.memory.jobs import Job, Ticket
 from h2o_flexgen.memory.pages import HostMemory
-from h2o_flexgen.memory.workers import Workers
 from tests.memory.races import Clock, Races
 
 
@@ -211,108 +204,3 @@ def extent(tensor: Tensor) -> tuple[int, int]:
         return tensor.data_ptr(), 0
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), span * tensor.element_size()
-
-
-class Computes(TorchDispatchMode):
-    """Tells a device of every tensor that torch's operations read and write on this thread."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        super().__init__()
-        self._device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        made = {t.untyped_storage().data_ptr() for t in _tensors(out)}
-        given = {argument.name: argument for argument in func._schema.arguments}
-        values = [*zip(given, args, strict=False), *(kwargs or {}).items()]
-        for name, value in values:
-            alias = given[name].alias_info
-            write = alias is not None and alias.is_write
-            for tensor in _tensors(value):
-                if write or alias is None or tensor.untyped_storage().data_ptr() not in made:
-                    self._device.computed(tensor, write, str(func))
-        return out
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-
-
-def order_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
-    """Teaches the races what threads know of each other: by tickets, and by jobs that are handed over."""
-    races = device.races
-    told: dict[int, Clock] = {}  # by what the clock belongs to; nothing that is told of goes before the test ends
-    alive: list[object] = []
-
-    def tell(thing: object) -> None:
-        alive.append(thing)
-        clock = told.setdefault(id(thing), {})
-        for actor, step in races.release(races.host()).items():
-            clock[actor] = max(step, clock.get(actor, 0))
-
-    def hear(thing: object) -> None:
-        races.acquire(races.host(), told.get(id(thing), {}))
-
-    def around(owner: Any, name: str, before: Callable[..., Any] | None, after: Callable[..., Any] | None) -> None:
-        inner = getattr(owner, name)
-
-        def call(*args: Any, **settings: Any) -> Any:
-            if before is not None:
-                before(*args, **settings)
-            result = inner(*args, **settings)
-            if after is not None:
-                after(result, *args)
-            return result
-
-        patch.setattr(owner, name, call)
-
-    def claimed(claim: Any, *_: object) -> None:
-        if claim is not None:
-            for thing in (claim.job, *claim.job.after):
-                hear(thing)
-
-    def settled(_: object, lane: Any, claim: Any, error: Any) -> None:
-        tell(claim.job)
-
-    def resolved(ticket: Ticket, error: Any) -> None:
-        tell(ticket)
-
-    def submitted(_: object, lane: str, job: Job, threads: int = 1) -> None:
-        tell(job)
-
-    around(Workers, "submit", submitted, None)
-    around(Workers, "_claim", None, claimed)
-    around(Workers, "_settle", settled, None)
-    around(Workers, "_finish", lambda _, job: hear(job), None)
-    around(Workers, "drain", None, lambda *_: races.meet(races.host()))
-    around(Workers, "close", None, lambda *_: races.meet(races.host()))
-    around(Ticket, "resolve", resolved, None)
-    around(Ticket, "wait", None, lambda _, ticket, *rest: hear(ticket))
-    around(Ticket, "wait_issued", None, lambda _, ticket: hear(ticket))
-    around(Ticket, "issued", None, lambda there, ticket: hear(ticket) if there else None)
-
-    def file(name: str, write: bool) -> None:
-        def note(_: object, view: Any, at: int, offset: int, nbytes: int, what: str) -> None:
-            races.access(races.host(), view.address + at, nbytes, write, f"{name} of {what}")
-
-        around(DirectFile, name, note, None)
-
-    file("read", True)
-    file("write", False)
-
-    def moved(dst: Tensor, src: Tensor) -> None:
-        for tensor, write in ((dst, True), (src, False)):
-            races.access(races.host(), *extent(tensor), write, "a move on the host")
-
-    around(device_copies, "_move", moved, None)
-
-
-@contextmanager
-def watched(device: FakeDevice) -> Iterator[None]:
-    """What torch computes on this thread meanwhile is the device's compute."""
-    with Computes(device):
-        yield

@@ -19,7 +19,8 @@ from h2o_flexgen.memory.pages import DeviceMemory, HostMemory
 from h2o_flexgen.memory.pinned import Pin, PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Tiers, make_tiers
-from tests.memory.fake_cuda import FakeDevice, FakeMark, order_threads, watched
+from tests.memory.fake_cuda import FakeDevice, FakeMark
+from tests.memory.watch import order_threads, watched
 
 PAGE = 4096
 
