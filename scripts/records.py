@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,6 +27,7 @@ from h2o_flexgen.config.record import host_facts, utc_now
 
 ROOT = Path(__file__).resolve().parents[1]
 Record = dict[str, Any]
+_TIDYING = 30.0  # seconds that a run which was interrupted has to end by itself
 
 
 def default_output(name: str) -> Path:
@@ -72,10 +74,17 @@ def run_json(command: Sequence[str], loud: bool = False) -> Record:
     not seen, where it fails.
     """
     known, error = facts(command), None if loud else subprocess.PIPE
-    done = subprocess.run(list(command), cwd=ROOT, stdout=subprocess.PIPE, stderr=error, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode} of {known['command']}\n{(done.stderr or '')[-2000:]}")
-    result: Record = json.loads(done.stdout.splitlines()[-1])
+    with subprocess.Popen(list(command), cwd=ROOT, stdout=subprocess.PIPE, stderr=error, text=True) as process:
+        try:
+            out, said = process.communicate()
+        except KeyboardInterrupt:  # which the run hears of, too: it removes its files
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_TIDYING)
+            process.kill()
+            raise
+    if process.returncode:
+        raise RuntimeError(f"exit code {process.returncode} of {known['command']}\n{(said or '')[-2000:]}")
+    result: Record = json.loads(out.splitlines()[-1])
     return {**known, **result, "host": {**known["host"], **result.get("host", {})}}
 
 
@@ -153,6 +162,9 @@ def repeat(
         except RuntimeError as error:
             failed += 1
             print(f"failed: {error}", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            print(f"interrupted: the same command goes on from here, in {shown(store.folder)}", file=sys.stderr)
+            raise SystemExit(130) from None
     return failed
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -60,6 +63,40 @@ def test_a_run_leaves_its_last_line_and_what_it_ran_on() -> None:
     assert {"commit", "host", "torch", "threads", "load_average"} <= record.keys()
     with pytest.raises(RuntimeError, match=r"exit code 3(.|\n)*bad news"):
         run_json([sys.executable, "-c", "import sys; print('bad news', file=sys.stderr); sys.exit(3)"])
+
+
+INTERRUPTED = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from records import Store, repeat, run_json
+if len(sys.argv) > 3:
+    try:
+        print("asleep", file=sys.stderr, flush=True)
+        time.sleep(60)
+    finally:
+        print("tidied", file=sys.stderr, flush=True)
+def measure(point):
+    return {} if point["name"] == "first" else run_json([sys.executable, *sys.argv[:3], "run"], loud=True)
+repeat(Store.open(Path(sys.argv[2])), [{"name": "first"}, {"name": "second"}], 1, measure, "name")
+"""
+
+
+def test_an_interrupted_measurement_goes_on(tmp_path: Path) -> None:
+    """Ctrl-C reaches the script and its run: the run tidies up, the records so far stay."""
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED, encoding="utf-8")
+    command = [sys.executable, str(script), str(ROOT / "scripts"), str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        while process.stderr.readline() not in ("asleep\n", ""):
+            pass
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=30)[1]
+    assert process.returncode == 130
+    assert "tidied" in said
+    assert "interrupted: the same command goes on from here" in said
+    assert [record["name"] for record in Store.open(tmp_path).records] == ["first"]
 
 
 def test_no_home_folder_in_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
