@@ -1,0 +1,84 @@
+"""Decode steps by a kernel on a device: nothing is sent there but launches, and nobody waits for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tests.kernels.triton_device  # noqa: F401  (before Triton is imported; skips without it)
+from h2o_flexgen.cache import CacheShape, KVCache, make_policy
+from h2o_flexgen.cache.eviction.h2o import H2OPolicy
+from h2o_flexgen.cache.fused import FusedStep
+from h2o_flexgen.config.eviction import Budget
+from tests.kernels.tape import NoHostWork
+from tests.policy_matrix import POLICIES, PolicyRow
+
+WINDOW = 9
+PROMPTS, HEADS = (12, 3), 1
+
+
+@pytest.fixture(autouse=True)
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of the kernels that the other tests here run with: Triton's, in its interpreter."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("H2O_FLEXGEN_TRITON", "1")
+
+
+def budgets_of(policy: PolicyRow) -> list[Budget]:
+    """Two rows of their own; in the second sinks are still to come when the prompt is in."""
+    if policy.name == "full":
+        return [Budget(30, 0, 30, 0, full=True)] * 2
+    heavy = 3 if policy.name in ("h2o", "heavy", "random") else 0
+    sinks = 4
+    return [Budget(7, heavy, 7 - heavy - sinks, sinks, full=False), Budget(8, heavy, 8 - heavy - sinks, sinks, False)]
+
+
+def filled(policy: PolicyRow, window: int | None) -> KVCache:
+    budgets = [budget.within(window) for budget in budgets_of(policy)]
+    shape = CacheShape.of(budgets, HEADS, 8)
+    cache = KVCache(shape, budgets, make_policy(policy.eviction()), layer=1, row_ids=[0, 1], window=window)
+    cache.attach(*shape.buffers(torch.float32))
+    for row, length in enumerate(PROMPTS):
+        k, v = torch.randn(2, 1, HEADS, length, 8)
+        cache.fill([row], k, v, torch.rand(1, HEADS, length) if cache.wants_column_sums else None)
+    return cache
+
+
+def run(cache: KVCache) -> None:
+    """The first step, in which everything is made, and some more that are watched."""
+    for step in range(7):
+        new = torch.randn(2, 4 * HEADS, 8).split([2 * HEADS, HEADS, HEADS], dim=1)
+        if step == 0:
+            cache.attend(*new, 0.3)
+            continue
+        with NoHostWork():
+            cache.attend(*new, 0.3)
+    assert isinstance(cache._fused, FusedStep)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
+def test_no_policy_needs_the_host(policy: PolicyRow, window: int | None) -> None:
+    if policy.name == "full" and window is not None:
+        pytest.skip("within a window nothing is full")
+    cache = filled(policy, window)
+    run(cache)
+    assert cache.repeats
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_nor_does_a_score_rule_of_its_own(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not recorded, as its launches depend on the step, but nobody waits."""
+    monkeypatch.setattr(H2OPolicy, "accumulate", lambda policy, score, row: score.mul_(0.9).add_(row), raising=False)
+    cache = filled(POLICIES[1], window)
+    run(cache)
+    assert not cache.repeats
+
+
+def test_the_guard_sees_what_it_is_for() -> None:
+    x = torch.rand(4)
+    for work in (lambda: torch.tensor([1.0, 2.0]), lambda: float(x[0]), lambda: x[x > 0.5], lambda: bool(x.any())):
+        with pytest.raises(RuntimeError, match="waits for it"), NoHostWork():
+            work()
+    with NoHostWork():
+        x.add_(1).masked_fill(x > 0, 2).sum()
