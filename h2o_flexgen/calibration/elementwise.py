@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.calibration.timing import sample_of
+from h2o_flexgen.kernels import layer_norm
 from h2o_flexgen.memory.pages import Block, HostMemory
 from h2o_flexgen.models.decoder import ACTIVATIONS, rms_norm
 from h2o_flexgen.units import MIB
@@ -38,7 +38,7 @@ def elementwise_rate(bench: Bench, seconds: float) -> float:
     def norm() -> Tensor:
         if arch.norm == "rmsnorm":
             return rms_norm(hidden, weight, arch.norm_eps, arch.norm_offset)
-        return F.layer_norm(hidden, (width,), weight, bias, arch.norm_eps)
+        return layer_norm(hidden, weight, bias, arch.norm_eps)
 
     def layer() -> None:
         for _ in range(2):

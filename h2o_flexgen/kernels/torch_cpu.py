@@ -36,6 +36,11 @@ def linear(
     return y.float() if wide else y
 
 
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """As `native.norm.layer_norm`."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
 def _block_shape(n: int, heads: int, length: int, total: int) -> tuple[int, int]:
     """Rows and queries whose heads x rows x queries x `total` logits stay within `_CHUNK_ELEMENTS`.
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.arch import ArchSpec
 from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.kernels import linear
+from h2o_flexgen.kernels import layer_norm, linear
 from h2o_flexgen.models.rotary import Rotary
 
 Weights = Mapping[str, Tensor]
@@ -86,7 +86,7 @@ class Decoder:
         self._embed_scale = arch.embed_scale
         self._head_name = "embed.tokens" if arch.tied_head else "head.vocab"
         self._embed_steps, self._head_steps = self._outer_steps(spec)
-        self._sizes = [n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        self._heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         specs = [arch.rotary_of(layer) for layer in range(spec.num_layers)]
         made = {each: Rotary(each, spec.max_positions) for each in set(specs) if each is not None}
         self._rotaries = [None if each is None else made[each] for each in specs]
@@ -159,7 +159,7 @@ class Decoder:
     # ---- norms
 
     def _layer_norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (x.shape[-1],), w.get(f"{name}.weight"), w.get(f"{name}.bias"), self._eps)
+        return layer_norm(x, w.get(f"{name}.weight"), w.get(f"{name}.bias"), self._eps)
 
     def _rms_norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
         return rms_norm(x, w.get(f"{name}.weight"), self._eps, self._offset)
@@ -192,11 +192,12 @@ class Decoder:
     # ---- what a half computes: x (T, H) -> (T, H), see Inner
 
     def _attend(self, w: Weights, x: Tensor, attention: Attention, onto: Tensor | None) -> Tensor:
+        d, heads = self.spec.head_dim, self._heads
         if "qkv.weight" in w:
-            q, k, v = linear(x, w["qkv.weight"], w.get("qkv.bias")).split(self._sizes, dim=-1)
+            q, k, v = linear(x, w["qkv.weight"], w.get("qkv.bias")).view(len(x), sum(heads), d).split(heads, dim=1)
         else:
-            q, k, v = (linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
-        q, k, v = (t.unflatten(-1, (-1, self.spec.head_dim)) for t in (q, k, v))
+            apart = (linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
+            q, k, v = (t.view(len(x), count, d) for t, count in zip(apart, heads, strict=True))
         q, k = self._qk_norm(w, q, k)
         return linear(attention(q, k, v).flatten(1), w["o.weight"], w.get("o.bias"), onto=onto)
 

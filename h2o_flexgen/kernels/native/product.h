@@ -23,7 +23,7 @@ static inline __m512 widened(__m256i short_numbers) {
 
 /* Writes y for `rows` and `outs` from `row` and `out` on; rows of sums are `pitch` apart. Bias is added, results are
    rounded to nearest even, NaN stays NaN. Row by row: whole cache lines are written at once. */
-static void finish(const Product *p, const float *sums, long pitch, long row, long rows, long out, long outs) {
+static inline void finish(const Product *p, const float *sums, long pitch, long row, long rows, long out, long outs) {
     for (long r = 0; r < rows; r++)
         for (long o = 0; o < outs; o += 16) {
             const __mmask16 mask = outs - o >= 16 ? (__mmask16)-1 : (__mmask16)((1 << (outs - o)) - 1);
