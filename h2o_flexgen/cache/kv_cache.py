@@ -16,6 +16,7 @@ from h2o_flexgen.cache.slots import ArrivalSlots, Rows, SlotBook
 from h2o_flexgen.cache.vectors import move_down, select
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels import decode_attention
+from h2o_flexgen.kernels.native.attend import available
 from h2o_flexgen.kernels.rotate import rotate_halves
 
 
@@ -81,6 +82,7 @@ class KVCache:
             self._book = ArrivalSlots(self._clock, shape.kv_heads, shape.capacity)
         self._fused: FusedStep | None = None
         self._last: int | Tensor | None = None
+        self._reads_occupied = False  # steps read nothing but occupied slots, unless positions roll
         self.k: Tensor | None = None
         self.v: Tensor | None = None
 
@@ -124,6 +126,7 @@ class KVCache:
                 found = f"{name} {tuple(buffer.shape)} on {buffer.device}"
                 raise ValueError(f"{found}: needed contiguous {size} on {self.device}")
         self.k, self.v = k, v
+        self._reads_occupied = available(k.dtype, self.shape.head_dim, self.device)
         self._flat_k, self._flat_v = k.view(-1, self.shape.head_dim), v.view(-1, self.shape.head_dim)
         if self._fused is not None:
             self._fused.attach(k, v)
@@ -146,8 +149,8 @@ class KVCache:
         """Prompts of `rows`, all of one length P + S: k, v (n, kv_heads, S, head_dim), the last S tokens of each.
 
         past: K and V (kv_heads, P, head_dim) of earlier tokens that all these rows share; None: P = 0. column_sums:
-        float32 (n, kv_heads, P + S). Keeps what each row's own budget allows, in time order from slot 0, and zeroes the
-        row's other slots.
+        float32 (n, kv_heads, P + S). Keeps what each row's own budget allows, in time order from slot 0. Its other
+        slots are zeroed where something may read them: torch reads all slots of a cache on a CPU.
         """
         length = k.shape[2] + (0 if past is None else past[0].shape[1])
         past_k, past_v = past or (None, None)
@@ -169,7 +172,8 @@ class KVCache:
                     buffer[target, :, held - own.shape[2] : held] = own
                     if shared is not None:
                         buffer[target, :, : shared.shape[1]] = shared
-                buffer[target, :, held:] = 0
+                if not self._reads_occupied:
+                    buffer[target, :, held:] = 0
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: tuple[Tensor, Tensor] | None = None
@@ -213,6 +217,9 @@ class KVCache:
         self._fused = None if rolling else FusedStep.of(self._clock, self._book, k, heads)
         if self._fused is not None:
             self._fused.attach(k, v)
+        elif self._reads_occupied:  # so that nothing was zeroed
+            for row, (held, limit) in enumerate(zip(self._clock.held, self._clock.limits, strict=True)):
+                k[row, :, min(held, limit) :] = v[row, :, min(held, limit) :] = 0
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: tuple[Tensor, Tensor] | None) -> Tensor:
         """A step in torch operations, on any device."""

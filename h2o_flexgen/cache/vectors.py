@@ -14,16 +14,30 @@ def select(own: Tensor, shared: Tensor | None, kept: Tensor) -> Tensor:
     own: (n, kv_heads, S, d). Returns (n, kv_heads, c, d).
     """
     # Whole vectors of head_dim by one index: 30 times as fast as `gather`. The engine's prompts lie in memory as
-    # (n, S, kv_heads, d), so that nothing is copied before the choice, and what rows share is copied once for all.
+    # (n, S, heads, d), of which kv_heads are these; what rows share is copied once for all.
     n, heads, length, size = own.shape
-    vectors = own.transpose(1, 2).reshape(-1, size)
+    vectors, pitch = _in_order(own)
     row = torch.arange(n, device=own.device).view(-1, 1, 1) * length
     head = torch.arange(heads, device=own.device).view(-1, 1)
     if shared is not None:
+        vectors, pitch = own.transpose(1, 2).reshape(-1, size), heads
         vectors = torch.cat([shared.transpose(0, 1).reshape(-1, size), vectors])
         row = row * (kept >= shared.shape[1])
-    index = (row + kept) * heads + head
+    index = (row + kept) * pitch + head
     return vectors.index_select(0, index.view(-1)).view(n, heads, -1, size)
+
+
+def _in_order(own: Tensor) -> tuple[Tensor, int]:
+    """K or V (n, heads, S, d) as vectors (m, d) in which token t of row r has its first head at (r S + t) pitch.
+
+    Nothing is copied where they lie in memory as part of a wider (n, S, pitch, d), as one product makes them.
+    """
+    n, heads, length, size = own.shape
+    row, head, token, one = own.stride()
+    if one == 1 and head == size and token % size == 0 and token >= heads * size and (n == 1 or row == length * token):
+        pitch = token // size
+        return own.as_strided(((n * length - 1) * pitch + heads, size), (size, 1)), pitch
+    return own.transpose(1, 2).reshape(-1, size), heads
 
 
 def move_down(source: Tensor, rows: Sequence[int], target: Tensor, used: int) -> None:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen.cache import CacheShape, KVCache, kv_cache, make_policy, slots_needed
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
+from h2o_flexgen.cache.vectors import select
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import DecodeAttention
 from tests.cache.harness import CacheRun, Turning, make_stream
@@ -98,6 +99,38 @@ def test_positions_name_tokens_that_came_long_ago() -> None:
     run.steps(38)
     assert run.cache.kept(0, 0) == [0, 1, 38]
     assert run.cache.kept(1, 0) == [*range(8), 38], "it overwrites its last slot"
+
+
+@each_policy
+@pytest.mark.parametrize("turning", [None, Turning(2)], ids=["absolute", "rolling"])
+def test_what_lay_in_free_slots_is_never_seen(
+    policy: PolicyRow, turning: Turning | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Buffers come with whatever is finite in them."""
+    clean = ragged_run(policy, turning=turning)
+    made = CacheShape.buffers
+    monkeypatch.setattr(CacheShape, "buffers", lambda *args: tuple(part.fill_(1e30) for part in made(*args)))
+    stale = ragged_run(policy, turning=turning)
+    assert torch.equal(clean.steps(40), stale.steps(40))
+    assert clean.kept() == stale.kept()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("pitch", [2, 3, 6])
+@pytest.mark.parametrize("apart", [0, 4])
+def test_chosen_vectors_are_those_of_prompts_in_wider_tensors(rows: int, pitch: int, apart: int) -> None:
+    """K and V as one product leaves them: beside queries; `apart`: rows that do not follow each other."""
+    generator = torch.Generator().manual_seed(pitch)
+    packed = torch.randn(rows, 20 + apart, pitch, 8, generator=generator)
+    own = packed[:, :20, pitch - 2 :].transpose(1, 2)
+    kept = torch.rand(rows, 2, 20, generator=generator).argsort(-1)[..., :7].sort(-1).values
+    expected = own.gather(2, kept.unsqueeze(-1).expand(-1, -1, -1, 8))
+    assert torch.equal(select(own, None, kept), expected)
+    alike = torch.tensor([0, 3, 19])
+    assert torch.equal(select(own, None, alike), own[:, :, alike])
+    shared = torch.randn(2, 5, 8, generator=generator)
+    whole = torch.cat([shared.expand(rows, -1, -1, -1), own], dim=2)
+    assert torch.equal(select(own, shared, kept), whole.gather(2, kept.unsqueeze(-1).expand(-1, -1, -1, 8)))
 
 
 class CountOps(TorchDispatchMode):
