@@ -20,7 +20,7 @@ from collections import deque
 from pathlib import Path
 
 from gpu_check_records import ROOT, Section, end, hardware, say
-from gpu_check_table import readme_block, tables, with_block
+from gpu_check_table import WHOLE, readme_block, tables, with_block
 
 SHARES = {"kernels": 0.2, "decode": 0.15, "tests": 0.2, "cost": 0.2, "paper": 0.25}
 """In the order in which they run; the time that one leaves goes to those after it."""
@@ -75,7 +75,7 @@ def _run(name: str, seconds: float, output: Path, args: argparse.Namespace) -> b
         return True
     said = last[-1].strip()[:300] if last else "no message"
     Section(name, output, 0.0, args.dry_run, commit=args.commit, command=_said(args)).keep(
-        "section", failed=f"{problem}: {said}"
+        WHOLE, failed=f"{problem}: {said}"
     )
     return False
 

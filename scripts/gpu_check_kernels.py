@@ -220,7 +220,7 @@ def main() -> int:
         return 0
     if DEVICE == "cpu":  # Triton's interpreter, with what it needs beside newer numpy
         import tests.kernels.triton_device  # noqa: F401
-    for part in (decode_attention, column_sums, quantisation):
+    for part in (quantisation, column_sums, decode_attention):
         part(section, best(rates))
     return 0
 

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,21 +59,11 @@ class Peer:
         """FlexGen computes in float16 alone on a GPU."""
         return "float16" if self.name == "flexgen" and not self.emulated else "bfloat16"
 
-    def python(self, peers: str) -> str:
-        """Its interpreter; Failed where it cannot be imported there, with the reason."""
-        path = Path(peers) / self.name / "bin" / "python"
-        if not path.is_file():
-            raise Failed(f"{self.name} is not installed")
-        command = [str(path), "-c", f"import {MODULES[self.name]}"]
-        tried = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        if tried.returncode:
-            said = tried.stderr.strip().splitlines()
-            raise Failed(f"{self.name} cannot be imported: {said[-1][:300] if said else 'no message'}")
-        return str(path)
-
     def sizes(self, peers: str) -> list[int]:
         """Batches to try. Failed where the machine has no room for the work at all."""
-        self.python(peers)
+        problem = why_not(self.name, peers)
+        if problem is not None:
+            raise Failed(problem)
         if self.emulated:
             return [2]
         config = known_config(self.model)
@@ -121,6 +112,18 @@ class Peer:
                 flags["cpu-mem"] = f"{PAPER_HOST}B"
         named = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
         return [sys.executable, "-m", "h2o_flexgen.bench", *named]
+
+
+@cache
+def why_not(name: str, peers: str) -> str | None:
+    """Why a peer cannot be imported by its own interpreter; None where it can."""
+    path = Path(peers) / name / "bin" / "python"
+    if not path.is_file():
+        return f"{name} is not installed"
+    command = [str(path), "-c", f"import {MODULES[name]}"]
+    tried = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    said = tried.stderr.strip().splitlines() or ["no message"]
+    return f"{name} cannot be imported: {said[-1][:300]}" if tried.returncode else None
 
 
 def flexgen_sizes(weights: int, row: int, inner: int, gpu: int, host: int) -> list[int]:

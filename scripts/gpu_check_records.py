@@ -81,6 +81,10 @@ class Section:
             return True
         return not any(r["name"] == name and not r.get("failed") for r in read(self.path) if not r["dry_run"])
 
+    def known(self, name: str) -> bool:
+        """Whether there is a record of `name`, good or not."""
+        return any(r["name"] == name for r in read(self.path))
+
     def keep(self, name: str, **facts: Any) -> None:
         """Appends a record; `failed` among the facts says why there is nothing to report."""
         record = {

@@ -18,6 +18,8 @@ from h2o_flexgen.units import format_bytes
 BEGIN, END = "<!-- gpu table -->", "<!-- end of gpu table -->"
 NOTHING = "No GPU figure has been measured yet: `scripts/gpu_check.sh` measures them, `docs/gpu.md` says how."
 SECTIONS = ("kernels", "decode", "paper", "cost", "tests")
+WHOLE = "section"
+"""The name of the record of a section that crashed or ran out of time."""
 Record = dict[str, Any]
 
 
@@ -25,6 +27,7 @@ def latest(records: Iterable[Record]) -> list[Record]:
     """The last good record of every name, or the last failed one where none was good, in order of first appearance."""
     found: dict[str, Record] = {}
     for record in records:
+        found.pop(WHOLE, None)  # that a section failed as a whole matters until it is run again
         known = found.get(record["name"])
         if known is None or known.get("failed") or not record.get("failed"):
             found[record["name"]] = record

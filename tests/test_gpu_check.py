@@ -19,7 +19,7 @@ import gpu_check  # noqa: E402
 from gpu_check_paper import PROBE, Cell, Ran, measure  # noqa: E402
 from gpu_check_peers import Peer, flexgen_sizes, one_of  # noqa: E402
 from gpu_check_records import Failed, Section, read, run, run_json  # noqa: E402
-from gpu_check_table import BEGIN, END, NOTHING, latest, readme_block, tables, with_block  # noqa: E402
+from gpu_check_table import BEGIN, END, NOTHING, WHOLE, latest, readme_block, tables, with_block  # noqa: E402
 from gpu_check_tests import summary  # noqa: E402
 
 GPU = {"name": "NVIDIA H200", "memory_bytes": 150 * 10**9, "cuda": "13.0"}
@@ -86,7 +86,7 @@ def test_tables_of_every_section(tmp_path: Path) -> None:
         record("decode", "opt-6.7b, 24", **step),
         record("cost", "a", predicted_tokens_per_s=110.0, measured_tokens_per_s=100.0, error=0.1),
         record("tests", "pytest -m gpu", outcomes={"passed": 7, "failed": 1}, seconds=60.0, failures=["FAILED x - y"]),
-        record("tests", "section", failed="exit code 1: oh"),
+        record("tests", WHOLE, failed="exit code 1: oh"),
     )
     text = tables(folder)
     for part in ("81%", "4.20 TB/s", "10.00", "80%", "+10%", "7 passed, 1 failed", "FAILED x - y", "oh", "NVIDIA H200"):
@@ -100,6 +100,12 @@ def test_a_failure_does_not_hide_what_was_measured_before() -> None:
     assert latest([good, bad]) == [good]
     assert latest([bad, good, better, bad]) == [better]
     assert latest([bad]) == [bad]
+
+
+def test_that_a_section_crashed_is_told_until_it_is_run_again() -> None:
+    crashed, good = {**paper(WHOLE), "failed": "exit code 1"}, paper("a")
+    assert latest([good, crashed]) == [good, crashed]
+    assert latest([crashed, good]) == [good]
 
 
 def test_the_marks_must_be_there() -> None:
