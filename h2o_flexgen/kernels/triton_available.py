@@ -1,7 +1,8 @@
 """Whether the Triton kernels can be used here, and are to be. Imports neither them nor Triton before it has to.
 
 H2O_FLEXGEN_TRITON=0 leaves them out. With TRITON_INTERPRET=1 and H2O_FLEXGEN_TRITON=1, both, what lies in host memory
-is worked on by Triton's interpreter: thousands of times slower, to see the whole engine run through these kernels.
+is worked on by Triton's interpreter: thousands of times slower, for tests of the whole engine. (Beside a numpy of 2.4
+or newer the interpreter of Triton 3.6 needs the mending that `tests/kernels/triton_device.py` does.)
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Where the Triton kernels are tested: on a GPU if there is one, else in Triton's interpreter. Import this first.
 
-TRITON_INTERPRET=1 asks for the interpreter beside a GPU, too. Without Triton the importing module is
-skipped.
+TRITON_INTERPRET=1 asks for the interpreter beside a GPU, too. Without Triton the importing module is skipped.
 """
 
 from __future__ import annotations
