@@ -260,13 +260,13 @@ def test_few_row_steps_are_computed_in_vain(checkpoint, monkeypatch: pytest.Monk
     """Outputs with a long tail, 200 of 1 to 100 tokens: the fewest possible row-steps are the tokens themselves."""
     computed = 0
 
-    def count(self: Executor, lane: Any, weights: Any) -> Any:
+    def count(self: Executor, lane: Any, logits: Any) -> Any:
         nonlocal computed
         computed += len(lane.rows)
-        return sample(self, lane, weights)
+        return choose(self, lane, logits)
 
-    sample = Executor._sample
-    monkeypatch.setattr(Executor, "_sample", count)
+    choose = Executor._choose
+    monkeypatch.setattr(Executor, "_choose", count)
     draw = random.Random(3)
     new = [min(100, 1 + int(draw.expovariate(1 / 24))) for _ in range(200)]
     lengths = [draw.randrange(3, 25) for _ in new]
