@@ -57,10 +57,14 @@ class Prompts:
         out, own_lse = triton_prompt.forward(q, k, v, SCALE, past=past, window=window)
         torch.testing.assert_close(out.cpu().float(), known.out, atol=close, rtol=close)
         torch.testing.assert_close(own_lse.cpu(), lse, atol=close, rtol=close)
-        whole = triton_prompt.prefill_attention(q, k, v, SCALE, True, past=past, window=window)
+        if window is not None:
+            return
+        # What chooses between these and torch's flash attention; in the interpreter one look at the sums is enough.
+        whole = triton_prompt.prefill_attention(q, k, v, SCALE, DEVICE != "cpu", past=past)
         assert whole.out.dtype == q.dtype
         torch.testing.assert_close(whole.out.cpu().float(), known.out, atol=close, rtol=close)
-        torch.testing.assert_close(whole.column_sums.cpu(), known.column_sums, atol=close * spread, rtol=close)
+        if whole.column_sums is not None:
+            torch.testing.assert_close(whole.column_sums.cpu(), known.column_sums, atol=close * spread, rtol=close)
 
 
 @pytest.mark.parametrize(("length", "window"), [(1, None), (1, 1), (63, 40), (64, None), (64, 40), (65, None), (65, 1)])
@@ -102,6 +106,10 @@ def test_sums_are_those_of_the_queries_alone() -> None:
     early = triton_prompt.prefill_attention(*first, SCALE, True)
     late = triton_prompt.prefill_attention(*second, SCALE, True, past=past)
     torch.testing.assert_close(torch.cat([early.out, late.out], 2), whole.out, atol=1e-5, rtol=1e-5)
+    window = triton_prompt.prefill_attention(q, k, v, SCALE, True, window=30)
+    known = reference.prefill_attention(*(x.cpu() for x in (q, k, v)), SCALE, True, window=30)
+    torch.testing.assert_close(window.column_sums.cpu(), known.column_sums, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(window.out.cpu(), known.out, atol=1e-5, rtol=1e-5)
     late.column_sums[..., :50] += early.column_sums
     torch.testing.assert_close(late.column_sums, whole.column_sums, atol=1e-5, rtol=1e-5)
     assert triton_prompt.prefill_attention(q, k, v, SCALE, False).column_sums is None
