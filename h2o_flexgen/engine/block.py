@@ -17,6 +17,7 @@ from h2o_flexgen.engine.executor import Executor, Machinery
 from h2o_flexgen.engine.finite import FiniteCheck
 from h2o_flexgen.engine.hidden import HiddenStore
 from h2o_flexgen.engine.lane import Lane
+from h2o_flexgen.engine.machine import return_free_pages
 from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.engine.refill import Refill
 from h2o_flexgen.engine.sampler import Sampler
@@ -108,7 +109,7 @@ class BlockRunner:
                 FiniteCheck() if self.check_finite else None,
                 self.rolling,
             )
-            executor = Executor(machinery, lanes, partial(self._count_prompts, totals))
+            executor = Executor(machinery, lanes, partial(self._prompts_through, totals))
             totals.kv_bytes = max(totals.kv_bytes, store.nbytes)
             shape = self._shape(plan, steps, lanes, store, hidden)
             tally = Tally(self.spec, plan, totals.work)
@@ -181,8 +182,9 @@ class BlockRunner:
         nbytes = self.spec.hidden_bytes(max(most_tokens, *(lane.prompt_tokens for lane in lanes)), self.dtype)
         return HiddenStore(self.tiers, self.copies, homes, nbytes, dtype)
 
-    def _count_prompts(self, totals: BlockTotals, lane: Lane) -> None:
-        """Prompts that are through."""
+    def _prompts_through(self, totals: BlockTotals, lane: Lane) -> None:
+        """The prompts of a lane have been through all units: they count, and their activations are not needed again."""
+        return_free_pages()
         totals.computed_prompt_tokens += lane.segments[-1].stop + sum(len(row.fed) for row in lane.fresh)
 
     def _count_row(self, row: Sequence, totals: BlockTotals) -> None:

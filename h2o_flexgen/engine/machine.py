@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -73,6 +75,22 @@ def before_placement() -> int:
 def peak_rss() -> int:
     """The most bytes this process ever had resident."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def return_free_pages() -> None:
+    """Gives pages of host memory that was freed back to the system, some milliseconds' work.
+
+    glibc keeps activations that were freed below others that were not, and what comes later may not fit between: after
+    prompts of many lengths a process held 120 MiB more than it used. Nothing happens with another C library.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Any:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def offload_folder(named: str | None) -> Path:
