@@ -13,6 +13,7 @@ from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.units import format_bytes
 
 _FREE_SHARE = 0.9  # of what is free on the GPU: the rest is for libraries, and for the gaps that an allocator leaves
+_LIBRARIES = 64 << 20  # what products take to work in, of what torch may allocate; and its allocator leaves gaps, 2 %
 _PINNED_SHARE = 0.8  # of the host's memory: locked pages are lost to everything else, the page cache included
 
 
@@ -27,11 +28,12 @@ def open_gpu(device: torch.device) -> PinnedPool | None:
 
 
 def gpu_limit(gpu: Device, asked: int | None) -> Limit:
-    """What a run may allocate on `gpu`: what was `asked`, at most what others and the CUDA context leave."""
+    """What a run may plan to allocate on `gpu`: of what was `asked`, at most what others and the CUDA context leave."""
     room, total = gpu.room()
-    if asked is not None and asked <= room:
-        return Limit(asked, "--gpu-mem")
     what = f"free of the {format_bytes(total)} on the GPU"
-    if asked is not None:
-        return Limit(room, f"--gpu-mem asks for {format_bytes(asked)}, {format_bytes(room)} are {what}")
-    return Limit(int(_FREE_SHARE * room), f"{_FREE_SHARE:.0%} of {format_bytes(room)} {what}")
+    if asked is None:
+        return Limit(int(_FREE_SHARE * room), f"{_FREE_SHARE:.0%} of {format_bytes(room)} {what}")
+    most = min(asked, room)
+    slack = min(most // 8, _LIBRARIES + most // 50)
+    why = "--gpu-mem" if asked <= room else f"--gpu-mem asks for {format_bytes(asked)}, {format_bytes(room)} are {what}"
+    return Limit(most - slack, f"{why}, less {format_bytes(slack)} for libraries")

@@ -66,7 +66,7 @@ def load(
     """Places every weight group as `plan` says and verifies that this is what happened.
 
     Peak host memory is the cpu tier's own share and one weight group. `pins`: of the GPU, where there is a real one.
-    From then on no more than the plan's cap is allocated on it. ModelError, PlanError or StorageError where it fails;
+    From then on no more than --gpu-mem is allocated on it. ModelError, PlanError or StorageError where it fails;
     nothing stays behind then.
     """
     caps, spec, dtype = plan.request.caps, plan.request.spec, plan.request.dtype
@@ -89,7 +89,7 @@ def load(
         gpu = tiers.accelerator
         if tiers.pins is not None and gpu is not None:
             tiers.pins.keep(sum(item.nbytes for item in plan.footprint.items if "staging" in item.what))
-            gpu.cap(caps.gpu)
+            gpu.cap(config.gpu_mem)
             stack.callback(gpu.cap, None)
             gpu.warm_up(torch_dtype(dtype))
         bounce = None if tiers.pins is None else tiers.pins.bounce

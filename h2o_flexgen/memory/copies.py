@@ -204,7 +204,7 @@ class CopyEngine:
         """Drop what has not started, let running chunks end, join the threads, close the files. May be called again."""
         self._workers.close()
         if self._on_device is not None:
-            self._on_device.drain()
+            self._on_device.close()
         with self._files_lock:
             for file in self._files.values():
                 file.close()

@@ -100,6 +100,7 @@ class DeviceCopies:
         self.device, self._workers, self._trace = device, workers, trace
         self._lock = threading.Lock()
         self._queueing = threading.Lock()
+        self._closed = False
         self._flights: dict[Stream, deque[_Flight]] = {Stream.UP: deque(), Stream.DOWN: deque()}
         self._bytes, self._seconds = Counter[str](), dict[str, float]()
         parts = [] if bounce is None else list(bounce[:BOUNCE_BYTES].split(BOUNCE_CHUNK))
@@ -107,6 +108,8 @@ class DeviceCopies:
 
     def submit(self, dst: Tensor, src: Tensor, link: str, after: Sequence[Ticket], label: str) -> Ticket:
         """dst[...] = src after all of `after`, and after what this thread has computed so far."""
+        if self._closed:
+            raise RuntimeError(f"the copy engine is closed: {label} cannot start")
         self.collect()
         ticket = DeviceTicket(label, link, dst.numel() * dst.element_size(), self.device)
         stream = Stream.UP if self.device.owns(dst) else Stream.DOWN
@@ -145,6 +148,11 @@ class DeviceCopies:
                     flight.ticket.resolve(error)
                 else:
                     self._book(flight)
+
+    def close(self) -> None:
+        """Wait for what is queued, and take no more. To be called when the threads have ended."""
+        self._closed = True
+        self.drain()
 
     def meters(self) -> tuple[Counter[str], dict[str, float]]:
         """(bytes moved, busy seconds) per link, of the copies that are done."""

@@ -39,6 +39,7 @@ CPU, DISK, GPU, THREE = {"cpu": 1.0}, {"disk": 1.0}, {"gpu": 1.0}, {"gpu": 0.3, 
 MIXED = {"cpu": 0.5, "disk": 0.5}
 PLACES: dict[str, dict[str, Any]] = {
     "weights on cpu": {"weights": CPU, "cache": GPU, "hidden": GPU},
+    "cache on cpu": {"weights": GPU, "cache": CPU, "hidden": GPU},
     "all on cpu": {"weights": CPU, "cache": CPU, "hidden": CPU},
     "all on disk": {"weights": DISK, "cache": DISK, "hidden": DISK},
     "cache and weights on both": {"weights": MIXED, "cache": MIXED, "hidden": CPU},
@@ -89,10 +90,10 @@ def test_the_same_tokens_and_no_races(place: str, chance: float, open_llm, expec
 def test_pageable_memory_and_a_gpu_that_is_capped(open_llm, expected, caplog, monkeypatch) -> None:
     device = FakeDevice(lockable=200_000)
     order_threads(device, monkeypatch)
-    with open_llm(device, "all on cpu") as llm:
+    with open_llm(device, "all on cpu", gpu_mem="2GiB") as llm:
         assert tokens(llm, device) == expected
-        assert device.capped == [1 << 30]
-    assert device.capped == [1 << 30, None]
+        assert device.capped == [2 << 30]
+    assert device.capped == [2 << 30, None]
     assert device.races.found == []
     assert len([record for record in caplog.records if "page-locked" in record.message]) == 1
 

@@ -22,11 +22,14 @@ GIB = 1 << 30
 def test_a_cap_is_at_most_what_others_leave() -> None:
     """12 of 16 GiB: the rest is the context's, or somebody else's."""
     device = FakeDevice()
-    assert gpu.gpu_limit(device, 8 * GIB) == (8 * GIB, "--gpu-mem")
+    limit = gpu.gpu_limit(device, 8 * GIB)
+    assert 7.7 * GIB < limit.nbytes < 8 * GIB, "libraries work within what torch may allocate"
+    assert limit.why.startswith("--gpu-mem, less ")
     limit = gpu.gpu_limit(device, 16 * GIB)
-    assert limit.nbytes == 12 * GIB
+    assert 11.6 * GIB < limit.nbytes < 12 * GIB
     assert "16 GiB" in limit.why
     assert "12 GiB" in limit.why
+    assert gpu.gpu_limit(device, 8 << 20).nbytes == 7 << 20
     assert gpu.gpu_limit(device, None).nbytes == int(0.9 * 12 * GIB)
     assert gpu.open_gpu(torch.device("cpu")) is None
 

@@ -87,6 +87,8 @@ def test_books_and_rows_are_made_without_waiting(device: FakeDevice, tiers: Tier
         engine.copy(up, source, "cpu->gpu", label="last")
         assert len(rows) == 3, "a new copy books those that are done"
     assert len(rows) == 4, "closing waits for what is under way"
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.copy(up, source, "cpu->gpu")
 
 
 def test_from_disk_through_the_host_and_back(device: FakeDevice, tiers: Tiers, tmp_path: Path, monkeypatch) -> None:
