@@ -12,8 +12,8 @@ from h2o_flexgen.cache.clock import RowClock, chooses, slots_needed
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.ranked import RankedSlots
-from h2o_flexgen.cache.slots import ArrivalSlots, Rows, SlotBook
-from h2o_flexgen.cache.vectors import move_down, select
+from h2o_flexgen.cache.slots import ArrivalSlots, SlotBook
+from h2o_flexgen.cache.vectors import index_of, move_down, select, zero_after
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels import decode_attention
 from h2o_flexgen.kernels.native.attend import available
@@ -159,7 +159,7 @@ class KVCache:
             self._clock.fill(row, length)
             same_budget.setdefault(self._clock.budgets[row], []).append(index)
         for budget, members in same_budget.items():
-            source, target = self._rows(members), self._rows([rows[index] for index in members])
+            source, target = (index_of(part, self.device) for part in (members, [rows[index] for index in members]))
             sums = None if column_sums is None else column_sums[source]
             kept = self._book.fill(target, length, budget, sums)
             for buffer, own, shared in ((self.k, k[source], past_k), (self.v, v[source], past_v)):
@@ -218,8 +218,7 @@ class KVCache:
         if self._fused is not None:
             self._fused.attach(k, v)
         elif self._reads_occupied:  # so that nothing was zeroed
-            for row, (held, limit) in enumerate(zip(self._clock.held, self._clock.limits, strict=True)):
-                k[row, :, min(held, limit) :] = v[row, :, min(held, limit) :] = 0
+            zero_after(list(map(min, self._clock.held, self._clock.limits)), k, v)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: tuple[Tensor, Tensor] | None) -> Tensor:
         """A step in torch operations, on any device."""
@@ -298,9 +297,3 @@ class KVCache:
 
         newest = torch.tensor(self._clock.newest_ranks, device=self.device).view(-1, 1)
         return rotate_halves(q, *at(newest)), rotate_halves(keys, *at(self._book.ranks(keys.shape[2])))
-
-    def _rows(self, rows: Sequence[int]) -> Rows:
-        """An index of these rows; a slice where they are neighbours, so that nothing is copied."""
-        if list(rows) == list(range(rows[0], rows[0] + len(rows))):
-            return slice(rows[0], rows[0] + len(rows))
-        return torch.tensor(rows, device=self.device)

@@ -8,6 +8,20 @@ import torch
 from torch import Tensor
 
 
+def index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
+    """An index of these rows; a slice where they are neighbours, so that nothing is copied."""
+    if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows, device=device)
+
+
+def zero_after(held: Sequence[int], *buffers: Tensor) -> None:
+    """Zeroes in K and V (rows, kv_heads, capacity, d) what lies behind the first `held` slots of each row."""
+    for row, first in enumerate(held):
+        for buffer in buffers:
+            buffer[row, :, first:] = 0
+
+
 def select(own: Tensor, shared: Tensor | None, kept: Tensor) -> Tensor:
     """The positions `kept`, as `SlotBook.fill` returns them, of K or V: `shared` (kv_heads, P, d), then `own`.
 
