@@ -130,7 +130,7 @@ def _add_known(parser: argparse.ArgumentParser) -> None:
     for name, text in (
         ("--hh-all", "evict while decoding too: always on"),
         ("--sep-layer", "attention and MLP as separate units: always on"),
-        ("--pin-weight", "pinned host memory where there is a GPU: always on"),
+        ("--pin-weight", "pinned host memory where there is a GPU: on, up to a bounded pool"),
     ):
         group.add_argument(name, nargs="?", const="true", metavar="BOOL", help=text)
     group.add_argument("--attn-sparsity", type=float, default=1.0, metavar="S", help="only 1.0: use --hh-ratio")
