@@ -117,7 +117,9 @@ def _engine(args: argparse.Namespace, notes: list[str]) -> EngineConfig:
     if is_false(args.sep_layer):
         notes.append("--sep-layer has no effect: attention and MLP are always units of their own")
     if is_false(args.pin_weight):
-        notes.append("--pin-weight has no effect: with a GPU host memory is pinned as far as a bounded pool goes, without one never")
+        notes.append(
+            "--pin-weight has no effect: with a GPU host memory is pinned up to a bounded pool, without one never"
+        )
     if args.attn_sparsity != 1.0:
         raise UsageError(
             f"--attn-sparsity {args.attn_sparsity} is not taken", "needed 1.0", "--hh-ratio bounds the cache"

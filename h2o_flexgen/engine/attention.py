@@ -10,6 +10,7 @@ from torch import Tensor
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.lane import Part
 from h2o_flexgen.engine.path import PromptAttention
+from h2o_flexgen.kernels.large import LARGE
 from h2o_flexgen.models.rotary import Angles, rotate
 
 
@@ -34,7 +35,10 @@ class TickAttention:
         rows = part.rows
         if part.chunk is None:
             return self._decode(q, k, v)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        if q.is_cuda:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        else:
+            out = LARGE.empty(*q.shape, dtype=q.dtype)
         if rows:
             out[:rows] = self._decode(q[:rows], k[:rows], v[:rows])
         if self.prompts is None:

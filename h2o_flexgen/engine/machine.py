@@ -14,6 +14,7 @@ import torch
 
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.kernels.large import LARGE
 from h2o_flexgen.units import format_bytes
 
 _CGROUPS = (
@@ -83,6 +84,7 @@ def return_free_pages() -> None:
     glibc keeps activations that were freed below others that were not, and what comes later may not fit between: after
     prompts of many lengths a process held 120 MiB more than it used. Nothing happens with another C library.
     """
+    LARGE.trim()
     trim = _malloc_trim()
     if trim is not None:
         trim(0)

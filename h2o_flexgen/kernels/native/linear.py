@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels import torch_cpu
+from h2o_flexgen.kernels.large import LARGE, LEAST
 from h2o_flexgen.kernels.native.build import library
 
 MOST_ROWS = 128
@@ -18,6 +19,7 @@ MOST_ROWS = 128
 (`gemm.c`). Measured over shapes of OPT-125M and 1.3B on two cores of an AMD EPYC with AVX-512 bfloat16: torch took 1.4
 to 2.3 times as long up to 8 rows, 1.05 to 1.5 times at 32, and from 64 to 2,048 rows 0.96 to 1.08 times."""
 
+_MANY = LEAST // 4  # numbers that may be large
 _ARGUMENTS: tuple[Any, ...] = (*[ctypes.c_void_p] * 4, *[ctypes.c_long] * 5, *[ctypes.c_int] * 4)
 
 
@@ -44,7 +46,7 @@ def linear(
         fits = rows and outs and ins == same and one == 1 and weight.is_contiguous()
         few = rows <= MOST_ROWS or ins % 2
         if fits and ins and (bias is None or _adds(bias, outs)) and (onto is None or _takes(onto, rows, outs)):
-            y = torch.empty(rows, outs, dtype=torch.float32 if wide else torch.bfloat16) if onto is None else onto
+            y = _out(rows, outs, torch.float32 if wide else torch.bfloat16) if onto is None else onto
             added = None if bias is None else bias.data_ptr()
             places = x.data_ptr(), weight.data_ptr(), added, y.data_ptr()
             kind = wide, relu, onto is not None, torch.get_num_threads()
@@ -52,6 +54,10 @@ def linear(
                 raise MemoryError(f"no memory to pack weights of {ins} inputs")
             return y
     return torch_cpu.linear(x, weight, bias, wide=wide, relu=relu, onto=onto)
+
+
+def _out(rows: int, outs: int, dtype: torch.dtype) -> Tensor:
+    return LARGE.empty(rows, outs, dtype=dtype) if rows * outs >= _MANY else torch.empty(rows, outs, dtype=dtype)
 
 
 def _adds(bias: Tensor, outs: int) -> bool:

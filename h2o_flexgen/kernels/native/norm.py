@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels import torch_cpu
+from h2o_flexgen.kernels.large import LARGE
 from h2o_flexgen.kernels.native.build import library
 
 _ARGUMENTS: tuple[Any, ...] = (*[ctypes.c_void_p] * 4, *[ctypes.c_long] * 3, ctypes.c_double, ctypes.c_int)
@@ -25,7 +26,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if call and x.dtype is torch.bfloat16 and x.is_cpu and x.ndim == 2 and x.stride(1) == 1 and x.numel():
         rows, n = x.shape
         if _fits(weight, n) and _fits(bias, n):
-            y = torch.empty(rows, n, dtype=torch.bfloat16)
+            y = LARGE.empty(rows, n, dtype=torch.bfloat16)
             scale, added = (None if each is None else each.data_ptr() for each in (weight, bias))
             places = x.data_ptr(), scale, added, y.data_ptr()
             call(*places, rows, n, x.stride(0), eps, torch.get_num_threads())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels import torch_cpu
+from h2o_flexgen.kernels.large import LARGE
 from h2o_flexgen.kernels.native import build
 from h2o_flexgen.kernels.types import KeysValues, PrefillAttention
 
@@ -58,14 +59,15 @@ def prefill_attention(
         return torch_cpu.prefill_attention(q, k, v, scale, column_sums, past=past, window=window)
     n, heads, length, d = q.shape
     task = _shape(q, k, v, past, window)
-    out = torch.empty(n, length, heads, d, dtype=q.dtype)
-    sums = torch.empty(task.parts, n, task.kv_heads, task.before + length) if column_sums else None
+    out = LARGE.empty(n, length, heads, d, dtype=q.dtype)
+    size = task.parts, n, task.kv_heads, task.before + length
+    sums = LARGE.empty(*size, dtype=torch.float32) if column_sums else None
     task.out, task.sums, task.scale = out.data_ptr(), None if sums is None else sums.data_ptr(), scale
     each = library.prompt_scratch(byref(task))
     task.threads = torch.get_num_threads()
     room = _allowed(task) - (4 * sums.numel() if sums is not None and task.parts > 1 else 0)
     task.workers = max(1, min(task.threads, n * task.kv_heads * task.parts, room // each))
-    scratch = torch.empty(task.workers * each + _ALIGNMENT, dtype=torch.uint8)
+    scratch = LARGE.empty(task.workers * each + _ALIGNMENT, dtype=torch.uint8)
     task.scratch = -(-scratch.data_ptr() // _ALIGNMENT) * _ALIGNMENT
     library.prompt_attention(byref(task))
     joined = None if sums is None else sums[0] if task.parts == 1 else sums.sum(0)
