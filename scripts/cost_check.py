@@ -145,21 +145,25 @@ def report(records: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _choices(records: list[dict[str, Any]]) -> Iterator[str]:
-    """The chosen policy of each setting against the best of its grid; the same flags more than once: their median."""
+    """The chosen policy of each setting against the best of the grid that was measured with it, each repetition."""
     for setting in SETTINGS:
-        speeds: dict[str, list[float]] = {}
-        slower = 0
+        repetitions: list[list[dict[str, Any]]] = []
         for record in (record for record in records if record["setting"] == setting.label):
-            if "slower_than_s" in record:
-                slower += 1
-            else:
-                speeds.setdefault(record["flags"], []).append(record["gen_throughput"])
-        medians = {flags: median(values) for flags, values in speeds.items()}
-        if len(medians) + slower > 1:
-            best = max(medians, key=lambda flags: medians[flags])
-            share = medians[_CHOSEN] / medians[best]
-            ended = f", {slower} of them ended unfinished after {_PATIENCE:g} times its seconds" if slower else ""
-            yield f"{setting.label}: chosen {share:.0%} of the best of {len(medians) + slower} ({best}){ended}"
+            if record["flags"] == _CHOSEN:
+                repetitions.append([])
+            repetitions[-1].append(record)
+        said = [_choice(repetition) for repetition in repetitions if len(repetition) > 1]
+        if said:
+            yield f"{setting.label}: chosen {'; '.join(said)}"
+
+
+def _choice(repetition: list[dict[str, Any]]) -> str:
+    finished = [record for record in repetition if "slower_than_s" not in record]
+    best = max(finished, key=lambda record: record["gen_throughput"])
+    share = repetition[0]["gen_throughput"] / best["gen_throughput"]
+    ended = len(repetition) - len(finished)
+    unfinished = f", {ended} of them ended unfinished after {_PATIENCE:g} times its seconds" if ended else ""
+    return f"{share:.0%} of the best of {len(repetition)} ({best['flags']}){unfinished}"
 
 
 def measure(setting: Setting, offload: Path, with_grid: bool, out: TextIO) -> None:
