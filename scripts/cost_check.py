@@ -172,16 +172,13 @@ def measure(setting: Setting, offload: Path, with_grid: bool, out: TextIO) -> No
     def keep(extra: Iterable[str], limit: float | None = None) -> dict[str, Any]:
         try:
             record = run(setting, offload, extra, limit)
+            predicted, speed = record["predicted"]["gen_throughput"], record["gen_throughput"]
+            print(f"{setting.label}, {record['flags']}: predicted {predicted:.3g}, measured {speed:.3g}", flush=True)
         except TooSlow as slow:
-            print(f"{slow} with {' '.join(extra)}", flush=True)
             record = {"setting": setting.label, "flags": " ".join(extra), "slower_than_s": limit}
-            out.write(json.dumps(record) + "\n")
-            out.flush()
-            return record
+            print(f"{slow} with {record['flags']}", flush=True)
         out.write(json.dumps(record) + "\n")
         out.flush()
-        predicted, speed = record["predicted"]["gen_throughput"], record["gen_throughput"]
-        print(f"{setting.label}, {record['flags']}: predicted {predicted:.3g}, measured {speed:.3g}", flush=True)
         return record
 
     chosen = keep(())

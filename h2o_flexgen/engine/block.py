@@ -184,7 +184,8 @@ class BlockRunner:
 
     def _prompts_through(self, totals: BlockTotals, lane: Lane) -> None:
         """The prompts of a lane have been through all units: they count, and their activations are not needed again."""
-        return_free_pages()
+        if self.tiers.device.type == "cpu":
+            return_free_pages()
         totals.computed_prompt_tokens += lane.segments[-1].stop + sum(len(row.fed) for row in lane.fresh)
 
     def _count_row(self, row: Sequence, totals: BlockTotals) -> None:
