@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import replace
+from itertools import groupby, product
 from typing import NamedTuple
 
+from h2o_flexgen.schedule.check_books import ScheduleError, StateBooks, WeightBooks, require
 from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, Tick
 
 LOADS = frozenset({TaskKind.LOAD_WEIGHTS, TaskKind.LOAD_CACHE, TaskKind.LOAD_HIDDEN})
@@ -18,9 +19,7 @@ STORES = frozenset({TaskKind.STORE_CACHE, TaskKind.STORE_HIDDEN})
 WEIGHTS = frozenset({TaskKind.LOAD_WEIGHTS, TaskKind.FREE_WEIGHTS})
 CACHE = frozenset({TaskKind.LOAD_CACHE, TaskKind.STORE_CACHE})
 
-
-class ScheduleError(AssertionError):
-    """A schedule breaks a rule: always a fault of the generator, never of the user."""
+__all__ = ["Report", "ScheduleError", "check"]
 
 
 class Report(NamedTuple):
@@ -42,34 +41,58 @@ class Report(NamedTuple):
     unused: int
 
 
-def check(ticks: Iterable[Tick], shape: ScheduleShape, active: Sequence[Sequence[int]] | None = None) -> Report:
+def check(
+    ticks: Iterable[Tick],
+    shape: ScheduleShape,
+    active: Sequence[Sequence[int]] | None = None,
+    steps: Sequence[int] | None = None,
+) -> Report:
     """Prove that `ticks` is a sound schedule for `shape`, or raise ScheduleError naming the tick and the rule.
 
     active: the batches that were active in each step (a final empty entry is allowed); None: taken from the ticks, and
-    then the schedule may end after any step. One that `LastStep` ended is that of a shape with so many steps. Rules:
-    - form: ticks are numbered; each task stands where its kind belongs; only the last tick may lack a compute, and then
-      it loads nothing;
+    then the schedule may end after any step. One that `LastStep` ended is that of a shape with so many steps; `steps`
+    has them group by group, for those that `GroupLast` ended. Rules:
+    - form: ticks are numbered; each task stands where its kind belongs, in a tick of its unit's stage; only the last
+      tick of a stage may lack a compute, and then it loads nothing;
     - order: every (step, unit, active batch) is computed once, steps in order, within a step unit by unit (zig-zag) or
-      batch by batch (row by row); active batches only ever become fewer;
+      batch by batch (row by row); on several stages slot by slot as `_slot_order` has it; active batches only ever
+      become fewer;
     - weights: a streamed group is on the compute tier before the tick that uses it (the first tick loads its own), is
       there once, is freed once and in the tick of its last use, and at most lookahead + 1 groups are there at once;
     - cache and hidden: what moves is loaded in the tick before its compute, from where it was stored, and stored in the
       tick after; what does not move has no tasks; caches are not stored in the last step;
+    - passes: hidden states go on to the next stage in the tick of the stage's last unit;
     - end: no copy is alive and nothing is left to store.
+    Weights, cache, hidden and end are judged stage by stage, as if there were no others' ticks: the numbers that these
+    rules name ticks by are counted within the stage.
     """
     ticks = list(ticks)
     _check_form(ticks, shape)
-    steps = _check_order(ticks, shape, active)
-    books = _WeightBooks(shape, ended_early=steps < shape.num_steps)
-    for tick in ticks:
-        books.play(tick)
-    books.close()
-    states = _StateBooks(shape, ticks)
-    for tick in ticks:
-        states.play(tick)
-    states.close()
+    order = _check_order if len(shape.stages) == 1 else _check_slots
+    done, late = order(ticks, shape, active)
+    known = [shape.num_steps] * len(shape.groups) if steps is None else list(steps)
+    of_batch = [known[number] for number, group in enumerate(shape.groups) for _ in group]
+    early = any(max(done[batch] for batch in group) < known[number] for number, group in enumerate(shape.groups))
+    loads, peak, unused = Counter[str](), 0, 0
+    for stage in range(len(shape.stages)):
+        own = [tick for tick in ticks if tick.stage == stage]
+        if not any(tick.compute for tick in own):
+            require(not own, own[0].index if own else 0, "order: stage {} has nothing to compute", stage)
+            continue
+        alone = {at for at, tick in enumerate(own) if tick.index in late}
+        own = [replace(tick, index=at) for at, tick in enumerate(own)]
+        books = WeightBooks(shape, stage, own, ended_early=early)
+        states = StateBooks(shape, stage, own, alone, of_batch)
+        for tick in own:
+            books.play(tick)
+        books.close()
+        for tick in own:
+            states.play(tick)
+        states.close()
+        loads.update(books.loads)
+        peak, unused = max(peak, books.peak), unused + books.unused
     tasks = Counter(task.kind for tick in ticks for task in _tasks(tick))
-    return Report(len(ticks), steps, dict(tasks), dict(books.loads), books.peak, books.unused)
+    return Report(len(ticks), max(done), dict(tasks), dict(loads), peak, unused)
 
 
 def _tasks(tick: Tick) -> Iterator[Task]:
@@ -77,223 +100,116 @@ def _tasks(tick: Tick) -> Iterator[Task]:
     yield from tick.loads
     if tick.compute is not None:
         yield tick.compute
+    yield from tick.passes
     yield from tick.frees
-
-
-def _require(holds: bool, tick: int, rule: str, *parts: object) -> None:
-    """`rule` is a template for `parts`, filled in only where it is broken: most time would go into sentences else."""
-    if not holds:
-        raise ScheduleError(f"tick {tick}: {rule.format(*parts)}")
 
 
 def _check_form(ticks: Sequence[Tick], shape: ScheduleShape) -> None:
     for index, tick in enumerate(ticks):
-        _require(tick.index == index, index, "form: is numbered {}", tick.index)
+        require(tick.index == index, index, "form: is numbered {}", tick.index)
         for place, kinds in ((tick.loads, LOADS), (tick.stores, STORES), (tick.frees, {TaskKind.FREE_WEIGHTS})):
             for task in place:
-                _require(task.kind in kinds, index, "form: {} does not belong there", task)
+                require(task.kind in kinds, index, "form: {} does not belong there", task)
         for task in _tasks(tick):
             batches = range(NO_BATCH, 0) if task.kind in WEIGHTS else range(shape.num_batches)
             exists = task.step in range(shape.num_steps) and task.unit in range(len(shape.units))
-            _require(exists and task.batch in batches, index, "form: {} has an index that does not exist", task)
+            require(exists and task.batch in batches, index, "form: {} has an index that does not exist", task)
             cacheable = task.kind not in CACHE or shape.units[task.unit].kind == "attn"
-            _require(cacheable, index, "form: {} names a unit without a cache", task)
-        if tick.compute is None:
-            _require(index == len(ticks) - 1, index, "form: a tick without a compute is not the last one")
-            _require(not tick.loads, index, "form: a drain tick loads something")
+            require(cacheable, index, "form: {} names a unit without a cache", task)
+            own = tick.stage in range(len(shape.stages)) and task.unit in shape.stages[tick.stage]
+            require(own, index, "form: {} is not of stage {}", task, tick.stage)
+        compute = tick.compute
+        if compute is None:
+            drains = all(later.compute is None for later in ticks[index:])
+            require(drains, index, "form: a tick without a compute is not the last one")
+            require(not tick.loads, index, "form: a drain tick loads something")
         else:
-            _require(tick.compute.kind is TaskKind.COMPUTE, index, "form: {} is not a compute", tick.compute)
+            require(compute.kind is TaskKind.COMPUTE, index, "form: {} is not a compute", compute)
+        passed = compute is not None and any(compute.unit == stage[-1] for stage in shape.stages[:-1])
+        wanted = (replace(compute, kind=TaskKind.PASS_HIDDEN),) if passed and compute is not None else ()
+        require(tick.passes == wanted, index, "passes: {} are passed on, needed {}", tick.passes, wanted)
+    drained = [tick.stage for tick in ticks if tick.compute is None]
+    require(len(drained) == len(set(drained)), len(ticks) - 1, "form: a stage is drained twice")
 
 
-def _check_order(ticks: Sequence[Tick], shape: ScheduleShape, active: Sequence[Sequence[int]] | None) -> int:
-    """Check the computes; the number of steps run."""
+def _check_order(
+    ticks: Sequence[Tick], shape: ScheduleShape, active: Sequence[Sequence[int]] | None
+) -> tuple[list[int], set[int]]:
+    """Check the computes of one stage; the number of steps run by each batch, and no tick that may load late."""
     computes = [tick.compute for tick in ticks if tick.compute is not None]
     before = set(range(shape.num_batches))
     steps, start = 0, 0
     for step, group in groupby(computes, key=lambda task: task.step):
         done = [(task.unit, task.batch) for task in group]
-        _require(step == steps, start, "order: step {} follows step {}", step, steps - 1)
+        require(step == steps, start, "order: step {} follows step {}", step, steps - 1)
         batches = {batch for _, batch in done}
-        _require(batches <= before, start, "order: batches {} come back in step {}", sorted(batches - before), step)
+        require(batches <= before, start, "order: batches {} come back in step {}", sorted(batches - before), step)
         if active is not None:
             recorded = list(active[step]) if step < len(active) else []
-            _require(sorted(batches) == recorded, start, "order: batches {}, active are {}", sorted(batches), recorded)
+            require(sorted(batches) == recorded, start, "order: batches {}, active are {}", sorted(batches), recorded)
         units = range(len(shape.units))
         wanted = (
             [(unit, batch) for unit in units for batch in sorted(batches)],
             [(unit, batch) for batch in sorted(batches) for unit in units],
         )
         agreed = max(_agreement(done, order) for order in wanted)
-        _require(done in wanted, start + agreed, "order: step {} is neither unit by unit nor batch by batch", step)
+        require(done in wanted, start + agreed, "order: step {} is neither unit by unit nor batch by batch", step)
         before, steps, start = batches, steps + 1, start + len(done)
     if active is not None:
         recorded_steps = sum(1 for batches in active if batches)
-        _require(steps == recorded_steps, len(ticks), "order: {} steps run, active were {}", steps, recorded_steps)
-    return steps
+        require(steps == recorded_steps, len(ticks), "order: {} steps run, active were {}", steps, recorded_steps)
+    return [steps] * shape.num_batches, set()
+
+
+def _check_slots(
+    ticks: Sequence[Tick], shape: ScheduleShape, active: Sequence[Sequence[int]] | None
+) -> tuple[list[int], set[int]]:
+    """Check the computes of several stages; the number of steps run by each batch, and the ticks of stages that had
+    nothing to do in the slot before."""
+    done = [tick.compute for tick in ticks if tick.compute is not None]
+    batches = [sorted({task.batch for task in done if task.step == step}) for step in range(shape.num_steps)]
+    for step, (going, before) in enumerate(zip(batches, [range(shape.num_batches), *batches], strict=False)):
+        require(set(going) <= set(before), 0, "order: batches {} come back in step {}", going, step)
+    if active is not None:
+        recorded = [list(entry) for entry in active]
+        recorded += [[]] * (shape.num_steps - len(recorded))
+        require(batches == recorded, 0, "order: batches by step are {}, active are {}", batches, recorded)
+    wanted = _slot_order(shape, batches)
+    agreed = next((at for at, (task, other) in enumerate(zip(done, wanted, strict=False)) if task != other[1]), None)
+    agreed = min(len(done), len(wanted)) if agreed is None else agreed
+    missing = wanted[agreed][1] if agreed < len(wanted) else "nothing"
+    require(len(done) == len(wanted) == agreed, agreed, "order: needed {}", missing)
+    busy = [slot for slot, _ in wanted]
+    late, seen = set(), set[tuple[int, int]]()
+    for tick, slot in zip(ticks, busy, strict=False):
+        fresh = (tick.stage, slot) not in seen
+        seen.add((tick.stage, slot))
+        if fresh and (tick.stage, slot - 1) not in seen:
+            late.add(tick.index)
+    return [sum(batch in going for going in batches) for batch in range(shape.num_batches)], late
+
+
+def _slot_order(shape: ScheduleShape, batches: Sequence[Sequence[int]]) -> list[tuple[int, Task]]:
+    """The computes as they should be, each with its slot. `batches`: the active ones of each step.
+
+    In slot t stage s walks over its units with group (t - s) modulo the number of stages. Within a slot comes the
+    first compute of each stage, the last stage's first, then the second of each, and so on; after all of them those
+    of the head.
+    """
+    count, head = len(shape.stages), shape.units[-1].index
+    keyed = []
+    for step, going in enumerate(batches):
+        for group, members in enumerate(shape.groups):
+            for number, stage in enumerate(shape.stages):
+                walk = product(stage, [batch for batch in members if batch in going])
+                for turn, (unit, batch) in enumerate(walk):
+                    slot = step * count + group + number
+                    key = (slot, unit == head, turn, -number)
+                    keyed.append((key, (slot, Task(TaskKind.COMPUTE, step, unit, batch))))
+    return [entry for _, entry in sorted(keyed, key=lambda item: item[0])]
 
 
 def _agreement(done: list[tuple[int, int]], wanted: list[tuple[int, int]]) -> int:
     """Number of leading entries that agree, capped at the last entry of `done`."""
     pairs = enumerate(zip(done, wanted, strict=False))
     return next((index for index, (one, other) in pairs if one != other), len(done) - 1)
-
-
-@dataclass
-class _Copy:
-    """A weight group on the compute tier: its load, and its last use so far."""
-
-    load: Task
-    loaded: int
-    used: int | None = None
-    last: Task | None = None
-
-
-class _WeightBooks:
-    """Account of the streamed weight groups on the compute tier."""
-
-    def __init__(self, shape: ScheduleShape, *, ended_early: bool) -> None:
-        self._shape, self._ended_early = shape, ended_early
-        self._copies: dict[str, _Copy] = {}
-        self.loads: Counter[str] = Counter()
-        self.peak = self.unused = 0
-
-    def play(self, tick: Tick) -> None:
-        """Loads, then the compute, then the frees of one tick."""
-        for task in tick.loads:
-            if task.kind is TaskKind.LOAD_WEIGHTS:
-                self._load(tick.index, task)
-        if tick.compute is not None:
-            self._use(tick.index, tick.compute)
-        for task in tick.frees:
-            self._free(tick, task)
-
-    def close(self) -> None:
-        """Nothing may be alive after the last tick."""
-        if self._copies:
-            key, copy = next(iter(self._copies.items()))
-            raise ScheduleError(f"tick {copy.loaded}: end: {key} is loaded by {copy.load} and never freed")
-
-    def _load(self, tick: int, task: Task) -> None:
-        key = self._shape.units[task.unit].weights
-        _require(key in self._shape.streamed, tick, "weights: {} loads {}, which is resident", task, key)
-        _require(key not in self._copies, tick, "weights: {} loads {}, which is there already", task, key)
-        self._copies[key] = _Copy(task, tick)
-        self.loads[key] += 1
-        self.peak = max(self.peak, len(self._copies))
-        bound = self._shape.lookahead + 1
-        _require(len(self._copies) <= bound, tick, "weights: {} makes {} copies of {}", task, len(self._copies), bound)
-
-    def _use(self, tick: int, task: Task) -> None:
-        key = self._shape.units[task.unit].weights
-        if key not in self._shape.streamed:
-            return
-        copy = self._copies.get(key)
-        if copy is None:
-            raise ScheduleError(f"tick {tick}: weights: {task} needs {key}, which is not there")
-        _require(copy.loaded < tick or tick == 0, tick, "weights: {} needs {}, whose load only starts", task, key)
-        first = (copy.load.step, copy.load.unit) == (task.step, task.unit)
-        _require(copy.used is not None or first, tick, "weights: {} does not name its first use, {}", copy.load, task)
-        copy.used, copy.last = tick, task
-
-    def _free(self, tick: Tick, task: Task) -> None:
-        key = self._shape.units[task.unit].weights
-        copy = self._copies.pop(key, None)
-        if copy is None:
-            raise ScheduleError(f"tick {tick.index}: weights: {task} frees {key}, which is not there")
-        # An early end surprises what was for the next step: read ahead, or kept by the head for its tied embedding.
-        tied = key == self._shape.units[0].weights
-        kept = tied and copy.used == tick.index - 1
-        drained = tick.compute is None and self._ended_early and (copy.used is None or kept)
-        _require(copy.used == tick.index or drained, tick.index, "weights: {} is not in the tick of the last use", task)
-        hasty = tied and self._may_go_on(tick)
-        _require(not hasty, tick.index, "weights: {} frees what the next step may need", task)
-        last = copy.last or copy.load
-        named = (last.step, last.unit) == (task.step, task.unit)
-        _require(named, tick.index, "weights: {} does not name {}", task, last)
-        self.unused += copy.used is None
-
-    def _may_go_on(self, tick: Tick) -> bool:
-        """Whether another step may follow this head: its tokens decide, and the tick is handed out before them."""
-        compute, shape = tick.compute, self._shape
-        return compute is not None and compute.unit == len(shape.units) - 1 and compute.step < shape.num_steps - 1
-
-
-class _State(NamedTuple):
-    """The cache of one (layer, GPU batch), or the hidden state of one GPU batch (layer None)."""
-
-    name: str
-    layer: int | None
-    batch: int
-
-
-class _StateBooks:
-    """Account of the caches and hidden states that move.
-
-    A state is at home, or loaded for the next compute, or owed to its home by the last one, or nowhere of interest.
-    """
-
-    def __init__(self, shape: ScheduleShape, ticks: Sequence[Tick]) -> None:
-        self._shape = shape
-        self._computes = [tick.compute for tick in ticks]
-        self._home: set[_State] = set()
-        self._loaded: set[_State] = set()
-        self._owed: dict[_State, Task] = {}
-
-    def play(self, tick: Tick) -> None:
-        """Stores, then loads, then the compute of one tick."""
-        for task in tick.stores:
-            self._store(tick.index, task)
-        if self._owed:
-            state, wrote = next(iter(self._owed.items()))
-            raise ScheduleError(f"tick {tick.index}: {state.name}: what {wrote} wrote is not stored in the next tick")
-        for task in tick.loads:
-            if task.kind is not TaskKind.LOAD_WEIGHTS:
-                self._load(tick.index, task)
-        if tick.compute is not None:
-            self._compute(tick.index, tick.compute)
-
-    def close(self) -> None:
-        """Nothing may be left to store after the last tick."""
-        for wrote in self._owed.values():
-            raise ScheduleError(f"tick {len(self._computes)}: end: what {wrote} wrote is never stored")
-
-    def _store(self, tick: int, task: Task) -> None:
-        state = self._state(task)
-        wrote = self._owed.pop(state, None)
-        matches = wrote is not None and (wrote.step, wrote.unit) == (task.step, task.unit)
-        _require(matches, tick, "{}: {} stores what the tick before did not leave to be stored", state.name, task)
-        self._home.add(state)
-
-    def _load(self, tick: int, task: Task) -> None:
-        state = self._state(task)
-        _require(state in self._home, tick, "{}: {} loads what is not stored", state.name, task)
-        target = self._compute_at(tick + 1)
-        same = target is not None and (target.step, target.unit, target.batch) == (task.step, task.unit, task.batch)
-        _require(same, tick, "{}: {} is not for the compute of the next tick", state.name, task)
-        self._home.remove(state)
-        self._loaded.add(state)
-
-    def _compute(self, tick: int, task: Task) -> None:
-        unit = self._shape.units[task.unit]
-        if unit.kind == "attn" and (unit.layer, task.batch) in self._shape.cache_moves:
-            cache = _State("cache", unit.layer, task.batch)
-            ready = (cache in self._loaded) == (task.step > 0)
-            _require(ready, tick, "cache: {} reads a cache that is not loaded, or the prompt finds one", task)
-            self._loaded.discard(cache)
-            if task.step < self._shape.num_steps - 1:
-                self._owed[cache] = task
-        hidden = _State("hidden", None, task.batch)
-        _require(hidden not in self._home, tick, "hidden: {} needs a hidden state that is parked", task)
-        self._loaded.discard(hidden)
-        following = self._compute_at(tick + 1)
-        interrupted = following is None or following.batch != task.batch
-        if task.batch in self._shape.hidden_moves and unit.kind != "head" and interrupted:
-            self._owed[hidden] = task
-
-    def _compute_at(self, tick: int) -> Task | None:
-        return self._computes[tick] if tick < len(self._computes) else None
-
-    def _state(self, task: Task) -> _State:
-        if task.kind in (TaskKind.LOAD_HIDDEN, TaskKind.STORE_HIDDEN):
-            return _State("hidden", None, task.batch)
-        return _State("cache", self._shape.units[task.unit].layer, task.batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import TypeAlias
 
 from h2o_flexgen.config.model import UnitSpec
@@ -21,6 +22,7 @@ class TaskKind(StrEnum):
     STORE_CACHE = "store_cache"
     LOAD_HIDDEN = "load_hidden"
     STORE_HIDDEN = "store_hidden"
+    PASS_HIDDEN = "pass_hidden"
     COMPUTE = "compute"
 
 
@@ -30,7 +32,7 @@ class Task:
 
     Weights tasks have batch NO_BATCH; a load names the step and unit where its group is needed first, a free those that
     needed it last (of a load that was never used: where it would have been needed). Cache and hidden tasks name the
-    compute they belong to: the one that will read what is loaded, the one that wrote what is stored.
+    compute they belong to: the one that will read what is loaded, the one that wrote what is stored or passed on.
     """
 
     kind: TaskKind
@@ -47,11 +49,15 @@ class Task:
 class Tick:
     """One inner iteration: stores are issued first, then loads, then the compute; frees take effect after the compute.
 
+    Each belongs to a stage, and what is said here of other ticks is said of those of the same stage.
+
     stores  what the previous tick's compute wrote; they overlap this tick's compute
     loads   for later ticks, in order of urgency, each to be issued after this tick's stores; only the very first tick
-            of a schedule loads what its own compute needs
+            of a schedule loads what its own compute needs, and that of a stage that had nothing to do before
     compute None only in a drain tick, which ends a schedule with its last stores and frees and loads nothing
     frees   weight groups whose last use this tick's compute was; in a drain tick also loads that nothing will use
+    stage   of the shape's
+    passes  hidden states that this tick's compute wrote and the next stage reads, to be sent there at once
     """
 
     index: int
@@ -59,6 +65,8 @@ class Tick:
     compute: Task | None
     stores: tuple[Task, ...]
     frees: tuple[Task, ...]
+    stage: int = 0
+    passes: tuple[Task, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,7 @@ class ScheduleShape:
     cache_moves   (layer, batch) of the caches that are not resident on the compute tier
     hidden_moves  batches whose hidden states are parked off the compute tier while other batches are computed
     lookahead     streamed weight groups in flight beyond the one in use: at most lookahead + 1 copies are alive
+    stages        the units that each device computes, in order; none given: one device computes all
     """
 
     units: tuple[UnitSpec, ...]
@@ -80,6 +89,7 @@ class ScheduleShape:
     cache_moves: frozenset[tuple[int, int]]
     hidden_moves: frozenset[int]
     lookahead: int = 1
+    stages: tuple[range, ...] = ()
 
     def __post_init__(self) -> None:
         kinds = [unit.kind for unit in self.units]
@@ -97,6 +107,17 @@ class ScheduleShape:
             raise ValueError(f"cache_moves names a layer or batch that does not exist: {sorted(self.cache_moves)}")
         if any(not 0 <= batch < self.num_batches for batch in self.hidden_moves):
             raise ValueError(f"hidden_moves names a batch that does not exist: {sorted(self.hidden_moves)}")
+        if not self.stages:
+            object.__setattr__(self, "stages", (range(len(self.units)),))
+        if [unit for stage in self.stages for unit in stage] != list(range(len(kinds))) or not all(self.stages):
+            raise ValueError(f"stages are {self.stages}: needed all {len(kinds)} units, in order, at least one each")
+
+    @property
+    def groups(self) -> tuple[range, ...]:
+        """The GPU batches that go through a stage together: as many groups as stages, if there are as many batches."""
+        count = min(len(self.stages), self.num_batches)
+        cuts = [self.num_batches * number // count for number in range(count + 1)]
+        return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
 
 ActiveBatches: TypeAlias = Callable[[int], Sequence[int]]
@@ -107,3 +128,9 @@ LastStep: TypeAlias = Callable[[int], bool]
 
 Schedule: TypeAlias = Callable[[ScheduleShape, ActiveBatches | None, LastStep | None], Iterator[Tick]]
 """The signature of a generator of ticks: `zigzag` and `row_by_row`."""
+
+GroupBatches: TypeAlias = Callable[[int, int], Sequence[int]]
+"""As ActiveBatches, but of one group: maps a step and the index of a group to its batches that go on."""
+
+GroupLast: TypeAlias = Callable[[int, int], bool]
+"""As LastStep, but of one group: whether no step of it can follow this one, given a step and the group's index."""

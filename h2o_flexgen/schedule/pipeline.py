@@ -1,0 +1,157 @@
+"""The zig-zag schedule over several devices: each computes some of the units, a stage, and groups of GPU batches follow
+each other through the stages.
+
+Time is cut into slots. In slot t stage s walks over its units with group (t - s) modulo the number of stages, so that a
+group takes as many slots for a step as there are stages, enters the first again right after it has left the last, and
+no stage waits for another while there are as many groups as stages. A pass is one walk of a group over a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import NamedTuple
+
+from h2o_flexgen.config.model import UnitSpec
+from h2o_flexgen.schedule.moves import WeightStream, state_loads, state_stores, still_active
+from h2o_flexgen.schedule.tasks import GroupBatches, GroupLast, ScheduleShape, Task, TaskKind, Tick
+
+
+def pipeline(shape: ScheduleShape, active: GroupBatches | None = None, last: GroupLast | None = None) -> Iterator[Tick]:
+    """Yield the ticks of a block on `shape.stages`; with one stage those of `zigzag`.
+
+    Ticks of the stages that are busy in one slot take turns, so that one host keeps all devices supplied; those of the
+    output head come last in their slot, since the host then waits for tokens. What a stage's last unit writes is passed
+    to the next stage at once.
+
+    Lazy as `zigzag`, group by group: `active(step, group)` and then `last(step, group)` are called when the first tick
+    of the slot is asked for in which the group's `step` begins; its step before has left the last stage by then.
+    """
+    groups = [_Group(shape, index, active, last) for index in range(len(shape.groups))]
+    stages = [_Stage(shape, number) for number in range(len(shape.stages))]
+    here: list[_Pass | None] = [None] * len(stages)
+    index = slot = 0
+    while True:
+        number = slot % len(stages)
+        before, entering = here, groups[number].enter() if number < len(groups) else None
+        here = [entering, *before[:-1]]
+        if not any(here) and all(group.over for group in groups):
+            break
+        busy = [
+            stage.walk(now, None if number == 0 else here[number - 1], _next_step(groups, number, here), was is None)
+            for number, (stage, now, was) in enumerate(zip(stages, here, before, strict=True))
+            if now is not None
+        ]
+        for tick in _in_turns(busy, shape.units[-1]):
+            yield replace(tick, index=index)
+            index += 1
+        slot += 1
+    for stage in stages:
+        for tick in stage.drain():
+            yield replace(tick, index=index)
+            index += 1
+
+
+class _Pass(NamedTuple):
+    """The walk of a group's active batches over one stage. `ends`: the group is known to have no step after it."""
+
+    group: int
+    step: int
+    batches: tuple[int, ...]
+    ends: bool
+
+
+class _Group:
+    """GPU batches that go through the stages together."""
+
+    def __init__(self, shape: ScheduleShape, index: int, active: GroupBatches | None, last: GroupLast | None) -> None:
+        self._index, self._active, self._last, self._num_steps = index, active, last, shape.num_steps
+        self._batches: Sequence[int] = shape.groups[index]
+        self.step = -1
+        """Begun last."""
+        self.over = False
+        """No other step will begin."""
+
+    def enter(self) -> _Pass | None:
+        """The group's next step, in its turn to begin one."""
+        if self.over:
+            return None
+        step, batches = self.step + 1, tuple(self._batches)
+        if self._active is not None:
+            batches = still_active(self._active(step, self._index), self._batches, step)
+        if not batches:
+            self.over = True
+            return None
+        self.over = step == self._num_steps - 1 or (self._last is not None and self._last(step, self._index))
+        self.step, self._batches = step, batches
+        return _Pass(self._index, step, batches, self.over)
+
+
+class _Stage:
+    """The ticks of one device, pass by pass."""
+
+    def __init__(self, shape: ScheduleShape, number: int) -> None:
+        self._shape, self._number = shape, number
+        self._units = [shape.units[index] for index in shape.stages[number]]
+        self._weights = WeightStream(shape, self._units)
+        self._stores: tuple[Task, ...] = ()  # owed by the compute of the tick before
+
+    def walk(self, now: _Pass, following: _Pass | None, next_step: int | None, idled: bool) -> Iterator[Tick]:
+        """A pass. `following`: the one in the next slot, if that is known; `next_step`: of the next pass, whenever it
+        comes, None where none can; `idled`: there was none in the slot before."""
+        shape, first, last = self._shape, self._units[0], self._units[-1]
+        self._weights.start_pass(now.step if next_step is None else next_step, goes_on=next_step is not None)
+        order = [(unit, batch) for unit in self._units for batch in now.batches]
+        targets = [(now, *target) for target in order[1:]]
+        ahead = [*targets, None if following is None else (following, first, following.batches[0])]
+        for number, ((unit, batch), target) in enumerate(zip(order, ahead, strict=True)):
+            # What nobody knew of in the tick before is loaded now.
+            loads = self._loads(now, *order[0]) if number == 0 and idled else ()
+            loads += () if target is None else self._loads(*target)
+            if batch == now.batches[0]:
+                loads = self._weights.loads(unit, loads)
+            frees = self._weights.frees(now.step, unit) if batch == now.batches[-1] else ()
+            compute = Task(TaskKind.COMPUTE, now.step, unit.index, batch)
+            passed = unit is last and self._number < len(shape.stages) - 1
+            passes = (Task(TaskKind.PASS_HIDDEN, now.step, unit.index, batch),) if passed else ()
+            yield Tick(0, loads, compute, self._stores, frees, self._number, passes)
+            self._stores = state_stores(shape, compute, now.ends, len(now.batches), last.index)
+
+    def drain(self) -> Iterator[Tick]:
+        """What is left to store and to free."""
+        frees = self._weights.drain()
+        if self._stores or frees:
+            yield Tick(0, (), None, self._stores, frees, self._number)
+
+    def _loads(self, target: _Pass, unit: UnitSpec, batch: int) -> tuple[Task, ...]:
+        return state_loads(self._shape, target.step, (unit, batch), len(target.batches), self._units[0].index)
+
+
+def _next_step(groups: Sequence[_Group], number: int, here: Sequence[_Pass | None]) -> int | None:
+    """The step of the next pass of a stage, as far as that can be known: a group that may go on counts as going on."""
+    now = here[number]
+    if now is None:
+        return None
+    for turn in range(now.group + 1, now.group + 1 + len(groups)):
+        group, step = groups[turn % len(groups)], now.step + turn // len(groups)
+        if group.step >= step or not group.over:
+            return step
+    return None
+
+
+def _in_turns(busy: Sequence[Iterator[Tick]], head: UnitSpec) -> Iterator[Tick]:
+    """A tick of each stage, the last one's first, then the next of each; the output head's after all others."""
+    going: list[Iterator[Tick]] = list(reversed(busy))
+    heads: Iterator[Tick] = iter(())
+    while going:
+        for stage in list(going):
+            tick = next(stage, None)
+            if tick is None:
+                going.remove(stage)
+            elif tick.compute is not None and tick.compute.unit == head.index:
+                going.remove(stage)
+                heads = chain((tick,), stage)
+            else:
+                yield tick
+    yield from heads
