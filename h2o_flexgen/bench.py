@@ -10,6 +10,10 @@ summary and the table (markdown, CSV) go to --output-dir; the table is printed t
 summary as one JSON object. Our own rows run by the searched plan, as `run` does; what that needs of a calibration is
 done before anything is measured, and --no-search plans by rule. With several batch sizes the summary is of the largest
 that all could run, and "best" in it that of each system at its fastest.
+
+The same command with the same --output-dir adds what is missing, so that a comparison can be made in pieces: records
+are written as each run ends and never overwritten, batch sizes that were searched are used again, --repetitions counts
+those that are there, and the tables are made of all. Systems may be added; other settings are refused.
 """
 
 from __future__ import annotations
@@ -23,13 +27,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from h2o_flexgen.baselines.batches import common, search, smaller
-from h2o_flexgen.baselines.compare import Comparison, compare, write
+from h2o_flexgen.baselines.best import at_best
+from h2o_flexgen.baselines.compare import Comparison, compare
+from h2o_flexgen.baselines.csvtable import csv_table
 from h2o_flexgen.baselines.runner import Runner
 from h2o_flexgen.baselines.settings import BenchSettings, find_model
+from h2o_flexgen.baselines.store import Store, holds_records, is_empty, write
 from h2o_flexgen.baselines.summary import summarise
 from h2o_flexgen.baselines.systems import SYSTEMS
-from h2o_flexgen.baselines.table import csv_table, markdown
+from h2o_flexgen.baselines.table import markdown
 from h2o_flexgen.cli.program import exit_on_errors, print_error
 from h2o_flexgen.cli.prompts import random_prompts
 from h2o_flexgen.config.flags import Parser, add_arguments, from_namespace
@@ -43,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m h2o_flexgen.bench", description="Compares this engine with others, side by side.")
     add_arguments(parser, BenchSettings)
     parser.add_argument(
-        "--output-dir", metavar="DIR", help="folder for records (default: a dated one in results/local)"
+        "--output-dir",
+        metavar="DIR",
+        help="folder for records; what it has already is not measured again (default: a dated one in results/local)",
     )
     args = parser.parse_args(argv)
     return exit_on_errors(lambda: _bench(from_namespace(BenchSettings, args), args.output_dir))
@@ -64,33 +72,13 @@ def _bench(settings: BenchSettings, output_dir: str | None) -> int:
         if runner.uncapped:
             print_error(f"warning: --cpu-mem is told to every system, but nothing enforces it: {runner.uncapped}")
         if settings.searches:
-            parts = _at_best(runner, folder)
+            parts = at_best(runner, folder, print_error)
         else:
             sizes = dict.fromkeys(settings.systems, settings.batch_sizes[0])
-            parts = [("equal", compare(runner, sizes, folder, print_error))]
+            parts = [("equal", compare(runner, sizes, Store.open(folder, runner.kept_settings), print_error))]
     _report(parts, folder)
     ours = [SYSTEMS.get(name).own for _, result in parts for name in result.failed]
     return EXIT_OURS_FAILED if any(ours) else 0
-
-
-def _at_best(runner: Runner, folder: Path) -> list[tuple[str, Comparison]]:
-    """Searches every system's batch size, then compares at a common one, and each at its best where that differs."""
-    names = [name for name in runner.settings.systems if runner.missing(name) is None]
-    searches = {name: search(runner, name, print_error) for name in names}
-    tried = {name: list(found.tried) for name, found in searches.items()}
-    failed = {name: found.reason for name, found in searches.items() if found.best is None}
-    best = {name: found.best for name, found in searches.items() if found.best is not None}
-    shared = common(searches)
-    equal = {name: shared for name in best if shared in searches[name].worked and shared is not None}
-    parts = [("equal", compare(runner, equal, folder, print_error, failed))]
-    if best != equal:
-        below = {name: smaller(searches[name]) for name in best}
-        parts.append(("best", compare(runner, best, folder / "best", print_error, failed, below)))
-    for _, result in parts:
-        result.tried = tried
-    for name in best.keys() - equal.keys():
-        parts[0][1].failed.setdefault(name, f"did not work at batch {shared}")
-    return parts
 
 
 def _report(parts: list[tuple[str, Comparison]], folder: Path) -> None:
@@ -104,6 +92,7 @@ def _report(parts: list[tuple[str, Comparison]], folder: Path) -> None:
     write(folder / "table.md", table + "\n")
     write(folder / "table.csv", csv)
     print_error(f"records, summary.json, table.md and table.csv are in {folder}")
+    print_error("the same command with that --output-dir adds what is missing, with more --repetitions those")
     sys.stdout.write(f"{table}\n{json.dumps(whole)}\n")
 
 
@@ -121,18 +110,19 @@ def _folders(settings: BenchSettings) -> Iterator[tuple[Path, Path]]:
 
 
 def _output_folder(settings: BenchSettings, given: str | None) -> Path:
-    """A folder with nothing in it. UsageError where there is something: nothing is overwritten unasked."""
+    """A folder with nothing in it, or with records of a comparison. UsageError where there is something else."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     sizes = ",".join(map(str, settings.batch_sizes)) or "auto"
     shape = f"b{sizes}-{settings.prompt_len}+{settings.gen_len}"
     folder = Path(given) if given else Path("results/local") / f"{now}-{settings.model_name}-{shape}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        taken = any(folder.iterdir())
+        taken = not is_empty(folder) and not holds_records(folder)
     except OSError as error:
         raise UsageError(f"--output-dir {folder}: {error.strerror}", "needed a folder that can be written") from None
     if taken:
-        raise UsageError(f"--output-dir {folder} is not empty", "nothing is overwritten unasked", "name another folder")
+        found = f"--output-dir {folder} is not empty, and what is there is no comparison"
+        raise UsageError(found, "nothing is overwritten unasked", "name another folder")
     return folder
 
 

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Decode and end-to-end speed beside transformers at equal batch: OPT-125M, random weights, bfloat16, 512+64 tokens.
 #   scripts/compare_decode.sh [FLAGS OF h2o_flexgen.bench]...          e.g. --repetitions 3 --hh-ratio 0.1
-# Batches of 32 and 8 (BATCHES="8" for one of them). Quiet machine, please: the load average goes into the records.
+# Batches of 32 and 8 (BATCHES="8" for one of them). The same OUTPUT_DIR again adds what is missing in it, repetition by
+# repetition. Quiet machine, please: the load average goes into the records.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh test

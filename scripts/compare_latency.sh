@@ -2,7 +2,8 @@
 # Seconds of prefill and decode at equal batch, one sequence and eight: OPT-125M, random weights, bfloat16, 512+64.
 #   scripts/compare_latency.sh [FLAGS OF h2o_flexgen.bench]...         e.g. --model opt-1.3b --repetitions 3
 # BATCHES, SYSTEMS and OUTPUT_DIR choose otherwise. Peers need scripts/peer_env.sh all, once; those that are not there
-# are listed as such. Half an hour or so; a quiet machine, please: the load average goes into the records.
+# are listed as such. Half an hour or so, in pieces if need be: the same OUTPUT_DIR again adds what is missing in it. A
+# quiet machine, please: the load average goes into the records.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh test

@@ -3,7 +3,8 @@
 # best batch (searched by short runs) and at a common one. Random weights, bfloat16.
 #   scripts/compare_throughput.sh [FLAGS OF h2o_flexgen.bench]...      e.g. --cpu-mem 8 --search-time 300
 # MODELS, GEN_LENS, SYSTEMS and OUTPUT_DIR choose otherwise. Peers need scripts/peer_env.sh all, once; those that are
-# not there are listed as such. Hours for all of it; a quiet machine, please: the load average goes into the records.
+# not there are listed as such. Hours for all of it, in pieces if need be: the same OUTPUT_DIR again adds what is missing
+# in it, --repetitions 5 two more to three. A quiet machine, please: the load average goes into the records.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh test

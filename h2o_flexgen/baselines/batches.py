@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
 from h2o_flexgen.baselines.compare import Say
-from h2o_flexgen.baselines.runner import Measurement, RunFailed, Runner
+from h2o_flexgen.baselines.measurement import Measurement
+from h2o_flexgen.baselines.runner import RunFailed, Runner
 
-SHORT = 8
-"""New tokens of a short run: what a longer one would take is told from the speed of its steps."""
 FIRST, LARGEST = 8, 512
 RISING = 1.03
 """How much more a larger batch must bring to be worth trying the next."""
@@ -22,7 +22,10 @@ _FREE_SHARE = 0.8  # of free memory, that a larger batch may be expected to take
 
 @dataclass
 class Search:
-    """What was tried for one system, in that order: batch, gen_throughput as projected to all tokens, or a reason."""
+    """What was tried for one system, in that order: batch, gen_throughput as projected to all tokens, or a reason.
+
+    stopped   why it ended before its time, "" where it did not
+    """
 
     tried: list[dict[str, Any]] = field(default_factory=list)
     stopped: str = ""
@@ -43,19 +46,29 @@ class Search:
         return next((str(run["failed"]) for run in reversed(self.tried) if "failed" in run), "nothing was tried")
 
 
-def search(runner: Runner, name: str, say: Say) -> Search:
-    """Tries the batch sizes of the settings, or doubles from FIRST (halves where that fails) up to LARGEST."""
-    settings, found = runner.settings, Search()
+def search(
+    runner: Runner,
+    name: str,
+    say: Say,
+    found: Search | None = None,
+    keep: Callable[[Search], None] = lambda found: None,
+) -> Search:
+    """Tries the batch sizes of the settings, or doubles from FIRST (halves where that fails) up to LARGEST.
+
+    Goes on from `found`, with time counted from now; `keep` is called after each try.
+    """
+    settings, found = runner.settings, found or Search()
     deadline = time.monotonic() + settings.search_time
-    memory: dict[int, int] = {}
-    size: int | None = settings.batch_sizes[0] if settings.batch_sizes else FIRST
+    capped = settings.cpu_mem is not None and not runner.uncapped
+    size = None if found.stopped else _next(found, settings.batch_sizes)
     while size is not None:
-        found.stopped = _forbidden(size, memory, deadline, capped=settings.cpu_mem is not None and not runner.uncapped)
-        if found.stopped:
-            break
-        found.tried.append(_try(runner, name, size, memory))
-        say(f"{name}, batch {size}: {_said(found.tried[-1])}")
-        size = _next(found, settings.batch_sizes)
+        memory = {run["batch"]: run["peak_rss_bytes"] for run in found.tried if "peak_rss_bytes" in run}
+        found.stopped = _forbidden(size, memory, deadline, capped)
+        if not found.stopped:
+            found.tried.append(_try(runner, name, size))
+            say(f"{name}, batch {size}: {_said(found.tried[-1])}")
+        keep(found)
+        size = None if found.stopped else _next(found, settings.batch_sizes)
     return found
 
 
@@ -73,14 +86,14 @@ def smaller(found: Search) -> list[int]:
     return sorted(below, key=lambda size: -found.worked[size])
 
 
-def _try(runner: Runner, name: str, size: int, memory: dict[int, int]) -> dict[str, Any]:
-    gen_len = min(SHORT, runner.settings.gen_len)
+def _try(runner: Runner, name: str, size: int) -> dict[str, Any]:
+    gen_len = min(runner.settings.search_tokens, runner.settings.gen_len)
     try:
         run = runner.run(name, size, gen_len)
     except RunFailed as error:
         return {"batch": size, "failed": str(error), "out_of_memory": error.out_of_memory}
-    memory[size] = run.peak_rss_bytes
-    return {"batch": size, "gen_throughput": projected(run, gen_len, runner.settings.gen_len)}
+    speed = projected(run, gen_len, runner.settings.gen_len)
+    return {"batch": size, "gen_throughput": speed, "peak_rss_bytes": run.peak_rss_bytes}
 
 
 def projected(run: Measurement, short: int, gen_len: int) -> float:
@@ -90,11 +103,15 @@ def projected(run: Measurement, short: int, gen_len: int) -> float:
 
 
 def _next(found: Search, listed: Sequence[int]) -> int | None:
-    """The size to try next, None where the search is over."""
-    last, worked = found.tried[-1], found.worked
+    """The size to try next, None where the search is over. Of those listed, none above one that was too large."""
+    worked = found.worked
     if listed:
-        place = len(found.tried)
-        return listed[place] if place < len(listed) else None
+        done = {run["batch"] for run in found.tried}
+        room = min((run["batch"] for run in found.tried if run.get("out_of_memory")), default=math.inf)
+        return next((size for size in listed if size not in done and size < room), None)
+    if not found.tried:
+        return FIRST
+    last = found.tried[-1]
     if not worked:
         # Only too little memory gets better with fewer sequences, but engines do not always say that it was that.
         return last["batch"] // 2 or None if last["batch"] <= FIRST else None

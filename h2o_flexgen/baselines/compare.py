@@ -1,15 +1,15 @@
-"""Runs systems in turn, repetition by repetition, and writes a record of every run."""
+"""Runs systems in turn, repetition by repetition, and keeps a record of every run."""
 
 from __future__ import annotations
 
-import json
+import datetime
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from h2o_flexgen.baselines.runner import Measurement, RunFailed, Runner
+from h2o_flexgen.baselines.measurement import Measurement
+from h2o_flexgen.baselines.runner import RunFailed, Runner
 from h2o_flexgen.baselines.settings import BenchSettings
-from h2o_flexgen.errors import StorageError
+from h2o_flexgen.baselines.store import Failure, Step, Store
 
 Say = Callable[[str], None]
 
@@ -19,6 +19,7 @@ class Comparison:
     """What came of it: measurements by system, in the order of repetitions, and why a system has none or too few.
 
     batches   the batch size that each system ran with; one that could not run has none
+    runs      of earlier calls too, and of systems that only those had
     """
 
     settings: BenchSettings
@@ -28,67 +29,82 @@ class Comparison:
     uncapped: str | None = None
     tried: dict[str, list[dict[str, object]]] = field(default_factory=dict)
 
+    @property
+    def names(self) -> list[str]:
+        """The systems asked for, then others that there are records of."""
+        return list(dict.fromkeys([*self.settings.systems, *self.runs]))
+
 
 def compare(
     runner: Runner,
     batches: Mapping[str, int],
-    folder: Path,
+    store: Store,
     say: Say,
     failed: Mapping[str, str] | None = None,
     smaller: Mapping[str, Sequence[int]] | None = None,
 ) -> Comparison:
     """Runs each system of `batches` once per repetition, A B C A B C, so that a machine's drift meets all of them.
 
-    Records go to `folder` as they are made. A system that fails is not run again and is listed with its reason; one
-    that runs out of memory at its first run goes on with the next of its `smaller` batches. `failed` is known before.
+    Runs what `store` does not hold yet, and puts it there as it is made. A system that fails is not run again, nor by
+    another call while the store has its failure, and is listed with its reason; one that runs out of memory before
+    it has run at all goes on with the next of its `smaller` batches. `failed` is known before.
     """
-    settings = runner.settings
+    settings, rest = runner.settings, dict(smaller or {})
     names = settings.systems
-    result = Comparison(settings, dict(batches), {name: [] for name in names}, dict(failed or {}), runner.uncapped)
+    runs = {**{name: [] for name in names}, **store.runs}
+    result = Comparison(settings, dict(batches), runs, dict(failed or {}), runner.uncapped)
+    store.runs = runs
     for name in names:
         problem = runner.missing(name)
         if problem is not None:
             result.failed.setdefault(name, problem)
-    rest = {name: list(sizes) for name, sizes in (smaller or {}).items()}
-    for repetition in range(1, settings.repetitions + 1):
-        for name in names:
-            while name in result.batches and name not in result.failed:
-                if _run(result, runner, name, repetition, folder, say, rest.get(name, [])):
-                    break
-    for name in [name for name in result.batches if not result.runs[name]]:
-        del result.batches[name]
+    for name in result.batches:
+        _settle(result, store, name, rest.get(name, []))
+        if (name, result.batches[name]) in store.failures:
+            path = store.failed_path(name, result.batches[name])
+            say(f"{name}: failed before, {result.failed[name]} (without {path} it would be tried again)")
+    while (step := _next(result, store)) is not None:
+        _run(result, runner, store, step, say)
+        _settle(result, store, step.system, rest.get(step.system, []))
+    result.batches = {name: runs[name][0].sequences for name in result.names if runs[name]}
     return result
 
 
-def _run(
-    result: Comparison, runner: Runner, name: str, repetition: int, folder: Path, say: Say, rest: list[int]
-) -> bool:
-    """Runs a system once. False where it shall be tried again, at the first of `rest`, which loses it."""
-    settings, label = result.settings, f"{name} {repetition}/{result.settings.repetitions}"
-    batch = result.batches[name]
+def _next(result: Comparison, store: Store) -> Step | None:
+    names = [name for name in result.settings.systems if name in result.batches and name not in result.failed]
+    return store.next(names, result.settings.repetitions, datetime.datetime.now(datetime.UTC))
+
+
+def _settle(result: Comparison, store: Store, name: str, smaller: Sequence[int]) -> None:
+    """Gives a system the batch that it goes on with, or the reason why it does not, by what has failed so far."""
+    runs = store.runs[name]
+    sizes = [runs[0].sequences] if runs else [result.batches[name], *smaller]
+    for size in sizes:
+        result.batches[name] = size
+        failure = store.failures.get((name, size))
+        if failure is None:
+            return
+        if not failure.out_of_memory or size == sizes[-1]:
+            said = f"in repetition {failure.repetition}: {failure.reason}" if runs else failure.reason
+            result.failed.setdefault(name, said)
+            return
+
+
+def _run(result: Comparison, runner: Runner, store: Store, step: Step, say: Say) -> None:
+    """Runs a system once and keeps what came of it."""
+    settings, name = result.settings, step.system
+    batch, label = result.batches[name], f"{name} {step.whole + 1}/{settings.repetitions}"
     try:
-        run = runner.run(name, batch, settings.gen_len, repetition)
+        run = runner.run(name, batch, settings.gen_len, step.repetition)
     except RunFailed as error:
-        write(folder / f"run-{repetition:02d}-{name}.stderr.txt", error.errors)
-        say(f"{label}: failed, {error}")
-        if error.out_of_memory and rest and not result.runs[name]:
-            result.batches[name] = rest.pop(0)
-            return False
-        result.failed[name] = f"in repetition {repetition}: {error}" if repetition > 1 else str(error)
-        return True
-    result.runs[name].append(run)
-    write(folder / f"run-{repetition:02d}-{name}.json", json.dumps(run.to_json(settings), indent=1) + "\n")
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        path = store.add_failure(
+            name, batch, Failure(step.repetition, str(error), error.out_of_memory, now), error.errors
+        )
+        say(f"{label}: batch {batch} failed, {error} ({path.name})")
+        return
+    store.add(run)
     say(
         f"{label}: batch {batch}, prefill {run.prefill_s:.2f} s, decode {run.decode_s:.2f} s "
         f"(load average before: {run.load_average:.1f})"
     )
-    return True
-
-
-def write(path: Path, text: str) -> None:
-    """A file of the comparison; StorageError where it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from error

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.baselines.caps import cap_command, cap_problem, read_report
+from h2o_flexgen.baselines.measurement import Measurement
+from h2o_flexgen.baselines.origin import origin
 from h2o_flexgen.baselines.process import Finished, run_process
 from h2o_flexgen.baselines.settings import BenchModel, BenchSettings
 from h2o_flexgen.baselines.systems import SYSTEMS, System
 from h2o_flexgen.baselines.work import Outcome, Work
-from h2o_flexgen.config.rates import DERIVED, Rates
-from h2o_flexgen.config.record import host_facts, package_version
 
 Prompts = Callable[[int], Sequence[Sequence[int]]]
 """From a batch size to that many prompts, the first ones the same for every size."""
-
-SCHEMA = 2
 
 
 class RunFailed(Exception):
@@ -31,61 +27,6 @@ class RunFailed(Exception):
     def __init__(self, reason: str, out_of_memory: bool, errors: str) -> None:
         super().__init__(reason)
         self.out_of_memory, self.errors = out_of_memory, errors
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement(Rates):
-    """One run of one system. Seconds, bytes, tokens per second; rates are None where no time was spent.
-
-    peak_rss_bytes      of the whole process, imports and loading included, by the kernel's count
-    peak_cgroup_bytes   of its control group, page cache included; None where there was no cap
-    disk_read_bytes     while it generated, by the kernel's count; None where the system's process did not say
-    process_read_bytes  from its start to its end
-    bytes_moved         between tiers while it generated, where the system counts that
-    process_s           from the start of the process to its end
-    load_average        of the machine before the run: runs bring it to their threads, what is above is something else
-    """
-
-    system: str
-    repetition: int
-    date: str
-    load_average: float
-    prefill_s: float
-    decode_s: float
-    total_s: float
-    load_s: float
-    process_s: float
-    peak_rss_bytes: int
-    peak_cgroup_bytes: int | None
-    disk_read_bytes: int | None
-    process_read_bytes: int | None
-    bytes_moved: dict[str, int] | None
-    sequences: int
-    prompt_tokens: int
-    generated_tokens: int
-    versions: dict[str, str]
-    token_ids: list[list[int]] = field(repr=False)
-    detail: dict[str, Any] = field(repr=False)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak of the control group where there was one, else of resident memory."""
-        return self.peak_rss_bytes if self.peak_cgroup_bytes is None else self.peak_cgroup_bytes
-
-    def to_json(self, settings: BenchSettings) -> dict[str, Any]:
-        """The record as it is written. Tokens only where they mean something: those of random weights do not."""
-        data = dataclasses.asdict(self)
-        detail = data.pop("detail")
-        tokens = data.pop("token_ids")
-        data.update((name, getattr(self, name)) for name in ("peak_bytes", *DERIVED))
-        if settings.weights == "checkpoint":
-            data["token_ids"] = tokens
-        return {"bench_run": SCHEMA, **data, **environment(settings), "detail": detail}
-
-
-def environment(settings: BenchSettings) -> dict[str, Any]:
-    """What every record says about how it came to be."""
-    return {"version": package_version(), "host": host_facts(), "settings": settings.to_json()}
 
 
 class Runner:
@@ -101,6 +42,12 @@ class Runner:
         self._work = work / "work"
         self._prepared: set[tuple[str, int]] = set()
         self.uncapped = cap_problem() if settings.cpu_mem is not None else None
+
+    @property
+    def kept_settings(self) -> dict[str, Any]:
+        """The settings as every record has them, and whether --cpu-mem holds, None where there is none."""
+        enforced = None if self.settings.cpu_mem is None else self.uncapped is None
+        return {**self.settings.to_json(), "cap_enforced": enforced}
 
     def missing(self, name: str) -> str | None:
         """Why a system cannot be run at all; None where it can."""
@@ -122,6 +69,7 @@ class Runner:
         if system.prepares and prepared not in self._prepared:
             self._finish(system, [str(folder), "prepare"], capped=None)
             self._prepared.add(prepared)
+        came_from = origin()
         date, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), os.getloadavg()[0]
         report = None if self.settings.cpu_mem is None or self.uncapped else folder / "memcap.json"
         finished = self._finish(system, [str(folder)], report, scratch)
@@ -147,6 +95,7 @@ class Runner:
             versions=outcome.versions,
             token_ids=outcome.token_ids,
             detail=outcome.detail,
+            origin=came_from,
         )
 
     def _to_do(self, system: System, prompts: list[list[int]], gen_len: int, scratch: Path) -> Work:

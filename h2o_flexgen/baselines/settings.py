@@ -55,7 +55,7 @@ class BenchSettings:
     reference    what the others are compared with: the first of our own among the systems, else the last
     weights      "auto" becomes "checkpoint" where the model has one at hand, else "dummy"
     batch_sizes  one: that of every system; several: tried, in this order; none: tried, doubling
-    search       whether our own systems plan as `run` does: the placement, and with --batch-size auto the blocks, too
+    search       whether our own systems plan as `run` does: the placement, and with several batch sizes the blocks, too
     cpu_mem      bytes of host memory that every process is held to, where the machine allows that, and told
     gpu_mem      bytes of GPU memory that every system is told
     """
@@ -91,7 +91,7 @@ class BenchSettings:
         metadata=flag(
             "--batch-size",
             "-b",
-            help="sequences; 8,16,32 or auto tries several and adds each system at its best",
+            help="sequences; 8,16,32 or auto tries several, for a common one and each system's best",
             metavar="N",
             parse=_sizes,
             show=lambda sizes: ",".join(map(str, sizes)) or AUTO,
@@ -101,8 +101,8 @@ class BenchSettings:
         default=True,
         metadata=flag(
             "--search",
-            help="our own rows run by the searched plan, as run does: placement, and with --batch-size auto the block; "
-            "else by rule, all prompts in one GPU batch",
+            help="our own rows run by the searched plan, as run does: placement, and with several batch sizes the "
+            "block; else by rule, all prompts in one GPU batch",
         ),
     )
     prompt_len: int = field(
@@ -119,7 +119,10 @@ class BenchSettings:
     cpu_mem: int | None = field(default=None, metadata=_size("--cpu-mem", "host memory of every system"))
     gpu_mem: int | None = field(default=None, metadata=_size("--gpu-mem", "GPU memory of every system"))
     repetitions: int = field(
-        default=3, metadata=flag("--repetitions", "-r", help="of all systems in turn", metavar="N")
+        default=3,
+        metadata=flag(
+            "--repetitions", "-r", help="of all systems in turn, those that are in the folder included", metavar="N"
+        ),
     )
     threads: int = field(
         default_factory=usable_threads, metadata=flag("--threads", help="compute threads of each system", metavar="N")
@@ -129,9 +132,19 @@ class BenchSettings:
         default=3600.0, metadata=flag("--timeout", help="seconds after which a run is given up", metavar="S")
     )
 
+    search_tokens: int = field(
+        default=8,
+        metadata=flag(
+            "--search-tokens", help="new tokens of a run that tries a batch; the rest is projected", metavar="N"
+        ),
+    )
     search_time: float = field(
         default=900.0,
         metadata=flag("--search-time", help="seconds after which a system's batch grows no more", metavar="S"),
+    )
+    only_best: bool = field(
+        default=False,
+        metadata=flag("--only-best", help="of several batch sizes: each system at its best, and no common one"),
     )
     peers: str = field(
         default=str(PEERS),
@@ -165,7 +178,7 @@ class BenchSettings:
             object.__setattr__(self, "weights", "checkpoint" if _has_checkpoint(self.model) else "dummy")
         for size in self.batch_sizes:
             whole(size, "--batch-size", 1)
-        for name in ("prompt_len", "gen_len", "repetitions", "threads"):
+        for name in ("prompt_len", "gen_len", "repetitions", "threads", "search_tokens"):
             whole(getattr(self, name), f"--{name.replace('_', '-')}", 1)
         whole(self.seed, "--seed", 0)
         share(self.hh_ratio, "--hh-ratio")
@@ -187,7 +200,7 @@ class BenchSettings:
     @property
     def plan(self) -> str:
         """The `plan` of a Work of our own systems."""
-        return "rule" if not self.search else "placement" if self.batch_sizes else "all"
+        return "rule" if not self.search else "all" if self.searches else "placement"
 
     @property
     def text_reference(self) -> str:

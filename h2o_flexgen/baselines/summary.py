@@ -8,7 +8,8 @@ from statistics import median
 from typing import Any
 
 from h2o_flexgen.baselines.compare import Comparison
-from h2o_flexgen.baselines.runner import SCHEMA, Measurement, environment
+from h2o_flexgen.baselines.measurement import SCHEMA, Measurement
+from h2o_flexgen.baselines.origin import machine, origin
 
 RATES = ("prefill_throughput", "decode_throughput", "gen_throughput")
 """Compared as ratios: more is better in each."""
@@ -28,8 +29,8 @@ MEASURED = (
     "Seconds of generation alone, in a process of its own per run: starting, loading and a warm-up of a few tokens "
     "with the whole batch come before the clock. Prefill ends when every sequence has its first token. Tokens/s are "
     "generated ones, over prefill and decode, and over decode alone. Peak memory is that of the whole process{peak}. "
-    "Disk read is what the kernel read from disks for it while it generated. Ratios are speeds, of runs of one "
-    "repetition: above 1 is faster."
+    "Disk read is what the kernel read from disks for it while it generated. Ratios are speeds, the median "
+    "(least-most) of n repetitions, each of runs side by side: above 1 means that the first is faster."
 )
 _PEAK = " and the pages of files it read, as its control group counted them"
 
@@ -37,11 +38,14 @@ _PEAK = " and the pages of files it read, as its control group counted them"
 def summarise(result: Comparison) -> dict[str, Any]:
     """The summary as one JSON object: settings, {median, min, max} per system and figure, ratios per pair, failures."""
     settings = result.settings
-    ran = [name for name in settings.systems if result.runs[name]]
+    ran = [name for name in result.names if result.runs[name]]
     held = settings.cpu_mem is not None and result.uncapped is None
+    newest = max((run for name in ran for run in result.runs[name]), key=lambda run: run.date, default=None)
     summary: dict[str, Any] = {
         "bench": SCHEMA,
-        **environment(settings),
+        **(origin() if newest is None else newest.origin),
+        "settings": {**settings.to_json(), "systems": result.names},
+        "measured_in": _measured_in(result),
         "measured": MEASURED.format(peak=_PEAK if held else ""),
         "cap": {"cpu_mem": settings.cpu_mem, "enforced": held, "why_not": result.uncapped},
         "highest_load_average": max((run.load_average for name in ran for run in result.runs[name]), default=None),
@@ -90,13 +94,30 @@ def ratio_of(summary: dict[str, Any], one: str, two: str, figure: str) -> dict[s
 
 
 def _system(runs: Sequence[Measurement]) -> dict[str, Any]:
+    """Medians of a system's runs; bytes moved and the plan are those of its latest."""
+    packages = dict.fromkeys(name for run in runs for name in run.versions)
+    versions = {name: " and ".join(dict.fromkeys(str(run.versions.get(name)) for run in runs)) for name in packages}
     return {
         "repetitions": len(runs),
         "batch": runs[0].sequences,
-        "versions": runs[0].versions,
-        "bytes_moved": runs[0].bytes_moved,
+        "versions": versions,
+        "bytes_moved": runs[-1].bytes_moved,
+        "plan": runs[-1].detail.get("policy") or runs[-1].detail.get("modules_by_place"),
         **{name: spread([getattr(run, name) for run in runs]) for name in FIGURES},
     }
+
+
+def _measured_in(result: Comparison) -> list[dict[str, Any]]:
+    """The parts in which it was measured: repetitions of one day, one commit and one machine."""
+    parts: dict[Any, dict[str, Any]] = {}
+    for run in sorted((run for runs in result.runs.values() for run in runs), key=lambda run: run.date):
+        commit = run.origin.get("commit")
+        key = (run.date[:10], commit, machine(run.origin))
+        part = parts.setdefault(key, {"date": run.date[:10], "commit": commit, "host": run.origin["host"]})
+        numbers = part.setdefault("repetitions", [])
+        if run.repetition not in numbers:
+            numbers.append(run.repetition)
+    return list(parts.values())
 
 
 def _ratios(result: Comparison, one: str, two: str) -> dict[str, Any]:

@@ -1,85 +1,80 @@
-"""A summary as a markdown table, and as CSV."""
+"""A summary as markdown tables: what each system did, and how fast ours are beside each of the others."""
 
 from __future__ import annotations
 
-import csv
-import io
 from typing import Any
 
+from h2o_flexgen.baselines.origin import machine
 from h2o_flexgen.baselines.summary import ratio_of
 from h2o_flexgen.baselines.systems import SYSTEMS
 from h2o_flexgen.units import format_bytes
 
 _NONE = "-"
-_NO_TEXT = "n/a"
-COMPARED = ("gen_throughput", "decode_throughput")
-"""The rates whose ratios the table shows; the summary has one more."""
+COMPARED = ("prefill_throughput", "decode_throughput", "gen_throughput")
+"""The rates whose ratios are shown, and what the columns of each are called."""
+_CALLED = ("prefill", "decode", "end to end")
+_OPTIONAL = ("disk read", "bytes moved", "same text")
+"""Columns that are left out where no row has anything in them."""
 
 
 def markdown(summary: dict[str, Any], explain: bool = True) -> str:
-    """What ran on what, a row per system with medians, ratios with their spread, and the systems that did not run.
+    """What ran on what, a row per system with medians, ratios of pairs, and the systems that did not run.
 
     `explain` adds how each was run and what the columns mean.
     """
     settings = summary["settings"]
-    reference = settings["reference"]
-    head = ["system", "batch", "prefill s", "decode s", "total s", "tokens/s", "decode tokens/s", "peak memory"]
-    head += ["disk read", f"tokens/s vs {reference}", f"decode vs {reference}", "same text"]
+    rows = {name: _cells(summary, name) for name in settings["systems"] if name in summary["systems"]}
+    head = list(next(iter(rows.values()), {"system": "", "batch": ""}))
+    head = [
+        name for name in head if name not in _OPTIONAL or any(row[name] not in (_NONE, "0 B") for row in rows.values())
+    ]
     lines = [_title(summary), "", _row(head), _row(["---", *["---:"] * (len(head) - 1)])]
     for name in settings["systems"]:
-        if name in summary["systems"]:
-            lines.append(_row(_cells(summary, name, reference)))
+        if name in rows:
+            lines.append(_row([rows[name][column] for column in head]))
         else:
             lines.append(_row([name, f"did not run: {_flat(_why(summary, name))}", *[""] * (len(head) - 2)]))
+    lines += ["", *_ratios(summary)]
     stopped = [(name, why) for name, why in summary["failed"].items() if name in summary["systems"]]
-    lines += ["", *(f"{name} stopped early: {_flat(why)}" for name, why in stopped)]
+    lines += [f"{name} stopped early: {_flat(why)}" for name, why in stopped]
+    plans = [(name, plan) for name in rows if (plan := _plan(summary["systems"][name]["plan"]))]
+    lines += [f"{name} ran with {plan}." for name, plan in plans]
+    lines += _provenance(summary)
     if not explain:
         return "\n".join(lines).rstrip()
     lines += [f"{name}: {says}." for name, says in _notes(summary)]
     lines += [f"{name} tried {_attempts(tried)}." for name, tried in summary["tried"].items()]
-    lines.append(f"Medians of {settings['repetitions']}, (least-most). {summary['measured']} {_about_text(summary)}")
+    lines.append(f"Medians of n runs. {summary['measured']} {_about_text(summary)}")
     if summary["cap"]["why_not"]:
         lines.append(f"The cap was told to every system but nothing enforced it: {summary['cap']['why_not']}.")
     return "\n".join(lines)
 
 
-def csv_table(*parts: tuple[str, dict[str, Any]]) -> str:
-    """All rows of some summaries as CSV; `parts` are (what the batches are: "equal" or "best", summary).
-
-    Seconds, bytes and tokens per second are medians; ratios are speeds relative to the column `reference`.
-    """
-    head = ["batches", "system", "batch", "prompt_len", "gen_len", "dtype", "repetitions", "prefill_s", "decode_s"]
-    head += ["total_s", *COMPARED, "peak_bytes", "disk_read_bytes", "process_read_bytes", "bytes_moved", "reference"]
-    head += [f"{rate}_ratio{end}" for rate in COMPARED for end in ("", "_min", "_max")]
-    head += ["same_text", "sequences_compared", "failed"]
-    target = io.StringIO()
-    writer = csv.DictWriter(target, head, lineterminator="\n")
-    writer.writeheader()
-    for label, summary in parts:
-        for name in summary["settings"]["systems"]:
-            writer.writerow({"batches": label, **_csv_row(summary, name)})
-    return target.getvalue()
+def pairs(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Whose speed is divided by whose: each of ours by each of the others, and the rest by the reference, if it ran."""
+    ran = [name for name in summary["settings"]["systems"] if name in summary["systems"]]
+    ours, reference = [name for name in ran if SYSTEMS.get(name).own], summary["settings"]["reference"]
+    found = [(one, two) for i, one in enumerate(ours) for two in ran if two not in ours[: i + 1]]
+    if reference in ran and reference not in ours:
+        found += [(one, reference) for one in ran if one not in (*ours, reference)]
+    elif not ours and ran:
+        found = [(one, ran[-1]) for one in ran[:-1]]
+    return found
 
 
-def _csv_row(summary: dict[str, Any], name: str) -> dict[str, Any]:
-    settings, system = summary["settings"], summary["systems"].get(name)
-    reference = settings["reference"]
-    row: dict[str, Any] = {"system": name, "reference": reference, "failed": summary["failed"].get(name, "")}
-    row |= {key: settings[key] for key in ("prompt_len", "gen_len", "dtype")}
-    if system is None:
-        return row | {"failed": _why(summary, name)}
-    row |= {"batch": system["batch"], "repetitions": system["repetitions"]}
-    figures = ("prefill_s", "decode_s", "total_s", *COMPARED, "peak_bytes", "disk_read_bytes", "process_read_bytes")
-    row |= {figure: system[figure]["median"] for figure in figures if system[figure]}
-    moved = system["bytes_moved"]
-    row["bytes_moved"] = "" if moved is None else sum(moved.values())
-    for rate in COMPARED:
-        ratio = ratio_of(summary, name, reference, rate)
-        if ratio:
-            ends = (("", "median"), ("_min", "min"), ("_max", "max"))
-            row |= {f"{rate}_ratio{end}": ratio[key] for end, key in ends}
-    same = summary.get("same_text", {}).get(name)
-    return row if same is None else row | {"same_text": same["same"], "sequences_compared": same["sequences"]}
+def _ratios(summary: dict[str, Any]) -> list[str]:
+    """The table of ratios, median and (least-most) of the n repetitions that both finished; nothing for one system."""
+    lines = []
+    for one, two in pairs(summary):
+        cells = [f"{one} / {two}"]
+        for figure in COMPARED:
+            ratio = ratio_of(summary, one, two, figure)
+            cells.append(f"{ratio['median']:.2f}x ({ratio['min']:.2f}-{ratio['max']:.2f})" if ratio else _NONE)
+        pair = summary["ratios"].get(f"{one}/{two}") or summary["ratios"][f"{two}/{one}"]
+        lines.append(_row([*cells, str(pair["pairs"])]))
+    if not lines:
+        return []
+    return [_row(["speed of", *_CALLED, "n"]), _row(["---", *["---:"] * (len(_CALLED) + 1)]), *lines, ""]
 
 
 def _title(summary: dict[str, Any]) -> str:
@@ -95,27 +90,80 @@ def _title(summary: dict[str, Any]) -> str:
     )
 
 
-def _cells(summary: dict[str, Any], name: str, reference: str) -> list[str]:
-    system = summary["systems"][name]
-    cells = [name, str(system["batch"])]
-    cells += [_median(system[figure], ".2f") for figure in ("prefill_s", "decode_s", "total_s")]
-    cells += [_median(system[figure], ".4g") for figure in COMPARED]
-    cells += [
-        _NONE if system[figure] is None else format_bytes(system[figure]["median"])
-        for figure in ("peak_bytes", "disk_read_bytes")
+def _cells(summary: dict[str, Any], name: str) -> dict[str, str]:
+    """A row by the names of its columns."""
+    system, same = summary["systems"][name], summary.get("same_text", {}).get(name)
+    moved = system["bytes_moved"]
+
+    def size(figure: str) -> str:
+        return _NONE if system[figure] is None else format_bytes(system[figure]["median"])
+
+    return {
+        "system": name,
+        "batch": str(system["batch"]),
+        "n": str(system["repetitions"]),
+        "prefill s": _median(system["prefill_s"], ".2f"),
+        "decode s": _median(system["decode_s"], ".2f"),
+        "total s": _median(system["total_s"], ".2f"),
+        "tokens/s": _median(system["gen_throughput"], ".4g"),
+        "decode tokens/s": _median(system["decode_throughput"], ".4g"),
+        "peak memory": size("peak_bytes"),
+        "disk read": size("disk_read_bytes"),
+        "bytes moved": format_bytes(sum(moved.values())) if moved else _NONE,
+        "same text": _NONE if same is None else f"{same['same']} of {same['sequences']}",
+    }
+
+
+def _plan(plan: dict[str, Any] | None) -> str:
+    """ "weights cpu 40 %, disk 60 %, GPU batches of 16 x 2, planned by search": where a system put what, if it says."""
+    if not plan:
+        return ""
+    if "gpu_batch_size" not in plan:  # modules by place
+        return "modules: " + ", ".join(f"{count} on {place}" for place, count in plan.items())
+    shares = [
+        f"{kind} " + " and ".join(f"{share:.0%} {tier}" for tier, share in plan[kind].items())
+        for kind in ("weights", "cache", "hidden")
+        if kind in plan
     ]
-    for figure in COMPARED:
-        ratio = ratio_of(summary, name, reference, figure)
-        cells.append(f"{ratio['median']:.2f}x ({ratio['min']:.2f}-{ratio['max']:.2f})" if ratio else _NONE)
-    same = summary.get("same_text", {}).get(name)
-    cells.append(_NO_TEXT if same is None else f"{same['same']} of {same['sequences']}")
-    return cells
+    return f"GPU batches of {plan['gpu_batch_size']}, {plan['num_gpu_batches']} in a block, {', '.join(shares)}" + (
+        f" (by {plan['chosen']})" if plan.get("chosen") else ""
+    )
+
+
+def _provenance(summary: dict[str, Any]) -> list[str]:
+    """When, from which commits and on which machines it was measured, by repetitions where these differ."""
+    parts = summary["measured_in"]
+    if not parts:
+        return []
+    many = len({machine(part) for part in parts}) > 1
+    said = []
+    for part in parts:
+        host = part["host"]
+        words = [part["date"]] + ([f"commit {part['commit']}"] if part["commit"] else [])
+        words += [f"{host['cores']} cores of {host['cpu']}, {format_bytes(host['memory_bytes'])}"] if many else []
+        numbers = f"repetition{'s' * (len(part['repetitions']) > 1)} {_ranges(part['repetitions'])}: "
+        said.append((numbers if len(parts) > 1 else "") + ", ".join(words))
+    load = summary["highest_load_average"]
+    line = f"Measured {'; '.join(said)}. Highest load average before a run: {load:.1f}."
+    warning = ["More than one machine: medians mix them, ratios do not."] if many else []
+    return [line, *warning]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """ "1-3, 5" for 1, 2, 3, 5."""
+    groups: list[list[int]] = []
+    for number in sorted(numbers):
+        if groups and number == groups[-1][-1] + 1:
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return ", ".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)
 
 
 def _about_text(summary: dict[str, Any]) -> str:
     if "same_text" not in summary:
         return "Text is not compared: every system made random weights of its own."
-    return f"Same text: sequences whose tokens are all those of {summary['settings']['text_reference']}."
+    return f"Same text: sequences whose greedy tokens are all those of {summary['settings']['text_reference']}."
 
 
 def _notes(summary: dict[str, Any]) -> list[tuple[str, str]]:

@@ -65,7 +65,7 @@ def test_systems_take_turns_and_leave_records(pretend, capsys, tmp_path: Path) -
     assert (folder / "table.md").read_text().strip() == table.strip()
     assert summary["ratios"]["quick/slow"]["decode_throughput"] == {"median": 4, "min": 4, "max": 4}
     assert summary["ratios"]["quick/slow"]["pairs"] == 2
-    assert "| 4.00x (4.00-4.00) |" in table
+    assert "| quick / slow | 4.00x (4.00-4.00) | 4.00x (4.00-4.00) | 4.00x (4.00-4.00) | 2 |" in table
     assert "quick: pretends (fake 1)." in table
 
 
@@ -82,9 +82,9 @@ def test_a_system_that_fails_is_listed_with_its_reason(pretend, capsys, tmp_path
     assert "generated [3] tokens" in summary["failed"]["lazy"]
     assert summary["failed"]["deepspeed"] == "not installed: scripts/peer_env.sh deepspeed"
     assert "| deepspeed | did not run: not installed: scripts/peer_env.sh deepspeed |" in table
-    assert err.count("broken") == 1
+    assert err.count("broken 1/2: ") == 1
     assert "| broken | did not run: exit code 4: ImportError: no / module named peer |" in table
-    assert "Traceback" in (tmp_path / "r" / "run-01-broken.stderr.txt").read_text()
+    assert "Traceback" in json.loads((tmp_path / "r" / "failed-b2-broken.json").read_text())["stderr"]
 
 
 def test_our_own_failure_is_an_exit_code(pretend, capsys, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_nothing_is_overwritten(pretend, capsys, tmp_path: Path) -> None:
     pretend("one")
     (tmp_path / "old.json").touch()
     assert main([*SMALL, "--systems", "one", "--output-dir", str(tmp_path)]) == 2
-    assert "is not empty" in capsys.readouterr().err
+    assert "is not empty, and what is there is no comparison" in capsys.readouterr().err
 
 
 def test_the_own_engine_in_a_process(capsys, tmp_path: Path) -> None:
@@ -139,6 +139,7 @@ def test_the_own_engine_in_a_process(capsys, tmp_path: Path) -> None:
         ({"repetitions": 0}, "--repetitions is 0"),
         ({"hh_ratio": 1.5}, "--hh-ratio"),
         ({"timeout": float("nan")}, "--timeout"),
+        ({"search_tokens": 0}, "--search-tokens"),
     ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:

@@ -98,7 +98,8 @@ def test_random_weights_compare_no_text(pretend, capsys, tmp_path: Path) -> None
     pretend("one")
     table, summary = _bench(capsys, tmp_path / "out", "--systems", "one", "-b", "2")
     assert "same_text" not in summary
-    assert "| n/a |" in table
+    assert "same text" not in table
+    assert "Text is not compared" in table
 
 
 def test_csv(pretend, capsys, tmp_path: Path) -> None:
@@ -109,10 +110,13 @@ def test_csv(pretend, capsys, tmp_path: Path) -> None:
     assert (ours["batches"], ours["system"], ours["batch"], ours["dtype"]) == ("equal", "ours", "2", "bfloat16")
     assert (ours["bytes_moved"], ours["disk_read_bytes"], ours["gen_throughput_ratio"]) == ("11", "", "")
     assert (theirs["bytes_moved"], theirs["disk_read_bytes"], theirs["reference"]) == ("", "4096", "ours")
-    assert float(theirs["decode_throughput_ratio"]) == 0.25
+    assert float(theirs["decode_throughput_ratio"]) == float(theirs["prefill_throughput_ratio"]) == 0.25
+    assert (ours["pairs"], theirs["pairs"]) == ("", "1")
     assert float(theirs["gen_throughput"]) == pytest.approx(2 * 4 / 3)
     assert int(theirs["peak_bytes"]) > 1 << 20
-    assert "| 4 KiB | 0.25x (0.25-0.25) |" in table
+    assert "| 4 KiB | - |" in table
+    assert "| - | 11 B |" in table
+    assert "| ours / theirs | 4.00x (4.00-4.00) | 4.00x (4.00-4.00) | 4.00x (4.00-4.00) | 1 |" in table
 
 
 @needs_cap

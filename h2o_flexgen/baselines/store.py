@@ -1,0 +1,160 @@
+"""The folder of a comparison: a file per run, which is never overwritten, and what is still missing in it.
+
+A comparison goes on where its folder is given again. A repetition is whole when every system that can run has a record
+in it. One that was interrupted is completed while it is young, because ratios are of runs side by side; later it is
+left as it is and another one is begun.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from h2o_flexgen.baselines.measurement import Measurement
+from h2o_flexgen.errors import StorageError, UsageError
+
+SAME_MINUTES = 10
+"""Minutes after its last run for which an interrupted repetition is completed."""
+FREE = ("systems", "reference", "text_reference", "repetitions", "timeout", "search_time", "only_best", "search_tokens")
+"""Settings that may change from call to call: what a run does and how fast it is does not depend on them."""
+_FLAGS = {"batch_sizes": "--batch-size", "cap_enforced": "the cap being enforced"}
+_STDERR_LINES = 200
+
+
+class Failure(NamedTuple):
+    """A run that gave no measurement: why, whether for want of memory, when (ISO 8601)."""
+
+    repetition: int
+    reason: str
+    out_of_memory: bool
+    date: str
+
+
+class Step(NamedTuple):
+    """The next run: the number of its repetition, the system, and how many repetitions are whole."""
+
+    repetition: int
+    system: str
+    whole: int
+
+
+@dataclass
+class Store:
+    """Records in one folder: measurements by system, failures by system and batch. `settings` go into each file."""
+
+    folder: Path
+    settings: dict[str, Any]
+    runs: dict[str, list[Measurement]] = field(default_factory=dict)
+    failures: dict[tuple[str, int], Failure] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path, settings: dict[str, Any]) -> Store:
+        """What a folder holds, nothing where it is not there. UsageError where its records have other settings."""
+        store = cls(folder, settings)
+        for path in sorted(folder.glob("run-*.json")):
+            data = read(path, settings)
+            try:
+                run = Measurement.from_json(data)
+            except ValueError as error:
+                found = f"{path} is no record of bench: it {error}"
+                raise UsageError(found, "needed records", "name another folder") from None
+            store.runs.setdefault(run.system, []).append(run)
+        for path in sorted(folder.glob("failed-*.json")):
+            data = read(path, settings)
+            store.failures[data["system"], data["batch"]] = Failure(*(data[name] for name in Failure._fields))
+        for runs in store.runs.values():
+            runs.sort(key=lambda run: run.repetition)
+        return store
+
+    def add(self, run: Measurement) -> None:
+        """Keeps a measurement, here and as a file. StorageError where it cannot be written."""
+        path = self.folder / f"run-{run.repetition:02d}-{run.system}.json"
+        write(path, json.dumps(run.to_json(self.settings), indent=1) + "\n", fresh=True)
+        self.runs.setdefault(run.system, []).append(run)
+
+    def add_failure(self, system: str, batch: int, failure: Failure, errors: str) -> Path:
+        """Keeps a failure with the end of its stderr; the path of its file, without which it would be tried again."""
+        data = {"system": system, "batch": batch, **failure._asdict(), "settings": self.settings}
+        data["stderr"] = errors.splitlines()[-_STDERR_LINES:]
+        path = self.failed_path(system, batch)
+        write(path, json.dumps(data, indent=1) + "\n", fresh=True)
+        self.failures[system, batch] = failure
+        return path
+
+    def failed_path(self, system: str, batch: int) -> Path:
+        """The file of a failure."""
+        return self.folder / f"failed-b{batch}-{system}.json"
+
+    def next(self, systems: Sequence[str], repetitions: int, now: datetime.datetime) -> Step | None:
+        """What to run so that there are so many whole repetitions of `systems`; None where nothing is missing."""
+        having = [{run.repetition for run in self.runs.get(name, [])} for name in systems]
+        whole = len(set.intersection(*having)) if having else repetitions
+        if whole >= repetitions:
+            return None
+        last = max((run.repetition for runs in self.runs.values() for run in runs), default=0)
+        missing = [name for name, numbers in zip(systems, having, strict=True) if last not in numbers]
+        if last and missing and now - self._last_activity(last) <= datetime.timedelta(minutes=SAME_MINUTES):
+            return Step(last, missing[0], whole)
+        return Step(last + 1, systems[0], whole)
+
+    def _last_activity(self, repetition: int) -> datetime.datetime:
+        ends = [run.ended for runs in self.runs.values() for run in runs if run.repetition == repetition]
+        failed = [one.date for one in self.failures.values() if one.repetition == repetition]
+        return max([*ends, *map(datetime.datetime.fromisoformat, failed)])
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether there is nothing in it but what a write that was cut off may leave."""
+    return all(path.name.startswith(".") for path in folder.iterdir())
+
+
+def holds_records(folder: Path) -> bool:
+    """Whether a comparison was begun in this folder."""
+    patterns = ("run-*.json", "failed-*.json", "batches.json")
+    return any(any(place.glob(pattern)) for place in (folder, folder / "best") for pattern in patterns)
+
+
+def read(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """A file of a comparison. UsageError where it cannot be read, or is one with other settings than these."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        there = data["settings"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path} cannot be read: {error!r}", "needed records of bench", "name another folder"
+        ) from None
+    differ = [
+        f"{_FLAGS.get(name, '--' + name.replace('_', '-'))}: {_said(there[name])} there, {_said(value)} now"
+        for name, value in settings.items()
+        if name in there and name not in FREE and there[name] != value
+    ]
+    if differ:
+        raise UsageError(
+            f"--output-dir holds a comparison with other settings ({path.name})",
+            "; ".join(differ),
+            "name another folder, or give the settings that are there",
+        )
+    return data
+
+
+def write(path: Path, text: str, fresh: bool = False) -> None:
+    """A file of the comparison, whole or not at all. StorageError where it cannot be written, or `fresh` and there."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    if fresh and path.exists():
+        raise StorageError(f"cannot write {path}: it is there already, and records are not overwritten")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _said(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
