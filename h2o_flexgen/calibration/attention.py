@@ -11,7 +11,7 @@ from torch import Tensor
 from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
 from h2o_flexgen.calibration.bench import Bench, largest_cache
-from h2o_flexgen.calibration.timing import Sample, TimeBudget
+from h2o_flexgen.calibration.timing import Sample
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.hardware import Curve
 from h2o_flexgen.kernels import prefill_attention
@@ -43,7 +43,7 @@ def decode_curves(bench: Bench, seconds: float) -> dict[str, Curve]:
     spec = bench.spec
     token = 2 * spec.num_kv_heads * spec.head_dim * bench.itemsize
     places = [(batch, slots) for slots in SLOTS for batch in BATCHES if batch * slots * token <= len(bench.arena)]
-    budget = TimeBudget(seconds, {f"{kind} {place}": 1.0 for kind in ("plain", "scored") for place in places})
+    budget = bench.timer.budget(seconds, {f"{kind} {place}": 1.0 for kind in ("plain", "scored") for place in places})
     curves = {}
     for kind in ("plain", "scored"):
         by_bytes: dict[int, list[float]] = {}
@@ -139,7 +139,7 @@ def prefill_curves(bench: Bench, seconds: float) -> dict[str, Curve]:
     spec = bench.spec
     lengths = [keys for keys in KEYS if keys <= spec.max_positions] or [spec.max_positions]
     # All calls have as many tokens and therefore take longer with more keys; the longest are soon measured.
-    budget = TimeBudget(seconds, {str(keys): 1.0 + keys / 512 for keys in lengths})
+    budget = bench.timer.budget(seconds, {str(keys): 1.0 + keys / 512 for keys in lengths})
     curves: dict[str, list[tuple[int, float]]] = {"plain": [], "scored": []}
     last = 0.0
     for keys in lengths:

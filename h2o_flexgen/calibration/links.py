@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.calibration.bench import Spreads, touch
-from h2o_flexgen.calibration.timing import MOST_SAMPLES, Sample, Timer
+from h2o_flexgen.calibration.timing import Sample, Timer
 from h2o_flexgen.config.hardware import LinkRate
 from h2o_flexgen.config.tensors import PAGE
 from h2o_flexgen.errors import StorageError
@@ -219,10 +219,10 @@ class HostGpu:
         self.close()
 
 
-def queued_sample(link: Link, seconds: float, most: int | None = None) -> Sample:
+def queued_sample(timer: Timer, link: Link, seconds: float, most: int | None = None) -> Sample:
     """Seconds of one transfer among others that are queued. `most`: transfers, those that warm up included."""
-    samples = MOST_SAMPLES if most is None else max(1, most // _QUEUED - 1)
-    return Timer().measure(link.queue, seconds, per=_QUEUED, most=samples)
+    samples = None if most is None else max(1, most // _QUEUED - 1)
+    return timer.measure(link.queue, seconds, per=_QUEUED, most=samples)
 
 
 def link_rate(large: tuple[int, float], small: tuple[int, float]) -> LinkRate:
@@ -234,8 +234,10 @@ def link_rate(large: tuple[int, float], small: tuple[int, float]) -> LinkRate:
     return LinkRate(rate, max(0.0, short - few / rate))
 
 
-def measured_rate(large: Link, small: Link, seconds: float, spreads: Spreads, most: int | None = None) -> LinkRate:
-    """The rate of one link, by transfers of two sizes."""
-    unit = spreads.note(large.name, queued_sample(large, seconds * 0.8, most))
-    little = queued_sample(small, seconds * 0.2)
+def measured_rate(
+    timer: Timer, large: Link, small: Link, seconds: float, spreads: Spreads, most: int | None = None
+) -> LinkRate:
+    """The rate of one link, by transfers of two sizes; `most`: of the large ones."""
+    unit = spreads.note(large.name, queued_sample(timer, large, seconds * 0.8, most))
+    little = queued_sample(timer, small, seconds * 0.2)
     return link_rate((large.nbytes, unit.seconds), (small.nbytes, little.seconds))

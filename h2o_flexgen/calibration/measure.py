@@ -21,7 +21,7 @@ from h2o_flexgen.calibration.products import fastest_read, general_rate, product
 from h2o_flexgen.calibration.sampling import sample_seconds
 from h2o_flexgen.calibration.stored import keep_profile, machine_facts, profile_key
 from h2o_flexgen.calibration.ticks import unexplained_ticks
-from h2o_flexgen.calibration.timing import TimeBudget
+from h2o_flexgen.calibration.timing import WIDE, Repeats, TimeBudget, Timer
 from h2o_flexgen.config.hardware import UNIT_KINDS, ComputeRates, HardwareProfile, LinkRate
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.products import products
@@ -54,7 +54,7 @@ _ROWS_BESIDE = 64  # of the product that contends with the links
 _BESIDE = 16 * MIB  # bytes of transfers there
 _HOST = 256 * MIB
 _BUSY = 0.5  # load average
-_WIDE = 0.2  # quartiles further apart than this share of the median say little
+_REPEATED = 2 / 3  # of the seconds: what measuring again may take beside them
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Calibration:
     """What is measured, and where. `emulated`: a gpu tier in host memory; `file_bytes`: of the file read at most.
 
     dtype: a word of config.tensors. budget_s: seconds in all, about; measuring everything once may take longer.
+    Beside that, two thirds of it at most go to measuring again what something disturbed.
     """
 
     spec: ModelSpec
@@ -112,7 +113,7 @@ def calibrate(calibration: Calibration, on_progress: Progress = lambda what, spe
     run = _Run(calibration, on_progress)
     profile = run.profile()
     for figure, spread in run.spreads.typical.items():
-        if spread > _WIDE:
+        if spread > WIDE:
             log.warning("%s: the quartiles of what was measured are %.0f %% apart", figure, 100 * spread)
     keep_profile(profile, calibration.key)
     return profile
@@ -123,7 +124,9 @@ class _Run:
 
     def __init__(self, calibration: Calibration, on_progress: Progress) -> None:
         self._c, self._on_progress = calibration, on_progress
-        self._budget = TimeBudget(calibration.budget_s, _weights(calibration))
+        self._repeats = Repeats(_REPEATED * calibration.budget_s)
+        self._budget = TimeBudget(calibration.budget_s, _weights(calibration), self._repeats.clock)
+        self._timer = Timer(repeats=self._repeats)
         self.spreads = Spreads()
         self._memory = {"cpu": min(psutil.virtual_memory().total, cgroup_limit() or 1 << 62)}
         self._compute: dict[str, ComputeRates] = {}
@@ -146,7 +149,8 @@ class _Run:
         if c.device.type == "cuda":
             self._memory["gpu"] = facts["gpu_memory_bytes"]
         emulated = " with an emulated GPU" if c.emulated else ""
-        load = round(os.getloadavg()[0], 2)
+        load, again = round(os.getloadavg()[0], 2), self._repeats
+        took = {"calibrated_s": round(self._budget.elapsed + again.spent, 1), "repeated_s": round(again.spent, 1)}
         return HardwareProfile(
             name=f"{facts.get('gpu', facts['cpu'])}{emulated}, {c.spec.name}",
             date=utc_now(),
@@ -155,14 +159,14 @@ class _Run:
             compute=self._compute,
             slowdown=slowdown,
             memory=self._memory,
-            host={**facts, "load_average": load, "calibrated_s": round(self._budget.elapsed, 1)},
+            host={**facts, "load_average": load, **took},
             sources={**self.spreads.sources(), "slowdown": f"measured; factors below {NOTICED} are left out"},
         )
 
     @contextmanager
     def _bench(self, device: torch.device) -> Iterator[Bench]:
         with Bench(self._c.spec, self._c.dtype, device, self._c.arena_bytes) as bench:
-            bench.spreads = self.spreads
+            bench.spreads, bench.timer.repeats = self.spreads, self._repeats
             yield bench
 
     def _start(self, part: str) -> float:
@@ -219,7 +223,7 @@ class _Run:
 
     def _disk(self, disk: Disk) -> None:
         small = min(SMALL, disk.unit)
-        fresh = queued_sample(disk.fresh_writes(), self._start("disk writes"), disk.blocks)
+        fresh = queued_sample(self._timer, disk.fresh_writes(), self._start("disk writes"), disk.blocks)
         disk.settle()
         if not disk.direct:
             log.warning("the file system of %s knows no O_DIRECT: its page cache is measured, too", self._c.offload_dir)
@@ -228,10 +232,10 @@ class _Run:
         text = f"{format_bytes(disk.unit)} at a time from a file of {format_bytes(disk.written)}, {way}"
         self.spreads.said["disk->cpu"] = text
         self._links["disk->cpu"] = measured_rate(
-            disk.reads(disk.unit), disk.reads(small), share, self.spreads, disk.written // disk.unit
+            self._timer, disk.reads(disk.unit), disk.reads(small), share, self.spreads, disk.written // disk.unit
         )
         share = self._start("disk rewrites")
-        rate = measured_rate(disk.rewrites(disk.unit), disk.rewrites(small), share, self.spreads)
+        rate = measured_rate(self._timer, disk.rewrites(disk.unit), disk.rewrites(small), share, self.spreads)
         # The first write of a preallocated region is not like later ones: caches are written once and again.
         mean = (fresh.seconds + rate.seconds(disk.unit)) / 2
         first, later = (format_rate(disk.unit / each) for each in (fresh.seconds, rate.seconds(disk.unit)))
@@ -249,7 +253,7 @@ class _Run:
             large = make(copies.unit)
             how = "within host memory" if self._c.emulated else "page-locked"
             self.spreads.said[large.name] = how
-            self._links[large.name] = measured_rate(large, make(small), self._start(part), self.spreads)
+            self._links[large.name] = measured_rate(self._timer, large, make(small), self._start(part), self.spreads)
         size = min(copies.unit, _BESIDE)
         return copies.inward(size), copies.outward(size)
 
@@ -258,7 +262,7 @@ class _Run:
         c = self._c
         with HostGpu(c.device, c.unit_bytes, c.arena_bytes or _HOST, pinned=False) as copies:
             for link, part in ((copies.inward(copies.unit), "to"), (copies.outward(copies.unit), "from")):
-                sample = queued_sample(link, self._start(f"pageable copies {part} the GPU"))
+                sample = queued_sample(self._timer, link, self._start(f"pageable copies {part} the GPU"))
                 self.spreads.said[link.name] += f" (pageable memory {format_rate(link.nbytes / sample.seconds)})"
 
     def _contention(self, bench: Bench, links: dict[str, Link]) -> Factors:

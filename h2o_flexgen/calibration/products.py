@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from h2o_flexgen.calibration.bench import Bench
-from h2o_flexgen.calibration.timing import Sample, TimeBudget
+from h2o_flexgen.calibration.timing import Sample
 from h2o_flexgen.config.hardware import Curve, GemmShape
 from h2o_flexgen.config.products import Product, all_products, products
 from h2o_flexgen.kernels import linear
@@ -36,7 +36,7 @@ def product_shapes(bench: Bench, seconds: float) -> tuple[GemmShape, ...]:
     """
     spec = bench.spec
     shapes = all_products(spec)
-    budget = TimeBudget(seconds, dict.fromkeys(map(str, shapes), 1.0))
+    budget = bench.timer.budget(seconds, dict.fromkeys(map(str, shapes), 1.0))
     head = products(spec, "head")
     found = []
     for shape in shapes:
@@ -58,7 +58,7 @@ def _over_rows(
     biased = biased and bench.spec.arch.mlp_bias  # of most models all projections have a bias, or none
     counts = [rows for rows in ROWS if rows <= most]
     # The time a call takes grows with its rows, but a few repetitions of fast ones are soon done.
-    budget = TimeBudget(seconds, {str(rows): 1.0 + rows / 128 for rows in counts})
+    budget = bench.timer.budget(seconds, {str(rows): 1.0 + rows / 128 for rows in counts})
     points: list[tuple[int, Sample]] = []
     for rows in counts:
         share = budget.take(str(rows))

@@ -11,7 +11,9 @@ import statistics
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -19,7 +21,7 @@ import torch
 from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.calibration.bench import Bench, largest_cache
 from h2o_flexgen.calibration.sampling import greedy_sequences
-from h2o_flexgen.calibration.timing import sample_of
+from h2o_flexgen.calibration.timing import Clock, sample_of
 from h2o_flexgen.checkpoint.dummy import DummySource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
@@ -91,28 +93,45 @@ def unexplained_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> dict
     request = PlanRequest(spec, Workload(_PROMPT, _MOST_STEPS), eviction, dtype, Caps(), tier)
     at_home = {tier: 1.0}
     plan = make_plan(request, OffloadPolicy(max(ROWS), weights=at_home, cache=at_home, hidden=at_home))
-    source, clock = DummySource(spec, dtype), bench.timer.clock
+    source, repeats = DummySource(spec, dtype), bench.timer.repeats
     beyond: dict[str, list[tuple[float, float]]] = {kind: [] for kind in UNIT_KINDS}
     with closing(load(plan, source, EngineConfig(), bench.device, "", _no_trace, _no_progress)) as loaded:
         _one_run(plan, loaded, 1, _LEAST_STEPS)
-        start = clock()
-        for i, rows in enumerate(ROWS):
-            compute = _priced(plan, rates, rows)
-            left = (seconds - (clock() - start)) / (len(ROWS) - i)
-            taken: dict[str, list[float]] = {kind: [] for kind in UNIT_KINDS}
-            lasting: dict[str, list[float]] = {kind: [] for kind in UNIT_KINDS}
-            begun, steps = clock(), _steps(plan, compute, left)
-            while not taken["attn"] or clock() - begun < left:
-                for index, step, lasted in _one_run(plan, loaded, rows, steps):
-                    if step >= _WARM:
-                        known = compute.seconds(Task(TaskKind.COMPUTE, step, index, 0))
-                        taken[spec.units[index].kind].append(lasted - known)
-                        lasting[spec.units[index].kind].append(lasted)
-            for kind, values in taken.items():
-                bench.spreads.note(f"{bench.name} ticks", sample_of(lasting[kind]))
+        budget = bench.timer.budget(seconds, dict.fromkeys(map(str, ROWS), 1.0))
+        for rows in ROWS:
+            compute, share = _priced(plan, rates, rows), budget.take(str(rows))
+            take = partial(_measured, plan, loaded, compute, rows, share, bench.timer.clock)
+            measured = repeats.steadiest(take, _Measured.spread)
+            for kind, values in measured.beyond.items():
+                bench.spreads.note(f"{bench.name} ticks", sample_of(measured.lasting[kind]))
                 # The mean: what a run meets now and then, it pays for.
                 beyond[kind].append((rows, max(_LEAST, statistics.fmean(values))))
     return {kind: Curve(tuple(points)) for kind, points in beyond.items()}
+
+
+class _Measured(NamedTuple):
+    """Seconds of ticks by the kind of their unit: those beyond what is known, and all of them."""
+
+    beyond: dict[str, list[float]]
+    lasting: dict[str, list[float]]
+
+    def spread(self) -> float:
+        """Of the typical kind."""
+        return statistics.median(sample_of(lasting).spread for lasting in self.lasting.values())
+
+
+def _measured(plan: Plan, loaded: Loaded, compute: Compute, rows: int, seconds: float, clock: Clock) -> _Measured:
+    """Ticks of runs of `rows` rows, one after the other for about `seconds`; steps that warm up are left out."""
+    units = plan.request.spec.units
+    measured = _Measured({kind: [] for kind in UNIT_KINDS}, {kind: [] for kind in UNIT_KINDS})
+    begun, steps = clock(), _steps(plan, compute, seconds)
+    while not measured.lasting["attn"] or clock() - begun < seconds:
+        for index, step, lasted in _one_run(plan, loaded, rows, steps):
+            if step >= _WARM:
+                known = compute.seconds(Task(TaskKind.COMPUTE, step, index, 0))
+                measured.beyond[units[index].kind].append(lasted - known)
+                measured.lasting[units[index].kind].append(lasted)
+    return measured
 
 
 def _priced(plan: Plan, rates: ComputeRates, rows: int) -> Compute:

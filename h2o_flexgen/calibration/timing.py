@@ -5,15 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 Clock = Callable[[], float]
+_Taken = TypeVar("_Taken")
 
 MOST_SAMPLES = 50
 FEWEST_SAMPLES = 3
 SPAN = 1e-3
 """Seconds that one sample lasts at least: shorter calls are repeated within it."""
 _LEAST_SHARE = 0.1
+WIDE = 0.2
+"""Quartiles further apart than this share of the median say little: something disturbed what was measured."""
+_RESTS = (0.0, 0.3, 1.0)  # seconds before what was disturbed is measured again: whatever did it may go on for a while
+_REPEATED_SHARE = 2 / 3  # of the time that went by otherwise
 
 
 class Sample(NamedTuple):
@@ -54,11 +59,75 @@ class TimeBudget:
         return self._seconds
 
 
-class Timer:
-    """Times calls on one device. `synchronise` waits for what the device still has to do."""
+class Repeats:
+    """Measures again what was disturbed, within seconds that everything measured in one calibration shares.
 
-    def __init__(self, synchronise: Callable[[], object] = lambda: None, clock: Clock = time.perf_counter) -> None:
+    At any time repeating may have taken two thirds of the time that went by otherwise, so that what comes first leaves
+    some to what comes last, and never more than `seconds`.
+    """
+
+    def __init__(
+        self,
+        seconds: float = 0.0,
+        clock: Clock = time.perf_counter,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._most, self._clock, self._sleep = seconds, clock, sleep
+        self._start = clock()
+        self.spent = 0.0
+        """Seconds that repeating took."""
+        self.count = 0
+        """Repetitions so far."""
+
+    def clock(self) -> float:
+        """The clock that time is divided by: it stands still while anything is repeated."""
+        return self._clock() - self.spent
+
+    def steadiest(self, take: Callable[[], _Taken | None], spread: Callable[[_Taken], float]) -> _Taken:
+        """What `take` gives, once, and again while its `spread` is WIDE and there is time: the one that spreads least.
+
+        `take` gives None where it can give nothing more; ValueError where it gives nothing at all.
+        """
+        start = self._clock()
+        best = take()
+        lasted = self._clock() - start
+        if best is None:
+            raise ValueError("nothing was measured")
+        for rest in _RESTS:
+            begun = self._clock()
+            if spread(best) <= WIDE or rest + lasted > self._left():
+                break
+            self._sleep(rest)
+            other = take()
+            self.spent += self._clock() - begun
+            if other is None:
+                break
+            self.count += 1
+            best = min(best, other, key=spread)
+        return best
+
+    def _left(self) -> float:
+        return min(self._most, _REPEATED_SHARE * (self.clock() - self._start)) - self.spent
+
+
+class Timer:
+    """Times calls on one device. `synchronise` waits for what the device still has to do.
+
+    `repeats`: measures again what was disturbed; None: nothing is.
+    """
+
+    def __init__(
+        self,
+        synchronise: Callable[[], object] = lambda: None,
+        clock: Clock = time.perf_counter,
+        repeats: Repeats | None = None,
+    ) -> None:
         self._synchronise, self.clock = synchronise, clock
+        self.repeats = Repeats(0.0, clock) if repeats is None else repeats
+
+    def budget(self, seconds: float, weights: Mapping[str, float]) -> TimeBudget:
+        """`seconds` divided by `weights`; what is measured again takes none of them."""
+        return TimeBudget(seconds, weights, self.repeats.clock)
 
     def once(self, call: Callable[[], object]) -> float:
         """Seconds of one call, from an idle device to an idle device."""
@@ -75,33 +144,51 @@ class Timer:
         *,
         per: int = 1,
         prepare: Callable[[], object] | None = None,
-        most: int = MOST_SAMPLES,
+        most: int | None = None,
     ) -> Sample:
         """Seconds of one of the `per` operations that `call` does, measured for about `seconds`.
 
         One untimed call goes before: it touches memory and fills pools. Only where that takes all the time and as much
         again, it is the sample itself. Fewer than FEWEST_SAMPLES are taken only where half as much time again would not
         do. `prepare` runs untimed before every call; without it, calls shorter than SPAN are repeated within a sample.
-        `most`: samples, however short they are.
+        What was disturbed is measured again, as `repeats` has time. `most`: samples in all, those included; None:
+        MOST_SAMPLES each time.
         """
-        start = self.clock()
+        start: float | None = self.clock()
         first = self._prepared(call, prepare)
         if first > 2 * seconds:
             return sample_of([first / per])
-        repeats = 1
+        together = 1
         if prepare is None and first < SPAN:
-            repeats = max(1, round(SPAN / max(self.once(call), 1e-7)))
+            together = max(1, round(SPAN / max(self.once(call), 1e-7)))
+        done = 0
+
+        def series() -> Sample | None:
+            nonlocal done, start
+            left = MOST_SAMPLES if most is None else most - done
+            if done and left < FEWEST_SAMPLES:
+                return None
+            # Warming up takes time from the first series, and is not done again.
+            begun, start = self.clock() if start is None else start, None
+            taken = self._series(lambda: self._prepared(call, prepare, together) / together / per, begun, seconds, left)
+            again, done = done > 0, done + len(taken)
+            return None if again and len(taken) < FEWEST_SAMPLES else sample_of(taken)
+
+        return self.repeats.steadiest(series, lambda sample: sample.spread if sample.taken >= FEWEST_SAMPLES else 0.0)
+
+    def _series(self, sample: Callable[[], float], start: float, seconds: float, most: int) -> list[float]:
+        """As many samples as there is time for, `seconds` from `start` on; one at least."""
         taken: list[float] = []
         longest = 0.0
-        while len(taken) < most:
+        while not taken or len(taken) < most:
             before = self.clock()
             if taken:
                 fewest = len(taken) < FEWEST_SAMPLES
                 if before - start + longest > seconds * (1.5 if fewest else 1.0):
                     break
-            taken.append(self._prepared(call, prepare, repeats) / repeats / per)
+            taken.append(sample())
             longest = max(longest, self.clock() - before)
-        return sample_of(taken)
+        return taken
 
     def _prepared(self, call: Callable[[], object], prepare: Callable[[], object] | None, repeats: int = 1) -> float:
         if prepare is not None:

@@ -17,6 +17,7 @@ from h2o_flexgen.calibration import Calibration, cached_profile, calibrate
 from h2o_flexgen.calibration import measure as measuring
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
 from h2o_flexgen.calibration.table import profile_table
+from h2o_flexgen.calibration.timing import Repeats, Sample, Timer
 from h2o_flexgen.config.hardware import ComputeRates, Curve, HardwareProfile
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
@@ -86,7 +87,7 @@ def test_everything_is_measured(profile: HardwareProfile) -> None:
     assert profile.dtype == "float32"
     assert profile.memory["cpu"] > 0
     assert profile.memory["disk"] > 0
-    assert {"cpu", "cores", "threads", "torch", "load_average"} <= set(profile.host)
+    assert {"cpu", "cores", "threads", "torch", "load_average", "calibrated_s", "repeated_s"} <= set(profile.host)
     assert all(source.startswith("measured") for source in profile.sources.values())
     assert set(profile.links) < set(profile.sources)
     assert "with an emulated GPU" in profile.name
@@ -147,13 +148,24 @@ def test_weights_larger_than_the_arena_are_measured_in_part(tmp_path: Path) -> N
     check_rates(profile.compute["cpu"], spec)
 
 
-def test_progress_names_each_part_once(tmp_path: Path) -> None:
+def test_progress_names_each_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all that is measured shares the time to measure anything again."""
+    shared: set[Repeats] = set()
+    steadiest, measure = Repeats.steadiest, Timer.measure
+
+    def noted(timer: Timer, *args: Any, **settings: Any) -> Sample:
+        shared.add(timer.repeats)
+        return measure(timer, *args, **settings)
+
+    monkeypatch.setattr(Timer, "measure", noted)
+    monkeypatch.setattr(Repeats, "steadiest", lambda self, *how: (shared.add(self), steadiest(self, *how))[1])
     seen: list[tuple[str, float, float]] = []
     calibrate(tiny(tmp_path / "offload"), lambda *now: seen.append(now))
     parts = [what for what, _, _ in seen]
     assert len(parts) == len(set(parts)) == len(measuring._weights(tiny(tmp_path)))
     assert [spent for _, spent, _ in seen] == sorted(spent for _, spent, _ in seen)
     assert {total for _, _, total in seen} == {0.01}
+    assert len(shared) == 1
 
 
 class TestKept:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_flexgen.calibration.timing import MOST_SAMPLES, SPAN, Sample, TimeBudget, Timer, sample_of
+from h2o_flexgen.calibration.timing import MOST_SAMPLES, SPAN, Repeats, Sample, TimeBudget, Timer, sample_of
 
 
 class FakeClock:
@@ -110,3 +110,94 @@ def test_medians_and_quartiles() -> None:
     assert sample_of([1.0, 9.0, 2.0, 3.0, 4.0]) == Sample(3.0, pytest.approx(2.0 / 3), 5)
     assert sample_of([2.0]) == Sample(2.0, 0.0, 1)
     assert sample_of([0.0, 0.0]).seconds > 0  # a clock too coarse
+
+
+class Disturbed:
+    """A call that takes 1 second, or what `seconds` says of it, oldest first; and what repeats it."""
+
+    def __init__(self, *seconds: float, most: float = 100.0) -> None:
+        self.clock, self.seconds, self.calls = FakeClock(), [*seconds], 0
+        self.repeats = Repeats(most, self.clock, self.clock.pass_)
+        self.timer = Timer(clock=self.clock, repeats=self.repeats)
+
+    def __call__(self) -> None:
+        self.calls += 1
+        self.clock.pass_(self.seconds.pop(0) if self.seconds else 1.0)
+
+    def measure(self, **settings: int) -> Sample:
+        """One call warms up, four are taken."""
+        return self.timer.measure(self, 5.0, **settings)
+
+
+def test_what_was_disturbed_is_measured_again() -> None:
+    call = Disturbed(1.0, 0.5, 1.5, 0.5, 1.5)
+    call.clock.pass_(100.0)
+    assert call.measure() == Sample(1.0, 0.0, 5)
+    assert (call.repeats.count, call.repeats.spent, call.calls) == (1, pytest.approx(5.0), 10)
+
+
+def test_what_was_not_disturbed_is_not() -> None:
+    call = Disturbed(1.0, 1.0, 0.9, 1.0, 0.9)
+    call.clock.pass_(100.0)
+    assert call.measure() == Sample(pytest.approx(0.95), pytest.approx(0.1 / 0.95), 4)
+    assert (call.repeats.count, call.repeats.spent, call.calls) == (0, 0.0, 5)
+
+
+def test_of_what_stays_disturbed_the_steadiest_is_kept() -> None:
+    wide, wider = (0.5, 1.0, 1.5), (0.1, 1.0, 1.9)
+    call = Disturbed(1.0, *wider, *wide, *wider, *wider)
+    call.clock.pass_(100.0)
+    sample = call.timer.measure(call, 4.0)
+    assert sample == Sample(1.0, pytest.approx(0.5), 3)
+    # Four series in all, a rest before the second and the third repetition.
+    assert (call.repeats.count, call.calls) == (3, 13)
+    assert call.repeats.spent == pytest.approx(9.0 + 0.3 + 1.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "most", "repeated"),
+    [(0.0, 100.0, 0), (0.4, 100.0, 0), (0.6, 100.0, 1), (3.0, 2.9, 0), (3.0, 3.1, 1), (100.0, 3.1, 1), (5.6, 9.9, 2)],
+)
+def test_repeating_takes_no_more_than_its_share(before: float, most: float, repeated: int) -> None:
+    """A series lasts 3 seconds, 4 with the call that warms up; of these and those before two thirds may be repeated."""
+    wide = (0.5, 1.0, 1.5)
+    call = Disturbed(1.0, *wide, *wide, *wide, *wide, most=most)
+    call.clock.pass_(before)
+    call.timer.measure(call, 4.0)
+    assert call.repeats.count == repeated
+    assert call.repeats.spent <= min(most, 2 / 3 * (before + 4.0))
+
+
+def test_no_more_samples_are_taken_than_there_may_be() -> None:
+    wide = (0.5, 1.5) * 10
+    call = Disturbed(1.0, *wide)
+    call.clock.pass_(100.0)
+    assert call.measure(most=10).taken == 4
+    assert (call.repeats.count, call.calls) == (1, 9)  # two are left: too few
+
+
+def test_a_few_samples_are_not_steadier_than_many() -> None:
+    """A repetition in which one call takes all the time says nothing."""
+    call = Disturbed(1.0, 0.5, 1.5, 0.5, 1.5, 50.0)
+    call.clock.pass_(1000.0)
+    assert call.measure().taken == 4
+    assert call.repeats.count == 0
+    assert call.repeats.spent == pytest.approx(50.0)
+
+
+def test_time_that_is_divided_stands_still_meanwhile() -> None:
+    call = Disturbed(1.0, 0.5, 1.5, 0.5, 1.5)
+    call.clock.pass_(100.0)
+    budget = call.timer.budget(20.0, {"a": 1.0, "b": 1.0})
+    budget.take("a")
+    call.measure()
+    assert call.repeats.count == 1
+    assert budget.elapsed == pytest.approx(5.0)
+    assert budget.take("b") == pytest.approx(15.0)
+
+
+def test_nothing_is_repeated_unasked() -> None:
+    call = Disturbed(1.0, 0.5, 1.5, 0.5, 1.5)
+    call.clock.pass_(100.0)
+    Timer(clock=call.clock).measure(call, 5.0)
+    assert call.calls == 5
