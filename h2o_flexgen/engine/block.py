@@ -46,6 +46,10 @@ class BlockTotals:
     generated_tokens: int = 0
     sequences: int = 0
     kv_bytes: int = 0
+    replayed_steps: int = 0
+    """Decode steps of GPU batches that were launched as CUDA graphs."""
+    not_recorded: str | None = None
+    """Why such a graph could not be recorded, the first time of all; None where none failed."""
     work: Work = field(default_factory=Work)
     """Counted step by step; of sequences that a failed block left unfinished without what decode read from caches."""
 
@@ -122,6 +126,8 @@ class BlockRunner:
                 # Of a block that failed, too: what was computed in vain took its time.
                 totals.prefill_seconds += executor.prefill_seconds
                 totals.decode_seconds += executor.decode_seconds
+                totals.replayed_steps += executor.replayed
+                totals.not_recorded = totals.not_recorded or executor.not_recorded
         finally:
             # Whatever is still under way writes to buffers and files that go now; its errors no longer matter.
             self.copies.drain()

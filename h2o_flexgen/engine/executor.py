@@ -78,6 +78,16 @@ class Executor:
         }
         self.prefill_seconds = self.decode_seconds = 0.0
 
+    @property
+    def replayed(self) -> int:
+        """Decode steps of single lanes that were launched as a whole."""
+        return 0 if self._graphs is None else self._graphs.replayed
+
+    @property
+    def not_recorded(self) -> str | None:
+        """Why decode steps that could have been launched as a whole were not; None where nothing failed."""
+        return None if self._graphs is None else self._graphs.failure
+
     @torch.inference_mode()
     def run(self, ticks: Iterable[Tick]) -> Iterator[Sequence]:
         """Walks `ticks`; yields each sequence once it is finished."""

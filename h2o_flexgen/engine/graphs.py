@@ -118,11 +118,14 @@ class DecodeGraphs:
         step of a lane from token ids and positions, (rows,) int64 each: logits (rows, vocab) float32."""
         self._make, self._caches, self._forward = make, caches, forward
         self._lanes: dict[int, _Steady] = {}
-        self._works = True
+        self.failure: str | None = None
+        """Why a step could not be recorded; no other is tried then."""
+        self.replayed = 0
+        """Steps that were launched as a whole."""
 
     def step(self, lane: Lane) -> Tensor | None:
         """The whole step of `lane`: its logits, which are the caller's. None: nothing was done, go unit by unit."""
-        if lane.kept is not None or not self._works:
+        if lane.kept is not None or self.failure is not None:
             self._drop(lane.index)
             return None
         steady = self._lanes.setdefault(lane.index, _Steady())
@@ -146,6 +149,7 @@ class DecodeGraphs:
             for cache in steady.caches:
                 cache.repeat()
         steady.recording.replay()
+        self.replayed += 1
         # A row of logits may be kept by whoever asked for it.
         return steady.logits.clone()
 
@@ -161,7 +165,7 @@ class DecodeGraphs:
             return recording.record(run)
         except RuntimeError as error:
             log.warning("decode steps cannot be recorded as CUDA graphs, and are launched one by one: %s", error)
-            self._works = False
+            self.failure = f"{type(error).__name__}: {error}"
             for cache, positions in zip(steady.caches, before, strict=True):
                 if cache.next_pos != positions:
                     cache.repeat(-1)

@@ -133,6 +133,7 @@ def make_record(
             *_unrealised(config, plan, achieved),
             *_warnings(plan, measured),
             *_slow_kernels(_device(plan, config)),
+            *_not_recorded(totals.not_recorded),
         ],
     )
 
@@ -193,3 +194,8 @@ def _slow_kernels(device: str) -> list[str]:
     """What a GPU had to do without."""
     reason = triton_available.why_not(device) if device == "cuda" else None
     return [] if reason is None else [f"attention on the GPU was computed by torch, which takes longer: {reason}"]
+
+
+def _not_recorded(reason: str | None) -> list[str]:
+    what = "decode steps could not be recorded as CUDA graphs, and were launched one by one, which is slower"
+    return [] if reason is None else [f"{what}: {reason}"]

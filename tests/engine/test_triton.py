@@ -154,7 +154,7 @@ def test_lanes_and_changes(folder, log: list[str]) -> None:
 def test_a_recording_that_fails(
     when: str, folder, log: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The step is done one launch after the other, once, and so are all after it."""
+    """The step is done one launch after the other, once, and so are all after it; the record says why."""
     record = FakeGraph.record
 
     def failing(graph: FakeGraph, run: Callable[[], Tensor]) -> Tensor:
@@ -164,10 +164,18 @@ def test_a_recording_that_fails(
 
     monkeypatch.setattr(FakeGraph, "record", failing)
     args = folder("llama-gqa"), EVICTION["h2o"]
-    with caplog.at_level(logging.WARNING, graphs.__name__):
-        assert_same(answers(*args), by_torch(*args))
+    expected = by_torch(*args)
+    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, logprobs=0)
+    with (
+        caplog.at_level(logging.WARNING, graphs.__name__),
+        LLM(args[0], eviction=args[1], dtype="float32", policy={"gpu_batch_size": 2}) as llm,
+    ):
+        assert_same(llm.generate(PROMPTS, params), expected)
+        told = [warning for warning in llm.last_record.warnings if "CUDA graphs" in warning]
     assert "replay" not in log
-    assert [record.getMessage() for record in caplog.records if "not permitted" in record.getMessage()]
+    assert len([record for record in caplog.records if "not permitted" in record.getMessage()]) == 1
+    assert len(told) == 1
+    assert told[0].endswith("RuntimeError: this operation is not permitted")
 
 
 @pytest.mark.parametrize(
