@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-import mmap
 import weakref
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from h2o_flexgen.huge import huge_pages
 
 LEAST = 1 << 20
 """Bytes from which on a tensor is large."""
@@ -28,10 +28,7 @@ class _Pages:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = -(-nbytes // _UNIT) * _UNIT
-        self.memory = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # small ones, then
-                self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = huge_pages(self.nbytes)
         self.kind: Any = ctypes.c_char * self.nbytes
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -10,10 +9,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from h2o_flexgen.errors import MemoryRefused
+from h2o_flexgen.huge import huge_pages
 from h2o_flexgen.memory.cuda import Device
 from h2o_flexgen.units import format_bytes
-
-log = logging.getLogger(__name__)
 
 
 class Block(NamedTuple):
@@ -42,18 +40,12 @@ class HostMemory:
         if nbytes == 0:
             return Block(torch.empty(0, dtype=torch.uint8), _nothing)
         try:
-            # Python's default is MAP_SHARED, which the kernel treats as shared memory and backs by small pages
-            pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages = huge_pages(nbytes)
         except OSError as error:
             raise MemoryRefused(
                 f"the system refused {format_bytes(nbytes)} of host memory ({error.strerror})",
                 change="free memory, or lower --cpu-mem or --gpu-batch-size",
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                log.debug("no transparent huge pages for a buffer of %s", format_bytes(nbytes))
         tensor = torch.frombuffer(pages, dtype=torch.uint8)
 
         def release() -> None:
