@@ -23,7 +23,7 @@ from h2o_flexgen.memory.cuda import open_device
 from h2o_flexgen.memory.disk_tier import DiskTier, Region
 from h2o_flexgen.memory.handle import Extent
 from h2o_flexgen.memory.pages import DeviceMemory, HostMemory
-from h2o_flexgen.memory.pinned import PinnedPool
+from h2o_flexgen.memory.pinned import PinnedPool, lockable_memory
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Tier
 from h2o_flexgen.units import GIB, KIB, MIB, format_bytes
@@ -178,7 +178,7 @@ class HostGpu:
     def __init__(self, device: torch.device, unit_bytes: int, host_bytes: int, *, pinned: bool = True) -> None:
         with ExitStack() as stack:
             real = open_device(device)
-            pins = PinnedPool(real) if real is not None and pinned else None
+            pins = PinnedPool(real, lockable_memory()) if real is not None and pinned else None
             gpu = stack.enter_context(closing(Tier("gpu", None, HostMemory() if real is None else DeviceMemory(real))))
             cpu = stack.enter_context(closing(Tier("cpu", None, HostMemory(), pins)))
             self.unit = max(PAGE, min(unit_bytes, LARGEST, host_bytes // _BUFFERS) // PAGE * PAGE)

@@ -24,9 +24,9 @@ from h2o_flexgen.cost.predict import Prediction, predict
 from h2o_flexgen.cost.request import SearchRequest
 from h2o_flexgen.cost.roofline import Ran, Rooflines
 from h2o_flexgen.cost.search import search
-from h2o_flexgen.engine import machine
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.plan import Plan, PlanRequest, automatic, make_plan, require_fit
+from h2o_flexgen.memory.pinned import lockable_memory
 from h2o_flexgen.reporting.run_report import NOT_PREDICTED, aligned, block_text, predicted_text, shares_text
 from h2o_flexgen.units import format_bytes
 
@@ -225,9 +225,9 @@ def _told(plan: Plan) -> Iterator[tuple[str, str]]:
         if cap is not None:
             used, why = format_bytes(plan.footprint.total(tier)), request.caps.why.get(tier, "given")
             yield f"{tier} tier", f"{used} planned of {format_bytes(cap)}: {why}"
-    lockable = machine.lockable_memory()
+    lockable = lockable_memory()
     if request.compute_tier == "gpu" and not request.caps.emulated and lockable is not None:
-        yield "pinned", f"{format_bytes(lockable)} may be locked (ulimit -l); what the system refuses is pageable"
+        yield "pinned", f"{format_bytes(lockable)} may be locked (ulimit -l; H2O_FLEXGEN_MEMLOCK), the rest is pageable"
     shares: Mapping[str, Mapping[str, float]] = plan.placement.achieved(request.spec, request.dtype)
     yield "plan", f"{block_text(policy.to_json())}; {shares_text(shares)}"
     if plan.predicted is None:

@@ -9,7 +9,7 @@ from h2o_flexgen.engine.machine import Limit, cgroup_limit
 from h2o_flexgen.memory.cuda import Device, open_device
 from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
 from h2o_flexgen.memory.pages import HostMemory
-from h2o_flexgen.memory.pinned import PinnedPool
+from h2o_flexgen.memory.pinned import PinnedPool, lockable_memory
 from h2o_flexgen.units import format_bytes
 
 _FREE_SHARE = 0.9  # of what is free on the GPU: the rest is for libraries, and for the gaps that an allocator leaves
@@ -22,9 +22,10 @@ def open_gpu(device: torch.device) -> PinnedPool | None:
     opened = open_device(device)
     if opened is None:
         return None
-    host, limit = psutil.virtual_memory().total, cgroup_limit()
+    host, limit, lockable = psutil.virtual_memory().total, cgroup_limit(), lockable_memory()
     share = int(_PINNED_SHARE * (host if limit is None else min(host, limit)))
-    return PinnedPool(opened, share, HostMemory().allocate(BOUNCE_BYTES).tensor)
+    most = share if lockable is None else min(share, lockable)
+    return PinnedPool(opened, most, HostMemory().allocate(BOUNCE_BYTES).tensor)
 
 
 def gpu_limit(gpu: Device, asked: int | None) -> Limit:

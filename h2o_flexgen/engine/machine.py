@@ -122,15 +122,6 @@ def disk_limit(folder: Path, there: int) -> Limit:
     return Limit(limit.nbytes + there, limit.why + beside)
 
 
-def lockable_memory() -> int | None:
-    """Bytes of host memory that this process may lock (RLIMIT_MEMLOCK); None without a limit.
-
-    What is beyond it may be refused as pinned memory; buffers are pageable then, and a warning says so.
-    """
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
 def _share_of(nbytes: int, what: str) -> Limit:
     return Limit(int(_SHARE * nbytes), f"{_SHARE:.0%} of {format_bytes(nbytes)} {what}")
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
 import threading
 from collections.abc import Callable
 from enum import Enum
+from pathlib import Path
 
 from torch import Tensor
 
@@ -13,6 +16,9 @@ from h2o_flexgen.memory.cuda import Device
 from h2o_flexgen.units import format_bytes
 
 log = logging.getLogger(__name__)
+
+_CAP_IPC_LOCK = 14
+_STATUS = "/proc/self/status"
 
 
 class Pin(Enum):
@@ -30,8 +36,7 @@ class PinnedPool:
     """Locks host memory for `device`, at most `limit` bytes (None: as much as the system allows). Thread safe.
 
     What does not fit, or what the system refuses, stays pageable: copies work all the same, and take longer. After a
-    refusal only buffers that come first are tried. CUDA's driver locks pages by itself and need not go by
-    RLIMIT_MEMLOCK, so its answer is what counts.
+    refusal only buffers that come first are tried.
     """
 
     def __init__(self, device: Device, limit: int | None = None, bounce: Tensor | None = None) -> None:
@@ -95,6 +100,29 @@ class PinnedPool:
     def _count(self, nbytes: int, first: bool) -> None:
         self.locked += nbytes
         self._first += nbytes if first else 0
+
+
+def lockable_memory() -> int | None:
+    """Bytes of host memory that this process should lock at most; None without a limit.
+
+    That is RLIMIT_MEMLOCK, but for those who may lock what they like (CAP_IPC_LOCK). CUDA locks pages in its kernel
+    module, and most drivers do not go by the limit. It is kept to all the same: whoever set it wants the rest of the
+    memory to stay pageable, and a driver that does go by it would refuse. H2O_FLEXGEN_MEMLOCK=0 leaves the answer to
+    the driver.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    ignored = os.environ.get("H2O_FLEXGEN_MEMLOCK", "1").lower() in ("0", "false", "no", "off")
+    return None if ignored or soft == resource.RLIM_INFINITY or _may_lock_all() else soft
+
+
+def _may_lock_all() -> bool:
+    """Whether the process has CAP_IPC_LOCK; False where the system does not say."""
+    try:
+        lines = Path(_STATUS).read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return False
+    capabilities = [int(line.split()[1], 16) for line in lines if line.startswith("CapEff:")]
+    return any(mask >> _CAP_IPC_LOCK & 1 for mask in capabilities)
 
 
 def _nothing() -> None:

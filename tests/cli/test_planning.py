@@ -318,10 +318,6 @@ def test_limits_and_where_they_come_from(tmp_path: Path, monkeypatch: pytest.Mon
     assert free.why.endswith(f"free in {tmp_path}")
     assert not (tmp_path / "not").exists()
     assert machine.disk_limit(tmp_path, 1 << 40).nbytes - free.nbytes == pytest.approx(1 << 40, rel=0.01)
-    monkeypatch.setattr("resource.getrlimit", lambda _: (64 << 10, -1))
-    assert machine.lockable_memory() == 64 << 10
-    monkeypatch.setattr("resource.getrlimit", lambda _: (-1, -1))
-    assert machine.lockable_memory() is None
 
 
 def test_caps_of_an_engine(model: Path, tmp_path: Path) -> None:

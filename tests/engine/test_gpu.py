@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ from h2o_flexgen.engine import gpu, replay
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.trace import Trace
 from h2o_flexgen.errors import MemoryRefused, is_out_of_memory
+from h2o_flexgen.memory import pinned
 from h2o_flexgen.memory.cuda import Stream
+from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
+from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.schedule.tasks import Task, TaskKind
 from tests.memory.fake_cuda import FakeDevice, FakeMark
 from tests.tiny import prompts_of
@@ -32,6 +37,52 @@ def test_a_cap_is_at_most_what_others_leave() -> None:
     assert gpu.gpu_limit(device, 8 << 20).nbytes == 7 << 20
     assert gpu.gpu_limit(device, None).nbytes == int(0.9 * 12 * GIB)
     assert gpu.open_gpu(torch.device("cpu")) is None
+
+
+UNLIMITED = resource.RLIM_INFINITY
+SOME = BOUNCE_BYTES + (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("soft", "capabilities", "setting", "most"),
+    [
+        (SOME, "0000000000000000", None, SOME),
+        (SOME, "00000000a80425fb", None, SOME),  # as containers have them: not that one
+        (SOME, "0000000000004000", None, None),  # CAP_IPC_LOCK
+        (SOME, "000001fffeffffff", None, None),
+        (SOME, None, None, SOME),
+        (UNLIMITED, "0000000000000000", None, None),
+        (SOME, "0000000000000000", "0", None),
+        (64 << 10, "0000000000000000", "1", 64 << 10),
+    ],
+)
+def test_no_more_is_locked_than_the_limit_allows(
+    soft: int,
+    capabilities: str | None,
+    setting: str | None,
+    most: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """RLIMIT_MEMLOCK, where it holds for this process; the buffers that everything goes through come first."""
+    status = tmp_path / "status"
+    if capabilities is not None:
+        status.write_text(f"Name:\tpython\nCapPrm:\t000001ffffffffff\nCapEff:\t{capabilities}\nThreads:\t2\n")
+    monkeypatch.setattr(pinned, "_STATUS", str(status))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, UNLIMITED))
+    monkeypatch.delenv("H2O_FLEXGEN_MEMLOCK", raising=False)
+    if setting is not None:
+        monkeypatch.setenv("H2O_FLEXGEN_MEMLOCK", setting)
+    monkeypatch.setattr(gpu, "open_device", lambda device: FakeDevice())
+    assert pinned.lockable_memory() == most
+    pool = gpu.open_gpu(torch.device("cuda"))
+    assert pool is not None
+    assert pool.limit == (most or pool.limit)
+    assert (pool.bounce is None) == (most == 64 << 10)
+    block = HostMemory().allocate(2 << 20).tensor
+    pool.lock(block, pinned.Pin.IF_ROOM)
+    assert pool.device.locked(block) == (most is None)
+    pool.close()
 
 
 @pytest.mark.parametrize(
