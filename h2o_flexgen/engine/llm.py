@@ -280,8 +280,7 @@ class LLM:
         return Caps(on_gpu, cpu, disk, emulated=config.emulate_gpu is not None, why=why)
 
     def _reader(self) -> RequestReader:
-        codec = self.model.codec
-        return RequestReader(self.model.spec, self.config.eviction, codec.encode if codec else None, self.config.seed)
+        return RequestReader(self.model.spec, self.config.eviction, self.model.codec, self.config.seed)
 
     def _output(self, row: Sequence) -> RequestOutput:
         if row.finish_reason is None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
@@ -13,18 +14,21 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.segments import shared_first
 from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.engine.text import TextCodec
 from h2o_flexgen.errors import UsageError
 
 Prompt = str | SequenceOf[int]
 
+_ANY_TEXT = "x"  # any: special tokens do not depend on it
+
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Makes sequences of prompts for one model. `encode` is None where there is no tokenizer."""
+    """Makes sequences of prompts for one model. `codec` is None where there is no tokenizer."""
 
     spec: ModelSpec
     eviction: EvictionConfig
-    encode: Callable[[str], list[int]] | None
+    codec: TextCodec | None
     seed: int
 
     def read(self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams]) -> list[Sequence]:
@@ -51,42 +55,58 @@ class RequestReader:
         return sequences
 
     def _split(self, context: Prompt, continuation: Prompt, index: int) -> tuple[list[int], list[int]]:
-        """Token ids of a pair. Strings are encoded together, so that the boundary is tokenised as in running text."""
-        where = f"pair {index}"
-        if isinstance(context, str) and isinstance(continuation, str):
-            prefix = self.token_ids(context, where)
-            whole = self.token_ids(context + continuation, where)
-            if whole[: len(prefix)] == prefix:
-                return self._nonempty(prefix, whole[len(prefix) :], where)
-        ids = self.token_ids(context, where)
-        tail = self.token_ids(continuation, where, bare=True)
-        return self._nonempty(ids, tail, where)
+        """Token ids of a pair. Strings are encoded together, so that the boundary is tokenised as in running text.
 
-    def _nonempty(self, ids: list[int], forced: list[int], where: str) -> tuple[list[int], list[int]]:
+        Of the special tokens that a tokenizer adds to a text, those before it open the context; none stands between the
+        two, and what would end the text is not scored.
+        """
+        where = f"pair {index}"
+        ids, forced = self._bare(context, where), self._bare(continuation, where)
+        if isinstance(context, str) and isinstance(continuation, str):
+            whole = self._bare(context + continuation, where)
+            if whole[: len(ids)] == ids:
+                forced = whole[len(ids) :]
         if not forced:
             raise UsageError(f"{where} has an empty continuation", "needed at least one token to score")
-        return ids, forced
+        opening = self._opening if isinstance(context, str) else []
+        return [*opening, *ids] or [self.spec.bos_token_id], forced
 
-    def token_ids(self, prompt: Prompt, where: str, bare: bool = False) -> list[int]:
-        """Ids of one prompt; an empty one becomes BOS. `bare`: no special tokens, and empty stays empty."""
+    def token_ids(self, prompt: Prompt, where: str) -> list[int]:
+        """Ids of one prompt, special tokens as the tokenizer adds them; an empty one becomes BOS."""
         if isinstance(prompt, str):
-            if self.encode is None:
-                raise UsageError(
-                    f"{where} is text, and this model has no tokenizer",
-                    "needed lists of token ids, or a tokenizer.json beside its config.json",
-                )
-            ids = self.encode(prompt)
-            if bare and ids and ids[0] == self.spec.bos_token_id:
-                ids = ids[1:]
-        else:
-            ids = [_as_int(token, where) for token in prompt]
+            return self._known(self._tokenizer(where).encode(prompt), where) or [self.spec.bos_token_id]
+        return self._bare(prompt, where) or [self.spec.bos_token_id]
+
+    def _bare(self, prompt: Prompt, where: str) -> list[int]:
+        """Ids of one prompt without special tokens, but for those that are spelt out in it."""
+        if isinstance(prompt, str):
+            return self._known(self._tokenizer(where).encode_bare(prompt), where)
+        return self._known([_as_int(token, where) for token in prompt], where)
+
+    @cached_property
+    def _opening(self) -> list[int]:
+        """The special tokens that the tokenizer puts before a text."""
+        codec = self._tokenizer("a text")
+        whole, bare = codec.encode(_ANY_TEXT), codec.encode_bare(_ANY_TEXT)
+        starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+        return self._known(whole[: next(starts, 0)], "what opens a text")
+
+    def _tokenizer(self, where: str) -> TextCodec:
+        if self.codec is None:
+            raise UsageError(
+                f"{where} is text, and this model has no tokenizer",
+                "needed lists of token ids, or a tokenizer.json beside its config.json",
+            )
+        return self.codec
+
+    def _known(self, ids: list[int], where: str) -> list[int]:
         for token in ids:
             if not 0 <= token < self.spec.vocab_size:
                 raise UsageError(f"{where} holds token id {token}", f"needed 0 to {self.spec.vocab_size - 1}")
-        return ids if ids or bare else [self.spec.bos_token_id]
+        return ids
 
     def _sequence(self, index: int, sample: int, row_id: int, ids: list[int], params: SamplingParams) -> Sequence:
-        if params.stop_strings and self.encode is None:
+        if params.stop_strings and self.codec is None:
             raise UsageError("stop_strings are given, and this model has no tokenizer", "needed eos_token_id instead")
         params.check_vocabulary(self.spec.vocab_size)
         budget = self.eviction.resolve(len(ids), params.max_new_tokens)

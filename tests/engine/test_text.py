@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
-from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine import tokenizer_files
+from h2o_flexgen.engine.requests import RequestReader
 from h2o_flexgen.engine.sequence import Sequence
 from h2o_flexgen.engine.text import Decode, TextCodec, find_stop, text_of
-from h2o_flexgen.errors import ModelError
+from h2o_flexgen.errors import ModelError, UsageError
+from tests.cost.machines import TINY
 from tests.engine import tokenizer_folders as folders
 from tests.tiny import FAMILIES
 
@@ -223,3 +225,41 @@ def test_a_stop_string_costs_a_tail_only(opened: Opened) -> None:
     for n in range(3990, 4000):
         assert find_stop(decode, row_of(ids[:100], ids[100:n], "cat", "☃X")) is None
     assert max(lengths) < 100
+
+
+PAIRS = [("The dog", " does not mind."), ("The do", "g does"), ("", "The dog"), ("<s> spelt", " out</s>"), ("a ", " ")]
+
+
+@pytest.mark.parametrize(
+    ("single", "opening"),
+    [("$A", []), ("<s> $A", [1]), ("<s> $A </s>", [1]), ("$A </s>", []), ("<s> <pad> $A </s> </s>", [1, 3])],
+)
+def test_pairs_are_opened_and_never_closed(single: str, opening: list[int], tmp_path: Path) -> None:
+    """Special tokens are added before the context alone, whatever the tokenizer would add to each text."""
+    made = folders.byte_level()
+    special = [(token, made.token_to_id(token)) for token in ("<s>", "</s>", "<pad>") if token in single]
+    if special:
+        made.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    codec = codec_of(folders.write(tmp_path / "model", "opt", made))
+    assert codec.encode("dog") == [*opening, *codec.encode_bare("dog"), *[2] * single.count("</s>")]
+    rows = RequestReader(TINY, EvictionConfig(), codec, 0).read_scored(PAIRS)
+    for row, (context, continuation) in zip(rows, PAIRS, strict=True):
+        parts = [made.encode(text, add_special_tokens=False).ids for text in (context, continuation)]
+        whole = made.encode(context + continuation, add_special_tokens=False).ids
+        together = whole[: len(parts[0])] == parts[0]
+        assert row.prompt_ids == ([*opening, *parts[0]] or [TINY.bos_token_id])
+        assert row.forced == (whole[len(parts[0]) :] if together else parts[1]), (context, continuation)
+
+
+def test_pairs_of_texts_and_token_ids(opened: Opened) -> None:
+    codec = opened("plain-words")
+    read = RequestReader(TINY, EvictionConfig(), codec, 0).read_scored
+    bare, opening = codec.encode_bare, codec.encode("")
+    assert len(opening) == 1
+    found = read([("dog", [5, 6]), ([7, 8], "dog"), ([], [5]), ([], "dog")])
+    assert [row.prompt_ids for row in found] == [[*opening, *bare("dog")], [7, 8], [2], [2]]
+    assert [row.forced for row in found] == [[5, 6], bare("dog"), [5], bare("dog")]
+    with pytest.raises(UsageError, match="pair 1 has an empty continuation"):
+        read([("dog", "dog"), ("dog", "")])
+    with pytest.raises(UsageError, match="pair 0 is text, and this model has no tokenizer"):
+        RequestReader(TINY, EvictionConfig(), None, 0).read_scored([("dog", [5])])
