@@ -58,8 +58,11 @@ def at_best(runner: Runner, folder: Path, say: Say) -> list[tuple[str, Compariso
     names = [name for name in settings.systems if runner.missing(name) is None]
     batches = Batches.open(folder, kept)
     for name in names:
-        before = batches.searches.get(name, Search())
-        search(runner, name, say, before, partial(batches.keep, name))
+        found = batches.searches.get(name, Search())
+        known = len(found.tried)
+        search(runner, name, say, found, partial(batches.keep, name))
+        if found.best is None and len(found.tried) == known:
+            say(f"{name}: no batch worked before (without its entry in {batches.path} it would be tried again)")
     if batches.common is None:
         batches.common = common(batches.searches)
         batches.write()

@@ -13,6 +13,7 @@ _NONE = "-"
 COMPARED = ("prefill_throughput", "decode_throughput", "gen_throughput")
 """The rates whose ratios are shown, and what the columns of each are called."""
 _CALLED = ("prefill", "decode", "end to end")
+_KINDS = ("weights", "cache", "hidden")
 _OPTIONAL = ("disk read", "bytes moved", "same text")
 """Columns that are left out where no row has anything in them."""
 
@@ -36,18 +37,17 @@ def markdown(summary: dict[str, Any], explain: bool = True) -> str:
             lines.append(_row([name, f"did not run: {_flat(_why(summary, name))}", *[""] * (len(head) - 2)]))
     lines += ["", *_ratios(summary)]
     stopped = [(name, why) for name, why in summary["failed"].items() if name in summary["systems"]]
-    lines += [f"{name} stopped early: {_flat(why)}" for name, why in stopped]
+    notes = [f"{name} stopped early: {_flat(why)}." for name, why in stopped]
     plans = [(name, plan) for name in rows if (plan := _plan(summary["systems"][name]["plan"]))]
-    lines += [f"{name} ran with {plan}." for name, plan in plans]
-    lines += _provenance(summary)
-    if not explain:
-        return "\n".join(lines).rstrip()
-    lines += [f"{name}: {says}." for name, says in _notes(summary)]
-    lines += [f"{name} tried {_attempts(tried)}." for name, tried in summary["tried"].items()]
-    lines.append(f"Medians of n runs. {summary['measured']} {_about_text(summary)}")
-    if summary["cap"]["why_not"]:
-        lines.append(f"The cap was told to every system but nothing enforced it: {summary['cap']['why_not']}.")
-    return "\n".join(lines)
+    notes += [f"{name} ran with {plan}." for name, plan in plans]
+    notes += _provenance(summary)
+    if explain:
+        notes += [f"{name}: {says}." for name, says in _says(summary)]
+        notes += [f"{name} tried {_attempts(tried)}." for name, tried in summary["tried"].items()]
+        notes.append(f"Medians of n runs. {summary['measured']} {_about_text(summary)}")
+        if summary["cap"]["why_not"]:
+            notes.append(f"The cap was told to every system but nothing enforced it: {summary['cap']['why_not']}.")
+    return "\n".join([*lines, *(f"- {note}" for note in notes)]).rstrip()
 
 
 def pairs(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -66,15 +66,19 @@ def _ratios(summary: dict[str, Any]) -> list[str]:
     """The table of ratios, median and (least-most) of the n repetitions that both finished; nothing for one system."""
     lines = []
     for one, two in pairs(summary):
-        cells = [f"{one} / {two}"]
-        for figure in COMPARED:
-            ratio = ratio_of(summary, one, two, figure)
-            cells.append(f"{ratio['median']:.2f}x ({ratio['min']:.2f}-{ratio['max']:.2f})" if ratio else _NONE)
         pair = summary["ratios"].get(f"{one}/{two}") or summary["ratios"][f"{two}/{one}"]
-        lines.append(_row([*cells, str(pair["pairs"])]))
+        ratios = [_ratio(ratio_of(summary, one, two, figure), pair["pairs"]) for figure in COMPARED]
+        lines.append(_row([f"{one} / {two}", *ratios, str(pair["pairs"])]))
     if not lines:
         return []
     return [_row(["speed of", *_CALLED, "n"]), _row(["---", *["---:"] * (len(_CALLED) + 1)]), *lines, ""]
+
+
+def _ratio(ratio: dict[str, float] | None, count: int) -> str:
+    """ "2.00x (1.50-2.50)", without the spread where there is one alone."""
+    if ratio is None:
+        return _NONE
+    return f"{ratio['median']:.2f}x" + (f" ({ratio['min']:.2f}-{ratio['max']:.2f})" if count > 1 else "")
 
 
 def _title(summary: dict[str, Any]) -> str:
@@ -115,16 +119,15 @@ def _cells(summary: dict[str, Any], name: str) -> dict[str, str]:
 
 
 def _plan(plan: dict[str, Any] | None) -> str:
-    """ "weights cpu 40 %, disk 60 %, GPU batches of 16 x 2, planned by search": where a system put what, if it says."""
+    """ "GPU batches of 16, 2 in a block, weights 40% cpu and 60% disk (by search)": what goes where, if it is known."""
     if not plan:
         return ""
     if "gpu_batch_size" not in plan:  # modules by place
         return "modules: " + ", ".join(f"{count} on {place}" for place, count in plan.items())
-    shares = [
-        f"{kind} " + " and ".join(f"{share:.0%} {tier}" for tier, share in plan[kind].items())
-        for kind in ("weights", "cache", "hidden")
-        if kind in plan
-    ]
+    places = {kind: " and ".join(f"{share:.0%} {tier}" for tier, share in plan[kind].items()) for kind in _KINDS}
+    shares = [f"{kind} {place}" for kind, place in places.items()]
+    if len(set(places.values())) == 1:
+        shares = [f"everything {places[_KINDS[0]]}"]
     return f"GPU batches of {plan['gpu_batch_size']}, {plan['num_gpu_batches']} in a block, {', '.join(shares)}" + (
         f" (by {plan['chosen']})" if plan.get("chosen") else ""
     )
@@ -163,10 +166,14 @@ def _ranges(numbers: list[int]) -> str:
 def _about_text(summary: dict[str, Any]) -> str:
     if "same_text" not in summary:
         return "Text is not compared: every system made random weights of its own."
-    return f"Same text: sequences whose greedy tokens are all those of {summary['settings']['text_reference']}."
+    reference = summary["settings"]["text_reference"]
+    return (
+        f"Same text: sequences whose greedy tokens are all those of {reference}; a system that keeps part of the KV "
+        "cache may well have others."
+    )
 
 
-def _notes(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def _says(summary: dict[str, Any]) -> list[tuple[str, str]]:
     notes = []
     for name in summary["settings"]["systems"]:
         if name in summary["systems"]:

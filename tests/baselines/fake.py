@@ -36,7 +36,8 @@ def main(folder: str) -> int:
     seconds = max(1.0, count / options.get("flat", count)) / speed
     wrong = options.get("wrong", 0)
     tokens = [[sum(prompt) % 97 + (row < wrong)] * new for row, prompt in enumerate(work.prompts)]
-    detail = {"cpu_mem": work.cpu_mem, "gpu_mem": work.gpu_mem, "python": sys.executable}
+    detail = {"cpu_mem": work.cpu_mem, "gpu_mem": work.gpu_mem, "python": sys.executable, "plan": work.plan}
+    detail |= options.get("detail", {})
     times = (seconds, 2 * seconds, 3 * seconds, 0.5)
     return give(Outcome(*times, tokens, {"fake": "1"}, detail, options.get("read"), options.get("moved")))
 

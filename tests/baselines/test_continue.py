@@ -153,8 +153,12 @@ def test_searched_batches_are_used_again(pretend, bench, tmp_path: Path) -> None
     assert again["tried"] == summary["tried"]
     assert again["best"]["batches"] == {"ours": 16, "theirs": 8}
     pretend("third")
-    ran, _, _ = bench("-r", "1", "-b", "auto", "--systems", "third")
+    pretend("broken", {"refuse": "no"})
+    ran, _, _ = bench("-r", "1", "-b", "auto", "--systems", "third,broken")
     assert ran[0] == ("third", 8)
+    ran, summary, err = bench("-r", "1", "-b", "auto", "--systems", "third,broken")
+    assert (ran, summary["failed"]) == ([], {"broken": "no"})
+    assert "broken: no batch worked before" in err
 
 
 def test_only_the_best(pretend, bench, tmp_path: Path) -> None:
@@ -232,6 +236,30 @@ def test_the_table_says_where_each_part_comes_from(pretend, bench, tmp_path: Pat
     assert "More than one machine: medians mix them, ratios do not." in table
     assert summary["systems"]["ours"]["versions"] == {"fake": "1 and 0"}
     assert [part["repetitions"] for part in summary["measured_in"]] == [[2], [1, 3]]
+
+
+def test_the_table_says_what_a_newcomer_asks(pretend, bench, tmp_path: Path) -> None:
+    """Every pair with ours, others by the reference, and where each system put its weights."""
+    policy = {"gpu_batch_size": 2, "num_gpu_batches": 3, "chosen": "search", "hidden": {"cpu": 1.0}}
+    policy |= {"weights": {"cpu": 0.25, "disk": 0.75}, "cache": {"cpu": 1.0}}
+    pretend("ours", {"speed": 4.0, "detail": {"policy": policy}}, own=True)
+    everything = {kind: {"cpu": 1.0} for kind in ("weights", "cache", "hidden")}
+    pretend("also", {"speed": 2.0, "detail": {"policy": {**policy, **everything}}}, own=True)
+    pretend("theirs", {"detail": {"modules_by_place": {"cpu": 3, "disk": 9}}})
+    pretend("third")
+    bench("-r", "1", "--systems", "third,ours,also,theirs", "--reference", "theirs", "-b", "2,4", "--only-best")
+    table = (tmp_path / "out" / "table.md").read_text()
+    pairs = [line.split("|")[1].strip() for line in table.splitlines() if " / " in line]
+    assert pairs == ["ours / third", "ours / also", "ours / theirs", "also / third", "also / theirs", "third / theirs"]
+    batches = "GPU batches of 2, 3 in a block"
+    assert (
+        f"- ours ran with {batches}, weights 25% cpu and 75% disk, cache 100% cpu, hidden 100% cpu (by search)."
+        in table
+    )
+    assert f"- also ran with {batches}, everything 100% cpu (by search)." in table
+    assert "- theirs ran with modules: 3 on cpu, 9 on disk." in table
+    plans = [json.loads(path.read_text())["detail"]["plan"] for path in (tmp_path / "out" / "best").glob("run-*")]
+    assert sorted(plans) == ["all", "all", "rule", "rule"]  # where batches are searched, ours choose their blocks, too
 
 
 def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
