@@ -11,13 +11,15 @@ from torch import Tensor
 from h2o_flexgen.cache.clock import RowClock, chooses, slots_needed
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.fused import FusedStep
+from h2o_flexgen.cache.prompts import fill_alike, packed
 from h2o_flexgen.cache.ranked import RankedSlots
 from h2o_flexgen.cache.slots import ArrivalSlots, SlotBook
-from h2o_flexgen.cache.vectors import index_of, move_down, select, zero_after
+from h2o_flexgen.cache.vectors import move_down, rolled, zero_after
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels import decode_attention
 from h2o_flexgen.kernels.native.attend import available
-from h2o_flexgen.kernels.rotate import rotate_halves
+from h2o_flexgen.kernels.native.keep import keep_prompts, keeps
+from h2o_flexgen.kernels.types import KeysValues, PackedPrompts
 
 
 @dataclass(frozen=True)
@@ -152,28 +154,29 @@ class KVCache:
         float32 (n, kv_heads, P + S). Keeps what each row's own budget allows, in time order from slot 0. Its other
         slots are zeroed where something may read them: torch reads all slots of a cache on a CPU.
         """
-        length = k.shape[2] + (0 if past is None else past[0].shape[1])
-        past_k, past_v = past or (None, None)
-        same_budget: dict[Budget, list[int]] = {}
-        for index, row in enumerate(rows):
-            self._clock.fill(row, length)
-            same_budget.setdefault(self._clock.budgets[row], []).append(index)
-        for budget, members in same_budget.items():
-            source, target = (index_of(part, self.device) for part in (members, [rows[index] for index in members]))
-            sums = None if column_sums is None else column_sums[source]
-            kept = self._book.fill(target, length, budget, sums)
-            for buffer, own, shared in ((self.k, k[source], past_k), (self.v, v[source], past_v)):
-                if buffer is None:
-                    raise RuntimeError("no K and V are attached")
-                held = length if kept is None else kept.shape[-1]
-                if kept is not None:
-                    buffer[target, :, :held] = select(own, shared, kept)
-                else:
-                    buffer[target, :, held - own.shape[2] : held] = own
-                    if shared is not None:
-                        buffer[target, :, : shared.shape[1]] = shared
-                if not self._reads_occupied:
-                    buffer[target, :, held:] = 0
+        for row in rows:
+            self._clock.fill(row, k.shape[2] + (0 if past is None else past[0].shape[1]))
+        budgets = [(row, self._clock.budgets[row]) for row in rows]
+        fill_alike(self._book, self._buffers(), budgets, (k, v), past, column_sums, not self._reads_occupied)
+
+    def packing(self, spans: Sequence[tuple[int, int, int]]) -> PackedPrompts | None:
+        """What `fill_packed` takes, for prompts as (row, first token, length); None where no kernel does that."""
+        takes = self._book.packs and self._reads_occupied and keeps(*self._buffers())
+        return packed(spans, self._clock.budgets) if takes else None
+
+    def fill_packed(self, prompts: PackedPrompts, k: Tensor, v: Tensor, column_sums: Tensor | None = None) -> None:
+        """As `fill`, of prompts of any lengths at once: k, v (T, kv_heads, head_dim) of packed tokens.
+
+        column_sums: float32 (T kv_heads,), (kv_heads, length) of a prompt from its `first` x kv_heads on.
+        """
+        for row in prompts.rows:
+            self._clock.fill(row.place, row.length)
+        keep_prompts(prompts, KeysValues(k, v), self._buffers(), self._clock.window, column_sums, self._book.table)
+
+    def _buffers(self) -> KeysValues:
+        if self.k is None or self.v is None:
+            raise RuntimeError("no K and V are attached")
+        return KeysValues(self.k, self.v)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: tuple[Tensor, Tensor] | None = None
@@ -187,10 +190,9 @@ class KVCache:
         sines, both (capacity or more, dim), of those positions' angles; the second half of `dim` repeats the first.
         Either all steps have one or none.
         """
-        if self.k is None or self.v is None:
-            raise RuntimeError("no K and V are attached")
+        buffers = self._buffers()
         if not self._clock.started:
-            self._start(self.k, self.v, q.shape[1], table is not None)
+            self._start(*buffers, q.shape[1], table is not None)
         if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
@@ -222,22 +224,22 @@ class KVCache:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: tuple[Tensor, Tensor] | None) -> Tensor:
         """A step in torch operations, on any device."""
-        if self.k is None or self.v is None:
-            raise RuntimeError("no K and V are attached")
+        buffers = self._buffers()
         slot = self._last = self._book.take()
         if isinstance(slot, int):
-            self.k.select(2, slot).copy_(k)
-            self.v.select(2, slot).copy_(v)
+            buffers.k.select(2, slot).copy_(k)
+            buffers.v.select(2, slot).copy_(v)
         else:
             self._flat_k.index_copy_(0, slot, k.reshape(self._flat_k.shape[0] // self.shape.capacity, -1))
             self._flat_v.index_copy_(0, slot, v.reshape(self._flat_v.shape[0] // self.shape.capacity, -1))
         length, width, valid = self._clock.occupied()
         if valid is not None:
             valid = valid.expand(self.shape.batch, self.shape.kv_heads, -1)
-        keys = self.k.narrow(2, 0, width)
+        keys = buffers.k.narrow(2, 0, width)
         if table is not None:
-            q, keys = self._rolled(q, keys, table)
-        out, row = decode_attention(q, keys, self.v.narrow(2, 0, width), scale, valid, self._book.needs_rows)
+            newest = torch.tensor(self._clock.newest_ranks, device=self.device).view(-1, 1)
+            q, keys = rolled(q, keys, table, newest, self._book.ranks(width))
+        out, row = decode_attention(q, keys, buffers.v.narrow(2, 0, width), scale, valid, self._book.needs_rows)
         self._book.settle(None if row is None else row[..., :length], length)
         return out
 
@@ -285,15 +287,3 @@ class KVCache:
     def state_bytes(self) -> int:
         """Bytes on the device beside K and V."""
         return self._book.nbytes
-
-    def _rolled(self, q: Tensor, keys: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The query (b, heads, d) and the keys (b, kv_heads, width, d) rotated by their places among what is held."""
-        half = table[0].shape[-1] // 2
-        cos, sin = (angles[:, :half] for angles in table)
-
-        def at(ranks: Tensor) -> tuple[Tensor, Tensor]:
-            flat, shape = ranks.reshape(-1), (*ranks.shape, half)
-            return cos.index_select(0, flat).view(shape), sin.index_select(0, flat).view(shape)
-
-        newest = torch.tensor(self._clock.newest_ranks, device=self.device).view(-1, 1)
-        return rotate_halves(q, *at(newest)), rotate_halves(keys, *at(self._book.ranks(keys.shape[2])))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache.clock import NEVER, RowClock
 from h2o_flexgen.cache.eviction.base import RankedPolicy, Tokens
+from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.slots import Rows, SlotBook
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels.types import Ranking
@@ -45,6 +46,8 @@ class RankedSlots(SlotBook):
         self._shape = (rows, kv_heads, capacity)
         self.score = torch.full(self._shape, torch.inf, device=device)
         self._pos = torch.full(self._shape, -1, dtype=torch.int32, device=device)
+        self.table = self.score, self._pos
+        self.packs = type(policy).prompt_scores is H2OPolicy.prompt_scores
         self._flat_score, self._flat_pos = self.score.view(-1), self._pos.view(-1)
         self._row_ids = torch.tensor(row_ids, device=device).view(-1, 1, 1)
         self._heads = torch.arange(kv_heads, device=device).view(1, -1, 1)

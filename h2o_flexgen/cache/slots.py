@@ -22,6 +22,10 @@ class SlotBook(ABC):
 
     score: Tensor | None = None  # (b, kv_heads, capacity) float32
     needs_rows = False
+    packs = True
+    """Whether a kernel may fill K, V and `table` with prompts by itself: what it chooses by is their column sums."""
+    table: tuple[Tensor, Tensor] | None = None
+    """Score and position of every slot, as `fill` leaves them, (b, kv_heads, capacity) float32 and int32; if kept."""
 
     @abstractmethod
     def fill(self, rows: Rows, length: int, budget: Budget, column_sums: Tensor | None) -> Tensor | None:

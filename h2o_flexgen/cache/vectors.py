@@ -1,4 +1,4 @@
-"""Moving keys and values: from prompts to slots, and from row to row."""
+"""Moving keys and values: from prompts to slots, from row to row, and from angle to angle."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from h2o_flexgen.kernels.rotate import rotate_halves
 
 
 def index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
@@ -81,3 +83,20 @@ def move_down(source: Tensor, rows: Sequence[int], target: Tensor, used: int) ->
             if apart or target[start].data_ptr() < source.data_ptr():
                 target[start:stop, :, used:] = 0
         done = last
+
+
+def rolled(
+    q: Tensor, keys: Tensor, table: tuple[Tensor, Tensor], newest: Tensor, ranks: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The query (b, heads, d) and the keys (b, kv_heads, width, d) rotated by their places among what is held.
+
+    These are `newest` (b, 1) and `ranks`, which broadcast to (b, kv_heads, width). `table`: see `KVCache.attend`.
+    """
+    half = table[0].shape[-1] // 2
+    cos, sin = (angles[:, :half] for angles in table)
+
+    def at(places: Tensor) -> tuple[Tensor, Tensor]:
+        flat, shape = places.reshape(-1), (*places.shape, half)
+        return cos.index_select(0, flat).view(shape), sin.index_select(0, flat).view(shape)
+
+    return rotate_halves(q, *at(newest)), rotate_halves(keys, *at(ranks))

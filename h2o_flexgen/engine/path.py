@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.segments import Chunk, Segment
 from h2o_flexgen.kernels import KeysValues, prefill_attention
+from h2o_flexgen.kernels.native.prompt import packed_attention, takes_packed
 from h2o_flexgen.models.rotary import Angles, rotate
 
 
@@ -95,9 +97,31 @@ class PromptAttention:
             angles = Angles(*(part[chunk.start : chunk.stop] for part in angles))
             q, k = rotate(q, angles), rotate(k, angles)
         stored_k = stored_k if self.rolling else k
-        for segment in chunk.segments:
+        self.path.before(chunk.segments[0].depth)
+        for segment in self._packed(chunk, (q, k, v), stored_k, out):
             span = slice(segment.start - chunk.start, segment.stop - chunk.start)
             self._segment(segment, [t[span] for t in (q, k, v, stored_k)], out[span])
+
+    def _packed(
+        self, chunk: Chunk, qkv: tuple[Tensor, Tensor, Tensor], stored_k: Tensor, out: Tensor
+    ) -> Sequence[Segment]:
+        """Whole prompts that follow no path, all at once where there are kernels for that; the segments that are left.
+
+        There are as many lengths and budgets as prompts, and many prompts are short: segment by segment, what is around
+        the kernels takes longer than these.
+        """
+        alone = [segment for segment in chunk.segments if segment.rows and not segment.depth]
+        spans = list[tuple[int, int, int]]()
+        for segment in alone:
+            first = segment.start - chunk.start
+            spans.extend((row, first + i * segment.length, segment.length) for i, row in enumerate(segment.rows))
+        prompts = self.cache.packing(spans) if alone else None
+        if prompts is None or not takes_packed(*qkv, self.scale, prompts):
+            return chunk.segments
+        wanted = self.cache.wants_column_sums
+        sums = packed_attention(qkv, prompts, self.scale, wanted, out, window=self.window)
+        self.cache.fill_packed(prompts, stored_k, qkv[2], sums)
+        return [segment for segment in chunk.segments if not segment.rows or segment.depth]
 
     def _segment(self, segment: Segment, packed: list[Tensor], out: Tensor) -> None:
         rows = max(1, len(segment.rows))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -19,6 +21,50 @@ class PrefillAttention(NamedTuple):
 
     out: Tensor
     column_sums: Tensor | None
+
+
+class PackedRow(NamedTuple):
+    """A prompt among others that are packed one after the other: seven whole numbers, which kernels read as int64."""
+
+    first: int
+    """Its first token among those that are packed."""
+    length: int
+    """Tokens."""
+    place: int
+    """The row of the cache that it goes to."""
+    total: int
+    """Tokens that may stay there: `heavy` ones, the last `recent` and the first `sinks`."""
+    heavy: int
+    recent: int
+    sinks: int
+
+
+class PackedPrompts(NamedTuple):
+    """Prompts that kernels take at once, whatever their lengths."""
+
+    rows: tuple[PackedRow, ...]
+    table: Tensor
+    """The same as (n, 7) int64 in host memory."""
+    tokens: int
+    """Packed tokens up to the end of the last of them."""
+    longest: int
+    """Tokens of one of them."""
+    places: int
+    """Rows of the cache up to the last that one of them goes to."""
+    slots: int
+    """What stays of one of them, at most."""
+
+    @classmethod
+    def of(cls, rows: Sequence[PackedRow]) -> PackedPrompts:
+        """`rows`, at least one."""
+        return cls(
+            tuple(rows),
+            torch.tensor(rows, dtype=torch.int64),
+            tokens=max(row.first + row.length for row in rows),
+            longest=max(row.length for row in rows),
+            places=max(row.place for row in rows) + 1,
+            slots=max(min(row.length, row.total) for row in rows),
+        )
 
 
 class DecodeAttention(NamedTuple):

@@ -12,35 +12,7 @@
  */
 #include <omp.h>
 
-#include "prompt_tiles.h"
-
-#define CHUNK 128 /* keys whose weights in bfloat16 stay in the first cache, with their values */
-
-/* Strides in elements. `prompt.py` has the same fields in the same order. */
-typedef struct {
-    const bf16 *q, *k, *v, *past_k, *past_v;
-    bf16 *out;     /* (rows, length, kv_heads x group, d), contiguous */
-    float *sums;   /* (parts, rows, kv_heads, before + length), or NULL */
-    char *scratch; /* workers x prompt_scratch() bytes, at a multiple of 64 */
-    int64_t q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token;
-    int64_t past_k_head, past_k_token, past_v_head, past_v_token;
-    int64_t rows, kv_heads, group, length, before, d;
-    int64_t window;  /* keys that a query sees at most; 0: all up to itself */
-    int64_t queries; /* tokens per block */
-    int64_t parts;   /* tasks that the blocks of a row and head are divided into */
-    int64_t threads; /* of the team, of which the first `workers` have work and scratch */
-    int64_t workers;
-    double scale; /* positive */
-} Prompt;
-
-/* One thread's buffers, and what is packed in them: blocks of LANES keys. */
-typedef struct {
-    bf16 *k, *v, *q, *p;
-    float *x, *o, *sums, *top, *total;
-    int64_t stride; /* of x */
-    int64_t head, row, past_from, own_from, own_to;
-    int64_t next_head, next_row;
-} Worker;
+#include "prompt_task.h"
 
 /* Tokens [first, stop) are the queries of a block; it sees the keys [from, to), multiples of LANES. */
 typedef struct {
@@ -244,23 +216,6 @@ static void run(const Prompt *p, Worker *w, int64_t task) {
     }
 }
 
-/* Cuts the buffers of one worker out of `at`; returns the bytes they take, a multiple of 64. */
-static int64_t buffers(const Prompt *p, Worker *w, char *at) {
-    int64_t room = up(p->before + p->length, LANES), d = p->d, rows = up(p->queries * p->group, TILE);
-    char *start = at;
-    w->stride = room + LANES; /* rows of logits do not all begin in one set of the cache */
-    w->k = (bf16 *)at, at += room * d * sizeof(bf16);
-    w->v = (bf16 *)at, at += room * d * sizeof(bf16);
-    w->q = (bf16 *)at, at += rows * d * sizeof(bf16);
-    w->p = (bf16 *)at, at += rows * CHUNK * sizeof(bf16);
-    w->x = (float *)at, at += rows * w->stride * sizeof(float);
-    w->o = (float *)at, at += rows * d * sizeof(float);
-    w->sums = (float *)at, at += room * sizeof(float);
-    w->top = (float *)at, at += rows * LANES * sizeof(float);
-    w->total = (float *)at, at += rows * LANES * sizeof(float);
-    return at - start;
-}
-
 /* Bytes that each worker needs: from before, length, d, queries and group. */
 int64_t prompt_scratch(const Prompt *p) {
     Worker w;
@@ -268,14 +223,20 @@ int64_t prompt_scratch(const Prompt *p) {
 }
 
 static void work(const Prompt *p, int64_t worker, int64_t *next) {
-    Worker w = {.head = -1, .row = -1};
-    buffers(p, &w, p->scratch + worker * prompt_scratch(p));
-    int64_t tasks = p->rows * p->kv_heads * p->parts, together = most(1, least(8, tasks / (8 * p->workers)));
+    Worker w;
+    Prompt one;
+    int64_t each = p->rows * p->kv_heads * p->parts, tasks = p->prompts * each, at = -1;
+    int64_t together = most(1, least(8, tasks / (8 * p->workers)));
     for (int64_t task; (task = __atomic_fetch_add(next, together, __ATOMIC_RELAXED)) < tasks;)
         for (int64_t stop = least(tasks, task + together); task < stop; task++) {
+            if (task / each != at) {
+                at = task / each, one = prompt_of(p, at), w = (Worker){.head = -1, .row = -1};
+                buffers(&one, &w, p->scratch + worker * prompt_scratch(p));
+            }
             w.next_row = -1;
-            if (p->parts == 1 && task + 1 < stop) locate(p, task + 1, &w.next_row, &w.next_head);
-            run(p, &w, task);
+            if (p->parts == 1 && task + 1 < least(stop, (at + 1) * each))
+                locate(p, (task + 1) % each, &w.next_row, &w.next_head);
+            run(&one, &w, task % each);
         }
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from h2o_flexgen.kernels import torch_cpu
 from h2o_flexgen.kernels.large import LARGE
 from h2o_flexgen.kernels.native import build
-from h2o_flexgen.kernels.types import KeysValues, PrefillAttention
+from h2o_flexgen.kernels.types import KeysValues, PackedPrompts, PrefillAttention
 
 _TILE = 6  # rows of queries that are multiplied together
 _ROWS = 24  # of a block: each reads the keys and values once, and all of them see what the last one sees
@@ -26,15 +26,16 @@ _SCRATCH_PER_LOGIT, _LOGITS, _LOGITS_PER_KEY = 14, 1 << 20, 16
 
 
 class _Prompt(ctypes.Structure):
-    """The arguments of `prompt_attention`, as prompt.c describes them."""
+    """The arguments of `prompt_attention`, as prompt_task.h describes them."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k", "v", "past_k", "past_v", "out", "sums", "scratch")),
         *((f"{name}_{step}", c_int64) for name in ("q", "k", "v") for step in ("row", "head", "token")),
         *((f"{name}_{step}", c_int64) for name in ("past_k", "past_v") for step in ("head", "token")),
         *((name, c_int64) for name in ("rows", "kv_heads", "group", "length", "before", "d", "window", "queries")),
-        *((name, c_int64) for name in ("parts", "threads", "workers")),
+        *((name, c_int64) for name in ("parts", "threads", "workers", "prompts")),
         ("scale", c_double),
+        ("packed", c_void_p),
     )
 
 
@@ -63,15 +64,60 @@ def prefill_attention(
     size = task.parts, n, task.kv_heads, task.before + length
     sums = LARGE.empty(*size, dtype=torch.float32) if column_sums else None
     task.out, task.sums, task.scale = out.data_ptr(), None if sums is None else sums.data_ptr(), scale
+    _run(library, task, n * length, 4 * sums.numel() if sums is not None and task.parts > 1 else 0)
+    joined = None if sums is None else sums[0] if task.parts == 1 else sums.sum(0)
+    return PrefillAttention(out.transpose(1, 2), joined)
+
+
+def takes_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, prompts: PackedPrompts) -> bool:
+    """Whether `packed_attention` computes this, and there is nothing in it that is better divided."""
+    if not _fits(q, k, v, scale, None) or _library() is None:
+        return False
+    return _parts(prompts.longest, _queries(q.shape[1] // k.shape[1]), len(prompts.table) * k.shape[1]) == 1
+
+
+def packed_attention(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    prompts: PackedPrompts,
+    scale: float,
+    column_sums: bool,
+    out: Tensor,
+    *,
+    window: int | None = None,
+) -> Tensor | None:
+    """Attention of many prompts to themselves in one call, to the bit what `prefill_attention` gives for each.
+
+    qkv: q (T, heads, d), k and v (T, kv_heads, d) of packed tokens, with which `takes_packed` agrees. out: takes what
+    they see, contiguous, like q; tokens of no prompt are left alone. Returns the column sums, (T kv_heads,) float32:
+    (kv_heads, length) of a prompt from its `first` x kv_heads on; None if they are not asked for. ValueError where
+    there is no kernel, or `out` is of another kind.
+    """
+    library, q = _library(), qkv[0]
+    if library is None or out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"q {tuple(q.shape)}, out {tuple(out.shape)} {out.dtype}: no kernel for prompts packed like that"
+        )
+    if len(q) < prompts.tokens:
+        raise ValueError(f"{len(q)} tokens, and prompts up to the {prompts.tokens}th")
+    heads_first = [x.transpose(0, 1).unsqueeze(0) for x in qkv]
+    task = _shape(heads_first[0], heads_first[1], heads_first[2], None, window)
+    task.length, task.parts, task.prompts = prompts.longest, 1, len(prompts.table)
+    task.packed = prompts.table.data_ptr()
+    sums = LARGE.empty(len(q) * task.kv_heads, dtype=torch.float32) if column_sums else None
+    task.out, task.sums, task.scale = out.data_ptr(), None if sums is None else sums.data_ptr(), scale
+    _run(library, task, prompts.tokens, 0)
+    return sums
+
+
+def _run(library: ctypes.CDLL, task: _Prompt, tokens: int, taken: int) -> None:
+    """Computes `task`, in scratch memory of what `tokens` queries are allowed less `taken` bytes."""
     each = library.prompt_scratch(byref(task))
     task.threads = torch.get_num_threads()
-    room = _allowed(task) - (4 * sums.numel() if sums is not None and task.parts > 1 else 0)
-    task.workers = max(1, min(task.threads, n * task.kv_heads * task.parts, room // each))
+    tasks = task.prompts * task.rows * task.kv_heads * task.parts
+    task.workers = max(1, min(task.threads, tasks, (_allowed(task, tokens) - taken) // each))
     scratch = LARGE.empty(task.workers * each + _ALIGNMENT, dtype=torch.uint8)
     task.scratch = -(-scratch.data_ptr() // _ALIGNMENT) * _ALIGNMENT
     library.prompt_attention(byref(task))
-    joined = None if sums is None else sums[0] if task.parts == 1 else sums.sum(0)
-    return PrefillAttention(out.transpose(1, 2), joined)
 
 
 @cache
@@ -107,11 +153,15 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, past: KeysValues | None, window: int
         task.past_k_head, task.past_k_token, _ = past[0].stride()
         task.past_v_head, task.past_v_token, _ = past[1].stride()
     task.rows, task.kv_heads, task.length, task.d = n, k.shape[1], length, d
-    task.group, task.window = heads // task.kv_heads, window or 0
+    task.group, task.window, task.prompts = heads // task.kv_heads, window or 0, 1
     task.queries = _queries(task.group)
-    most = -(-length // task.queries) // _BLOCKS
-    task.parts = max(1, min(-(-_TASKS // (n * task.kv_heads)), most))
+    task.parts = _parts(length, task.queries, n * task.kv_heads)
     return task
+
+
+def _parts(length: int, queries: int, heads: int) -> int:
+    """Into how many tasks the blocks of `queries` tokens of a prompt are divided, where so many heads are computed."""
+    return max(1, min(-(-_TASKS // heads), -(-length // queries) // _BLOCKS))
 
 
 @cache
@@ -122,7 +172,7 @@ def _queries(group: int) -> int:
     return min(counts, key=lambda count: -(-count * group // _TILE) * _TILE / (count * group))
 
 
-def _allowed(task: _Prompt) -> int:
-    """Bytes that the scratch of all workers may take, if one alone does not need more."""
+def _allowed(task: _Prompt, tokens: int) -> int:
+    """Bytes that the scratch of all workers may take for so many queries, if one alone does not need more."""
     keys = task.kv_heads * task.group * (task.before + task.length)
-    return _SCRATCH_PER_LOGIT * min(max(_LOGITS, _LOGITS_PER_KEY * keys), task.rows * task.length * keys)
+    return _SCRATCH_PER_LOGIT * min(max(_LOGITS, _LOGITS_PER_KEY * keys), tokens * keys)
