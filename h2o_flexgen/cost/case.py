@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -13,7 +14,7 @@ from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.config.tensors import dtype_bytes
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.schedule.tasks import ScheduleShape
+from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,6 @@ class Case:
     def shape(self) -> ScheduleShape:
         """The shape of the schedule that the engine would run."""
         batches = range(len(self.rows))
-        places = ((layer, batch) for layer in range(self.spec.num_layers) for batch in batches)
         homes = self.placement
         # One batch alone is never parked: its hidden states are wanted again by the very next unit.
         parked = batches if len(batches) > 1 else ()
@@ -102,11 +102,32 @@ class Case:
             num_batches=len(batches),
             streamed=frozenset(key for key, tier in homes.weights.items() if tier != self.compute_tier),
             cache_moves=frozenset(
-                p for p in places if homes.cache[p] not in (self.attention_device(*p), self.compute_tier)
+                p for p in self._all_places() if homes.cache[p] not in (self.attention_device(*p), self.compute_tier)
             ),
             hidden_moves=frozenset(batch for batch in parked if homes.hidden[batch] != self.compute_tier),
             lookahead=self.policy.lookahead,
+            host_attends=frozenset(p for p in self._all_places() if self._attends_beside(p)),
         )
+
+    def attends_beside(self, task: Task) -> bool:
+        """Whether the attention of a compute task is the host's work, while other GPU batches are computed."""
+        place = self.spec.units[task.unit].layer, task.batch
+        return task.step > 0 and self.spec.units[task.unit].kind == "attn" and place in self.shape.host_attends
+
+    def stays(self, task: Task) -> bool:
+        """Whether a hidden task moves nothing, because attention on the host is still to be added to what it is of."""
+        unit = self.spec.units[task.unit]
+        halves = {TaskKind.STORE_HIDDEN: "attn", TaskKind.LOAD_HIDDEN: "mlp"}
+        if task.step == 0 or halves.get(task.kind) != unit.kind:
+            return False
+        return (unit.layer, task.batch) in self.shape.host_attends
+
+    def _attends_beside(self, place: tuple[int, int]) -> bool:
+        beside = self.policy.overlap and len(self.rows) > 1
+        return beside and self.attention_device(*place) != self.compute_tier
+
+    def _all_places(self) -> Iterator[tuple[int, int]]:
+        return ((layer, batch) for layer in range(self.spec.num_layers) for batch in range(len(self.rows)))
 
     def with_rows(self, rows: tuple[int, ...]) -> Self:
         """The same plan for a block of other GPU batches, no more of them than the policy has."""

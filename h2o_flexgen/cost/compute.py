@@ -11,6 +11,7 @@ from h2o_flexgen.config.products import products
 from h2o_flexgen.cost.case import Case
 from h2o_flexgen.cost.moves import Moves
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
+from h2o_flexgen.schedule.host_attention import output_bytes
 from h2o_flexgen.schedule.tasks import Task, TaskKind
 
 Parts = dict[str, float]
@@ -46,7 +47,8 @@ class Compute:
 
     "products" are GEMMs; "attention" includes the cache's own work; "elementwise" are norms, activations, residuals,
     rotations and copies; "fresh memory" is the first write of a resident cache; "moving state" is what the computing
-    thread does for caches and hidden states that move; "overhead" is what a tick takes beside; "sampling" chooses.
+    thread does for caches and hidden states that move, and for answers of the host; "overhead" is what a tick takes
+    beside; "sampling" chooses.
     """
 
     def __init__(self, case: Case) -> None:
@@ -74,6 +76,28 @@ class Compute:
         """The sum of `parts`."""
         return sum(self.parts(task).values())
 
+    def host_seconds(self, task: Task) -> float:
+        """What the host computes for a task while the computing thread goes on with other GPU batches."""
+        if not self._case.attends_beside(task):
+            return 0.0
+        layer = self._case.spec.units[task.unit].layer or 0
+        return sum(self._attending(layer, task.step, self._case.rows[task.batch], "cpu").values())
+
+    def finish_seconds(self, task: Task) -> float:
+        """Of `seconds` what comes after the host's work: the answer goes up, and through the output projection."""
+        case, rows = self._case, self._case.rows[task.batch]
+        arch, width = case.spec.arch, case.spec.hidden_size
+        seconds = self._moves.transfers(task)[-1].seconds
+        seconds += self._rates.gemm_seconds(rows, *products(case.spec, "attn")[-1], case.itemsize)
+        if arch.post_norms or not arch.pre_norm:
+            seconds += self._norm(rows, width)
+        return seconds
+
+    def keep_seconds(self, unit: int) -> float:
+        """Of copying what the second half of an attention unit needs of its weights, which are about to go."""
+        group = self._case.spec.groups_by_key[self._case.spec.units[unit].weights]
+        return self._elementwise(2 * output_bytes(group, self._case.dtype))
+
     def issue_seconds(self, task: Task) -> float:
         """What the computing thread does before a store's transfer can start: copying what is to be stored aside."""
         case = self._case
@@ -88,7 +112,8 @@ class Compute:
         if unit.layer is None:
             return (unit.index, batch in self._case.shape.hidden_moves)
         last, place = unit.layer == self._case.spec.num_layers - 1, (unit.layer, batch)
-        attends = (self._case.attention_device(*place), place in self._case.shape.cache_moves)
+        shape = self._case.shape
+        attends = (self._case.attention_device(*place), place in shape.cache_moves, place in shape.host_attends)
         return (last, self._alike[unit.layer], attends, batch in self._case.shape.hidden_moves)
 
     # ---- units
@@ -175,7 +200,23 @@ class Compute:
 
     def _decode(self, layer: int, step: int, rows: int, batch: int) -> Parts:
         case, device = self._case, self._case.attention_device(layer, batch)
-        rates = case.profile.rates(device)
+        if (layer, batch) in case.shape.host_attends:
+            queries, answer = self._moves.exchange_bytes(rows)
+            up = case.profile.link(f"cpu->{case.compute_tier}").seconds(answer)
+            return {"elementwise": self._elementwise(2 * queries), "moving state": up}
+        parts = self._attending(layer, step, rows, device)
+        if device != case.compute_tier:
+            there, back = (
+                case.profile.link(f"{a}->{b}") for a, b in ((case.compute_tier, "cpu"), ("cpu", case.compute_tier))
+            )
+            query = rows * case.query_width * case.itemsize
+            new = rows * case.kv_width * case.itemsize
+            parts["moving state"] = there.seconds(query) + 2 * there.seconds(new) + back.seconds(query)
+        return parts
+
+    def _attending(self, layer: int, step: int, rows: int, device: str) -> Parts:
+        """A step of a cache on `device`, all of it there."""
+        case, rates = self._case, self._case.profile.rates(device)
         # torch is handed the whole buffer: a prefix of every row's slots would have to be copied first.
         whole = rates.reads_all_slots or (device == "cpu" and case.eviction.rolling_positions)
         width = case.slots[layer] if whole else case.held(layer, step)
@@ -184,13 +225,6 @@ class Compute:
         if case.eviction.rolling_positions:
             # Keys are turned (five passes) by angles that are looked up, cosines and sines of half a head each (two).
             parts["elementwise"] = 7 * nbytes / 2 / rates.elementwise_bytes_per_s
-        if device != case.compute_tier:
-            there, back = (
-                case.profile.link(f"{a}->{b}") for a, b in ((case.compute_tier, "cpu"), ("cpu", case.compute_tier))
-            )
-            query = rows * case.query_width * case.itemsize
-            new = rows * case.kv_width * case.itemsize
-            parts["moving state"] = there.seconds(query) + 2 * there.seconds(new) + back.seconds(query)
         return parts
 
     def _ranks(self, layer: int) -> bool:

@@ -21,9 +21,13 @@ from h2o_flexgen.cost.prices import BatchPrices
 from h2o_flexgen.cost.request import SearchRequest
 from h2o_flexgen.schedule.traffic import links
 
-ONCE = frozenset(f"{kind} {what}" for kind in ("weight", "cache", "hidden") for what in ("buffers", "staging buffers"))
+ONCE = frozenset(
+    {"output projection"}
+    | {f"{kind} {what}" for kind in ("weight", "cache", "hidden") for what in ("buffers", "staging buffers")}
+)
 """Items of a footprint that are there as soon as anything of a kind moves, however little."""
 _HIDDEN = 0.8  # of the weights may be streamed without waiting, as simulations show: resident units make room
+_BESIDE: Home = ("cache", "cpu")
 _WORKSPACE = "workspace"  # on cpu beside a gpu: as soon as any attention is computed there
 
 
@@ -121,12 +125,13 @@ class Programs:
         for name, passes in (("prefill", range(1)), ("decode", range(1, steps))):
             if not passes:
                 return
-            base = {resource: count * seconds for resource, seconds in prices[None].seconds(passes).items()}
+            grounds = {home: prices[home].seconds(passes) for home in (None, _BESIDE) if home in prices}
+            base = {resource: count * seconds for resource, seconds in grounds[None].items()}
             slope: dict[Home, dict[str, float]] = {home: {} for home in self._homes(count > 1)}
             for home, price in prices.items():
                 if home is not None:
-                    there = price.seconds(passes)
-                    slope[home] = {name: count * seconds - base.get(name, 0.0) for name, seconds in there.items()}
+                    there, ground = price.seconds(passes), grounds[_BESIDE if self._favoured(policy, home) else None]
+                    slope[home] = {name: count * (s - ground.get(name, 0.0)) for name, s in there.items()}
             for tier, seconds in self._weight_seconds.items():
                 slope["weights", tier] = dict(seconds)
             if waits and policy.overlap and policy.lookahead == 1:
@@ -161,18 +166,26 @@ class Programs:
     def _priced(self, policy: OffloadPolicy) -> dict[Home | None, BatchPrices]:
         """Of one GPU batch with everything on the compute tier, and with caches or hidden states elsewhere."""
         many = policy.num_gpu_batches > 1
-        key = (policy.gpu_batch_size, many, policy.cpu_cache_compute)
+        key = (policy.gpu_batch_size, many, policy.cpu_cache_compute and policy.overlap)
         if key not in self._prices:
             few = replace(policy, num_gpu_batches=1 + many)
             homes = [None, *(home for home in self._homes(many) if home[0] != "weights")]
             models = {
-                home: self.request.model(
-                    few, corner(self.request, few, home), (few.gpu_batch_size,) * few.num_gpu_batches
-                )
+                home: self.request.model(few, self._corner(few, home), (few.gpu_batch_size,) * few.num_gpu_batches)
                 for home in homes
             }
             self._prices[key] = {home: BatchPrices(model, list(models.values())) for home, model in models.items()}
         return self._prices[key]
+
+    def _corner(self, policy: OffloadPolicy, home: Home | None) -> Placement:
+        found = corner(self.request, policy, home)
+        return replace(found, cache=dict.fromkeys(found.cache, "cpu")) if self._favoured(policy, home) else found
+
+    def _favoured(self, policy: OffloadPolicy, home: Home | None) -> bool:
+        """Whether hidden states there are priced as if all caches were on cpu: those that wait for attention on the
+        host do not move, and how many do depends on both shares."""
+        beside = policy.cpu_cache_compute and policy.overlap and policy.num_gpu_batches > 1
+        return beside and self.request.compute_tier == "gpu" and home is not None and home[0] == "hidden"
 
     @cached_property
     def _weight_seconds(self) -> dict[str, dict[str, float]]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from h2o_flexgen.config.tensors import PAGE, round_up
 from h2o_flexgen.cost.case import Case
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
+from h2o_flexgen.schedule.host_attention import answer_bytes, query_bytes
 from h2o_flexgen.schedule.tasks import Task, TaskKind
 from h2o_flexgen.schedule.traffic import links
 
@@ -45,6 +46,8 @@ class Moves:
     def state_bytes(self, task: Task) -> int:
         """Of a cache or hidden task. A store of a cache between two rewrites moves nothing: its tokens wait."""
         case, unit = self._case, self._case.spec.units[task.unit]
+        if case.stays(task):
+            return 0
         if task.kind in (TaskKind.LOAD_CACHE, TaskKind.STORE_CACHE):
             if task.kind is TaskKind.STORE_CACHE and task.step % REWRITE_EVERY:
                 return 0
@@ -63,7 +66,12 @@ class Moves:
         return round_up(per_slot * case.slots[layer], PAGE)
 
     def transfers(self, task: Task) -> tuple[Transfer, ...]:
-        """Of one load or store, in the order in which they follow each other; nothing for other tasks."""
+        """Of one load or store, in the order in which they follow each other; of a compute whose attention is the
+        host's work what goes there and comes back. Nothing for other tasks."""
+        if task.kind is TaskKind.COMPUTE and self._case.attends_beside(task):
+            rate, rows = self._case.profile.link, self._case.rows[task.batch]
+            sizes = zip(self._exchange_links, self.exchange_bytes(rows), strict=True)
+            return tuple(Transfer(link, nbytes, rate(link).seconds(nbytes)) for link, nbytes in sizes)
         if task.kind in (TaskKind.COMPUTE, TaskKind.FREE_WEIGHTS):
             return ()
         home, nbytes = self._home(task), self._bytes(task)
@@ -74,6 +82,16 @@ class Moves:
             rate = self._case.profile.link
             self._known[key] = tuple(Transfer(link, nbytes, rate(link).seconds(nbytes)) for link in path)
         return self._known[key]
+
+    def exchange_bytes(self, rows: int) -> tuple[int, int]:
+        """Queries, keys and values of a decode step that go to a host that attends; the answer that comes back."""
+        spec, dtype = self._case.spec, self._case.dtype
+        return query_bytes(spec, rows, dtype), answer_bytes(spec, rows, dtype)
+
+    @property
+    def _exchange_links(self) -> tuple[str, str]:
+        tier = self._case.compute_tier
+        return f"{tier}->cpu", f"cpu->{tier}"
 
     def traffic(self, steps: range) -> dict[tuple[str, str], Traffic]:
         """What all loads and stores that belong to `steps` add up to, by link and by what is moved."""
@@ -95,6 +113,10 @@ class Moves:
                     nbytes = self.state_bytes(Task(TaskKind.LOAD_HIDDEN, step, unit, batch))
                     home = case.placement.hidden[batch]
                     self._add(found, "hidden", home, nbytes, inward=times, outward=times)
+        for _, batch in sorted(case.shape.host_attends) if loads else ():
+            sizes = self.exchange_bytes(case.rows[batch])
+            for link, what, size in zip(self._exchange_links, ("queries", "answers"), sizes, strict=True):
+                self._count(found, link, what, size, loads)
         return found
 
     def bytes_moved(self) -> Counter[str]:
@@ -109,9 +131,12 @@ class Moves:
     ) -> None:
         for times, direction in ((inward, True), (outward, False)):
             for link in links(home, self._case.compute_tier, inward=direction) if times else ():
-                before = found.get((link, what), Traffic(0, 0.0))
-                seconds = self._case.profile.link(link).seconds(nbytes)
-                found[link, what] = Traffic(before.nbytes + times * nbytes, before.seconds + times * seconds)
+                self._count(found, link, what, nbytes, times)
+
+    def _count(self, found: dict[tuple[str, str], Traffic], link: str, what: str, nbytes: int, times: int) -> None:
+        before = found.get((link, what), Traffic(0, 0.0))
+        seconds = self._case.profile.link(link).seconds(nbytes)
+        found[link, what] = Traffic(before.nbytes + times * nbytes, before.seconds + times * seconds)
 
     def _bytes(self, task: Task) -> int:
         return self.group_bytes[self._keys[task.unit]] if task.kind is TaskKind.LOAD_WEIGHTS else self.state_bytes(task)

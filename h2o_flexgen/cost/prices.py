@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from h2o_flexgen.cost.terms import CostModel
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
+from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
 from h2o_flexgen.schedule.tasks import Task, TaskKind
 
 
@@ -29,6 +30,7 @@ class BatchPrices:
         found, waiting, computing = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
         for unit, count in self._units.items():
             computing += count * self._computing(unit, step)
+            self._add_host(found, Task(TaskKind.COMPUTE, step, unit, self._batch), count)
             for task, times in self._moves(unit, step, passes):
                 transfers = self._model.transfers(task)
                 for link, _, seconds in transfers:
@@ -37,10 +39,18 @@ class BatchPrices:
                 if task.kind in (TaskKind.LOAD_CACHE, TaskKind.LOAD_HIDDEN) and late > 0:
                     waiting[task.kind] += count * times * late
         found["compute"] = computing
+        if not found[HOST_ATTENTION]:
+            del found[HOST_ATTENTION]
         waited = ((TaskKind.LOAD_CACHE, "caches"), (TaskKind.LOAD_HIDDEN, "hidden states"))
         for kind, what in waited if self._model.policy.overlap else ():
             found[f"compute and waiting for {what}"] = computing + waiting[kind]
         return dict(found)
+
+    def _add_host(self, found: dict[str, float], task: Task, count: int) -> None:
+        """What `count` such computes leave to the host, and the links to it and back."""
+        found[HOST_ATTENTION] += count * self._model.compute.host_seconds(task)
+        for link, _, seconds in self._model.transfers(task):
+            found[link] += count * seconds
 
     def half_seconds(self, kind: str, passes: range) -> float:
         """The longest that the attention or MLP half of a layer computes for this GPU batch, wherever its cache is."""

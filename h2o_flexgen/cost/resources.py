@@ -38,6 +38,7 @@ class Clock:
         self._slowdown = slowdown
         self._queues: dict[str, list[Job]] = {}
         self._running: list[Job] | None = []
+        self._held = ""
         self._factors: dict[tuple[str, ...], list[float]] = {}
 
     def submit(self, task: Task, link: str, seconds: float, after: Job | None = None) -> Job:
@@ -55,6 +56,17 @@ class Clock:
         self.busy["compute"] += self.now - start
         if task is not None:
             self.spans.append((task, start, self.now, "compute"))
+
+    def carry(self, task: Task, link: str, seconds: float) -> None:
+        """The computing thread takes something over `link` itself, and what is queued there stands still meanwhile."""
+        start = self.now
+        self._held, self._running = link, None
+        while seconds > _DONE:
+            seconds -= self._pass(seconds)
+        self._held, self._running = "", None
+        self.busy["compute"] += self.now - start
+        self.busy[link] += self.now - start
+        self.spans.append((task, start, self.now, link))
 
     def wait(self, job: Job | None) -> None:
         """The computing thread idles until `job` is done."""
@@ -93,8 +105,8 @@ class Clock:
     def _ready(self) -> list[Job]:
         """What each link works on from now."""
         running = []
-        for queue in self._queues.values():
-            for job in queue:
+        for link, queue in self._queues.items():
+            for job in queue if link != self._held else ():
                 if job.after is None or job.after.done:
                     if job.started < 0:
                         job.started = self.now

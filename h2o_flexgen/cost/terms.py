@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from h2o_flexgen.cost.case import Case
 from h2o_flexgen.cost.compute import Compute
 from h2o_flexgen.cost.moves import Moves, Transfer
+from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
 from h2o_flexgen.schedule.tasks import Task, TaskKind
 from h2o_flexgen.units import format_bytes, format_seconds
 
@@ -16,7 +17,7 @@ Phase = Literal["prefill", "decode"]
 
 
 class Term(NamedTuple):
-    """What one pass over the model costs one resource, "compute" or a link, by what it is spent on."""
+    """What one pass over the model costs one resource, "compute", a link or the host, by what it is spent on."""
 
     phase: Phase
     resource: str
@@ -69,13 +70,18 @@ class CostModel(Case):
 
     def _compute_terms(self, phase: Phase, step: int) -> Iterator[Term]:
         totals: dict[tuple[str, str], float] = {}
+        host = 0.0
         for unit in self.spec.units:
             for batch in range(len(self.rows)):
-                for part, seconds in self.compute.parts(Task(TaskKind.COMPUTE, step, unit.index, batch)).items():
+                task = Task(TaskKind.COMPUTE, step, unit.index, batch)
+                host += self.compute.host_seconds(task)
+                for part, seconds in self.compute.parts(task).items():
                     totals[unit.kind, part] = totals.get((unit.kind, part), 0.0) + seconds
         for (kind, part), seconds in totals.items():
             if seconds:
                 yield Term(phase, "compute", f"{kind}: {self._described(part, phase, step)}", "s", seconds)
+        if host:
+            yield Term(phase, HOST_ATTENTION, f"attn: {self._described('attention', phase, step)}", "s", host)
 
     def _described(self, part: str, phase: str, step: int) -> str:
         rows = max(self.rows)

@@ -1,8 +1,8 @@
 """Walks the ticks of a schedule as the executor does, on a clock instead of a machine.
 
-What `engine.executor`, `engine.weights`, `engine.caches`, `engine.hidden` and `engine.homes` wait for is waited for
-here, in the same order: loads of weights, caches and hidden states, buffers whose last store is still under way, and
-staging buffers between a GPU and the disk. Change them together.
+What `engine.executor`, `engine.weights`, `engine.caches`, `engine.hidden`, `engine.homes` and `engine.host` wait for is
+waited for here, in the same order: loads of weights, caches and hidden states, buffers whose last store is still under
+way, staging buffers between a GPU and the disk, and attention on the host. Change them together.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from h2o_flexgen.cost.resources import Clock, Job
 from h2o_flexgen.cost.terms import CostModel
 from h2o_flexgen.schedule.footprint import STAGING_BUFFERS, STATE_BUFFERS
+from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
 from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
 
 Place = tuple[int, int]  # (layer, batch index)
@@ -76,6 +77,7 @@ class Walk:
         self._caches, self._hidden = _Homes(model, self.clock), _Homes(model, self.clock)
         self._loads: dict[tuple[TaskKind, int, int], Job | None] = {}
         self._used: list[Place] = []
+        self._late: dict[int, tuple[Task, Job]] = {}  # attention that the host is at, by GPU batch
         self._issue: dict[TaskKind, Callable[[Task], None]] = {
             TaskKind.LOAD_WEIGHTS: self._load_weights,
             TaskKind.LOAD_CACHE: self._load_cache,
@@ -104,6 +106,7 @@ class Walk:
                     clock.drain()
             self._compute(task)
             for free in tick.frees:
+                self._keep(free)
                 clock.wait(self._weights.pop(self._keys[free.unit]))
             before = task
         if before is not None:
@@ -114,13 +117,36 @@ class Walk:
         self.busy.append(self.clock.busy.copy())
 
     def _compute(self, task: Task) -> None:
+        self._finish(task.batch)
         clock, key = self.clock, self._keys[task.unit]
         if key in self._shape.streamed:
             clock.wait(self._weights[key])
         self._wait_hidden(task)
         self._wait_cache(task)
         priced = self._priced(task)
-        clock.compute(priced, self._model.compute_seconds(priced))
+        if not self._model.attends_beside(priced):
+            clock.compute(priced, self._model.compute_seconds(priced))
+            return
+        prices = self._model.compute
+        clock.compute(priced, prices.seconds(priced) - prices.finish_seconds(priced))
+        down = self._model.transfers(priced)[0]
+        queries = clock.submit(priced, down.link, down.seconds)
+        self._late[task.batch] = priced, clock.submit(priced, HOST_ATTENTION, prices.host_seconds(priced), queries)
+
+    def _finish(self, batch: int) -> None:
+        """The second half of an attention unit that the host has attended for, if there is one: `HostAttention`."""
+        if batch not in self._late:
+            return
+        task, attended = self._late.pop(batch)
+        self.clock.wait(attended)
+        up = self._model.transfers(task)[-1]
+        self.clock.carry(task, up.link, up.seconds)
+        self.clock.compute(task, self._model.compute.finish_seconds(task) - up.seconds)
+
+    def _keep(self, free: Task) -> None:
+        key = self._keys[free.unit]
+        if any(self._keys[task.unit] == key for task, _ in self._late.values()):
+            self.clock.compute(None, self._model.compute.keep_seconds(free.unit))
 
     def _load_weights(self, task: Task) -> None:
         job = None
@@ -157,6 +183,8 @@ class Walk:
         self._cache_ring.take()
 
     def _load_hidden(self, task: Task) -> None:
+        if task.batch in self._late:
+            return
         self._hidden_ring.take()
         self._loads[TaskKind.LOAD_HIDDEN, -1, task.batch] = self._hidden.move(task.batch, task)
 
@@ -167,6 +195,8 @@ class Walk:
             self._hidden_ring.give_back(None)
 
     def _store_hidden(self, task: Task) -> None:
+        if task.batch in self._late:
+            return
         self._hidden_ring.take()
         self.clock.compute(None, self._model.issue_seconds(task))
         self._hidden_ring.give_back(self._hidden.move(task.batch, task))

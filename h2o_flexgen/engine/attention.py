@@ -48,9 +48,18 @@ class TickAttention:
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One decode step where the cache lives; the new tokens' q, k, v go there and the answer comes back."""
+        place = q.device if self.cache is None else self.cache.device
+        q, k, v = self.turned(q, k, v)
+        return self.attend(q.to(place), k.to(place), v.to(place)).to(q.device)
+
+    def turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Those of the decode rows, rotated where that is done before they reach the cache."""
+        if self.row_angles is None:
+            return q, k, v
+        return rotate(q, self.row_angles), rotate(k, self.row_angles), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One decode step over the cache, all of it where the cache is."""
         if self.cache is None:
             raise RuntimeError("decode rows are in hand, and no cache of theirs")
-        place = self.cache.device
-        if self.row_angles is not None:
-            q, k = rotate(q, self.row_angles), rotate(k, self.row_angles)
-        return self.cache.attend(q.to(place), k.to(place), v.to(place), self.scale, table=self.table).to(q.device)
+        return self.cache.attend(q, k, v, self.scale, table=self.table)

@@ -16,6 +16,7 @@ from h2o_flexgen.engine.caches import CacheMaker, CacheStore
 from h2o_flexgen.engine.executor import Executor, Machinery
 from h2o_flexgen.engine.finite import FiniteCheck
 from h2o_flexgen.engine.hidden import HiddenStore
+from h2o_flexgen.engine.host import HostAttention
 from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.machine import return_free_pages
 from h2o_flexgen.engine.plan import Plan
@@ -92,7 +93,7 @@ class BlockRunner:
         shapes, maker = self._shapes(plan, rows, waiting)
         steps = waiting.steps + max(row.steps for lane in rows for row in lane)
         refill = Refill(lanes, rows, waiting, chunk, self.share_prefixes)
-        stores: list[CacheStore | HiddenStore] = []
+        stores: list[CacheStore | HiddenStore | HostAttention] = []
         try:
             homes = {place: plan.placement.cache[place] for place in shapes}
             dtype = torch_dtype(self.dtype)
@@ -100,22 +101,12 @@ class BlockRunner:
             stores.append(store)
             hidden = self._hidden_store(plan, lanes, waiting.longest_prompt * len(rows[0]))
             stores.append(hidden)
-            machinery = Machinery(
-                self.decoder,
-                self.weights,
-                maker,
-                store,
-                hidden,
-                self.sampler,
-                self.copies,
-                self.trace,
-                plan.policy.overlap,
-                FiniteCheck() if self.check_finite else None,
-                self.rolling,
-            )
+            host = self._host_attention(plan, len(lanes), store)
+            stores.extend([] if host is None else [host])
+            machinery = replace(self._machinery(plan, maker, store, hidden), host=host)
             executor = Executor(machinery, lanes, partial(self._prompts_through, totals))
             totals.kv_bytes = max(totals.kv_bytes, store.nbytes)
-            shape = self._shape(plan, steps, lanes, store, hidden)
+            shape = self._shape(plan, steps, lanes, machinery)
             tally = Tally(self.spec, plan, totals.work)
             try:
                 for row in executor.run(self._ticks(shape, refill, lanes, tally)):
@@ -145,18 +136,42 @@ class BlockRunner:
 
         return zigzag(shape, active, refill.last)
 
-    def _shape(
-        self, plan: Plan, steps: int, lanes: list[Lane], caches: CacheStore, hidden: HiddenStore
-    ) -> ScheduleShape:
+    def _shape(self, plan: Plan, steps: int, lanes: list[Lane], machinery: Machinery) -> ScheduleShape:
+        host = machinery.host
         return ScheduleShape(
             units=self.spec.units,
             num_steps=steps,
             num_batches=len(lanes),
             streamed=self.weights.streamed,
-            cache_moves=caches.moves,
-            hidden_moves=hidden.moves,
+            cache_moves=machinery.caches.moves,
+            hidden_moves=machinery.hidden.moves,
             lookahead=plan.policy.lookahead,
+            host_attends=frozenset() if host is None else host.places,
         )
+
+    def _machinery(self, plan: Plan, maker: CacheMaker, caches: CacheStore, hidden: HiddenStore) -> Machinery:
+        return Machinery(
+            self.decoder,
+            self.weights,
+            maker,
+            caches,
+            hidden,
+            self.sampler,
+            self.copies,
+            self.trace,
+            plan.policy.overlap,
+            FiniteCheck() if self.check_finite else None,
+            self.rolling,
+        )
+
+    def _host_attention(self, plan: Plan, lanes: int, caches: CacheStore) -> HostAttention | None:
+        """What attends to caches in host memory beside the GPU; None where there is no other lane to compute meanwhile,
+        or nothing may be left to be done later."""
+        places = caches.on_host if plan.policy.overlap and lanes > 1 and not self.check_finite else {}
+        if not places:
+            return None
+        dtype, streamed = torch_dtype(self.dtype), self.weights.streamed
+        return HostAttention(self.tiers, self.copies, self.decoder, self.trace, places, dtype, streamed)
 
     def _shapes(
         self, plan: Plan, rows: list[list[Sequence]], waiting: Waiting

@@ -195,7 +195,7 @@ class CacheStore:
     ) -> None:
         """`shapes`: of all places of each (layer, lane); `homes`: the tier of each. `stays_on_cpu`: attention of caches
         on cpu is computed there."""
-        self._tiers = tiers
+        self._tiers, self._homes = tiers, homes
         resident = {tiers.compute.name, "cpu"} if stays_on_cpu else {tiers.compute.name}
         moving = {place for place in shapes if homes[place] not in resident}
         self._caches = {place: LaneCache(shape, dtype, place in moving) for place, shape in shapes.items()}
@@ -226,6 +226,14 @@ class CacheStore:
     def moves(self) -> frozenset[Place]:
         """(layer, lane) of the caches that the schedule must load and store."""
         return frozenset(self._moving)
+
+    @property
+    def on_host(self) -> dict[Place, int]:
+        """Rows at most of each (layer, lane) whose cache is attended to in host memory, beside a gpu."""
+        if self._tiers.gpu is None:
+            return {}
+        at_home = (place for place in self._caches if place not in self._moving and self._homes[place] == "cpu")
+        return {place: self._caches[place].shape.batch for place in at_home}
 
     def load(self, layer: int, lane: int) -> None:
         """Starts bringing a cache to the compute tier."""

@@ -20,6 +20,7 @@ from h2o_flexgen.engine.caches import CacheMaker, CacheStore, LaneCache
 from h2o_flexgen.engine.finite import FiniteCheck
 from h2o_flexgen.engine.graphs import DecodeGraphs, recorder
 from h2o_flexgen.engine.hidden import HiddenStore
+from h2o_flexgen.engine.host import HostAttention
 from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.path import PromptAttention, PromptPath
 from h2o_flexgen.engine.sampler import Sampler
@@ -48,6 +49,8 @@ class Machinery:
     finite: FiniteCheck | None = None
     rolling: bool = False
     """Keys are rotated by their place in the cache, not by their place in the text."""
+    host: HostAttention | None = None
+    """Attends to caches in host memory while other lanes are computed; None: the computing thread does it."""
 
 
 class Executor:
@@ -70,11 +73,11 @@ class Executor:
         self._logits: dict[int, Tensor] = {}  # of lanes whose step was done as a whole
         self._issue = {
             TaskKind.LOAD_WEIGHTS: lambda t: machinery.weights.load(self._units[t.unit].weights),
-            TaskKind.FREE_WEIGHTS: lambda t: machinery.weights.free(self._units[t.unit].weights),
+            TaskKind.FREE_WEIGHTS: lambda t: self._free_weights(self._units[t.unit].weights),
             TaskKind.LOAD_CACHE: lambda t: machinery.caches.load(self._layer(t), t.batch),
             TaskKind.STORE_CACHE: lambda t: machinery.caches.store(self._layer(t), t.batch),
-            TaskKind.LOAD_HIDDEN: lambda t: machinery.hidden.load(self._lanes[t.batch]),
-            TaskKind.STORE_HIDDEN: lambda t: machinery.hidden.store(self._lanes[t.batch]),
+            TaskKind.LOAD_HIDDEN: lambda t: self._move_hidden(machinery.hidden.load, self._lanes[t.batch]),
+            TaskKind.STORE_HIDDEN: lambda t: self._move_hidden(machinery.hidden.store, self._lanes[t.batch]),
         }
         self.prefill_seconds = self.decode_seconds = 0.0
 
@@ -161,8 +164,20 @@ class Executor:
         hidden, lane.hidden = lane.take_hidden(), None
         return self._m.decoder.head(self._m.weights.get(self._units[-1].weights), hidden)
 
+    def _free_weights(self, key: str) -> None:
+        if self._m.host is not None:
+            self._m.host.keep(key)
+        self._m.weights.free(key)
+
+    def _move_hidden(self, move: Callable[[Lane], None], lane: Lane) -> None:
+        # Hidden states that attention on the host is still to be added to were not stored, and are not loaded.
+        if self._m.host is None or not self._m.host.pending(lane):
+            move(lane)
+
     def _compute(self, task: Task) -> list[Sequence]:
         unit, lane = self._units[task.unit], self._lanes[task.batch]
+        if self._m.host is not None:
+            self._m.host.finish(lane)
         weights = self._m.weights.get(unit.weights)
         if unit.kind != "embed":
             self._m.hidden.wait(lane)
@@ -173,7 +188,7 @@ class Executor:
             if unit.kind == "embed":
                 self._embed(lane, weights, *lane.inputs())
             elif cache is not None:
-                self._attend(self._layer(task), lane, weights, cache)
+                self._attend(self._layer(task), lane, weights, cache, task)
             elif unit.kind == "mlp":
                 self._mlp(lane, weights)
             else:
@@ -191,11 +206,15 @@ class Executor:
         for part in lane.take_hidden().split(lane.chunk):
             self._m.decoder.mlp(weights, part)
 
-    def _attend(self, layer: int, lane: Lane, weights: Weights, cache: LaneCache) -> None:
+    def _attend(self, layer: int, lane: Lane, weights: Weights, cache: LaneCache, task: Task | None = None) -> None:
+        """`task`: which this is, where some of it may be left to be done later."""
         hidden = lane.take_hidden()
         if lane.kept is not None:
             cache.change(lane.kept, self._m.maker.make(layer, lane.index, lane.fresh) if lane.fresh else None)
         attention = self._attention(layer, lane, cache, hidden.dtype)
+        if task is not None and self._m.host is not None and self._m.host.serves(layer, lane):
+            self._m.host.begin(task, self._units[task.unit], lane, weights, attention)
+            return
         for part in lane.parts:
             self._m.decoder.attn(weights, hidden[part.span], partial(attention.part, part))
         if not lane.fresh:

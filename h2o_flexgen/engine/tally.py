@@ -118,8 +118,12 @@ class Tally:
         home = self._plan.placement.hidden[lane.index]
         spec, dtype = self._spec, self._plan.request.dtype
         # Behind the embedding and all halves but the last two; behind these, each prompt's last token only.
-        early = (2 * spec.num_layers - 1) * spec.hidden_bytes(going + lane.prompt_tokens, dtype)
-        late = 2 * spec.hidden_bytes(going + len(lane.fresh), dtype)
+        first, last = 2 * spec.num_layers - 1, 2
+        if not lane.fresh:
+            beside = [self._attends_beside(layer, lane.index) for layer in range(spec.num_layers)]
+            first, last = first - sum(beside[:-1]), last - beside[-1]
+        early = first * spec.hidden_bytes(going + lane.prompt_tokens, dtype)
+        late = last * spec.hidden_bytes(going + len(lane.fresh), dtype)
         for inward in (True, False):
             for link in links(home, self._tier, inward=inward):
                 for nbytes, share in (
@@ -146,6 +150,11 @@ class Tally:
         if lane not in self._caches:
             self._caches[lane] = Counter(self._kind(layer, lane) for layer in range(self._spec.num_layers))
         return self._caches[lane]
+
+    def _attends_beside(self, layer: int, lane: int) -> bool:
+        """Whether hidden states wait for decode attention on the host, and do not move: see `engine.host`."""
+        beside = self._plan.policy.overlap and self._plan.policy.num_gpu_batches > 1
+        return beside and self._kind(layer, lane).device != self._tier
 
     def _kind(self, layer: int, lane: int) -> _Caches:
         home = self._plan.placement.cache[layer, lane]

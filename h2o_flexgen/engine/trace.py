@@ -21,6 +21,7 @@ class _Tick(NamedTuple):
     task: Task
     unit: UnitSpec
     prompts: float
+    what: str
 
 
 class Trace:
@@ -45,9 +46,12 @@ class Trace:
         return self._seconds
 
     @contextmanager
-    def record(self, task: Task, unit: UnitSpec, prompts: float) -> Iterator[None]:
-        """Times one compute task. `prompts`: how much of its tokens are prompts, the others are decode rows."""
-        tick = _Tick(task, unit, prompts)
+    def record(self, task: Task, unit: UnitSpec, prompts: float, what: str = "") -> Iterator[None]:
+        """Times one compute task. `prompts`: how much of its tokens are prompts, the others are decode rows.
+
+        `what`: which part of the task, where it is computed in several.
+        """
+        tick = _Tick(task, unit, prompts, what)
         if self._device is not None:
             with self._marked(tick, self._device):
                 yield
@@ -95,4 +99,5 @@ class Trace:
                 key = f"{phase}.{tick.unit.kind}"
                 self._seconds[key] = self._seconds.get(key, 0.0) + share * (end - start)
         if self.enabled:
-            self.add(f"{tick.unit.name} step {tick.task.step} batch {tick.task.batch}", start, end, "compute")
+            task = f"{tick.unit.name}{tick.what} step {tick.task.step} batch {tick.task.batch}"
+            self.add(task, start, end, "compute")

@@ -73,12 +73,12 @@ class CopyEngine:
     @property
     def bytes_moved(self) -> Counter[str]:
         """Bytes per link ("disk->cpu", ...) so far."""
-        moved = self._workers.meters()[0]
+        moved = Counter({link: nbytes for link, nbytes in self._workers.meters()[0].items() if "->" in link})
         return moved if self._on_device is None else moved + self._on_device.meters()[0]
 
     @property
     def busy_seconds(self) -> dict[str, float]:
-        """Seconds per link in which at least one transfer was running."""
+        """Seconds per link, or other name of `run`, in which at least one transfer was running."""
         busy = self._workers.meters()[1]
         return busy if self._on_device is None else {**busy, **self._on_device.meters()[1]}
 
@@ -184,10 +184,24 @@ class CopyEngine:
             pieces = one_piece(partial(_convert, dst, src), nbytes)
         return self._workers.submit(link, Job(Ticket(label, link, nbytes), pieces, before))
 
+    def copy_in_turn(self, dst: torch.Tensor, src: torch.Tensor, link: str, *, label: str = "") -> None:
+        """dst[...] = src, host memory, for what is computed from now on, ahead of what `copy` was given: for little.
+
+        On a device `src` may change once what is computed behind the copy is through."""
+        if self._on_device is not None and self._on_device.device.owns(dst):
+            self._on_device.in_turn(dst, src, link, label or link)
+            return
+        nbytes = dst.numel() * dst.element_size()
+        job = Job(Ticket(label or link, link, nbytes), one_piece(partial(_convert, dst, src), nbytes))
+        self._workers.submit(f"{link} in turn", job).wait()
+
     def run(
         self, fn: Callable[[], None], link: str, nbytes: int = 0, *, after: After = None, label: str = ""
     ) -> Ticket:
-        """Call `fn` on the thread of `link`; `nbytes` are booked there. `fn` must not wait for tickets."""
+        """Call `fn` on the thread of `link`; `nbytes` are booked there. `fn` must not wait for tickets.
+
+        What is no link, without an arrow in its name, has a thread and busy seconds, and no bytes.
+        """
         lane, threads = ("disk-read", self._read_threads) if link.startswith("disk->") else (link, 1)
         lane = "disk-write" if link.endswith("->disk") else lane
         return self._workers.submit(

@@ -101,7 +101,7 @@ class DeviceCopies:
         self._lock = threading.Lock()
         self._queueing = threading.Lock()
         self._closed = False
-        self._flights: dict[Stream, deque[_Flight]] = {Stream.UP: deque(), Stream.DOWN: deque()}
+        self._flights: dict[Stream, deque[_Flight]] = {stream: deque() for stream in Stream}
         self._bytes, self._seconds = Counter[str](), dict[str, float]()
         parts = [] if bounce is None else list(bounce[:BOUNCE_BYTES].split(BOUNCE_CHUNK))
         self._bounces = {Stream.UP: parts[:2], Stream.DOWN: parts[2:]}
@@ -131,6 +131,17 @@ class DeviceCopies:
                 error = caught
         ticket.resolve(error)
         return ticket
+
+    def in_turn(self, dst: Tensor, src: Tensor, link: str, label: str) -> None:
+        """dst[...] = src among what this thread computes; the host has written `src`, or nothing has yet."""
+        ticket = DeviceTicket(label, link, dst.numel() * dst.element_size(), self.device)
+        start = self.device.record(Stream.COMPUTE)
+        self.device.copy(Stream.COMPUTE, dst, src)
+        ticket.end = self.device.record(Stream.COMPUTE)
+        ticket.resolve(None)
+        with self._lock:
+            self._flights[Stream.COMPUTE].append(_Flight(ticket, start, ticket.end))
+        self.collect()
 
     def collect(self) -> None:
         """Book the copies that are done; waits for none."""

@@ -26,9 +26,12 @@ Weights = Mapping[str, Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q (T, heads, d), k (T, kv_heads, d), v (T, kv_heads, d)) -> (T, heads, d); rotates q and k, keeps the cache."""
 
-Inner = Callable[[Tensor, Tensor | None], Tensor]
-"""What a half computes after its norm: (T, H) -> (T, H), newly made, or added in place to what comes second."""
-Half = Callable[[Weights, Tensor, Inner], None]
+Before = Callable[[Weights, Tensor], Tensor]
+"""What a half computes from, given hidden: (T, H)."""
+Inner = Callable[[Tensor | None], Tensor]
+"""What a half adds: (T, H), newly made, or added in place to what it is given."""
+After = Callable[[Weights, Tensor, Inner], None]
+"""Brings that into hidden."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu_,
@@ -79,7 +82,7 @@ class Decoder:
         self._activation, self._relu = ACTIVATIONS[arch.activation], arch.activation == "relu"
         self._eps, self._offset = arch.norm_eps, arch.norm_offset
         self._norm = self._layer_norm if arch.norm == "layernorm" else self._rms_norm
-        self._attn_half, self._mlp_half = self._halves(arch)
+        self._before, self._after_attn, self._after_mlp = self._halves(arch)
         self._qk_norm = self._norm_heads if arch.qk_norm else self._leave_heads
         self._feed_forward = self._gated if arch.gated_mlp else self._plain
         self._position_offset = arch.position_offset
@@ -105,13 +108,34 @@ class Decoder:
     def attn(self, w: Weights, hidden: Tensor, attention: Attention) -> None:
         """The attention half of a layer, residual included: updates hidden (T, hidden_width) in place.
 
-        `attention` gets q and k normed where the model does that, and not rotated.
+        `attention` gets what `queries` returns, and `output` what it returns.
         """
-        self._attn_half(w, hidden, lambda x, onto: self._attend(w, x, attention, onto))
+        self.output(w, hidden, attention(*self.queries(w, hidden)))
+
+    def queries(self, w: Weights, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (T, heads, d), k and v (T, kv_heads, d) of hidden (T, hidden_width).
+
+        q and k are normed where the model does that, and not rotated.
+        """
+        x = self._before(w, hidden)
+        d, heads = self.spec.head_dim, self._heads
+        if "qkv.weight" in w:
+            q, k, v = linear(x, w["qkv.weight"], w.get("qkv.bias")).view(len(x), sum(heads), d).split(heads, dim=1)
+        else:
+            apart = (linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
+            q, k, v = (t.view(len(x), count, d) for t, count in zip(apart, heads, strict=True))
+        return (*self._qk_norm(w, q, k), v)
+
+    def output(self, w: Weights, hidden: Tensor, mixed: Tensor) -> None:
+        """Brings the mixed values (T, heads, d) into hidden (T, hidden_width), in place.
+
+        Reads no tensor of the unit but those of the output projection and the norms.
+        """
+        self._after_attn(w, hidden, lambda onto: linear(mixed.flatten(1), w["o.weight"], w.get("o.bias"), onto=onto))
 
     def mlp(self, w: Weights, hidden: Tensor) -> None:
         """The MLP half of a layer, residual included: updates hidden (T, hidden_width) in place."""
-        self._mlp_half(w, hidden, lambda x, onto: self._feed_forward(w, x, onto))
+        self._after_mlp(w, hidden, lambda onto: self._feed_forward(w, self._before(w, hidden), onto))
 
     def head(self, w: Weights, hidden: Tensor) -> Tensor:
         """Logits (T, vocab_size) in float32 of hidden (T, hidden_width)."""
@@ -121,13 +145,15 @@ class Decoder:
 
     # ---- choices made at construction
 
-    def _halves(self, arch: ArchSpec) -> tuple[Half, Half]:
+    def _halves(self, arch: ArchSpec) -> tuple[Before, After, After]:
+        """What comes before both halves, and what after each."""
         if arch.parallel:
-            return self._parallel_attn, self._parallel_mlp
+            return self._parallel_norm, self._parallel_attn, self._parallel_mlp
         if arch.post_norms:
-            return self._sandwich_half, self._sandwich_half
-        half = self._pre_norm_half if arch.pre_norm else self._post_norm_half
-        return half, half
+            return self._pre_norm, self._sandwich, self._sandwich
+        if arch.pre_norm:
+            return self._pre_norm, self._add, self._add
+        return lambda w, hidden: hidden, self._post_norm, self._post_norm
 
     def _outer_steps(
         self, spec: ModelSpec
@@ -170,36 +196,31 @@ class Decoder:
     def _leave_heads(self, w: Weights, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
 
-    # ---- residuals
+    # ---- what comes before a half, and what after it: norms and residuals
 
-    def _pre_norm_half(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
-        inner(self._norm(w, "norm", hidden), hidden)
+    def _pre_norm(self, w: Weights, hidden: Tensor) -> Tensor:
+        return self._norm(w, "norm", hidden)
 
-    def _post_norm_half(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
-        hidden.copy_(self._norm(w, "norm", inner(hidden, None).add_(hidden)))
+    def _parallel_norm(self, w: Weights, hidden: Tensor) -> Tensor:
+        return self._norm(w, "norm", hidden.chunk(2, dim=-1)[0])
 
-    def _sandwich_half(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
-        hidden.add_(self._norm(w, "post_norm", inner(self._norm(w, "norm", hidden), None)))
+    def _add(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
+        inner(hidden)
+
+    def _post_norm(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
+        hidden.copy_(self._norm(w, "norm", inner(None).add_(hidden)))
+
+    def _sandwich(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
+        hidden.add_(self._norm(w, "post_norm", inner(None)))
 
     def _parallel_attn(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
-        x, added = hidden.chunk(2, dim=-1)
-        added.copy_(inner(self._norm(w, "norm", x), None))
+        hidden.chunk(2, dim=-1)[1].copy_(inner(None))
 
     def _parallel_mlp(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
         x, added = hidden.chunk(2, dim=-1)
-        x.add_(inner(self._norm(w, "norm", x), None).add_(added))
+        x.add_(inner(None).add_(added))
 
-    # ---- what a half computes: x (T, H) -> (T, H), see Inner
-
-    def _attend(self, w: Weights, x: Tensor, attention: Attention, onto: Tensor | None) -> Tensor:
-        d, heads = self.spec.head_dim, self._heads
-        if "qkv.weight" in w:
-            q, k, v = linear(x, w["qkv.weight"], w.get("qkv.bias")).view(len(x), sum(heads), d).split(heads, dim=1)
-        else:
-            apart = (linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
-            q, k, v = (t.view(len(x), count, d) for t, count in zip(apart, heads, strict=True))
-        q, k = self._qk_norm(w, q, k)
-        return linear(attention(q, k, v).flatten(1), w["o.weight"], w.get("o.bias"), onto=onto)
+    # ---- what the MLP half computes: x (T, H) -> (T, H), see Inner
 
     def _plain(self, w: Weights, x: Tensor, onto: Tensor | None) -> Tensor:
         up = linear(x, w["up.weight"], w.get("up.bias"), relu=self._relu)

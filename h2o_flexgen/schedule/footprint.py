@@ -12,7 +12,7 @@ from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.config.tensors import PAGE, WeightGroup, round_up
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.schedule import workspace
+from h2o_flexgen.schedule import host_attention, workspace
 from h2o_flexgen.schedule.workspace import BlockShape
 from h2o_flexgen.units import format_bytes
 
@@ -93,6 +93,11 @@ def footprint(
     workspace         compute tier: what the hungriest unit of one GPU batch has alive beside all that,
                       `workspace.workspace`; on cpu, if a gpu computes all else but caches there,
                       `workspace.on_cpu_beside_gpu`
+    queries           compute tier and cpu, per GPU batch that has a cache on cpu, if a gpu computes all else but those,
+                      with others to go on with meanwhile: queries, keys and values (b, Q + 2 G) and answers (b, Q)
+    output projection compute tier: then of the largest attention unit, which is copied if it streams
+    hidden that waits compute tier: then the hidden states of a decode step, (b, H) per such GPU batch, which are not
+                      parked before the answer is there
     process           cpu: `baseline`; beside a GPU that is the context's share of the host and the buffers through
                       which pageable memory is copied, too
     """
@@ -101,6 +106,7 @@ def footprint(
         *_weight_items(block, assignment, unit_bytes or {}),
         *_cache_items(block, assignment),
         *_hidden_items(block, assignment),
+        *_host_items(block, assignment),
         Item(compute_tier, "prompt K and V of one layer", workspace.prompt_keys(block)),
         Item(compute_tier, "token positions", workspace.positions(block)),
         Item(compute_tier, "workspace", workspace.workspace(block)),
@@ -154,6 +160,21 @@ def _cache_items(block: BlockShape, assignment: Placement) -> Iterator[Item]:
     yield from (Item(tier, "cache records", nbytes) for tier, nbytes in records.items())
     if block.compute_tier != "cpu" and "cpu" in stays and caches["cpu"]:
         yield Item("cpu", "workspace", workspace.on_cpu_beside_gpu(block))
+
+
+def _host_items(block: BlockShape, assignment: Placement) -> Iterator[Item]:
+    """What attention on the host takes while a gpu goes on with other GPU batches."""
+    policy, spec, tier = block.policy, block.spec, block.compute_tier
+    places = [place for place, home in assignment.cache.items() if home == "cpu"]
+    if tier == "cpu" or not (policy.cpu_cache_compute and policy.overlap and policy.num_gpu_batches > 1 and places):
+        return
+    batches = {batch for _, batch in places}
+    nbytes = len(batches) * host_attention.buffer_bytes(spec, block.rows, block.dtype)
+    yield from (Item(each, "queries for the cpu", nbytes) for each in (tier, "cpu"))
+    groups = [spec.groups_by_key[unit.weights] for unit in spec.units if unit.kind == "attn"]
+    kept = max(host_attention.output_bytes(group, block.dtype) for group in groups)
+    yield Item(tier, "output projection", kept)
+    yield Item(tier, "hidden that waits", len(batches) * spec.hidden_bytes(block.rows, block.dtype))
 
 
 def _hidden_items(block: BlockShape, assignment: Placement) -> Iterator[Item]:

@@ -80,6 +80,8 @@ class ScheduleShape:
     hidden_moves  batches whose hidden states are parked off the compute tier while other batches are computed
     lookahead     streamed weight groups in flight beyond the one in use: at most lookahead + 1 copies are alive
     stages        the units that each device computes, in order; none given: one device computes all
+    host_attends  (layer, batch) of the caches in host memory that decode steps attend to there while other batches are
+                  computed, see `schedule.host_attention`: the order of tasks does not depend on it, what they do does
     """
 
     units: tuple[UnitSpec, ...]
@@ -90,6 +92,7 @@ class ScheduleShape:
     hidden_moves: frozenset[int]
     lookahead: int = 1
     stages: tuple[range, ...] = ()
+    host_attends: frozenset[tuple[int, int]] = frozenset()
 
     def __post_init__(self) -> None:
         kinds = [unit.kind for unit in self.units]

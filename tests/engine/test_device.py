@@ -46,6 +46,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "three tiers": {"weights": THREE, "cache": THREE, "hidden": THREE},
     "far ahead": {"weights": DISK, "cache": CPU, "hidden": CPU, "lookahead": 3},
     "no overlap": {"weights": DISK, "cache": DISK, "hidden": DISK, "overlap": False},
+    "attention on the host": {"weights": GPU, "cache": CPU, "hidden": GPU, "cpu_cache_compute": True},
+    "some attention on the host": {"weights": CPU, "cache": THREE, "hidden": CPU, "cpu_cache_compute": True},
 }
 
 
@@ -106,6 +108,8 @@ NEEDED: list[tuple[Stream | None, Stream, str]] = [
     (Stream.UP, Stream.DOWN, "all on cpu"),
     (None, Stream.UP, "all on disk"),
     (None, Stream.DOWN, "all on disk"),
+    (Stream.DOWN, Stream.COMPUTE, "attention on the host"),
+    (None, Stream.DOWN, "attention on the host"),
 ]
 
 

@@ -85,8 +85,10 @@ def test_emulated_gpu_placements(placement: str, shape: tuple[int, int], checkpo
     assert tokens == expected["h2o"]
     assert record.device == "emulated gpu"
     if placement == "cpu-cache-compute":
-        cache_moved = record.bytes_moved.get("gpu->cpu", 0)
-        assert cache_moved == 0  # only q, k, v and the answer would cross, and an emulated gpu shares the host's memory
+        # Only q, k, v and the answer cross, and where there is nothing else to compute, not even they: an emulated gpu
+        # shares the host's memory.
+        crossed = record.bytes_moved.get("gpu->cpu", 0)
+        assert (crossed > 0) == (shape[1] > 1)
     elif placement != "all-gpu":
         assert record.bytes_moved["cpu->gpu"] > 0
 

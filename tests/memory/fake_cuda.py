@@ -124,7 +124,10 @@ class FakeDevice:
                 start, nbytes = extent(tensor)
                 self.races.access(stream, start, nbytes, write, f"copy {len(self.copied)}")
             self.copied.append(done)
-            self._queues[stream].append(done)
+            if stream is Stream.COMPUTE:
+                self._move(done)
+            else:
+                self._queues[stream].append(done)
             self._perhaps()
 
     def passed(self, mark: Any) -> bool:
@@ -183,17 +186,20 @@ class FakeDevice:
     def _step(self, stream: Stream) -> None:
         work = self._queues[stream][self._done[stream]]
         if isinstance(work, Copied):
-            if work.dst.dtype == work.src.dtype and work.dst.is_contiguous() and work.src.is_contiguous():
-                # not by torch: this is not the thread's own doing, and is not to be recorded as such
-                ctypes.memmove(work.dst.data_ptr(), work.src.data_ptr(), work.dst.numel() * work.dst.element_size())
-            else:
-                with torch.inference_mode():
-                    work.dst.copy_(work.src)
+            self._move(work)
         elif isinstance(work, FakeMark):
             work.time = work.time or time.perf_counter()
         elif work[0].stream is not Stream.COMPUTE:
             self._pass(work[0])
         self._done[stream] += 1
+
+    def _move(self, work: Copied) -> None:
+        if work.dst.dtype == work.src.dtype and work.dst.is_contiguous() and work.src.is_contiguous():
+            # not by torch: this is not the thread's own doing, and is not to be recorded as such
+            ctypes.memmove(work.dst.data_ptr(), work.src.data_ptr(), work.dst.numel() * work.dst.element_size())
+        else:
+            with torch.inference_mode():
+                work.dst.copy_(work.src)
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from h2o_flexgen.engine import host
 from h2o_flexgen.memory import device_copies
 from h2o_flexgen.memory.disk import DirectFile
 from h2o_flexgen.memory.jobs import Job, Ticket
@@ -114,6 +115,16 @@ def order_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
             races.access(races.host(), *extent(tensor), write, "a move on the host")
 
     around(device_copies, "_move", moved, None)
+
+    attend = host._attend
+
+    def attended(attention: Any, parts: list[Tensor], answer: Tensor) -> None:
+        for part in parts:  # kernels in C read them unseen
+            device.computed(part, False, "attention on the host")
+        with Computes(device):
+            attend(attention, parts, answer)
+
+    patch.setattr(host, "_attend", attended)
 
 
 @contextmanager

@@ -1,0 +1,130 @@
+"""Attention on the host beside the GPU, priced: by hand, and beside a second account of who waits for whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from h2o_flexgen.config.hardware import Curve, HardwareProfile, LinkRate
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.cost.simulate import simulate
+from h2o_flexgen.cost.terms import CostModel
+from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
+from h2o_flexgen.schedule.tasks import Task, TaskKind
+from tests.cost.machines import TINY, model_of, profile, rates, ticking
+
+GPU, CPU = {"gpu": 1.0}, {"cpu": 1.0}
+
+
+def machine(attends: float, down: float, up: float, **ticks: float) -> HardwareProfile:
+    """Ticks of a second on the GPU unless said otherwise; on the host a step of a cache takes `attends`."""
+    curve = Curve(((1e30, attends),))
+    host = rates(decode_attention={"plain": curve, "scored": curve})
+    links = {name: LinkRate(1e40, latency_s=1e-9) for name in ("disk->cpu", "cpu->disk")}
+    links |= {"gpu->cpu": LinkRate(1e40, latency_s=down), "cpu->gpu": LinkRate(1e40, latency_s=up)}
+    return profile({"gpu": ticking(**ticks), "cpu": host}, links=links)
+
+
+def of(policy: OffloadPolicy, where: HardwareProfile, layers: int = 1, steps: int = 2) -> CostModel:
+    spec = replace(TINY, num_layers=layers, arch=replace(TINY.arch, tied_head=False))
+    return model_of(policy, spec=spec, workload=Workload(24, steps), machine=where, tier="gpu")
+
+
+def spans(model: CostModel, resource: str) -> list[tuple[str, object, object]]:
+    rows = [row for row in simulate(model).timeline.rows if row.resource == resource and "step 1" in row.task]
+    return [(row.task.replace(" step 1 batch", ""), pytest.approx(row.start), pytest.approx(row.end)) for row in rows]
+
+
+def test_the_gpu_goes_on_while_the_host_attends() -> None:
+    model = of(OffloadPolicy(1, 2, GPU, CPU, GPU, cpu_cache_compute=True), machine(5, down=0.5, up=0.25))
+    # The prompt's pass: eight ticks, in two of which keys and values go down.
+    assert spans(model, HOST_ATTENTION) == [("layers.0.attn 0", 12.5, 17.5), ("layers.0.attn 1", 17.5, 22.5)]
+    assert [span for span in spans(model, "compute") if "attn" not in span[0]] == [
+        ("embed 0", 9, 10),
+        ("embed 1", 10, 11),
+        ("layers.0.mlp 0", 17.75, 18.75),  # while the host attends for the other
+        ("layers.0.mlp 1", 22.75, 23.75),
+        ("head 0", 23.75, 24.75),
+        ("head 1", 24.75, 25.75),
+    ]
+    assert [span[:2] for span in spans(model, "gpu->cpu")] == [("layers.0.attn 0", 12), ("layers.0.attn 1", 13)]
+    assert [span[1] for span in spans(model, "cpu->gpu")] == [17.5, 22.5]
+    found = simulate(model)
+    assert found.busy[HOST_ATTENTION] == pytest.approx(10)
+
+
+@pytest.mark.parametrize("changes", [{"overlap": False}, {"num_gpu_batches": 1}], ids=str)
+def test_one_after_the_other_where_nothing_could_go_on(changes: dict[str, int]) -> None:
+    policy = OffloadPolicy(**{"gpu_batch_size": 1, "num_gpu_batches": 2, **changes}, cpu_cache_compute=True)
+    model = of(replace(policy, weights=GPU, cache=CPU, hidden=GPU), machine(5, down=0.5, up=0.25))
+    found = simulate(model)
+    assert HOST_ATTENTION not in found.busy
+    # Queries, keys and values one by one, and the answer.
+    assert found.decode_s == pytest.approx(policy.num_gpu_batches * (4 + 5 + 3 * 0.5 + 0.25))
+
+
+def account(model: CostModel) -> float:
+    """Seconds of all decode steps, from prices of halves and of the host: nothing moves but queries and answers."""
+    prices, batches = model.compute, range(len(model.rows))
+    device = host = link = 0.0
+    for step in range(1, model.steps):
+        ready = dict.fromkeys(batches, 0.0)
+        late: dict[int, Task] = {}
+        for unit in model.spec.units:
+            for batch in batches:
+                if batch in late:
+                    device = max(device, ready[batch]) + prices.finish_seconds(late.pop(batch))
+                task = Task(TaskKind.COMPUTE, step, unit.index, batch)
+                seconds = sum(prices.parts(task).values())
+                if unit.kind != "attn" or model.placement.cache[unit.layer or 0, batch] != "cpu":
+                    device += seconds
+                    continue
+                device += seconds - prices.finish_seconds(task)
+                link = max(link, device) + model.transfers(task)[0].seconds
+                host = max(host, link) + prices.host_seconds(task)
+                ready[batch], late[batch] = host, task
+    return device
+
+
+TIMES = st.sampled_from([1e-3, 0.1, 0.7, 1.0, 3.0, 11.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 3), TIMES, TIMES, TIMES, TIMES, TIMES)
+def test_who_waits_for_whom(
+    batches: int, layers: int, on_cpu: int, attends: float, down: float, up: float, attn: float, mlp: float
+) -> None:
+    cache = {"cpu": on_cpu / 3, "gpu": 1 - on_cpu / 3}
+    policy = OffloadPolicy(2, batches, GPU, {tier: share for tier, share in cache.items() if share}, GPU)
+    where = machine(attends, down, up, attn=attn, mlp=mlp)
+    model = of(replace(policy, cpu_cache_compute=True), where, layers, steps=5)
+    found = simulate(model, steps=5)
+    assert found.decode_s == pytest.approx(account(model))
+    serial = simulate(replace(model, policy=replace(model.policy, overlap=False)), steps=5)
+    assert found.decode_s <= serial.decode_s * (1 + 1e-9)
+    if model.shape.host_attends:
+        assert found.decode_s >= found.busy[HOST_ATTENTION] * (1 - 1e-9)
+
+
+def test_hidden_states_that_wait_for_the_host_are_not_parked() -> None:
+    """Weights stream and hidden states are parked: what the attention unit leaves stays, all else comes and goes."""
+    policy = OffloadPolicy(2, 3, CPU, CPU, CPU, cpu_cache_compute=True)
+    model = of(policy, profile(), layers=2, steps=3)
+    hidden = 2 * 64 * 2
+    pages = -(-hidden // 4096) * 4096
+    moved = {
+        what: traffic.nbytes for (link, what), traffic in model.moves.traffic(range(1, 2)).items() if "gpu->" in link
+    }
+    assert moved == {"hidden": 3 * 3 * pages, "queries": 2 * 3 * 3 * hidden}  # embed, mlp, mlp; q, k, v
+    assert model.compute.keep_seconds(1) > 0
+
+
+def test_terms_say_what_the_host_does() -> None:
+    model = of(OffloadPolicy(1, 2, GPU, CPU, GPU, cpu_cache_compute=True), machine(5, down=0.5, up=0.25))
+    (term,) = [term for term in model.terms() if term.resource == HOST_ATTENTION]
+    assert (term.phase, term.unit, term.value) == ("decode", "s", pytest.approx(10))
+    assert term.name == "attn: attention of 1 rows over 25 tokens"

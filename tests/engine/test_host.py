@@ -1,0 +1,168 @@
+"""Attention over caches in host memory beside the GPU: the same tokens, in the order that lets both work at once."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine import gpu
+from h2o_flexgen.engine.host import HostAttention
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.memory.pinned import PinnedPool
+from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
+from tests.memory.fake_cuda import FakeDevice
+from tests.memory.watch import order_threads, watched
+from tests.tiny import prompts_of
+
+LENGTHS = [23, 40, 12, 33, 31, 8, 19, 27]
+BUDGETS = [20, 3, 9, 17, 31, 2, 14, 5]
+CPU, GPU, SOME = {"cpu": 1.0}, {"gpu": 1.0}, {"gpu": 0.3, "cpu": 0.4, "disk": 0.3}
+HOST = {"weights": GPU, "cache": CPU, "hidden": GPU, "cpu_cache_compute": True}
+PLACES: dict[str, dict[str, Any]] = {
+    "resident": HOST,
+    "streamed": {**HOST, "weights": CPU},
+    "parked": {**HOST, "weights": CPU, "hidden": CPU},
+    "some": {**HOST, "weights": SOME, "cache": SOME, "hidden": SOME},
+}
+
+
+def run(folder: str, policy: dict[str, Any], eviction: EvictionConfig, **settings: Any) -> LLM:
+    """Ragged prompts and answers, more than there are places: rows come and go."""
+    block = {"gpu_batch_size": 2, "num_gpu_batches": 3}
+    llm = LLM(folder, dtype="float32", eviction=eviction, policy={**policy, **block}, **settings)
+    with llm:
+        params = [SamplingParams(max_new_tokens=each, ignore_eos=True) for each in BUDGETS]
+        outputs = llm.generate(prompts_of(LENGTHS), params)
+    llm.tokens = [output.token_ids for output in outputs]  # type: ignore[attr-defined]
+    return llm
+
+
+@pytest.mark.parametrize(
+    ("family", "place", "config"),
+    [
+        *(("opt", place, EvictionConfig("h2o", ratio=0.3)) for place in PLACES),
+        ("opt", "streamed", EvictionConfig()),
+        ("opt-350m", "streamed", EvictionConfig("random", ratio=0.3)),
+        ("llama-gqa", "parked", EvictionConfig("h2o", ratio=0.3, rolling_positions=True)),
+        ("gemma3", "some", EvictionConfig("heavy", budget=9)),
+        ("gpt-neox", "parked", EvictionConfig("streaming", budget=9)),
+        ("qwen3", "streamed", EvictionConfig("h2o", ratio=0.3)),
+    ],
+    ids=str,
+)
+def test_the_same_tokens_as_with_everything_resident(family: str, place: str, config, checkpoint) -> None:
+    folder = checkpoint(family)[1]
+    expected = run(folder, {}, config).tokens
+    found = run(folder, PLACES[place], config, emulate_gpu="1GiB")
+    assert found.tokens == expected
+    assert found.last_record.bound["busy"][HOST_ATTENTION] > 0
+
+
+class Order:
+    """What a block did, in order: halves of attention units by name and lane, and computes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.events: list[tuple[str, int]] = []
+        begin, finish = HostAttention.begin, HostAttention.finish
+
+        def began(host: HostAttention, task: Any, unit: Any, lane: Any, *rest: Any) -> None:
+            self.events.append((f"begin {unit.name} step {task.step}", lane.index))
+            begin(host, task, unit, lane, *rest)
+
+        def finished(host: HostAttention, lane: Any) -> None:
+            if host.pending(lane):
+                late = host._late[lane.index]
+                self.events.append((f"finish {late.unit.name} step {late.task.step}", lane.index))
+            finish(host, lane)
+
+        patch.setattr(HostAttention, "begin", began)
+        patch.setattr(HostAttention, "finish", finished)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_lane_begins_before_the_first_is_finished(place: str, checkpoint, monkeypatch) -> None:
+    order = Order(monkeypatch)
+    with LLM(
+        checkpoint("opt")[1],
+        dtype="float32",
+        policy={**PLACES[place], "cache": CPU, "gpu_batch_size": 2, "num_gpu_batches": 3},
+        emulate_gpu="1GiB",
+    ) as llm:
+        llm.generate(prompts_of([20] * 6), max_new_tokens=3, ignore_eos=True)
+        layers = llm.model.spec.num_layers
+    expected = [
+        (f"{half} layers.{layer}.attn step {step}", lane)
+        for step in (1, 2)
+        for layer in range(layers)
+        for half in ("begin", "finish")
+        for lane in range(3)
+    ]
+    assert order.events == expected
+
+
+@pytest.mark.parametrize("changes", [{"overlap": False}, {"num_gpu_batches": 1}, {"cpu_cache_compute": False}], ids=str)
+def test_nothing_is_left_for_later_where_nothing_could_go_on_meanwhile(changes, checkpoint, monkeypatch) -> None:
+    order = Order(monkeypatch)
+    policy = {**HOST, "gpu_batch_size": 2, "num_gpu_batches": 3, **changes}
+    with LLM(checkpoint("opt")[1], dtype="float32", policy=policy, emulate_gpu="1GiB") as llm:
+        llm.generate(prompts_of([20] * 4), max_new_tokens=3, ignore_eos=True)
+    assert not order.events
+
+
+def test_what_fails_on_the_thread_reaches_the_caller(checkpoint, monkeypatch) -> None:
+    calls = 0
+    attend = KVCache.attend
+
+    def failing(*args: Any, **settings: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 7:
+            raise ValueError("the seventh step")
+        return attend(*args, **settings)
+
+    monkeypatch.setattr(KVCache, "attend", failing)
+    policy = {**HOST, "gpu_batch_size": 2, "num_gpu_batches": 3}
+    with LLM(checkpoint("opt")[1], dtype="float32", policy=policy, emulate_gpu="1GiB") as llm:
+        with pytest.raises(ValueError, match="the seventh step"):
+            llm.generate(prompts_of([20] * 6), max_new_tokens=4, ignore_eos=True)
+        monkeypatch.setattr(KVCache, "attend", attend)
+        again = [output.token_ids for output in llm.generate(prompts_of([20] * 6), max_new_tokens=4, ignore_eos=True)]
+    with LLM(checkpoint("opt")[1], dtype="float32") as llm:
+        expected = llm.generate(prompts_of([20] * 6), max_new_tokens=4, ignore_eos=True)
+    assert again == [output.token_ids for output in expected]
+
+
+class _Hasty:
+    """A ticket that nobody waits for."""
+
+    def wait(self) -> None: ...
+
+
+@pytest.mark.parametrize("missing", ["nothing", "the wait for the queries", "the wait for the answer"])
+def test_the_device_and_the_thread_wait_for_each_other(missing: str, checkpoint, monkeypatch) -> None:
+    device = FakeDevice(0.4)
+    order_threads(device, monkeypatch)
+    monkeypatch.setattr(gpu, "open_gpu", lambda _: PinnedPool(device))
+    run = CopyEngine.run
+
+    def hasty(copies: CopyEngine, fn: Any, link: str, **settings: Any) -> Any:
+        if missing == "the wait for the queries":
+            settings["after"] = None
+        ticket = run(copies, fn, link, **settings)
+        return _Hasty() if missing == "the wait for the answer" else ticket
+
+    monkeypatch.setattr(CopyEngine, "run", hasty)
+    policy = {**PLACES["parked"], "gpu_batch_size": 2, "num_gpu_batches": 3}
+    with (
+        LLM(checkpoint("opt")[1], dtype="float32", policy=policy, emulate_gpu="1GiB") as llm,
+        suppress(Exception),
+        watched(device),
+    ):
+        llm.generate(prompts_of([20] * 6), max_new_tokens=4, ignore_eos=True)
+    assert bool(device.races.found) == (missing != "nothing"), device.races.found[:3]
