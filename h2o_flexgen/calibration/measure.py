@@ -18,6 +18,7 @@ from h2o_flexgen.calibration.contention import NOTICED, Contest, Factors
 from h2o_flexgen.calibration.elementwise import elementwise_rate, fresh_rate
 from h2o_flexgen.calibration.links import FILE, SMALL, Disk, HostGpu, Link, measured_rate, queued_sample
 from h2o_flexgen.calibration.products import fastest_read, general_rate, product_call, product_shapes
+from h2o_flexgen.calibration.recorded import recorded_ticks
 from h2o_flexgen.calibration.sampling import sample_seconds
 from h2o_flexgen.calibration.stored import keep_profile, machine_facts, profile_key
 from h2o_flexgen.calibration.ticks import unexplained_ticks
@@ -46,6 +47,7 @@ COMPUTE_PARTS = {
     "ticks": 5.0,
 }
 """Weights of what is measured on each compute device."""
+RECORDED, _RECORDED_WEIGHT = "recorded steps", 2.0
 DISK_PARTS = {"disk writes": 5.0, "disk reads": 4.0, "disk rewrites": 2.0}
 COPY_PARTS = {"copies to the GPU": 1.5, "copies from the GPU": 1.5}
 CONTENTION = "contention"
@@ -202,7 +204,8 @@ class _Run:
             fresh_bytes_per_s=fresh,
             reads_all_slots=bench.name == "cpu" and why_not() is not None,
         )
-        return replace(rates, tick_s=unexplained_ticks(bench, rates, seconds("ticks")))
+        recorded = recorded_ticks(bench, rates, seconds(RECORDED)) if bench.name == "gpu" else None
+        return replace(rates, tick_s=unexplained_ticks(bench, rates, seconds("ticks")), graph_tick_s=recorded)
 
     # ---- links
 
@@ -285,6 +288,7 @@ def _weights(calibration: Calibration) -> dict[str, float]:
     for device in calibration.devices:
         name = "gpu" if device.type == "cuda" else "cpu"
         weights |= {_on(name, part): weight for part, weight in COMPUTE_PARTS.items()}
+        weights |= {_on(name, RECORDED): _RECORDED_WEIGHT} if name == "gpu" else {}
     weights |= DISK_PARTS
     resources = 3
     if calibration.has_gpu:

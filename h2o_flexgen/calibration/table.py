@@ -54,6 +54,9 @@ def _device(device: str, rates: ComputeRates) -> Iterator[str]:
     yield f"{device}: memory {memory}, elementwise {elementwise}; sampling {format_seconds(rates.sample_s)} per row"
     if rates.fresh_bytes_per_s is not None:
         yield f"{device}: first touch of new memory {format_rate(rates.fresh_bytes_per_s)}"
+    if rates.graph_tick_s is not None:
+        by = ", ".join(f"{x:g}" for x, _ in rates.graph_tick_s.points)
+        yield f"{device}: ticks of recorded steps beyond that by {by} rows: {_tick(rates.graph_tick_s)}"
     curve = rates.tick_s["attn"]
     by = f" by {', '.join(f'{x:g}' for x, _ in curve.points)} rows" if isinstance(curve, Curve) else ""
     yield f"{device}: ticks beyond all that{by}: {ticks}"

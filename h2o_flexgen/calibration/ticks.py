@@ -8,8 +8,8 @@ the tick. Caches are small ones that evict, as they are where such costs count.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -41,12 +41,12 @@ from h2o_flexgen.schedule.tasks import Task, TaskKind
 
 ROWS = (1, 8, 32)
 _WIDTH, _VOCABULARY = 64, 64
-_PROMPT, _BUDGET, _MOST_STEPS, _LEAST_STEPS = 33, 32, 48, 6
+_PROMPT, _BUDGET, MOST_STEPS, _LEAST_STEPS = 33, 32, 48, 6
 _WARM = 2  # steps that nothing is taken from, the prompts' included
 _TURNS = 3  # times the largest cache of the processor that the short model's layers fill
 _LEAST_LAYERS, _MOST_LAYERS = 2, 12
 _MOST_BYTES = 2 << 30
-_LEAST = 1e-7
+LEAST = 1e-7
 
 
 def short_model(spec: ModelSpec, dtype: str) -> ModelSpec:
@@ -61,7 +61,7 @@ def short_model(spec: ModelSpec, dtype: str) -> ModelSpec:
         spec,
         name="short",
         num_layers=layers,
-        max_positions=max(spec.max_positions, _PROMPT + _MOST_STEPS),
+        max_positions=max(spec.max_positions, _PROMPT + MOST_STEPS),
         bos_token_id=0,
         eos_token_id=0,
         pad_token_id=None,
@@ -81,31 +81,39 @@ def short_model(spec: ModelSpec, dtype: str) -> ModelSpec:
     )
 
 
+@contextmanager
+def short_run(bench: Bench) -> Iterator[tuple[Plan, Loaded]]:
+    """A short model of random weights on the bench's device, and a plan that keeps everything there."""
+    dtype = str(bench.dtype).removeprefix("torch.")
+    spec, tier = short_model(bench.spec, dtype), bench.name
+    eviction = EvictionConfig("h2o", budget=_BUDGET)
+    request = PlanRequest(spec, Workload(_PROMPT, MOST_STEPS), eviction, dtype, Caps(), tier)
+    at_home = {tier: 1.0}
+    plan = make_plan(request, OffloadPolicy(max(ROWS), weights=at_home, cache=at_home, hidden=at_home))
+    source = DummySource(spec, dtype)
+    with closing(load(plan, source, EngineConfig(), bench.device, "", _no_trace, _no_progress)) as loaded:
+        yield plan, loaded
+
+
 @torch.inference_mode()
 def unexplained_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> dict[str, Curve]:
     """Seconds of decode ticks, from the start of one to that of the next, beyond what `rates` say, over their rows.
 
     By the kind of the unit. The first run of all, which warms up, is left out.
     """
-    dtype = str(bench.dtype).removeprefix("torch.")
-    spec, tier = short_model(bench.spec, dtype), bench.name
-    eviction = EvictionConfig("h2o", budget=_BUDGET)
-    request = PlanRequest(spec, Workload(_PROMPT, _MOST_STEPS), eviction, dtype, Caps(), tier)
-    at_home = {tier: 1.0}
-    plan = make_plan(request, OffloadPolicy(max(ROWS), weights=at_home, cache=at_home, hidden=at_home))
-    source, repeats = DummySource(spec, dtype), bench.timer.repeats
+    repeats = bench.timer.repeats
     beyond: dict[str, list[tuple[float, float]]] = {kind: [] for kind in UNIT_KINDS}
-    with closing(load(plan, source, EngineConfig(), bench.device, "", _no_trace, _no_progress)) as loaded:
+    with short_run(bench) as (plan, loaded):
         _one_run(plan, loaded, 1, _LEAST_STEPS)
         budget = bench.timer.budget(seconds, dict.fromkeys(map(str, ROWS), 1.0))
         for rows in ROWS:
-            compute, share = _priced(plan, rates, rows), budget.take(str(rows))
+            compute, share = priced(plan, rates, rows), budget.take(str(rows))
             take = partial(_measured, plan, loaded, compute, rows, share, bench.timer.clock)
             measured = repeats.steadiest(take, _Measured.spread)
             for kind, values in measured.beyond.items():
                 bench.spreads.note(f"{bench.name} ticks", sample_of(measured.lasting[kind]))
                 # The mean: what a run meets now and then, it pays for.
-                beyond[kind].append((rows, max(_LEAST, statistics.fmean(values))))
+                beyond[kind].append((rows, max(LEAST, statistics.fmean(values))))
     return {kind: Curve(tuple(points)) for kind, points in beyond.items()}
 
 
@@ -134,7 +142,7 @@ def _measured(plan: Plan, loaded: Loaded, compute: Compute, rows: int, seconds: 
     return measured
 
 
-def _priced(plan: Plan, rates: ComputeRates, rows: int) -> Compute:
+def priced(plan: Plan, rates: ComputeRates, rows: int) -> Compute:
     """The prices of one block of `rows` rows, as far as `rates` know them."""
     request, tier = plan.request, plan.request.compute_tier
     profile = HardwareProfile("being measured", "", request.dtype, {}, {tier: rates})
@@ -154,12 +162,26 @@ def _priced(plan: Plan, rates: ComputeRates, rows: int) -> Compute:
 def _steps(plan: Plan, compute: Compute, seconds: float) -> int:
     """As many steps as are expected to take so long, within limits."""
     step = sum(compute.seconds(Task(TaskKind.COMPUTE, 1, unit.index, 0)) for unit in plan.request.spec.units)
-    return min(_MOST_STEPS, max(_LEAST_STEPS, int(seconds / step)))
+    return min(MOST_STEPS, max(_LEAST_STEPS, int(seconds / step)))
 
 
 def _one_run(plan: Plan, loaded: Loaded, rows: int, steps: int) -> list[tuple[int, int, float]]:
     """(index of the unit, step, seconds) of the ticks of one block of `rows` rows, the last one left out."""
-    request, trace = plan.request, Trace(enabled=True)
+    trace = Trace(enabled=True)
+    run_block(plan, loaded, rows, steps, trace)
+    return list(_ticks(plan.request.spec, trace))
+
+
+def run_block(
+    plan: Plan,
+    loaded: Loaded,
+    rows: int,
+    steps: int,
+    trace: Trace,
+    on_step: Callable[[int], None] = lambda tokens: None,
+) -> BlockTotals:
+    """One block of `rows` rows through so many steps, each of which `on_step` hears of when it starts."""
+    request, totals = plan.request, BlockTotals()
     runner = BlockRunner(
         request.spec,
         Decoder(request.spec),
@@ -170,11 +192,12 @@ def _one_run(plan: Plan, loaded: Loaded, rows: int, steps: int) -> list[tuple[in
         Sampler(),
         trace,
         request.dtype,
+        on_tokens=on_step,
     )
     sequences = greedy_sequences(request.spec, request.eviction, rows, (_PROMPT, steps))
-    for _ in runner.run(plan, [sequences], BlockTotals()):
+    for _ in runner.run(plan, [sequences], totals):
         pass
-    return list(_ticks(request.spec, trace))
+    return totals
 
 
 def _ticks(spec: ModelSpec, trace: Trace) -> Iterator[tuple[int, int, float]]:

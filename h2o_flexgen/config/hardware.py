@@ -113,6 +113,8 @@ class ComputeRates:
     tick_s              what a tick takes beyond all of the above, by kind of unit (`UNIT_KINDS`): its tasks issued, its
                         kernels started, products slower in a row than alone. Seconds, or a curve over the tick's
                         tokens, measured in decode ticks of the engine
+    graph_tick_s        the same of decode steps that are recorded once and launched as a whole (`schedule.recorded`):
+                        seconds over a tick's tokens, of whatever unit, their mean. None: no steps are recorded
     sample_s            of choosing one row's token, greedily, beside the output head's product
     fresh_bytes_per_s   of the first write to memory that the system has just given, as every block's caches are on a
                         CPU: its pages have to be found and zeroed, which may be slower than a disk. None: no slower
@@ -129,6 +131,7 @@ class ComputeRates:
     shapes: tuple[GemmShape, ...] = ()
     fresh_bytes_per_s: float | None = None
     reads_all_slots: bool = False
+    graph_tick_s: Curve | None = None
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes_per_s", "elementwise_bytes_per_s"):
@@ -147,8 +150,10 @@ class ComputeRates:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise UsageError(f"{name} is {value!r}", "needed seconds, at least 0")
 
-    def tick_seconds(self, kind: str, tokens: int) -> float:
-        """`tick_s` of one tick of a unit of `kind` that computes so many tokens."""
+    def tick_seconds(self, kind: str, tokens: int, *, replayed: bool = False) -> float:
+        """`tick_s` of one tick of a unit of `kind` that computes so many tokens, or `graph_tick_s`."""
+        if replayed and self.graph_tick_s is not None:
+            return self.graph_tick_s.at(tokens)
         tick = self.tick_s[kind]
         return tick.at(tokens) if isinstance(tick, Curve) else tick
 
@@ -247,6 +252,8 @@ def _rates(data: Mapping[str, Any]) -> ComputeRates:
     fields["shapes"] = tuple(
         GemmShape(shape["out_features"], shape["in_features"], Curve(shape["seconds"])) for shape in shapes
     )
+    if fields.get("graph_tick_s") is not None:
+        fields["graph_tick_s"] = Curve(tuple(fields["graph_tick_s"]))
     return ComputeRates(**{**fields, "gemm_flops": Curve(fields["gemm_flops"])})
 
 

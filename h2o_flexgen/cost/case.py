@@ -14,6 +14,7 @@ from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.config.tensors import dtype_bytes
 from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.schedule.recorded import recordable
 from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind
 
 
@@ -128,6 +129,16 @@ class Case:
 
     def _all_places(self) -> Iterator[tuple[int, int]]:
         return ((layer, batch) for layer in range(self.spec.num_layers) for batch in range(len(self.rows)))
+
+    @cached_property
+    def recorded(self) -> bool:
+        """Whether decode steps are recorded and launched again as a whole, on a machine that is known to do that."""
+        shape = self.shape
+        return self.profile.rates(self.compute_tier).graph_tick_s is not None and recordable(
+            moves=bool(shape.streamed or shape.cache_moves or shape.hidden_moves),
+            elsewhere=any(self.attention_device(*place) != self.compute_tier for place in self.placement.cache),
+            rolling=self.eviction.rolling_positions,
+        )
 
     def with_rows(self, rows: tuple[int, ...]) -> Self:
         """The same plan for a block of other GPU batches, no more of them than the policy has."""

@@ -12,6 +12,7 @@ from h2o_flexgen.cost.case import Case
 from h2o_flexgen.cost.moves import Moves
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.host_attention import output_bytes
+from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
 from h2o_flexgen.schedule.tasks import Task, TaskKind
 
 Parts = dict[str, float]
@@ -68,7 +69,8 @@ class Compute:
             make = {"embed": self._embed, "attn": self._attn, "mlp": self._mlp, "head": self._head}[unit.kind]
             parts = make(unit, task.step, rows, task.batch)
             parts["moving state"] = parts.get("moving state", 0.0) + self._arrival(unit, task)
-            parts["overhead"] = self._rates.tick_seconds(unit.kind, self._tokens(task.step, rows))
+            replayed = self._case.recorded and task.step >= FIRST_REPLAYED
+            parts["overhead"] = self._rates.tick_seconds(unit.kind, self._tokens(task.step, rows), replayed=replayed)
             self._known[key] = parts
         return self._known[key]
 

@@ -3,7 +3,8 @@
 A footprint and a price with everything on the compute tier, and one for each kind on each other tier, give all that is
 linear in the shares. So a program follows whatever `schedule.footprint` and `cost.terms` say, without a formula of its
 own. What is not linear is taken as favourable as it can be, so that a program refuses nothing that fits: weight buffers
-are those of a layer's units, though embeddings may be larger.
+are those of a layer's units, though embeddings may be larger; recorded steps take no memory, and the time that they
+save is saved wherever weights are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.cost.lp import KINDS, Charge, Home, Phase, Program
 from h2o_flexgen.cost.prices import BatchPrices
 from h2o_flexgen.cost.request import SearchRequest
+from h2o_flexgen.schedule.footprint import RECORDED
 from h2o_flexgen.schedule.traffic import links
 
 ONCE = frozenset(
@@ -108,7 +110,7 @@ class Programs:
     def _amounts(self, policy: OffloadPolicy, home: Home | None) -> Counter[tuple[str, str]]:
         """Bytes by tier and what for."""
         items = self.request.footprint(policy, corner(self.request, policy, home)).items
-        return Counter({(item.tier, item.what): item.nbytes for item in items})
+        return Counter({(item.tier, item.what): item.nbytes for item in items if item.what != RECORDED})
 
     @cached_property
     def _all_over_layers(self) -> float:

@@ -95,6 +95,7 @@ class SearchRequest:
             compute_tier=self.compute_tier,
             assignment=placement,
             baseline=self.baseline,
+            records=self.compute_tier == "gpu" and not self.emulated,
         )
 
     def model(self, policy: OffloadPolicy, placement: Placement, rows: tuple[int, ...] = ()) -> CostModel:

@@ -20,6 +20,7 @@ from h2o_flexgen.cost.resources import Span
 from h2o_flexgen.cost.terms import CostModel
 from h2o_flexgen.cost.walk import Walk
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
+from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
 from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind, Tick
 from h2o_flexgen.schedule.timeline import Row, Timeline
 from h2o_flexgen.schedule.zigzag import zigzag
@@ -165,18 +166,19 @@ def _sample(model: CostModel) -> _Sample:
 
     Caches that move are written home after the prompt and at rewrites, and reads wait for that: one step is held up,
     and in the next the link is ahead with what it read meanwhile. A typical step then has half as many new tokens to
-    apply as there can be.
+    apply as there can be. Where steps are recorded, those before the first that is only launched stand for themselves.
     """
     last, moves = model.steps - 1, bool(model.shape.cache_moves)
-    if last <= (5 if moves else 3):
+    alone = FIRST_REPLAYED - 1 if model.recorded else 2 if moves else 1
+    if last <= (5 if moves else alone + 2):
         return _Sample(tuple(range(1, last)), (last,) if last else ())
-    usual = REWRITE_EVERY // 2 if moves else 2
+    usual = REWRITE_EVERY // 2 if moves else alone + 1
     typical = {min(usual, last)}
     if model.compute_tier == "gpu" and any(model.held(layer, 1) < model.held(layer, last) for layer in model.kinds):
         every = REWRITE_EVERY if moves else 1
         typical |= {step - (step - usual) % every for step in (last // 2, last) if step > usual}
     rewrite = range(REWRITE_EVERY, min(REWRITE_EVERY + 2, last) + 1) if moves and last > REWRITE_EVERY else ()
-    return _Sample((1, 2) if moves else (1,), tuple(sorted(typical)), tuple(rewrite))
+    return _Sample(tuple(range(1, alone + 1)), tuple(sorted(typical)), tuple(rewrite))
 
 
 @lru_cache(maxsize=32)

@@ -30,6 +30,7 @@ from h2o_flexgen.engine.weights import WeightStore
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.models.decoder import Decoder, Weights
 from h2o_flexgen.models.rotary import Angles, Rotary
+from h2o_flexgen.schedule.recorded import recordable
 from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
 
 
@@ -136,10 +137,12 @@ class Executor:
         return self._choose(lane, self._logits.pop(lane.index)) if unit.kind == "head" else []
 
     def _make_graphs(self) -> DecodeGraphs | None:
-        """Where nothing moves between tiers and nobody looks at single units."""
+        """Where steps can be recorded and nobody looks at single units."""
         m, device = self._m, self._lanes[0].device
-        moves = m.weights.streamed or m.caches.moves or m.hidden.moves
-        make = None if moves or m.rolling or m.trace.enabled or m.finite is not None else recorder(device)
+        moves = bool(m.weights.streamed or m.caches.moves or m.hidden.moves)
+        elsewhere = any(place.type != device.type for place in m.maker.devices.values())
+        can = recordable(moves=moves, elsewhere=elsewhere, rolling=m.rolling)
+        make = recorder(device) if can and not m.trace.enabled and m.finite is None else None
         return None if make is None else DecodeGraphs(make, self._repeating, self._forward)
 
     def _repeating(self, lane: Lane) -> list[KVCache] | None:

@@ -22,12 +22,9 @@ from torch import Tensor
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.kernels.triton_available import interpreting
+from h2o_flexgen.schedule.recorded import PATIENCE
 
 log = logging.getLogger(__name__)
-
-PATIENCE = 3
-"""Steps that a lane has to go on without a change before one is recorded. Recording costs about as much as so many
-steps: whoever waits as long as what he waits for costs never pays more than twice what foresight would."""
 
 Run = Callable[[], Tensor]
 """Launches a step; its result, and all it reads and leaves, lies in tensors that stay."""

@@ -108,6 +108,7 @@ def make_plan(request: PlanRequest, policy: OffloadPolicy) -> Plan:
         compute_tier=request.compute_tier,
         assignment=placement,
         baseline=request.baseline,
+        records=request.compute_tier == "gpu" and not request.caps.emulated,
     )
     return Plan(request, policy, placement, foot)
 

@@ -13,6 +13,7 @@ from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.config.tensors import PAGE, WeightGroup, round_up
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.schedule import host_attention, workspace
+from h2o_flexgen.schedule.recorded import recordable
 from h2o_flexgen.schedule.workspace import BlockShape
 from h2o_flexgen.units import format_bytes
 
@@ -22,6 +23,10 @@ STATE_BUFFERS = 3
 """Copies of a cache or hidden state on its way: one arriving, one computed on, one leaving."""
 STAGING_BUFFERS = 2
 """Host copies of a cache or hidden state between a GPU and the disk."""
+
+
+RECORDED = "recorded steps"
+"""The item of decode steps that are recorded: nothing else is there only if nothing moves."""
 
 
 class Item(NamedTuple):
@@ -65,15 +70,17 @@ def footprint(
     assignment: Placement,
     unit_bytes: Mapping[str, int] | None = None,
     baseline: int = 0,
+    records: bool = False,
 ) -> Footprint:
     """Peak bytes of one block of `policy`'s shape, all of whose sequences have the workload's lengths.
 
     unit_bytes: buffer size of each weight group where it is known, else the packed size, and for groups on disk the
     most that reading them in place can take (two pages more per tensor). baseline: host bytes that the process holds
-    already. In the formulas, here and in `workspace`: b gpu_batch_size, P prompt_len, T = b P tokens, t = min(T,
-    prefill_chunk), H hidden, E embedding width, F ffn, Q = heads x head_dim, G = kv_heads x head_dim, D rotated
-    dimensions, V vocabulary, C = cache slots per row and head (the budget within the layer's window and a free one; a
-    full cache needs none free), s bytes per number. A thing streams or moves if it is not on the compute tier.
+    already. records: whether the GPU records decode steps where they can be. In the formulas, here and in `workspace`:
+    b gpu_batch_size, P prompt_len, T = b P tokens, t = min(T, prefill_chunk), H hidden, E embedding width, F ffn,
+    Q = heads x head_dim, G = kv_heads x head_dim, D rotated dimensions, V vocabulary, C = cache slots per row and head
+    (the budget within the layer's window and a free one; a full cache needs none free), s bytes per number. A thing
+    streams or moves if it is not on the compute tier.
 
     weights           every group's buffer, on its tier
     weight buffers    compute tier: (lookahead + 1) x the largest streamed group; as many on cpu as staging buffers if
@@ -98,6 +105,7 @@ def footprint(
     output projection compute tier: then of the largest attention unit, which is copied if it streams
     hidden that waits compute tier: then the hidden states of a decode step, (b, H) per such GPU batch, which are not
                       parked before the answer is there
+    recorded steps    compute tier, where the GPU records steps and everything stays on it: `workspace.recorded`
     process           cpu: `baseline`; beside a GPU that is the context's share of the host and the buffers through
                       which pageable memory is copied, too
     """
@@ -110,9 +118,17 @@ def footprint(
         Item(compute_tier, "prompt K and V of one layer", workspace.prompt_keys(block)),
         Item(compute_tier, "token positions", workspace.positions(block)),
         Item(compute_tier, "workspace", workspace.workspace(block)),
+        Item(compute_tier, RECORDED, workspace.recorded(block) if records and _recordable(block, assignment) else 0),
         Item("cpu", "process", baseline),
     ]
     return Footprint(tuple(item for item in items if item.nbytes))
+
+
+def _recordable(block: BlockShape, assignment: Placement) -> bool:
+    """Whether decode steps can be recorded: everything stays on the compute tier."""
+    kinds = (assignment.weights, assignment.cache, assignment.hidden)
+    homes = {tier for kind in kinds for tier in kind.values()}
+    return recordable(moves=homes != {block.compute_tier}, elsewhere=False, rolling=block.rolling)
 
 
 def _weight_items(block: BlockShape, assignment: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:

@@ -136,9 +136,7 @@ def workspace(block: BlockShape) -> int:
     head       two (b, hidden_width), logits (b, V) in the dtype and in float32, a sampler's sorted copies of one row
     """
     spec, size, tokens, rows = block.spec, block.size, block.chunk, block.rows
-    query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    copies = spec.arch.qk_norm + bool(block.rotary_dims)
-    token = (3 * spec.hidden_size + (3 + copies) * query + (2 + copies) * kv) * size
+    query, kv, token = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, _attention_token(block)
     levels = _PATH_LEVELS + block.prompt // block.policy.prefill_chunk
     sums = 4 * (block.heads + levels * spec.num_kv_heads) * block.prompt if block.evicts else 0
     wide = 3 if spec.arch.gated_mlp else 2
@@ -151,6 +149,32 @@ def workspace(block: BlockShape) -> int:
         tokens * (3 * spec.hidden_size + wide * spec.ffn_size) * size,
         rows * (2 * spec.hidden_width + spec.vocab_size) * size + (4 * rows + 32) * spec.vocab_size,
     )
+
+
+def _attention_token(block: BlockShape) -> int:
+    """Bytes of a token in attention beside the kernel: see `workspace`."""
+    spec = block.spec
+    query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    copies = spec.arch.qk_norm + bool(block.rotary_dims)
+    return (3 * spec.hidden_size + (3 + copies) * query + (2 + copies) * kv) * block.size
+
+
+def recorded(block: BlockShape) -> int:
+    """Bytes of decode steps that are recorded (`schedule.recorded`): their activations lie in memory of their own,
+    which the recordings of all GPU batches share, and the logits that each of them leaves, (b, V) float32.
+
+    Activations are the (b, ...) of `workspace`, with the scores and free slots (b, kv_heads, C) that a step of the
+    GPU's kernel writes anew instead of `decode_attention`, and of the head two (b, hidden_width) and its logits.
+    """
+    spec, size, rows = block.spec, block.size, block.rows
+    wide = 3 if spec.arch.gated_mlp else 2
+    activations = max(
+        rows * 4 * max(spec.embed_dim, spec.hidden_size) * size,
+        rows * _attention_token(block) + 12 * block.heads * block.most_slots,
+        rows * (3 * spec.hidden_size + wide * spec.ffn_size) * size,
+        rows * (2 * spec.hidden_width + spec.vocab_size) * size,
+    )
+    return activations + 4 * block.policy.num_gpu_batches * rows * spec.vocab_size
 
 
 def prompt_keys(block: BlockShape) -> int:

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from h2o_flexgen.calibration import recorded
 from h2o_flexgen.calibration.bench import Bench, Spreads
 from h2o_flexgen.calibration.contention import COMPUTE, Contest
 from h2o_flexgen.calibration.links import Disk, Link, link_rate
 from h2o_flexgen.calibration.products import general_rate
-from h2o_flexgen.calibration.timing import Sample
+from h2o_flexgen.calibration.ticks import MOST_STEPS
+from h2o_flexgen.calibration.timing import Sample, Timer
 from h2o_flexgen.config.hardware import Curve, GemmShape
 from h2o_flexgen.config.products import Product
+from h2o_flexgen.engine.block import BlockTotals
+from h2o_flexgen.engine.plan import Plan
+from h2o_flexgen.engine.trace import Trace
 from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
 from h2o_flexgen.units import MIB
-from tests.cost.machines import TINY
+from tests.calibration.test_timing import FakeClock
+from tests.cost.machines import KINDS, TINY, ticking
 
 
 def test_latency_and_bandwidth() -> None:
@@ -58,6 +67,33 @@ def test_spreads_are_typical_ones() -> None:
         "a": "measured; in a way; quartiles 20% apart",
         "b": "measured; too few repetitions for a spread",
     }
+
+
+def test_what_a_recorded_step_takes_beyond_is_divided_by_its_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """6 units, 10 ms a step and row, of which choosing tokens is known to take 1; steps before the first that is only
+    launched take longer and do not count."""
+    clock, blocks = FakeClock(), list[int]()
+
+    def run_block(plan: Plan, loaded: object, rows: int, steps: int, trace: Trace, on_step: Callable) -> BlockTotals:
+        assert not trace.enabled, "steps that are traced are not recorded"
+        blocks.append(rows)
+        for step in range(steps):
+            on_step(0)
+            clock.pass_(5.0 if step < FIRST_REPLAYED else 0.01 * rows)
+        return BlockTotals(replayed_steps=replayed)
+
+    monkeypatch.setattr(recorded, "run_block", run_block)
+    known = dataclasses.replace(ticking(**dict.fromkeys(KINDS, 0.0)), sample_s=1e-3)
+    with Bench(TINY, "float32", torch.device("cpu"), 1 << 20) as bench:
+        bench.timer = Timer(clock=clock)
+        replayed = MOST_STEPS - FIRST_REPLAYED + 1
+        curve = recorded.recorded_ticks(bench, known, 1.0)
+        assert blocks == [1, 8, 32]
+        assert "cpu recorded steps" in bench.spreads.found
+        replayed = 0
+        assert recorded.recorded_ticks(bench, known, 1.0) is None
+    assert curve is not None
+    assert curve.points == tuple((rows, pytest.approx(0.009 * rows / 6)) for rows in (1, 8, 32))
 
 
 def test_resources_that_disturb_each_other() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,15 @@ from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is
 from h2o_flexgen import SamplingParams
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.fused import FusedStep
+from h2o_flexgen.calibration import recorded
+from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine import executor, graphs
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.sequence import RequestOutput
 from h2o_flexgen.kernels import triton_decode, triton_prompt
+from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
+from tests.cost.machines import KINDS, TINY, ticking
 from tests.kernels.tape import FakeGraph
 from tests.tiny import make_model, prompts_of, save
 
@@ -148,6 +153,22 @@ def test_lanes_and_changes(folder, log: list[str]) -> None:
     assert_same(answers(*args, policy=policy), by_torch(*args, policy=policy))
     assert log.count("record") == 3
     assert log.count("close") == 3
+
+
+def test_recorded_steps_are_measured(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibration times steps that are launched as a whole, and finds none without recordings."""
+    steps = FIRST_REPLAYED + 2
+    monkeypatch.setattr(recorded, "ROWS", (1,))
+    monkeypatch.setattr(recorded, "MOST_STEPS", steps)
+    rates = ticking(**dict.fromkeys(KINDS, 0.0))
+    small = dataclasses.replace(TINY, num_layers=1, num_heads=1, num_kv_heads=1)
+    with Bench(small, "float32", torch.device("cpu"), 1 << 20) as bench:
+        curve = recorded.recorded_ticks(bench, rates, 1e-6)
+        assert log == ["warm up", "record", *["replay"] * (steps - FIRST_REPLAYED + 1), "close"]
+        monkeypatch.setattr(executor, "recorder", lambda device: None)
+        assert recorded.recorded_ticks(bench, rates, 1e-6) is None
+    assert curve is not None
+    assert [rows for rows, _ in curve.points] == [1]
 
 
 @pytest.mark.parametrize("when", ["first", "last"])

@@ -183,6 +183,21 @@ def test_a_windowed_layer_has_slots_of_its_own(eviction: EvictionConfig, slots: 
     assert amounts(measure(policy, eviction, spec=narrow))["gpu", "cache buffers"] == 3 * caches[1]
 
 
+def test_recorded_steps() -> None:
+    """Where a GPU records and everything stays on it: the attention half's activations, and each batch's logits."""
+    here = {"gpu": 1.0}
+    policy = OffloadPolicy(4, 2, here, here, here)
+    attention = 4 * 2 * (3 * 64 + 3 * 64 + 2 * 64) + 12 * 16 * 32
+    found = amounts(measure(policy, records=True))
+    assert found.pop(("gpu", "recorded steps")) == attention + 2 * 4 * 1000 * 4
+    assert found == amounts(measure(policy)), "and nothing else changes"
+    for kind in ("weights", "cache", "hidden"):
+        moved = dataclasses.replace(policy, **{kind: {"gpu": 0.5, "cpu": 0.5}})
+        assert amounts(measure(moved, records=True)) == amounts(measure(moved))
+    rolling = EvictionConfig("h2o", 0.5, rolling_positions=True)
+    assert amounts(measure(policy, rolling, records=True)) == amounts(measure(policy, rolling))
+
+
 def test_buffers_are_for_caches_that_move() -> None:
     placed = place(WINDOWED, OffloadPolicy(4, 2), "float16")
     placed = dataclasses.replace(placed, cache={(layer, k): ("gpu", "cpu")[layer] for layer, k in placed.cache})
