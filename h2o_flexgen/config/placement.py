@@ -2,44 +2,63 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
+from h2o_flexgen.config.workload import Workload
 
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The tier of every weight group (by key), of every cache (by layer and GPU batch) and of every GPU batch."""
+    """The tier of every weight group (by key), of every cache (by layer and GPU batch) and of every GPU batch.
+
+    slots: of a row's cache, layer by layer: caches of windowed layers are smaller. None given: all are alike.
+    """
 
     weights: Mapping[str, str]
     cache: Mapping[tuple[int, int], str]
     hidden: Mapping[int, str]
+    slots: tuple[int, ...] = ()
 
     def achieved(self, spec: ModelSpec, dtype: str) -> dict[str, dict[str, float]]:
         """The shares really placed, by kind and tier; tiers that hold nothing are left out."""
         groups = spec.groups_by_key
         return {
             "weights": _shares((tier, groups[key].nbytes(dtype)) for key, tier in self.weights.items()),
-            "cache": _shares((tier, 1) for tier in self.cache.values()),
+            "cache": _shares((tier, self.slots[layer] if self.slots else 1) for (layer, _), tier in self.cache.items()),
             "hidden": _shares((tier, 1) for tier in self.hidden.values()),
         }
 
 
-def place(spec: ModelSpec, policy: OffloadPolicy, dtype: str) -> Placement:
+def cache_slots(spec: ModelSpec, workload: Workload, eviction: EvictionConfig) -> tuple[int, ...]:
+    """Slots of a row's cache, layer by layer: the budget within the layer's window, and one for the newest token where
+    something is evicted."""
+    budget = eviction.resolve(workload.prompt_len, workload.gen_len)
+    budgets = [budget.within(spec.arch.window_of(layer)) for layer in range(spec.num_layers)]
+    return tuple(budget.total + (not budget.full) for budget in budgets)
+
+
+def place(spec: ModelSpec, policy: OffloadPolicy, dtype: str, slots: tuple[int, ...] = ()) -> Placement:
     """Spread the units of each kind over the tiers, evenly over the depth, as close to the shares as whole units come.
 
-    Weights go by bytes in the order of use; caches in the order of compute (layer, then GPU batch).
+    Weights go by bytes in the order of use; caches in the order of compute (layer, then GPU batch), by bytes as well
+    where `slots` says how large each layer's are, see `cache_slots`.
     """
     layers, batches = range(spec.num_layers), range(policy.num_gpu_batches)
+    # Caches that are all alike are placed alike, however many slots they have.
+    sizes = [count // math.gcd(*slots) for count in slots] or [1] * spec.num_layers
     return Placement(
         weights=_spread([(group.key, group.nbytes(dtype)) for group in spec.weight_groups], policy.weights),
-        cache=_spread([((layer, batch), 1) for layer in layers for batch in batches], policy.cache),
+        cache=_spread([((layer, batch), sizes[layer]) for layer in layers for batch in batches], policy.cache),
         hidden=_spread([(batch, 1) for batch in batches], policy.hidden),
+        slots=slots,
     )
 
 

@@ -11,7 +11,7 @@ from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.config.placement import Placement, cache_slots
 from h2o_flexgen.config.tensors import dtype_bytes
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.schedule.recorded import recordable
@@ -73,7 +73,7 @@ class Case:
     @cached_property
     def slots(self) -> tuple[int, ...]:
         """Of a row's cache, layer by layer: the budget, and one for the newest token where something is evicted."""
-        return tuple(budget.total + (not budget.full) for budget in self.budgets)
+        return cache_slots(self.spec, self.workload, self.eviction)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:

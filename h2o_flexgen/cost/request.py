@@ -11,7 +11,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
-from h2o_flexgen.config.placement import Placement, place
+from h2o_flexgen.config.placement import Placement, cache_slots, place
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.terms import CostModel
 from h2o_flexgen.schedule.footprint import Footprint, footprint
@@ -78,7 +78,8 @@ class SearchRequest:
 
     def place(self, policy: OffloadPolicy) -> Placement:
         """Whole units on their tiers, as the engine places them."""
-        placement = place(self.spec, policy, self.dtype)
+        slots = cache_slots(self.spec, self.workload, self.eviction)
+        placement = place(self.spec, policy, self.dtype, slots)
         if policy.num_gpu_batches == 1:
             # One batch alone is never parked: its hidden states are wanted again by the very next unit.
             placement = replace(placement, hidden={0: self.compute_tier})

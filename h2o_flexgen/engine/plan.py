@@ -15,7 +15,7 @@ from typing import Any
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.placement import Placement, place
+from h2o_flexgen.config.placement import Placement, cache_slots, place
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.schedule.footprint import Footprint, footprint
@@ -95,7 +95,8 @@ def make_plan(request: PlanRequest, policy: OffloadPolicy) -> Plan:
     count = request.workload.num_sequences
     size = min(policy.gpu_batch_size, count)
     policy = replace(policy, gpu_batch_size=size, num_gpu_batches=min(policy.num_gpu_batches, -(-count // size)))
-    placement = place(request.spec, policy, request.dtype)
+    slots = cache_slots(request.spec, request.workload, request.eviction)
+    placement = place(request.spec, policy, request.dtype, slots)
     if policy.num_gpu_batches == 1:
         # One batch alone is never parked: its hidden states are wanted again by the very next unit.
         placement = replace(placement, hidden={0: request.compute_tier})

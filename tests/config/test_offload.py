@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pickle
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen.config.arch import ArchSpec
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy, Shares, parse_shares
-from h2o_flexgen.config.placement import place
+from h2o_flexgen.config.placement import cache_slots, place
+from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.errors import UsageError
 
 
@@ -165,6 +169,46 @@ def test_placements_meet_their_shares(weights: Any, cache: Any, layers: int, bat
         ):
             assert abs(achieved[kind].get(tier, 0) - asked[tier]) <= unit + 1e-9
             assert asked[tier] or tier not in achieved[kind]
+
+
+@given(
+    share=st.floats(0, 1),
+    rest=st.floats(0, 1),
+    slots=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    batches=st.integers(1, 2),
+)
+def test_caches_of_unequal_layers_go_by_bytes(share: float, rest: float, slots: list[int], batches: int) -> None:
+    """No assignment of whole caches to two tiers is closer by more than the largest of them."""
+    asked = {"gpu": share, "cpu": (1 - share) * rest, "disk": (1 - share) * (1 - rest)}
+    policy, model = OffloadPolicy(1, batches, cache=asked), spec(len(slots))
+    placement = place(model, policy, "float16", tuple(slots))
+    total = batches * sum(slots)
+    held = {tier: sum(slots[layer] for (layer, _), home in placement.cache.items() if home == tier) for tier in TIERS}
+    sums = {sum(subset) for n in range(len(slots) * batches + 1) for subset in combinations(slots * batches, n)}
+    for tier in TIERS:
+        error = abs(held[tier] - asked[tier] * total)
+        assert error <= min(abs(each - asked[tier] * total) for each in sums) + max(slots) + 1e-6
+        assert placement.achieved(model, "float16")["cache"].get(tier, 0.0) == pytest.approx(held[tier] / total)
+    alike = place(model, policy, "float16", (7,) * len(slots))
+    assert alike.cache == place(model, policy, "float16").cache
+
+
+def test_slots_of_windowed_layers() -> None:
+    """Two of three layers hold 9 tokens at most: a third of the caches may be far less than a third of the bytes."""
+    arch = dataclasses.replace(spec(6).arch, window=9, window_layers=(0, 1, 3, 4))
+    model, work = dataclasses.replace(spec(6), arch=arch), Workload(prompt_len=24, gen_len=8, num_sequences=2)
+    full = cache_slots(model, work, EvictionConfig())
+    assert full == (9, 9, 32) * 2
+    evicting = cache_slots(model, work, EvictionConfig("h2o", budget=10))
+    assert evicting == (9, 9, 11) * 2
+    policy = OffloadPolicy(2, cache={"cpu": 1 / 3, "disk": 2 / 3})
+
+    def held(slots: tuple[int, ...]) -> int:
+        homes = place(model, policy, "float16", slots).cache
+        return sum(full[layer] for (layer, _), home in homes.items() if home == "cpu")
+
+    assert held(()) == 18, "two caches of six, both of windowed layers"
+    assert held(full) == 27, "33 are asked for"
 
 
 def test_placements_are_spread_over_the_depth() -> None:
