@@ -1,4 +1,10 @@
-"""The bytes a plan needs on each tier, before anything is allocated: the same items that the engine then allocates."""
+"""The bytes a plan needs on each tier, before anything is allocated: the same items that the engine then allocates.
+
+In the formulas, here and in `workspace`: b gpu_batch_size, P prompt_len, T = b P tokens, t = min(T, prefill_chunk),
+H hidden, E embedding width, F ffn, Q = heads x head_dim, G = kv_heads x head_dim, D rotated dimensions, V vocabulary,
+C = cache slots per row and head (the budget within the layer's window and a free one; a full cache needs none free),
+s bytes per number.
+"""
 
 from __future__ import annotations
 
@@ -76,11 +82,8 @@ def footprint(
 
     unit_bytes: buffer size of each weight group where it is known, else the packed size, and for groups on disk the
     most that reading them in place can take (two pages more per tensor). baseline: host bytes that the process holds
-    already. records: whether the GPU records decode steps where they can be. In the formulas, here and in `workspace`:
-    b gpu_batch_size, P prompt_len, T = b P tokens, t = min(T, prefill_chunk), H hidden, E embedding width, F ffn,
-    Q = heads x head_dim, G = kv_heads x head_dim, D rotated dimensions, V vocabulary, C = cache slots per row and head
-    (the budget within the layer's window and a free one; a full cache needs none free), s bytes per number. A thing
-    streams or moves if it is not on the compute tier.
+    already. records: whether the GPU records decode steps where they can be. A thing streams or moves if it is not on
+    the compute tier. Letters are those of this module.
 
     weights           every group's buffer, on its tier
     weight buffers    compute tier: (lookahead + 1) x the largest streamed group; as many on cpu as staging buffers if
