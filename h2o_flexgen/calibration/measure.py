@@ -203,6 +203,7 @@ class _Run:
             shapes=shapes,
             fresh_bytes_per_s=fresh,
             reads_all_slots=bench.name == "cpu" and why_not() is not None,
+            fused_products=bench.name == "cpu" and why_not() is None and bench.dtype is torch.bfloat16,
         )
         recorded = recorded_ticks(bench, rates, seconds(RECORDED)) if bench.name == "gpu" else None
         return replace(rates, tick_s=unexplained_ticks(bench, rates, seconds("ticks")), graph_tick_s=recorded)

@@ -104,6 +104,7 @@ class ComputeRates:
     decode_attention    seconds of one `KVCache.attend` (all rows and heads of a GPU batch in one layer), its fixed cost
                         included, over the bytes of K and V it reads. `scored`: by a policy that evicts by score, so
                         with probability rows, their sum, and the choice of what goes
+    fused_products      whether products do ReLU and the addition to a residual themselves, in no pass of their own
     reads_all_slots     whether that attention reads all slots of the buffer, or only those in use
     prefill_attention   FLOP/s of one kernel call over its keys per query (the length of the prompt, past included),
                         4 x heads x head_dim x queries x keys FLOPs whatever is masked. `scored`: with column sums, and
@@ -132,6 +133,7 @@ class ComputeRates:
     fresh_bytes_per_s: float | None = None
     reads_all_slots: bool = False
     graph_tick_s: Curve | None = None
+    fused_products: bool = False
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes_per_s", "elementwise_bytes_per_s"):

@@ -150,7 +150,10 @@ class Compute:
         if unit.layer == spec.num_layers - 1:
             step = 1  # nothing but the prompts' last tokens has come this far
         tokens = self._tokens(step, rows)
-        activation = self._numbers(tokens * spec.ffn_size * (5 if spec.arch.gated_mlp else 2))
+        passes = 5 if spec.arch.gated_mlp else 2
+        if self._rates.fused_products and not spec.arch.gated_mlp and spec.arch.activation == "relu":
+            passes = 0
+        activation = self._numbers(tokens * spec.ffn_size * passes)
         return {
             "products": sum(self._products("mlp", t) for t in self._chunks(step, rows, packed=False)),
             "elementwise": self._half(tokens, attn=False) + activation,
@@ -264,10 +267,12 @@ class Compute:
         return sum(self._rates.gemm_seconds(rows, *product, size) for product in products(self._case.spec, kind))
 
     def _half(self, tokens: int, *, attn: bool) -> float:
-        """The norms and the residual addition of one half of a layer."""
+        """The norms and the residual addition of one half of a layer. A product that adds to the residual reads it."""
         arch, width = self._case.spec.arch, self._case.spec.hidden_size
         norms = 2 if arch.post_norms else 1
         passes = 3 if arch.pre_norm else 5
+        if self._rates.fused_products and arch.pre_norm and not arch.post_norms:
+            passes = 1
         if arch.parallel:
             passes = 2 if attn else 6
         return norms * self._norm(tokens, width) + self._numbers(passes * tokens * width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,16 +10,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from h2o_flexgen.config.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.kernels.native.build import why_not
 from h2o_flexgen.models.decoder import Decoder, bind, rms_norm
 from h2o_flexgen.models.families import checkpoint_names, spec_from_config
 from h2o_flexgen.models.rotary import rotate
 from h2o_flexgen.models.stored import Stored
+from h2o_flexgen.schedule.tasks import Task, TaskKind
+from tests.cost.machines import model_of, profile, rates
 from tests.tiny import FAMILIES, VOCAB, make_model
 
 TOKENS = 23
@@ -344,3 +350,42 @@ def test_neighbours_by_chance_are_no_view() -> None:
     up, gate = (half.view(2, 3) for half in halves)
     assert gate.data_ptr() == up.data_ptr() + 24
     assert "gate_up.weight" not in bind({"layers.0.mlp.up.weight": up, "layers.0.mlp.gate.weight": gate})
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operations whose result has `numel` numbers."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.names = numel, set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() == self.numel:
+            self.names.add(func.name().removeprefix("aten::").split(".")[0])
+        return result
+
+
+@pytest.mark.skipif(why_not() is not None, reason="no native products here")
+@pytest.mark.parametrize("name", ["opt", "opt-350m", "galactica", "llama-gqa", "gpt-neox", "gemma3"])
+def test_passes_that_products_save_are_not_priced(name: str) -> None:
+    """ReLU and residual are operations of their own exactly where the cost model says so."""
+    reference, rows = Reference(name, torch.bfloat16), 5
+    spec = reference.spec
+    hidden = torch.ones(rows, spec.hidden_width, dtype=torch.bfloat16)
+    with torch.inference_mode(), Seen(rows * spec.hidden_size) as wide, Seen(rows * spec.ffn_size) as inner:
+        Decoder(spec).mlp(reference.weights("layers.0.mlp"), hidden)
+    saved = 0 if wide.names & {"add", "add_"} else 2 * spec.hidden_size
+    if spec.arch.activation == "relu" and not spec.arch.gated_mlp and not inner.names & {"relu", "relu_"}:
+        saved += 2 * spec.ffn_size
+    slow = rates(elementwise_bytes_per_s=1.0)
+    apart, fused = (
+        model_of(OffloadPolicy(rows), spec=spec, machine=profile(replace(slow, fused_products=fused)))
+        for fused in (False, True)
+    )
+    task = Task(TaskKind.COMPUTE, 1, 2, 0)
+    assert spec.units[2].kind == "mlp"
+    assert apart.compute_seconds(task) - fused.compute_seconds(task) == pytest.approx(rows * 2 * saved)
+    attn = Task(TaskKind.COMPUTE, 1, 1, 0)
+    residual = apart.compute_seconds(attn) - fused.compute_seconds(attn)
+    assert residual == pytest.approx(0 if wide.names & {"add", "add_"} else rows * 2 * 2 * spec.hidden_size)
