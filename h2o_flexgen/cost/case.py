@@ -90,6 +90,20 @@ class Case:
         on_cpu = self.policy.cpu_cache_compute and self.placement.cache[layer, batch] == "cpu"
         return "cpu" if on_cpu else self.compute_tier
 
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether any attention may be computed elsewhere than all else, beside it."""
+        return self.policy.cpu_cache_compute and self.policy.overlap and self.compute_tier != "cpu"
+
+    def ranks(self, layer: int) -> bool:
+        """Whether the caches of `layer` choose by score; else tokens go in the order in which they came."""
+        budget = self.budgets[layer]
+        return bool(budget.heavy) and not budget.full
+
+    def sums_columns(self, layer: int) -> bool:
+        """Whether the caches of `layer` are told how much attention the prompt's tokens received."""
+        return self.ranks(layer) and self.eviction.name != "random"
+
     @cached_property
     def shape(self) -> ScheduleShape:
         """The shape of the schedule that the engine would run."""
@@ -114,6 +128,13 @@ class Case:
         """Whether the attention of a compute task is the host's work, while other GPU batches are computed."""
         place = self.spec.units[task.unit].layer, task.batch
         return task.step > 0 and self.spec.units[task.unit].kind == "attn" and place in self.shape.host_attends
+
+    def fills_beside(self, task: Task) -> bool:
+        """Whether the prompts of a compute task are brought into its cache by the host, while others are computed."""
+        unit = self.spec.units[task.unit]
+        if task.step > 0 or unit.kind != "attn" or not self.policy.overlap:
+            return False
+        return self.attention_device(unit.layer or 0, task.batch) != self.compute_tier
 
     def stays(self, task: Task) -> bool:
         """Whether a hidden task moves nothing, because attention on the host is still to be added to what it is of."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import NamedTuple
-
 from h2o_flexgen.config.hardware import ComputeRates
 from h2o_flexgen.config.model import UnitSpec
 from h2o_flexgen.config.products import products
 from h2o_flexgen.cost.case import Case
 from h2o_flexgen.cost.moves import Moves
+from h2o_flexgen.cost.segments import Segment, prompt_segments
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.host_attention import output_bytes
 from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
@@ -20,27 +18,6 @@ Parts = dict[str, float]
 
 _LOGITS = 1 << 20  # attention logits that the CPU's prompt kernel has alive at once
 _MIN_QUERIES = 16  # of one chunk there
-
-
-class Segment(NamedTuple):
-    """Prompts, or parts of long ones, that go through attention together: `rows` times `length` tokens after `past`."""
-
-    rows: int
-    length: int
-    past: int
-
-
-def prompt_segments(rows: int, prompt_len: int, chunk: int) -> Counter[Segment]:
-    """How the engine cuts `rows` prompts that share nothing, and how many segments of each kind there are.
-
-    Whole prompts, as many as a chunk holds; longer ones alone, in parts. Each segment is a chunk of its own.
-    """
-    if prompt_len > chunk:
-        starts = range(0, prompt_len, chunk)
-        return Counter({Segment(1, min(chunk, prompt_len - start), start): rows for start in starts})
-    fitting = chunk // prompt_len
-    segments = Counter({Segment(fitting, prompt_len, 0): rows // fitting, Segment(rows % fitting, prompt_len, 0): 1})
-    return Counter({segment: count for segment, count in segments.items() if segment.rows and count})
 
 
 class Compute:
@@ -57,6 +34,7 @@ class Compute:
         self._rates: ComputeRates = case.profile.rates(case.compute_tier)
         self._cpu = case.compute_tier == "cpu"
         self._known: dict[tuple[object, ...], Parts] = {}
+        self._attn_units = [unit.index for unit in case.spec.units if unit.kind == "attn"]
         first = {budget: layer for layer, budget in reversed(list(enumerate(case.budgets)))}
         windows = case.spec.arch.window_of
         self._alike = [(first[budget], windows(layer)) for layer, budget in enumerate(case.budgets)]
@@ -79,10 +57,12 @@ class Compute:
         return sum(self.parts(task).values())
 
     def host_seconds(self, task: Task) -> float:
-        """What the host computes for a task while the computing thread goes on with other GPU batches."""
+        """What the host does for a task while the computing thread goes on: attends, or fills caches."""
+        layer = self._case.spec.units[task.unit].layer or 0
+        if self._case.fills_beside(task):
+            return sum(self._filling(layer, task.batch).values())
         if not self._case.attends_beside(task):
             return 0.0
-        layer = self._case.spec.units[task.unit].layer or 0
         return sum(self._attending(layer, task.step, self._case.rows[task.batch], "cpu").values())
 
     def finish_seconds(self, task: Task) -> float:
@@ -173,8 +153,7 @@ class Compute:
 
     def _prompt(self, layer: int, rows: int, batch: int) -> Parts:
         case = self._case
-        rates, scored = self._rates.prefill_attention, self._ranks(layer)
-        curve = rates["scored" if scored and case.eviction.name != "random" else "plain"]
+        curve = self._rates.prefill_attention["scored" if case.sums_columns(layer) else "plain"]
         seconds, numbers = 0.0, 0
         for segment, count in prompt_segments(rows, case.workload.prompt_len, case.policy.prefill_chunk).items():
             keys = self._keys(layer, segment)
@@ -183,16 +162,28 @@ class Compute:
             # The output is copied into place; earlier parts of a long prompt are put together, with their own.
             copied = 2 * segment.rows * segment.length * case.query_width + 4 * segment.past * case.kv_width
             numbers += count * copied
-        kept = min(case.workload.prompt_len, case.budgets[layer].total)
-        numbers += 4 * rows * kept * case.kv_width
         parts = {"attention": seconds, "elementwise": self._numbers(numbers)}
+        task = Task(TaskKind.COMPUTE, 0, self._attn_units[layer], batch)
+        nbytes = sum(size for _, _, size in self._moves.exchanged(task))
+        if nbytes:
+            parts["elementwise"] += self._elementwise(2 * nbytes)
+            return parts
         device = case.attention_device(layer, batch)
-        fresh = case.profile.rates(device).fresh_bytes_per_s
-        if fresh is not None and (layer, batch) not in case.shape.cache_moves:
-            parts["fresh memory"] = self._moves.cache_bytes(layer, batch) / fresh
+        filling = self._filling(layer, batch)
+        parts["elementwise"] += filling.pop("elementwise")
         if device != case.compute_tier:
             nbytes = 2 * rows * case.workload.prompt_len * case.kv_width * case.itemsize
             parts["moving state"] = case.profile.link(f"{case.compute_tier}->cpu").seconds(nbytes)
+        return {**parts, **filling}
+
+    def _filling(self, layer: int, batch: int) -> Parts:
+        """Bringing prompts into their caches, where these are."""
+        case, device = self._case, self._case.attention_device(layer, batch)
+        rates, kept = case.profile.rates(device), min(case.workload.prompt_len, case.budgets[layer].total)
+        copied = 4 * case.rows[batch] * kept * case.kv_width * case.itemsize
+        parts = {"elementwise": copied / rates.elementwise_bytes_per_s}
+        if rates.fresh_bytes_per_s is not None and (layer, batch) not in case.shape.cache_moves:
+            parts["fresh memory"] = self._moves.cache_bytes(layer, batch) / rates.fresh_bytes_per_s
         return parts
 
     def _keys(self, layer: int, segment: Segment) -> int:
@@ -206,9 +197,8 @@ class Compute:
     def _decode(self, layer: int, step: int, rows: int, batch: int) -> Parts:
         case, device = self._case, self._case.attention_device(layer, batch)
         if (layer, batch) in case.shape.host_attends:
-            queries, answer = self._moves.exchange_bytes(rows)
-            up = case.profile.link(f"cpu->{case.compute_tier}").seconds(answer)
-            return {"elementwise": self._elementwise(2 * queries), "moving state": up}
+            down, up = self._moves.transfers(Task(TaskKind.COMPUTE, step, self._attn_units[layer], batch))
+            return {"elementwise": self._elementwise(2 * down.nbytes), "moving state": up.seconds}
         parts = self._attending(layer, step, rows, device)
         if device != case.compute_tier:
             there, back = (
@@ -226,16 +216,11 @@ class Compute:
         whole = rates.reads_all_slots or (device == "cpu" and case.eviction.rolling_positions)
         width = case.slots[layer] if whole else case.held(layer, step)
         nbytes = 2 * rows * width * case.kv_width * case.itemsize
-        parts = {"attention": rates.decode_attention["scored" if self._ranks(layer) else "plain"].time_at(nbytes)}
+        parts = {"attention": rates.decode_attention["scored" if case.ranks(layer) else "plain"].time_at(nbytes)}
         if case.eviction.rolling_positions:
             # Keys are turned (five passes) by angles that are looked up, cosines and sines of half a head each (two).
             parts["elementwise"] = 7 * nbytes / 2 / rates.elementwise_bytes_per_s
         return parts
-
-    def _ranks(self, layer: int) -> bool:
-        """Whether the caches of `layer` choose by score; else tokens go in the order in which they came."""
-        budget = self._case.budgets[layer]
-        return bool(budget.heavy) and not budget.full
 
     def _arrival(self, unit: UnitSpec, task: Task) -> float:
         """What the computing thread does with state that has just arrived."""

@@ -9,6 +9,7 @@ from h2o_flexgen.cost.bound import io_lower_bound
 from h2o_flexgen.cost.candidate import Candidate
 from h2o_flexgen.cost.predict import Prediction
 from h2o_flexgen.cost.search import SearchResult
+from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
 from h2o_flexgen.units import format_bytes, format_seconds
 
 _WIDTH = 12
@@ -18,6 +19,8 @@ _LINKS = {
     "cpu->gpu": "copies to the GPU",
     "gpu->cpu": "copies from the GPU",
 }
+
+_WORK = {"compute": "computing", HOST_ATTENTION: "attention on the CPU"}
 
 
 def explain(result: SearchResult) -> str:
@@ -59,11 +62,12 @@ def bound_text(predicted: Prediction) -> str:
     model, (phase, resource, seconds) = predicted.block.model, predicted.bound
     passes, per = (range(1), "for the prompts") if phase == "prefill" else (range(1, model.steps), "per step")
     share = f"busy for {seconds / (predicted.prefill_s + predicted.decode_s):.0%} of the run"
-    if resource == "compute":
-        terms = [term for term in model.terms() if (term.phase, term.resource) == (phase, "compute")]
+    if resource in _WORK:
+        found = [term for term in model.terms() if term.resource == resource]
+        terms = [term for term in found if term.phase == phase] or found  # of the host perhaps nothing but the prompts
         largest = max(terms, key=lambda term: term.value)
         whole = format_seconds(sum(term.value for term in terms))
-        return f"computing: {whole} {per}, {format_seconds(largest.value)} of it for {largest.name}; {share}"
+        return f"{_WORK[resource]}: {whole} {per}, {format_seconds(largest.value)} of it for {largest.name}; {share}"
     moved = sum(traffic.nbytes for (link, _), traffic in model.moves.traffic(passes).items() if link == resource)
     return f"{_LINKS[resource]}: {_gigabytes(moved / len(passes))} {per}, {share}"
 

@@ -24,7 +24,7 @@ from h2o_flexgen.schedule.footprint import RECORDED
 from h2o_flexgen.schedule.traffic import links
 
 ONCE = frozenset(
-    {"output projection"}
+    {"output projection", "prompts for the cpu"}
     | {f"{kind} {what}" for kind in ("weight", "cache", "hidden") for what in ("buffers", "staging buffers")}
 )
 """Items of a footprint that are there as soon as anything of a kind moves, however little."""

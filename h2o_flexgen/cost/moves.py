@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from h2o_flexgen.config.tensors import PAGE, round_up
 from h2o_flexgen.cost.case import Case
+from h2o_flexgen.cost.segments import prompt_segments
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.host_attention import answer_bytes, query_bytes
 from h2o_flexgen.schedule.tasks import Task, TaskKind
@@ -67,12 +69,11 @@ class Moves:
 
     def transfers(self, task: Task) -> tuple[Transfer, ...]:
         """Of one load or store, in the order in which they follow each other; of a compute whose attention is the
-        host's work what goes there and comes back. Nothing for other tasks."""
-        if task.kind is TaskKind.COMPUTE and self._case.attends_beside(task):
-            rate, rows = self._case.profile.link, self._case.rows[task.batch]
-            sizes = zip(self._exchange_links, self.exchange_bytes(rows), strict=True)
-            return tuple(Transfer(link, nbytes, rate(link).seconds(nbytes)) for link, nbytes in sizes)
-        if task.kind in (TaskKind.COMPUTE, TaskKind.FREE_WEIGHTS):
+        host's work what goes there and comes back, or each of the prompts that do. Nothing for other tasks."""
+        if task.kind is TaskKind.COMPUTE:
+            rate = self._case.profile.link
+            return tuple(Transfer(link, size, rate(link).seconds(size)) for link, _, size in self.exchanged(task))
+        if task.kind is TaskKind.FREE_WEIGHTS:
             return ()
         home, nbytes = self._home(task), self._bytes(task)
         inward = task.kind not in (TaskKind.STORE_CACHE, TaskKind.STORE_HIDDEN)
@@ -83,15 +84,20 @@ class Moves:
             self._known[key] = tuple(Transfer(link, nbytes, rate(link).seconds(nbytes)) for link in path)
         return self._known[key]
 
-    def exchange_bytes(self, rows: int) -> tuple[int, int]:
-        """Queries, keys and values of a decode step that go to a host that attends; the answer that comes back."""
-        spec, dtype = self._case.spec, self._case.dtype
-        return query_bytes(spec, rows, dtype), answer_bytes(spec, rows, dtype)
-
-    @property
-    def _exchange_links(self) -> tuple[str, str]:
-        tier = self._case.compute_tier
-        return f"{tier}->cpu", f"cpu->{tier}"
+    def exchanged(self, task: Task) -> list[tuple[str, str, int]]:
+        """What a compute task and a host that attends or fills send each other: links, names and bytes, in order."""
+        case, rows, tier = self._case, self._case.rows[task.batch], self._case.compute_tier
+        if case.attends_beside(task):
+            down, up = query_bytes(case.spec, rows, case.dtype), answer_bytes(case.spec, rows, case.dtype)
+            return [(f"{tier}->cpu", "queries", down), (f"cpu->{tier}", "answers", up)]
+        if not case.fills_beside(task):
+            return []
+        layer, length = case.spec.units[task.unit].layer or 0, case.workload.prompt_len
+        summed = 4 * case.spec.num_kv_heads if case.sums_columns(layer) else 0
+        token = case.spec.kv_bytes_per_token_and_layer(case.dtype) + summed
+        segments = prompt_segments(rows, length, case.policy.prefill_chunk).elements()
+        whole = [segment.rows for segment in segments if segment.past + segment.length == length]
+        return [(f"{tier}->cpu", "prompts", count * length * token) for count in whole]
 
     def traffic(self, steps: range) -> dict[tuple[str, str], Traffic]:
         """What all loads and stores that belong to `steps` add up to, by link and by what is moved."""
@@ -113,10 +119,11 @@ class Moves:
                     nbytes = self.state_bytes(Task(TaskKind.LOAD_HIDDEN, step, unit, batch))
                     home = case.placement.hidden[batch]
                     self._add(found, "hidden", home, nbytes, inward=times, outward=times)
-        for _, batch in sorted(case.shape.host_attends) if loads else ():
-            sizes = self.exchange_bytes(case.rows[batch])
-            for link, what, size in zip(self._exchange_links, ("queries", "answers"), sizes, strict=True):
-                self._count(found, link, what, size, loads)
+        for each in case.spec.units if case.attends_on_host else ():
+            for batch, (step, times) in product(range(len(case.rows)), ((0, len(steps) - loads), (1, loads))):
+                task = Task(TaskKind.COMPUTE, step, each.index, batch)
+                for link, what, nbytes in self.exchanged(task) if times else ():
+                    self._count(found, link, what, nbytes, times)
         return found
 
     def bytes_moved(self) -> Counter[str]:

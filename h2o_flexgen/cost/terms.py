@@ -81,7 +81,8 @@ class CostModel(Case):
             if seconds:
                 yield Term(phase, "compute", f"{kind}: {self._described(part, phase, step)}", "s", seconds)
         if host:
-            yield Term(phase, HOST_ATTENTION, f"attn: {self._described('attention', phase, step)}", "s", host)
+            what = self._described("attention", phase, step) if phase == "decode" else "filling caches"
+            yield Term(phase, HOST_ATTENTION, f"attn: {what}", "s", host)
 
     def _described(self, part: str, phase: str, step: int) -> str:
         rows = max(self.rows)

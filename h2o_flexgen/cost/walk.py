@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from h2o_flexgen.cost.resources import Clock, Job
 from h2o_flexgen.cost.terms import CostModel
 from h2o_flexgen.schedule.footprint import STAGING_BUFFERS, STATE_BUFFERS
-from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
+from h2o_flexgen.schedule.host_attention import FILL_BUFFERS, HOST_ATTENTION
 from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
 
 Place = tuple[int, int]  # (layer, batch index)
@@ -78,6 +78,9 @@ class Walk:
         self._loads: dict[tuple[TaskKind, int, int], Job | None] = {}
         self._used: list[Place] = []
         self._late: dict[int, tuple[Task, Job]] = {}  # attention that the host is at, by GPU batch
+        self._filled: dict[Place, Job] = {}  # prompts that the host brings into caches, the last of each
+        self._filling: list[Job | None] = [None] * FILL_BUFFERS
+        self._turn = 0
         self._issue: dict[TaskKind, Callable[[Task], None]] = {
             TaskKind.LOAD_WEIGHTS: self._load_weights,
             TaskKind.LOAD_CACHE: self._load_cache,
@@ -124,6 +127,9 @@ class Walk:
         self._wait_hidden(task)
         self._wait_cache(task)
         priced = self._priced(task)
+        if self._model.fills_beside(priced):
+            self._fill(priced)
+            return
         if not self._model.attends_beside(priced):
             clock.compute(priced, self._model.compute_seconds(priced))
             return
@@ -132,6 +138,19 @@ class Walk:
         down = self._model.transfers(priced)[0]
         queries = clock.submit(priced, down.link, down.seconds)
         self._late[task.batch] = priced, clock.submit(priced, HOST_ATTENTION, prices.host_seconds(priced), queries)
+
+    def _fill(self, task: Task) -> None:
+        """The prompts' attention, part by part, each of which the host brings into the cache: `HostFill`."""
+        clock, prices, start = self.clock, self._model.compute, self.clock.now
+        moves, place = self._model.transfers(task), self._place(task)
+        for move in moves:
+            clock.wait(self._filling[self._turn])
+            clock.compute(None, prices.seconds(task) / len(moves))
+            down = clock.submit(task, move.link, move.seconds)
+            job = clock.submit(task, HOST_ATTENTION, prices.host_seconds(task) / len(moves), down)
+            self._filling[self._turn] = self._filled[place] = job
+            self._turn = (self._turn + 1) % FILL_BUFFERS
+        clock.spans.append((task, start, clock.now, "compute"))
 
     def _finish(self, batch: int) -> None:
         """The second half of an attention unit that the host has attended for, if there is one: `HostAttention`."""
@@ -160,9 +179,12 @@ class Walk:
         self._loads[TaskKind.LOAD_CACHE, *place] = self._caches.move(place, task)
 
     def _wait_cache(self, task: Task) -> None:
-        if self._model.spec.units[task.unit].kind != "attn" or self._place(task) not in self._shape.cache_moves:
-            return
         place = self._place(task)
+        if self._model.spec.units[task.unit].kind != "attn":
+            return
+        self.clock.wait(self._filled.pop(place, None))
+        if place not in self._shape.cache_moves:
+            return
         if task.step == 0:
             self._take_cache_buffer()
         else:

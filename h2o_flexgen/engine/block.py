@@ -17,6 +17,7 @@ from h2o_flexgen.engine.executor import Executor, Machinery
 from h2o_flexgen.engine.finite import FiniteCheck
 from h2o_flexgen.engine.hidden import HiddenStore
 from h2o_flexgen.engine.host import HostAttention
+from h2o_flexgen.engine.host_fill import HostFill
 from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.machine import return_free_pages
 from h2o_flexgen.engine.plan import Plan
@@ -31,6 +32,7 @@ from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.models.decoder import Decoder
+from h2o_flexgen.schedule.host_attention import prompt_bytes
 from h2o_flexgen.schedule.tasks import ScheduleShape, Tick
 from h2o_flexgen.schedule.zigzag import zigzag
 
@@ -93,7 +95,7 @@ class BlockRunner:
         shapes, maker = self._shapes(plan, rows, waiting)
         steps = waiting.steps + max(row.steps for lane in rows for row in lane)
         refill = Refill(lanes, rows, waiting, chunk, self.share_prefixes)
-        stores: list[CacheStore | HiddenStore | HostAttention] = []
+        stores: list[CacheStore | HiddenStore | HostAttention | HostFill] = []
         try:
             homes = {place: plan.placement.cache[place] for place in shapes}
             dtype = torch_dtype(self.dtype)
@@ -103,7 +105,9 @@ class BlockRunner:
             stores.append(hidden)
             host = self._host_attention(plan, len(lanes), store)
             stores.extend([] if host is None else [host])
-            machinery = replace(self._machinery(plan, maker, store, hidden), host=host)
+            fill = self._host_fill(plan, rows, waiting, store)
+            stores.extend([] if fill is None else [fill])
+            machinery = replace(self._machinery(plan, maker, store, hidden), host=host, fill=fill)
             executor = Executor(machinery, lanes, partial(self._prompts_through, totals))
             totals.kv_bytes = max(totals.kv_bytes, store.nbytes)
             shape = self._shape(plan, steps, lanes, machinery)
@@ -172,6 +176,17 @@ class BlockRunner:
             return None
         dtype, streamed = torch_dtype(self.dtype), self.weights.streamed
         return HostAttention(self.tiers, self.copies, self.decoder, self.trace, places, dtype, streamed)
+
+    def _host_fill(
+        self, plan: Plan, rows: list[list[Sequence]], waiting: Waiting, caches: CacheStore
+    ) -> HostFill | None:
+        """What fills caches in host memory beside the GPU."""
+        if not plan.policy.overlap or not caches.on_host:
+            return None
+        longest = max(waiting.longest_prompt, *(len(row.prompt_ids) for lane in rows for row in lane))
+        sums, places = self.eviction.statistic == "column_sums", len(rows[0])
+        nbytes = prompt_bytes(self.spec, self.dtype, places, longest, plan.policy.prefill_chunk, sums=sums)
+        return HostFill(self.tiers, self.copies, nbytes)
 
     def _shapes(
         self, plan: Plan, rows: list[list[Sequence]], waiting: Waiting

@@ -83,6 +83,8 @@ class LaneCache:
         self.shape, self._dtype, self._shrinks = shape, dtype, shrinks
         self.rows: KVCache | None = None
         self.fresh: KVCache | None = None
+        self.filling: Ticket | None = None
+        """Of another thread that fills `fresh`; until it is through nobody else may touch the caches."""
         self._buffer: Tensor | None = None
 
     @property
@@ -115,14 +117,22 @@ class LaneCache:
             fresh.attach(*self._places(count, rows))
 
     def join(self) -> None:
-        """The prompts of the fresh rows are in: from now on they are decode rows like the others."""
+        """The prompts of the fresh rows are in, or `filling`: from now on they are decode rows like the others."""
         rows, fresh = self.rows, self.fresh
-        if fresh is None:
+        if fresh is None or self.filling is not None:
             return
         if rows is not None:
             parts = [(cache, list(range(cache.shape.batch))) for cache in (rows, fresh)]
             fresh = KVCache.joined(parts, *self._places(0, rows.shape.batch + fresh.shape.batch))
         self.rows, self.fresh = fresh, None
+
+    def settled(self) -> LaneCache:
+        """The cache, once nobody is filling it."""
+        ticket, self.filling = self.filling, None
+        if ticket is not None:
+            ticket.wait()
+            self.join()
+        return self
 
     def _places(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """K and V of the places [start, stop)."""
@@ -195,10 +205,12 @@ class CacheStore:
     ) -> None:
         """`shapes`: of all places of each (layer, lane); `homes`: the tier of each. `stays_on_cpu`: attention of caches
         on cpu is computed there."""
-        self._tiers, self._homes = tiers, homes
         resident = {tiers.compute.name, "cpu"} if stays_on_cpu else {tiers.compute.name}
         moving = {place for place in shapes if homes[place] not in resident}
         self._caches = {place: LaneCache(shape, dtype, place in moving) for place, shape in shapes.items()}
+        beside = stays_on_cpu and tiers.gpu is not None
+        self.on_host = {place: shape.batch for place, shape in shapes.items() if beside and homes[place] == "cpu"}
+        """Rows at most of each (layer, lane) whose cache is attended to in host memory, beside a gpu."""
         self._moving: dict[Place, _MovingCache] = {}
         self._used: list[_MovingCache] = []
         self.most_slots = max(shape.capacity for shape in shapes.values())
@@ -227,14 +239,6 @@ class CacheStore:
         """(layer, lane) of the caches that the schedule must load and store."""
         return frozenset(self._moving)
 
-    @property
-    def on_host(self) -> dict[Place, int]:
-        """Rows at most of each (layer, lane) whose cache is attended to in host memory, beside a gpu."""
-        if self._tiers.gpu is None:
-            return {}
-        at_home = (place for place in self._caches if place not in self._moving and self._homes[place] == "cpu")
-        return {place: self._caches[place].shape.batch for place in at_home}
-
     def load(self, layer: int, lane: int) -> None:
         """Starts bringing a cache to the compute tier."""
         moving = self._moving[layer, lane]
@@ -245,7 +249,7 @@ class CacheStore:
     def wait(self, layer: int, lane: int) -> LaneCache:
         """The cache, with K and V where attention is computed."""
         if (layer, lane) not in self._moving:
-            return self._caches[layer, lane]
+            return self._caches[layer, lane].settled()
         moving = self._moving[layer, lane]
         if moving.slot is None:
             if moving.cache.rows is not None:

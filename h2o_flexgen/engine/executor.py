@@ -21,6 +21,7 @@ from h2o_flexgen.engine.finite import FiniteCheck
 from h2o_flexgen.engine.graphs import DecodeGraphs, recorder
 from h2o_flexgen.engine.hidden import HiddenStore
 from h2o_flexgen.engine.host import HostAttention
+from h2o_flexgen.engine.host_fill import HostFill
 from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.path import PromptAttention, PromptPath
 from h2o_flexgen.engine.sampler import Sampler
@@ -52,6 +53,8 @@ class Machinery:
     """Keys are rotated by their place in the cache, not by their place in the text."""
     host: HostAttention | None = None
     """Attends to caches in host memory while other lanes are computed; None: the computing thread does it."""
+    fill: HostFill | None = None
+    """Fills these caches while something else is computed; None likewise."""
 
 
 class Executor:
@@ -236,7 +239,9 @@ class Executor:
             # A path may lead from lane to lane: what it is made of serves the most demanding of them.
             sums = any(self._m.maker.wants_column_sums(layer, each.fresh) for each in self._lanes)
             rolling = self._m.rolling
-            prompts = PromptAttention(cache.fresh, self._path, scale, sums, self._windows[layer], rolling)
+            fill, there = self._m.fill, (layer, lane.index) in self._m.caches.on_host
+            later = partial(fill.fill, cache) if fill is not None and there else None
+            prompts = PromptAttention(cache.fresh, self._path, scale, sums, self._windows[layer], rolling, later)
         if rotary is None:
             return TickAttention(scale, cache.rows, prompts, None, None, None)
         if not self._m.rolling:

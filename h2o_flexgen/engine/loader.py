@@ -89,7 +89,7 @@ def load(
         gpu = tiers.accelerator
         if tiers.pins is not None and gpu is not None:
             on_cpu = [item for item in plan.footprint.items if item.tier == "cpu"]
-            tiers.pins.keep(sum(each.nbytes for each in on_cpu if "staging" in each.what or "queries" in each.what))
+            tiers.pins.keep(sum(each.nbytes for each in on_cpu if "staging" in each.what or "for the cpu" in each.what))
             gpu.cap(config.gpu_mem)
             stack.callback(gpu.cap, None)
             gpu.warm_up(torch_dtype(dtype))

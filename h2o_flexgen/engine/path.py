@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,6 +70,10 @@ class PromptPath:
         return Past(KeysValues(k, v), stored, self._pieces[-1].sums)
 
 
+Fill = Callable[[list[int], Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None], None]
+"""`KVCache.fill` of rows, k, v, column sums and past, from tensors where they were computed."""
+
+
 @dataclass
 class PromptAttention:
     """Attention of one layer for the prompts that are new in one lane, chunk by chunk.
@@ -85,6 +89,8 @@ class PromptAttention:
     column_sums: bool
     window: int | None = None
     rolling: bool = False
+    fill: Fill | None = None
+    """What fills the cache while something else is computed; None: that is done here."""
 
     def chunk(self, chunk: Chunk, angles: Angles | None, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         """q (t, heads, d), k and v (t, kv_heads, d) of the chunk's packed tokens: the mixed values go to `out`, like q.
@@ -115,7 +121,7 @@ class PromptAttention:
         for segment in alone:
             first = segment.start - chunk.start
             spans.extend((row, first + i * segment.length, segment.length) for i, row in enumerate(segment.rows))
-        prompts = self.cache.packing(spans) if alone else None
+        prompts = self.cache.packing(spans) if alone and self.fill is None else None
         if prompts is None or not takes_packed(*qkv, self.scale, prompts):
             return chunk.segments
         wanted = self.cache.wants_column_sums
@@ -141,7 +147,11 @@ class PromptAttention:
 
     def _fill(self, segment: Segment, k: Tensor, v: Tensor, past: Past | None, sums: Tensor | None) -> None:
         place, rows = self.cache.device, list(segment.rows)
-        sums = sums.to(place) if sums is not None and self.cache.wants_column_sums else None
+        sums = sums if self.cache.wants_column_sums else None
+        if self.fill is not None:
+            self.fill(rows, k, v, sums, None if past is None else (past.stored.k, past.stored.v))
+            return
+        sums = None if sums is None else sums.to(place)
         if past is None:
             self.cache.fill(rows, k.to(place), v.to(place), sums)
         else:

@@ -103,11 +103,7 @@ def footprint(
     workspace         compute tier: what the hungriest unit of one GPU batch has alive beside all that,
                       `workspace.workspace`; on cpu, if a gpu computes all else but caches there,
                       `workspace.on_cpu_beside_gpu`
-    queries           compute tier and cpu, per GPU batch that has a cache on cpu, if a gpu computes all else but those,
-                      with others to go on with meanwhile: queries, keys and values (b, Q + 2 G) and answers (b, Q)
-    output projection compute tier: then of the largest attention unit, which is copied if it streams
-    hidden that waits compute tier: then the hidden states of a decode step, (b, H) per such GPU batch, which are not
-                      parked before the answer is there
+    for the cpu       compute tier and cpu: what caches take that are computed on there beside a gpu, `_host_items`
     recorded steps    compute tier, where the GPU records steps and everything stays on it: `workspace.recorded`
     process           cpu: `baseline`; beside a GPU that is the context's share of the host and the buffers through
                       which pageable memory is copied, too
@@ -182,10 +178,24 @@ def _cache_items(block: BlockShape, assignment: Placement) -> Iterator[Item]:
 
 
 def _host_items(block: BlockShape, assignment: Placement) -> Iterator[Item]:
-    """What attention on the host takes while a gpu goes on with other GPU batches."""
+    """What caches on cpu take whose attention is computed there while a gpu goes on with something else.
+
+    prompts           both tiers: FILL_BUFFERS times what is filled in at once, `host_attention.prompt_bytes`
+    queries           both tiers, with several GPU batches, for each that has such a cache: queries, keys and values
+                      (b, Q + 2 G) and answers (b, Q)
+    output projection compute tier: then of the largest attention unit, which is copied if it streams
+    hidden that waits compute tier: then the hidden states of a decode step, (b, H) per such GPU batch, which are not
+                      parked before the answer is there
+    """
     policy, spec, tier = block.policy, block.spec, block.compute_tier
     places = [place for place, home in assignment.cache.items() if home == "cpu"]
-    if tier == "cpu" or not (policy.cpu_cache_compute and policy.overlap and policy.num_gpu_batches > 1 and places):
+    if tier == "cpu" or not (policy.cpu_cache_compute and policy.overlap and places):
+        return
+    prompts = host_attention.prompt_bytes(
+        spec, block.dtype, block.rows, block.prompt, policy.prefill_chunk, sums=block.evicts
+    )
+    yield from (Item(each, "prompts for the cpu", host_attention.FILL_BUFFERS * prompts) for each in (tier, "cpu"))
+    if policy.num_gpu_batches == 1:
         return
     batches = {batch for _, batch in places}
     nbytes = len(batches) * host_attention.buffer_bytes(spec, block.rows, block.dtype)

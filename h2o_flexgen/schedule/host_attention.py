@@ -2,7 +2,8 @@
 
 A decode step of such a cache is in two halves. The first computes queries, keys and values, which go to the host; the
 second takes the answer up, and is computed once somebody needs the GPU batch's hidden states. In between the host
-attends, on a thread of its own, and the hidden states stay where they are.
+attends, on a thread of its own, and the hidden states stay where they are. Prompts are brought into their caches on the
+same thread, while the GPU goes on with the next ones.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from h2o_flexgen.config.tensors import PAGE, TENSOR_ALIGN, WeightGroup, dtype_by
 
 HOST_ATTENTION = "cpu attention"
 """The resource, beside "compute" and the links."""
+FILL_BUFFERS = 2
+"""Of prompts on their way into caches in host memory, on either side: one arriving, one filled in."""
 _OUTPUT = ("o.", "norm.", "post_norm.")
 
 
@@ -34,6 +37,16 @@ def query_bytes(spec: ModelSpec, rows: int, dtype: str) -> int:
 def answer_bytes(spec: ModelSpec, rows: int, dtype: str) -> int:
     """Bytes of what attention makes of them."""
     return rows * spec.num_heads * spec.head_dim * dtype_bytes(dtype)
+
+
+def prompt_bytes(spec: ModelSpec, dtype: str, rows: int, longest: int, chunk: int, *, sums: bool) -> int:
+    """Bytes of what is filled at once into caches of `rows` prompts of up to `longest` tokens.
+
+    K and V of a chunk and of what it follows, and perhaps a float32 for each row, KV head and token.
+    """
+    tokens = min(chunk, rows * longest) + longest
+    summed = 4 * rows * spec.num_kv_heads * longest if sums else 0
+    return round_up(tokens * spec.kv_bytes_per_token_and_layer(dtype) + summed + 5 * TENSOR_ALIGN, PAGE)
 
 
 def buffer_bytes(spec: ModelSpec, rows: int, dtype: str) -> int:

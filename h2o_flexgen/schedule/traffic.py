@@ -42,13 +42,13 @@ def planned_bytes(
     compute_tier: str,
     group_bytes: Mapping[str, int],
     state_bytes: Callable[[Task], int],
-    exchange_bytes: Callable[[int], tuple[int, int]] | None = None,
+    exchanged: Callable[[Task], Iterable[tuple[str, str, int]]] = lambda task: (),
 ) -> Counter[str]:
     """Bytes that `ticks` move over each link ("disk->cpu", ...), found by walking them.
 
     group_bytes: bytes of each streamed weight group as moved. state_bytes: bytes of a cache or hidden task; it is asked
     for each, because a cache's load, its first store and its later stores differ, and so do layers with a window.
-    exchange_bytes: of a GPU batch what goes to a host that attends, and what comes back; needed where there is one.
+    exchanged: what a compute task and a host that attends to caches send each other: links, names and bytes.
     """
     moved: Counter[str] = Counter()
     for tick in ticks:
@@ -62,16 +62,9 @@ def planned_bytes(
                 home, nbytes = _state_home(task, shape, placement), state_bytes(task)
             for link in links(home, compute_tier, inward=inward):
                 moved[link] += nbytes
-        if exchange_bytes is not None and tick.compute is not None and _attends_beside(shape, tick.compute):
-            down, up = exchange_bytes(tick.compute.batch)
-            moved[f"{compute_tier}->cpu"] += down
-            moved[f"cpu->{compute_tier}"] += up
+        for link, _, nbytes in exchanged(tick.compute) if tick.compute is not None else ():
+            moved[link] += nbytes
     return moved
-
-
-def _attends_beside(shape: ScheduleShape, task: Task) -> bool:
-    unit = shape.units[task.unit]
-    return task.step > 0 and unit.kind == "attn" and (unit.layer, task.batch) in shape.host_attends
 
 
 def _state_home(task: Task, shape: ScheduleShape, placement: Placement) -> str:

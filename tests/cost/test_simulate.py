@@ -143,7 +143,7 @@ def test_bytes_are_those_of_the_schedule(plan: tuple[OffloadPolicy, str], evicti
         compute_tier=model.compute_tier,
         group_bytes=model.moves.group_bytes,
         state_bytes=model.moves.state_bytes,
-        exchange_bytes=lambda batch: model.moves.exchange_bytes(model.rows[batch]),
+        exchanged=model.moves.exchanged,
     )
     assert simulate(model).bytes_moved == {link: nbytes for link, nbytes in planned.items() if nbytes}
 

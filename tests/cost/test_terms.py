@@ -19,7 +19,7 @@ from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.products import all_products, products
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.case import block_rows
-from h2o_flexgen.cost.compute import prompt_segments
+from h2o_flexgen.cost.segments import prompt_segments
 from h2o_flexgen.cost.terms import CostModel
 from h2o_flexgen.engine.segments import chunks_of, segments_of
 from h2o_flexgen.errors import UsageError
@@ -188,7 +188,7 @@ def test_state_that_moves_is_copied_by_the_computing_thread() -> None:
 def test_attention_may_be_computed_where_the_cache_lives() -> None:
     curves = {kind: Curve(((1, 5.0),)) for kind in ("plain", "scored")}
     machine = profile(compute={"gpu": rates(), "cpu": rates(decode_attention=curves)})
-    policy = OffloadPolicy(3, 1, {"gpu": 1.0}, {"cpu": 1.0}, {"gpu": 1.0}, cpu_cache_compute=True)
+    policy = OffloadPolicy(3, 1, {"gpu": 1.0}, {"cpu": 1.0}, {"gpu": 1.0}, cpu_cache_compute=True, overlap=False)
     model = model_of(policy, machine=machine, tier="gpu")
     assert not model.shape.cache_moves
     found = parts(model, 1, 1)

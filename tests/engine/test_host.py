@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import Counter
 from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
 
-from h2o_flexgen.cache.kv_cache import KVCache
-from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.cache.eviction import make_policy
+from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
+from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine import gpu
+from h2o_flexgen.engine import block, gpu, host_fill
+from h2o_flexgen.engine.caches import LaneCache
 from h2o_flexgen.engine.host import HostAttention
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.ledger import Ledger
 from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
 from tests.memory.fake_cuda import FakeDevice
@@ -141,21 +148,29 @@ def test_what_fails_on_the_thread_reaches_the_caller(checkpoint, monkeypatch) ->
 class _Hasty:
     """A ticket that nobody waits for."""
 
+    def __init__(self, ticket: Any) -> None:
+        self._ticket = ticket
+
     def wait(self) -> None: ...
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ticket, name)
 
-@pytest.mark.parametrize("missing", ["nothing", "the wait for the queries", "the wait for the answer"])
-def test_the_device_and_the_thread_wait_for_each_other(missing: str, checkpoint, monkeypatch) -> None:
+
+@pytest.mark.parametrize("missing", ["nothing", "the wait for what comes down", "the wait for the thread"])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_device_and_the_thread_wait_for_each_other(missing: str, steps: int, checkpoint, monkeypatch) -> None:
+    """One step: nothing but prompts."""
     device = FakeDevice(0.4)
     order_threads(device, monkeypatch)
     monkeypatch.setattr(gpu, "open_gpu", lambda _: PinnedPool(device))
     run = CopyEngine.run
 
     def hasty(copies: CopyEngine, fn: Any, link: str, **settings: Any) -> Any:
-        if missing == "the wait for the queries":
+        if missing == "the wait for what comes down":
             settings["after"] = None
         ticket = run(copies, fn, link, **settings)
-        return _Hasty() if missing == "the wait for the answer" else ticket
+        return _Hasty(ticket) if missing == "the wait for the thread" else ticket
 
     monkeypatch.setattr(CopyEngine, "run", hasty)
     policy = {**PLACES["parked"], "gpu_batch_size": 2, "num_gpu_batches": 3}
@@ -164,5 +179,84 @@ def test_the_device_and_the_thread_wait_for_each_other(missing: str, checkpoint,
         suppress(Exception),
         watched(device),
     ):
-        llm.generate(prompts_of([20] * 6), max_new_tokens=4, ignore_eos=True)
+        llm.generate(prompts_of([20] * 6), max_new_tokens=steps, ignore_eos=True)
     assert bool(device.races.found) == (missing != "nothing"), device.races.found[:3]
+
+
+def test_prompts_are_filled_in_elsewhere_and_no_cache_is_used_before(checkpoint, monkeypatch) -> None:
+    """Long prompts in parts, shared beginnings, and rows that come and go: each fill delayed until the GPU goes on."""
+    filled: list[str] = []
+    fill = host_fill._fill
+
+    def late(*what: Any) -> None:
+        time.sleep(0.002)  # nothing depends on it, but a cache that is used too early would be found empty
+        filled.append(threading.current_thread().name)
+        fill(*what)
+
+    monkeypatch.setattr(host_fill, "_fill", late)
+    config, folder = EvictionConfig("h2o", ratio=0.3), checkpoint("llama-gqa")[1]
+    expected = run(folder, {"prefill_chunk": 16}, config).tokens
+    found = run(folder, {**PLACES["streamed"], "prefill_chunk": 16}, config, emulate_gpu="1GiB")
+    assert found.tokens == expected
+    assert set(filled) == {f"h2o-{HOST_ATTENTION}-0"}
+    assert len(filled) == len(LENGTHS) * found.model.spec.num_layers
+
+
+def test_prompts_that_are_larger_than_their_buffers_are_waited_for(checkpoint, monkeypatch) -> None:
+    monkeypatch.setattr(block, "prompt_bytes", lambda *sizes, sums: 4096)
+    filled: list[str] = []
+    fill = host_fill._fill
+
+    def noted(*what: Any) -> None:
+        filled.append(threading.current_thread().name)
+        fill(*what)
+
+    monkeypatch.setattr(host_fill, "_fill", noted)
+    config, folder = EvictionConfig("h2o", ratio=0.3), checkpoint("opt")[1]
+    found = run(folder, {**PLACES["streamed"], "prefill_chunk": 16}, config, emulate_gpu="1GiB")
+    assert found.tokens == run(folder, {}, config).tokens
+    assert len(set(filled)) == 2, "small ones still go their way"
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_what_it_takes_was_planned(batches: int, checkpoint, monkeypatch) -> None:
+    taken = Counter[tuple[str, str]]()
+    charge = Ledger.charge
+
+    def noted(ledger: Ledger, nbytes: int, what: str) -> None:
+        taken[ledger.name, what] += nbytes
+        charge(ledger, nbytes, what)
+
+    monkeypatch.setattr(Ledger, "charge", noted)
+    policy = {**PLACES["streamed"], "gpu_batch_size": 2, "num_gpu_batches": batches, "prefill_chunk": 32}
+    eviction = EvictionConfig("h2o", ratio=0.3)
+    with LLM(checkpoint("opt")[1], dtype="float32", policy=policy, eviction=eviction, emulate_gpu="1GiB") as llm:
+        llm.generate(prompts_of([20] * 2 * batches), max_new_tokens=4, ignore_eos=True)
+        planned = {(item.tier, item.what): item.nbytes for item in llm.last_plan.footprint.items}
+    ours = {"queries for the cpu", "prompts for the cpu", "output projection"}
+    found = {place: nbytes for place, nbytes in taken.items() if place[1] in ours}
+    assert found == {place: nbytes for place, nbytes in planned.items() if place[1] in ours}
+    assert len(found) == (5 if batches > 1 else 2)
+
+
+def test_a_cache_belongs_to_who_fills_it_until_it_is_settled(checkpoint, monkeypatch) -> None:
+    cache = LaneCache(CacheShape(1, 1, 4, 8), torch.float32, shrinks=False)
+    cache.attach(torch.zeros(cache.nbytes, dtype=torch.uint8))
+    fresh = KVCache(cache.shape, [Budget(8, 0, 8, 0, full=True)], make_policy(EvictionConfig()), layer=0, row_ids=[0])
+    cache.change([], fresh)
+    cache.filling, waited = Ticket("prompts", HOST_ATTENTION, 0), list[bool]()
+    monkeypatch.setattr(cache.filling, "wait", lambda: waited.append(cache.rows is None))
+    cache.join()
+    assert cache.rows is None
+    assert cache.settled().rows is fresh
+    assert waited == [True]
+
+    def failing(*what: Any) -> None:
+        raise ValueError("no more prompts")
+
+    monkeypatch.setattr(host_fill, "_fill", failing)
+    with (
+        LLM(checkpoint("opt")[1], dtype="float32", policy=HOST, emulate_gpu="1GiB") as llm,
+        pytest.raises(ValueError, match="no more prompts"),
+    ):
+        llm.generate(prompts_of([20] * 6), max_new_tokens=4, ignore_eos=True)
