@@ -105,14 +105,13 @@ class PinnedPool:
 def lockable_memory() -> int | None:
     """Bytes of host memory that this process should lock at most; None without a limit.
 
-    That is RLIMIT_MEMLOCK, but for those who may lock what they like (CAP_IPC_LOCK). CUDA locks pages in its kernel
-    module, and most drivers do not go by the limit. It is kept to all the same: whoever set it wants the rest of the
-    memory to stay pageable, and a driver that does go by it would refuse. H2O_FLEXGEN_MEMLOCK=0 leaves the answer to
-    the driver.
+    The driver knows: CUDA locks pages in its kernel module, and most drivers do not go by RLIMIT_MEMLOCK, which is
+    8 MiB or less on many hosts. What it refuses stays pageable, see `PinnedPool`. With H2O_FLEXGEN_MEMLOCK=1 the limit
+    is kept to whatever the driver would do, unless the process may lock what it likes (CAP_IPC_LOCK).
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    ignored = os.environ.get("H2O_FLEXGEN_MEMLOCK", "1").lower() in ("0", "false", "no", "off")
-    return None if ignored or soft == resource.RLIM_INFINITY or _may_lock_all() else soft
+    wanted = os.environ.get("H2O_FLEXGEN_MEMLOCK", "0").lower() in ("1", "true", "yes", "on")
+    return soft if wanted and soft != resource.RLIM_INFINITY and not _may_lock_all() else None
 
 
 def _may_lock_all() -> bool:

@@ -46,13 +46,13 @@ SOME = BOUNCE_BYTES + (1 << 20)
 @pytest.mark.parametrize(
     ("soft", "capabilities", "setting", "most"),
     [
-        (SOME, "0000000000000000", None, SOME),
-        (SOME, "00000000a80425fb", None, SOME),  # as containers have them: not that one
-        (SOME, "0000000000004000", None, None),  # CAP_IPC_LOCK
-        (SOME, "000001fffeffffff", None, None),
-        (SOME, None, None, SOME),
-        (UNLIMITED, "0000000000000000", None, None),
-        (SOME, "0000000000000000", "0", None),
+        (SOME, "0000000000000000", "1", SOME),
+        (SOME, "00000000a80425fb", "1", SOME),  # as containers have them: not that one
+        (SOME, "0000000000004000", "1", None),  # CAP_IPC_LOCK
+        (SOME, "000001fffeffffff", "1", None),
+        (SOME, None, "1", SOME),
+        (UNLIMITED, "0000000000000000", "1", None),
+        (SOME, "0000000000000000", None, None),
         (64 << 10, "0000000000000000", "1", 64 << 10),
     ],
 )
@@ -64,7 +64,7 @@ def test_no_more_is_locked_than_the_limit_allows(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """RLIMIT_MEMLOCK, where it holds for this process; the buffers that everything goes through come first."""
+    """RLIMIT_MEMLOCK, where it is asked for and holds; the buffers that everything goes through come first."""
     status = tmp_path / "status"
     if capabilities is not None:
         status.write_text(f"Name:\tpython\nCapPrm:\t000001ffffffffff\nCapEff:\t{capabilities}\nThreads:\t2\n")
