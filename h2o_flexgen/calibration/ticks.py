@@ -91,7 +91,7 @@ def short_run(bench: Bench) -> Iterator[tuple[Plan, Loaded]]:
     at_home = {tier: 1.0}
     plan = make_plan(request, OffloadPolicy(max(ROWS), weights=at_home, cache=at_home, hidden=at_home))
     source = DummySource(spec, dtype)
-    with closing(load(plan, source, EngineConfig(), bench.device, "", _no_trace, _no_progress)) as loaded:
+    with closing(load(plan, source, EngineConfig(), [bench.device], "", _no_trace, _no_progress)) as loaded:
         yield plan, loaded
 
 
@@ -185,9 +185,7 @@ def run_block(
     runner = BlockRunner(
         request.spec,
         Decoder(request.spec),
-        loaded.weights,
-        loaded.tiers,
-        loaded.copies,
+        loaded.stages,
         make_policy(request.eviction),
         Sampler(),
         trace,

@@ -54,7 +54,10 @@ class Planning:
 
         Where the rates are not known yet, the plan by rule is made first. One that keeps everything where it is
         computed on leaves little to gain and is taken; a search is worth a calibration where something has to move.
+        What is divided among several GPUs is always planned by rule: the cost model knows one.
         """
+        if request.num_gpus > 1:
+            return automatic(request, fixed, free)
         profile = self._known(request)
         if profile is None:
             plan = automatic(request, fixed, free)
@@ -83,7 +86,7 @@ class Planning:
         out, and not everything was run by one plan, there is no such bound; what was predicted is the first plan's.
         """
         first, *others = self._plans
-        least = None if others else _least_moved(first, prompt_len, generated)
+        least = None if others or first.request.num_gpus > 1 else _least_moved(first, prompt_len, generated)
         predicted = None if first.predicted is None else dict(first.predicted)
         roofline = self._roofline(record, first.request)
         policy = dict(record.policy)
@@ -92,9 +95,9 @@ class Planning:
         return replace(record, policy=policy, predicted=predicted, least_bytes_moved=least, roofline=roofline)
 
     def _roofline(self, record: RunRecord, request: PlanRequest) -> dict[str, Any] | None:
-        """Priced at the rates that plans were made with."""
-        if record.roofline is None:
-            return None
+        """Priced at the rates that plans were made with, which are those of one GPU."""
+        if record.roofline is None or request.num_gpus > 1:
+            return record.roofline
         ran = Ran(request.spec, request.workload, request.eviction, request.dtype, request.compute_tier)
         return Rooflines(ran, self._profile, record.bandwidth).priced(record.roofline, self._llm.last_work)
 
@@ -230,6 +233,11 @@ def _told(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "pinned", f"{format_bytes(lockable)} may be locked (ulimit -l; H2O_FLEXGEN_MEMLOCK), the rest is pageable"
     shares: Mapping[str, Mapping[str, float]] = plan.placement.achieved(request.spec, request.dtype)
     yield "plan", f"{block_text(policy.to_json())}; {shares_text(shares)}"
+    if request.num_gpus > 1:
+        units = request.spec.units
+        yield "GPUs", "; ".join(f"{units[stage[0]].name} to {units[stage[-1]].name}" for stage in request.stages)
+        yield "predicted", "nothing: planned by rule, the cost model knows one GPU"
+        return
     if plan.predicted is None:
         yield "predicted", NOT_PREDICTED
         return

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from h2o_flexgen.config.checks import known_keys
+from h2o_flexgen.config.checks import known_keys, whole
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import flag
 from h2o_flexgen.config.offload import OffloadPolicy
@@ -45,8 +45,9 @@ class EngineConfig:
     policy        "auto", an OffloadPolicy, or a mapping of the fields that are fixed; the others are then chosen
     weights       "checkpoint", or "dummy": random numbers of the model's shape
     dtype         "auto", "float32", "bfloat16", "float16"
-    gpu_mem, cpu_mem, disk_mem   caps per tier; None: what the machine has free
+    gpu_mem, cpu_mem, disk_mem   caps per tier, that of the gpu for each GPU; None: what the machine has free
     emulate_gpu   capacity of a gpu tier in host memory, None for none
+    num_gpus      GPUs that the layers are divided among
     check_finite  whether a sequence that fails is told in which unit its numbers stopped being finite
     share_prefixes  whether tokens that prompts of a block begin with in common are computed once; same results
     verify        when packed weights read from disk are checked against their checksums
@@ -78,13 +79,16 @@ class EngineConfig:
         default="auto", metadata=flag("--dtype", help="auto, float32, bfloat16, float16", metavar="DTYPE")
     )
     device: str = field(default="auto", metadata=flag("--device", help="auto, cpu, cuda", metavar="DEVICE"))
-    gpu_mem: int | None = field(default=None, metadata=_size("--gpu-mem", help="GPU memory the run may use"))
+    gpu_mem: int | None = field(default=None, metadata=_size("--gpu-mem", help="memory the run may use of each GPU"))
     cpu_mem: int | None = field(default=None, metadata=_size("--cpu-mem", help="host memory the whole process may use"))
     disk_mem: int | None = field(
         default=None, metadata=_size("--nvme-mem", "--disk-mem", help="disk space the run may use")
     )
     emulate_gpu: int | None = field(
         default=None, metadata=_size("--emulate-gpu", help="a gpu tier of this capacity in host memory", unset="none")
+    )
+    num_gpus: int = field(
+        default=1, metadata=flag("--num-gpus", help="GPUs that the layers are divided among", metavar="N")
     )
     offload_dir: str | None = field(
         default=None,
@@ -120,6 +124,7 @@ class EngineConfig:
                 if 0 < size < MIB:
                     raise UsageError(f"{name} is {value}", "needed 0, or at least 1MiB")
                 object.__setattr__(self, name, size)
+        object.__setattr__(self, "num_gpus", whole(self.num_gpus, "--num-gpus", 1))
         _one_of("weights", self.weights, WEIGHTS)
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("device", self.device, DEVICES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -12,10 +13,9 @@ from h2o_flexgen.cache.eviction.base import EvictionPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.work import Work
-from h2o_flexgen.engine.caches import CacheMaker, CacheStore
+from h2o_flexgen.engine.caches import CacheMaker, CacheStore, Place
 from h2o_flexgen.engine.executor import Executor, Machinery
 from h2o_flexgen.engine.finite import FiniteCheck
-from h2o_flexgen.engine.hidden import HiddenStore
 from h2o_flexgen.engine.host import HostAttention
 from h2o_flexgen.engine.host_fill import HostFill
 from h2o_flexgen.engine.lane import Lane
@@ -24,16 +24,15 @@ from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.engine.refill import Refill
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.engine.stages import BlockSize, LoadedStage, Stage, open_stages
 from h2o_flexgen.engine.tally import Tally
 from h2o_flexgen.engine.trace import Trace
 from h2o_flexgen.engine.waiting import Waiting
-from h2o_flexgen.engine.weights import WeightStore
-from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import torch_dtype
-from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.host_attention import prompt_bytes
-from h2o_flexgen.schedule.tasks import ScheduleShape, Tick
+from h2o_flexgen.schedule.pipeline import pipeline
+from h2o_flexgen.schedule.tasks import ScheduleShape, Tick, groups_of
 from h2o_flexgen.schedule.zigzag import zigzag
 
 
@@ -63,9 +62,7 @@ class BlockRunner:
 
     spec: ModelSpec
     decoder: Decoder
-    weights: WeightStore
-    tiers: Tiers
-    copies: CopyEngine
+    stages: tuple[LoadedStage, ...]
     eviction: EvictionPolicy
     sampler: Sampler
     trace: Trace
@@ -90,30 +87,30 @@ class BlockRunner:
         Rows of `waiting` take the places of finished ones, and leave the queue when they do; some may be left in it.
         """
         waiting = Waiting() if waiting is None else waiting
-        device, chunk = self.tiers.device, plan.policy.prefill_chunk
+        device, chunk = self.stages[0].device, plan.policy.prefill_chunk
         lanes = [Lane(index, chunk, device, self.rolling) for index in range(len(rows))]
         shapes, maker = self._shapes(plan, rows, waiting)
         steps = waiting.steps + max(row.steps for lane in rows for row in lane)
-        refill = Refill(lanes, rows, waiting, chunk, self.share_prefixes)
-        stores: list[CacheStore | HiddenStore | HostAttention | HostFill] = []
-        try:
-            homes = {place: plan.placement.cache[place] for place in shapes}
-            dtype = torch_dtype(self.dtype)
-            store = CacheStore(self.tiers, self.copies, shapes, homes, dtype, plan.policy.cpu_cache_compute)
-            stores.append(store)
-            hidden = self._hidden_store(plan, lanes, waiting.longest_prompt * len(rows[0]))
-            stores.append(hidden)
-            host = self._host_attention(plan, len(lanes), store)
-            stores.extend([] if host is None else [host])
-            fill = self._host_fill(plan, rows, waiting, store)
-            stores.extend([] if fill is None else [fill])
-            machinery = replace(self._machinery(plan, maker, store, hidden), host=host, fill=fill)
-            executor = Executor(machinery, lanes, partial(self._prompts_through, totals))
-            totals.kv_bytes = max(totals.kv_bytes, store.nbytes)
-            shape = self._shape(plan, steps, lanes, machinery)
+        groups = groups_of(len(rows), len(self.stages))
+        refills = [
+            Refill([lanes[i] for i in group], [rows[i] for i in group], waiting, chunk, self.share_prefixes)
+            for group in groups
+        ]
+        with ExitStack() as stack:
+            stack.callback(self._reset)
+            size = self._size(shapes, lanes, waiting.longest_prompt * len(rows[0]), groups)
+            beside = partial(self._beside, plan, rows, waiting)
+            stages = open_stages(plan, self.stages, self.spec, size, beside, stack)
+            # Whatever is still under way writes to buffers and files that go then; its errors no longer matter.
+            stack.callback(self._drain)
+            together = [[lanes[i] for i in group] for group in groups]
+            machinery = self._machinery(plan, stages, maker)
+            executor = Executor(machinery, together, partial(self._prompts_through, totals))
+            totals.kv_bytes = max(totals.kv_bytes, sum(stage.caches.nbytes for stage in stages))
+            shape = self._shape(plan, steps, stages, len(lanes))
             tally = Tally(self.spec, plan, totals.work)
             try:
-                for row in executor.run(self._ticks(shape, refill, lanes, tally)):
+                for row in executor.run(self._ticks(shape, refills, lanes, tally)):
                     self._count_row(row, totals)
                     tally.finished(row)
                     yield row
@@ -123,77 +120,91 @@ class BlockRunner:
                 totals.decode_seconds += executor.decode_seconds
                 totals.replayed_steps += executor.replayed
                 totals.not_recorded = totals.not_recorded or executor.not_recorded
-        finally:
-            # Whatever is still under way writes to buffers and files that go now; its errors no longer matter.
-            self.copies.drain()
-            for each in reversed(stores):
-                each.close()
-            self.weights.reset()
 
-    def _ticks(self, shape: ScheduleShape, refill: Refill, lanes: list[Lane], tally: Tally) -> Iterator[Tick]:
-        def active(step: int) -> list[int]:
+    def _drain(self) -> None:
+        for stage in self.stages:
+            stage.copies.drain()
+
+    def _reset(self) -> None:
+        for stage in self.stages:
+            stage.weights.reset()
+
+    def _ticks(self, shape: ScheduleShape, refills: list[Refill], lanes: list[Lane], tally: Tally) -> Iterator[Tick]:
+        def active(step: int, group: int = 0) -> list[int]:
             going = (row for lane in lanes for row in lane.rows if not row.finished)
             self.on_tokens(self.finished_tokens + sum(len(row.token_ids) for row in going))
-            indices = refill.active(step)
-            tally.step([lanes[index] for index in indices])
+            indices = refills[group].active(step)
+            if indices:
+                tally.step([lanes[index] for index in indices])
             return indices
 
-        return zigzag(shape, active, refill.last)
+        if len(shape.stages) == 1:
+            return zigzag(shape, active, refills[0].last)
+        return pipeline(shape, active, lambda step, group: refills[group].last(step))
 
-    def _shape(self, plan: Plan, steps: int, lanes: list[Lane], machinery: Machinery) -> ScheduleShape:
-        host = machinery.host
+    def _shape(self, plan: Plan, steps: int, stages: list[Stage], batches: int) -> ScheduleShape:
         return ScheduleShape(
             units=self.spec.units,
             num_steps=steps,
-            num_batches=len(lanes),
-            streamed=self.weights.streamed,
-            cache_moves=machinery.caches.moves,
-            hidden_moves=machinery.hidden.moves,
+            num_batches=batches,
+            streamed=frozenset().union(*(stage.loaded.weights.streamed for stage in stages)),
+            cache_moves=frozenset().union(*(stage.caches.moves for stage in stages)),
+            hidden_moves=frozenset().union(*(stage.hidden.moves for stage in stages)),
             lookahead=plan.policy.lookahead,
-            host_attends=frozenset() if host is None else host.places,
+            host_attends=frozenset().union(*(stage.host.places for stage in stages if stage.host is not None)),
+            stages=tuple(stage.loaded.units for stage in stages),
         )
 
-    def _machinery(self, plan: Plan, maker: CacheMaker, caches: CacheStore, hidden: HiddenStore) -> Machinery:
+    def _machinery(self, plan: Plan, stages: list[Stage], maker: CacheMaker) -> Machinery:
         return Machinery(
             self.decoder,
-            self.weights,
+            stages,
             maker,
-            caches,
-            hidden,
             self.sampler,
-            self.copies,
             self.trace,
             plan.policy.overlap,
             FiniteCheck() if self.check_finite else None,
             self.rolling,
         )
 
-    def _host_attention(self, plan: Plan, lanes: int, caches: CacheStore) -> HostAttention | None:
-        """What attends to caches in host memory beside the GPU; None where there is no other lane to compute meanwhile,
-        or nothing may be left to be done later."""
-        places = caches.on_host if plan.policy.overlap and lanes > 1 and not self.check_finite else {}
-        if not places:
-            return None
-        dtype, streamed = torch_dtype(self.dtype), self.weights.streamed
-        return HostAttention(self.tiers, self.copies, self.decoder, self.trace, places, dtype, streamed)
+    def _host_attention(self, stage: LoadedStage, number: int, caches: CacheStore) -> HostAttention | None:
+        """What attends to a stage's caches in host memory beside its GPU."""
+        dtype, streamed = torch_dtype(self.dtype), stage.weights.streamed
+        places = caches.on_host
+        return HostAttention(stage.tiers, stage.copies, self.decoder, self.trace, places, dtype, streamed, number)
 
-    def _host_fill(
-        self, plan: Plan, rows: list[list[Sequence]], waiting: Waiting, caches: CacheStore
-    ) -> HostFill | None:
-        """What fills caches in host memory beside the GPU."""
-        if not plan.policy.overlap or not caches.on_host:
-            return None
+    def _host_fill(self, plan: Plan, rows: list[list[Sequence]], waiting: Waiting, stage: LoadedStage) -> HostFill:
+        """What fills a stage's caches in host memory beside its GPU."""
         longest = max(waiting.longest_prompt, *(len(row.prompt_ids) for lane in rows for row in lane))
         sums, places = self.eviction.statistic == "column_sums", len(rows[0])
         nbytes = prompt_bytes(self.spec, self.dtype, places, longest, plan.policy.prefill_chunk, sums=sums)
-        return HostFill(self.tiers, self.copies, nbytes)
+        return HostFill(stage.tiers, stage.copies, nbytes)
+
+    def _beside(
+        self,
+        plan: Plan,
+        rows: list[list[Sequence]],
+        waiting: Waiting,
+        stage: LoadedStage,
+        number: int,
+        caches: CacheStore,
+    ) -> tuple[HostAttention | None, HostFill | None]:
+        """What the host does for a stage while its GPU goes on."""
+        if not plan.policy.overlap or not caches.on_host:
+            return None, None
+        # Only where other lanes are computed meanwhile, and nobody looks at single units.
+        attends = len(rows) > 1 and not self.check_finite
+        host = self._host_attention(stage, number, caches) if attends else None
+        return host, self._host_fill(plan, rows, waiting, stage)
 
     def _shapes(
         self, plan: Plan, rows: list[list[Sequence]], waiting: Waiting
-    ) -> tuple[dict[tuple[int, int], CacheShape], CacheMaker]:
+    ) -> tuple[dict[Place, CacheShape], CacheMaker]:
         """The K and V of each (layer, lane), for all rows that may come into it, and what makes caches in them."""
         spec = self.spec
-        slots, devices = dict[tuple[int, int], int](), dict[tuple[int, int], torch.device]()
+        slots, devices = dict[Place, int](), dict[Place, torch.device]()
+        units = [(self.spec.units[unit], stage) for stage in self.stages for unit in stage.units]
+        at = {unit.layer: stage.device for unit, stage in units if unit.kind == "attn"}
         maker = CacheMaker(spec, self.eviction, slots, devices)
         shapes = {}
         for layer in range(spec.num_layers):
@@ -202,25 +213,20 @@ class BlockRunner:
                 shape = CacheShape.of(maker.budgets(layer, first), spec.num_kv_heads, spec.head_dim)
                 slots[layer, lane] = max(shape.capacity, later)
                 shapes[layer, lane] = replace(shape, capacity=slots[layer, lane])
-                devices[layer, lane] = self._cache_device(plan, layer, lane)
+                on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, lane] == "cpu"
+                devices[layer, lane] = torch.device("cpu") if on_cpu else at[layer]
         return shapes, maker
 
-    def _cache_device(self, plan: Plan, layer: int, lane: int) -> torch.device:
-        if plan.policy.cpu_cache_compute and plan.placement.cache[layer, lane] == "cpu":
-            return torch.device("cpu")
-        return self.tiers.device
-
-    def _hidden_store(self, plan: Plan, lanes: list[Lane], most_tokens: int) -> HiddenStore:
+    def _size(
+        self, shapes: dict[Place, CacheShape], lanes: list[Lane], most_tokens: int, groups: tuple[range, ...]
+    ) -> BlockSize:
         """`most_tokens`: of a lane in any step but the first."""
-        # One lane alone is never parked: its hidden states are wanted again by the very next unit.
-        homes = {lane.index: plan.placement.hidden[lane.index] for lane in lanes} if len(lanes) > 1 else {}
-        dtype = torch_dtype(self.dtype)
         nbytes = self.spec.hidden_bytes(max(most_tokens, *(lane.prompt_tokens for lane in lanes)), self.dtype)
-        return HiddenStore(self.tiers, self.copies, homes, nbytes, dtype)
+        return BlockSize(shapes, nbytes, torch_dtype(self.dtype), groups)
 
     def _prompts_through(self, totals: BlockTotals, lane: Lane) -> None:
         """The prompts of a lane have been through all units: they count, and their activations are not needed again."""
-        if self.tiers.device.type == "cpu":
+        if lane.device.type == "cpu":
             return_free_pages()
         totals.computed_prompt_tokens += lane.segments[-1].stop + sum(len(row.fed) for row in lane.fresh)
 

@@ -213,7 +213,7 @@ class CacheStore:
         """Rows at most of each (layer, lane) whose cache is attended to in host memory, beside a gpu."""
         self._moving: dict[Place, _MovingCache] = {}
         self._used: list[_MovingCache] = []
-        self.most_slots = max(shape.capacity for shape in shapes.values())
+        self.most_slots = max((shape.capacity for shape in shapes.values()), default=0)
         """Slots of the largest cache."""
         self.nbytes = sum(kv_bytes(shape, dtype) for shape in shapes.values())
         """Of K and V of all places."""

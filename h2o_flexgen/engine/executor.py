@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,19 +18,15 @@ from torch import Tensor
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model import UnitSpec
 from h2o_flexgen.engine.attention import TickAttention
-from h2o_flexgen.engine.caches import CacheMaker, CacheStore, LaneCache
+from h2o_flexgen.engine.caches import CacheMaker, LaneCache
 from h2o_flexgen.engine.finite import FiniteCheck
 from h2o_flexgen.engine.graphs import DecodeGraphs, recorder
-from h2o_flexgen.engine.hidden import HiddenStore
-from h2o_flexgen.engine.host import HostAttention
-from h2o_flexgen.engine.host_fill import HostFill
 from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.path import PromptAttention, PromptPath
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.engine.stages import Stage
 from h2o_flexgen.engine.trace import Trace
-from h2o_flexgen.engine.weights import WeightStore
-from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.models.decoder import Decoder, Weights
 from h2o_flexgen.models.rotary import Angles, Rotary
 from h2o_flexgen.schedule.recorded import recordable
@@ -37,51 +35,60 @@ from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
 
 @dataclass
 class Machinery:
-    """What a block runs on. All of it outlives the block except `maker`, `caches` and `hidden`."""
+    """What a block runs on. All of it outlives the block except `maker` and the stores of `stages`."""
 
     decoder: Decoder
-    weights: WeightStore
+    stages: SequenceOf[Stage]
+    """All units, cut into neighbours."""
     maker: CacheMaker
-    caches: CacheStore
-    hidden: HiddenStore
     sampler: Sampler
-    copies: CopyEngine
     trace: Trace
     overlap: bool = True
     finite: FiniteCheck | None = None
     rolling: bool = False
     """Keys are rotated by their place in the cache, not by their place in the text."""
-    host: HostAttention | None = None
-    """Attends to caches in host memory while other lanes are computed; None: the computing thread does it."""
-    fill: HostFill | None = None
-    """Fills these caches while something else is computed; None likewise."""
+
+
+class _Group(NamedTuple):
+    """Lanes whose prompts come one right after the other in every unit, and what their prompts share in it."""
+
+    lanes: list[Lane]
+    path: PromptPath
 
 
 class Executor:
     """Runs one block: all its lanes through all steps of a schedule, whose GPU batches they are.
 
-    `run` yields the sequences that finish, as they finish. Computes on the calling thread; copies run on the engine's.
+    Each unit is computed on its stage's device. `run` yields the sequences that finish, as they finish. Computes on the
+    calling thread; copies run on the engine's.
     """
 
-    def __init__(self, machinery: Machinery, lanes: list[Lane], on_prompts: Callable[[Lane], None]) -> None:
-        """`on_prompts` hears of each lane whose fresh prompts are through all units."""
-        self._m, self._lanes, self._on_prompts = machinery, lanes, on_prompts
+    def __init__(
+        self, machinery: Machinery, groups: SequenceOf[list[Lane]], on_prompts: Callable[[Lane], None]
+    ) -> None:
+        """`groups`: the lanes, those together that go through a unit one right after the other. `on_prompts` hears of
+        each lane whose fresh prompts are through all units."""
+        self._m, self._on_prompts = machinery, on_prompts
+        self._lanes = [lane for group in groups for lane in group]
+        made = [_Group(group, PromptPath()) for group in groups]
+        self._groups = [group for group in made for _ in group.lanes]
+        self._stages = [stage for stage in machinery.stages for _ in stage.loaded.units]
         self._units: tuple[UnitSpec, ...] = machinery.decoder.spec.units
         spec = machinery.decoder.spec
         self._layers = spec.num_layers
         self._last_position = spec.max_positions - 1 if spec.arch.positions == "learned" else None
         self._windows = [spec.arch.window_of(layer) for layer in range(spec.num_layers)]
-        self._path = PromptPath()
         self._tables: dict[tuple[Rotary, torch.device], Angles] = {}
         self._graphs = self._make_graphs()
         self._logits: dict[int, Tensor] = {}  # of lanes whose step was done as a whole
         self._issue = {
-            TaskKind.LOAD_WEIGHTS: lambda t: machinery.weights.load(self._units[t.unit].weights),
-            TaskKind.FREE_WEIGHTS: lambda t: self._free_weights(self._units[t.unit].weights),
-            TaskKind.LOAD_CACHE: lambda t: machinery.caches.load(self._layer(t), t.batch),
-            TaskKind.STORE_CACHE: lambda t: machinery.caches.store(self._layer(t), t.batch),
-            TaskKind.LOAD_HIDDEN: lambda t: self._move_hidden(machinery.hidden.load, self._lanes[t.batch]),
-            TaskKind.STORE_HIDDEN: lambda t: self._move_hidden(machinery.hidden.store, self._lanes[t.batch]),
+            TaskKind.LOAD_WEIGHTS: lambda t: self._at(t).loaded.weights.load(self._units[t.unit].weights),
+            TaskKind.FREE_WEIGHTS: lambda t: self._at(t).free_weights(self._units[t.unit].weights),
+            TaskKind.LOAD_CACHE: lambda t: self._at(t).caches.load(self._layer(t), t.batch),
+            TaskKind.STORE_CACHE: lambda t: self._at(t).caches.store(self._layer(t), t.batch),
+            TaskKind.LOAD_HIDDEN: lambda t: self._at(t).load_hidden(self._lanes[t.batch]),
+            TaskKind.STORE_HIDDEN: lambda t: self._at(t).store_hidden(self._lanes[t.batch]),
+            TaskKind.PASS_HIDDEN: lambda t: self._at(t).leave(self._lanes[t.batch]),
         }
         self.prefill_seconds = self.decode_seconds = 0.0
 
@@ -107,24 +114,33 @@ class Executor:
     def _walk(self, ticks: Iterable[Tick]) -> Iterator[Sequence]:
         clock = time.perf_counter()
         for tick in ticks:
-            for task in (*tick.stores, *tick.loads):
-                self._issue[task.kind](task)
-                if not self._m.overlap:
-                    self._m.copies.drain()
+            stage = self._m.stages[tick.stage].loaded
+            with stage.computing():
+                self._do((*tick.stores, *tick.loads))
             if tick.compute is not None:
                 # Decode rows and prompts go through a tick together: its time is divided by their tokens.
                 prompts = self._lanes[tick.compute.batch].prompt_share
-                finished = self._whole(tick.compute)
-                if finished is None:
-                    finished = self._compute(tick.compute)
+                with stage.computing():
+                    finished = self._whole(tick.compute)
+                    if finished is None:
+                        finished = self._compute(tick.compute)
+                    self._do(tick.passes)
                 now = time.perf_counter()
                 self.prefill_seconds += prompts * (now - clock)
                 self.decode_seconds += (1 - prompts) * (now - clock)
                 clock = now
                 yield from finished
                 clock = time.perf_counter() if finished else clock
-            for task in tick.frees:
-                self._issue[task.kind](task)
+            with stage.computing():
+                for task in tick.frees:
+                    self._issue[task.kind](task)
+
+    def _do(self, tasks: Iterable[Task]) -> None:
+        for task in tasks:
+            self._issue[task.kind](task)
+            if not self._m.overlap:
+                for stage in self._m.stages:
+                    stage.loaded.copies.drain()
 
     def _whole(self, task: Task) -> list[Sequence] | None:
         """The compute of a lane whose step is done as a whole: all of it at its first unit, and the choice of tokens
@@ -141,8 +157,8 @@ class Executor:
 
     def _make_graphs(self) -> DecodeGraphs | None:
         """Where steps can be recorded and nobody looks at single units."""
-        m, device = self._m, self._lanes[0].device
-        moves = bool(m.weights.streamed or m.caches.moves or m.hidden.moves)
+        m, device, first = self._m, self._lanes[0].device, self._m.stages[0]
+        moves = bool(len(m.stages) > 1 or first.loaded.weights.streamed or first.caches.moves or first.hidden.moves)
         elsewhere = any(place.type != device.type for place in m.maker.devices.values())
         can = recordable(moves=moves, elsewhere=elsewhere, rolling=m.rolling)
         make = recorder(device) if can and not m.trace.enabled and m.finite is None else None
@@ -150,7 +166,8 @@ class Executor:
 
     def _repeating(self, lane: Lane) -> list[KVCache] | None:
         """The caches of a lane, if all of them lie where it is computed and launch the same in every step."""
-        caches = [self._m.caches.wait(layer, lane.index).rows for layer in range(self._layers)]
+        store = self._m.stages[0].caches
+        caches = [store.wait(layer, lane.index).rows for layer in range(self._layers)]
         found = [cache for cache in caches if cache is not None and cache.repeats]
         # A device may be called by its type alone.
         alike = all(cache.device.type == lane.device.type for cache in found)
@@ -158,39 +175,31 @@ class Executor:
 
     def _forward(self, lane: Lane, tokens: Tensor, positions: Tensor) -> Tensor:
         """A decode step through all units, everything being where it is computed: logits (rows, vocab) float32."""
+        (stage,) = self._m.stages
         for unit in self._units:
-            weights = self._m.weights.get(unit.weights)
+            weights = stage.loaded.weights.get(unit.weights)
             if unit.kind == "embed":
                 self._embed(lane, weights, tokens, positions)
             elif unit.kind == "attn":
                 layer = _layer(unit)
-                self._attend(layer, lane, weights, self._m.caches.wait(layer, lane.index))
+                self._attend(layer, lane, weights, stage.caches.wait(layer, lane.index))
             elif unit.kind == "mlp":
                 self._mlp(lane, weights)
         hidden, lane.hidden = lane.take_hidden(), None
-        return self._m.decoder.head(self._m.weights.get(self._units[-1].weights), hidden)
-
-    def _free_weights(self, key: str) -> None:
-        if self._m.host is not None:
-            self._m.host.keep(key)
-        self._m.weights.free(key)
-
-    def _move_hidden(self, move: Callable[[Lane], None], lane: Lane) -> None:
-        # Hidden states that attention on the host is still to be added to were not stored, and are not loaded.
-        if self._m.host is None or not self._m.host.pending(lane):
-            move(lane)
+        return self._m.decoder.head(stage.loaded.weights.get(self._units[-1].weights), hidden)
 
     def _compute(self, task: Task) -> list[Sequence]:
-        unit, lane = self._units[task.unit], self._lanes[task.batch]
-        if self._m.host is not None:
-            self._m.host.finish(lane)
-        weights = self._m.weights.get(unit.weights)
-        if unit.kind != "embed":
-            self._m.hidden.wait(lane)
+        unit, lane, stage = self._units[task.unit], self._lanes[task.batch], self._at(task)
+        stage.finish(lane)
+        weights = stage.loaded.weights.get(unit.weights)
+        if task.unit == stage.loaded.units[0]:
+            stage.enter(lane)
+        else:
+            stage.hidden.wait(lane)
         cache = None
         if unit.kind == "attn":
-            cache = self._m.caches.wait(self._layer(task), lane.index)
-        with self._m.trace.record(task, unit, lane.prompt_share):
+            cache = stage.caches.wait(self._layer(task), lane.index)
+        with self._m.trace.record(task, unit, lane.prompt_share, "", stage.number):
             if unit.kind == "embed":
                 self._embed(lane, weights, *lane.inputs())
             elif cache is not None:
@@ -218,16 +227,18 @@ class Executor:
         if lane.kept is not None:
             cache.change(lane.kept, self._m.maker.make(layer, lane.index, lane.fresh) if lane.fresh else None)
         attention = self._attention(layer, lane, cache, hidden.dtype)
-        if task is not None and self._m.host is not None and self._m.host.serves(layer, lane):
-            self._m.host.begin(task, self._units[task.unit], lane, weights, attention)
+        host = None if task is None else self._at(task).host
+        if task is not None and host is not None and host.serves(layer, lane):
+            host.begin(task, self._units[task.unit], lane, weights, attention)
             return
         for part in lane.parts:
             self._m.decoder.attn(weights, hidden[part.span], partial(attention.part, part))
         if not lane.fresh:
             return
         cache.join()
-        if not any(later.fresh for later in self._lanes[lane.index + 1 :]):
-            self._path.clear()
+        group = self._groups[lane.index]
+        if not any(later.fresh for later in group.lanes if later.index > lane.index):
+            group.path.clear()
         if layer == self._layers - 1:
             lane.keep_last_tokens()
 
@@ -237,11 +248,12 @@ class Executor:
         prompts = None
         if cache.fresh is not None:
             # A path may lead from lane to lane: what it is made of serves the most demanding of them.
-            sums = any(self._m.maker.wants_column_sums(layer, each.fresh) for each in self._lanes)
-            rolling = self._m.rolling
-            fill, there = self._m.fill, (layer, lane.index) in self._m.caches.on_host
-            later = partial(fill.fill, cache) if fill is not None and there else None
-            prompts = PromptAttention(cache.fresh, self._path, scale, sums, self._windows[layer], rolling, later)
+            group, rolling = self._groups[lane.index], self._m.rolling
+            sums = any(self._m.maker.wants_column_sums(layer, each.fresh) for each in group.lanes)
+            stage = next(self._stages[unit.index] for unit in self._units if unit.layer == layer)
+            there = (layer, lane.index) in stage.caches.on_host
+            later = partial(stage.fill.fill, cache) if stage.fill is not None and there else None
+            prompts = PromptAttention(cache.fresh, group.path, scale, sums, self._windows[layer], rolling, later)
         if rotary is None:
             return TickAttention(scale, cache.rows, prompts, None, None, None)
         if not self._m.rolling:
@@ -253,7 +265,8 @@ class Executor:
     def _table(self, rotary: Rotary, device: torch.device, dtype: torch.dtype) -> Angles:
         """What turns the keys of the caches on `device` by their places in them; one table serves the whole block."""
         if (rotary, device) not in self._tables:
-            self._tables[rotary, device] = rotary.table(self._m.caches.most_slots, dtype, device)
+            most = max(stage.caches.most_slots for stage in self._m.stages)
+            self._tables[rotary, device] = rotary.table(most, dtype, device)
         return self._tables[rotary, device]
 
     def _choose(self, lane: Lane, logits: Tensor) -> list[Sequence]:
@@ -264,6 +277,9 @@ class Executor:
         if lane.fresh:
             self._on_prompts(lane)
         return finished
+
+    def _at(self, task: Task) -> Stage:
+        return self._stages[task.unit]
 
     def _layer(self, task: Task) -> int:
         return _layer(self._units[task.unit])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 import psutil
 import torch
 
-from h2o_flexgen.engine.machine import Limit, cgroup_limit
+from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.engine.machine import Limit, cgroup_limit, cpu_limit, disk_limit
+from h2o_flexgen.engine.plan import Caps
 from h2o_flexgen.memory.cuda import Device, open_device
 from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
 from h2o_flexgen.memory.pages import HostMemory
@@ -17,15 +22,34 @@ _LIBRARIES = 64 << 20  # what products take to work in, of what torch may alloca
 _PINNED_SHARE = 0.8  # of the host's memory: locked pages are lost to everything else, the page cache included
 
 
-def open_gpu(device: torch.device) -> PinnedPool | None:
-    """The GPU that `device` is, and what locks host memory for it; None for the CPU."""
-    opened = open_device(device)
-    if opened is None:
+def open_gpu(devices: Sequence[torch.device]) -> PinnedPool | None:
+    """The GPUs that `devices` are, and what locks host memory for them; None for the CPU."""
+    first, *others = [open_device(device) for device in devices]
+    if first is None:
         return None
     host, limit, lockable = psutil.virtual_memory().total, cgroup_limit(), lockable_memory()
     share = int(_PINNED_SHARE * (host if limit is None else min(host, limit)))
     most = share if lockable is None else min(share, lockable)
-    return PinnedPool(opened, most, HostMemory().allocate(BOUNCE_BYTES).tensor)
+    bounce = HostMemory().allocate(BOUNCE_BYTES * len(devices)).tensor
+    return PinnedPool(first, most, bounce, [other for other in others if other is not None])
+
+
+def caps_of(config: EngineConfig, pins: PinnedPool | None, folder: Path, there: Callable[[], int]) -> Caps:
+    """What was given, else what the machine has free, and where each number comes from; of the GPU with least, where
+    there are several. `folder`: of the disk tier, where weights of `there` bytes lie already."""
+    why = {"cpu": "--cpu-mem", "disk": "--nvme-mem", "gpu": "--gpu-mem"}
+    on_gpu, cpu, disk = None, config.cpu_mem, config.disk_mem
+    if config.emulate_gpu is not None:
+        on_gpu, why["gpu"] = config.emulate_gpu, "--emulate-gpu"
+    elif pins is not None:
+        on_gpu, why["gpu"] = min(gpu_limit(device, config.gpu_mem) for device in pins.devices)
+    if config.num_gpus > 1:
+        why["gpu"] += ", of each GPU"
+    if cpu is None:
+        cpu, why["cpu"] = cpu_limit()
+    if disk is None:
+        disk, why["disk"] = disk_limit(folder, there())
+    return Caps(on_gpu, cpu, disk, emulated=config.emulate_gpu is not None, why=why)
 
 
 def gpu_limit(gpu: Device, asked: int | None) -> Limit:

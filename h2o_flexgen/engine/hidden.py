@@ -20,18 +20,20 @@ class HiddenStore:
     """The hidden states of a block's lanes that are parked off the compute tier between two units."""
 
     def __init__(
-        self, tiers: Tiers, copies: CopyEngine, homes: Mapping[int, str], nbytes: int, dtype: torch.dtype
+        self, tiers: Tiers, copies: CopyEngine, homes: Mapping[int, tuple[str, int]], nbytes: int, dtype: torch.dtype
     ) -> None:
-        """`homes`: tier per lane; `nbytes`: of the largest hidden state, all tokens that a lane may have in a step."""
+        """`homes`: per lane the tier, and a place there, which lanes that are never parked at one time may share;
+        `nbytes`: of the largest hidden state, all tokens that a lane may have in a step."""
         compute = tiers.compute
-        parked = {lane: tier for lane, tier in homes.items() if tier != compute.name}
+        parked = {lane: home for lane, home in homes.items() if home[0] != compute.name}
         self.moves = frozenset(parked)
         self._dtype, size = dtype, page_ceil(nbytes)
         with ExitStack() as stack:
             count = STATE_BUFFERS if parked else 0
             self._ring = stack.enter_context(closing(BufferRing(compute, size, count, "hidden buffers")))
-            make_home = HomeMaker(tiers, copies, "hidden states", size, set(parked.values()), stack)
-            self._homes: dict[int, Home] = {lane: make_home(tier, size) for lane, tier in parked.items()}
+            make_home = HomeMaker(tiers, copies, "hidden states", size, {tier for tier, _ in parked.values()}, stack)
+            made = {home: make_home(home[0], size) for home in sorted(set(parked.values()))}
+            self._homes: dict[int, Home] = {lane: made[home] for lane, home in parked.items()}
             self._resources = stack.pop_all()
         self._shapes: dict[int, torch.Size] = {}
         self._loading: dict[int, tuple[int, Ticket]] = {}

@@ -68,10 +68,11 @@ class HostAttention:
         places: Mapping[Place, int],
         dtype: torch.dtype,
         streamed: frozenset[str],
+        stage: int = 0,
     ) -> None:
         """`places`: the rows of each (layer, lane) whose cache is attended to here; `streamed`: the weight groups that
-        do not stay."""
-        self.places = frozenset(places)
+        do not stay; `stage`: the number of the one that computes the rest."""
+        self.places, self._stage = frozenset(places), stage
         self._copies, self._decoder, self._trace, self._dtype = copies, decoder, trace, dtype
         spec, name, compute = decoder.spec, str(dtype).removeprefix("torch."), tiers.compute
         self._heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
@@ -122,7 +123,7 @@ class HostAttention:
         late.attended.wait()
         desk, heads = self._desks[lane.index], self._heads[0]
         said, answer = (self._view(flat, late.rows, heads) for flat in (desk.said, desk.answer))
-        with self._trace.record(late.task, late.unit, 0.0, " output"):
+        with self._trace.record(late.task, late.unit, 0.0, " output", self._stage):
             name = f"{late.unit.name} step {late.task.step} batch {late.task.batch}"
             self._copies.copy_in_turn(said, answer, self._up, label=f"answer {name}")
             self._decoder.output(late.weights, lane.take_hidden(), said)

@@ -46,6 +46,7 @@ class Lane:
     hidden: Tensor | None = None
 
     def __post_init__(self) -> None:
+        self._host_numbers = torch.empty(0)
         self._next: list[int] = []  # position of each row's next token
         self._planned: list[int] = []
         self._angles: dict[tuple[int, torch.dtype], Angles] = {}
@@ -120,8 +121,17 @@ class Lane:
             self._numbers.copy_(numbers, non_blocking=True)
         else:
             self._numbers = numbers.to(self.device, non_blocking=True)
+        self._host_numbers = numbers
         ids, self._positions, self._lengths, self._totals = self._numbers.unbind(0)
         return ids, self._positions
+
+    def enter(self, device: torch.device) -> None:
+        """What is computed from now on is computed on `device`."""
+        if device == self.device:
+            return
+        self.device = device
+        self.forget_angles()
+        _, self._positions, self._lengths, self._totals = self._host_numbers.to(device, non_blocking=True).unbind(0)
 
     def forget_angles(self) -> None:
         """They were computed for another step, or in a way that came to nothing."""

@@ -49,6 +49,7 @@ class LLM:
     def __init__(self, model: str = "demo", **settings: Any) -> None:
         self.config = EngineConfig.of(model, **settings)
         self.device = machine.resolve_device(self.config)
+        self._devices = machine.resolve_devices(self.config, self.device)
         self.model: Model = open_model(self.config, self.device)
         self.last_record: RunRecord | None = None
         self.last_plan: Plan | None = None
@@ -69,8 +70,8 @@ class LLM:
         self._loaded: Loaded | None = None
         self._replay = Replay()
         self._decoder = Decoder(self.model.spec)
-        self._pins = gpu.open_gpu(self.device)
-        self._trace = Trace(self.config.trace, None if self._pins is None else self._pins.device)
+        self._pins = gpu.open_gpu(self._devices)
+        self._trace = Trace(self.config.trace, () if self._pins is None else self._pins.devices)
         self._baseline = machine.before_placement()
 
     def generate(
@@ -143,7 +144,8 @@ class LLM:
         """
         config, spec = self.config, self.model.spec
         tier = self._compute_tier()
-        request = PlanRequest(spec, workload, config.eviction, self.model.dtype, self._caps(), tier, self._baseline)
+        dtype, caps = self.model.dtype, self._caps()
+        request = PlanRequest(spec, workload, config.eviction, dtype, caps, tier, self._baseline, config.num_gpus)
         policy = config.fixed_policy if tier == "gpu" else config.fixed_policy.with_gpu_as_cpu()
         planner = self.planner
         if self._loaded is not None and self.last_plan is not None:
@@ -223,9 +225,7 @@ class LLM:
         return BlockRunner(
             self.model.spec,
             self._decoder,
-            loaded.weights,
-            loaded.tiers,
-            loaded.copies,
+            loaded.stages,
             make_policy(self.config.eviction),
             sampler,
             self._trace,
@@ -251,7 +251,7 @@ class LLM:
         config = self.config
         place = str(self.offload_folder)
         trace, note = self._trace.add, self._note
-        self._loaded = load(plan, self.model.source, config, self.device, place, trace, note, self._pins)
+        self._loaded = load(plan, self.model.source, config, self._devices, place, trace, note, self._pins)
         self._loaded.seconds = time.perf_counter() - started
         return self._loaded
 
@@ -265,19 +265,9 @@ class LLM:
         return "gpu" if self.device.type == "cuda" or self.config.emulate_gpu is not None else "cpu"
 
     def _caps(self) -> Caps:
-        """What was given, else what the machine has free, and where each number comes from."""
-        config, why = self.config, {"cpu": "--cpu-mem", "disk": "--nvme-mem", "gpu": "--gpu-mem"}
-        on_gpu, cpu, disk = None, config.cpu_mem, config.disk_mem
-        if config.emulate_gpu is not None:
-            on_gpu, why["gpu"] = config.emulate_gpu, "--emulate-gpu"
-        elif self._pins is not None:
-            on_gpu, why["gpu"] = gpu.gpu_limit(self._pins.device, config.gpu_mem)
-        if cpu is None:
-            cpu, why["cpu"] = machine.cpu_limit()
-        if disk is None:
-            there = bytes_on_disk(self.model.spec, self.model.source, self.model.dtype, self.offload_folder)
-            disk, why["disk"] = machine.disk_limit(self.offload_folder, there)
-        return Caps(on_gpu, cpu, disk, emulated=config.emulate_gpu is not None, why=why)
+        model, folder = self.model, self.offload_folder
+        there = partial(bytes_on_disk, model.spec, model.source, model.dtype, folder)
+        return gpu.caps_of(self.config, self._pins, folder, there)
 
     def _reader(self) -> RequestReader:
         return RequestReader(self.model.spec, self.config.eviction, self.model.codec, self.config.seed)

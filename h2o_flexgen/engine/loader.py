@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -17,13 +20,17 @@ from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.config.tensors import WeightGroup
 from h2o_flexgen.engine.plan import Plan
+from h2o_flexgen.engine.stages import LoadedStage
+from h2o_flexgen.engine.trace import on_stage
 from h2o_flexgen.engine.weights import Home, WeightStore
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.memory.copies import CopyEngine, TraceCallback
+from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
 from h2o_flexgen.memory.handle import Location, direct_layout, direct_obstacle, packed_layout, torch_dtype, views
 from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
-from h2o_flexgen.memory.tiers import Tiers, make_tiers
+from h2o_flexgen.memory.tiers import Tier, Tiers, another_gpu, make_tiers
+from h2o_flexgen.schedule.stages import stages_of
 
 Progress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all)"""
@@ -35,9 +42,7 @@ class Loaded:
 
     placement: Placement
     lookahead: int
-    tiers: Tiers
-    copies: CopyEngine
-    weights: WeightStore
+    stages: tuple[LoadedStage, ...]
     folder: OffloadDir | None
     resources: ExitStack
     seconds: float = 0.0
@@ -49,6 +54,22 @@ class Loaded:
         same = plan.placement.weights == self.placement.weights and plan.policy.lookahead == self.lookahead
         return same and ("disk" not in used or self.folder is not None)
 
+    @property
+    def bytes_moved(self) -> Counter[str]:
+        """Bytes per link so far, of all stages."""
+        return sum((stage.copies.bytes_moved for stage in self.stages), Counter())
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """Seconds per link in which it was busy, added up over the stages."""
+        links = [stage.copies.busy_seconds for stage in self.stages]
+        return {link: sum(each.get(link, 0.0) for each in links) for link in dict.fromkeys(chain(*links))}
+
+    def peaks(self) -> dict[str, int]:
+        """Peak bytes per tier, fastest first; of the gpu that held most."""
+        peaks = [stage.tiers.peaks() for stage in self.stages]
+        return {tier: max(each[tier] for each in peaks) for tier in peaks[0]}
+
     def close(self) -> None:
         self.resources.close()
 
@@ -57,7 +78,7 @@ def load(
     plan: Plan,
     source: WeightSource,
     config: EngineConfig,
-    device: torch.device,
+    devices: SequenceOf[torch.device],
     offload_dir: str,
     trace: TraceCallback,
     progress: Progress,
@@ -65,51 +86,88 @@ def load(
 ) -> Loaded:
     """Places every weight group as `plan` says and verifies that this is what happened.
 
-    Peak host memory is the cpu tier's own share and one weight group. `pins`: of the GPU, where there is a real one.
-    From then on no more than --gpu-mem is allocated on it. ModelError, PlanError or StorageError where it fails;
-    nothing stays behind then.
+    Peak host memory is the cpu tier's own share and one weight group. `devices`: one per stage; `pins`: of the GPUs,
+    where there are real ones. From then on no more than --gpu-mem is allocated on each. ModelError, PlanError or
+    StorageError where it fails; nothing stays behind then.
     """
-    caps, spec, dtype = plan.request.caps, plan.request.spec, plan.request.dtype
+    spec, dtype = plan.request.spec, plan.request.dtype
     placed = {*plan.placement.weights.values(), *plan.placement.cache.values(), *plan.placement.hidden.values()}
     with ExitStack() as stack:
         folder = stack.enter_context(OffloadDir(offload_dir)) if "disk" in placed else None
         if folder is not None and _state_on_disk(plan):
             folder.require_free(_state_on_disk(plan), "the KV cache of a block")
-        tiers = stack.enter_context(
-            make_tiers(
-                caps.gpu,
-                _cpu_capacity(plan),
-                caps.disk,
-                config.emulate_gpu is not None,
-                folder,
-                device=device,
-                pins=pins,
-            )
+        parts = list(
+            zip(stages_of(spec, len(devices)), _tiers(plan, config, folder, devices, pins, stack), strict=True)
         )
-        gpu = tiers.accelerator
-        if tiers.pins is not None and gpu is not None:
-            on_cpu = [item for item in plan.footprint.items if item.tier == "cpu"]
-            tiers.pins.keep(sum(each.nbytes for each in on_cpu if "staging" in each.what or "for the cpu" in each.what))
-            gpu.cap(config.gpu_mem)
-            stack.callback(gpu.cap, None)
-            gpu.warm_up(torch_dtype(dtype))
-        bounce = None if tiers.pins is None else tiers.pins.bounce
-        copies = stack.enter_context(CopyEngine(trace=trace, device=gpu, bounce=bounce))
-        homes = _fill_memory(spec, plan.placement, source, dtype, tiers, progress)
+        engines = [
+            stack.enter_context(_copies(tiers, partial(_traced, trace, number), number))
+            for number, (_, tiers) in enumerate(parts)
+        ]
+        homes = _fill_memory(spec, plan.placement, source, dtype, parts, progress)
         on_disk = [group for group in spec.weight_groups if plan.placement.weights[group.key] == "disk"]
         for key, unit in _disk_units(on_disk, source, dtype, folder, _state_on_disk(plan), progress).items():
-            homes[key] = Home("disk", unit.layout, unit=unit)
+            for (units, _), own in zip(parts, homes, strict=True):
+                own.update({key: Home("disk", unit.layout, unit=unit)} if key in _keys(spec, units) else {})
         _verify_placement(plan.placement, homes)
-        for unit in (home.unit for home in homes.values() if home.unit is not None):
-            # From here on a file that changes under the run is an error, not other weights.
-            copies.watch((extent.path for extent in unit.extents), ours=unit.checksum is not None)
-        weights = WeightStore(homes, tiers, copies, plan.policy.lookahead, config.verify)
+        stages = []
+        for (units, tiers), own, copies in zip(parts, homes, engines, strict=True):
+            for unit in (home.unit for home in own.values() if home.unit is not None):
+                # From here on a file that changes under the run is an error, not other weights.
+                copies.watch((extent.path for extent in unit.extents), ours=unit.checksum is not None)
+            weights = WeightStore(own, tiers, copies, plan.policy.lookahead, config.verify)
+            stack.callback(weights.close)
+            stages.append(LoadedStage(units, tiers, copies, weights))
         # The copy threads stop before the buffers they write to go.
-        stack.callback(weights.close)
-        stack.callback(copies.close)
-        if tiers.pins is not None:
-            tiers.pins.warn()
-        return Loaded(plan.placement, plan.policy.lookahead, tiers, copies, weights, folder, stack.pop_all())
+        for copies in engines:
+            stack.callback(copies.close)
+        if pins is not None:
+            pins.warn()
+        return Loaded(plan.placement, plan.policy.lookahead, tuple(stages), folder, stack.pop_all())
+
+
+def _tiers(
+    plan: Plan,
+    config: EngineConfig,
+    folder: OffloadDir | None,
+    devices: SequenceOf[torch.device],
+    pins: PinnedPool | None,
+    stack: ExitStack,
+) -> list[Tiers]:
+    """The tiers of each stage: a gpu of its own, and the same host memory and disk. `stack` closes them."""
+    caps, emulated = plan.request.caps, config.emulate_gpu is not None
+    first = stack.enter_context(
+        make_tiers(caps.gpu, _cpu_capacity(plan), caps.disk, emulated, folder, device=devices[0], pins=pins)
+    )
+    tiers = [first]
+    for number in range(1, len(devices)):
+        gpu = None if first.pins is None else first.pins.devices[number]
+        tiers.append(stack.enter_context(another_gpu(first, caps.gpu, gpu)))
+    if first.pins is not None:
+        on_cpu = [item for item in plan.footprint.items if item.tier == "cpu"]
+        first.pins.keep(sum(each.nbytes for each in on_cpu if "staging" in each.what or "for the cpu" in each.what))
+    for gpu in (each.accelerator for each in tiers):
+        if gpu is not None:
+            gpu.cap(config.gpu_mem)
+            stack.callback(gpu.cap, None)
+            with gpu.chosen():
+                gpu.warm_up(torch_dtype(plan.request.dtype))
+    return tiers
+
+
+def _copies(tiers: Tiers, trace: TraceCallback, number: int) -> CopyEngine:
+    """Of a stage, whose pageable memory goes through locked buffers of its own."""
+    bounce = None if tiers.pins is None else tiers.pins.bounce
+    own = None if bounce is None else bounce[number * BOUNCE_BYTES : (number + 1) * BOUNCE_BYTES]
+    return CopyEngine(trace=trace, device=tiers.accelerator, bounce=own)
+
+
+def _traced(trace: TraceCallback, stage: int, task: str, start: float, end: float, resource: str) -> None:
+    trace(task, start, end, on_stage(resource, stage))
+
+
+def _keys(spec: ModelSpec, units: range) -> set[str]:
+    """The weight groups that a stage uses; those of tied embeddings are at both ends."""
+    return {spec.units[unit].weights for unit in units}
 
 
 def bytes_on_disk(spec: ModelSpec, source: WeightSource, dtype: str, folder: Path) -> int:
@@ -125,18 +183,30 @@ def _cpu_capacity(plan: Plan) -> int | None:
 
 
 def _fill_memory(
-    spec: ModelSpec, placement: Placement, source: WeightSource, dtype: str, tiers: Tiers, progress: Progress
-) -> dict[str, Home]:
-    homes: dict[str, Home] = {}
+    spec: ModelSpec,
+    placement: Placement,
+    source: WeightSource,
+    dtype: str,
+    stages: SequenceOf[tuple[range, Tiers]],
+    progress: Progress,
+) -> list[dict[str, Home]]:
+    """The groups in memory, stage by stage; those on the host are there once, whoever uses them."""
+    homes: list[dict[str, Home]] = [{} for _ in stages]
     groups = [group for group in spec.weight_groups if placement.weights[group.key] != "disk"]
     total, done = sum(group.nbytes(dtype) for group in groups), 0
     for group in groups:
-        tier = tiers.memory(placement.weights[group.key])
-        layout = packed_layout(group, dtype)
-        buffer = tier.allocate(layout.nbytes, "weights")
-        for name, view in views(layout, buffer.tensor).items():
-            source.read_into(name, view)
-        homes[group.key] = Home(tier.name, layout, buffer=buffer)
+        layout, name = packed_layout(group, dtype), placement.weights[group.key]
+        made: dict[Tier, Home] = {}
+        for (units, tiers), own in zip(stages, homes, strict=True):
+            if group.key not in _keys(spec, units):
+                continue
+            tier = tiers.memory(name)
+            if tier not in made:
+                buffer = tier.allocate(layout.nbytes, "weights")
+                for tensor, view in views(layout, buffer.tensor).items():
+                    source.read_into(tensor, view)
+                made[tier] = Home(name, layout, buffer=buffer)
+            own[group.key] = made[tier]
         done += group.nbytes(dtype)
         progress("loading weights", done, total)
     return homes
@@ -187,9 +257,9 @@ def _direct(group: WeightGroup, source: WeightSource, dtype: str) -> dict[str, L
     return known if len(known) == len(found) and direct_obstacle(group, dtype, known) is None else None
 
 
-def _verify_placement(placement: Placement, homes: Mapping[str, Home]) -> None:
+def _verify_placement(placement: Placement, homes: SequenceOf[Mapping[str, Home]]) -> None:
     """A share that was asked for and not realised is an error, never a silent no-op."""
-    wrong = {key: home.tier for key, home in homes.items() if placement.weights[key] != home.tier}
-    missing = placement.weights.keys() - homes.keys()
+    wrong = {key: home.tier for own in homes for key, home in own.items() if placement.weights[key] != home.tier}
+    missing = placement.weights.keys() - {key for own in homes for key in own}
     if wrong or missing:
         raise PlanError(f"weights are not where the plan put them: {wrong or sorted(missing)}")

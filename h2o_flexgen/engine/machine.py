@@ -147,6 +147,23 @@ def resolve_dtype(wanted: str, stored: str, device: torch.device) -> str:
     return "bfloat16" if cpu_has_bfloat16() else "float32"
 
 
+def resolve_devices(config: EngineConfig, first: torch.device) -> list[torch.device]:
+    """The devices of all stages, of which `first` computes the first one. UsageError where there are too few."""
+    if config.num_gpus == 1:
+        return [first]
+    if first.type == "cuda":
+        there = torch.cuda.device_count()
+        if there < config.num_gpus:
+            raise UsageError(f"--num-gpus is {config.num_gpus}, and torch finds {there}", f"needed 1 to {there}")
+        return [torch.device("cuda", index) for index in range(config.num_gpus)]
+    if config.emulate_gpu is None:
+        raise UsageError(
+            f"--num-gpus is {config.num_gpus}, and this run computes on the CPU",
+            change="leave --num-gpus out, or give --emulate-gpu, which makes so many of that size in host memory",
+        )
+    return [first] * config.num_gpus
+
+
 def resolve_device(config: EngineConfig) -> torch.device:
     """CUDA where there is one and it was not refused, else the CPU. UsageError for a CUDA that is not there."""
     if config.emulate_gpu is not None or config.device == "cpu":

@@ -19,6 +19,10 @@ from h2o_flexgen.config.placement import Placement, cache_slots, place
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.schedule.footprint import Footprint, footprint
+from h2o_flexgen.schedule.stage_footprint import stage_footprint
+from h2o_flexgen.schedule.stages import stages_of
+from h2o_flexgen.schedule.tasks import groups_of
+from h2o_flexgen.schedule.workspace import BlockShape
 from h2o_flexgen.units import GIB, MIB, format_bytes
 
 DEFAULT_BATCH = 32  # rows at which GEMMs of a decode step come close to their full rate
@@ -51,7 +55,8 @@ class Caps:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is made for. `baseline`: host bytes the process holds before anything is placed."""
+    """What a plan is made for. `baseline`: host bytes the process holds before anything is placed; `num_gpus`: that the
+    units are divided among."""
 
     spec: ModelSpec
     workload: Workload
@@ -60,6 +65,12 @@ class PlanRequest:
     caps: Caps
     compute_tier: str
     baseline: int = 0
+    num_gpus: int = 1
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """The units of each GPU."""
+        return stages_of(self.spec, self.num_gpus)
 
 
 @dataclass(frozen=True)
@@ -97,21 +108,29 @@ def make_plan(request: PlanRequest, policy: OffloadPolicy) -> Plan:
     policy = replace(policy, gpu_batch_size=size, num_gpu_batches=min(policy.num_gpu_batches, -(-count // size)))
     slots = cache_slots(request.spec, request.workload, request.eviction)
     placement = place(request.spec, policy, request.dtype, slots)
-    if policy.num_gpu_batches == 1:
-        # One batch alone is never parked: its hidden states are wanted again by the very next unit.
-        placement = replace(placement, hidden={0: request.compute_tier})
-    foot = footprint(
-        request.spec,
-        request.workload,
+    groups = groups_of(policy.num_gpu_batches, request.num_gpus)
+    # One batch alone is never parked: its hidden states are wanted again by the very next unit.
+    alone = {group[0]: request.compute_tier for group in groups if len(group) == 1}
+    placement = replace(placement, hidden={**placement.hidden, **alone})
+    return Plan(request, policy, placement, _footprint(request, policy, placement))
+
+
+def _footprint(request: PlanRequest, policy: OffloadPolicy, placement: Placement) -> Footprint:
+    spec, workload, eviction, tier = request.spec, request.workload, request.eviction, request.compute_tier
+    if request.num_gpus > 1:
+        block = BlockShape.of(spec, workload, policy, eviction, request.dtype, tier)
+        return stage_footprint(block, placement, request.stages, request.baseline)
+    return footprint(
+        spec,
+        workload,
         policy,
-        request.eviction,
+        eviction,
         dtype=request.dtype,
-        compute_tier=request.compute_tier,
+        compute_tier=tier,
         assignment=placement,
         baseline=request.baseline,
         records=request.compute_tier == "gpu" and not request.caps.emulated,
     )
-    return Plan(request, policy, placement, foot)
 
 
 def require_fit(plan: Plan) -> Plan:
@@ -152,17 +171,17 @@ def automatic(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) 
 
 
 def all_resident(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Plan | None:
-    """All that is free on the compute tier, one GPU batch at a time, which then is as good as many; None where that
-    does not fit, or the weights are not free."""
+    """All that is free on the compute tier, one GPU batch at a time, which then is as good as many, and on several GPUs
+    one for each. None where that does not fit, or the weights are not free."""
     if "weights" not in free:
         return None
     changes: dict[str, Any] = {
         name: {request.compute_tier: 1.0} for name in ("weights", "cache", "hidden") if name in free
     }
     if "gpu_batch_size" in free:
-        changes["gpu_batch_size"] = min(request.workload.num_sequences, DEFAULT_BATCH)
+        changes["gpu_batch_size"] = min(-(-request.workload.num_sequences // request.num_gpus), DEFAULT_BATCH)
     if "num_gpu_batches" in free:
-        changes["num_gpu_batches"] = 1
+        changes["num_gpu_batches"] = request.num_gpus
     plan = make_plan(request, replace(fixed, **changes))
     return plan if plan.shortage() is None else None
 
@@ -194,10 +213,11 @@ def _as_good(kept: Plan, best: Plan, load_seconds: float) -> bool:
 def _candidates(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Iterator[OffloadPolicy]:
     """Policies to try when weights stream, best first: the largest block, on the fastest tier that takes its caches."""
     count = request.workload.num_sequences
-    sizes = _halvings(min(count, DEFAULT_BATCH)) if "gpu_batch_size" in free else [fixed.gpu_batch_size]
+    largest = min(-(-count // request.num_gpus), DEFAULT_BATCH)
+    sizes = _halvings(largest) if "gpu_batch_size" in free else [fixed.gpu_batch_size]
     for slower in _fallbacks(request, free):
         for size in sizes:
-            wanted = min(MOST_BATCHES, -(-count // size))
+            wanted = min(MOST_BATCHES * request.num_gpus, -(-count // size))
             for batches in _halvings(wanted) if "num_gpu_batches" in free else [fixed.num_gpu_batches]:
                 changes: dict[str, Any] = {"gpu_batch_size": size, "num_gpu_batches": batches, **slower}
                 yield replace(fixed, **changes)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from h2o_flexgen.config.engine import EngineConfig
@@ -34,6 +35,8 @@ class Measured:
     busy_seconds: dict[str, float]
     compute_seconds: dict[str, float]
     peak_bytes: dict[str, int]
+    gpu_peaks: tuple[int, ...] = ()
+    """Of each stage's gpu tier, where there are several."""
     warnings: tuple[str, ...] = ()
 
 
@@ -46,21 +49,24 @@ class Meter:
         self._trace, self._computed = trace, dict(trace.compute_seconds)
         self._moved, self._peaks, self._busy = dict[str, int](), dict[str, int](), dict[str, float]()
         self._seconds = 0.0
+        self._gpus: list[int] = []
 
     @contextmanager
     def over(self, loaded: Loaded) -> Iterator[None]:
         """Counts what `loaded` does meanwhile."""
-        copies, started = loaded.copies, time.perf_counter()
-        moved, busy = dict(copies.bytes_moved), dict(copies.busy_seconds)
+        started = time.perf_counter()
+        moved, busy = dict(loaded.bytes_moved), dict(loaded.busy_seconds)
         try:
             yield
         finally:
             self._seconds += time.perf_counter() - started
-            for link, nbytes in copies.bytes_moved.items():
+            for link, nbytes in loaded.bytes_moved.items():
                 self._moved[link] = self._moved.get(link, 0) + nbytes - moved.get(link, 0)
-            for link, seconds in copies.busy_seconds.items():
+            for link, seconds in loaded.busy_seconds.items():
                 self._busy[link] = self._busy.get(link, 0.0) + seconds - busy.get(link, 0.0)
-            for tier, peak in loaded.tiers.peaks().items():
+            peaks = [stage.tiers.compute.peak for stage in loaded.stages]
+            self._gpus = [max(pair) for pair in zip_longest(self._gpus, peaks, fillvalue=0)]
+            for tier, peak in loaded.peaks().items():
                 self._peaks[tier] = max(peak, self._peaks.get(tier, 0))
 
     def measured(self, warnings: Iterable[str] = ()) -> Measured:
@@ -74,6 +80,7 @@ class Meter:
             busy_seconds=dict(self._busy),
             compute_seconds={key: value - self._computed.get(key, 0.0) for key, value in computed.items()},
             peak_bytes={**self._peaks, "rss": machine.peak_rss()},
+            gpu_peaks=tuple(self._gpus),
             warnings=tuple(warnings),
         )
 
@@ -100,6 +107,7 @@ def make_record(
             "prefill_chunk": policy.prefill_chunk,
             # A planner that searched says so itself.
             "chosen": "rule" if config.free_fields else "given",
+            **_divided(plan, measured),
         },
         prompt_len=plan.request.workload.prompt_len,
         gen_len=plan.request.workload.gen_len,
@@ -136,6 +144,21 @@ def make_record(
             *_not_recorded(totals.not_recorded),
         ],
     )
+
+
+def _divided(plan: Plan, measured: Measured) -> dict[str, Any]:
+    """Of several GPUs: the units of each, the bytes of their weights, wherever these live, and what it held at most."""
+    request = plan.request
+    if request.num_gpus == 1:
+        return {}
+    spec, groups = request.spec, request.spec.groups_by_key
+    stages = []
+    for units, peak in zip(request.stages, measured.gpu_peaks, strict=True):
+        keys = {spec.units[unit].weights for unit in units}
+        weights = sum(groups[key].nbytes(request.dtype) for key in keys)
+        first, last = spec.units[units[0]].name, spec.units[units[-1]].name
+        stages.append({"first": first, "last": last, "weight_bytes": weights, "peak_bytes": peak})
+    return {"num_gpus": request.num_gpus, "stages": stages}
 
 
 def _device(plan: Plan, config: EngineConfig) -> str:

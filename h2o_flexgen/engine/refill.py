@@ -12,7 +12,8 @@ SOON = 4
 
 
 class Refill:
-    """The rows of a block's lanes, step by step; `active` and `last` are what its schedule asks.
+    """The rows of lanes that go through the units together, step by step; `active` and `last` are what their schedule
+    asks.
 
     A change of a lane costs at most about one step of it: rows are copied down to close the gaps, which is a read and a
     write of their K and V where a step reads all once, and every layer's books are made anew. A finished row that stays
@@ -80,9 +81,9 @@ class Refill:
         filled = [index for index, (_, fresh) in changes.items() if fresh]
         prompts = [[row.prompt_ids for row in changes[index][1]] for index in filled]
         packed = dict(zip(filled, segments_of(prompts, self._chunk, self._share), strict=True))
-        for lane in self._lanes:
-            if lane.index not in changes:
+        for i, lane in enumerate(self._lanes):
+            if i not in changes:
                 lane.go_on()
                 continue
-            lane.change(*changes[lane.index], packed.get(lane.index, list[Segment]()))
-            self._idle[lane.index] = 0
+            lane.change(*changes[i], packed.get(i, list[Segment]()))
+            self._idle[i] = 0

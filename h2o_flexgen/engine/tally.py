@@ -114,21 +114,25 @@ class Tally:
                 self._move(work, caches, sign * layers * before, inward=True)
 
     def _hidden(self, lane: Lane, going: int) -> None:
-        """Of a lane among others: between all units its hidden states leave and come back."""
+        """Of a lane among others: between all units of a GPU its hidden states leave and come back."""
         home = self._plan.placement.hidden[lane.index]
         spec, dtype = self._spec, self._plan.request.dtype
         # Behind the embedding and all halves but the last two; behind these, each prompt's last token only.
-        first, last = 2 * spec.num_layers - 1, 2
+        passed = [spec.units[stage[-1]] for stage in self._plan.request.stages[:-1]]
+        late = sum(unit.index >= len(spec.units) - 3 for unit in passed)
+        first, last = 2 * spec.num_layers - 1 - len(passed) + late, 2 - late
         if not lane.fresh:
-            beside = [self._attends_beside(layer, lane.index) for layer in range(spec.num_layers)]
+            sent = {unit.layer for unit in passed if unit.kind == "attn"}
+            layers = range(spec.num_layers)
+            beside = [layer not in sent and self._attends_beside(layer, lane.index) for layer in layers]
             first, last = first - sum(beside[:-1]), last - beside[-1]
-        early = first * spec.hidden_bytes(going + lane.prompt_tokens, dtype)
-        late = last * spec.hidden_bytes(going + len(lane.fresh), dtype)
+        before = first * spec.hidden_bytes(going + lane.prompt_tokens, dtype)
+        behind = last * spec.hidden_bytes(going + len(lane.fresh), dtype)
         for inward in (True, False):
             for link in links(home, self._tier, inward=inward):
                 for nbytes, share in (
-                    (early, lane.prompt_share),
-                    (late, len(lane.fresh) / max(1, lane.decoding + len(lane.fresh))),
+                    (before, lane.prompt_share),
+                    (behind, len(lane.fresh) / max(1, lane.decoding + len(lane.fresh))),
                 ):
                     for work, part in self._parts(share):
                         work.moved[link, "hidden"] += part * nbytes

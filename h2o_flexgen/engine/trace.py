@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,6 +15,11 @@ from h2o_flexgen.schedule.tasks import Task
 from h2o_flexgen.schedule.timeline import Row, Timeline
 
 
+def on_stage(resource: str, stage: int) -> str:
+    """What the rows of a timeline call a resource of a stage; those of the first have no number."""
+    return f"{resource} {stage}" if stage else resource
+
+
 class _Tick(NamedTuple):
     """A compute task: what it was, and how much of its tokens are prompts."""
 
@@ -22,20 +27,22 @@ class _Tick(NamedTuple):
     unit: UnitSpec
     prompts: float
     what: str
+    stage: int
 
 
 class Trace:
     """Collects rows from any thread. With `enabled` False only the busy seconds of the compute are kept.
 
-    On `device` a task is timed by marks in the queue of its computes; nobody waits for them before somebody reads.
+    On a device a task is timed by marks in the queue of its computes; nobody waits for them before somebody reads.
     """
 
-    def __init__(self, enabled: bool = False, device: Device | None = None) -> None:
+    def __init__(self, enabled: bool = False, devices: Sequence[Device] = ()) -> None:
+        """`devices`: those of the stages, in order; none where the CPU computes."""
         self.enabled = enabled
-        self._device = device
+        self._devices = devices
         self._seconds: dict[str, float] = {}
         self._rows: list[Row] = []
-        self._queued: deque[tuple[_Tick, Mark, Mark]] = deque()
+        self._queued: list[deque[tuple[_Tick, Mark, Mark]]] = [deque() for _ in devices]
         self._lock = threading.Lock()
         self._zero = time.perf_counter()
 
@@ -46,14 +53,14 @@ class Trace:
         return self._seconds
 
     @contextmanager
-    def record(self, task: Task, unit: UnitSpec, prompts: float, what: str = "") -> Iterator[None]:
+    def record(self, task: Task, unit: UnitSpec, prompts: float, what: str = "", stage: int = 0) -> Iterator[None]:
         """Times one compute task. `prompts`: how much of its tokens are prompts, the others are decode rows.
 
-        `what`: which part of the task, where it is computed in several.
+        `what`: which part of the task, where it is computed in several; `stage`: whose task it is.
         """
-        tick = _Tick(task, unit, prompts, what)
-        if self._device is not None:
-            with self._marked(tick, self._device):
+        tick = _Tick(task, unit, prompts, what, stage)
+        if self._devices:
+            with self._marked(tick, self._devices[stage]):
                 yield
             return
         start = time.perf_counter()
@@ -78,20 +85,18 @@ class Trace:
             return
         start = device.record(Stream.COMPUTE)
         yield
-        self._queued.append((tick, start, device.record(Stream.COMPUTE)))
+        self._queued[tick.stage].append((tick, start, device.record(Stream.COMPUTE)))
         self._collect(wait=False)
 
     def _collect(self, wait: bool) -> None:
         """Books the tasks that are done, or after a wait all of them."""
-        device = self._device
-        if device is None:
-            return
-        if wait and self._queued:
-            device.synchronize(self._queued[-1][2])
-        while self._queued and device.passed(self._queued[0][2]):
-            tick, first, last = self._queued.popleft()
-            start = device.clock(first)
-            self._book(tick, start, start + device.seconds(first, last))
+        for device, queued in zip(self._devices, self._queued, strict=True):
+            if wait and queued:
+                device.synchronize(queued[-1][2])
+            while queued and device.passed(queued[0][2]):
+                tick, first, last = queued.popleft()
+                start = device.clock(first)
+                self._book(tick, start, start + device.seconds(first, last))
 
     def _book(self, tick: _Tick, start: float, end: float) -> None:
         for phase, share in (("prefill", tick.prompts), ("decode", 1 - tick.prompts)):
@@ -100,4 +105,4 @@ class Trace:
                 self._seconds[key] = self._seconds.get(key, 0.0) + share * (end - start)
         if self.enabled:
             task = f"{tick.unit.name}{tick.what} step {tick.task.step} batch {tick.task.batch}"
-            self.add(task, start, end, "compute")
+            self.add(task, start, end, on_stage("compute", tick.stage))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,8 +17,9 @@ from h2o_flexgen.memory.cuda import Device
 from h2o_flexgen.memory.device_copies import DeviceCopies
 from h2o_flexgen.memory.disk import DirectFile, HostView, Syscalls, host_view
 from h2o_flexgen.memory.disk_tier import Region
-from h2o_flexgen.memory.handle import Extent, page_floor
+from h2o_flexgen.memory.handle import Extent
 from h2o_flexgen.memory.jobs import Job, Piece, Ticket, TraceCallback, many_pieces, one_piece
+from h2o_flexgen.memory.pieces import convert, cuts_of, move
 from h2o_flexgen.memory.workers import Workers
 
 __all__ = ["CopyEngine", "Ticket", "TraceCallback", "checksum"]
@@ -164,24 +164,36 @@ class CopyEngine:
         self, region: Region, transfer: Callable[[HostView, int, int, int, str], None], view: HostView, label: str
     ) -> deque[Piece]:
         """`transfer` between all of `view` and the start of `region`, a piece per chunk."""
-        cuts = _cuts(0, len(view.view), self._chunk)
+        cuts = cuts_of(0, len(view.view), self._chunk)
         return many_pieces(
             Piece(partial(transfer, view, start, region.offset + start, size, label), size) for start, size in cuts
         )
 
-    def copy(self, dst: torch.Tensor, src: torch.Tensor, link: str, *, after: After = None, label: str = "") -> Ticket:
-        """dst[...] = src. A plain memory copy on the host; to or from the device after the work queued there so far."""
+    def copy(
+        self,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        link: str,
+        *,
+        after: After = None,
+        label: str = "",
+        sender: Device | None = None,
+    ) -> Ticket:
+        """dst[...] = src. A plain memory copy on the host; to or from the device after the work queued there so far.
+
+        `sender`: another device, that `src` lies on, while `dst` lies on this engine's.
+        """
         if dst.shape != src.shape:
             raise ValueError(f"cannot copy {tuple(src.shape)} to {tuple(dst.shape)}")
         label, before, nbytes = label or link, _tickets(after), dst.numel() * dst.element_size()
         if self._on_device is not None and any(map(self._on_device.device.owns, (dst, src))):
-            return self._on_device.submit(dst, src, link, before, label)
+            return self._on_device.submit(dst, src, link, before, label, sender)
         if dst.dtype == src.dtype and dst.is_contiguous() and src.is_contiguous():
             to, source = dst.data_ptr(), src.data_ptr()
-            cuts = _cuts(0, nbytes, self._chunk)
-            pieces = many_pieces(Piece(partial(_move, dst, src, to + at, source + at, size), size) for at, size in cuts)
+            cuts = cuts_of(0, nbytes, self._chunk)
+            pieces = many_pieces(Piece(partial(move, dst, src, to + at, source + at, size), size) for at, size in cuts)
         else:
-            pieces = one_piece(partial(_convert, dst, src), nbytes)
+            pieces = one_piece(partial(convert, dst, src), nbytes)
         return self._workers.submit(link, Job(Ticket(label, link, nbytes), pieces, before))
 
     def copy_in_turn(self, dst: torch.Tensor, src: torch.Tensor, link: str, *, label: str = "") -> None:
@@ -192,7 +204,7 @@ class CopyEngine:
             self._on_device.in_turn(dst, src, link, label or link)
             return
         nbytes = dst.numel() * dst.element_size()
-        job = Job(Ticket(label or link, link, nbytes), one_piece(partial(_convert, dst, src), nbytes))
+        job = Job(Ticket(label or link, link, nbytes), one_piece(partial(convert, dst, src), nbytes))
         self._workers.submit(f"{link} in turn", job).wait()
 
     def run(
@@ -237,7 +249,7 @@ class CopyEngine:
             return self._files[path]
 
     def _cuts(self, extent: Extent) -> Iterator[tuple[int, int]]:
-        return _cuts(extent.file_offset, extent.nbytes, self._chunk)
+        return cuts_of(extent.file_offset, extent.nbytes, self._chunk)
 
     def _read(self, out: HostView, extent: Extent, offset: int, nbytes: int) -> None:
         at = extent.buffer_offset + offset - extent.file_offset
@@ -258,15 +270,6 @@ def _tickets(after: After) -> tuple[Ticket, ...]:
     return tuple(ticket for ticket in after if ticket is not None)
 
 
-def _cuts(offset: int, nbytes: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """[offset, offset + nbytes) as (start, size) pairs that meet on page boundaries."""
-    start, end = offset, offset + nbytes
-    while start < end:
-        stop = min(page_floor(start) + chunk, end)
-        yield start, stop - start
-        start = stop
-
-
 def _flat(buffer: torch.Tensor) -> HostView:
     if buffer.dtype != torch.uint8 or buffer.dim() != 1:
         raise ValueError(f"needed a flat uint8 buffer, got {buffer.dtype} of shape {tuple(buffer.shape)}")
@@ -277,19 +280,6 @@ def _fitting(region: Region, view: HostView) -> int:
     if len(view.view) > region.nbytes:
         raise ValueError(f"{len(view.view)} bytes do not fit into the {region.nbytes} bytes of {region.what}")
     return len(view.view)
-
-
-def _move(dst: torch.Tensor, src: torch.Tensor, to: int, source: int, nbytes: int) -> None:
-    """One thread's memmove, without the GIL: torch's own copy would start a second team of threads beside the compute.
-
-    The tensors are passed to keep their memory alive.
-    """
-    ctypes.memmove(to, source, nbytes)
-
-
-def _convert(dst: torch.Tensor, src: torch.Tensor) -> None:
-    with torch.inference_mode():
-        dst.copy_(src)
 
 
 def _bit_flip(label: str, path: str, offset: int) -> StorageError:

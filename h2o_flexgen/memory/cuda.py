@@ -1,19 +1,21 @@
 """All that the engine asks of CUDA beside computing: memory, streams, events. Tests replace exactly this.
 
-Work is queued on three streams: one for copies to the device, one for copies from it, and the one that computes, which
-is torch's current stream of the calling thread. Streams know nothing of each other: a `Mark` on one, and a `wait` for
-it on another, are the only order between them.
+Work is queued on four streams: one for copies to the device, one for copies from it, one for copies from other devices,
+and the one that computes, which is torch's current stream of the calling thread. Streams know nothing of each other: a
+`Mark` on one, and a `wait` for it on another, of this device or of another, are the only order between them.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import StrEnum
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+
+_PORTABLE = 1  # cudaHostRegisterPortable: locked for all devices, not only for the one that is asked
 
 
 class Stream(StrEnum):
@@ -21,6 +23,7 @@ class Stream(StrEnum):
 
     UP = "host to device"
     DOWN = "device to host"
+    ACROSS = "device to device"
     COMPUTE = "compute"
 
 
@@ -29,7 +32,7 @@ class Mark(Protocol):
 
 
 class Device(Protocol):
-    """One accelerator. Calls on UP and DOWN may come from any thread, those on COMPUTE from the one that computes."""
+    """One accelerator. Calls on UP and DOWN may come from any thread, the others from the one that computes."""
 
     torch_device: torch.device
     """Where tensors that are to be computed with are made."""
@@ -56,7 +59,10 @@ class Device(Protocol):
         """What is queued on `stream` from now on starts once `mark` is passed. The host does not wait."""
 
     def copy(self, stream: Stream, dst: Tensor, src: Tensor) -> None:
-        """Queues dst[...] = src, one of which is on the device; RuntimeError where that fails at once."""
+        """Queues dst[...] = src, one of which is on the device; RuntimeError where that fails at once.
+
+        On ACROSS `dst` is, and `src` is on another device.
+        """
 
     def passed(self, mark: Mark) -> bool:
         """Whether the device has come by."""
@@ -85,6 +91,9 @@ class Device(Protocol):
     def warm_up(self, dtype: torch.dtype) -> None:
         """Makes what is made at first use: streams, handles and working memory of libraries."""
 
+    def chosen(self) -> AbstractContextManager[None]:
+        """What this thread launches within goes to the device."""
+
 
 class CudaDevice:
     """See Device. Copies run beside computing where their host memory is page-locked."""
@@ -92,7 +101,9 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
-        self._side = {stream: _stream(self.torch_device) for stream in (Stream.UP, Stream.DOWN)}
+        copying = (Stream.UP, Stream.DOWN, Stream.ACROSS)
+        self._side: dict[Stream, torch.cuda.Stream] = {stream: _stream(self.torch_device) for stream in copying}
+        self._far: dict[torch.device, torch.cuda.Stream] = {}
         self._zero, self._zero_time = self._now()
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -101,13 +112,14 @@ class CudaDevice:
 
     def owns(self, tensor: Tensor) -> bool:
         """See Device."""
-        return tensor.is_cuda
+        return tensor.device == self.torch_device
 
     def lock(self, tensor: Tensor) -> bool:
         """See Device."""
         if not tensor.numel():
             return True
-        if not int(_cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel() * tensor.element_size(), 0)):
+        nbytes = tensor.numel() * tensor.element_size()
+        if not int(_cudart().cudaHostRegister(tensor.data_ptr(), nbytes, _PORTABLE)):
             return True
         # The refusal stays in CUDA's record of errors until something asks, and what asks fails: a kernel does, here.
         with suppress(RuntimeError):
@@ -135,7 +147,10 @@ class CudaDevice:
 
     def copy(self, stream: Stream, dst: Tensor, src: Tensor) -> None:
         """See Device."""
-        with torch.inference_mode(), torch.cuda.stream(self._of(stream)):
+        # Between two devices torch copies on the current stream of the source's, and puts both devices' current streams
+        # in order around that: neither may be the one that computes.
+        far = torch.cuda.stream(self._far_from(src.device)) if stream is Stream.ACROSS else nullcontext()
+        with torch.inference_mode(), far, torch.cuda.stream(self._of(stream)):
             dst.copy_(src, non_blocking=True)
 
     def passed(self, mark: Mark) -> bool:
@@ -179,6 +194,16 @@ class CudaDevice:
                 self.wait(stream, self.record(Stream.COMPUTE))
                 self.copy(stream, dst, src)
                 self.synchronize(self.record(stream))
+
+    def chosen(self) -> AbstractContextManager[None]:
+        """See Device."""
+        return cast(AbstractContextManager[None], torch.cuda.device(self.torch_device))
+
+    def _far_from(self, device: torch.device) -> torch.cuda.Stream:
+        """A stream of another device, for copies from there."""
+        if device not in self._far:
+            self._far[device] = _stream(device)
+        return self._far[device]
 
     def _of(self, stream: Stream) -> torch.cuda.Stream:
         side = self._side.get(stream)

@@ -48,11 +48,11 @@ class DeviceTicket(Ticket):
             time.sleep(_POLL)
         self._device.synchronize(self.end)
 
-    def wait_on_device(self) -> None:
+    def wait_on_device(self, device: Device | None = None) -> None:
         """See Ticket."""
         super().wait()
         if self.end is not None:
-            self._device.wait(Stream.COMPUTE, self.end)
+            (device or self._device).wait(Stream.COMPUTE, self.end)
 
     def done(self) -> bool:
         """See Ticket."""
@@ -60,12 +60,12 @@ class DeviceTicket(Ticket):
 
 
 class _Copy(NamedTuple):
-    """What is to be copied, and `ready`: behind what was computed when that was asked for."""
+    """What is to be copied, and `ready`: behind what was computed when that was asked for, on all GPUs concerned."""
 
     dst: Tensor
     src: Tensor
     stream: Stream
-    ready: Mark
+    ready: tuple[Mark, ...]
     after: tuple[Ticket, ...]
     ticket: DeviceTicket
 
@@ -106,15 +106,22 @@ class DeviceCopies:
         parts = [] if bounce is None else list(bounce[:BOUNCE_BYTES].split(BOUNCE_CHUNK))
         self._bounces = {Stream.UP: parts[:2], Stream.DOWN: parts[2:]}
 
-    def submit(self, dst: Tensor, src: Tensor, link: str, after: Sequence[Ticket], label: str) -> Ticket:
-        """dst[...] = src after all of `after`, and after what this thread has computed so far."""
+    def submit(
+        self, dst: Tensor, src: Tensor, link: str, after: Sequence[Ticket], label: str, sender: Device | None = None
+    ) -> Ticket:
+        """dst[...] = src after all of `after`, and after what this thread has computed so far. `sender`: the other GPU
+        that `src` lies on."""
         if self._closed:
             raise RuntimeError(f"the copy engine is closed: {label} cannot start")
         self.collect()
         ticket = DeviceTicket(label, link, dst.numel() * dst.element_size(), self.device)
         stream = Stream.UP if self.device.owns(dst) else Stream.DOWN
-        copy = _Copy(dst, src, stream, self.device.record(Stream.COMPUTE), tuple(after), ticket)
-        direct = copy.plain and self.device.locked(copy.host)
+        ready = [self.device.record(Stream.COMPUTE)]
+        if sender is not None:
+            stream = Stream.ACROSS
+            ready.append(sender.record(Stream.COMPUTE))
+        copy = _Copy(dst, src, stream, tuple(ready), tuple(after), ticket)
+        direct = stream is Stream.ACROSS or (copy.plain and self.device.locked(copy.host))
         if not direct:
             move = self._bounced if copy.plain and self._bounces[stream] else self._slow
             return self._workers.submit(
@@ -224,7 +231,8 @@ class DeviceCopies:
             _move(dst, bounce)
 
     def _begin(self, copy: _Copy, after: Sequence[Ticket]) -> None:
-        self.device.wait(copy.stream, copy.ready)
+        for mark in copy.ready:
+            self.device.wait(copy.stream, mark)
         for before in after:
             if isinstance(before, DeviceTicket) and before.end is not None:
                 self.device.wait(copy.stream, before.end)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from h2o_flexgen.memory.cuda import Device
+
 TraceCallback = Callable[[str, float, float, str], None]
 """(task, start, end, resource); times are `time.perf_counter` readings. Called on the worker threads."""
 
@@ -38,11 +40,12 @@ class Ticket:
         """True once nothing of it is running any more, whether it went well or not."""
         return self._finished.is_set()
 
-    def wait_on_device(self) -> None:
+    def wait_on_device(self, device: Device | None = None) -> None:
         """What is computed from now on finds the bytes there, or the source read. Raises what is known to be wrong.
 
         For a copy to or from a GPU the host waits only until it is queued, and the GPU's compute does the rest; any
-        other transfer is waited for. To be called by the thread that computes.
+        other transfer is waited for. To be called by the thread that computes. `device`: which GPU's compute is meant,
+        if it is not the one that the copy was asked of.
         """
         self.wait()
 

@@ -6,7 +6,7 @@ import logging
 import os
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -39,9 +39,14 @@ class PinnedPool:
     refusal only buffers that come first are tried.
     """
 
-    def __init__(self, device: Device, limit: int | None = None, bounce: Tensor | None = None) -> None:
-        """`bounce`: memory that is to be locked before all else, for copies of what is pageable."""
+    def __init__(
+        self, device: Device, limit: int | None = None, bounce: Tensor | None = None, others: Sequence[Device] = ()
+    ) -> None:
+        """`bounce`: memory that is to be locked before all else, for copies of what is pageable. `others`: devices that
+        copy from and to what is locked, too."""
         self.device, self.limit = device, limit
+        self.devices = (device, *others)
+        """All that copy, in the order of their stages."""
         self.locked = self.pageable = 0
         """Bytes that are locked, and bytes that wanted to be and are not."""
         self._kept = self._first = 0

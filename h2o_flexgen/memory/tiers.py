@@ -105,11 +105,8 @@ class Tiers:
         self, gpu: Tier | None, cpu: Tier, disk: DiskTier, emulated: bool = False, pins: PinnedPool | None = None
     ) -> None:
         self.gpu, self.cpu, self.disk, self.emulated, self.pins = gpu, cpu, disk, emulated, pins
-
-    @property
-    def accelerator(self) -> Device | None:
+        self.accelerator: Device | None = None if pins is None else pins.device
         """The GPU whose memory the gpu tier is; None where there is none, or it is emulated."""
-        return None if self.pins is None else self.pins.device
 
     @property
     def compute(self) -> Tier:
@@ -175,6 +172,17 @@ def make_tiers(
         gpu = Tier("gpu", gpu_capacity, HostMemory())
     cpu = Tier("cpu", cpu_capacity, HostMemory(), pins)
     return Tiers(gpu, cpu, DiskTier(disk_capacity, run_dir), emulated=emulate_gpu, pins=pins)
+
+
+def another_gpu(first: Tiers, capacity: int | None, gpu: Device | None) -> Tiers:
+    """The tiers of another GPU beside that of `first`: memory of its own, the same host memory and disk.
+
+    `gpu`: None where it is emulated. To be closed before `first`.
+    """
+    tier = Tier("gpu", capacity, HostMemory() if gpu is None else DeviceMemory(gpu))
+    tiers = Tiers(tier, first.cpu, first.disk, first.emulated, first.pins)
+    tiers.accelerator = gpu
+    return tiers
 
 
 def _nothing() -> None:

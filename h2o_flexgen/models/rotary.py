@@ -46,6 +46,7 @@ class Rotary:
         self._exponents = torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim
         self._frequencies = self._scaled(spec.short_factors)
         self._long_frequencies = self._scaled(spec.long_factors) if spec.scaling == "longrope" else self._frequencies
+        self._placed: dict[tuple[int, torch.device], Tensor] = {}
 
     def angles(self, positions: Tensor, lengths: Tensor, dtype: torch.dtype) -> Angles:
         """Angles (T, dim) in `dtype` of tokens at `positions` (T,) int64, computed in float32 where `positions` are.
@@ -53,7 +54,7 @@ class Rotary:
         `lengths` (T,) int64: how many tokens the sequence of each token has so far, the newest one's position + 1; the
         same for all tokens of a prompt. Read only where `spec.by_length`.
         """
-        frequencies = self._by_length(lengths) if self.spec.by_length else self._on(positions.device)
+        frequencies = self._by_length(lengths) if self.spec.by_length else self._on(self._frequencies, positions.device)
         angles = positions.unsqueeze(-1).float() * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.spec.attention_factor != 1.0:
@@ -64,20 +65,21 @@ class Rotary:
         """Angles (size, dim) of positions 0 to size - 1 of a sequence of `size` tokens."""
         return self.angles(torch.arange(size, device=device), torch.full((size,), size, device=device), dtype)
 
-    def _on(self, device: torch.device) -> Tensor:
-        """The frequencies (dim / 2,) on `device`, where they then stay."""
-        if self._frequencies.device != device:
-            self._frequencies = self._frequencies.to(device)
-        return self._frequencies
+    def _on(self, constants: Tensor, device: torch.device) -> Tensor:
+        """`constants`, which are one of this object's own, on `device`, where they then stay."""
+        key = (id(constants), device)
+        if key not in self._placed:
+            self._placed[key] = constants.to(device)
+        return self._placed[key]
 
     def _by_length(self, lengths: Tensor) -> Tensor:
         """Frequencies (T, dim / 2) of tokens in sequences of `lengths` tokens."""
         lengths = lengths.unsqueeze(-1)
-        short = self._on(lengths.device)
+        short = self._on(self._frequencies, lengths.device)
         if self.spec.scaling == "dynamic":
             long = self._dynamic(lengths)
         else:
-            self._long_frequencies = long = self._long_frequencies.to(lengths.device)
+            long = self._on(self._long_frequencies, lengths.device)
         return torch.where(lengths > self._original, long, short)
 
     def _dynamic(self, lengths: Tensor) -> Tensor:
@@ -85,8 +87,7 @@ class Rotary:
         spec = self.spec
         # Short lengths could make the root's argument negative; the caller has other frequencies for them.
         stretch = spec.factor * lengths.clamp(min=self._original) / self._original - (spec.factor - 1)
-        self._exponents = self._exponents.to(lengths.device)
-        return 1.0 / (spec.theta * stretch ** (spec.dim / (spec.dim - 2))) ** self._exponents
+        return 1.0 / (spec.theta * stretch ** (spec.dim / (spec.dim - 2))) ** self._on(self._exponents, lengths.device)
 
     def _scaled(self, factors: tuple[float, ...]) -> Tensor:
         """Frequencies (dim / 2,) float32 that hold for sequences of every length, or for those `factors` are for."""

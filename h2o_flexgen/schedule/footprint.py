@@ -109,18 +109,21 @@ def footprint(
                       which pageable memory is copied, too
     """
     block = BlockShape.of(spec, workload, policy, eviction, dtype, compute_tier)
-    items = [
-        *_weight_items(block, assignment, unit_bytes or {}),
-        *_cache_items(block, assignment),
-        *_hidden_items(block, assignment),
-        *_host_items(block, assignment),
-        Item(compute_tier, "prompt K and V of one layer", workspace.prompt_keys(block)),
-        Item(compute_tier, "token positions", workspace.positions(block)),
-        Item(compute_tier, "workspace", workspace.workspace(block)),
-        Item(compute_tier, RECORDED, workspace.recorded(block) if records and _recordable(block, assignment) else 0),
-        Item("cpu", "process", baseline),
-    ]
+    recorded = workspace.recorded(block) if records and _recordable(block, assignment) else 0
+    beside = [Item(compute_tier, RECORDED, recorded), Item("cpu", "process", baseline)]
+    items = [*items_of(block, assignment, unit_bytes), *beside]
     return Footprint(tuple(item for item in items if item.nbytes))
+
+
+def items_of(block: BlockShape, assignment: Placement, unit_bytes: Mapping[str, int] | None = None) -> Iterator[Item]:
+    """See `footprint`: all but recorded steps and the process; `assignment` may be a part of a model's."""
+    yield from _weight_items(block, assignment, unit_bytes or {})
+    yield from _cache_items(block, assignment)
+    yield from _hidden_items(block, assignment)
+    yield from _host_items(block, assignment)
+    yield Item(block.compute_tier, "prompt K and V of one layer", workspace.prompt_keys(block))
+    yield Item(block.compute_tier, "token positions", workspace.positions(block))
+    yield Item(block.compute_tier, "workspace", workspace.workspace(block))
 
 
 def _recordable(block: BlockShape, assignment: Placement) -> bool:
@@ -133,8 +136,8 @@ def _recordable(block: BlockShape, assignment: Placement) -> bool:
 def _weight_items(block: BlockShape, assignment: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:
     totals = dict.fromkeys(TIERS, 0)
     largest, homes = 0, set()
-    for key, group in block.spec.groups_by_key.items():
-        home = assignment.weights[key]
+    for key, home in assignment.weights.items():
+        group = block.spec.groups_by_key[key]
         nbytes = unit_bytes[key] if key in unit_bytes else _buffer_bytes(group, block.dtype, home)
         totals[home] += nbytes
         if home != block.compute_tier:

@@ -118,9 +118,14 @@ class ScheduleShape:
     @property
     def groups(self) -> tuple[range, ...]:
         """The GPU batches that go through a stage together: as many groups as stages, if there are as many batches."""
-        count = min(len(self.stages), self.num_batches)
-        cuts = [self.num_batches * number // count for number in range(count + 1)]
-        return tuple(range(start, stop) for start, stop in pairwise(cuts))
+        return groups_of(self.num_batches, len(self.stages))
+
+
+def groups_of(num_batches: int, num_stages: int) -> tuple[range, ...]:
+    """See ScheduleShape.groups."""
+    count = min(num_stages, num_batches)
+    cuts = [num_batches * number // count for number in range(count + 1)]
+    return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
 
 ActiveBatches: TypeAlias = Callable[[int], Sequence[int]]

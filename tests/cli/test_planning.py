@@ -67,6 +67,22 @@ def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     return calls
 
 
+def test_what_is_divided_among_gpus_is_planned_by_rule(model: Path, run: Run, hardware: Path, calibrations) -> None:
+    gpus = ("--num-gpus", 2, "--emulate-gpu", "64MiB")
+    ran = run("--model", model, *WORK, *gpus, "--hardware", hardware)
+    assert (ran.code, calibrations) == (0, [])
+    assert "predicted   nothing: planned by rule, the cost model knows one GPU" in ran.err
+    assert "GPUs        embed to layers.1.mlp; layers.2.attn to head" in ran.err
+    assert "of each GPU" in ran.err
+    policy = ran.record["policy"]
+    assert (policy["num_gpus"], policy["chosen"], policy["num_gpu_batches"]) == (2, "rule", 2)
+    assert [(stage["first"], stage["last"]) for stage in policy["stages"]] == [
+        ("embed", "layers.1.mlp"), ("layers.2.attn", "head"),
+    ]  # fmt: skip
+    assert ran.record["predicted"] is None
+    assert ran.record["least_bytes_moved"] is None
+
+
 def test_rates_from_a_file_are_searched_and_predicted_on(model: Path, run: Run, hardware: Path, calibrations) -> None:
     ran = run("--model", model, *WORK, *TIGHT, "--hardware", hardware)
     assert (ran.code, calibrations) == (0, [])

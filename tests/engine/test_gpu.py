@@ -36,7 +36,7 @@ def test_a_cap_is_at_most_what_others_leave() -> None:
     assert "12 GiB" in limit.why
     assert gpu.gpu_limit(device, 8 << 20).nbytes == 7 << 20
     assert gpu.gpu_limit(device, None).nbytes == int(0.9 * 12 * GIB)
-    assert gpu.open_gpu(torch.device("cpu")) is None
+    assert gpu.open_gpu([torch.device("cpu")]) is None
 
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -75,7 +75,7 @@ def test_no_more_is_locked_than_the_limit_allows(
         monkeypatch.setenv("H2O_FLEXGEN_MEMLOCK", setting)
     monkeypatch.setattr(gpu, "open_device", lambda device: FakeDevice())
     assert pinned.lockable_memory() == most
-    pool = gpu.open_gpu(torch.device("cuda"))
+    pool = gpu.open_gpu([torch.device("cuda")])
     assert pool is not None
     assert pool.limit == (most or pool.limit)
     assert (pool.bounce is None) == (most == 64 << 10)
@@ -123,7 +123,7 @@ def test_computes_are_timed_by_marks(checkpoint) -> None:
     with LLM(checkpoint("opt")[1], dtype="float32") as llm:
         unit = llm.model.spec.units[1]
     device = Late()
-    trace = Trace(enabled=True, device=device)
+    trace = Trace(enabled=True, devices=[device])
     marks: list[FakeMark] = []
     record = device.record
 

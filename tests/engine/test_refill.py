@@ -295,7 +295,7 @@ def test_memory_does_not_grow(checkpoint, monkeypatch: pytest.MonkeyPatch) -> No
         held: list[dict[str, int]] = []
         for _ in llm.stream(prompts_of(LENGTHS * 6), _params() * 6):
             gc.collect()
-            held.append(llm._loaded.tiers.cpu.usage())
+            held.append(llm._loaded.stages[0].tiers.cpu.usage())
             assert all(nbytes <= held[0][what] for what, nbytes in held[-1].items())
             assert len(living) <= 2 * layers * shape[1]
         assert made > 20 * layers
@@ -314,7 +314,7 @@ def test_an_end_in_the_middle_leaves_an_engine_that_works(checkpoint, alone) -> 
                 next(stream)
             used = {"weights", "weight buffers", "staging buffers"}
             stream.close()
-            assert set(llm._loaded.tiers.cpu.usage()) <= used
+            assert set(llm._loaded.stages[0].tiers.cpu.usage()) <= used
             _assert_same(llm.generate(PROMPTS, _params()), alone("opt", policy))
 
 

@@ -100,7 +100,8 @@ def test_running_out_while_computing(
         assert (record.sequences, record.generated_tokens) == (len(LENGTHS), len(LENGTHS) * NEW)
         assert record.prompt_tokens == sum(LENGTHS)
         assert [text for text in record.warnings if "unfinished sequences run again" in text]
-        left = {tier.name: tier.usage() for tier in (llm._loaded.tiers.gpu, llm._loaded.tiers.cpu) if tier}
+        tiers = llm._loaded.stages[0].tiers
+        left = {tier.name: tier.usage() for tier in (tiers.gpu, tiers.cpu) if tier}
         held = {what for usage in left.values() for what in usage}
         assert held <= {"weights", "weight buffers", "staging buffers"}
     assert Counter(thread.name for thread in threading.enumerate()) == threads
@@ -143,7 +144,8 @@ def test_running_out_on_a_copy_thread(checkpoint, expected, monkeypatch) -> None
     policy = {**BLOCK, "weights": {"disk": 1.0}, "cache": {"disk": 1.0}}
     with LLM(checkpoint("opt")[1], policy=policy, **ENGINE) as llm:
         llm.generate(prompts_of(LENGTHS[:2]), **SAMPLED)
-        monkeypatch.setattr(llm._loaded.copies, "_read", Failing(llm._loaded.copies._read, MemoryError(), {20}))
+        copies = llm._loaded.stages[0].copies
+        monkeypatch.setattr(copies, "_read", Failing(copies._read, MemoryError(), {20}))
         assert_same(llm.generate(prompts_of(LENGTHS), **SAMPLED), expected)
 
 

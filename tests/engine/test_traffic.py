@@ -50,7 +50,7 @@ def test_counted_bytes_equal_the_plan(name: str, case: str, checkpoint, monkeypa
     with LLM(checkpoint(name)[1], dtype="float32", eviction=eviction, policy=policy, emulate_gpu=gpu) as llm:
         llm.generate(prompts_of([PROMPT] * ROWS * BATCHES), max_new_tokens=NEW, ignore_eos=True)
         moved, plan, spec = llm.last_record.bytes_moved, llm.last_plan, llm.model.spec
-        homes = llm._loaded.weights._homes
+        homes = llm._loaded.stages[0].weights._homes
     (shape,) = shapes
     report = check(ticks, shape)
     assert report.loads == expected_loads(shape)

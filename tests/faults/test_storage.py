@@ -229,7 +229,7 @@ def test_an_engine_survives_a_failing_disk(tmp_path: Path, model: Path, monkeypa
     settings: dict[str, Any] = {"policy": policy, "offload_dir": str(tmp_path / "offload")}
     with LLM(str(model), **settings) as llm:
         expected = [output.token_ids for output in llm.generate(prompts, max_new_tokens=5)]
-        used = llm._loaded.tiers.cpu.used if llm._loaded else -1
+        used = llm._loaded.stages[0].tiers.cpu.used if llm._loaded else -1
         for name, afters in (("preadv", (0, 3, 7, 15)), ("pwritev", (0, 3, 5))):
             for after in afters:
                 _fail_once_for_good(monkeypatch, name, after, str(tmp_path / "offload"))
@@ -237,7 +237,7 @@ def test_an_engine_survives_a_failing_disk(tmp_path: Path, model: Path, monkeypa
                     llm.generate(prompts, max_new_tokens=5)
                 monkeypatch.undo()
                 assert llm._loaded is not None
-                assert llm._loaded.tiers.cpu.used == used
+                assert llm._loaded.stages[0].tiers.cpu.used == used
                 assert [output.token_ids for output in llm.generate(prompts, max_new_tokens=5)] == expected
 
 

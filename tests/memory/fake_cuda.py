@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from tests.memory.races import Clock, Races
 class FakeMark:
     """The place before operation `index` of a stream, and what is known to have happened by then."""
 
+    device: FakeDevice
     stream: Stream
     index: int
     clock: Clock
@@ -44,7 +46,8 @@ class Copied(NamedTuple):
 class FakeDevice:
     """See memory.cuda.Device. `chance`: that an operation runs before it has to.
 
-    `drops(stream, mark)`: waits of a stream for a mark that are left out; with stream None those of the host.
+    `drops(stream, mark)`: waits of a stream for a mark that are left out; with stream None those of the host. `first`:
+    the device that this one is beside; `name` tells the races which is which.
     """
 
     chance: float = 0.0
@@ -52,6 +55,8 @@ class FakeDevice:
     drops: Callable[[Stream | None, FakeMark], bool] = lambda stream, mark: False
     seed: int = 0
     races: Races = field(default_factory=Races)
+    name: str = ""
+    first: FakeDevice | None = None
     torch_device = torch.device("cpu")
 
     def __post_init__(self) -> None:
@@ -68,6 +73,8 @@ class FakeDevice:
         self._locked: dict[int, int] = {}
         self._random = random.Random(self.seed)
         self._lock = threading.RLock()
+        if self.first is not None:  # host memory is locked for all, and one knows of the other's streams
+            self.races, self._locked, self._lock = self.first.races, self.first._locked, self.first._lock
 
     def allocate(self, nbytes: int) -> Tensor:
         made = HostMemory().allocate(nbytes).tensor
@@ -94,7 +101,7 @@ class FakeDevice:
     def record(self, stream: Stream) -> FakeMark:
         with self._lock:
             self._enter(stream)
-            mark = FakeMark(stream, len(self._queues[stream]), self.races.release(stream))
+            mark = FakeMark(self, stream, len(self._queues[stream]), self.races.release(self._actor(stream)))
             self._queues[stream].append(mark)
             if stream is Stream.COMPUTE:
                 mark.time = time.perf_counter()
@@ -107,9 +114,9 @@ class FakeDevice:
             if self.drops(stream, mark):
                 return
             self.waits.append((stream, mark.stream))
-            self.races.acquire(stream, mark.clock)
+            self.races.acquire(self._actor(stream), mark.clock)
             if stream is Stream.COMPUTE:
-                self._pass(mark)
+                mark.device._pass(mark)
             else:
                 self._queues[stream].append((mark,))
             self._perhaps()
@@ -122,7 +129,7 @@ class FakeDevice:
             done = Copied(stream, dst, src)
             for tensor, write in ((dst, True), (src, False)):
                 start, nbytes = extent(tensor)
-                self.races.access(stream, start, nbytes, write, f"copy {len(self.copied)}")
+                self.races.access(self._actor(stream), start, nbytes, write, f"copy {len(self.copied)}")
             self.copied.append(done)
             if stream is Stream.COMPUTE:
                 self._move(done)
@@ -160,6 +167,9 @@ class FakeDevice:
 
     def warm_up(self, dtype: torch.dtype) -> None: ...
 
+    def chosen(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def computed(self, tensor: Tensor, write: bool, what: str) -> None:
         """A compute read or wrote a tensor; on host memory that is not the device's work but the thread's."""
         with self._lock:
@@ -167,19 +177,22 @@ class FakeDevice:
             actor = self.races.host()
             if self.owns(tensor):
                 self._enter(Stream.COMPUTE)
-                actor = Stream.COMPUTE
+                actor = self._actor(Stream.COMPUTE)
             self.races.access(actor, start, nbytes, write, what)
 
     def _enter(self, stream: Stream) -> None:
         """What a thread queues comes after what it has done."""
-        self.races.acquire(stream, self.races.release(self.races.host()))
+        self.races.acquire(self._actor(stream), self.races.release(self.races.host()))
+
+    def _actor(self, stream: Stream) -> str:
+        return f"{self.name}{stream}"
 
     def _pass(self, mark: FakeMark) -> None:
         while self._done[mark.stream] <= mark.index:
             self._step(mark.stream)
 
     def _perhaps(self) -> None:
-        for stream in (Stream.UP, Stream.DOWN):
+        for stream in (Stream.UP, Stream.DOWN, Stream.ACROSS):
             while self._done[stream] < len(self._queues[stream]) and self._random.random() < self.chance:
                 self._step(stream)
 
@@ -190,7 +203,7 @@ class FakeDevice:
         elif isinstance(work, FakeMark):
             work.time = work.time or time.perf_counter()
         elif work[0].stream is not Stream.COMPUTE:
-            self._pass(work[0])
+            work[0].device._pass(work[0])
         self._done[stream] += 1
 
     def _move(self, work: Copied) -> None:

@@ -20,23 +20,28 @@ from tests.memory.races import Clock
 
 
 class Computes(TorchDispatchMode):
-    """Tells a device of every tensor that torch's operations read and write on this thread."""
+    """Tells devices of every tensor that torch's operations read and write on this thread."""
 
-    def __init__(self, device: FakeDevice) -> None:
+    def __init__(self, *devices: FakeDevice) -> None:
         super().__init__()
-        self._device = device
+        self._devices = devices
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         made = {t.untyped_storage().data_ptr() for t in _tensors(out)}
         given = {argument.name: argument for argument in func._schema.arguments}
         values = [*zip(given, args, strict=False), *(kwargs or {}).items()]
+        touched = set()
         for name, value in values:
             alias = given[name].alias_info
             write = alias is not None and alias.is_write
             for tensor in _tensors(value):
                 if write or alias is None or tensor.untyped_storage().data_ptr() not in made:
-                    self._device.computed(tensor, write, str(func))
+                    owner = next((device for device in self._devices if device.owns(tensor)), None)
+                    touched |= set() if owner is None else {owner.name}
+                    (owner or self._devices[0]).computed(tensor, write, str(func))
+        if len(touched) > 1:
+            self._devices[0].races.found.append(f"{func} on memory of two devices")
         return out
 
 
@@ -135,7 +140,7 @@ def order_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def watched(device: FakeDevice) -> Iterator[None]:
-    """What torch computes on this thread meanwhile is the device's compute."""
-    with Computes(device):
+def watched(*devices: FakeDevice) -> Iterator[None]:
+    """What torch computes on this thread meanwhile is the compute of the device whose memory it is on."""
+    with Computes(*devices):
         yield
