@@ -55,7 +55,7 @@ def facts(command: Sequence[str]) -> Record:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "unknown"
-    threads, home = os.environ.get("OMP_NUM_THREADS"), str(Path.home())
+    threads = os.environ.get("OMP_NUM_THREADS")
     return {
         "date": utc_now(),
         "commit": commit(),
@@ -63,8 +63,18 @@ def facts(command: Sequence[str]) -> Record:
         "torch": torch,
         "threads": int(threads) if threads and threads.isdigit() else host_facts()["cores"],
         "load_average": os.getloadavg()[0],
-        "command": shlex.join(["python" if part == sys.executable else part for part in command]).replace(home, "~"),
+        "command": shlex.join(map(_word, command)),
     }
+
+
+def _word(word: str) -> str:
+    """A word of a command as a record shows it: of folders that are one machine's own, only where they lead."""
+    if word == sys.executable:
+        return "python"
+    home, path = str(Path.home()), Path(word)
+    if word.startswith(home) or not path.is_absolute():
+        return word.replace(home, "~")
+    return shown(path) if path.is_relative_to(ROOT) else f".../{path.name}"
 
 
 def run_json(command: Sequence[str], loud: bool = False) -> Record:

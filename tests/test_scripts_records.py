@@ -101,7 +101,8 @@ def test_an_interrupted_measurement_goes_on(tmp_path: Path) -> None:
 
 def test_no_home_folder_in_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert facts(["run", "/home/somebody/x"])["command"] == "run ~/x"
+    assert facts(["run", "/home/somebody/x", "--dir=/home/somebody/x"])["command"] == "run '~/x' '--dir=~/x'"
+    assert facts([sys.executable, "/data/disk1/x", "a/b"])["command"] == "python .../x a/b"
     assert shown(ROOT / "results" / "x") == "results/x"
 
 
