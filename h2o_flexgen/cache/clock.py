@@ -56,7 +56,7 @@ class RowClock:
     ) -> None:
         self.budgets = tuple(budgets)
         self.capacity, self.device, self.window = capacity, device, window
-        wide = [budget for budget in budgets if budget != budget.within(window)]
+        wide = [budget for budget in budgets if budget != budget.within(window)] if window is not None else []
         if wide:
             raise ValueError(f"{wide[0]} is not within the window of {window} tokens")
         self.limits = [_limit(budget) for budget in budgets]
@@ -64,6 +64,7 @@ class RowClock:
         self.before = [0] * len(self.budgets)  # steps that a row has taken in other caches
         self.step = 0
         self.started = False
+        self._held: list[int] | None = None  # once all prompts are in, it is settled
         self._occupied: Occupied | None = None
 
     @property
@@ -89,8 +90,10 @@ class RowClock:
     def held(self) -> list[int]:
         """Tokens of each row that came into its slots before the first step: those kept of its prompt, and one for
         each step in another cache."""
-        rows = zip(self._lengths(), self.budgets, self.before, strict=True)
-        return [min(prompt, budget.total) + before for prompt, budget, before in rows]
+        if self._held is None:
+            rows = zip(self._lengths(), self.budgets, self.before, strict=True)
+            self._held = [min(prompt, budget.total) + before for prompt, budget, before in rows]
+        return self._held
 
     def fill(self, row: int, length: int) -> None:
         """Row `row` has a prompt of `length` tokens. RuntimeError if it is its second, ValueError if too long."""

@@ -105,10 +105,11 @@ class KVCache:
             device=first.device,
             window=first._clock.window,
         )
-        for name, target in (("k", k), ("v", v)):
+        occupied = [cache.occupied for cache, _ in parts]
+        for i, target in enumerate((k, v)):
             start = 0
-            for cache, rows in parts:
-                move_down(getattr(cache, name), rows, target[start : start + len(rows)], cache.occupied)
+            for (cache, rows), used in zip(parts, occupied, strict=True):
+                move_down(cache._buffers()[i], rows, target[start : start + len(rows)], used)
                 start += len(rows)
         joined.attach(k, v)
         joined._clock.resume([(cache._clock, row) for cache, row in members])

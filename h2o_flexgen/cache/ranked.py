@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,19 +72,23 @@ class RankedSlots(SlotBook):
     def resume(self, parts: Sequence[tuple[SlotBook, Sequence[int]]]) -> None:
         pos, score, free = [], [], []
         for book, rows in parts:
-            index = torch.tensor(rows, device=self._clock.device)
-            pos.append(book.positions().index_select(0, index))
-            free.append(book.free().index_select(0, index))
-            if book.score is not None:
-                score.append(book.score.index_select(0, index))
+            free.append(_rows_of(book.free(), rows))
+            if isinstance(book, RankedSlots):
+                pos.append(_rows_of(book._pos, rows))
+                score.append(_rows_of(book.score, rows))
             else:
                 # No score decides in these rows: only what must not go has to stand out.
-                score.append(torch.zeros_like(pos[-1], dtype=torch.float32).masked_fill_(pos[-1] < 0, torch.inf))
+                pos.append(_rows_of(book.positions(), rows))
+                sinks = torch.tensor([b.sinks for b in self._clock.budgets], device=self._clock.device)
+                first = sum(map(len, free)) - len(rows)
+                lasting = pos[-1] < sinks[first : first + len(rows)].view(-1, 1, 1)
+                score.append(torch.zeros_like(pos[-1], dtype=torch.float32).masked_fill_(lasting, torch.inf))
         torch.cat(pos, out=self._pos)
         torch.cat(score, out=self.score)
-        sinks = torch.tensor([b.sinks for b in self._clock.budgets], device=self._clock.device).view(-1, 1, 1)
-        self.score.masked_fill_(self._pos < sinks, torch.inf)
         self._resumed = torch.cat(free)
+        freed = self._freed((self._resumed.view(-1) + self._base).view(self._shape[:2]))
+        self._flat_pos.index_fill_(0, freed, -1)
+        self._flat_score.index_fill_(0, freed, torch.inf)
 
     def free(self) -> Tensor:
         if self._clock.started:
@@ -92,14 +97,18 @@ class RankedSlots(SlotBook):
 
     def start(self, rolling: bool) -> None:
         self._free = self._base + self._first_free().reshape(-1)
-        clock = self._clock
-        now, held = clock.next_pos, clock.held
+        self._now = self._clock.next_pos
+        self._prepared = False
+        self._rank = self._ranks_in_time() if rolling else None
+
+    def _prepare(self) -> None:
+        """What `take` and `settle` count by; a kernel that does their work has no use for it."""
+        clock, now, held = self._clock, self._now, self._clock.held
         self._last = self._base + self._per_head([limit - 1 for limit in clock.limits])
         self._evicts_at = self._per_head(
             [NEVER if b.full else b.total - h for b, h in zip(clock.budgets, held, strict=True)]
         )
         self._new = self._per_head(now).to(torch.int32)
-        self._first_new = torch.tensor(now, device=clock.device).view(-1, 1, 1)
         # A slot is protected where position > now - recent.
         bound = [n - b.recent for b, n in zip(clock.budgets, now, strict=True)]
         self._bound = torch.tensor(bound, dtype=torch.int32, device=clock.device).view(-1, 1, 1)
@@ -111,10 +120,15 @@ class RankedSlots(SlotBook):
             self._leaving = leaving.view(-1, 1, 1)
             sinks = torch.tensor([b.sinks for b in clock.budgets], dtype=torch.int32, device=clock.device)
             self._kept_sinks = sinks.view(-1, 1, 1)
-        self._rank = self._ranks_in_time() if rolling else None
         # New tokens below `sinks` come only after prompts shorter than that.
         self._sinks = self._per_head([b.sinks for b in clock.budgets])
         self._sink_steps = max(b.sinks - n for b, n in zip(clock.budgets, now, strict=True))
+        self._prepared = True
+
+    @cached_property
+    def _first_new(self) -> Tensor:
+        """Positions of the first step's tokens, (b, 1, 1)."""
+        return torch.tensor(self._now, device=self._clock.device).view(-1, 1, 1)
 
     @property
     def ranking(self) -> Ranking:
@@ -139,6 +153,8 @@ class RankedSlots(SlotBook):
         return self._policy.new_scores(self._tokens(self._first_new + past, self._row_ids))
 
     def take(self) -> Tensor:
+        if not self._prepared:
+            self._prepare()
         free, new = self._free, self._new
         score = self.fresh(self._clock.step)
         if self._clock.step < self._sink_steps:
@@ -177,10 +193,15 @@ class RankedSlots(SlotBook):
     def positions(self) -> Tensor:
         table = self._pos.clone()
         if self._clock.started:
-            evicting = [not budget.full for budget in self._clock.budgets]
-            free = (self._free - self._base).view(*self._shape[:2], 1)[evicting]
-            table[evicting] = table[evicting].scatter(-1, free, -1)
+            table.view(-1).index_fill_(0, self._freed(self._free.view(self._shape[:2])), -1)
         return table
+
+    def _freed(self, free: Tensor) -> Tensor:
+        """Of the slots (b, kv_heads) that the next tokens take, those that are empty: a full row's may be its last."""
+        full = [budget.full for budget in self._clock.budgets]
+        if any(full):
+            free = free[[row for row, held in enumerate(full) if not held]]
+        return free.reshape(-1)
 
     @property
     def nbytes(self) -> int:
@@ -224,6 +245,13 @@ class RankedSlots(SlotBook):
 
     def _tokens(self, positions: Tensor, row_ids: Tensor) -> Tokens:
         return Tokens(positions, row_ids, self._heads, self._layer)
+
+
+def _rows_of(table: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows; nothing is copied where they are all of them, in order."""
+    if len(rows) == len(table) and list(rows) == list(range(len(rows))):
+        return table
+    return table.index_select(0, torch.tensor(rows, device=table.device))
 
 
 def _choose(score: Tensor, positions: Tensor, budget: Budget, window: int | None) -> Tensor:

@@ -60,7 +60,14 @@ class Lane:
         if self.cache is None or not kept:
             self.cache = None
             return
-        self.cache = KVCache.joined([(self.cache, kept)], self.k[: len(kept)], self.v[: len(kept)])
+        self._join([(self.cache, kept)], len(kept))
+
+    def _join(self, parts: list[tuple[KVCache, list[int]]], count: int) -> None:
+        """The first `count` places; what every slot holds is what it held before, also where no step follows."""
+        held = torch.cat([cache.pos[rows] for cache, rows in parts])
+        self.cache = KVCache.joined(parts, self.k[:count], self.v[:count])
+        assert torch.equal(self.cache.pos, held)
+        assert self.cache.score is None or self.cache.score[held < 0].isposinf().all(), "never the lowest"
 
     def admit(self, rows: list[int]) -> None:
         first, count = len(self.rows), len(self.rows) + len(rows)
@@ -79,7 +86,7 @@ class Lane:
             self.cache = fresh
         else:
             parts = [(self.cache, list(range(first))), (fresh, list(range(len(rows))))]
-            self.cache = KVCache.joined(parts, self.k[:count], self.v[:count])
+            self._join(parts, count)
         self.rows += rows
 
     def step(self) -> dict[int, torch.Tensor]:
