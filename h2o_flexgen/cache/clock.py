@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from torch import Tensor
 from h2o_flexgen.config.eviction import Budget
 
 NEVER = 1 << 62
+
+_Made = TypeVar("_Made")
 
 
 class Occupied(NamedTuple):
@@ -38,13 +42,47 @@ def _limit(budget: Budget) -> int:
     return budget.total if budget.full else budget.total + 1
 
 
+class _Settled(NamedTuple):
+    """What is known of all steps once the prompts are in."""
+
+    first_eviction: int
+    """No row evicts before this step."""
+    all_evict: int
+    """Every row evicts from this step on."""
+    saturated: int
+    """From this step on no row occupies one more slot."""
+    end: int
+    """The step in which every row is beyond its length."""
+    leaving: list[tuple[int, int]]
+    """By row (sinks out of the window at step 0, or less; sinks); empty where none leave."""
+    growth: list[tuple[int, int]]
+    """By row (slots occupied before step 0, slots occupied at most)."""
+    slots: Tensor
+    """(1, 1, capacity) int64: 0, 1, ..."""
+    made: dict[str, Any]
+    """By name what `RowClock.once` was asked for."""
+
+
+@dataclass(eq=False)
+class _Kin:
+    """What clocks of the same rows share: those of layers with the same window, see `RowClock.twin`."""
+
+    settled: _Settled | None = None
+    joined: tuple[list[Any], RowClock] | None = None
+    """The last that was joined of these and others: of which and in what state, and the outcome."""
+
+
+def _state(clock: RowClock, rows: Sequence[int]) -> tuple[Any, ...]:
+    return clock.step, tuple(clock.prompts), clock.before, tuple(rows)
+
+
 class RowClock:
     """How many tokens each row has seen and holds, now and at every later step.
 
     A row starts with what it kept of its prompt and takes one more slot per step, in order, until it occupies `limit`
     slots: the occupied slots are always a prefix. A full row never evicts; one that is fed beyond its length (it has
     finished, its GPU batch goes on) keeps overwriting its last slot. Per-row numbers live on the host, so that nothing
-    waits for a device. Rows of other clocks may go on in this one, see `resume`.
+    waits for a device. Rows of other clocks may go on in a new one, see `joined`.
 
     In a layer with a `window` the query at position p sees tokens after p - window. Budgets are within the window, so
     that only sinks are ever held unseen: everything else goes by the time it leaves the window. Sinks stay in the first
@@ -60,12 +98,43 @@ class RowClock:
         if wide:
             raise ValueError(f"{wide[0]} is not within the window of {window} tokens")
         self.limits = [_limit(budget) for budget in budgets]
+        self.chooses = chooses(budgets)
         self.prompts: list[int | None] = [None] * len(self.budgets)
         self.before = [0] * len(self.budgets)  # steps that a row has taken in other caches
         self.step = 0
         self.started = False
         self._held: list[int] | None = None  # once all prompts are in, it is settled
         self._occupied: Occupied | None = None
+        self.resumed = False
+        self._kin = _Kin()
+
+    @classmethod
+    def joined(cls, parts: Sequence[tuple[RowClock, Sequence[int]]]) -> RowClock:
+        """The given rows of these clocks go on in this one, in this order, each where it is.
+
+        All have the same capacity, device and window. Where twins of these have been joined in the same way, it is a
+        twin of what came of that: a lane's rows change in all layers alike, and there may be many.
+        """
+        kin = parts[0][0]._kin
+        how = [(clock._kin, _state(clock, rows)) for clock, rows in parts[1:]]
+        key = [_state(*parts[0]), *how]
+        if kin.joined is not None and kin.joined[0] == key:
+            return kin.joined[1].twin()
+        first, members = parts[0][0], [(clock, row) for clock, rows in parts for row in rows]
+        joined = cls([clock.budgets[row] for clock, row in members], first.capacity, first.device, first.window)
+        joined.prompts = [clock.prompts[row] for clock, row in members]
+        joined.before = [clock.before[row] + clock.step for clock, row in members]
+        joined.resumed = True
+        kin.joined = key, joined
+        return joined
+
+    def twin(self) -> RowClock:
+        """A clock for the same rows in another layer with the same window, as this one was when it was made."""
+        twin = copy(self)
+        twin.step, twin.started, twin._occupied = 0, False, None
+        if not self.resumed:
+            twin.prompts, twin._held = [None] * len(self.budgets), None
+        return twin
 
     @property
     def all_full(self) -> bool:
@@ -103,51 +172,64 @@ class RowClock:
             raise ValueError(f"row {row}: a prompt of {length} tokens, needed at most {self.limits[row]}")
         self.prompts[row] = length
 
-    def resume(self, rows: Sequence[tuple[RowClock, int]]) -> None:
-        """Each row goes on where that row of another clock is."""
-        self.prompts = [clock.prompts[row] for clock, row in rows]
-        self.before = [clock.before[row] + clock.step for clock, row in rows]
-
     def start(self) -> None:
         """All prompts are in: settle which steps grow, which evict, and whether all rows stay alike."""
+        settled = self._kin.settled if self.resumed else None
+        self._settled = self._settle() if settled is None else settled
+        if self.resumed:
+            self._kin.settled = self._settled
+        self.first_eviction, self.all_evict = self._settled.first_eviction, self._settled.all_evict
+        self.started = True
+
+    def _settle(self) -> _Settled:
         held = self.held
         growth = [limit - h for limit, h in zip(self.limits, held, strict=True)]
         evicting = [b.total - h for b, h in zip(self.budgets, held, strict=True) if not b.full]
-        self.started = True
-        self.first_eviction = min(evicting, default=NEVER)  # no row evicts before this step
-        self.all_evict = NEVER if len(evicting) < len(held) else max(evicting)  # every row evicts from this step on
-        self._saturated = max(growth) - 1  # from this step on no row occupies one more slot
-        self._end = max(growth) if self.all_full else NEVER
-        self._leaving: list[tuple[int, int]] = []  # (sinks out of the window at step 0, or less; sinks), if any leave
+        saturated, leaving = max(growth) - 1, list[tuple[int, int]]()
         if self.window is not None and any(b.sinks and not b.full for b in self.budgets):
             sinks = [0 if b.full else b.sinks for b in self.budgets]
-            self._leaving = [(now - self.window + 1, s) for now, s in zip(self.next_pos, sinks, strict=True)]
-            self._saturated = max(self._saturated, *(s - gone for gone, s in self._leaving))
-        self._growth = list(zip(held, self.limits, strict=True))
-        self._slots = torch.arange(self.capacity, device=self.device).view(1, 1, -1)
+            leaving = [(now - self.window + 1, s) for now, s in zip(self.next_pos, sinks, strict=True)]
+            saturated = max(saturated, *(s - gone for gone, s in leaving))
+        return _Settled(
+            first_eviction=min(evicting, default=NEVER),
+            all_evict=NEVER if len(evicting) < len(held) else max(evicting),
+            saturated=saturated,
+            end=max(growth) if self.all_full else NEVER,
+            leaving=leaving,
+            growth=list(zip(held, self.limits, strict=True)),
+            slots=torch.arange(self.capacity, device=self.device).view(1, 1, -1),
+            made={},
+        )
+
+    def once(self, name: str, make: Callable[[], _Made]) -> _Made:
+        """What `make` makes of this clock alone, as it is before its first step; of twins that go on, one is asked."""
+        made = self._settled.made
+        if name not in made:
+            made[name] = make()
+        return cast(_Made, made[name])
 
     @property
     def length(self) -> int:
         """Slots from the first on that some row occupies at this step, the new token included."""
-        return max(min(held + self.step + 1, limit) for held, limit in self._growth)
+        return max(min(held + self.step + 1, limit) for held, limit in self._settled.growth)
 
     def occupied(self) -> Occupied:
         """What attention reads at this step, the new token included."""
         if self._occupied is not None:
             return self._occupied
-        counts = [min(held + self.step + 1, limit) for held, limit in self._growth]
+        counts = [min(held + self.step + 1, limit) for held, limit in self._settled.growth]
         length = max(counts)
         width = self._width(length)
         valid = None
-        hidden = [min(max(gone + self.step, 0), sinks) for gone, sinks in self._leaving]
+        hidden = [min(max(gone + self.step, 0), sinks) for gone, sinks in self._settled.leaving]
         if any(hidden):
             first, last = (torch.tensor(x, device=self.device)[:, None, None] for x in (hidden, counts))
-            valid = (self._slots[:, :, :width] >= first) & (self._slots[:, :, :width] < last)
+            valid = (self._settled.slots[:, :, :width] >= first) & (self._settled.slots[:, :, :width] < last)
         elif min(counts) < width:
             ends = counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=self.device)[:, None, None]
-            valid = self._slots[:, :, :width] < ends
+            valid = self._settled.slots[:, :, :width] < ends
         occupied = Occupied(length, width, valid)
-        if self.step >= self._saturated:
+        if self.step >= self._settled.saturated:
             self._occupied = occupied
         return occupied
 
@@ -161,7 +243,7 @@ class RowClock:
 
     def tick(self, steps: int = 1) -> None:
         """A step is over; -1: it was not. Raises RuntimeError when every row was at its end before it."""
-        if steps > 0 and self.step >= self._end:
+        if steps > 0 and self.step >= self._settled.end:
             raise RuntimeError(f"step {self.step}: every row of this cache has reached its full length")
         self.step += steps
 

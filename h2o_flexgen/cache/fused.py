@@ -36,7 +36,10 @@ class FusedStep:
         adds = False if self._ranked is None else self._ranked.adds
         self._knows = adds is not None
         ranking = self._ranked.ranking if self._ranked is not None and self._knows else None
-        rules = slot_rules(clock, ranked=self._ranked is not None)
+        ranked = self._ranked is not None
+        rules: list[SlotRule] | Tensor = clock.once(f"rules, {ranked}", lambda: slot_rules(clock, ranked=ranked))
+        if make is NativeAttend:
+            rules = clock.once(f"table, {ranked}", lambda: torch.tensor(rules))
         self._kernel = make(rules, size, window=clock.window, ranking=ranking, adds=bool(adds))
         self._number: Tensor | None = None
         if not isinstance(self._kernel, NativeAttend):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.clock import RowClock, chooses, slots_needed
+from h2o_flexgen.cache.clock import RowClock, slots_needed
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.prompts import fill_alike, packed
@@ -61,7 +61,7 @@ class KVCache:
     def __init__(
         self,
         shape: CacheShape,
-        budgets: Sequence[Budget],
+        budgets: Sequence[Budget] | RowClock,
         policy: EvictionPolicy,
         *,
         layer: int,
@@ -69,16 +69,20 @@ class KVCache:
         device: torch.device | str = "cpu",
         window: int | None = None,
     ) -> None:
-        if not len(budgets) == len(row_ids) == shape.batch:
-            raise ValueError(f"{len(budgets)} budgets and {len(row_ids)} row ids for {shape.batch} rows")
-        if shape.capacity < slots_needed(budgets):
-            raise ValueError(f"{shape.capacity} slots are too few, these budgets need {slots_needed(budgets)}")
-        self.shape, self.device = shape, torch.empty(0, device=device).device  # by its full name, as tensors have it
-        self._clock = RowClock(budgets, shape.capacity, self.device, window)
-        self.statistic = policy.statistic if chooses(budgets) else "none"
+        """`budgets`: or a clock of these rows, that of no other cache. ValueError for what does not fit together."""
+        self.device = torch.empty(0, device=device).device  # by its full name, as tensors have it
+        if not isinstance(budgets, RowClock):
+            budgets = RowClock(budgets, shape.capacity, self.device, window)
+        self._clock, limits = budgets, budgets.limits
+        if not len(limits) == len(row_ids) == shape.batch:
+            raise ValueError(f"{len(limits)} budgets and {len(row_ids)} row ids for {shape.batch} rows")
+        if shape.capacity < max(limits):
+            raise ValueError(f"{shape.capacity} slots are too few, these budgets need {max(limits)}")
+        self.shape = shape
+        self.statistic = policy.statistic if self._clock.chooses else "none"
         self._policy, self._layer, self._row_ids = policy, layer, list(row_ids)
         self._book: SlotBook
-        if isinstance(policy, RankedPolicy) and chooses(budgets):
+        if isinstance(policy, RankedPolicy) and self._clock.chooses:
             self._book = RankedSlots(self._clock, policy, shape.kv_heads, shape.capacity, layer, row_ids)
         else:
             self._book = ArrivalSlots(self._clock, shape.kv_heads, shape.capacity)
@@ -95,15 +99,15 @@ class KVCache:
         All are of one layer and have the same capacity, and all their prompts are in. The buffers may lie where those
         of the parts are: every row may stay or move down, none up. The parts must not be used afterwards.
         """
-        first, members = parts[0][0], [(cache, row) for cache, rows in parts for row in rows]
+        first = parts[0][0]
+        clock = RowClock.joined([(cache._clock, rows) for cache, rows in parts])
         joined = cls(
-            replace(first.shape, batch=len(members)),
-            [cache._clock.budgets[row] for cache, row in members],
+            replace(first.shape, batch=len(clock.budgets)),
+            clock,
             first._policy,
             layer=first._layer,
-            row_ids=[cache._row_ids[row] for cache, row in members],
+            row_ids=[cache._row_ids[row] for cache, rows in parts for row in rows],
             device=first.device,
-            window=first._clock.window,
         )
         occupied = [cache.occupied for cache, _ in parts]
         for i, target in enumerate((k, v)):
@@ -112,9 +116,13 @@ class KVCache:
                 move_down(cache._buffers()[i], rows, target[start : start + len(rows)], used)
                 start += len(rows)
         joined.attach(k, v)
-        joined._clock.resume([(cache._clock, row) for cache, row in members])
         joined._book.resume([(cache._book, rows) for cache, rows in parts])
         return joined
+
+    def clock_for_twin(self) -> RowClock:
+        """For a cache of the same rows in another layer with the same window and capacity: what follows from budgets
+        and lengths alone is then worked out once."""
+        return self._clock.twin()
 
     @property
     def wants_column_sums(self) -> bool:

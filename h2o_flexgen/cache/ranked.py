@@ -45,13 +45,15 @@ class RankedSlots(SlotBook):
         device = clock.device
         rows = len(clock.budgets)
         self._shape = (rows, kv_heads, capacity)
-        self.score = torch.full(self._shape, torch.inf, device=device)
-        self._pos = torch.full(self._shape, -1, dtype=torch.int32, device=device)
+        self.score = torch.empty(self._shape, device=device)
+        self._pos = torch.empty(self._shape, dtype=torch.int32, device=device)
+        if not clock.resumed:
+            self.score.fill_(torch.inf)
+            self._pos.fill_(-1)
         self.table = self.score, self._pos
         self.packs = type(policy).prompt_scores is H2OPolicy.prompt_scores
         self._flat_score, self._flat_pos = self.score.view(-1), self._pos.view(-1)
-        self._row_ids = torch.tensor(row_ids, device=device).view(-1, 1, 1)
-        self._heads = torch.arange(kv_heads, device=device).view(1, -1, 1)
+        self._rows = row_ids
         self._base = torch.arange(rows * kv_heads, device=device) * capacity
         self._rank: Tensor | None = None
         self._resumed: Tensor | None = None  # free slots (b, kv_heads) of rows that come from other books
@@ -72,13 +74,14 @@ class RankedSlots(SlotBook):
     def resume(self, parts: Sequence[tuple[SlotBook, Sequence[int]]]) -> None:
         pos, score, free = [], [], []
         for book, rows in parts:
-            free.append(_rows_of(book.free(), rows))
+            index = _index_of(rows, len(book.free()), self._clock.device)
+            free.append(_rows_of(book.free(), index))
             if isinstance(book, RankedSlots):
-                pos.append(_rows_of(book._pos, rows))
-                score.append(_rows_of(book.score, rows))
+                pos.append(_rows_of(book._pos, index))
+                score.append(_rows_of(book.score, index))
             else:
                 # No score decides in these rows: only what must not go has to stand out.
-                pos.append(_rows_of(book.positions(), rows))
+                pos.append(_rows_of(book.positions(), index))
                 sinks = torch.tensor([b.sinks for b in self._clock.budgets], device=self._clock.device)
                 first = sum(map(len, free)) - len(rows)
                 lasting = pos[-1] < sinks[first : first + len(rows)].view(-1, 1, 1)
@@ -97,7 +100,6 @@ class RankedSlots(SlotBook):
 
     def start(self, rolling: bool) -> None:
         self._free = self._base + self._first_free().reshape(-1)
-        self._now = self._clock.next_pos
         self._prepared = False
         self._rank = self._ranks_in_time() if rolling else None
 
@@ -124,6 +126,19 @@ class RankedSlots(SlotBook):
         self._sinks = self._per_head([b.sinks for b in clock.budgets])
         self._sink_steps = max(b.sinks - n for b, n in zip(clock.budgets, now, strict=True))
         self._prepared = True
+
+    @property
+    def _now(self) -> list[int]:
+        """Positions of the first step's tokens, by row."""
+        return [now - self._clock.step for now in self._clock.next_pos]
+
+    @cached_property
+    def _row_ids(self) -> Tensor:
+        return torch.tensor(self._rows, device=self._clock.device).view(-1, 1, 1)
+
+    @cached_property
+    def _heads(self) -> Tensor:
+        return torch.arange(self._shape[1], device=self._clock.device).view(1, -1, 1)
 
     @cached_property
     def _first_new(self) -> Tensor:
@@ -247,11 +262,13 @@ class RankedSlots(SlotBook):
         return Tokens(positions, row_ids, self._heads, self._layer)
 
 
-def _rows_of(table: Tensor, rows: Sequence[int]) -> Tensor:
-    """These rows; nothing is copied where they are all of them, in order."""
-    if len(rows) == len(table) and list(rows) == list(range(len(rows))):
-        return table
-    return table.index_select(0, torch.tensor(rows, device=table.device))
+def _index_of(rows: Sequence[int], count: int, device: torch.device) -> Tensor | None:
+    """What selects these of `count` rows; None where they are all, in order."""
+    return None if list(rows) == list(range(count)) else torch.tensor(rows, device=device)
+
+
+def _rows_of(table: Tensor, index: Tensor | None) -> Tensor:
+    return table if index is None else table.index_select(0, index)
 
 
 def _choose(score: Tensor, positions: Tensor, budget: Budget, window: int | None) -> Tensor:

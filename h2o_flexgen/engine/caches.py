@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.clock import chooses
+from h2o_flexgen.cache.clock import RowClock, chooses
 from h2o_flexgen.cache.eviction.base import EvictionPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
 from h2o_flexgen.config.eviction import Budget
@@ -47,19 +47,21 @@ class CacheMaker:
     eviction: EvictionPolicy
     slots: Mapping[Place, int]
     devices: Mapping[Place, torch.device]
+    _clocks: dict[tuple[object, ...], tuple[SequenceOf[Sequence], RowClock]] = field(default_factory=dict)
+    """By lane, window, capacity and device: the last rows, and what their caches have in common."""
 
     def make(self, layer: int, lane: int, rows: SequenceOf[Sequence]) -> KVCache:
         """An empty cache for the prompts of `rows`."""
-        spec, budgets = self.spec, self.budgets(layer, rows)
-        return KVCache(
-            CacheShape(len(rows), spec.num_kv_heads, spec.head_dim, self.slots[layer, lane]),
-            budgets,
-            self.eviction,
-            layer=layer,
-            row_ids=[row.row_id for row in rows],
-            device=self.devices[layer, lane],
-            window=spec.arch.window_of(layer),
-        )
+        spec, window = self.spec, self.spec.arch.window_of(layer)
+        slots, device = self.slots[layer, lane], self.devices[layer, lane]
+        alike = lane, window, slots, device
+        known, clock = self._clocks.get(alike, (None, None))
+        budgets = self.budgets(layer, rows) if clock is None or known is not rows else clock.twin()
+        shape, ids = CacheShape(len(rows), spec.num_kv_heads, spec.head_dim, slots), [row.row_id for row in rows]
+        cache = KVCache(shape, budgets, self.eviction, layer=layer, row_ids=ids, device=device, window=window)
+        if known is not rows:
+            self._clocks[alike] = rows, cache.clock_for_twin()
+        return cache
 
     def budgets(self, layer: int, rows: SequenceOf[Sequence]) -> list[Budget]:
         """What each of `rows` may keep in a layer."""

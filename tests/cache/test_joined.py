@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.cache import CacheShape, EvictionPolicy, KVCache, make_policy
-from h2o_flexgen.cache.clock import slots_needed
+from h2o_flexgen.cache.clock import RowClock, slots_needed
 from h2o_flexgen.cache.vectors import move_down
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import prefill_attention
@@ -47,6 +47,8 @@ class Lane:
         self.v.fill_(float("nan"))
         self.table = None if turning is None else turning.table(self.shape.capacity)
         self.fills_gaps = False
+        self.like: Lane | None = None  # of a layer before this one, in which the same happens first
+        self.fresh: KVCache | None = None
         self.rows: list[int] = []
         self.times: dict[int, int] = {}
         self.cache: KVCache | None = None
@@ -72,8 +74,10 @@ class Lane:
     def admit(self, rows: list[int]) -> None:
         first, count = len(self.rows), len(self.rows) + len(rows)
         shape = CacheShape(len(rows), 2, D, self.shape.capacity)
-        budgets = [self.budgets[row] for row in rows]
-        fresh = KVCache(shape, budgets, self.policy, layer=1, row_ids=rows, window=self.window)
+        budgets: list[Budget] | RowClock = [self.budgets[row] for row in rows]
+        if self.like is not None:
+            budgets = self.like.fresh.clock_for_twin()
+        fresh = self.fresh = KVCache(shape, budgets, self.policy, layer=1, row_ids=rows, window=self.window)
         fresh.attach(self.k[first:count], self.v[first:count])
         for place, row in enumerate(rows):
             length = self.streams[row].prompt
@@ -137,6 +141,45 @@ def test_rows_do_not_notice(policy: PolicyRow, window: int | None, turning: Turn
             assert lane.cache.counts[place] == alone[row].cache.counts[0]
             assert lane.cache.next_pos[place] == alone[row].cache.next_pos[0]
     assert joins > 1
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("name", ["full", "h2o", "streaming"])
+def test_layers_of_the_same_rows_have_one_clock_worked_out(name: str, window: int | None, monkeypatch) -> None:
+    """Three layers: the first, its twin with other keys and values, and one like the twin that shares nothing."""
+    settled = 0
+
+    def counted(self: RowClock) -> object:
+        nonlocal settled
+        settled += 1
+        return settle(self)
+
+    settle = RowClock._settle
+    monkeypatch.setattr(RowClock, "_settle", counted)
+    policy = next(row for row in POLICIES if row.name == name)
+    budgets, chooser = _budgets(policy, window), make_policy(EvictionConfig(name))
+    streams = [
+        [make_stream(n, 2 * STEPS, group=2, d=D, seed=100 * layer + i) for i, n in enumerate(PROMPTS)]
+        for layer in range(2)
+    ]
+    first, twin, alone = (Lane(streams[i], budgets, chooser, window, None) for i in (0, 1, 1))
+    twin.like = first
+    for lane in (first, twin, alone):
+        lane.fills_gaps = True
+    for admitted, gone in (([0, 1, 2, 3], {1, 3}), ([4, 5], {0, 4}), ([6], {2}), ([7], {5})):
+        for lane in (first, twin, alone):
+            lane.admit(admitted)
+        for _ in range(3):
+            outs = [lane.step() for lane in (first, twin, alone)]
+            assert all(torch.equal(outs[1][row], outs[2][row]) for row in outs[2])
+            assert torch.equal(twin.cache.pos, alone.cache.pos)
+        for lane in (first, twin, alone):
+            lane.drop(gone)
+        outs = [lane.step() for lane in (first, twin, alone)]
+        assert all(torch.equal(outs[1][row], outs[2][row]) for row in outs[2])
+        assert twin.cache.counts == alone.cache.counts
+        assert twin.cache.next_pos == alone.cache.next_pos
+    assert settled == 2 * 8 + 1, "once for first and twin, once for the other; the very first step is that of prompts"
 
 
 @settings(max_examples=100, deadline=None)

@@ -49,21 +49,21 @@ class NativeAttend:
 
     def __init__(
         self,
-        rules: Sequence[SlotRule],
+        rules: Sequence[SlotRule] | Tensor,
         size: tuple[int, int, int, int],
         *,
         window: int | None = None,
         ranking: Ranking | None = None,
         adds: bool = False,
     ) -> None:
-        """As `DecodeStep` says. ValueError where there is no kernel, see `available`."""
+        """As `DecodeStep` says; rules may be (rows, 8) int64. ValueError where there is no kernel, see `available`."""
         found = library("attend")
         if found is None or len(rules) != size[0] or size[3] > MAX_DIM:
             raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: see `available`")
         self._call = found.attend_step
         self._call.argtypes, self._call.restype = (ctypes.POINTER(_Step),), ctypes.c_int
         rows, kv_heads, self.capacity, dim = size
-        self._rules = torch.tensor(rules, dtype=torch.int64)
+        self._rules = rules if isinstance(rules, Tensor) else torch.tensor(rules, dtype=torch.int64)
         self._ranking = ranking
         self.used = torch.zeros(rows, kv_heads, dtype=torch.int64)
         self._new, self._rows = (rows, kv_heads, dim), rows
