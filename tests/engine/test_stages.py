@@ -13,6 +13,7 @@ import pytest
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.engine.handover import Handover
 from h2o_flexgen.engine.hidden import HiddenStore
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.errors import PlanError, UsageError
@@ -155,6 +156,23 @@ def test_hidden_states_that_are_parked_are_counted(gpus: int, checkpoint, monkey
         llm.generate(prompts_of([9] * 2 * gpus), max_new_tokens=4, ignore_eos=True)
         phases = llm.last_work.phases.values()
     assert sum(work.moved["gpu->cpu", "hidden"] for work in phases) == pytest.approx(sum(stored))
+
+
+@pytest.mark.parametrize(("gpus", "batches"), [(2, 5), (8, 8)])
+def test_buffers_between_gpus_are_what_was_planned(gpus: int, batches: int, checkpoint, monkeypatch) -> None:
+    what, held = "hidden states between GPUs", set()
+    inner = Handover.send
+
+    def send(self: Handover, lane: Any) -> None:
+        held.update(stage.tiers.compute.usage().get(what, 0) for stage in llm._loaded.stages)
+        inner(self, lane)
+
+    monkeypatch.setattr(Handover, "send", send)
+    with several(checkpoint("opt")[1], gpus, "resident", (1, batches)) as llm:
+        llm.generate(prompts_of([40] * batches), max_new_tokens=2, ignore_eos=True)
+        planned = {item.what: item.nbytes for item in llm.last_plan.footprint.items if item.tier == "gpu"}
+    assert planned[what] in held, "planned are those of the fullest GPU, which need not have most"
+    assert planned[what] > 0
 
 
 def test_the_timeline_tells_the_devices_apart(checkpoint) -> None:
