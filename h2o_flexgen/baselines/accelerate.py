@@ -17,7 +17,7 @@ import accelerate
 import torch
 import transformers
 
-from h2o_flexgen.baselines.generation import saved_checkpoint, start, timed, use_cuda
+from h2o_flexgen.baselines.generation import kv_token_bytes, saved_checkpoint, start, timed, use_cuda
 from h2o_flexgen.baselines.work import Work, give, run
 
 PROCESS_BYTES = 3 << 27
@@ -72,14 +72,12 @@ def _room(work: Work, config: Any) -> int:
 
 def _working(work: Work, config: Any) -> int:
     """Bytes of KV cache, of a prompt's activations in the widest layer, of logits, and of two tables on their way."""
-    wide = getattr(torch, work.dtype).itemsize
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    row = 2 * heads * (config.hidden_size // config.num_attention_heads)
-    rows = len(work.prompts) * (len(work.prompts[0]) + work.gen_len)
+    wide, batch, prompt = getattr(torch, work.dtype).itemsize, len(work.prompts), len(work.prompts[0])
+    tokens, layers = prompt + max(work.gen_len, work.room_len), config.num_hidden_layers
+    cache = batch * tokens * kv_token_bytes(config, work.dtype) * (layers + 1) // layers  # a layer's is copied to grow
     inner = getattr(config, "ffn_dim", None) or getattr(config, "intermediate_size", 4 * config.hidden_size)
-    layers = config.num_hidden_layers + 1
-    prompt = rows * wide * (row * layers + 4 * (config.hidden_size + inner))
-    return prompt + config.vocab_size * (8 * len(work.prompts) + 2 * wide * config.hidden_size)
+    activations = batch * prompt * wide * 4 * (config.hidden_size + inner)
+    return cache + activations + config.vocab_size * (8 * batch + 2 * wide * config.hidden_size)
 
 
 if __name__ == "__main__":

@@ -99,11 +99,26 @@ def timed(model: Any, work: Work, load_s: float, versions: dict[str, str], detai
     model.generation_config.eos_token_id = None
     # Not model.device, which is "meta" where all weights are offloaded.
     prompts = torch.tensor(work.prompts, device="cuda" if use_cuda(work) else "cpu")
+    room = _room(model.config, work, prompts.device)
     _generate(model, prompts[:, :WARMUP_PROMPT], WARMUP_NEW)
     clock = Clock(prompts.device)
     tokens = _generate(model, prompts, work.gen_len, clock)
+    del room
     facts = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(prompts.device)}
     return clock.outcome(tokens, load_s, versions, {**facts, "threads": torch.get_num_threads(), **detail})
+
+
+def kv_token_bytes(config: Any, dtype: str) -> int:
+    """Bytes of keys and values of one token in all layers of a transformers `config`."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    wide = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * wide * getattr(torch, dtype).itemsize)
+
+
+def _room(config: Any, work: Work, device: torch.device) -> torch.Tensor:
+    """Memory, written to, for what a full run's cache would grow by after this short run: is there that much?"""
+    tokens = len(work.prompts) * max(0, work.room_len - work.gen_len)
+    return torch.ones(tokens * kv_token_bytes(config, work.dtype), dtype=torch.uint8, device=device)
 
 
 @torch.inference_mode()

@@ -115,6 +115,7 @@ class Runner:
             gpu_mem=settings.gpu_mem,
             scratch=str(scratch.resolve()),
             plan=settings.plan if system.own else "rule",
+            room_len=settings.gen_len,
         )
 
     def _finish(self, system: System, arguments: list[str], capped: Path | None, *cold: Path) -> Finished:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import OPTForCausalLM
 
 from h2o_flexgen.baselines import generation, own, transformers
@@ -61,6 +62,15 @@ def test_both_give_the_same_tokens(work, capsys) -> None:
         assert "torch" in outcome.versions
     assert theirs.detail["attention"] == "sdpa"
     assert theirs.detail["threads"] == 1
+
+
+def test_a_short_run_finds_memory_for_the_cache_of_the_full_one(work) -> None:
+    short = Work.read(Path(work(room_len=NEW + 20)))
+    model = generation.model_in_memory(short, work())
+    cache = model(torch.ones(len(short.prompts), 20, dtype=torch.long)).past_key_values
+    grown = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert generation._room(model.config, short, torch.device("cpu")).nbytes == grown > 0
+    assert not generation._room(model.config, Work.read(Path(work(room_len=NEW))), torch.device("cpu")).nbytes
 
 
 def test_an_eos_of_the_model_ends_nothing(work, capsys, monkeypatch) -> None:

@@ -11,22 +11,10 @@ import pytest
 from h2o_flexgen.baselines.process import run_process
 from h2o_flexgen.baselines.settings import BenchSettings, find_model
 from h2o_flexgen.baselines.summary import ratio_of, ratio_spread, spread
-from h2o_flexgen.baselines.systems import SYSTEMS, System
 from h2o_flexgen.bench import main
 from h2o_flexgen.errors import ModelError, UsageError
 
 SMALL = ["--batch-size", "2", "--prompt-len", "8", "--gen-len", "4", "--threads", "1"]
-
-
-@pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch):
-    """`pretend(name, speed=2.0)` makes a system of that name behave as `tests.baselines.fake` says."""
-
-    def add(name: str, own: bool = False, prepares: bool = False, **options: Any) -> None:
-        system = System("tests.baselines.fake", "pretends", lambda ratio: options, own, prepares=prepares)
-        monkeypatch.setitem(SYSTEMS._items, name, system)
-
-    return add
 
 
 def _bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, dict[str, Any], str]:
@@ -37,7 +25,7 @@ def _bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 
 
 def test_systems_take_turns_and_leave_records(pretend, capsys, tmp_path: Path) -> None:
-    pretend("quick", speed=4.0, own=True)
+    pretend("quick", {"speed": 4.0}, own=True)
     pretend("slow")
     folder = tmp_path / "records"
     arguments = ["--systems", "quick,slow", "--reference", "slow", "-r", "2", "--output-dir", str(folder)]
@@ -71,8 +59,8 @@ def test_systems_take_turns_and_leave_records(pretend, capsys, tmp_path: Path) -
 
 def test_a_system_that_fails_is_listed_with_its_reason(pretend, capsys, tmp_path: Path) -> None:
     pretend("good")
-    pretend("broken", fail="ImportError: no | module named peer")
-    pretend("lazy", short=1)
+    pretend("broken", {"fail": "ImportError: no | module named peer"})
+    pretend("lazy", {"short": 1})
     arguments = ["--systems", "broken,good,lazy,deepspeed", "-r", "2", "--output-dir", str(tmp_path / "r")]
     arguments += ["--peers", str(tmp_path / "nowhere")]
     code, table, summary, err = _bench(capsys, *arguments)
@@ -88,21 +76,21 @@ def test_a_system_that_fails_is_listed_with_its_reason(pretend, capsys, tmp_path
 
 
 def test_our_own_failure_is_an_exit_code(pretend, capsys, tmp_path: Path) -> None:
-    pretend("ours", own=True, fail="boom")
+    pretend("ours", {"fail": "boom"}, own=True)
     code, table, summary, _ = _bench(capsys, "--systems", "ours", "-r", "1", "--output-dir", str(tmp_path))
     assert (code, summary["systems"]) == (1, {})
     assert "boom" in table
 
 
 def test_a_run_that_takes_too_long_is_ended(pretend, capsys, tmp_path: Path) -> None:
-    pretend("asleep", sleep=60)
+    pretend("asleep", {"sleep": 60})
     arguments = ["--systems", "asleep", "-r", "1", "--timeout", "0.2", "--output-dir", str(tmp_path)]
     assert "gave up after" in _bench(capsys, *arguments)[2]["failed"]["asleep"]
 
 
 def test_same_text_is_counted_for_checkpoints(pretend, capsys, tmp_path: Path) -> None:
     pretend("one")
-    pretend("two", speed=2.0)
+    pretend("two", {"speed": 2.0})
     arguments = ["--model", "demo", "--weights", "checkpoint", "--systems", "one,two", "-r", "1"]
     _, table, summary, _ = _bench(capsys, *arguments, "--output-dir", str(tmp_path))
     assert summary["same_text"]["one"] == {"same": 2, "sequences": 2}

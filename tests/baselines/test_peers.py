@@ -17,23 +17,12 @@ from h2o_flexgen.baselines.batches import FIRST, Search, common, projected, sear
 from h2o_flexgen.baselines.process import Finished, run_process
 from h2o_flexgen.baselines.runner import Runner
 from h2o_flexgen.baselines.settings import BenchSettings, find_model
-from h2o_flexgen.baselines.systems import SYSTEMS, System
+from h2o_flexgen.baselines.systems import SYSTEMS
 from h2o_flexgen.baselines.work import REFUSED
 from h2o_flexgen.bench import main
 
 SMALL = ["--prompt-len", "8", "--gen-len", "4", "--threads", "1", "-r", "1"]
 needs_cap = pytest.mark.skipif(caps.cap_problem() is not None, reason="needs root and control groups")
-
-
-@pytest.fixture
-def pretend(monkeypatch: pytest.MonkeyPatch):
-    """`pretend(name, {"speed": 2.0})` makes a system of that name behave as `tests.baselines.fake` says."""
-
-    def add(name: str, options: dict[str, Any] | None = None, **fields: Any) -> None:
-        system = System("tests.baselines.fake", "pretends", lambda ratio: options or {}, **fields)
-        monkeypatch.setitem(SYSTEMS._items, name, system)
-
-    return add
 
 
 def _bench(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
