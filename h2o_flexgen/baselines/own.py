@@ -20,8 +20,8 @@ from h2o_flexgen.config.record import RunRecord, package_version
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.plan import Plan
 
-SHARE_OF_CAP = 0.8
-"""Of a cap, that the engine plans with: a control group also counts pages of files, which the engine does not."""
+SPARED, LEAST_SPARED = 1 / 16, 128 << 20
+"""Of a cap, and in bytes at least, what the engine does not plan with: a control group also counts pages of files."""
 Complete = Callable[[RunRecord, int, int], RunRecord]
 """From the record of a call and the fewest tokens of any of its prompts and answers to the record with all that the
 planner knows."""
@@ -75,10 +75,15 @@ def engine_of(work: Work) -> LLM:
         dtype=work.dtype,
         device=work.device,
         seed=work.seed,
-        cpu_mem=None if work.cpu_mem is None else int(work.cpu_mem * SHARE_OF_CAP),
+        cpu_mem=None if work.cpu_mem is None else within(work.cpu_mem),
         gpu_mem=work.gpu_mem,
         offload_dir=str(Path(work.scratch) / "offload"),
     )
+
+
+def within(cap: int) -> int:
+    """Bytes of host memory that the engine is given under a cap on the whole process."""
+    return int(cap - max(cap * SPARED, LEAST_SPARED))
 
 
 class _Clock:

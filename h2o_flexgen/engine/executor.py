@@ -74,6 +74,7 @@ class Executor:
         self._groups = [group for group in made for _ in group.lanes]
         self._stages = [stage for stage in machinery.stages for _ in stage.loaded.units]
         self._units: tuple[UnitSpec, ...] = machinery.decoder.spec.units
+        self._attending = {unit.layer: self._stages[unit.index] for unit in self._units if unit.kind == "attn"}
         spec = machinery.decoder.spec
         self._layers = spec.num_layers
         self._last_position = spec.max_positions - 1 if spec.arch.positions == "learned" else None
@@ -250,7 +251,7 @@ class Executor:
             # A path may lead from lane to lane: what it is made of serves the most demanding of them.
             group, rolling = self._groups[lane.index], self._m.rolling
             sums = any(self._m.maker.wants_column_sums(layer, each.fresh) for each in group.lanes)
-            stage = next(self._stages[unit.index] for unit in self._units if unit.layer == layer)
+            stage = self._attending[layer]
             there = (layer, lane.index) in stage.caches.on_host
             later = partial(stage.fill.fill, cache) if stage.fill is not None and there else None
             prompts = PromptAttention(cache.fresh, group.path, scale, sums, self._windows[layer], rolling, later)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.baselines.own import SHARE_OF_CAP
+from h2o_flexgen.baselines.own import LEAST_SPARED
 from h2o_flexgen.baselines.settings import BenchSettings
 from h2o_flexgen.baselines.systems import SYSTEMS
 from h2o_flexgen.baselines.work import Outcome, Work
@@ -20,7 +20,7 @@ from tests.cost.machines import profile
 from tests.programs import write_model
 
 RATES = profile(name="a made-up machine", dtype="float32")
-TIGHT = int((103 << 20) / SHARE_OF_CAP)
+TIGHT = (103 << 20) + LEAST_SPARED
 """Less than the model and a block beside the 100 MiB of the process."""
 
 
