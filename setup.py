@@ -39,11 +39,9 @@ setup(
     ],
     extras_require={
         "test": [*TEST, *REPORT, *SENTENCEPIECE, *TRITON],
-        "compare": ["accelerate>=1.0", "flexgen==0.1.8", "kvpress"],
+        "compare": ["accelerate>=1.0", "flexgen==0.1.8"],
         "report": REPORT,
         "sentencepiece": SENTENCEPIECE,
-        "eval": ["lm-eval>=0.4.9"],
-        "ray": ["ray[data]>=2.40"],
         "gpu": TRITON,
     },
     classifiers=["Programming Language :: Python :: 3", "Operating System :: POSIX :: Linux"],

@@ -2,7 +2,7 @@
 # Makes the environment of a peer of the comparison, with the versions pinned in configs/peers/NAME.txt.
 #   scripts/peer_env.sh accelerate|flexgen|deepspeed|kvpress|all [FOLDER]         default: .venv-peers/NAME
 # h2o_flexgen.bench finds them there, or in the folder that --peers names. Once made, it is left until its pins change.
-# Needs Python 3.11 or newer with venv, the package registry, 1.5 GB of disk each, and a C++ compiler for deepspeed.
+# Needs Python 3.11 or newer with venv, a package index, 1.5 GB of disk each, and a C++ compiler for deepspeed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 name=${1:-}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv with this project in it, once: `source scripts/setup_env.sh [EXTRAS]`, sourced by the other scripts.
-# Needs Python 3.11 or newer with venv, and the package registry. PYTHON=python3.12 picks an interpreter.
+# Needs Python 3.11 or newer with venv, and a package index. PYTHON=python3.12 picks an interpreter.
 setup_env() {
   local extras=${1:-test} python=${PYTHON:-python3} stamp wanted
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {

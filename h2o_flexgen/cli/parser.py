@@ -67,7 +67,7 @@ def run_parser() -> RunParser:
         description="Completes prompts with a model that need not fit in memory, its KV cache held at a budget.",
         epilog="Every flag can be set in the environment: --cpu-mem 8GiB is H2O_FLEXGEN_CPU_MEM=8GiB. "
         "Exit codes: 0 all well, 2 flags or prompts, 3 some sequences failed, 4 model or checkpoint, 5 does not fit, "
-        "6 disk, 7 folder in use, 130 or 143 interrupted.",
+        "6 disk, 130 or 143 interrupted.",
     )
     _add_work(parser)
     add_arguments(parser, EvictionConfig, title="which tokens stay in the KV cache")
