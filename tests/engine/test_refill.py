@@ -1,53 +1,27 @@
-"""Rows that leave a lane and prompts that take their places: the same tokens as alone, and lanes that stay full."""
+"""Rows that leave a lane and prompts that take their places: the same tokens as alone."""
 
 from __future__ import annotations
 
-import gc
 import random
-import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from h2o_flexgen.cache.clock import slots_needed
 from h2o_flexgen.cache.fused import FusedStep
-from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine import block
-from h2o_flexgen.engine.executor import Executor
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.requests import in_order
 from h2o_flexgen.engine.sequence import RequestOutput
-from h2o_flexgen.engine.waiting import Waiting
-from h2o_flexgen.schedule.check import check
-from h2o_flexgen.schedule.tasks import ScheduleShape, Tick
 from tests.engine.compare import History
+from tests.engine.ragged import LENGTHS, NEW, PROMPTS
+from tests.engine.ragged import params as _params
+from tests.engine.ragged import run as _run
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import make_opt, prompts_of, save
 
-CPU, DISK, GPU, THREE = {"cpu": 1.0}, {"disk": 1.0}, {"gpu": 1.0}, {"gpu": 0.3, "cpu": 0.3, "disk": 0.4}
-TIERS: dict[str, tuple[dict[str, Any], str | None]] = {
-    "cpu": ({"weights": CPU, "cache": CPU, "hidden": CPU}, None),
-    "disk": ({"weights": DISK, "cache": DISK, "hidden": DISK}, None),
-    "gpu": ({"weights": THREE, "cache": THREE, "hidden": THREE}, "1GiB"),
-    "cpu beside gpu": ({"weights": GPU, "cache": CPU, "hidden": CPU, "cpu_cache_compute": True}, "1GiB"),
-}
 SHAPES = [(5, 1), (3, 2), (1, 3), (2, 4), (1, 5)]
-LENGTHS = [23, 40, 12, 33, 31, 8, 19, 27, 5, 40, 14, 3, 29, 9, 21]
-"""Of the prompts: more than any of the blocks has places for."""
-NEW = [20, 3, 9, 1, 31, 2, 14, 5, 24, 4, 7, 38, 2, 11, 1]
-PROMPTS = prompts_of(LENGTHS)
-
-
-def _params(sampled: bool = True) -> list[SamplingParams]:
-    """Every third row is sampled."""
-    return [
-        SamplingParams(max_new_tokens=new, ignore_eos=True, logprobs=0, do_sample=sampled and i % 3 == 1)
-        for i, new in enumerate(NEW)
-    ]
 
 
 def _alone(folder: str, eviction: EvictionConfig, params: list[SamplingParams]) -> list[RequestOutput]:
@@ -75,12 +49,6 @@ def alone(checkpoint) -> Any:
         return known[name, policy.name]
 
     return run
-
-
-def _run(folder: str, eviction: EvictionConfig, shape: tuple[int, int], tier: str = "cpu", **engine: Any) -> LLM:
-    placement, gpu = TIERS[tier]
-    policy = {**placement, "gpu_batch_size": shape[0], "num_gpu_batches": shape[1], **engine.pop("policy", {})}
-    return LLM(folder, dtype="float32", eviction=eviction, policy=policy, emulate_gpu=gpu, seed=eviction.seed, **engine)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -218,93 +186,6 @@ def test_a_failed_row_leaves_nothing_to_those_who_take_its_place(tmp_path) -> No
         assert all(outputs[i].error.endswith("in unit embed") for i in (3, 9))
 
 
-@pytest.mark.parametrize("tier", ["cpu", "disk", "gpu"])
-def test_the_schedule_that_runs_is_sound(tier: str, checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[tuple[ScheduleShape, list[Tick], list[list[int]], list[int]]] = []
-
-    def recorded(shape: ScheduleShape, active: Any, last: Any) -> Any:
-        ticks: list[Tick] = []
-        actives: list[list[int]] = []
-        ends: list[int] = []
-        runs.append((shape, ticks, actives, ends))
-
-        def note_active(step: int) -> list[int]:
-            actives.append(active(step))
-            return actives[-1]
-
-        def note_last(step: int) -> bool:
-            if last(step):
-                ends.append(step)
-            return bool(ends)
-
-        for tick in zigzag(shape, note_active, note_last):
-            ticks.append(tick)
-            yield tick
-
-    zigzag = block.zigzag
-    monkeypatch.setattr(block, "zigzag", recorded)
-    with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.3), (2, 3), tier) as llm:
-        llm.generate(PROMPTS, _params())
-        llm.generate(PROMPTS[:13], max_new_tokens=5, ignore_eos=True)
-    steps = []
-    for shape, ticks, actives, ends in runs:
-        known = replace(shape, num_steps=ends[0] + 1) if ends else shape
-        report = check(ticks, known, actives)
-        assert report.unused == 0, "the last step of rows that end by length is known"
-        steps.append(report.steps)
-    assert len(steps) == 1 + 3, "ragged work is one block; rows that end together make way for a block of their own"
-    assert steps[1:] == [5, 5, 5]
-
-
-def test_few_row_steps_are_computed_in_vain(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs with a long tail, 200 of 1 to 100 tokens: the fewest possible row-steps are the tokens themselves."""
-    computed = 0
-
-    def count(self: Executor, lane: Any, logits: Any) -> Any:
-        nonlocal computed
-        computed += len(lane.rows)
-        return choose(self, lane, logits)
-
-    choose = Executor._choose
-    monkeypatch.setattr(Executor, "_choose", count)
-    draw = random.Random(3)
-    new = [min(100, 1 + int(draw.expovariate(1 / 24))) for _ in range(200)]
-    lengths = [draw.randrange(3, 25) for _ in new]
-    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in new]
-    for shape in ((16, 1), (4, 3), (1, 2), (32, 1)):
-        computed = 0
-        with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.4), shape) as llm:
-            llm.generate(prompts_of(lengths), params)
-        assert sum(new) <= computed <= 1.25 * sum(new), shape
-
-
-def test_memory_does_not_grow(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over many refills tiers hold what they held at first, and of a layer's caches only the last ones live on."""
-    living: weakref.WeakSet[KVCache] = weakref.WeakSet()
-    made, layers, shape = 0, 3, (4, 2)
-    original = KVCache.__init__
-
-    def counted(self: KVCache, *args: Any, **settings: Any) -> None:
-        nonlocal made
-        original(self, *args, **settings)
-        made += 1
-        living.add(self)
-
-    monkeypatch.setattr(KVCache, "__init__", counted)
-    with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.4), shape) as llm:
-        held: list[dict[str, int]] = []
-        for _ in llm.stream(prompts_of(LENGTHS * 6), _params() * 6):
-            gc.collect()
-            held.append(llm._loaded.stages[0].tiers.cpu.usage())
-            assert all(nbytes <= held[0][what] for what, nbytes in held[-1].items())
-            assert len(living) <= 2 * layers * shape[1]
-        assert made > 20 * layers
-        planned = llm.last_plan.footprint.total("cpu") - llm.last_plan.request.baseline
-        assert llm.last_record.peak_bytes["cpu"] <= planned
-    gc.collect()
-    assert not living
-
-
 def test_an_end_in_the_middle_leaves_an_engine_that_works(checkpoint, alone) -> None:
     policy = next(row for row in POLICIES if row.name == "h2o")
     for tier in ("cpu", "disk"):
@@ -316,36 +197,3 @@ def test_an_end_in_the_middle_leaves_an_engine_that_works(checkpoint, alone) -> 
             stream.close()
             assert set(llm._loaded.stages[0].tiers.cpu.usage()) <= used
             _assert_same(llm.generate(PROMPTS, _params()), alone("opt", policy))
-
-
-def test_what_may_run_longest_comes_first(checkpoint) -> None:
-    """And among equals the longest prompt: the end of the work, when nobody takes a place any more, is short."""
-    with _run(checkpoint("opt")[1], EvictionConfig(), (3, 1)) as llm:
-        rows = llm._reader().read(PROMPTS, _params())
-    order = [row.index for row in in_order(rows, share_prefixes=True)]
-    assert order == sorted(range(len(NEW)), key=lambda i: (-NEW[i], -LENGTHS[i], i))
-
-
-def test_what_is_true_of_all_who_wait(checkpoint) -> None:
-    with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.3), (3, 1)) as llm:
-        rows = llm._reader().read(PROMPTS, _params())
-    waiting, rest = Waiting(rows), list(rows)
-    for count in (0, 1, 4, 2, 20):
-        assert waiting.take(count) == rest[:count]
-        rest = rest[count:]
-        assert len(waiting) == len(rest)
-        assert waiting.steps == sum(row.steps for row in rest)
-        assert waiting.longest_prompt == max((len(row.prompt_ids) for row in rest), default=0)
-        for window in (None, 7):
-            slots = max((slots_needed([row.budget.within(window)]) for row in rest), default=0)
-            assert waiting.slots(window) == slots
-
-
-def test_progress_never_goes_back(checkpoint) -> None:
-    heard: list[tuple[int, int]] = []
-    with _run(checkpoint("opt")[1], EvictionConfig(), (3, 2)) as llm:
-        llm.on_progress = lambda what, done, total: heard.append((done, total)) if what == "generating" else None
-        llm.generate(PROMPTS, _params())
-    assert {total for _, total in heard} == {sum(NEW)}
-    assert [done for done, _ in heard] == sorted(done for done, _ in heard)
-    assert heard[-1][0] < sum(NEW) <= heard[-1][0] + 8

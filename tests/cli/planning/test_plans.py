@@ -1,70 +1,23 @@
-"""How `run` comes by its plan: rates of a file, kept ones, a calibration, none; what it says before and after."""
+"""How `run` plans: on rates that it is given or by rule; what it says before and after; limits of the machine."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from h2o_flexgen import search
-from h2o_flexgen.calibration.stored import keep_profile, profile_key
-from h2o_flexgen.cli import planning
 from h2o_flexgen.cli.arguments import parse_arguments
-from h2o_flexgen.cli.planning import Planning, calibrate_here
-from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.cli.planning import Planning
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine import machine
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.models.decoder import Decoder
-from tests.cost.machines import profile
-from tests.programs import Run, write_model
-
-WORK = ("--prompt-len", 20, "--num-prompts", 8, "--gen-len", 4)
-TIGHT = ("--cpu-mem", "103MiB")
-"""Less than the model and a block beside the 100 MiB of the process."""
-NOTHING = "predicted   nothing: this machine is not calibrated"
-RATES = profile(name="a made-up machine", dtype="float32")
-
-
-@pytest.fixture(autouse=True)
-def _steady_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What this process holds is 100 MiB, and nothing was ever calibrated."""
-    for measured in ("rss", "before_placement"):
-        monkeypatch.setattr(machine, measured, lambda: 100 << 20)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("H2O_FLEXGEN_CALIBRATE")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """3.2 MiB of weights."""
-    sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 512, "num_hidden_layers": 4}
-    return write_model(tmp_path_factory.mktemp("larger") / "model", **sizes)
-
-
-@pytest.fixture
-def hardware(tmp_path: Path) -> Path:
-    path = tmp_path / "made-up.json"
-    path.write_text(json.dumps(RATES.to_json()))
-    return path
-
-
-@pytest.fixture
-def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
-    """Calls of `calibrate_here`, which give RATES without measuring."""
-    calls: list[EngineConfig] = []
-
-    def measure(config: EngineConfig, quiet: bool) -> HardwareProfile:
-        calls.append(config)
-        return RATES
-
-    monkeypatch.setattr(planning, "calibrate_here", measure)
-    return calls
+from tests.cli.planning.conftest import RATES, TIGHT, WORK
+from tests.programs import Run
 
 
 def test_what_is_divided_among_gpus_is_planned_by_rule(model: Path, run: Run, hardware: Path, calibrations) -> None:
@@ -138,61 +91,11 @@ def test_sequences_that_end_early_do_not_raise_the_bound(model: Path, run: Run, 
         assert nbytes <= ran.record["bytes_moved"][link]
 
 
-def test_what_fits_runs_at_once_by_rule(model: Path, run: Run, calibrations) -> None:
-    ran = run("--model", model, *WORK)
-    assert (ran.code, calibrations) == (0, [])
-    assert ran.record["predicted"] is None
-    assert ran.err.count(NOTHING) == 2, "before the run, and in its report"
-
-
-def test_what_does_not_fit_is_worth_a_calibration(model: Path, run: Run, calibrations) -> None:
-    ran = run("--model", model, *WORK, *TIGHT)
-    assert (ran.code, len(calibrations)) == (0, 1)
-    assert ran.record["predicted"]["hardware"] == "a made-up machine"
-    assert "note: this machine was not calibrated for such a model yet" in ran.err
-
-
-def test_calibrate_asks_for_it_and_no_calibrate_forbids_it(model: Path, run: Run, calibrations, monkeypatch) -> None:
-    assert run("--model", model, *WORK, *TIGHT, "--no-calibrate").record["predicted"] is None
-    monkeypatch.setenv("H2O_FLEXGEN_CALIBRATE", "false")
-    assert run("--model", model, *WORK, *TIGHT).record["predicted"] is None
-    assert calibrations == []
-    assert run("--model", model, *WORK, "--calibrate").record["predicted"] is not None
-    assert len(calibrations) == 1
-
-
-def test_a_calibration_that_fails_is_no_reason_not_to_run(model: Path, run: Run, monkeypatch) -> None:
-    monkeypatch.setattr(planning, "calibrate_here", lambda config, quiet: None)
-    ran = run("--model", model, *WORK, *TIGHT)
-    assert (ran.code, ran.record["predicted"]) == (0, None)
-    assert "note: calibrating failed, so the plan goes by rule" in ran.err
-
-
-def test_what_was_measured_before_is_used(model: Path, run: Run, calibrations) -> None:
-    with LLM(str(model)) as llm:
-        key = profile_key(llm.model.spec, llm.model.dtype, llm.device, offload_dir=llm.offload_folder)
-    assert keep_profile(RATES, key) is not None
-    ran = run("--model", model, *WORK, "-q")
-    assert ran.record["predicted"]["hardware"] == "a made-up machine"
-    assert (ran.err, calibrations) == ("", [])
-
-
 def test_what_is_typed_stays(model: Path, run: Run, hardware: Path) -> None:
     typed = ("--gbs", 3, "--num-gb", 2, "--weights-placement", "cpu=0.4,disk=0.6")
     policy = run("--model", model, *WORK, *typed, "--hardware", hardware).record["policy"]
     assert (policy["gpu_batch_size"], policy["num_gpu_batches"]) == (3, 2)
     assert policy["weights"]["disk"] == pytest.approx(0.6, abs=0.1)
-
-
-def test_a_whole_policy_is_predicted_and_never_worth_a_calibration(
-    model: Path, run: Run, hardware: Path, tmp_path: Path, calibrations
-) -> None:
-    whole = tmp_path / "policy.json"
-    whole.write_text(json.dumps({"gpu_batch_size": 4, "num_gpu_batches": 2, "weights": {"disk": 1.0}}))
-    assert run("--model", model, *WORK, "--policy", whole).record["predicted"] is None
-    assert calibrations == []
-    record = run("--model", model, *WORK, "--policy", whole, "--hardware", hardware).record
-    assert record["predicted"]["bytes_moved"]["disk->cpu"] == pytest.approx(record["bytes_moved"]["disk->cpu"], rel=0.1)
 
 
 def test_a_policy_that_search_wrote(model: Path, run: Run, hardware: Path, tmp_path: Path, capsys) -> None:
@@ -280,49 +183,6 @@ def test_memory_that_stays_away_ends_in_5(model: Path, run: Run, monkeypatch) ->
     assert ran.code == 5
     assert "error: out of memory" in ran.err
     assert "tried blocks of 1 x 8 sequences" in ran.err
-
-
-class FakeProcess:
-    """subprocess.Popen: writes a profile, fails, or is interrupted while it is waited for."""
-
-    ending: int | type[BaseException] = 0
-    commands: list[list[str]] = []  # noqa: RUF012  # of the test
-    terminated = 0
-
-    def __init__(self, command: list[str], **options: Any) -> None:
-        assert options["start_new_session"]
-        self.commands.append(command)
-        self._waited = 0
-        if self.ending == 0:
-            Path(command[-1].removeprefix("--output=")).write_text(json.dumps(RATES.to_json()))
-
-    def wait(self) -> int:
-        self._waited += 1
-        if isinstance(self.ending, int):
-            return self.ending
-        if self._waited == 1:
-            raise self.ending
-        return 143
-
-    def terminate(self) -> None:
-        FakeProcess.terminated += 1
-
-
-def test_a_calibration_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "Popen", FakeProcess)
-    config = EngineConfig(model="opt-125m", emulate_gpu="2GiB", offload_dir="/somewhere", offline=True, cpu_mem="9GiB")
-    assert calibrate_here(config, quiet=True) == RATES
-    flags = FakeProcess.commands[-1][2:]
-    assert flags[0] == "h2o_flexgen.calibrate"
-    assert {"--model=opt-125m", "--offload-dir=/somewhere", "--offline=true", "--quiet"} <= set(flags)
-    assert f"--emulate-gpu={2 << 30}B" in flags
-    assert not [flag for flag in flags if "mem" in flag]
-    monkeypatch.setattr(FakeProcess, "ending", 6)
-    assert calibrate_here(config, quiet=False) is None
-    monkeypatch.setattr(FakeProcess, "ending", KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
-        calibrate_here(config, quiet=False)
-    assert FakeProcess.terminated == 1
 
 
 def test_limits_and_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

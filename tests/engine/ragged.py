@@ -1,0 +1,36 @@
+"""Prompts and outputs of unequal lengths, and an engine for them on each tier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine.llm import LLM
+from tests.tiny import prompts_of
+
+CPU, DISK, GPU, THREE = {"cpu": 1.0}, {"disk": 1.0}, {"gpu": 1.0}, {"gpu": 0.3, "cpu": 0.3, "disk": 0.4}
+TIERS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "cpu": ({"weights": CPU, "cache": CPU, "hidden": CPU}, None),
+    "disk": ({"weights": DISK, "cache": DISK, "hidden": DISK}, None),
+    "gpu": ({"weights": THREE, "cache": THREE, "hidden": THREE}, "1GiB"),
+    "cpu beside gpu": ({"weights": GPU, "cache": CPU, "hidden": CPU, "cpu_cache_compute": True}, "1GiB"),
+}
+LENGTHS = [23, 40, 12, 33, 31, 8, 19, 27, 5, 40, 14, 3, 29, 9, 21]
+"""Of the prompts: more than any of the blocks has places for."""
+NEW = [20, 3, 9, 1, 31, 2, 14, 5, 24, 4, 7, 38, 2, 11, 1]
+PROMPTS = prompts_of(LENGTHS)
+
+
+def params(sampled: bool = True) -> list[SamplingParams]:
+    """Every third row is sampled."""
+    return [
+        SamplingParams(max_new_tokens=new, ignore_eos=True, logprobs=0, do_sample=sampled and i % 3 == 1)
+        for i, new in enumerate(NEW)
+    ]
+
+
+def run(folder: str, eviction: EvictionConfig, shape: tuple[int, int], tier: str = "cpu", **engine: Any) -> LLM:
+    placement, gpu = TIERS[tier]
+    policy = {**placement, "gpu_batch_size": shape[0], "num_gpu_batches": shape[1], **engine.pop("policy", {})}
+    return LLM(folder, dtype="float32", eviction=eviction, policy=policy, emulate_gpu=gpu, seed=eviction.seed, **engine)

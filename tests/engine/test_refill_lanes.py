@@ -1,0 +1,146 @@
+"""Lanes that rows leave and prompts enter: a sound schedule, few row-steps in vain, memory that does not grow."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.cache.clock import slots_needed
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine import block
+from h2o_flexgen.engine.executor import Executor
+from h2o_flexgen.engine.requests import in_order
+from h2o_flexgen.engine.waiting import Waiting
+from h2o_flexgen.schedule.check import check
+from h2o_flexgen.schedule.tasks import ScheduleShape, Tick
+from tests.engine.ragged import LENGTHS, NEW, PROMPTS
+from tests.engine.ragged import params as _params
+from tests.engine.ragged import run as _run
+from tests.tiny import prompts_of
+
+
+@pytest.mark.parametrize("tier", ["cpu", "disk", "gpu"])
+def test_the_schedule_that_runs_is_sound(tier: str, checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[ScheduleShape, list[Tick], list[list[int]], list[int]]] = []
+
+    def recorded(shape: ScheduleShape, active: Any, last: Any) -> Any:
+        ticks: list[Tick] = []
+        actives: list[list[int]] = []
+        ends: list[int] = []
+        runs.append((shape, ticks, actives, ends))
+
+        def note_active(step: int) -> list[int]:
+            actives.append(active(step))
+            return actives[-1]
+
+        def note_last(step: int) -> bool:
+            if last(step):
+                ends.append(step)
+            return bool(ends)
+
+        for tick in zigzag(shape, note_active, note_last):
+            ticks.append(tick)
+            yield tick
+
+    zigzag = block.zigzag
+    monkeypatch.setattr(block, "zigzag", recorded)
+    with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.3), (2, 3), tier) as llm:
+        llm.generate(PROMPTS, _params())
+        llm.generate(PROMPTS[:13], max_new_tokens=5, ignore_eos=True)
+    steps = []
+    for shape, ticks, actives, ends in runs:
+        known = replace(shape, num_steps=ends[0] + 1) if ends else shape
+        report = check(ticks, known, actives)
+        assert report.unused == 0, "the last step of rows that end by length is known"
+        steps.append(report.steps)
+    assert len(steps) == 1 + 3, "ragged work is one block; rows that end together make way for a block of their own"
+    assert steps[1:] == [5, 5, 5]
+
+
+def test_few_row_steps_are_computed_in_vain(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs with a long tail, 200 of 1 to 100 tokens: the fewest possible row-steps are the tokens themselves."""
+    computed = 0
+
+    def count(self: Executor, lane: Any, logits: Any) -> Any:
+        nonlocal computed
+        computed += len(lane.rows)
+        return choose(self, lane, logits)
+
+    choose = Executor._choose
+    monkeypatch.setattr(Executor, "_choose", count)
+    draw = random.Random(3)
+    new = [min(100, 1 + int(draw.expovariate(1 / 24))) for _ in range(200)]
+    lengths = [draw.randrange(3, 25) for _ in new]
+    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in new]
+    for shape in ((16, 1), (4, 3), (1, 2), (32, 1)):
+        computed = 0
+        with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.4), shape) as llm:
+            llm.generate(prompts_of(lengths), params)
+        assert sum(new) <= computed <= 1.25 * sum(new), shape
+
+
+def test_memory_does_not_grow(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over many refills tiers hold what they held at first, and of a layer's caches only the last ones live on."""
+    living: weakref.WeakSet[KVCache] = weakref.WeakSet()
+    made, layers, shape = 0, 3, (4, 2)
+    original = KVCache.__init__
+
+    def counted(self: KVCache, *args: Any, **settings: Any) -> None:
+        nonlocal made
+        original(self, *args, **settings)
+        made += 1
+        living.add(self)
+
+    monkeypatch.setattr(KVCache, "__init__", counted)
+    with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.4), shape) as llm:
+        held: list[dict[str, int]] = []
+        for _ in llm.stream(prompts_of(LENGTHS * 6), _params() * 6):
+            gc.collect()
+            held.append(llm._loaded.stages[0].tiers.cpu.usage())
+            assert all(nbytes <= held[0][what] for what, nbytes in held[-1].items())
+            assert len(living) <= 2 * layers * shape[1]
+        assert made > 20 * layers
+        planned = llm.last_plan.footprint.total("cpu") - llm.last_plan.request.baseline
+        assert llm.last_record.peak_bytes["cpu"] <= planned
+    gc.collect()
+    assert not living
+
+
+def test_what_may_run_longest_comes_first(checkpoint) -> None:
+    """And among equals the longest prompt: the end of the work, when nobody takes a place any more, is short."""
+    with _run(checkpoint("opt")[1], EvictionConfig(), (3, 1)) as llm:
+        rows = llm._reader().read(PROMPTS, _params())
+    order = [row.index for row in in_order(rows, share_prefixes=True)]
+    assert order == sorted(range(len(NEW)), key=lambda i: (-NEW[i], -LENGTHS[i], i))
+
+
+def test_what_is_true_of_all_who_wait(checkpoint) -> None:
+    with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.3), (3, 1)) as llm:
+        rows = llm._reader().read(PROMPTS, _params())
+    waiting, rest = Waiting(rows), list(rows)
+    for count in (0, 1, 4, 2, 20):
+        assert waiting.take(count) == rest[:count]
+        rest = rest[count:]
+        assert len(waiting) == len(rest)
+        assert waiting.steps == sum(row.steps for row in rest)
+        assert waiting.longest_prompt == max((len(row.prompt_ids) for row in rest), default=0)
+        for window in (None, 7):
+            slots = max((slots_needed([row.budget.within(window)]) for row in rest), default=0)
+            assert waiting.slots(window) == slots
+
+
+def test_progress_never_goes_back(checkpoint) -> None:
+    heard: list[tuple[int, int]] = []
+    with _run(checkpoint("opt")[1], EvictionConfig(), (3, 2)) as llm:
+        llm.on_progress = lambda what, done, total: heard.append((done, total)) if what == "generating" else None
+        llm.generate(PROMPTS, _params())
+    assert {total for _, total in heard} == {sum(NEW)}
+    assert [done for done, _ in heard] == sorted(done for done, _ in heard)
+    assert heard[-1][0] < sum(NEW) <= heard[-1][0] + 8

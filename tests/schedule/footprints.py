@@ -1,0 +1,60 @@
+"""A tiny model's footprint, and its items by tier."""
+
+from __future__ import annotations
+
+from h2o_flexgen.config.arch import ArchSpec
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.placement import place
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.schedule.footprint import Footprint, footprint
+
+SPEC = ModelSpec(
+    name="tiny",
+    vocab_size=1000,
+    hidden_size=64,
+    ffn_size=256,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=16,
+    embed_dim=64,
+    max_positions=128,
+    arch=ArchSpec("opt", position_offset=2),
+    bos_token_id=2,
+    eos_token_id=2,
+    pad_token_id=1,
+)
+WORKLOAD = Workload(prompt_len=24, gen_len=8, num_sequences=100)
+PAGE = 4096
+
+
+def measure(
+    policy: OffloadPolicy,
+    eviction: EvictionConfig | None = None,
+    compute: str = "gpu",
+    spec: ModelSpec = SPEC,
+    workload: Workload = WORKLOAD,
+    **others,
+) -> Footprint:
+    return footprint(
+        spec,
+        workload,
+        policy,
+        eviction or EvictionConfig(),
+        dtype="float16",
+        compute_tier=compute,
+        assignment=place(spec, policy, "float16"),
+        **others,
+    )
+
+
+def amounts(foot: Footprint) -> dict[tuple[str, str], int]:
+    found = {(item.tier, item.what): item.nbytes for item in foot.items}
+    assert len(found) == len(foot.items), "an item appears twice"
+    return found
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
