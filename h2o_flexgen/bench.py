@@ -74,8 +74,9 @@ def _bench(settings: BenchSettings, output_dir: str | None) -> int:
         if settings.searches:
             parts = at_best(runner, folder, print_error)
         else:
-            sizes = dict.fromkeys(settings.systems, settings.batch_sizes[0])
-            parts = [("equal", compare(runner, sizes, Store.open(folder, runner.kept_settings), print_error))]
+            sizes = {name: settings.batch_of.get(name, settings.batch_sizes[0]) for name in settings.systems}
+            label = "given" if settings.batch_of else "equal"
+            parts = [(label, compare(runner, sizes, Store.open(folder, runner.kept_settings), print_error))]
     _report(parts, folder)
     ours = [SYSTEMS.get(name).own for _, result in parts for name in result.failed]
     return EXIT_OURS_FAILED if any(ours) else 0

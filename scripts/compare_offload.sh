@@ -5,7 +5,8 @@
 # many bytes as its plan has (CHECK= leaves it out)? Then every system within the same cap, each at its best batch and
 # placing weights as it sees fit, ours by its search, with a cold page cache: a long prompt with a short answer, 128+32
 # tokens, and a short one with a long answer, 16+128 (PROMPT_LEN and GEN_LEN for one of your own). BATCHES is auto
-# (doubling while that pays) or a list to try, by runs of SEARCH_TOKENS tokens.
+# (doubling while that pays) or a list to try, by runs of SEARCH_TOKENS tokens; what is known from before is given by
+# BATCHES=48 and the flag --batch-of h2o=128.
 # Needs root (scripts/memcap.sh), 15 GB of disk, four times that with the peers (scripts/peer_env.sh all). SYSTEMS=
 # (empty): no comparison. What systems write once, later runs find in OFFLOAD_DIR. Hours for all of it, in pieces: the
 # same OUTPUT_DIR again goes on after the last run that ended, and adds repetitions. One piece, and other sizes:

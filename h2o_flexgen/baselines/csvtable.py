@@ -12,7 +12,7 @@ _ENDS = (("", "median"), ("_min", "min"), ("_max", "max"))
 
 
 def csv_table(*parts: tuple[str, dict[str, Any]]) -> str:
-    """All rows of some summaries as CSV; `parts` are (what the batches are: "equal" or "best", summary).
+    """All rows of some summaries as CSV; `parts` are (what the batches are: "equal", "best" or "given", summary).
 
     Seconds, bytes and tokens per second are medians; ratios are speeds relative to the column `reference`.
     """

@@ -43,6 +43,17 @@ def _sizes(text: str) -> tuple[int, ...]:
         raise UsageError(f"--batch-size is {text!r}", "needed a number, numbers with commas, or auto") from None
 
 
+def _batches(text: str) -> dict[str, int]:
+    """Batch sizes by system."""
+    pairs = [pair.partition("=") for pair in _names(text)]
+    try:
+        return {name.strip(): int(size) for name, _, size in pairs}
+    except ValueError:
+        raise UsageError(
+            f"--batch-of is {text!r}", "needed systems with a number each: h2o=128,accelerate=48"
+        ) from None
+
+
 def _size(flag_name: str, help: str) -> dict[str, Any]:
     return flag(flag_name, help=f"{help}; 6 and 6GiB are the same", metavar="SIZE", parse=parse_bytes, unset="no cap")
 
@@ -55,6 +66,7 @@ class BenchSettings:
     reference    what the others are compared with: the first of our own among the systems, else the last
     weights      "auto" becomes "checkpoint" where the model has one at hand, else "dummy"
     batch_sizes  one: that of every system; several: tried, in this order; none: tried, doubling
+    batch_of     the sizes of systems whose best is known from before, in place of the one in batch_sizes
     search       whether our own systems plan as `run` does: the placement, and with several batch sizes the blocks, too
     cpu_mem      bytes of host memory that every process is held to, where the machine allows that, and told
     gpu_mem      bytes of GPU memory that every system is told
@@ -95,6 +107,16 @@ class BenchSettings:
             metavar="N",
             parse=_sizes,
             show=lambda sizes: ",".join(map(str, sizes)) or AUTO,
+        ),
+    )
+    batch_of: dict[str, int] = field(
+        default_factory=dict,
+        metadata=flag(
+            "--batch-of",
+            help="other sizes for some systems, whose best is known from before: h2o=128,accelerate=48",
+            metavar="NAME=N,...",
+            parse=_batches,
+            show=lambda sizes: ",".join(f"{name}={size}" for name, size in sizes.items()) or "none",
         ),
     )
     search: bool = field(
@@ -178,6 +200,11 @@ class BenchSettings:
             object.__setattr__(self, "weights", "checkpoint" if _has_checkpoint(self.model) else "dummy")
         for size in self.batch_sizes:
             whole(size, "--batch-size", 1)
+        for name, size in self.batch_of.items():
+            _one_of("a system of --batch-of", name, self.systems)
+            whole(size, "--batch-of", 1)
+        if self.batch_of and self.searches:
+            raise UsageError("--batch-of beside several sizes in --batch-size", "needed one size, or a search for all")
         for name in ("prompt_len", "gen_len", "repetitions", "threads", "search_tokens"):
             whole(getattr(self, name), f"--{name.replace('_', '-')}", 1)
         whole(self.seed, "--seed", 0)
@@ -200,7 +227,7 @@ class BenchSettings:
     @property
     def plan(self) -> str:
         """The `plan` of a Work of our own systems."""
-        return "rule" if not self.search else "all" if self.searches else "placement"
+        return "rule" if not self.search else "all" if self.searches or self.batch_of else "placement"
 
     @property
     def text_reference(self) -> str:

@@ -31,6 +31,7 @@ from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Tier, Tiers, another_gpu, make_tiers
 from h2o_flexgen.schedule.stages import stages_of
+from h2o_flexgen.schedule.weight_room import streamed_sizes, weight_room
 
 Progress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all)"""
@@ -114,7 +115,9 @@ def load(
             for unit in (home.unit for home in own.values() if home.unit is not None):
                 # From here on a file that changes under the run is an error, not other weights.
                 copies.watch((extent.path for extent in unit.extents), ours=unit.checksum is not None)
-            weights = WeightStore(own, tiers, copies, plan.policy.lookahead, config.verify)
+            streamed = streamed_sizes(spec, {key: home.tier for key, home in own.items()}, dtype, tiers.compute.name)
+            room = weight_room(streamed, plan.policy.lookahead)
+            weights = WeightStore(own, tiers, copies, room, config.verify)
             stack.callback(weights.close)
             stages.append(LoadedStage(units, tiers, copies, weights))
         # The copy threads stop before the buffers they write to go.

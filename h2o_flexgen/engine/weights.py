@@ -1,4 +1,4 @@
-"""Weights while a model runs: resident groups, and a ring of buffers through which the others stream."""
+"""Weights while a model runs: resident groups, and a buffer through which the others stream."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from h2o_flexgen.memory.handle import UnitLayout, views
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Buffer, Tiers
 from h2o_flexgen.models.decoder import bind
+from h2o_flexgen.schedule.weight_room import WeightRoom
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,15 @@ class Home:
 class WeightStore:
     """Hands bound weights of a group to the executor, streaming the groups that do not live on the compute tier.
 
-    Owns the homes and the stream buffers (`lookahead + 1` of the largest streamed group). `load`, `get` and `free` are
-    called by the executor in schedule order; the copies run on the engine's threads.
+    Owns the homes and the buffer that streamed groups take places of by turns, as `room` has them; between disk and a
+    GPU, a second one in host memory with the same places. `load`, `get` and `free` are called by the executor in the
+    schedule's order; the copies run on the engine's threads.
     """
 
     def __init__(
-        self, homes: Mapping[str, Home], tiers: Tiers, copies: CopyEngine, lookahead: int, verify: str = "first"
+        self, homes: Mapping[str, Home], tiers: Tiers, copies: CopyEngine, room: WeightRoom, verify: str = "first"
     ) -> None:
+        """`room`: of all groups whose homes are not on the compute tier, in the order of their use."""
         self._homes, self._tiers, self._copies = dict(homes), tiers, copies
         compute = tiers.compute.name
         self.streamed = frozenset(key for key, home in homes.items() if home.tier != compute)
@@ -44,34 +47,56 @@ class WeightStore:
             for key, home in homes.items()
             if home.tier == compute and home.buffer is not None
         }
-        largest = max((homes[key].layout.nbytes for key in self.streamed), default=0)
-        count = lookahead + 1 if self.streamed else 0
-        self._buffers = [tiers.compute.allocate(largest, "weight buffers") for _ in range(count)]
+        for place in room.cycle:
+            if homes[place.key].layout.nbytes > place.nbytes:
+                raise RuntimeError(f"{place.key} takes more than the {place.nbytes} bytes that were planned")
+        self._cycle, self._first = room.cycle, {key: room.first(key) for key in self.streamed}
+        self._buffer = tiers.compute.allocate(room.nbytes, "weight buffers") if self.streamed else None
         staged = compute != "cpu" and any(homes[key].tier == "disk" for key in self.streamed)
-        stages = count if staged else 0
-        self._staging = [tiers.cpu.allocate(largest, "staging buffers", Pin.FIRST) for _ in range(stages)]
-        self._staged: dict[int, Ticket] = {}  # the last copy out of each staging buffer
-        self._free = list(range(count))
-        self._bound: dict[tuple[str, int], dict[str, Tensor]] = {}
+        self._staging = tiers.cpu.allocate(room.nbytes, "staging buffers", Pin.FIRST) if staged else None
+        self._staged: dict[int, Ticket] = {}  # the last copy out of each place of the staging buffer, the latest last
+        self._turn = 0  # the place in the cycle of the load after this one
+        self._bound: dict[int, dict[str, Tensor]] = {}
         self._loading: dict[str, tuple[int, Ticket]] = {}
         self._verify = verify
         self._verified: set[str] = set(homes) if verify == "never" else set()
 
     def load(self, key: str) -> None:
         """Starts bringing a streamed group to the compute tier."""
-        slot = self._free.pop()
-        home, target = self._homes[key], self._buffers[slot].tensor
-        nbytes, up = home.layout.nbytes, f"{home.tier}->{self._tiers.compute.name}"
+        index, home = self._take(key), self._homes[key]
+        target, up = self._at(self._buffer, index), f"{home.tier}->{self._tiers.compute.name}"
         if home.unit is None:
-            ticket = self._copies.copy(target[:nbytes], _data(home), up)
-        elif not self._staging:
+            ticket = self._copies.copy(target, _data(home), up)
+        elif self._staging is None:
             ticket = self._read(key, home.unit, target)
         else:
-            staging = self._staging[slot].tensor
-            read = self._read(key, home.unit, staging, self._staged.get(slot))
-            up = f"cpu->{self._tiers.compute.name}"
-            ticket = self._staged[slot] = self._copies.copy(target[:nbytes], staging[:nbytes], up, after=read)
-        self._loading[key] = (slot, ticket)
+            staging = self._at(self._staging, index)
+            read = self._read(key, home.unit, staging, self._left(index))
+            ticket = self._copies.copy(target, staging, f"cpu->{self._tiers.compute.name}", after=read)
+            self._staged.pop(index, None)  # so that it comes last
+            self._staged[index] = ticket
+        self._loading[key] = (index, ticket)
+
+    def _take(self, key: str) -> int:
+        """The index of the next place, which is for `key`; where nothing is there, a pass may begin anywhere."""
+        index = self._turn if self._loading else self._first[key]
+        if self._cycle[index].key != key:
+            raise RuntimeError(f"{key} is loaded where {self._cycle[index].key} was to be")
+        self._turn = (index + 1) % len(self._cycle)
+        return index
+
+    def _at(self, buffer: Buffer | None, index: int) -> Tensor:
+        """The bytes of the group of a place."""
+        if buffer is None:
+            raise RuntimeError("no weight group streams")
+        place = self._cycle[index]
+        return buffer.tensor[place.start : place.start + self._homes[place.key].layout.nbytes]
+
+    def _left(self, index: int) -> Ticket | None:
+        """The last copy out of any of a place's bytes of the staging buffer. Those before it have ended when it has."""
+        place = self._cycle[index]
+        tickets = reversed(self._staged.items())
+        return next((ticket for other, ticket in tickets if self._cycle[other].overlaps(place)), None)
 
     def _read(self, key: str, unit: PackedUnit, target: Tensor, after: Ticket | None = None) -> Ticket:
         """A disk read; unless told otherwise the first one of each packed group is checked against its checksum."""
@@ -84,16 +109,14 @@ class WeightStore:
         """The bound tensors of a group, for what is computed from now on; waits for its load if it streams."""
         if key in self._resident:
             return self._resident[key]
-        slot, ticket = self._loading[key]
+        index, ticket = self._loading[key]
         try:
             ticket.wait_on_device()
         except StorageError as error:
             raise self._distrust(key, error) from error
-        bound = self._bound.get((key, slot))
-        if bound is None:
-            bound = bind(views(self._homes[key].layout, self._buffers[slot].tensor))
-            self._bound[key, slot] = bound
-        return bound
+        if index not in self._bound:
+            self._bound[index] = bind(views(self._homes[key].layout, self._at(self._buffer, index)))
+        return self._bound[index]
 
     def _distrust(self, key: str, error: StorageError) -> StorageError:
         """A packed file of ours that is damaged or cannot be read is removed: the next run packs it anew."""
@@ -104,17 +127,15 @@ class WeightStore:
         return StorageError(error.found, error.needed, "the damaged file was removed; run again to have it packed anew")
 
     def free(self, key: str) -> None:
-        """Gives a streamed group's buffer back. Waits for a load that was never used, whether it fails or not."""
-        slot, ticket = self._loading.pop(key)
+        """Gives a streamed group's place back. Waits for a load that was never used, whether it fails or not."""
+        index, ticket = self._loading.pop(key)
         try:
             ticket.wait_on_device()
         except H2OFlexGenError:
-            self._staged.pop(slot, None)
-        self._free.append(slot)
+            self._staged.pop(index, None)
 
     def reset(self) -> None:
         """Forgets loads that an interrupted block left behind. No copy may be under way."""
-        self._free = list(range(len(self._buffers)))
         self._loading.clear()
         self._staged.clear()
 
@@ -122,13 +143,10 @@ class WeightStore:
         """Releases every buffer. The views handed out must not be used afterwards."""
         self._resident.clear()
         self._bound.clear()
-        for buffer in [
-            *self._buffers,
-            *self._staging,
-            *(h.buffer for h in self._homes.values() if h.buffer is not None),
-        ]:
-            buffer.release()
-        self._buffers, self._staging, self._homes = [], [], {}
+        for buffer in (self._buffer, self._staging, *(home.buffer for home in self._homes.values())):
+            if buffer is not None:
+                buffer.release()
+        self._buffer, self._staging, self._homes = None, None, {}
 
 
 def _data(home: Home) -> Tensor:

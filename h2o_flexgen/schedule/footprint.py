@@ -16,10 +16,11 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 from h2o_flexgen.config.placement import Placement
-from h2o_flexgen.config.tensors import PAGE, WeightGroup, round_up
+from h2o_flexgen.config.tensors import PAGE, round_up
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.schedule import host_attention, workspace
 from h2o_flexgen.schedule.recorded import recordable
+from h2o_flexgen.schedule.weight_room import group_bytes, streamed_sizes, weight_room
 from h2o_flexgen.schedule.workspace import BlockShape
 from h2o_flexgen.units import format_bytes
 
@@ -86,8 +87,8 @@ def footprint(
     the compute tier. Letters are those of this module.
 
     weights           every group's buffer, on its tier
-    weight buffers    compute tier: (lookahead + 1) x the largest streamed group; as many on cpu as staging buffers if
-                      any group goes from disk to a gpu
+    weight buffers    compute tier: room for lookahead + 1 neighbours among the streamed groups, `weight_room`; as much
+                      on cpu for staging if any group goes from disk to a gpu
     KV cache          on its tier, per (layer, GPU batch): K and V of (b, kv_heads, C, head_dim), 2 b G C s
     cache records     where attention is computed, per cache that evicts: position int32 and score float32 of
                       (b, kv_heads, C), where positions roll a rank int32 too, and eight int64 of (b, kv_heads)
@@ -134,23 +135,15 @@ def _recordable(block: BlockShape, assignment: Placement) -> bool:
 
 
 def _weight_items(block: BlockShape, assignment: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:
-    totals = dict.fromkeys(TIERS, 0)
-    largest, homes = 0, set()
+    totals, spec = dict.fromkeys(TIERS, 0), block.spec
     for key, home in assignment.weights.items():
-        group = block.spec.groups_by_key[key]
-        nbytes = unit_bytes[key] if key in unit_bytes else _buffer_bytes(group, block.dtype, home)
-        totals[home] += nbytes
-        if home != block.compute_tier:
-            largest = max(largest, nbytes)
-            homes.add(home)
+        totals[home] += group_bytes(spec.groups_by_key[key], block.dtype, home, unit_bytes)
     yield from (Item(tier, "weights", nbytes) for tier, nbytes in totals.items())
-    buffers = (block.policy.lookahead + 1) * largest
+    sizes = streamed_sizes(spec, assignment.weights, block.dtype, block.compute_tier, unit_bytes)
+    buffers = weight_room(sizes, block.policy.lookahead).nbytes
     yield Item(block.compute_tier, "weight buffers", buffers)
+    homes = {assignment.weights[key] for key in sizes}
     yield Item("cpu", "weight staging buffers", buffers if block.staged(homes) else 0)
-
-
-def _buffer_bytes(group: WeightGroup, dtype: str, home: str) -> int:
-    return group.buffer_bytes(dtype) + (2 * PAGE * len(group.tensors) if home == "disk" else 0)
 
 
 def _cache_items(block: BlockShape, assignment: Placement) -> Iterator[Item]:

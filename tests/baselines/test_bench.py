@@ -75,6 +75,18 @@ def test_a_system_that_fails_is_listed_with_its_reason(pretend, capsys, tmp_path
     assert "Traceback" in json.loads((tmp_path / "r" / "failed-b2-broken.json").read_text())["stderr"]
 
 
+def test_batches_that_are_known(pretend, capsys, tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        pretend(name)
+    folder = str(tmp_path / "records")
+    arguments = ["--systems", "one,two,three", "--batch-of", "three=5, two=4", "--output-dir", folder, "-r", "1"]
+    code, table, summary, _ = _bench(capsys, *arguments)
+    assert code == 0
+    assert summary["batches"] == {"one": 2, "two": 4, "three": 5}
+    assert "each at its own batch" in table
+    assert (tmp_path / "records" / "table.csv").read_text().splitlines()[1].startswith("given,one,2,")
+
+
 def test_our_own_failure_is_an_exit_code(pretend, capsys, tmp_path: Path) -> None:
     pretend("ours", {"fail": "boom"}, own=True)
     code, table, summary, _ = _bench(capsys, "--systems", "ours", "-r", "1", "--output-dir", str(tmp_path))
@@ -122,6 +134,9 @@ def test_the_own_engine_in_a_process(capsys, tmp_path: Path) -> None:
         ({"systems": ("h2o", "h2o")}, "twice"),
         ({"systems": ("h2o",), "reference": "full"}, "--reference is 'full'"),
         ({"batch_sizes": (4, 0)}, "--batch-size is 0"),
+        ({"batch_of": {"h2o": 0}}, "--batch-of is 0"),
+        ({"batch_of": {"accelerate": 8}}, "a system of --batch-of is 'accelerate'"),
+        ({"batch_of": {"h2o": 8}, "batch_sizes": ()}, "--batch-of beside several sizes"),
         ({"search_time": 0.0}, "--search-time"),
         ({"dtype": "int8"}, "--dtype"),
         ({"repetitions": 0}, "--repetitions is 0"),

@@ -14,6 +14,7 @@ from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 from h2o_flexgen.config.placement import place
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.schedule.footprint import Footprint, Item, footprint
+from h2o_flexgen.schedule.weight_room import weight_room
 from tests.schedule.footprints import PAGE, SPEC, WORKLOAD, amounts, measure, pages
 
 
@@ -47,8 +48,8 @@ def test_everything_streams_from_disk_to_a_gpu() -> None:
     assert found.pop(("gpu", "workspace")) > 0
     assert found == {
         ("disk", "weights"): sum(sizes.values()),
-        ("gpu", "weight buffers"): 3 * 50_000,
-        ("cpu", "weight staging buffers"): 3 * 50_000,
+        ("gpu", "weight buffers"): weight_room(sizes, 2).nbytes,
+        ("cpu", "weight staging buffers"): weight_room(sizes, 2).nbytes,
         ("disk", "KV cache"): 4 * cache,
         ("gpu", "cache buffers"): 3 * cache,
         ("cpu", "cache staging buffers"): 2 * cache,

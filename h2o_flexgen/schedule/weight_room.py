@@ -1,0 +1,100 @@
+"""Where streamed weight groups lie on the compute tier: places in one buffer, apart while they are there together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.tensors import PAGE, WeightGroup, round_up
+
+
+class Place(NamedTuple):
+    """Bytes [start, start + nbytes) of the room, on pages, for one load of the group `key`."""
+
+    key: str
+    start: int
+    nbytes: int
+
+    def overlaps(self, other: Place) -> bool:
+        """Whether one byte or more is in both."""
+        return self.start < other.start + other.nbytes and other.start < self.start + self.nbytes
+
+
+@dataclass(frozen=True)
+class WeightRoom:
+    """The places that loads take one after the other, over and over, and the bytes of the buffer that has them."""
+
+    cycle: tuple[Place, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return max((place.start + place.nbytes for place in self.cycle), default=0)
+
+    def first(self, key: str) -> int:
+        """The first place in the cycle for `key`. KeyError where it has none."""
+        for index, place in enumerate(self.cycle):
+            if place.key == key:
+                return index
+        raise KeyError(key)
+
+
+def weight_room(sizes: Mapping[str, int], lookahead: int) -> WeightRoom:
+    """The smallest room found for groups of `sizes` bytes, loaded in that order in every pass.
+
+    A schedule has at most `lookahead` + 1 of them there at once, neighbours in that order, last and first included.
+    Attention and MLP in turn thus need the sum of both, not twice the larger. Largest first, each group goes to the
+    lowest bytes that no neighbour has; over two passes too, as an odd number of equal groups does not fit into two
+    places otherwise; and over lookahead + 1 passes into as many equal places, which always works.
+    """
+    order = [(key, round_up(nbytes, PAGE)) for key, nbytes in sizes.items()]
+    if not order:
+        return WeightRoom()
+    largest, slots = max(nbytes for _, nbytes in order), lookahead + 1
+    equal = [
+        Place(key, index % slots * largest, nbytes) for index, (key, nbytes) in enumerate(order * slots)
+    ]  # lookahead + 1 divides the number of places, so that last and first are apart, too
+    found = [_lowest(order, lookahead), _lowest(order * 2, lookahead), equal]
+    return min((WeightRoom(tuple(places)) for places in found), key=lambda room: room.nbytes)
+
+
+def _lowest(order: Sequence[tuple[str, int]], reach: int) -> list[Place]:
+    """Places in a circle, none of which overlaps those up to `reach` before and after it."""
+    count, places = len(order), dict[int, Place]()
+    for index in sorted(range(count), key=lambda index: -order[index][1]):
+        near = {(index + step) % count for step in range(-reach, reach + 1)} - {index}
+        key, nbytes = order[index]
+        places[index] = Place(key, _gap(sorted(places[i][1:] for i in near if i in places), nbytes), nbytes)
+    return [places[index] for index in range(count)]
+
+
+def _gap(taken: Iterable[tuple[int, ...]], nbytes: int) -> int:
+    """The lowest start of `nbytes` beside what is taken: (start, bytes), sorted."""
+    start = 0
+    for other, size in taken:
+        if start + nbytes <= other:
+            break
+        start = max(start, other + size)
+    return start
+
+
+def streamed_sizes(
+    spec: ModelSpec, homes: Mapping[str, str], dtype: str, compute_tier: str, known: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Buffer bytes of the weight groups that stream, in the order in which a pass uses them.
+
+    homes: the tier of each group, of a whole model or of some neighbouring units. known: bytes where they are.
+    """
+    keys = dict.fromkeys(unit.weights for unit in spec.units)
+    streamed = [key for key in keys if homes.get(key, compute_tier) != compute_tier]
+    return {key: group_bytes(spec.groups_by_key[key], dtype, homes[key], known) for key in streamed}
+
+
+def group_bytes(group: WeightGroup, dtype: str, home: str, known: Mapping[str, int] | None = None) -> int:
+    """Buffer bytes of a group on the tier `home`: known, or the packed size, on disk with the most that reading in
+    place can take, two pages more per tensor."""
+    if known is not None and group.key in known:
+        return known[group.key]
+    return group.buffer_bytes(dtype) + (2 * PAGE * len(group.tensors) if home == "disk" else 0)
