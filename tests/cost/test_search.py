@@ -250,7 +250,7 @@ def test_long_schedules_are_estimated_well() -> None:
 @pytest.mark.parametrize(
     ("tier", "caps", "named"),
     [
-        ("cpu", {"cpu": 1 * GIB, "disk": 64 * GIB}, {"--cpu-mem"}),
+        ("cpu", {"cpu": 700 * MIB, "disk": 64 * GIB}, {"--cpu-mem"}),
         ("cpu", {"cpu": 6 * GIB, "disk": 4 * GIB}, {"--cpu-mem", "--nvme-mem"}),
         ("gpu", {"gpu": 300 * MIB, "cpu": 32 * GIB, "disk": 64 * GIB}, {"--gpu-mem"}),
         ("gpu", {"gpu": 300 * MIB, "cpu": 200 * MIB, "disk": 64 * GIB}, {"--gpu-mem", "--cpu-mem"}),

@@ -75,7 +75,7 @@ def test_row_25_shares_that_make_no_sense(run: Run, shares: str) -> None:
     [
         (("--cpu-mem", "102MiB", "--weights-placement", "cpu", "--gbs", 8, "--num-gb", 1), "cpu", "--cpu-mem"),
         (("--cpu-mem", "90MiB"), "cpu", "--cpu-mem"),
-        (("--emulate-gpu", "1MiB"), "gpu", "--emulate-gpu"),
+        (("--emulate-gpu", "1MiB", "--gbs", 2, "--num-gb", 1), "gpu", "--emulate-gpu"),
         (("--nvme-mem", "1MiB", "--weights-placement", "disk"), "disk", "--nvme-mem"),
     ],
 )
