@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from h2o_flexgen.config.arch import ArchSpec
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import place
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.schedule.footprint import Footprint, footprint
+from tests.cost.machines import TINY
 
-SPEC = ModelSpec(
-    name="tiny",
-    vocab_size=1000,
-    hidden_size=64,
-    ffn_size=256,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=4,
-    head_dim=16,
-    embed_dim=64,
-    max_positions=128,
-    arch=ArchSpec("opt", position_offset=2),
-    bos_token_id=2,
-    eos_token_id=2,
-    pad_token_id=1,
-)
+SPEC = TINY
 WORKLOAD = Workload(prompt_len=24, gen_len=8, num_sequences=100)
 PAGE = 4096
 
