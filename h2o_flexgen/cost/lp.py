@@ -142,11 +142,13 @@ def solve(program: Program, solver: str = "highs", *, relaxed: bool = False) -> 
     if not model.solve(solver):
         return None
     best = model.value(model.total) * _MS
+    shares = model.shares
     if not relaxed:
         model.problem += model.total <= best / _MS * (1 + SLACK)
         model.problem.setObjective(model.slow_bytes)
-        model.solve(solver)
-    return Solution({kind: tidy(model.shares_of(kind), _DIGITS) for kind in KINDS}, best)
+        # At the edge of the caps the solver's tolerances can leave nothing that is as fast: the first answer stands.
+        shares = model.shares if model.solve(solver) else shares
+    return Solution({kind: tidy(of_tiers, _DIGITS) for kind, of_tiers in shares.items()}, best)
 
 
 def least_bytes(program: Program, tier: str, solver: str = "highs") -> float | None:
@@ -239,8 +241,10 @@ class _Model:
     def value(self, expression: Any) -> float:
         return float(self._pulp.value(expression))
 
-    def shares_of(self, kind: str) -> dict[str, float]:
-        return {tier: self.value(self._share[kind, tier]) for tier in self._program.tiers}
+    @property
+    def shares(self) -> dict[str, dict[str, float]]:
+        """By kind and tier, as the solver left them."""
+        return {kind: {tier: self.value(self._share[kind, tier]) for tier in self._program.tiers} for kind in KINDS}
 
 
 def _solver(pulp: Any, name: str) -> Any:

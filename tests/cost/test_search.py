@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.cli.arguments import parse_arguments
@@ -104,6 +104,8 @@ def test_of_plans_that_are_alike_one_of_fewer_gpu_batches_is_taken() -> None:
 
 
 @settings(max_examples=25, deadline=None)
+@example("gpu", 3, 3, EvictionConfig())  # the solver finds nothing as fast as what it has just found
+@example("gpu", 4, 6, EvictionConfig("h2o", ratio=0.4))
 @given(
     tier=st.sampled_from(["cpu", "gpu"]),
     fast=st.integers(1, 24),
