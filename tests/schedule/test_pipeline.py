@@ -15,7 +15,7 @@ from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.schedule.check import ScheduleError, check
 from h2o_flexgen.schedule.pipeline import pipeline
 from h2o_flexgen.schedule.stages import stages_of
-from h2o_flexgen.schedule.tasks import ScheduleShape, TaskKind, Tick
+from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, Tick
 from h2o_flexgen.schedule.zigzag import zigzag
 from tests.schedule.shapes import Case, cases, make_shape, shapes
 from tests.schedule.test_check import Place, dropped, duplicated, edited, moved, places, swapped
@@ -165,24 +165,24 @@ def test_what_is_dropped_doubled_or_moved_is_found(case: Groups, change: str, da
 
 
 def elsewhere(ticks: list[Tick], place: Place) -> Iterator[int]:
-    """Where a task may not stand; a load of weights, or of what is computed on in its own tick, may stand earlier."""
-    stage, task = ticks[place[0]].stage, getattr(ticks[place[0]], place[1])[place[2]]
-    early = place[1] == "loads"
+    """Where a task may not stand. What is loaded early may be loaded earlier, or later as long as it is in time; what
+    is freed as a stage is drained, because nobody knew that it had ended, might have been freed with its last use."""
+    at, kind, number = place
+    stage, task = ticks[at].stage, getattr(ticks[at], kind)[number]
+    uses = [tick.index for tick in ticks if tick.stage == stage and tick.compute and needs(tick.compute, task)]
+    if kind == "loads":
+        next_use = next(index for index in [*uses, len(ticks)] if index >= at)
+        allowed = range(next_use + 1)
+    else:
+        allowed = range(uses[-1], uses[-1] + 1) if uses and kind == "frees" and ticks[at].compute is None else range(0)
     yield from (
-        tick.index for tick in ticks
-        if tick.index != place[0] and (tick.stage != stage or not early or later_use(tick, task, ticks))
+        tick.index for tick in ticks if tick.index != at and (tick.stage != stage or tick.index not in allowed)
     )  # fmt: skip
 
 
-def later_use(tick: Tick, load: object, ticks: list[Tick]) -> bool:
-    """Whether `tick` comes after the first one of its stage that needs what `load` brings."""
-    uses = (
-        other.index for other in ticks
-        if other.compute and other.stage == tick.stage
-        and (other.compute.step, other.compute.unit) >= (load.step, load.unit) and other.compute.unit == load.unit
-        and load.batch in (-1, other.compute.batch)
-    )  # fmt: skip
-    return tick.index > next(uses, len(ticks))
+def needs(compute: Task, load: Task) -> bool:
+    """Whether `compute` uses what `load` brings."""
+    return compute.unit == load.unit and compute.step >= load.step and load.batch in (NO_BATCH, compute.batch)
 
 
 @settings(max_examples=100, deadline=None)

@@ -43,9 +43,9 @@ def hardware(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
-    """Calls of `calibrate_here`, which give RATES without measuring."""
+    """Calls of `calibrate_here`, which give RATES: measuring takes a minute."""
     calls: list[EngineConfig] = []
 
     def measure(config: EngineConfig, quiet: bool) -> HardwareProfile:
