@@ -1,4 +1,4 @@
-"""What the memory tests share: a file system call that fails on demand, and a watch over threads left behind."""
+"""What the memory tests share: calls that fail on demand, a watch over threads left behind, tiers and a file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.memory.disk import Syscalls
+from h2o_flexgen.memory.rundir import OffloadDir
+from h2o_flexgen.memory.tiers import Tiers, make_tiers
 
 
 class Faulty(Syscalls):
@@ -54,6 +56,12 @@ def engine_threads() -> list[str]:
 def _no_threads_left() -> Iterator[None]:
     yield
     assert engine_threads() == [], "threads outlived their engine"
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    with OffloadDir(tmp_path / "off") as folder, make_tiers(None, None, None, True, folder) as made:
+        yield made
 
 
 @pytest.fixture
