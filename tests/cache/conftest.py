@@ -1,14 +1,18 @@
-"""Every test of the cache runs with torch's kernels, and again with those in C where they can be had."""
+"""Every test of the cache runs with torch's kernels, and again with those in C where they can be had; a spy on both."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from h2o_flexgen.cache import kv_cache
 from h2o_flexgen.cache.fused import FusedStep
-from h2o_flexgen.kernels.native.attend import available
+from h2o_flexgen.kernels import DecodeAttention, decode_attention
+from h2o_flexgen.kernels.native.attend import NativeAttend, available
 
 needs_native = pytest.mark.skipif(
     not available(torch.float32, 4, torch.device("cpu")), reason="no compiler, or a processor without AVX-512 bfloat16"
@@ -22,3 +26,26 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
         if request.param == "torch":
             patch.setattr(FusedStep, "of", lambda *_: None)
         yield request.param
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[DecodeAttention]:
+    """What every decode attention returned, the row included even where the policy asked for none."""
+    seen: list[DecodeAttention] = []
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, want_row: bool) -> DecodeAttention:
+        result = decode_attention(q, k, v, scale, valid, True)
+        seen.append(result)
+        return result if want_row else DecodeAttention(result.out, None)
+
+    def native_spy(kernel: NativeAttend, number: int, qkv: Any, scale: float, **options: Any) -> Tensor:
+        rows, kv_heads, _ = qkv[1].shape
+        row = options.setdefault("probs", torch.empty(rows, kv_heads, kernel.capacity))
+        out = native_step(kernel, number, qkv, scale, **options)
+        seen.append(DecodeAttention(out, row))
+        return out
+
+    native_step = NativeAttend.step
+    monkeypatch.setattr(NativeAttend, "step", native_spy)
+    monkeypatch.setattr(kv_cache, "decode_attention", spy)
+    return seen
