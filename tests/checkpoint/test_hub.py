@@ -1,37 +1,20 @@
+"""Where a model is found by its name without a download: folders, the cache, built-in sizes, the demo."""
+
 from __future__ import annotations
 
-import json
 import os
 import socket
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
 import pytest
-from huggingface_hub import constants
 
-from h2o_flexgen.checkpoint import download, hub
+from h2o_flexgen.checkpoint import hub
 from h2o_flexgen.checkpoint.hub import resolve_model
-from h2o_flexgen.checkpoint.shards import wanted_files
-from h2o_flexgen.errors import ModelError, StorageError
-from tests.checkpoint.models import CONFIG, INDEX, make_spec, weights, write_config, write_shards, write_single
+from tests.checkpoint.models import CONFIG, make_spec, weights, write_config, write_shards, write_single
+from tests.checkpoint.resolving import COMMIT, not_found
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
@@ -57,13 +40,6 @@ def snapshot(tmp_path: Path, repo: str, revision: str = "main") -> Path:
     folder = base / "snapshots" / COMMIT
     folder.mkdir(parents=True)
     return folder
-
-
-def not_found(*arguments: Any, **options: Any) -> str:
-    with pytest.raises(ModelError) as caught:
-        resolve_model(*arguments, **options)
-    assert caught.value.exit_code == 4
-    return str(caught.value)
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path, no_sockets: list[object]) -> None:
@@ -195,162 +171,6 @@ def test_an_unknown_name_without_weights(no_sockets: list[object]) -> None:
 @pytest.mark.parametrize("name", ["nul\0", "a b", "x" * 200, "me/-mine-", "a--b"])
 def test_names_that_no_model_can_have(name: str, no_sockets: list[object]) -> None:
     assert "cannot be the name of a model" in not_found(name)
-
-
-def test_a_hub_that_refuses_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
-    start = time.monotonic()
-    message = not_found("opt-125m")
-    assert time.monotonic() - start < 4
-    assert "hub: 127.0.0.1 cannot be reached" in message
-    assert "refused" in message
-
-
-def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = threading.Event()
-
-    def wait(*_: object, **__: object) -> None:
-        done.wait()
-        raise OSError("too late")
-
-    monkeypatch.setattr(socket, "create_connection", wait)
-    monkeypatch.setattr(download, "_PROBE_S", 0.1)
-    assert "no answer within 0.1 s" in not_found("opt-125m")
-    done.set()
-
-
-def test_a_proxy_is_what_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-
-    def connect(where: object, **_: object) -> None:
-        asked.append(where)
-        raise OSError("no route")
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.example")
-    for variable in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
-    not_found("opt-125m")
-    assert asked == [("proxy.example", 3128)]
-
-
-@pytest.mark.parametrize(
-    ("names", "wanted"),
-    [
-        (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
-        ([INDEX, "model-00001-of-00001.safetensors", "x/model-00001-of-00001.safetensors", "consolidated.safetensors"],
-         [INDEX, "model-00001-of-00001.safetensors"]),
-        (["pytorch_model.bin", "tf_model.h5"], ["pytorch_model.bin"]),
-        (["pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin", "flax_model.msgpack"],
-         ["pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin"]),
-        (["tf_model.h5"], []),
-    ],
-)  # fmt: skip
-def test_which_files_are_fetched(names: list[str], wanted: list[str]) -> None:
-    assert list(wanted_files(names)) == wanted
-
-
-class _Hub(BaseHTTPRequestHandler):
-    """As much of the hub as a download needs: one model, whose files lie in `folder`."""
-
-    folder: Path
-    fetched: list[str]
-
-    def _send(self, body: bytes, status: int = 200, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def do_GET(self) -> None:
-        names = sorted(path.name for path in self.folder.iterdir())
-        path = self.path.partition("?")[0]
-        if not path.startswith(("/api/models/me/mine", "/me/mine/")):
-            self._send(b'{"error": "Repository not found"}', 404, X_Error_Code="RepoNotFound")
-        elif "/tree/" in path:
-            sizes = {name: (self.folder / name).stat().st_size for name in names}
-            tree = [{"type": "file", "path": name, "size": sizes[name], "oid": name} for name in names]
-            self._send(json.dumps(tree).encode(), Content_Type="application/json")
-        elif path.startswith("/api/"):
-            info = {"id": "me/mine", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
-            self._send(json.dumps(info).encode(), Content_Type="application/json")
-        else:
-            name = path.rpartition("/")[2]
-            if self.command == "GET":
-                self.fetched.append(name)
-            data = (self.folder / name).read_bytes()
-            self._send(data, ETag=f'"{name}"', X_Repo_Commit=COMMIT)
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_: object) -> None:
-        """Quiet."""
-
-
-@pytest.fixture
-def fake_hub(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
-    folder = tmp_path / "served"
-    folder.mkdir()
-    write_config(folder)
-    for name in ("tokenizer.json", "README.md", "model.py"):
-        (folder / name).write_text("{}")
-    (folder / "pytorch_model.bin").write_bytes(b"old")
-    write_shards(folder, weights(make_spec()))
-    handler = type("Hub", (_Hub,), {"folder": folder, "fetched": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-def test_a_download_takes_what_is_needed_and_is_found_again(
-    tmp_path: Path, fake_hub: ThreadingHTTPServer, request: pytest.FixtureRequest
-) -> None:
-    script = (
-        "import sys; from h2o_flexgen.checkpoint.hub import resolve_model\n"
-        "from h2o_flexgen.errors import ModelError\n"
-        "found = resolve_model('me/mine'); print(found.origin, found.folder, found.tokenizer_folder)\n"
-        "found = resolve_model('me/mine', offline=True); print(found.origin)\n"
-        "try: resolve_model('me/other')\n"
-        "except ModelError as error: print(str(error).replace(chr(10), ' '))\n"
-    )
-    environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
-    environment |= {
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_ENDPOINT": f"http://127.0.0.1:{fake_hub.server_port}",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, cwd=request.config.rootpath
-    )
-    assert run.returncode == 0, run.stderr
-    first, second, third = run.stdout.splitlines()
-    folder = tmp_path / "home" / "hub" / "models--me--mine" / "snapshots" / COMMIT
-    assert first == f"hub {folder} {folder}"
-    assert second == "cache"
-    assert "there is no model me/other" in third
-    names = {path.name for path in (tmp_path / "served").iterdir()} - {"README.md", "model.py", "pytorch_model.bin"}
-    assert {path.name for path in folder.iterdir()} == names
-
-
-def test_a_full_disk_is_a_storage_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(download, "_probe", lambda _: None)
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", full)
-    with pytest.raises(StorageError, match="No space left") as caught:
-        resolve_model("me/mine")
-    assert caught.value.exit_code == 6
 
 
 def test_the_demo_is_in_the_package(no_sockets: list[object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
