@@ -1,9 +1,9 @@
-"""Tiny checkpoints, made once per session, and what caches keep while the engine runs."""
+"""Tiny checkpoints, made once per session, a model and an engine of one, and what caches keep while engines run."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from torch import Tensor
@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine import caches
+from h2o_flexgen.engine.llm import LLM
 from tests.engine.compare import History
 from tests.tiny import make_model, save
 
@@ -29,6 +30,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
         return made[name]
 
     return make
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint) -> PreTrainedModel:
+    return checkpoint("opt")[0]
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint) -> Iterator[LLM]:
+    with LLM(checkpoint("opt")[1], dtype="float32") as engine:
+        yield engine
 
 
 @pytest.fixture

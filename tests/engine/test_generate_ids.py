@@ -4,78 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    EosTokenCriteria,
-    GenerationConfig,
-    LogitsProcessor,
-    MaxLengthCriteria,
-    MinLengthLogitsProcessor,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteria,
-    TopKLogitsWarper,
-)
+from transformers import GenerationConfig, PreTrainedModel
 
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.errors import ModelError
-from tests.tiny import VOCAB, prompts_of
-
-PAD, EOS, NEW = 1, 2, 14
-Inputs = tuple[torch.Tensor, torch.Tensor]
-
-
-def padded(lengths: list[int], seed: int = 0) -> Inputs:
-    """Left-padded prompts and their mask."""
-    prompts = prompts_of(lengths, seed=seed)
-    width = max(map(len, prompts))
-    ids = [[PAD] * (width - len(prompt)) + prompt for prompt in prompts]
-    return torch.tensor(ids), torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint) -> PreTrainedModel:
-    return checkpoint("opt")[0]
-
-
-@pytest.fixture(scope="module")
-def llm(checkpoint) -> Iterator[LLM]:
-    with LLM(checkpoint("opt")[1], dtype="float32") as engine:
-        yield engine
-
-
-def same(model: PreTrainedModel, llm: LLM, inputs: Inputs, **settings: Any) -> torch.Tensor:
-    """Both generate, with everything recorded; what they agree on is given back."""
-    ids, mask = inputs
-    recorded = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    expected = model.generate(ids, attention_mask=mask, **settings, **recorded)
-    found = llm.generate_ids(ids, mask, **settings, **recorded)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert found.sequences.dtype == torch.int64
-    new = expected.sequences[:, ids.shape[1] :]
-    # What transformers computes for a row after its eos is the continuation of a sequence that has ended.
-    ended = torch.isin(new, torch.tensor(_eos_of(settings))).int().cumsum(1).roll(1, 1)
-    ended[:, 0] = 0
-    for mine, theirs in ((found.scores, expected.scores), (found.logits, expected.logits)):
-        assert len(mine) == len(theirs) == new.shape[1]
-        for step, (a, b) in enumerate(zip(mine, theirs, strict=True)):
-            going = ended[:, step] == 0
-            torch.testing.assert_close(a[going], b[going], atol=1e-4, rtol=1e-4)
-    assert torch.equal(llm.generate_ids(input_ids=ids, attention_mask=mask, **settings), expected.sequences)
-    return new
-
-
-def _eos_of(settings: dict[str, Any]) -> list[int]:
-    eos = settings.get("eos_token_id", EOS)
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-
-
-RAGGED = [4, 11, 1, 7]
+from tests.engine.against_generate import EOS, NEW, PAD, RAGGED, padded, same
 
 
 @pytest.mark.parametrize("lengths", [RAGGED, [6], [1], [5, 5], [1, 1, 1]], ids=str)
@@ -224,103 +162,6 @@ class TestWhereSettingsComeFrom:
         (folder / "generation_config.json").write_text('{"max_new_tokens": ')
         with pytest.raises(ModelError, match=r"generation_config\.json"):
             LLM(str(folder), dtype="float32")
-
-
-class Favour(LogitsProcessor):
-    """A caller's own: what it favours depends on the ids so far."""
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores = scores.clone()
-        scores[torch.arange(len(ids)), (ids.sum(1) * 7) % VOCAB] += 6.0
-        return scores
-
-
-class StopAfter(StoppingCriteria):
-    """Ends a row after a token of a set."""
-
-    def __init__(self, *tokens: int) -> None:
-        self.tokens = torch.tensor(tokens)
-
-    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.isin(ids[:, -1], self.tokens)
-
-
-class TestCallables:
-    def test_processors(self, model, llm) -> None:
-        same(model, llm, padded(RAGGED), max_new_tokens=NEW, logits_processor=[Favour()], repetition_penalty=1.3)
-
-    @pytest.mark.parametrize(
-        "processor",
-        [RepetitionPenaltyLogitsProcessor(3.0), MinLengthLogitsProcessor(20, EOS), TopKLogitsWarper(1)],
-        ids=lambda processor: type(processor).__name__,
-    )
-    def test_a_processor_of_a_kind_that_an_option_makes_takes_its_place(self, model, llm, processor) -> None:
-        settings = {"repetition_penalty": 1.3, "do_sample": True, "top_k": 1, "min_new_tokens": 3}
-        same(model, llm, padded(RAGGED), max_new_tokens=NEW, logits_processor=[processor], **settings)
-
-    def test_criteria(self, model, llm) -> None:
-        new = same(model, llm, padded([6]), max_new_tokens=NEW, stopping_criteria=[StopAfter(30, 40), StopAfter(89)])
-        assert new.shape[1] < NEW
-
-    def test_a_row_that_a_criterion_stops_is_padded(self, llm) -> None:
-        ids, mask = padded(RAGGED)
-        plain = llm.generate_ids(ids, mask, max_new_tokens=NEW)[:, ids.shape[1] :]
-        token = int(plain[0, 3])
-        found = llm.generate_ids(ids, mask, max_new_tokens=NEW, stopping_criteria=[StopAfter(token)])
-        for row, expected in zip(found[:, ids.shape[1] :].tolist(), plain.tolist(), strict=True):
-            end = expected.index(token) + 1 if token in expected else NEW
-            assert row[:end] == expected[:end]
-            assert set(row[end:]) <= {PAD}
-
-    @pytest.mark.parametrize(
-        "criterion", [MaxLengthCriteria(max_length=19), EosTokenCriteria([8, 89])], ids=lambda c: type(c).__name__
-    )
-    def test_criteria_that_options_make(self, model, llm, criterion) -> None:
-        same(model, llm, padded([6]), max_new_tokens=4, stopping_criteria=[criterion])
-
-    def test_prefix_allowed_tokens(self, model, llm) -> None:
-        def allowed(row: int, ids: torch.Tensor) -> list[int]:
-            return [(len(ids) + row) % VOCAB, (int(ids[-1]) * 3 + row) % VOCAB, 9]
-
-        inputs, settings = padded(RAGGED), {"max_new_tokens": NEW, "forced_eos_token_id": EOS}
-        same(model, llm, inputs, prefix_allowed_tokens_fn=allowed, **settings)
-        same(model, llm, inputs, prefix_allowed_tokens_fn=allowed, suppress_tokens=[9], **settings)
-
-    def test_time_is_up_after_a_token(self, model, llm) -> None:
-        for engine in (model.generate, llm.generate_ids):
-            assert engine(padded([6])[0], max_new_tokens=NEW, max_time=0.0).shape == (1, 7)
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.got: list[list[Any]] = []
-        self.ended = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.got.append(value.tolist())
-
-    def end(self) -> None:
-        self.ended += 1
-
-
-def test_streamer(model, llm) -> None:
-    ids, mask = padded([6])
-    theirs, mine = Recorder(), Recorder()
-    settings = {"attention_mask": mask, "max_new_tokens": NEW, "eos_token_id": 90}
-    model.generate(ids, streamer=theirs, **settings)
-    llm.generate_ids(ids, streamer=mine, **settings)
-    assert mine.got == theirs.got
-    assert mine.ended == theirs.ended == 1
-    with pytest.raises(ValueError, match="a streamer for 4"):
-        llm.generate_ids(*padded(RAGGED), streamer=mine, max_new_tokens=2)
-
-
-def test_a_streamer_ends_when_generation_fails(llm) -> None:
-    recorder = Recorder()
-    with pytest.raises(ZeroDivisionError):
-        llm.generate_ids(padded([6])[0], streamer=recorder, max_new_tokens=3, logits_processor=[lambda i, s: 1 / 0])
-    assert recorder.ended == 1
-    assert llm.generate_ids(padded([6])[0], max_new_tokens=3).shape == (1, 9)
 
 
 def test_after_a_row_has_ended_its_pad_token_is_certain(llm) -> None:

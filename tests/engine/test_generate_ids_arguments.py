@@ -18,12 +18,6 @@ from h2o_flexgen.errors import UsageError
 IDS = torch.tensor([[2, 9, 14, 33]])
 
 
-@pytest.fixture(scope="module")
-def llm(checkpoint) -> Iterator[LLM]:
-    with LLM(checkpoint("opt")[1], dtype="float32") as engine:
-        yield engine
-
-
 REFUSED: dict[str, Any] = {
     "num_beams": 2,
     "num_beam_groups": 2,

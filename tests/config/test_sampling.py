@@ -1,0 +1,71 @@
+"""Settings of sampling: what is refused, what is the same, and what is warned of."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 1.5},
+        {"min_new_tokens": 9, "max_new_tokens": 8},
+        {"temperature": 0.0},
+        {"temperature": float("nan")},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"stop_strings": ("",)},
+        {"num_return_sequences": 2},
+        {"max_new_token": 8},
+        {"min_p": 1.1},
+        {"min_p": None},
+        {"typical_p": 0.0},
+        {"top_h": 0.0},
+        {"epsilon_cutoff": -0.1},
+        {"max_time": -1.0},
+        {"no_repeat_ngram_size": -1},
+        {"suppress_tokens": [-1]},
+        {"suppress_tokens": 5},
+        {"bad_words_ids": [5]},
+        {"bad_words_ids": [[]]},
+        {"sequence_bias": {(1,): "x"}},
+        {"sequence_bias": [[[1], float("nan")]]},
+        {"exponential_decay_length_penalty": (3,)},
+        {"exponential_decay_length_penalty": (3, 0.0)},
+        {"forced_eos_token_id": [4, 5], "suppress_tokens": [5, 4, 6]},
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        SamplingParams.from_kwargs(**settings)
+
+
+def test_an_unknown_setting_names_the_closest() -> None:
+    with pytest.raises(UsageError, match="did you mean 'max_new_tokens'"):
+        SamplingParams.from_kwargs(max_new_token=8)
+
+
+def test_lists_and_tuples_are_the_same_settings() -> None:
+    lists = SamplingParams(bad_words_ids=[[1, 2]], suppress_tokens=[3], sequence_bias={(4,): 1.0}, eos_token_id=[5])
+    tuples = SamplingParams(
+        bad_words_ids=((1, 2),), suppress_tokens=(3,), sequence_bias=(((4,), 1.0),), eos_token_id=(5,)
+    )
+    assert lists == tuples
+    assert hash(lists) == hash(tuples)
+
+
+def test_sampling_settings_without_sampling_are_warned_of_where_they_are_written() -> None:
+    with pytest.warns(UserWarning, match=r"temperature, min_p have no effect without do_sample=True") as caught:
+        SamplingParams(temperature=0.5, min_p=0.1)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SamplingParams(do_sample=True, temperature=0.5, min_p=0.1)
