@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from h2o_flexgen.kernels import triton_tune
 from h2o_flexgen.kernels.triton_tune import Config, fastest
-from tests.kernels.test_triton_decode import Pair, keeps
+from tests.kernels.triton_pair import Pair, keeps
 
 CONFIGS = [Config(64, 4, 2), Config(128, 4, 2), Config(32, 8, 3)]
 

@@ -1,0 +1,127 @@
+"""Caches kept by the Triton decode step and, apart, by torch, compared after every step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
+
+from h2o_flexgen.cache import make_policy
+from h2o_flexgen.cache.clock import RowClock, slots_needed
+from h2o_flexgen.cache.fused import slot_rules
+from h2o_flexgen.cache.ranked import RankedSlots
+from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.kernels import reference
+from h2o_flexgen.kernels.triton_decode import TritonAttend
+from tests.policy_matrix import POLICIES, PolicyRow
+
+Row = tuple[int, Budget]
+CLOSE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def keeps(total: int, recent: int, sinks: int = 0) -> Budget:
+    return Budget(total, total - recent - sinks, recent, sinks, full=False)
+
+
+def holds(total: int) -> Budget:
+    return Budget(total, 0, total, 0, full=True)
+
+
+def copies(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """On the device under test."""
+    return tuple(x.clone().to(DEVICE) for x in tensors)
+
+
+class Pair:
+    """A cache of `rows` of (prompt, budget) with random contents, kept by the kernel and, apart, by torch."""
+
+    def __init__(
+        self,
+        rows: list[Row],
+        *,
+        kv_heads: int = 2,
+        group: int = 1,
+        dim: int = 16,
+        dtype: torch.dtype = torch.float32,
+        window: int | None = None,
+        splits: int | None = None,
+        counts: bool = False,
+    ) -> None:
+        """`counts`: the kernel counts its steps on the device."""
+        self.random = torch.Generator().manual_seed(len(rows) + dim)
+        budgets = [budget for _, budget in rows]
+        capacity = slots_needed(budgets)
+        self.size, self.heads = (len(rows), kv_heads, capacity, dim), kv_heads * group
+        self.clock = RowClock(budgets, capacity, torch.device("cpu"), window)
+        policy = make_policy(PolicyRow("h2o", POLICIES[1].oracle).eviction())
+        self.book = RankedSlots(self.clock, policy, kv_heads, capacity, 0, range(len(rows)))
+        for index, (prompt, budget) in enumerate(rows):
+            self.clock.fill(index, prompt)
+            self.book.fill(slice(index, index + 1), prompt, budget, torch.rand(1, kv_heads, prompt))
+        self.clock.start()
+        self.book.start(rolling=False)
+        self.seen_k, self.seen_v = self.draw(*self.size, dtype=dtype), self.draw(*self.size, dtype=dtype)
+        self.k, self.v = copies(self.seen_k, self.seen_v)
+        self.state = copies(*self.book.ranking)
+        self.kernel = TritonAttend(
+            slot_rules(self.clock, ranked=True),
+            self.size,
+            DEVICE,
+            window=window,
+            ranking=self.state,
+            adds=True,
+            splits=splits,
+        )
+        self.kernel.attach(self.k, self.v)
+        self.dtype, self.window, self.scale = dtype, window, 0.3
+        self.count = torch.zeros(self.size[:2], dtype=torch.int64, device=DEVICE) if counts else None
+
+    def draw(self, *size: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(size, generator=self.random).to(dtype)
+
+    def new(self) -> tuple[Tensor, Tensor, Tensor]:
+        rows, kv_heads, _, dim = self.size
+        q, k, v = (self.draw(rows, n, dim, dtype=self.dtype) for n in (self.heads, kv_heads, kv_heads))
+        return q, k, v
+
+    def step(self) -> None:
+        """One step of both, compared."""
+        q, k, v = self.new()
+        number = self.clock.step if self.count is None else self.count
+        out = self.kernel.step(number, copies(q, k, v), self.scale).cpu()
+        flat, (rows, kv_heads, capacity, dim) = self.book.take(), self.size
+        for held, one in ((self.seen_k, k), (self.seen_v, v)):
+            held.view(-1, dim).index_copy_(0, flat, one.reshape(-1, dim))
+        assert torch.equal(self.kernel.used.cpu(), (flat % capacity).view(rows, kv_heads))
+        valid = self.valid()
+        exact = reference.decode_attention(q, self.seen_k, self.seen_v, self.scale, valid, True)
+        close = CLOSE[self.dtype]
+        torch.testing.assert_close(out, exact.out, atol=close, rtol=close)
+        score, pos, free = (part.cpu() for part in self.state)
+        expected = self.book.score + exact.row
+        assert torch.equal(score == torch.inf, expected == torch.inf)
+        # What lies in slots that nobody reads any more is of no interest; there is none as yet that had a token.
+        torch.testing.assert_close(score, expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(pos, self.book._pos)
+        # With the same scores, to the bit, the same slot goes.
+        self.book.score.copy_(score)
+        self.book.settle(None, self.clock.length)
+        assert torch.equal(free, self.book._free)
+        self.clock.tick()
+        assert self.count is None or (self.count == self.clock.step).all()
+
+    def valid(self) -> Tensor:
+        """Slots that the query sees, by the positions in them."""
+        rows, kv_heads, capacity, _ = self.size
+        valid = torch.zeros(rows, kv_heads, capacity, dtype=torch.bool)
+        limits = zip(self.clock.held, self.clock.limits, self.clock.next_pos, strict=True)
+        for row, (held, limit, now) in enumerate(limits):
+            count = min(held + self.clock.step + 1, limit)
+            first = 0 if self.window is None else now + 1 - self.window
+            valid[row, :, :count] = self.book._pos[row, :, :count] >= first
+        return valid
+
+    def check_contents(self) -> None:
+        assert torch.equal(self.k.cpu(), self.seen_k)
+        assert torch.equal(self.v.cpu(), self.seen_v)
