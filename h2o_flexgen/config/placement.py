@@ -48,18 +48,40 @@ def cache_slots(spec: ModelSpec, workload: Workload, eviction: EvictionConfig) -
 def place(spec: ModelSpec, policy: OffloadPolicy, dtype: str, slots: tuple[int, ...] = ()) -> Placement:
     """Spread the units of each kind over the tiers, evenly over the depth, as close to the shares as whole units come.
 
-    Weights go by bytes in the order of use; caches in the order of compute (layer, then GPU batch), by bytes as well
-    where `slots` says how large each layer's are, see `cache_slots`.
+    Weights go by bytes in the order of use, those of the vocabulary before the layers', see `_place_weights`; caches in
+    the order of compute (layer, then GPU batch), by bytes as well where `slots` says how large each layer's are, see
+    `cache_slots`.
     """
     layers, batches = range(spec.num_layers), range(policy.num_gpu_batches)
     # Caches that are all alike are placed alike, however many slots they have.
     sizes = [count // math.gcd(*slots) for count in slots] or [1] * spec.num_layers
     return Placement(
-        weights=_spread([(group.key, group.nbytes(dtype)) for group in spec.weight_groups], policy.weights),
+        weights=_place_weights(spec, policy.weights, dtype),
         cache=_spread([((layer, batch), sizes[layer]) for layer in layers for batch in batches], policy.cache),
         hidden=_spread([(batch, 1) for batch in batches], policy.hidden),
         slots=slots,
     )
+
+
+def _place_weights(spec: ModelSpec, shares: Mapping[str, float], dtype: str) -> dict[str, str]:
+    """Groups of the vocabulary go to the fastest tier whose share has room for them, layers share what is left.
+
+    Streamed, the vocabulary needs a buffer as large as itself, several times as large as a layer's: each of
+    its bytes that is resident instead saves most of another one.
+    """
+    sizes = {group.key: group.nbytes(dtype) for group in spec.weight_groups}
+    left = {tier: shares.get(tier, 0.0) * sum(sizes.values()) for tier in TIERS}
+    first: dict[str, str] = {}
+    for key in dict.fromkeys(unit.weights for unit in spec.units if unit.layer is None):
+        # Shares are rounded, so that a whole one may lack a part of a byte.
+        home = next((tier for tier in TIERS if left[tier] >= sizes[key] * (1 - 1e-6)), None)
+        if home is not None:
+            first[key] = home
+            left[home] = max(0.0, left[home] - sizes[key])
+    rest = [(key, nbytes) for key, nbytes in sizes.items() if key not in first]
+    whole = sum(left.values())
+    spread = _spread(rest, {tier: nbytes / whole for tier, nbytes in left.items() if nbytes})
+    return {key: first.get(key) or spread[key] for key in sizes}
 
 
 def _spread(items: Iterable[tuple[K, int]], shares: Mapping[str, float]) -> dict[K, str]:

@@ -103,7 +103,7 @@ class _Search:
         self._simulate()
         if not self._found:
             self._last_resort(shapes)
-        best = self._polished(self._choose())
+        best = self._polished(self._farther(self._choose()))
         others = [each for each in self._found.values() if _shape(each)[:2] != _shape(best)[:2]]
         runner_up = min(others, key=_order, default=None)
         return SearchResult(best, runner_up, len(self._bounds), len(self._found), self._marginal(best))
@@ -189,6 +189,15 @@ class _Search:
         among = resident or list(self._found.values())
         close = [each for each in among if each.seconds <= GOOD_ENOUGH * min(other.seconds for other in among)]
         return min(close, key=_plainness)
+
+    def _farther(self, best: Candidate) -> Candidate:
+        """`best`, or its block with weights read further ahead than `_try` had reason to look at."""
+        for lookahead in () if best.resident else self._lookaheads:
+            if lookahead > best.policy.lookahead:
+                for found in self._fitted(replace(_shape(best).policy(self._request), lookahead=lookahead)):
+                    if self._add(found) * GOOD_ENOUGH < best.seconds:  # it takes memory that could be left free
+                        best = found
+        return best
 
     def _polished(self, best: Candidate) -> Candidate:
         """`best`, with units moved one by one as long as that helps; nothing where all are at home."""

@@ -220,6 +220,31 @@ def test_placements_are_spread_over_the_depth() -> None:
         assert 2 <= weights[start : start + 8].count("disk") <= 6
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_vocabulary_has_the_fastest_tier_with_room_for_it(tied: bool) -> None:
+    """And the layers have what is left, spread over the depth."""
+    model = spec(12, vocab=500)
+    model = dataclasses.replace(model, arch=dataclasses.replace(model.arch, tied_head=tied))
+    sizes = {group.key: group.nbytes("float16") for group in model.weight_groups}
+    ends, whole = ["vocab"] if tied else ["embed", "head"], sum(sizes.values())
+
+    def homes(nbytes: float) -> dict[str, str]:
+        cpu = nbytes / whole
+        return dict(place(model, OffloadPolicy(weights={"cpu": cpu, "disk": 1 - cpu}), "float16").weights)
+
+    too_little = homes(0.9 * sizes[ends[0]])
+    assert list(too_little) == list(sizes)
+    assert {too_little[key] for key in ends} == {"disk"}
+    assert "cpu" in too_little.values()
+    one = homes(1.1 * sizes[ends[0]])
+    assert [key for key in ends if one[key] == "cpu"] == ends[:1]
+    of_ends = sum(sizes[key] for key in ends)
+    both = homes((whole + of_ends) / 2)
+    assert {both[key] for key in ends} == {"cpu"}
+    layers = [home for key, home in both.items() if key not in ends]
+    assert all(3 <= layers[start : start + 8].count("cpu") <= 5 for start in (0, 8, 16))
+
+
 def test_placement_is_whole_where_the_share_is() -> None:
     placement = place(spec(3), OffloadPolicy.from_percent((100, 0, 0, 100, 0, 0)), "float16")
     assert set(placement.weights.values()) == {"gpu"}
