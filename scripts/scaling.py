@@ -69,7 +69,8 @@ def _batch(args: argparse.Namespace) -> Iterator[Record]:
 def _stream(args: argparse.Namespace) -> Iterator[Record]:
     rows, prompt, new, xs = (2, 16, 4, (1, 2)) if args.quick else (8, 64, 16, (1, 2, 4, 8))
     title = f"{_name(args.model)}, weights on disk, {rows} sequences each, {prompt}+{new} tokens"
-    disk = ["--weights-placement", "disk=1", "--offload-dir", str(args.offload_dir)]
+    disk = ["--weights-placement", "disk=1"]
+    disk += ["--offload-dir", str(args.offload_dir)] if args.offload_dir else []
     return _lines("stream", title, xs, lambda x: [*_work(args.model, rows, x, prompt, new), *disk])
 
 
@@ -182,7 +183,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few small points")
     parser.add_argument("--model", default="opt-125m", help="of batch, stream and budget (default: opt-125m)")
     parser.add_argument("--long-model", help="of the others, a rotary one (default: a LLaMA of that size)")
-    parser.add_argument("--offload-dir", type=Path, default=Path("~/.cache/h2o_flexgen/offload").expanduser())
+    parser.add_argument("--offload-dir", type=Path, help="of weights on disk (default: the engine's own)")
     parser.add_argument("--output", type=Path, default=default_output("scaling"))
     args = parser.parse_args(argv)
     args.panels = [name.strip() for name in args.panels.split(",") if name.strip()]
@@ -202,7 +203,8 @@ def main(argv: list[str] | None = None) -> int:
     points = [point for name in args.panels for point in PANELS[name](args)]
     for point in points:
         point["name"] = f"{point['panel']}: {point['title']}; {point['line']}, {point['x']}"
-    args.offload_dir.mkdir(parents=True, exist_ok=True)
+    if args.offload_dir:
+        args.offload_dir.mkdir(parents=True, exist_ok=True)
     failed = repeat(store, points, args.repetitions, measure, "name")
     print(store.write(table(store.records)))
     if store.records:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,6 +67,20 @@ def test_a_file_is_an_idea() -> None:
     lengths = {str(path.relative_to(PACKAGE)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     long = {name: lines for name, lines in lengths.items() if lines > FILE_LINES}
     assert set(long) == set(LONG_FILES), f"over {FILE_LINES} lines: {long}"
+
+
+def test_a_test_file_is_one_too() -> None:
+    tests = (ROOT / "tests").rglob("*.py")
+    long = {path.name: lines for path in tests if (lines := len(path.read_text().splitlines())) > FILE_LINES}
+    assert not long, f"over {FILE_LINES} lines: {long}"
+
+
+def test_records_name_no_folder_of_somebody() -> None:
+    """Whoever reads them has none of it, and whoever made them need not tell. `results/local` is not committed."""
+    records = [path for path in (ROOT / "results").rglob("*.json*") if "local" not in path.parts]
+    assert records
+    telling = [path.name for path in records if re.search(r'"/(root|home|tmp|work|data)/', path.read_text())]
+    assert not telling, f"absolute paths in {telling}"
 
 
 def test_a_function_fits_a_screen() -> None:
