@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from demo_rows import BOS, CONTEXT, Corpus
-from demo_text import story
+from demo_story import story
 from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 if TYPE_CHECKING:

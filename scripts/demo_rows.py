@@ -7,7 +7,9 @@ from random import Random
 from typing import NamedTuple
 
 import torch
-from demo_text import Fact, Span, draw_facts, load_source, recall_passage, sentences_of, split_heldout, story
+from demo_facts import Fact, Span, draw_facts, recall_passage
+from demo_sources import load_source, sentences_of, split_heldout
+from demo_story import story
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from random import Random
 
 from demo_rows import BOS, Corpus
-from demo_text import split_heldout, story
+from demo_sources import split_heldout
+from demo_story import story
 
 HELD_SEED = 77
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "idle_test", "pydoc_data", "lib2to3", "__pycache__"}

@@ -5,8 +5,7 @@ dense recall until copying emerges, then rows of the full context). Matrices are
 on float32 masters of a bfloat16 model. Every step draws its own seeded batch, so a resumed run sees the same data.
 What this writes: the model in --out, its figures and loss curve in --docs; --work keeps checkpoints between runs.
 
-    python scripts/train_demo.py --text kjv.txt python-docs
-    python scripts/train_demo.py --text kjv.txt python-docs --evaluate
+    python scripts/train_demo.py --text kjv.txt python-docs [--evaluate]
 
 kjv.txt: `bible -f <<< gen1:1-rev22:21 > kjv.txt` (Debian packages bible-kjv and bible-kjv-text, public domain).
 python-docs: `ln -s /usr/share/doc/python3.11/html/_sources python-docs` (Debian package python3.11-doc, PSF licence).

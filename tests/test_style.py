@@ -69,9 +69,10 @@ def test_a_file_is_an_idea() -> None:
     assert set(long) == set(LONG_FILES), f"over {FILE_LINES} lines: {long}"
 
 
-def test_a_test_file_is_one_too() -> None:
-    tests = (ROOT / "tests").rglob("*.py")
-    long = {path.name: lines for path in tests if (lines := len(path.read_text().splitlines())) > FILE_LINES}
+@pytest.mark.parametrize("folder", ["tests", "scripts"])
+def test_so_is_a_file_beside_the_package(folder: str) -> None:
+    files = (ROOT / folder).rglob("*.py")
+    long = {path.name: lines for path in files if (lines := len(path.read_text().splitlines())) > FILE_LINES}
     assert not long, f"over {FILE_LINES} lines: {long}"
 
 
