@@ -82,7 +82,8 @@ def _load(file: CheckpointFile, problems: Problems) -> dict[str, torch.Tensor] |
         )
         return None
     except Exception as error:  # for a damaged archive torch.load raises nearly anything
-        problems.add(f"{file.name} cannot be read: {str(error).strip().splitlines()[0][:200]}", download=True)
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]  # some have no message
+        problems.add(f"{file.name} cannot be read: {said[:200]}", download=True)
         return None
     plain = isinstance(state, Mapping) and all(isinstance(value, torch.Tensor) for value in state.values())
     if not plain or any(value.device.type != "cpu" or value.layout != torch.strided for value in state.values()):

@@ -96,6 +96,15 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     assert "its tensors are compressed" in refused(tmp_path)
 
 
+def test_a_fault_without_a_message_is_named_by_its_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> object:
+        raise EOFError
+
+    torch.save(weights(make_spec()), tmp_path / BIN)
+    monkeypatch.setattr(torch, "load", fail)
+    assert f"{BIN} cannot be read: EOFError" in refused(tmp_path)
+
+
 def test_random_damage_never_crashes(tmp_path: Path) -> None:
     spec, chance, accepted = make_spec(), random.Random(3), 0
     torch.save(weights(spec), tmp_path / BIN)
