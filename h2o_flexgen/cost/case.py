@@ -23,6 +23,7 @@ class Case:
     """One block of a workload whose sequences all have its lengths, under one plan, on one machine.
 
     compute_tier: "cpu" or "gpu". rows: the sequences of each GPU batch; left out, those of the workload's first block.
+    later: another block of the call came before it, whose memory its caches get.
     """
 
     spec: ModelSpec
@@ -34,6 +35,7 @@ class Case:
     dtype: str
     compute_tier: str
     rows: tuple[int, ...] = ()
+    later: bool = False
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -161,9 +163,9 @@ class Case:
             rolling=self.eviction.rolling_positions,
         )
 
-    def with_rows(self, rows: tuple[int, ...]) -> Self:
+    def with_rows(self, rows: tuple[int, ...], *, later: bool = False) -> Self:
         """The same plan for a block of other GPU batches, no more of them than the policy has."""
-        return replace(self, rows=rows)
+        return replace(self, rows=rows, later=later)
 
 
 def block_rows(sequences: int, policy: OffloadPolicy) -> list[tuple[int, ...]]:

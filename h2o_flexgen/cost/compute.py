@@ -182,7 +182,8 @@ class Compute:
         rates, kept = case.profile.rates(device), min(case.workload.prompt_len, case.budgets[layer].total)
         copied = 4 * case.rows[batch] * kept * case.kv_width * case.itemsize
         parts = {"elementwise": copied / rates.elementwise_bytes_per_s}
-        if rates.fresh_bytes_per_s is not None and (layer, batch) not in case.shape.cache_moves:
+        resident = (layer, batch) not in case.shape.cache_moves
+        if rates.fresh_bytes_per_s is not None and resident and not case.later:
             parts["fresh memory"] = self._moves.cache_bytes(layer, batch) / rates.fresh_bytes_per_s
         return parts
 

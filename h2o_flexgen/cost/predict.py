@@ -46,8 +46,11 @@ class Prediction(Rates):
 
 def predict(model: CostModel) -> Prediction:
     """All blocks of the workload under the plan of `model`, whatever block that is of."""
-    shapes = Counter(block_rows(model.workload.num_sequences, model.policy))
-    simulated = [(simulate(model.with_rows(rows)), count) for rows, count in shapes.items()]
+    first, *others = block_rows(model.workload.num_sequences, model.policy)
+    # Where new memory costs nothing, a later block is like the first.
+    priced = any(rates.fresh_bytes_per_s is not None for rates in model.profile.compute.values())
+    shapes = Counter([(first, model.later), *((rows, model.later or priced) for rows in others)])
+    simulated = [(simulate(model.with_rows(rows, later=later)), count) for (rows, later), count in shapes.items()]
     busy, moved = defaultdict[str, float](float), Counter[str]()
     for block, count in simulated:
         for resource, seconds in block.busy.items():

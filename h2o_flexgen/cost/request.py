@@ -112,6 +112,7 @@ class SearchRequest:
             self.dtype,
             self.compute_tier,
             rows,
+            later=self.endless,
         )
 
     def over(self, foot: Footprint) -> dict[str, int]:

@@ -214,7 +214,7 @@ class LLM:
         runner = self._runner(loaded, sampler)
         runner.on_tokens = partial(self._count_tokens, asked - sum(row.max_new_tokens for row in rows), asked)
         waiting, size = Waiting(in_order(rows, self._shares)), plan.policy.gpu_batch_size
-        with meter.over(loaded):
+        with meter.over(loaded), loaded.keeping_memory():
             while waiting:
                 first = waiting.take(plan.policy.block_size)
                 block = [first[i : i + size] for i in range(0, len(first), size)]

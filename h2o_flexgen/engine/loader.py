@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -70,6 +70,14 @@ class Loaded:
         """Peak bytes per tier, fastest first; of the gpu that held most."""
         peaks = [stage.tiers.peaks() for stage in self.stages]
         return {tier: max(each[tier] for each in peaks) for tier in peaks[0]}
+
+    @contextmanager
+    def keeping_memory(self) -> Iterator[None]:
+        """Within, each block gets the host memory that the one before it had, where it asks for as much."""
+        with ExitStack() as stack:
+            for tier in {stage.tiers.cpu for stage in self.stages} | {stage.tiers.compute for stage in self.stages}:
+                stack.enter_context(tier.keeping())
+            yield
 
     def close(self) -> None:
         self.resources.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -14,6 +15,7 @@ from h2o_flexgen.memory.ledger import Ledger
 from h2o_flexgen.memory.pages import Block, DeviceMemory, HostMemory, Memory
 from h2o_flexgen.memory.pinned import Pin, PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
+from h2o_flexgen.memory.spare import Spare
 
 __all__ = ["Buffer", "DiskTier", "Ledger", "Region", "Tier", "Tiers", "make_tiers"]
 
@@ -21,7 +23,8 @@ __all__ = ["Buffer", "DiskTier", "Ledger", "Region", "Tier", "Tiers", "make_tier
 class Buffer:
     """A lease on bytes of a tier: `tensor` is 1-D uint8 of `nbytes`, page-aligned on the host, zeroed there.
 
-    `release` (or leaving the `with` block) gives the memory back to the system at once, whoever still holds a view.
+    `release` (or leaving the `with` block) gives the memory back to the system at once, whoever still holds a view; or
+    to the tier, see `Tier.keeping`.
     """
 
     def __init__(self, tier: Tier, nbytes: int, what: str, block: Block, unlock: Callable[[], None]) -> None:
@@ -46,8 +49,7 @@ class Buffer:
         block, self._block = self._block, None
         if block is not None:
             self._unlock()
-            block.release()
-            self.tier.give_back(self)
+            self.tier.give_back(self, block)
 
     def __enter__(self) -> Buffer:
         return self
@@ -67,6 +69,7 @@ class Tier(Ledger):
         self.device = memory.device
         self._memory, self._pins = memory, pins
         self._live: set[Buffer] = set()
+        self._spare = Spare()
 
     def allocate(self, nbytes: int, what: str, pin: Pin = Pin.IF_ROOM) -> Buffer:
         """`nbytes` for `what`. PlanError naming tier, what, needed and free where they do not fit.
@@ -75,7 +78,10 @@ class Tier(Ledger):
         """
         self.charge(page_ceil(nbytes), what)
         try:
-            block = self._memory.allocate(nbytes)
+            block = self._spare.take(nbytes)
+            if block is None:
+                self._spare.shrink(self.peak - self.used)
+                block = self._memory.allocate(nbytes)
             unlock = _nothing if self._pins is None else self._pins.lock(block.tensor, pin)
             buffer = Buffer(self, nbytes, what, block, unlock)
         except BaseException:
@@ -84,15 +90,32 @@ class Tier(Ledger):
         self._live.add(buffer)
         return buffer
 
-    def give_back(self, buffer: Buffer) -> None:
+    def give_back(self, buffer: Buffer, block: Block) -> None:
         """Called by Buffer.release."""
         self._live.discard(buffer)
+        if not self._spare.put(buffer.nbytes, block):
+            block.release()
         self.refund(page_ceil(buffer.nbytes), buffer.what)
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Within, host memory that is given back waits for the next buffer of its size.
+
+        What waits is not counted as used; with what is used it never exceeds the most that was used at once.
+        """
+        # A GPU's memory is kept by torch, which also knows what its streams are still using.
+        if self.device.type == "cpu":
+            self._spare.open()
+        try:
+            yield
+        finally:
+            self._spare.close()
 
     def close(self) -> None:
         """Release whatever is still allocated."""
         for buffer in tuple(self._live):
             buffer.release()
+        self._spare.close()
 
 
 class Tiers:

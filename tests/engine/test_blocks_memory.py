@@ -1,0 +1,43 @@
+"""Blocks of one call share their host memory, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.memory.pages import Block, HostMemory
+from tests.tiny import prompts_of
+
+LENGTH, NEW = 24, 6
+
+
+@pytest.mark.parametrize(("cache", "gpu"), [("cpu", None), ("gpu", "1GiB"), ("cpu", "1GiB")])
+@pytest.mark.parametrize("eviction", ["full", "h2o"])
+def test_later_blocks_ask_the_system_for_no_memory(
+    eviction: str, cache: str, gpu: str | None, checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    allocate = HostMemory.allocate
+
+    def counted(memory: HostMemory, nbytes: int) -> Block:
+        asked.append(nbytes)
+        return allocate(memory, nbytes)
+
+    monkeypatch.setattr(HostMemory, "allocate", counted)
+    _, folder = checkpoint("opt")
+    prompts = prompts_of([LENGTH] * 6)
+    config = EvictionConfig(eviction, **({} if eviction == "full" else {"ratio": 0.5}))
+    policy = {"gpu_batch_size": 2, "num_gpu_batches": 1, "cache": {cache: 1.0}}
+
+    def tokens(prompts: list[list[int]]) -> list[list[int]]:
+        asked.clear()
+        with LLM(folder, dtype="float32", eviction=config, policy=policy, emulate_gpu=gpu) as llm:
+            return [output.token_ids for output in llm.generate(prompts, max_new_tokens=NEW, ignore_eos=True)]
+
+    one_by_one = [row for start in (0, 2, 4) for row in tokens(prompts[start : start + 2])]
+    of_one_block = len(asked)
+    assert tokens(prompts) == one_by_one, "what a block left behind is nowhere in the next"
+    assert len(asked) == of_one_block

@@ -1,0 +1,92 @@
+"""Memory of one block that serves the next."""
+
+from __future__ import annotations
+
+import pytest
+
+from h2o_flexgen.memory.pages import HostMemory
+from h2o_flexgen.memory.spare import Spare
+from h2o_flexgen.memory.tiers import Tier
+from tests.memory.test_tiers import resident
+
+MIB = 1 << 20
+
+
+def filled(tier: Tier, nbytes: int) -> int:
+    """Allocates, writes and releases; the address that it was at."""
+    with tier.allocate(nbytes, "kv cache") as buffer:
+        buffer.tensor.fill_(7)
+        return buffer.tensor.data_ptr()
+
+
+def test_memory_that_was_given_back_serves_the_next_buffer_of_its_size() -> None:
+    tier = Tier("cpu", None, HostMemory())
+    with tier.keeping():
+        place = filled(tier, 5 * MIB + 1)
+        assert (tier.used, tier.peak) == (0, 5 * MIB + 4096), "what waits is not in use"
+        again = tier.allocate(5 * MIB + 1, "kv cache")
+        assert again.tensor.data_ptr() == place
+        assert int(again.tensor.sum()) == 0, "buffers are zeroed"
+        other = tier.allocate(5 * MIB + 1, "kv cache")
+        assert other.tensor.data_ptr() != place, "one buffer at a time"
+    tier.close()
+
+
+def test_what_waits_never_adds_to_the_peak() -> None:
+    tier = Tier("cpu", None, HostMemory())
+    empty = resident()
+    with tier.keeping():
+        filled(tier, 64 * MIB)
+        assert resident() - empty > 60 * MIB
+        with tier.allocate(30 * MIB, "hidden states") as half:
+            half.tensor.fill_(1)
+            assert resident() - empty < 40 * MIB, "64 + 30 MiB would be more than there ever was"
+        with tier.allocate(40 * MIB, "hidden states") as more:
+            more.tensor.fill_(1)
+            assert resident() - empty < 70 * MIB
+        assert tier.peak == 64 * MIB
+    assert resident() - empty < 10 * MIB, "afterwards everything is the system's again"
+
+
+def test_several_sizes_wait_side_by_side() -> None:
+    tier = Tier("cpu", None, HostMemory())
+    sizes = [4096, 8192, 8192, 12288]
+    with tier.keeping():
+        buffers = [tier.allocate(size, "kv cache") for size in sizes]
+        places = {(buffer.nbytes, buffer.tensor.data_ptr()) for buffer in buffers}
+        for buffer in buffers:
+            buffer.release()
+        again = [tier.allocate(size, "kv cache") for size in reversed(sizes)]
+        assert {(buffer.nbytes, buffer.tensor.data_ptr()) for buffer in again} == places
+        for buffer in again:
+            buffer.release()
+
+
+def test_outside_of_it_nothing_waits() -> None:
+    spare, memory = Spare(), HostMemory()
+    block = memory.allocate(4096)
+    assert not spare.put(4096, block)
+    spare.open()
+    assert spare.put(4096, block)
+    assert not spare.put(0, memory.allocate(0)), "nothing is worth nothing"
+    assert spare.nbytes == 4096
+    assert spare.take(8192) is None
+    spare.close()
+    assert spare.nbytes == 0
+    assert spare.take(4096) is None
+
+
+def test_an_error_within_gives_everything_back() -> None:
+    tier = Tier("cpu", None, HostMemory())
+    empty = resident()
+
+    def fails() -> None:
+        with tier.keeping():
+            filled(tier, 32 * MIB)
+            raise RuntimeError("a block failed")
+
+    with pytest.raises(RuntimeError, match="block"):
+        fails()
+    assert resident() - empty < 8 * MIB
+    filled(tier, 32 * MIB)
+    assert resident() - empty < 8 * MIB, "and nothing waits any more"
