@@ -48,8 +48,10 @@ class TickAttention:
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One decode step where the cache lives; the new tokens' q, k, v go there and the answer comes back."""
-        place = q.device if self.cache is None else self.cache.device
         q, k, v = self.turned(q, k, v)
+        if self.cache is None or self.cache.device == q.device:
+            return self.attend(q, k, v)
+        place = self.cache.device
         return self.attend(q.to(place), k.to(place), v.to(place)).to(q.device)
 
     def turned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -219,7 +219,8 @@ class Executor:
         lane.hidden = self._m.decoder.embed(weights, tokens, positions)
 
     def _mlp(self, lane: Lane, weights: Weights) -> None:
-        for part in lane.take_hidden().split(lane.chunk):
+        hidden = lane.take_hidden()
+        for part in (hidden,) if hidden.shape[0] <= lane.chunk else hidden.split(lane.chunk):
             self._m.decoder.mlp(weights, part)
 
     def _attend(self, layer: int, lane: Lane, weights: Weights, cache: LaneCache, task: Task | None = None) -> None:

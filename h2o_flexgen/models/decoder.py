@@ -120,7 +120,8 @@ class Decoder:
         x = self._before(w, hidden)
         d, heads = self.spec.head_dim, self._heads
         if "qkv.weight" in w:
-            q, k, v = linear(x, w["qkv.weight"], w.get("qkv.bias")).view(len(x), sum(heads), d).split(heads, dim=1)
+            joined = linear(x, w["qkv.weight"], w.get("qkv.bias"))
+            q, k, v = joined.view(x.shape[0], -1, d).split_with_sizes(heads, 1)
         else:
             apart = (linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
             q, k, v = (t.view(len(x), count, d) for t, count in zip(apart, heads, strict=True))
