@@ -19,7 +19,10 @@ def cap_problem() -> str | None:
     if not MEMCAP.is_file():
         return "scripts/memcap.sh is not there: it comes with the repository, not with the package"
     tried = subprocess.run([str(MEMCAP), "64M", "--", "true"], capture_output=True, text=True, check=False)
-    return None if tried.returncode == 0 else tried.stderr.strip().splitlines()[-1].removeprefix("memcap: ")
+    if tried.returncode == 0:
+        return None
+    said = tried.stderr.strip() or f"{MEMCAP.name} ended with {tried.returncode}, and said nothing"
+    return said.splitlines()[-1].removeprefix("memcap: ")
 
 
 def cap_command(limit: int, cold: Sequence[Path], report: Path) -> list[str]:

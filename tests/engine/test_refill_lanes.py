@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -86,6 +87,15 @@ def test_few_row_steps_are_computed_in_vain(checkpoint, monkeypatch: pytest.Monk
         assert sum(new) <= computed <= 1.25 * sum(new), shape
 
 
+@pytest.fixture
+def frozen() -> Iterator[None]:
+    """Of what other tests left nothing is looked at again and again by the collector."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("frozen")
 def test_memory_does_not_grow(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many refills tiers hold what they held at first, and of a layer's caches only the last ones live on."""
     living: weakref.WeakSet[KVCache] = weakref.WeakSet()
@@ -99,7 +109,6 @@ def test_memory_does_not_grow(checkpoint, monkeypatch: pytest.MonkeyPatch) -> No
         living.add(self)
 
     monkeypatch.setattr(KVCache, "__init__", counted)
-    gc.freeze()  # of all that other tests left nothing is looked at again and again
     with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.4), shape) as llm:
         held: list[dict[str, int]] = []
         for _ in llm.stream(prompts_of(LENGTHS * 6), _params() * 6):
@@ -111,7 +120,6 @@ def test_memory_does_not_grow(checkpoint, monkeypatch: pytest.MonkeyPatch) -> No
         planned = llm.last_plan.footprint.total("cpu") - llm.last_plan.request.baseline
         assert llm.last_record.peak_bytes["cpu"] <= planned
     gc.collect()
-    gc.unfreeze()
     assert not living
 
 
