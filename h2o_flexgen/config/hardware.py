@@ -117,9 +117,9 @@ class ComputeRates:
     graph_tick_s        the same of decode steps that are recorded once and launched as a whole (`schedule.recorded`):
                         seconds over a tick's tokens, of whatever unit, their mean. None: no steps are recorded
     sample_s            of choosing one row's token, greedily, beside the output head's product
-    fresh_bytes_per_s   of the first write to memory that the system has just given, as every block's caches are on a
-                        CPU: its pages have to be found and zeroed, which may be slower than a disk. None: no slower
-                        than `elementwise_bytes_per_s`
+    fresh_bytes_per_s   of the first write to memory that the system has just given, as the caches of a call's first
+                        block are on a CPU: its pages have to be found and zeroed, which may be slower than a disk.
+                        None: no slower than `elementwise_bytes_per_s`
     """
 
     gemm_flops: Curve

@@ -24,9 +24,9 @@ class Compute:
     """The compute ticks of one case.
 
     "products" are GEMMs; "attention" includes the cache's own work; "elementwise" are norms, activations, residuals,
-    rotations and copies; "fresh memory" is the first write of a resident cache; "moving state" is what the computing
-    thread does for caches and hidden states that move, and for answers of the host; "overhead" is what a tick takes
-    beside; "sampling" chooses.
+    rotations and copies; "fresh memory" is the first write of a resident cache, in the first block of a call; "moving
+    state" is what the computing thread does for caches and hidden states that move, and for answers of the host;
+    "overhead" is what a tick takes beside; "sampling" chooses.
     """
 
     def __init__(self, case: Case) -> None:

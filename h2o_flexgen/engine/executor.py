@@ -220,6 +220,7 @@ class Executor:
 
     def _mlp(self, lane: Lane, weights: Weights) -> None:
         hidden = lane.take_hidden()
+        # Decode steps are one part always, and torch's split is a wrapper in Python.
         for part in (hidden,) if hidden.shape[0] <= lane.chunk else hidden.split(lane.chunk):
             self._m.decoder.mlp(weights, part)
 
