@@ -166,11 +166,14 @@ def _sample(model: CostModel) -> _Sample:
 
     Caches that move are written home after the prompt and at rewrites, and reads wait for that: one step is held up,
     and in the next the link is ahead with what it read meanwhile. A typical step then has half as many new tokens to
-    apply as there can be. Where steps are recorded, those before the first that is only launched stand for themselves.
+    apply as there can be. Where steps are recorded, those before the first that is only launched stand for themselves,
+    as do those in which reads of several units ahead get into their rhythm.
     """
     last, moves = model.steps - 1, bool(model.shape.cache_moves)
     alone = FIRST_REPLAYED - 1 if model.recorded else 2 if moves else 1
-    if last <= (5 if moves else alone + 2):
+    if model.shape.streamed and model.policy.lookahead > 1:
+        alone = max(alone, model.policy.lookahead + 1)
+    if last <= max(5 if moves else 0, alone + 2):
         return _Sample(tuple(range(1, last)), (last,) if last else ())
     usual = REWRITE_EVERY // 2 if moves else alone + 1
     typical = {min(usual, last)}
