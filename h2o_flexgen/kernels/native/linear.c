@@ -2,7 +2,7 @@
 
    What bounds such a product is how fast its weights come from memory, up to about 12 rows, and the dot product
    instruction beyond that. So:
-   - Weights are read in the order they lie in, once: every thread streams one stretch of outputs.
+   - Weights are read in the order they lie in, once: threads take pieces of outputs in turns, and stream each.
    - A tile of rows x outputs keeps its sums in registers, 16 partial sums each, folded into one at the end. Up to 4 rows
      make one tile; more are cut into several, which pass over 6 outputs one after another while these are in the cache.
    - The processor's own prefetching gives up at the end of every row of a tile. Each tile asks for a share of the next
@@ -26,7 +26,8 @@ enum {
     TILE_OUTS = 6,    /* its outputs, where there are several */
     BLOCK_ROWS = 128, /* sums are collected for so many rows and */
     BLOCK_OUTS = 48,  /* outputs, then finished: a multiple of 16 and of the outputs of any tile */
-    GRAIN = 24,       /* threads share the outputs in multiples of this */
+    PIECE = 1 << 19,  /* bytes of weights that a thread takes at a time, less where it would take */
+    TURNS = 4,        /* fewer times than this */
     ALONE = 1 << 16,  /* products that one thread does sooner than two can agree on it */
 };
 
@@ -151,8 +152,8 @@ static void sum_rows(Place at, Cut cut, int outs) {
     }
 }
 
-/* All outputs from `first` to `last`, for at most BLOCK_ROWS rows from `row` on. */
-static void stretch(const Product *p, long row, long rows, long first, long last) {
+/* All outputs from `first` to `last`, for at most BLOCK_ROWS rows from `row` on; `following`: the output to go on at. */
+static void stretch(const Product *p, long row, long rows, long first, long last, long following) {
     float sums[BLOCK_ROWS * BLOCK_OUTS] __attribute__((aligned(64)));
     const int tiles = (int)((rows + TILE_ROWS - 1) / TILE_ROWS);
     const Cut cut = {tiles, (int)rows / tiles, (int)rows % tiles};
@@ -161,12 +162,28 @@ static void stretch(const Product *p, long row, long rows, long first, long last
         const long end = block + BLOCK_OUTS < last ? block + BLOCK_OUTS : last;
         for (long o = block, n; o < end; o += n) {
             n = end - o >= outs ? outs : 1;
-            const bf16 *w = p->w + o * p->ins;
-            const Place at = {p->x + row * p->x_stride, w,     p->ins, p->x_stride,
-                              sums + (o - block),       (const char *)(w + n * p->ins)};
+            const bf16 *w = p->w + o * p->ins, *ahead = o + n < last ? w + n * p->ins : p->w + following * p->ins;
+            const Place at = {p->x + row * p->x_stride, w, p->ins, p->x_stride, sums + (o - block), (const char *)ahead};
             sum_rows(at, cut, (int)n);
         }
         finish(p, sums, BLOCK_OUTS, row, rows, block, end - block);
+    }
+}
+
+/* How many outputs a thread takes at a time: whole blocks of them. */
+static long piece_of(const Product *p, int threads) {
+    const long most = PIECE / (p->ins * (long)sizeof(bf16)), share = p->outs / (TURNS * threads);
+    const long blocks = (most < share ? most : share) / BLOCK_OUTS;
+    return (blocks ? blocks : 1) * BLOCK_OUTS;
+}
+
+/* Outputs from `first` to `last` for all rows, which are cut evenly: no part of them is a few that use the weights
+   badly. */
+static void take(const Product *p, long first, long last, long following) {
+    const long parts = (p->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    for (long part = 0; part < parts; part++) {
+        const long row = part * p->rows / parts;
+        stretch(p, row, (part + 1) * p->rows / parts - row, first, last, part + 1 < parts ? first : following);
     }
 }
 
@@ -175,16 +192,17 @@ void linear(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, 
             long y_stride, int wide, int relu, int onto, int threads) {
     const Product p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto};
     if (rows * outs * ins < ALONE) threads = 1;
+    const long piece = piece_of(&p, threads);
+    long next = 0;
 #pragma omp parallel num_threads(threads)
     {
-        const long grains = (outs + GRAIN - 1) / GRAIN, id = omp_get_thread_num(), team = omp_get_num_threads();
-        const long first = id * grains / team * GRAIN, end = (id + 1) * grains / team * GRAIN;
-        const long last = end < outs ? end : outs;
-        /* Rows are cut evenly: no part of them is a few rows that use the weights badly. */
-        const long parts = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-        for (long part = 0; part < parts; part++) {
-            const long row = part * rows / parts;
-            stretch(&p, row, (part + 1) * rows / parts - row, first, last);
+        /* In turns: somebody else may have a processor for a while, and memory serves one of them better than the
+           other. The piece that follows is taken early, so that its first weights are asked for in time. */
+        long first = __atomic_fetch_add(&next, piece, __ATOMIC_RELAXED);
+        while (first < outs) {
+            const long following = __atomic_fetch_add(&next, piece, __ATOMIC_RELAXED);
+            take(&p, first, first + piece < outs ? first + piece : outs, following < outs ? following : first);
+            first = following;
         }
     }
 }
