@@ -28,13 +28,15 @@ class Clock:
 
     A link takes its earliest job whose predecessor (`after`) is done, and drops it for an earlier one that becomes
     ready, as the copy threads do piece by piece. Everything that is busy goes on at a rate that depends on what else
-    is: `slowdown[a][b]` of a HardwareProfile.
+    is: `slowdown[a][b]` of a HardwareProfile. `busy`: seconds of each resource; `moved`: what of its jobs is done by a
+    link, in seconds that it takes alone.
     """
 
     def __init__(self, slowdown: Mapping[str, Mapping[str, float]]) -> None:
         self.now = 0.0
         self.spans: list[Span] = []
         self.busy: defaultdict[str, float] = defaultdict(float)
+        self.moved: defaultdict[str, float] = defaultdict(float)
         self._slowdown = slowdown
         self._queues: dict[str, list[Job]] = {}
         self._running: list[Job] | None = []
@@ -59,11 +61,12 @@ class Clock:
 
     def carry(self, task: Task, link: str, seconds: float) -> None:
         """The computing thread takes something over `link` itself, and what is queued there stands still meanwhile."""
-        start = self.now
+        start, alone = self.now, seconds
         self._held, self._running = link, None
         while seconds > _DONE:
             seconds -= self._pass(seconds)
         self._held, self._running = "", None
+        self.moved[link] += alone
         self.busy["compute"] += self.now - start
         self.busy[link] += self.now - start
         self.spans.append((task, start, self.now, link))
@@ -97,6 +100,7 @@ class Clock:
         self.now += elapsed
         for job, factor in zip(running, factors, strict=False):
             self.busy[job.link] += elapsed
+            self.moved[job.link] += elapsed / factor
             job.left -= elapsed / factor
             if job.left <= _DONE:
                 self._end(job)

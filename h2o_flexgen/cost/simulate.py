@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import takewhile
@@ -81,27 +81,47 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
     walk = Walk(model, sample.steps)
     walk.run(_ticks(model.shape, len(sample.steps)))
     weights = sample.weights(model.steps)
-    decode, busy = 0.0, defaultdict[str, float](float)
-    since, used = 0.0, dict[str, float]()
-    for step, end, total in zip(sample.steps, walk.ends, walk.busy, strict=True):
-        decode += weights[step] * (end - since) if step else 0.0
-        for resource, seconds in total.items():
-            busy[resource] += weights[step] * (seconds - used.get(resource, 0.0))
-        since, used = end, total
+    times = [weights[step] for step in sample.steps]
     prefill = walk.ends[0]
+    decode = _added([{"": end} for end in walk.ends], times)[""] - prefill
+    busy = _added(walk.busy, times)
+    _for_all_bytes(busy, _added(walk.moved, times), model)
     return Simulation(
         sequences=model.sequences,
         prompt_tokens=model.sequences * model.workload.prompt_len,
         generated_tokens=model.sequences * model.workload.gen_len,
         prefill_s=prefill,
         decode_s=decode,
-        busy=dict(busy),
+        busy=busy,
         bytes_moved=dict(model.moves.bytes_moved()),
         bound=bound_of(prefill, decode, busy),
         steps=sample.steps,
         spans=tuple(walk.clock.spans),
         model=model,
     )
+
+
+def _added(by: Sequence[Mapping[str, float]], times: Sequence[float]) -> dict[str, float]:
+    """What all steps add up to, of which those that were simulated left `by` their end; each stands for `times`."""
+    total, before = defaultdict[str, float](float), dict[str, float]()
+    for now, each in zip(by, times, strict=True):
+        for name, seconds in now.items():
+            total[name] += each * (seconds - before.get(name, 0.0))
+        before = dict(now)
+    return dict(total)
+
+
+def _for_all_bytes(busy: dict[str, float], moved: Mapping[str, float], model: CostModel) -> None:
+    """Makes `busy` of links what all their bytes take, not what the steps that were simulated had `moved`.
+
+    While reads ahead fill the buffers, or empty them, a step reads more or less than it uses.
+    """
+    alone = defaultdict[str, float](float)
+    for (link, _), traffic in model.moves.traffic(range(model.steps)).items():
+        alone[link] += traffic.seconds
+    for link, seconds in alone.items():
+        if moved.get(link):
+            busy[link] *= seconds / moved[link]
 
 
 def bound_of(prefill: float, decode: float, busy: Mapping[str, float]) -> Bound:

@@ -63,13 +63,14 @@ class _Homes:
 
 
 class Walk:
-    """One block on the way. `ends`: when each step's last compute ended; `busy`: seconds of each resource by then."""
+    """One block on the way. `ends`: when each step's last compute ended; `busy` and `moved`: of its clock, by then."""
 
     def __init__(self, model: CostModel, steps: Sequence[int]) -> None:
         """`steps`: which step each step of the schedule stands for, and has the prices of."""
         self.clock = Clock(model.profile.slowdown)
         self.ends: list[float] = []
         self.busy: list[dict[str, float]] = []
+        self.moved: list[dict[str, float]] = []
         self._model, self._steps, self._shape = model, steps, model.shape
         self._keys = [unit.weights for unit in model.spec.units]
         self._weights: dict[str, Job | None] = {}
@@ -118,6 +119,7 @@ class Walk:
     def _mark(self) -> None:
         self.ends.append(self.clock.now)
         self.busy.append(self.clock.busy.copy())
+        self.moved.append(self.clock.moved.copy())
 
     def _compute(self, task: Task) -> None:
         self._finish(task.batch)

@@ -52,3 +52,12 @@ def test_reads_several_units_ahead_take_steps_to_get_into_their_rhythm(lookahead
     load = every.bytes_moved["disk->cpu"] / 1e7 / steps  # what the last step does not read ahead any more
     assert few.decode_s == pytest.approx(every.decode_s, abs=load / 2)
     assert few.busy["disk->cpu"] == pytest.approx(every.busy["disk->cpu"], rel=0.02, abs=2 * load)
+
+
+def test_links_are_busy_with_all_their_bytes() -> None:
+    """A disk that is hardly faster than the products fills its buffers for longer than any steps that stand apart."""
+    links = {name: LinkRate(1e7 if name == "disk->cpu" else 1e6, 1e-5) for name in LINKS}
+    policy = OffloadPolicy(1, 3, {"cpu": 0.5, "disk": 0.5}, lookahead=2)
+    model = model_of(policy, workload=Workload(24, 34), machine=profile(links=links))
+    alone = sum(traffic.seconds for (link, _), traffic in model.moves.traffic(range(34)).items() if link == "disk->cpu")
+    assert simulate(model).busy["disk->cpu"] == pytest.approx(alone)
