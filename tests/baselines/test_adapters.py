@@ -58,7 +58,7 @@ def test_both_give_the_same_tokens(work, capsys) -> None:
     for outcome in (ours, theirs):
         assert outcome.prefill_s > 0
         assert outcome.decode_s > 0
-        assert outcome.prefill_s + outcome.decode_s == pytest.approx(outcome.total_s, rel=0.5)
+        assert outcome.prefill_s + outcome.decode_s <= outcome.total_s
         assert "torch" in outcome.versions
     assert theirs.detail["attention"] == "sdpa"
     assert theirs.detail["threads"] == 1
