@@ -66,11 +66,13 @@ run() { # COMMAND...: in the group from its first instruction; sets code
   bash -c 'echo $$ >"$1" || exit 125; shift; exec "$@"' memcap "$group/cgroup.procs" "$@" <&0 &
   local child=$!
   set +m
-  trap 'kill -INT -- -$child' INT
-  trap 'kill -TERM -- -$child' TERM
-  code=0
-  wait $child || code=$?
-  while kill -0 $child 2>/dev/null; do code=0; wait $child || code=$?; done # a signal ended the wait, not the command
+  local signalled=yes
+  trap 'signalled=yes; kill -INT -- -$child || true' INT
+  trap 'signalled=yes; kill -TERM -- -$child || true' TERM
+  while [ $signalled = yes ]; do # a signal ends the wait, not always the command
+    signalled=no code=0
+    wait $child || code=$?
+  done
 }
 
 counter() { awk -v name="$2" '$1 == name { print $2 }' "$group/$1"; } # FILE NAME

@@ -95,6 +95,22 @@ def test_signals_reach_the_command_and_nothing_stays() -> None:
     assert not _group_of(process.pid)
 
 
+@needs_groups
+def test_the_exit_code_of_a_command_that_ends_while_its_signal_is_passed_on(tmp_path: Path) -> None:
+    slow = tmp_path / "slow.sh"
+    slow.write_text('kill() { local code=0; builtin kill "$@" || code=$?; sleep 0.5; return $code; }')
+    process = subprocess.Popen(
+        [SCRIPT, "64M", "--", sys.executable, "-c", PATIENT],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "BASH_ENV": str(slow)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"on\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 42
+    process.stdout.close()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
