@@ -58,7 +58,7 @@ def test_both_give_the_same_tokens(work, capsys) -> None:
     for outcome in (ours, theirs):
         assert outcome.prefill_s > 0
         assert outcome.decode_s > 0
-        assert outcome.prefill_s + outcome.decode_s <= outcome.total_s
+        assert outcome.prefill_s + outcome.decode_s <= outcome.total_s + 1e-6  # differences of clocks are rounded
         assert "torch" in outcome.versions
     assert theirs.detail["attention"] == "sdpa"
     assert theirs.detail["threads"] == 1
