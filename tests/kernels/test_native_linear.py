@@ -134,6 +134,30 @@ def test_strides_and_odd_addresses(rows: int) -> None:
     check(linear(x, weight, bias), x, weight, bias)
 
 
+def placed(x: Tensor, behind: int, stride: int) -> Tensor:
+    """x at an address that is `behind` modulo 4 KiB, rows `stride` apart; around them is nan, which is not read."""
+    file = torch.full((4096 + len(x) * stride,), NAN, dtype=torch.bfloat16)
+    start = (behind - file.data_ptr()) % 4096 // 2
+    rows = file[start : start + len(x) * stride].view(len(x), stride)[:, : x.shape[1]]
+    return rows.copy_(x)
+
+
+@pytest.mark.usefixtures("native_only")
+@pytest.mark.parametrize("ins", [1024, 2048, 4096])
+@pytest.mark.parametrize("rows", [1, 3, 9, 40])
+def test_results_do_not_depend_on_where_numbers_lie(ins: int, rows: int, threads: int) -> None:
+    """Rows that compete with those of the weights for places in the first cache are copied: no number changes."""
+    torch.manual_seed(rows)
+    x, weight = noise(rows, ins), noise(70, ins)
+    y = linear(x, weight)
+    check(y, x, weight, None)
+    for weights_at in (0, 2, 2048, 4094):
+        there = placed(weight, weights_at, ins)
+        for behind in (0, 64, 1022, 1024, 2048, 3074, 4032):
+            for stride in (ins, ins + 2048, ins + 6):
+                assert torch.equal(linear(placed(x, weights_at + behind, stride), there), y), (weights_at, behind)
+
+
 @pytest.mark.usefixtures("native_only")
 @pytest.mark.parametrize("ins", [40, 64])
 @pytest.mark.parametrize("rows", [1, 6, 20, 130])

@@ -7,10 +7,13 @@
      make one tile; more are cut into several, which pass over 6 outputs one after another while these are in the cache.
    - The processor's own prefetching gives up at the end of every row of a tile. Each tile asks for a share of the next
      outputs, a few lines per step, so that the requests are spread evenly over all tiles of the current outputs.
+   - Rows of w are often a multiple of 4 KiB long. All lines of them that a tile reads in one step then have the same
+     place in the first cache, which holds 8 such: where rows of x have it too, each thread copies them elsewhere.
 
    As everywhere in the processor's bfloat16 instructions, denormal numbers count as zero. */
 
 #include <omp.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "product.h"
@@ -29,6 +32,7 @@ enum {
     PIECE = 1 << 19,  /* bytes of weights that a thread takes at a time, less where it would take */
     TURNS = 4,        /* fewer times than this */
     ALONE = 1 << 16,  /* products that one thread does sooner than two can agree on it */
+    WAY = 1 << 12,    /* addresses that far apart have the same place in the first cache */
 };
 
 /* Where a tile is: its first row of x and output of w, where its sums go, and what is to be fetched meanwhile. */
@@ -170,6 +174,32 @@ static void stretch(const Product *p, long row, long rows, long first, long last
     }
 }
 
+/* Whether rows of w and of x compete for a few places of the first cache. */
+static int crowded(const Product *p) {
+    const uintptr_t behind = ((uintptr_t)p->x - (uintptr_t)p->w) % WAY, row = (uintptr_t)p->ins * sizeof(bf16);
+    const uintptr_t x_row = (uintptr_t)p->x_stride * sizeof(bf16);
+    return row % WAY == 0 && x_row % WAY == 0 && (behind < WAY / 4 || behind > WAY - WAY / 4);
+}
+
+/* Copies x into memory of the calling thread, a quarter and three quarters of a WAY behind w, in turns. Where there is
+   no memory it stays. */
+static void spread(Product *p) {
+    static _Thread_local char *held;
+    static _Thread_local size_t size;
+    const size_t row = (size_t)p->ins * sizeof(bf16), apart = row + WAY / 2;
+    const size_t wanted = ((size_t)p->rows * apart + 2 * WAY) & -(size_t)WAY;
+    if (size < wanted) {
+        free(held);
+        held = aligned_alloc(WAY, wanted);
+        size = held ? wanted : 0;
+    }
+    if (!held) return;
+    char *to = held + ((uintptr_t)p->w + WAY / 4) % WAY;
+    for (long r = 0; r < p->rows; r++) memcpy(to + (size_t)r * apart, p->x + r * p->x_stride, row);
+    p->x = (const bf16 *)to;
+    p->x_stride = (long)(apart / sizeof(bf16));
+}
+
 /* How many outputs a thread takes at a time: whole blocks of them. */
 static long piece_of(const Product *p, int threads) {
     const long most = PIECE / (p->ins * (long)sizeof(bf16)), share = p->outs / (TURNS * threads);
@@ -190,12 +220,13 @@ static void take(const Product *p, long first, long last, long following) {
 /* A `Product`, field by field. None of the tensors is empty. */
 void linear(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
             long y_stride, int wide, int relu, int onto, int threads) {
-    const Product p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto};
+    Product p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto};
     if (rows * outs * ins < ALONE) threads = 1;
     const long piece = piece_of(&p, threads);
     long next = 0;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) firstprivate(p)
     {
+        if (crowded(&p)) spread(&p);
         /* In turns: somebody else may have a processor for a while, and memory serves one of them better than the
            other. The piece that follows is taken early, so that its first weights are asked for in time. */
         long first = __atomic_fetch_add(&next, piece, __ATOMIC_RELAXED);
