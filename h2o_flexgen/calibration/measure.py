@@ -29,7 +29,7 @@ from h2o_flexgen.config.products import products
 from h2o_flexgen.config.record import utc_now
 from h2o_flexgen.engine.machine import cgroup_limit
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.kernels.native.build import why_not
+from h2o_flexgen.kernels.native.build import build_all, why_not
 from h2o_flexgen.units import MIB, format_bytes, format_rate
 
 log = logging.getLogger(__name__)
@@ -109,9 +109,9 @@ def calibrate(calibration: Calibration, on_progress: Progress = lambda what, spe
     Threads, memory and files are given back in any case. StorageError where the offload folder cannot be used; what
     memory raises where there is none. Logs a warning where the machine is busy or figures vary much.
     """
-    busy = os.getloadavg()[0]
-    if busy > _BUSY:
+    if (busy := os.getloadavg()[0]) > _BUSY:
         log.warning("the machine is busy (load average %.1f): these figures will be too low", busy)
+    build_all()
     run = _Run(calibration, on_progress)
     profile = run.profile()
     for figure, spread in run.spreads.typical.items():

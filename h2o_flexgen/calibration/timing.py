@@ -148,15 +148,18 @@ class Timer:
     ) -> Sample:
         """Seconds of one of the `per` operations that `call` does, measured for about `seconds`.
 
-        One untimed call goes before: it touches memory and fills pools. Only where that takes all the time and as much
-        again, it is the sample itself. Fewer than FEWEST_SAMPLES are taken only where half as much time again would not
-        do. `prepare` runs untimed before every call; without it, calls shorter than SPAN are repeated within a sample.
-        What was disturbed is measured again, as `repeats` has time. `most`: samples in all, those included; None:
-        MOST_SAMPLES each time.
+        One untimed call goes before: it touches memory, fills pools, and compiles what is compiled then; another one
+        where that took all the time and as much again, which is the sample itself if it does so too. Fewer than
+        FEWEST_SAMPLES are taken only where half as much time again would not do. `prepare` runs untimed before every
+        call; without it, calls shorter than SPAN are repeated within a sample. What was disturbed is measured again, as
+        `repeats` has time. `most`: samples in all, those included; None: MOST_SAMPLES each time.
         """
-        start: float | None = self.clock()
-        first = self._prepared(call, prepare)
-        if first > 2 * seconds:
+        for _ in ("what is compiled", "what the call takes"):
+            start: float | None = self.clock()
+            first = self._prepared(call, prepare)
+            if first <= 2 * seconds:
+                break
+        else:
             return sample_of([first / per])
         together = 1
         if prepare is None and first < SPAN:

@@ -60,7 +60,7 @@ def test_repetitions_end_with_the_time() -> None:
     assert len(calls) == 5
 
 
-def test_a_call_that_takes_all_the_time_to_warm_up_is_not_repeated() -> None:
+def test_a_call_that_takes_all_the_time_twice_is_not_repeated() -> None:
     clock, calls = FakeClock(), []
 
     def call() -> None:
@@ -68,7 +68,13 @@ def test_a_call_that_takes_all_the_time_to_warm_up_is_not_repeated() -> None:
         clock.pass_(6.0)
 
     assert Timer(clock=clock).measure(call, 2.5, per=2) == Sample(3.0, 0.0, 1)
-    assert len(calls) == 1
+    assert len(calls) == 2
+
+
+def test_what_a_first_call_compiles_is_not_measured() -> None:
+    call = Disturbed(100.0)
+    assert call.timer.measure(call, 5.0) == Sample(1.0, 0.0, 4)
+    assert call.calls == 6  # the compiler, one to warm up, and four
 
 
 @pytest.mark.parametrize(("seconds", "taken"), [(0.5, 1), (2.0, 2), (3.0, 3)])

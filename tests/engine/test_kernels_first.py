@@ -1,0 +1,62 @@
+"""No compiler runs while anything is measured: kernels are built before weights are loaded, and before calibrating."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from h2o_flexgen.calibration import measure
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.kernels.native import build
+from tests.tiny import prompts_of
+
+SOURCES = {path.stem for path in Path(build.__file__).parent.glob("*.c")}
+
+pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=f"no native kernels: {build.why_not()}")
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where kernels go: a machine on which none has been built."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.library.cache_clear()
+    return tmp_path / "h2o_flexgen" / "native"
+
+
+def _built(folder: Path) -> set[str]:
+    return {path.name.rsplit("-", 1)[0] for path in folder.glob("*.so")}
+
+
+def test_everything_is_built(fresh: Path) -> None:
+    build.build_all()
+    assert _built(fresh) == SOURCES
+    assert all(build.library(name) is not None for name in SOURCES)
+
+
+def test_kernels_are_there_when_weights_are_loaded(checkpoint, fresh: Path) -> None:
+    seen = list[set[str]]()
+    with LLM(checkpoint()[1], dtype="bfloat16") as llm:
+        llm.on_progress = lambda what, done, total: seen.append(_built(fresh))
+        llm.generate(prompts_of([5]), max_new_tokens=2)
+    assert seen
+    assert all(there == SOURCES for there in seen)
+
+
+def test_kernels_are_there_before_anything_is_measured(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Begun(Exception):
+        pass
+
+    def begin(*_: object) -> None:
+        assert _built(fresh) == SOURCES
+        raise Begun
+
+    monkeypatch.setattr(measure, "_Run", begin)
+    with pytest.raises(Begun):
+        measure.calibrate(None)
+
+
+def test_without_native_kernels_nothing_is_built(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "why_not", lambda: "not today")
+    build.build_all()
+    assert not fresh.exists()
