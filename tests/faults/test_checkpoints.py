@@ -8,7 +8,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -230,13 +229,11 @@ def test_row_27_no_network_and_no_checkpoint(tmp_path: Path) -> None:
         name: value for name, value in os.environ.items() if "OFFLINE" not in name and "proxy" not in name.lower()
     }
     environment |= {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": "https://hub.invalid"}
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "h2o_flexgen.run", "--model", "opt-30b", "--hh-ratio", "0.2"],
         capture_output=True, text=True, timeout=60, env=environment, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (4, ""), done.stderr
-    assert time.monotonic() - started < 30
     for words in (
         "the model opt-30b (facebook/opt-30b) was not found",
         "--model /path/to/folder",
