@@ -144,11 +144,12 @@ def placed(x: Tensor, behind: int, stride: int) -> Tensor:
 
 @pytest.mark.usefixtures("native_only")
 @pytest.mark.parametrize("ins", [1024, 2048, 4096])
+@pytest.mark.parametrize("outs", [70, 1030])
 @pytest.mark.parametrize("rows", [1, 3, 9, 40])
-def test_results_do_not_depend_on_where_numbers_lie(ins: int, rows: int, threads: int) -> None:
+def test_results_do_not_depend_on_where_numbers_lie(ins: int, outs: int, rows: int, threads: int) -> None:
     """Rows that compete with those of the weights for places in the first cache are copied: no number changes."""
     torch.manual_seed(rows)
-    x, weight = noise(rows, ins), noise(70, ins)
+    x, weight = noise(rows, ins), noise(outs, ins)
     y = linear(x, weight)
     check(y, x, weight, None)
     for weights_at in (0, 2, 2048, 4094):

@@ -33,6 +33,7 @@ enum {
     TURNS = 4,        /* fewer times than this */
     ALONE = 1 << 16,  /* products that one thread does sooner than two can agree on it */
     WAY = 1 << 12,    /* addresses that far apart have the same place in the first cache */
+    ENOUGH = 512,     /* outputs of a thread, beside which copying x for it takes little time */
 };
 
 /* Where a tile is: its first row of x and output of w, where its sums go, and what is to be fetched meanwhile. */
@@ -226,7 +227,7 @@ void linear(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, 
     long next = 0;
 #pragma omp parallel num_threads(threads) firstprivate(p)
     {
-        if (crowded(&p)) spread(&p);
+        if (crowded(&p) && outs >= ENOUGH * (long)threads) spread(&p);
         /* In turns: somebody else may have a processor for a while, and memory serves one of them better than the
            other. The piece that follows is taken early, so that its first weights are asked for in time. */
         long first = __atomic_fetch_add(&next, piece, __ATOMIC_RELAXED);
