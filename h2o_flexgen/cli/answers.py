@@ -23,7 +23,7 @@ class AnswerFile:
 
     A new file is written in place; with `overwrite` an existing one stays until the run is complete. When a run fails,
     the finished lines stay, and where they are is printed; a file without any is removed. What is no regular file (a
-    pipe, /dev/stdout) is written to as it is.
+    pipe) and what stdout goes to already are written to as they are.
     """
 
     def __init__(self, path: Path, overwrite: bool) -> None:
@@ -43,10 +43,14 @@ class AnswerFile:
     def _open(self, overwrite: bool) -> int:
         """A descriptor for the answers: of a new file, of one beside the file to replace, or of what is no file."""
         with contextlib.suppress(FileNotFoundError):
-            mode = os.stat(self._final).st_mode
+            status = os.stat(self.path)  # as it was typed: /dev/fd/3 leads to pipes that have no path
+            mode = status.st_mode
+            if _is_stdout(status):
+                self._regular = False
+                return os.dup(1)  # shares the place in the file with what else is printed
             self._regular = stat.S_ISREG(mode)
             if not self._regular and not stat.S_ISDIR(mode):
-                return os.open(self._final, os.O_WRONLY | os.O_CLOEXEC)
+                return os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
             if overwrite and self._regular:
                 if not os.access(self._final, os.W_OK):
                     raise PermissionError(errno.EACCES, "the file that is there is write-protected")
@@ -138,6 +142,13 @@ def answer_json(output: RequestOutput, prompt: Prompt | None, dummy: bool = Fals
     if dummy:
         answer["weights"] = "dummy"
     return answer
+
+
+def _is_stdout(status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(status, os.fstat(1))
+    except OSError:  # stdout is closed
+        return False
 
 
 def _line(answer: dict[str, Any]) -> str:

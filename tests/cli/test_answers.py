@@ -83,6 +83,26 @@ def test_a_named_pipe_is_written_to(tmp_path: Path, model: Path, run: Run) -> No
     assert {json.loads(line)["prompt"] for line in lines} == {"abc", "de"}
 
 
+def test_a_pipe_without_a_path_is_written_to() -> None:
+    """As `-o >(gzip > a.gz)` makes them: /dev/fd/N leads to pipe:[M], which no folder has."""
+    reader, writer = os.pipe()
+    with AnswerFile(Path(f"/dev/fd/{writer}"), overwrite=False) as file:
+        file.write(ONE)
+    os.close(writer)
+    with open(reader) as lines:
+        assert [json.loads(line) for line in lines] == [ONE]
+
+
+def test_stdout_by_its_path_keeps_what_else_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """`-o /dev/stdout > out.txt`: replacing out.txt would lose the record, which goes there too."""
+    for overwrite in (False, True):
+        with AnswerFile(Path("/dev/stdout"), overwrite) as file:
+            file.write(ONE)
+        os.write(1, b"record\n")
+        answer, record = capfd.readouterr().out.splitlines()
+        assert (json.loads(answer), record) == (ONE, "record")
+
+
 def test_places_that_cannot_be_written(tmp_path: Path, model: Path, run: Run) -> None:
     for path, words in (
         (tmp_path, "this is a folder"),
