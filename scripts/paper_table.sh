@@ -4,7 +4,7 @@
 #   scripts/paper_table.sh [FLAGS OF h2o_flexgen.search]...           e.g. --hardware my_t4.json
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/setup_env.sh
+source scripts/setup_env.sh test
 # Model, new tokens, ratio, published tokens/s; then the published settings: GPU batches, rows of each, placement.
 cells="opt-6.7b 32   1   20.2  1 2  100 0 100 0 100 0
 opt-6.7b 32   0.2 35.1  1 4  100 0 100 0 100 0

@@ -19,7 +19,7 @@ wanted=$(cksum <"$pins")
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "needs Python 3.11 or newer" >&2; exit 2; }
 
 echo "setting up $folder ..." >&2
-[ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
+"$folder/bin/python" -m pip --version >/dev/null 2>&1 || "$python" -m venv "$folder" # interrupted, it has no pip
 pip() { "$folder/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }
 # torch by its exact version and first: a range may bring gigabytes of CUDA that a machine without a GPU has no use for.
 pip "$(grep '^torch==' "$pins")" -c "$pins"

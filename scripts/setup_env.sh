@@ -9,7 +9,8 @@ setup_env() {
   wanted=$(cat setup.py constraints.txt | cksum)
   if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
     echo "setting up .venv (once) ..." >&2
-    [ -x .venv/bin/python ] || "$python" -m venv .venv || return 2
+    # pip is what a venv gets last: one that was interrupted has none.
+    .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv || return 2
     .venv/bin/python -m pip install -qq --disable-pip-version-check --upgrade pip || return 2
     # torch by its exact version first: a range may bring gigabytes of CUDA that a machine without a GPU has no use for.
     # A torch for CUDA brings the Triton that it wants; ours is pinned only beside one that brings none.

@@ -1,0 +1,43 @@
+"""Shell scripts that make environments: what they are sourced with, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_script_names_what_it_needs() -> None:
+    """Without an extra `source` would hand the script's own arguments on, as names of extras."""
+    lines = [
+        (path.name, line)
+        for path in (ROOT / "scripts").glob("*.sh")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if re.match(r"source .*setup_env\.sh", line)
+    ]
+    assert len(lines) > 5
+    assert [name for name, line in lines if not re.fullmatch(r"source scripts/setup_env\.sh \w+", line)] == []
+
+
+def test_a_half_made_environment_is_mended(tmp_path: Path) -> None:
+    """A venv gets its pip last: one that was interrupted has none, and no later run must trip over it."""
+    for name in ("setup.py", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True)
+    fake = tmp_path / "python3"  # says what it is asked to do, and does nothing
+    fake.write_text('#!/bin/sh\ncase "$*" in *venv*) echo "$*" >>asked ;; esac\n')
+    fake.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", f"source {ROOT}/scripts/setup_env.sh test"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHON": str(fake)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (tmp_path / "asked").read_text() == "-m venv .venv\n"
+    assert done.returncode == 2, done.stderr  # as the one that would have made it did nothing
