@@ -5,6 +5,7 @@ Texts and figures go to stdout side by side, its last line is one JSON object, e
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ from typing import Any
 
 from h2o_flexgen.cli.program import exit_on_errors, print_error, write_result
 from h2o_flexgen.cli.prompts import demo_prompts
-from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import Parser, add_arguments, from_namespace, given
@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
-    eviction = from_namespace(EvictionConfig, args, defaults=DEFAULTS)
+    defaults = {"name": "h2o"} if "budget" in given(EvictionConfig, args) else DEFAULTS
+    eviction = from_namespace(EvictionConfig, args, defaults=defaults)
     engine: dict[str, Any] = {name: getattr(args, name) for name in given(EngineConfig, args)}
     prompts: list[tuple[str, str | None]] = [(prompt, None) for prompt in demo_prompts()]
     prompts += [(case.prompt, case.answer) for case in _questions()]
@@ -82,7 +83,9 @@ def _parser() -> Parser:
 
 
 def _count(text: str) -> int:
-    return whole(int(text), "--gen-len", 1)
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: needed a whole number of at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":

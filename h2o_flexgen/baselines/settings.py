@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass, field
 from importlib import resources
@@ -12,6 +11,7 @@ from typing import Any
 from h2o_flexgen.baselines.systems import PEERS, SYSTEMS
 from h2o_flexgen.config.checks import share, whole
 from h2o_flexgen.config.flags import flag
+from h2o_flexgen.config.folder import read_config
 from h2o_flexgen.config.known import SHIPPED, known_config, known_names
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.registry import suggestion
@@ -269,7 +269,7 @@ def find_model(settings: BenchSettings) -> BenchModel:
     name, dummy = settings.model, settings.weights == "dummy"
     folder, known = _folder(name), known_config(name)
     if (folder / "config.json").is_file():
-        model = BenchModel(_read_config(folder / "config.json"), None if dummy else folder)
+        model = BenchModel(_sized(read_config(folder), folder), None if dummy else folder)
     elif known is None:
         near = suggestion(name, known_names())
         raise ModelError(f"no model {name!r}: neither a folder with a config.json nor a well-known name", near)
@@ -283,13 +283,10 @@ def find_model(settings: BenchSettings) -> BenchModel:
     return model
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("vocab_size"), int):
-        raise ModelError(f"{path} is not a JSON object with a vocab_size")
+def _sized(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`config` with what prompts are made from; ModelError without."""
+    if not isinstance(config.get("vocab_size"), int):
+        raise ModelError(f"{folder / 'config.json'} has no vocab_size")
     return config
 
 

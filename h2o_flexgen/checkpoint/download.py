@@ -104,7 +104,8 @@ def download(repo: str, revision: str | None, token: str | None, weights: bool) 
 def _probe(endpoint: str) -> None:
     """HubFailure unless something accepts a connection at `endpoint`, or at the proxy on the way, within seconds."""
     parts = urllib.parse.urlsplit(endpoint)
-    proxy = urllib.request.getproxies().get(parts.scheme)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
     if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
         parts = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     where = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))

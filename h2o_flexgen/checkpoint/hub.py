@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,16 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from h2o_flexgen.checkpoint.download import HubFailure, cache_folder, cached_folder, download, offline_wanted
-from h2o_flexgen.checkpoint.files import CheckpointFile
 from h2o_flexgen.checkpoint.problems import Problems
 from h2o_flexgen.checkpoint.shards import find_shards
+from h2o_flexgen.config.folder import read_config
 from h2o_flexgen.config.known import SHIPPED, known_config, known_names
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.registry import suggestion
 
-log = logging.getLogger(__name__)
-
-_MAX_CONFIG = 16 << 20  # bytes
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 _CONFIG_WANTED = "give a folder that holds its config.json with --model /path/to/folder"
 _WAYS_ON = (
@@ -92,31 +87,6 @@ def resolve_model(
             "needed the folder that holds config.json and the weights, or the name of a model",
         )
     return _by_repo(request, searched, offline_wanted() if offline is None else offline, path is not None)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """What config.json in `folder` says, less `auto_map`; ModelError where it is missing, torn or no JSON object."""
-    path = folder / "config.json"
-    needed = "needed the config.json that belongs to the weights"
-    try:
-        file = CheckpointFile(str(path))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}", needed) from error
-    try:
-        text = file.head(_MAX_CONFIG)
-    finally:
-        file.close()
-    try:
-        config = json.loads(text.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(
-            f"{path} ({file.size} bytes) is torn or not JSON: {error}", needed, "download it again"
-        ) from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} is not a JSON object", needed, "download it again")
-    if config.pop("auto_map", None) is not None:
-        log.warning("%s names code of its own (auto_map), which is never run", path)
-    return config
 
 
 def _by_repo(request: _Request, searched: list[str], offline: bool, stay: bool) -> ResolvedModel:

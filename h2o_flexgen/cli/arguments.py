@@ -12,7 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.cli.environment import environment_arguments, misspelt
+from h2o_flexgen.cli.environment import misspelt
 from h2o_flexgen.cli.files import output_file
 from h2o_flexgen.cli.parser import REFUSED, is_false, run_parser
 from h2o_flexgen.cli.prompts import checked_text
@@ -53,17 +53,9 @@ def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str
     """Parses `argv` and what `environ` adds. Exits (2) where argparse objects, UsageError where the configs do."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = run_parser()
-    added = environment_arguments(parser, argv, environ)
-    parser.origins = {f"{name}={environ[name]}": words[0].partition("=")[0] for name, words in added.items() if words}
-    args = parser.parse_args([*(word for words in added.values() for word in words), *argv])
-    try:
+    args = parser.parse_with(argv, environ)
+    with parser.telling_origins():
         return _checked(args, misspelt(parser, environ))
-    except UsageError as error:
-        origin = parser.origin(str(error))
-        if not origin:
-            raise
-        change = f"{error.change}. {origin}" if error.change else origin
-        raise UsageError(error.found, error.needed, change) from None
 
 
 def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
@@ -134,12 +126,14 @@ def eviction_of(args: argparse.Namespace) -> EvictionConfig:
     defaults: dict[str, Any] = {}
     if args.compression_ratio is not None:
         _exclusive("--compression-ratio", "--hh-ratio", "ratio" in typed)
+        _exclusive("--compression-ratio", "--kv-budget", "budget" in typed)
         if not 0 <= args.compression_ratio < 1:
             raise UsageError(f"--compression-ratio is {args.compression_ratio}", "needed at least 0 and less than 1")
         # In decimals: 1 - 0.7 is 0.3, which as a float it is not.
         defaults["ratio"] = float(1 - Decimal(repr(args.compression_ratio)))
     if args.heavy_ratio is not None:
         _exclusive("--heavy-ratio", "--hh-ratio", "ratio" in typed or args.compression_ratio is not None)
+        _exclusive("--heavy-ratio", "--kv-budget", "budget" in typed)
         if "recent_ratio" not in typed:
             raise UsageError(
                 "--heavy-ratio is given without --recent-ratio", "needed both", "or --hh-ratio for their sum"

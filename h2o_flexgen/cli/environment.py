@@ -11,20 +11,32 @@ from h2o_flexgen.registry import suggestion
 
 PREFIX = "H2O_FLEXGEN_"
 _NO_FLAGS = {f"{PREFIX}DEBUG"}
+_ALTERNATIVES = (
+    {"--hh-ratio", "--kv-budget", "--compression-ratio", "--heavy-ratio"},
+    {"--recent", "--recent-ratio"},
+    {"--prompt", "--prompts", "--prompt-len"},
+    {"--percent", "--weights-placement"},
+    {"--percent", "--cache-placement"},
+    {"--percent", "--hidden-placement"},
+)
 
 
 def environment_arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """What the environment adds to `argv`, by variable; a flag that was typed wins, an empty variable says nothing.
+    """What the environment adds to `argv`, by variable; an empty variable says nothing.
 
+    A flag that was typed wins, and one that says the same thing otherwise: --kv-budget over H2O_FLEXGEN_HH_RATIO.
     UsageError where a switch is neither true nor false.
     """
-    typed = {argument.partition("=")[0] for argument in argv}
+    words = {argument.partition("=")[0] for argument in argv}
+    spellings = [{*action.option_strings} for action in parser._actions]
+    typed = set().union(*(options for options in spellings if options & words))
     found = {}
     for name, action in _variables(parser):
-        value = environ.get(name, "")
-        if value and not typed.intersection(action.option_strings):
+        value, options = environ.get(name, ""), {*action.option_strings}
+        rivals = set().union(*(flags for flags in _ALTERNATIVES if flags & options))
+        if value and not typed & (options | rivals):
             found[name] = _as_typed(action, name, value)
     return found
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from h2o_flexgen.cli.environment import environment_arguments
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import Parser, add_arguments
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.planning import PlanningConfig
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.errors import UsageError
 
 _SHARES = "layers are placed by shares: --percent 50 50 100 0 100 0; leave it out and they are placed for you"
 _QUANTISED = "4-bit weights and caches are not built yet; --hh-ratio 0.2 makes the KV cache a fifth"
@@ -46,10 +49,35 @@ class RunParser(Parser):
 
     origins: Mapping[str, str] = MappingProxyType({})
 
+    def parse_with(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
+        """What `argv` says, and what `environ` adds. Exits (2) where argparse objects."""
+        added = environment_arguments(self, argv, environ)
+        self.origins = {f"{name}={environ[name]}": words[0].partition("=")[0] for name, words in added.items() if words}
+        return self.parse_args([*(word for words in added.values() for word in words), *argv])
+
     def origin(self, message: str) -> str:
         """Where the flags that `message` is about were set, if that was in the environment."""
-        set_there = [setting for setting, flag in self.origins.items() if re.search(rf"{flag}\b(?!-)", message)]
+        set_there = [setting for setting, flag in self.origins.items() if self._is_about(message, flag)]
         return f"from the environment: {', '.join(set_there)}" if set_there else ""
+
+    def _is_about(self, message: str, flag: str) -> bool:
+        """Whether `message` names the flag, by any of its spellings, or the field that it sets."""
+        options = self._option_string_actions[flag].option_strings
+        names = "|".join(map(re.escape, options))
+        fields = "|".join(option[2:].replace("-", "_") for option in options if option.startswith("--"))
+        return re.search(rf"(?<![\w-])(?:{names})\b(?!-)|\b(?:{fields})(?: is |=)", message) is not None
+
+    @contextlib.contextmanager
+    def telling_origins(self) -> Iterator[None]:
+        """Within it a UsageError about what the environment set says so."""
+        try:
+            yield
+        except UsageError as error:
+            origin = self.origin(str(error))
+            if not origin:
+                raise
+            change = f"{error.change}. {origin}" if error.change else origin
+            raise UsageError(error.found, error.needed, change) from None
 
     def error(self, message: str) -> NoReturn:
         word = message.removeprefix("unrecognized arguments: ")

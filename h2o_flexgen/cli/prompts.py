@@ -33,13 +33,15 @@ def read_prompts(path: Path) -> list[Prompt]:
     its first line is a JSON object.
     """
     name = "stdin" if str(path) == "-" else str(path)
+    if name == "stdin" and sys.stdin is None:
+        raise UsageError("--prompts -: stdin is closed", "needed prompts on stdin, or a file")
     try:
         data = sys.stdin.buffer.read() if name == "stdin" else path.read_bytes()
     except OSError as error:
         raise UsageError(f"--prompts {name}: {error.strerror}", "needed a readable file") from None
     # Not splitlines(): a form feed or U+2028 belongs to the prompt in which it stands.
     lines = [line.removesuffix("\r") for line in _text_of(data, name).split("\n")]
-    if path.suffix in (".jsonl", ".ndjson", ".json") or (name == "stdin" and lines[0].lstrip().startswith("{")):
+    if path.suffix.lower() in (".jsonl", ".ndjson", ".json") or (name == "stdin" and lines[0].lstrip().startswith("{")):
         return _parsed(lines, name, _json_prompt)
     return _parsed(lines, name, str)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.cli.arguments import eviction_of, policy_of
-from h2o_flexgen.cli.environment import environment_arguments
 from h2o_flexgen.cli.files import output_file
 from h2o_flexgen.cli.parser import RunParser, add_known_choices
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, from_namespace
+from h2o_flexgen.config.folder import read_config
 from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.known import SHIPPED, known_config, known_names
 from h2o_flexgen.config.model import ModelSpec
@@ -55,9 +54,12 @@ def parse_search(argv: Sequence[str] | None = None, environ: Mapping[str, str] =
     """Parses `argv` and what `environ` adds. Exits (2) where argparse objects, UsageError where the configs do."""
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = search_parser()
-    added = environment_arguments(parser, argv, environ)
-    parser.origins = {f"{name}={environ[name]}": words[0].partition("=")[0] for name, words in added.items() if words}
-    args = parser.parse_args([*(word for words in added.values() for word in words), *argv])
+    args = parser.parse_with(argv, environ)
+    with parser.telling_origins():
+        return _checked(args)
+
+
+def _checked(args: argparse.Namespace) -> SearchArguments:
     if args.overwrite and args.output is None and args.simulate is None:
         raise UsageError("--overwrite is given without --output", "needed --output FILE or --simulate FILE")
     return SearchArguments(
@@ -155,7 +157,7 @@ def _spec(name: str) -> ModelSpec:
     folder = Path(str(shipped)) if name in SHIPPED else Path(name).expanduser()
     known = known_config(name)
     if (folder / "config.json").is_file():
-        return spec_from_config(_read(folder / "config.json"), name)
+        return spec_from_config(read_config(folder), name)
     if known is not None:
         return spec_from_config(known, name)
     if "/" not in name or folder.is_dir():
@@ -165,13 +167,3 @@ def _spec(name: str) -> ModelSpec:
     from h2o_flexgen.checkpoint.hub import resolve_model
 
     return spec_from_config(resolve_model(name, need_weights=False).config, name)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return config

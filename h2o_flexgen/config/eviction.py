@@ -105,6 +105,10 @@ class EvictionConfig:
         object.__setattr__(self, "seed", whole(self.seed, "seed", 0))
         if self.recent is not None and self.recent_ratio is not None:
             raise UsageError("--recent and --recent-ratio are both given", "needed one of them")
+        if self.budget is not None and self.ratio < 1:
+            raise UsageError(
+                f"--kv-budget {self.budget} and --hh-ratio {self.ratio!r} are both given", "needed one of them"
+            )
         if self.name == "full" and (self.budget is not None or self.ratio < 1):
             asked = f"--kv-budget {self.budget}" if self.budget is not None else f"--hh-ratio {self.ratio!r}"
             raise UsageError(f"{asked} is given with the full cache", "name an eviction policy", "--eviction h2o")

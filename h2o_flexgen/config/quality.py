@@ -165,11 +165,15 @@ class AnswerPair:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """The same prompts run twice, with the full cache and with an eviction policy; `ratio` is that of the policy."""
+    """The same prompts run twice, with the full cache and with an eviction policy of a `budget` in tokens or a `ratio`.
+
+    The other of the two is None.
+    """
 
     full: RunRecord
     evicted: RunRecord
-    ratio: float
+    ratio: float | None
+    budget: int | None
     pairs: tuple[AnswerPair, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -179,6 +183,7 @@ class SideBySide:
             del pair["prompt"]
         return {
             "ratio": self.ratio,
+            "budget": self.budget,
             "equal": sum(pair.equal for pair in self.pairs),
             "prompts": len(self.pairs),
             "pairs": pairs,

@@ -32,7 +32,8 @@ def side_by_side(
     answers: list[list[str]] = []
     records: list[RunRecord] = []
     for config in (EvictionConfig(), eviction):
-        on_stage("full cache" if config.name == "full" else f"{config.name} at {config.ratio:.0%}")
+        share = f"{config.ratio:.0%}" if config.budget is None else f"{config.budget} tokens"
+        on_stage("full cache" if config.name == "full" else f"{config.name} at {share}")
         config = replace(config, seed=(engine or {}).get("seed", 0))
         with LLM(model, **{**(engine or {}), "eviction": config}) as llm:
             llm.generate(texts, SamplingParams(max_new_tokens=WARM_UP_TOKENS))
@@ -42,7 +43,8 @@ def side_by_side(
                 raise RuntimeError("a run of at least one prompt left no record")
             records.append(llm.last_record)
     pairs = tuple(_pair(*prompt, *texts) for prompt, *texts in zip(prompts, *answers, strict=True))
-    return SideBySide(full=records[0], evicted=records[1], ratio=eviction.ratio, pairs=pairs)
+    ratio = eviction.ratio if eviction.budget is None else None
+    return SideBySide(full=records[0], evicted=records[1], ratio=ratio, budget=eviction.budget, pairs=pairs)
 
 
 def _pair(prompt: str, expected: str | None, full: str, evicted: str) -> AnswerPair:

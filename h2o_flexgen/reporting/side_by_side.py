@@ -34,8 +34,9 @@ def figures_table(result: SideBySide) -> str:
 
 
 def evicted_name(result: SideBySide) -> str:
-    """The eviction policy and its share, short: "h2o 20 %"."""
-    return f"{result.evicted.eviction['name']} {100 * result.ratio:.3g} %"
+    """The eviction policy and its budget, short: "h2o 20 %", "h2o 64"."""
+    share = f"{result.budget}" if result.ratio is None else f"{100 * result.ratio:.3g} %"
+    return f"{result.evicted.eviction['name']} {share}"
 
 
 def _pair_text(number: int, pair: AnswerPair, evicted: str) -> str:

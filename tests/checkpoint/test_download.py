@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -62,6 +63,21 @@ def test_a_proxy_is_what_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
+    not_found("opt-125m")
+    assert asked == [("proxy.example", 3128)]
+
+
+def test_a_proxy_for_everything_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def connect(where: object, **_: object) -> None:
+        asked.append(where)
+        raise OSError("no route")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    monkeypatch.setattr(urllib.request, "getproxies", lambda: {"all": "http://proxy.example:3128"})
+    monkeypatch.setattr(urllib.request, "proxy_bypass", lambda host: False)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.example")
     not_found("opt-125m")
     assert asked == [("proxy.example", 3128)]
 

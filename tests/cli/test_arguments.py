@@ -87,6 +87,9 @@ def test_a_budget_in_tokens_means_h2o() -> None:
         ("--attn-sparsity 0.1", "--hh-ratio bounds the cache"),
         ("--heavy-ratio 0.1", "needed both"),
         ("--hh-ratio 0.1 --compression-ratio 0.9", "needed one of them"),
+        ("--hh-ratio 0.1 --kv-budget 9", "--kv-budget 9 and --hh-ratio 0.1 are both given"),
+        ("--compression-ratio 0.9 --kv-budget 9", "needed one of them"),
+        ("--heavy-ratio 0.1 --recent-ratio 0.1 --kv-budget 9", "needed one of them"),
         ("--prompt a --prompt-len 5", "needed one of them"),
         ("--percent 0 100 0 100 0 100 --cache-placement cpu", "needed one of them"),
         ("--overwrite", "needed --output FILE"),
@@ -171,6 +174,16 @@ def test_what_is_typed_wins_over_the_environment() -> None:
     assert arguments.engine.policy == {"gpu_batch_size": 2}
 
 
+def test_what_is_typed_wins_over_what_the_environment_says_otherwise() -> None:
+    eviction = parse("--kv-budget", "100", HH_RATIO="0.2").engine.eviction
+    assert (eviction.budget, eviction.ratio) == (100, 1.0)
+    arguments = parse("--prompt", "typed", PROMPTS="prompts.txt")
+    assert (arguments.prompts, arguments.prompts_file) == (("typed",), None)
+    placed = parse("--percent", "0", "100", "0", "100", "0", "100", WEIGHTS_PLACEMENT="disk", OVERLAP="false")
+    assert placed.engine.policy["weights"]["cpu"] == 1.0
+    assert placed.engine.policy["overlap"] is False
+
+
 def test_mistakes_in_the_environment_name_their_origin(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match=r"--hh-ratio is 7\.0.*from the environment: H2O_FLEXGEN_HH_RATIO=7"):
         parse(HH_RATIO="7", GPU_BATCH_SIZE="4")
@@ -179,6 +192,16 @@ def test_mistakes_in_the_environment_name_their_origin(capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         parse(GEN_LEN="many", GPU_BATCH_SIZE="4")
     assert "from the environment: H2O_FLEXGEN_GEN_LEN=many\n" in capsys.readouterr().err
+    for name, value in (
+        ("DTYPE", "bf16"),
+        ("TEMPERATURE", "-1"),
+        ("GEN_LEN", "0"),
+        ("CPU_MEM", "1KiB"),
+        ("WEIGHTS", "x"),
+        ("NUM_RETURN_SEQUENCES", "3"),
+    ):
+        with pytest.raises(UsageError, match=f"from the environment: H2O_FLEXGEN_{name}={value}"):
+            parse(**{name: value}, SEED="5")
     (note,) = parse(HH_RATI="0.2", DEBUG="1", SOMETHING_QUITE_DIFFERENT="1").notes
     assert note == "H2O_FLEXGEN_HH_RATI is set, and no flag is called so: did you mean 'HH_RATIO'?"
 

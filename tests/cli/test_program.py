@@ -36,6 +36,13 @@ def test_prompts_from_stdin(model: Path, run: Run, monkeypatch: pytest.MonkeyPat
     assert "stdin is not text" in run("--model", model, "--prompts", "-").err
 
 
+def test_a_closed_stdin_has_no_prompts(model: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it after `<&-`
+    ran = run("--model", model, "--prompts", "-")
+    assert ran.code == 2
+    assert "stdin is closed" in ran.err
+
+
 def test_the_first_prompts_only(model: Path, run: Run) -> None:
     assert run("--model", model, "--prompt", "a", "--prompt", "b", "--num-prompts", 1).record["sequences"] == 1
 

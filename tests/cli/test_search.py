@@ -15,7 +15,7 @@ from h2o_flexgen.cli.search_arguments import SearchArguments, parse_search
 from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.profiles import cache_folder, find_profile, profile_names
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.search import main
 from h2o_flexgen.units import GIB
 
@@ -168,3 +168,18 @@ def test_a_very_large_model_is_searched_for(capsys: pytest.CaptureFixture[str]) 
     found = entry(capsys.readouterr().out)
     assert found["policy"]["weights"].get("disk", 0) > 0.5
     assert found["predicted"]["gen_throughput"] > 0.2
+
+
+def test_a_models_folder_is_read_as_run_reads_it(tmp_path: Path) -> None:
+    text = (ROOT / "configs" / "models" / "opt-125m.json").read_bytes()
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + text)
+    assert parse("--model", str(tmp_path), "--hardware", "t4").request.spec.hidden_size == 768
+    for content in (b"[" * 100_000, b'{"model_type": '):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(ModelError, match="torn or not JSON"):
+            parse("--model", str(tmp_path), "--hardware", "t4")
+
+
+def test_mistakes_in_the_environment_name_their_origin() -> None:
+    with pytest.raises(UsageError, match="from the environment: H2O_FLEXGEN_HH_RATIO=7"):
+        parse("--model", "opt-125m", "--hardware", "t4", HH_RATIO="7")

@@ -60,9 +60,28 @@ def test_the_program_fits_a_terminal(
     assert sum(line.startswith("    full cache") for line in lines) == 11
 
 
-@pytest.mark.parametrize("argv", [["--gen-len", "0"], ["--gen-len", "many"], ["--hh-ratio", "0"]])
-def test_flags_that_make_no_sense(argv: list[str]) -> None:
+def test_a_budget_in_tokens_is_called_so(tiny: str, files: tuple[str, str]) -> None:
+    cases = [(case.prompt, case.answer) for case in read_cases(files[0])]
+    stages: list[str] = []
+    result = side_by_side(cases, EvictionConfig(name="h2o", budget=6), 4, tiny, {"dtype": "float32"}, stages.append)
+    assert stages == ["full cache", "h2o at 6 tokens"]
+    assert "h2o 6 " in figures_table(result)
+    assert "%" not in figures_table(result) + answers_text(result)
+    assert (result.to_json()["ratio"], result.to_json()["budget"]) == (None, 6)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--gen-len", "0"], "at least 1"),
+        (["--gen-len", "many"], "at least 1"),
+        (["--hh-ratio", "0"], "--hh-ratio"),
+        (["--hh-ratio", "0.2", "--kv-budget", "9"], "needed one of them"),
+    ],
+)
+def test_flags_that_make_no_sense(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_pairs_compare_texts() -> None:

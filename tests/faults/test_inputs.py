@@ -48,7 +48,8 @@ def test_row_18_all_bad_lines_are_named_at_once(tmp_path: Path, model: Path, run
 
 
 def test_row_18_marks_blanks_and_odd_line_ends_are_tolerated(tmp_path: Path, model: Path, run: Run) -> None:
-    jsonl = prompts_file(tmp_path, b'\xef\xbb\xbf{"prompt": "ab"}\r\n\r\n  \n"cd"\n{"prompt": [2, 9, 9]}')
+    content = b'\xef\xbb\xbf{"prompt": "ab"}\r\n\r\n  \n"cd"\n{"prompt": [2, 9, 9]}'
+    jsonl = prompts_file(tmp_path, content, "PROMPTS.JSONL")
     output = tmp_path / "a.jsonl"
     assert run("--model", model, "--prompts", jsonl, "-o", output, "-n", 2).code == 0
     assert sorted((line["index"], str(line["prompt"])) for line in answers(output)) == [

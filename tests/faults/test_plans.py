@@ -135,3 +135,9 @@ def test_row_30_gpu_shares_without_a_gpu_are_told(model: Path, run: Run) -> None
     ran = run("--model", model, *WORK, "--device", "cuda")
     assert ran.code == 2
     assert "torch finds no CUDA device" in ran.err
+
+
+def test_a_folder_of_models_and_the_shipped_one(tmp_path: Path, run: Run) -> None:
+    ran = run("--path", tmp_path, "--prompt", "abc", "-n", 1)
+    assert ran.code == 0
+    assert "note: --path has no effect on demo, which is shipped" in ran.err
