@@ -118,7 +118,8 @@ class RankedSlots(SlotBook):
         window = clock.window
         self._first_leaving = NEVER if window is None else window - 1 - max(now)  # no token has left before this step
         if window is not None:
-            leaving = torch.tensor([n + 1 - window for n in now], dtype=torch.int32, device=clock.device)
+            first = [max(n + 1 - window, -(1 << 31)) for n in now]  # of a window that nothing ever leaves, too
+            leaving = torch.tensor(first, dtype=torch.int32, device=clock.device)
             self._leaving = leaving.view(-1, 1, 1)
             sinks = torch.tensor([b.sinks for b in clock.budgets], dtype=torch.int32, device=clock.device)
             self._kept_sinks = sinks.view(-1, 1, 1)

@@ -8,6 +8,8 @@ both the output and the column sums: memory is O(S) per head, and no second pass
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,9 +78,10 @@ def prefill_attention(
             stop = min(start + queries, length)
             # The query heads of one KV head become more query rows: KV is never repeated.
             asked = q[row : row + rows, :, start:stop].reshape(-1, kv_heads, group * (stop - start), d)
+            asked, left = _scaled(asked, scale)
             first = 0 if window is None else max(0, before + start + 1 - window)
             seen = _seen(past, own, first, before, stop)
-            logits = _logits(asked, *seen).mul_(scale)
+            logits = _logits(asked, *seen).mul_(left)
             by_query = logits.view(-1, kv_heads, group, stop - start, logits.shape[-1])
             _mask(by_query, before + start - first, window)
             probs = torch.softmax(logits, dim=-1)
@@ -88,6 +91,18 @@ def prefill_attention(
     if sums is not None and group > 1:
         sums /= group
     return PrefillAttention(out, sums)
+
+
+def _scaled(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """q, and the scale that its products with keys are still to be multiplied by.
+
+    Products are stored in q's dtype, and in float16 those of real models pass 65,504 before they are scaled. The power
+    of two in `scale` can go first: it changes no digit.
+    """
+    if q.dtype != torch.float16:
+        return q, scale
+    shift = 2.0 ** (math.frexp(scale)[1] - 1)
+    return q * shift, scale / shift
 
 
 def _seen(
@@ -142,7 +157,8 @@ def decode_attention(
     b, heads, d = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    logits = torch.matmul(q.view(b, kv_heads, group, d), k.transpose(-1, -2)).float().mul_(scale)
+    asked, left = _scaled(q.view(b, kv_heads, group, d), scale)
+    logits = torch.matmul(asked, k.transpose(-1, -2)).float().mul_(left)
     if valid is not None:
         logits.masked_fill_(~valid.unsqueeze(2), float("-inf"))
     probs = torch.softmax(logits, dim=-1)

@@ -78,11 +78,11 @@ class SlotRule(NamedTuple):
     """What the slots of a row follow from, beside the step: eight whole numbers, which kernels read as int64."""
 
     held: int
-    """Tokens kept of the prompt; they lie in the first slots, later ones in the next."""
+    """Tokens that came into the row's first slots before step 0, the prompt's mostly; later ones lie in the next."""
     limit: int
     """Slots that the row ever occupies."""
     prompt: int
-    """Tokens of the prompt."""
+    """The position of step 0's token: the length of the prompt, where nothing was decoded elsewhere before."""
     ring: int
     """The slot that follows the last one, where no score decides."""
     sinks: int
@@ -99,7 +99,7 @@ class Ranking(NamedTuple):
     """State of slots that are ranked by score; steps change all of it in place."""
 
     score: Tensor
-    """(rows, kv_heads, capacity) float32, never negative; +inf for sinks and slots that are not occupied."""
+    """(rows, kv_heads, capacity) float32, never negative; +inf for sinks and slots that were never occupied."""
     pos: Tensor
     """(rows, kv_heads, capacity) int32: positions."""
     free: Tensor

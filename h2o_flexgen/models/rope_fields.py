@@ -83,10 +83,6 @@ def rotary_spec(
     original    original_max_position_embeddings as given outside of the object, where it goes before the inner one
     kind        the rope_type, where the object has another word for it
     """
-    if kind is None:
-        kind = fields.choice(
-            "rope_type" if "rope_type" in fields else "type", "default", {name: name for name in KINDS}
-        )
     inner = original or fields.whole("original_max_position_embeddings", positions)
     return KINDS[kind or rope_kind(fields)](Rope(fields, dim, fields.number("rope_theta"), positions, inner))
 

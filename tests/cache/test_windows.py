@@ -171,3 +171,14 @@ def test_a_window_that_nothing_leaves_changes_no_bit(policy: PolicyRow) -> None:
     budgets = [budget_of(policy, 9, s.prompt, 20, 2) for s in streams]
     plain, windowed = (CacheRun(streams, budgets, make_policy(policy.eviction()), window=w) for w in (None, 45))
     assert torch.equal(plain.steps(20), windowed.steps(20))
+
+
+@each_policy
+def test_a_window_beyond_what_32_bits_count_is_none(policy: PolicyRow) -> None:
+    streams = [make_stream(prompt, 25, group=2, seed=prompt) for prompt in (3, 20)]
+    budgets = [budget_of(policy, 9, s.prompt, 25) for s in streams]
+    runs = [CacheRun(streams, budgets, make_policy(policy.eviction()), window=window) for window in (None, 1 << 40)]
+    for _ in range(25):
+        open_, wide = (run.step() for run in runs)
+        assert torch.equal(open_, wide)
+    assert runs[0].kept() == runs[1].kept()

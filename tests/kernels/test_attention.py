@@ -70,6 +70,22 @@ def test_decode_equals_the_reference(b: int, heads: int, kv_heads: int, slots: i
         assert not fast.row[~valid].any()
 
 
+@pytest.mark.parametrize("scale", [0.125, 0.11])
+def test_products_that_float16_cannot_hold_before_they_are_scaled(scale: float) -> None:
+    """64 x 33 x 33 is beyond 65,504, its eighth is not; llama.cpp and transformers know of models like that."""
+    q, k = torch.full((1, 2, 5, 64), 33.0).half(), torch.full((1, 2, 5, 64), 33.0).half()
+    v = torch.randn(1, 2, 5, 64).half()
+    past = KeysValues(k[0, :, :3], v[0, :, :3])
+    for before in (None, past):
+        fast, slow = (kernel.prefill_attention(q, k, v, scale, True, past=before) for kernel in (torch_cpu, reference))
+        assert fast.out.isfinite().all()
+        torch.testing.assert_close(fast.out.float(), slow.out.float(), atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(fast.column_sums, slow.column_sums, atol=1e-3, rtol=1e-3)
+    step, wanted = (kernel.decode_attention(q[:, :, 0], k, v, scale, None, True) for kernel in (torch_cpu, reference))
+    torch.testing.assert_close(step.out.float(), wanted.out.float(), atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(step.row, wanted.row, atol=1e-3, rtol=1e-3)
+
+
 def test_prefill_memory_does_not_grow_with_the_square_of_the_length() -> None:
     heads = 4
     for n, length in ((1, 1000), (3, 4000), (2, 16000), (64, 10)):

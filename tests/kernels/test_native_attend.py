@@ -212,7 +212,16 @@ def test_what_does_not_fit_is_refused() -> None:
     kernel = NativeAttend([in_order(3)], (1, 2, 3, 4))
     with pytest.raises(ValueError, match="needed one of"):
         kernel.attach(*torch.zeros(2, 1, 2, 3, 4, dtype=torch.float16))
+    for size in ((2, 1, 2, 2, 4), (2, 2, 2, 3, 4)):
+        with pytest.raises(ValueError, match=r"needed .1, 2, 3, 4., contiguous"):
+            kernel.attach(*torch.zeros(*size))
+    with pytest.raises(ValueError, match="contiguous"):
+        kernel.attach(*torch.zeros(2, 1, 3, 2, 4).transpose(2, 3))
     kernel.attach(*torch.zeros(2, 1, 2, 3, 4))
+    new = (torch.zeros(1, 2, 4),) * 3
+    occupied = in_order(3).held + 1
+    with pytest.raises(ValueError, match=f"{occupied} are occupied"):
+        kernel.step(0, new, 1.0, probs=torch.zeros(1, 2, occupied - 1))
     kernel.detach()
     with pytest.raises(RuntimeError, match="no K and V"):
         kernel.step(0, (torch.zeros(1, 2, 4),) * 3, 1.0)

@@ -69,7 +69,7 @@ def test_what_is_better_divided_or_for_torch_is_not_taken() -> None:
 
 def test_refusals() -> None:
     q, prompts = torch.randn(30, 2, D).bfloat16(), PackedPrompts.of(rows_of([5, 30]))
-    with pytest.raises(ValueError, match="30 tokens, and prompts up to the 39th"):
+    with pytest.raises(ValueError, match=r"30, 30, 30. tokens, and prompts up to the 39th"):
         prompt.packed_attention((q, q, q), prompts, 0.3, False, torch.empty_like(q))
     with pytest.raises(ValueError, match="no kernel for prompts packed"):
         prompt.packed_attention((q, q, q), prompts, 0.3, False, torch.empty(30, 2, D))
@@ -77,6 +77,16 @@ def test_refusals() -> None:
     for packed, places in ((q, cache), (q.float(), cache), (torch.cat([q, q]), KeysValues(cache.k[:1], cache.v[:1]))):
         with pytest.raises(ValueError, match="for a cache of"):
             keep_prompts(prompts, KeysValues(packed, packed), places, None)
+    whole = torch.cat([q, q])
+    with pytest.raises(ValueError, match="for a cache of"):
+        keep_prompts(prompts, KeysValues(whole, q), cache, None)
+    with pytest.raises(ValueError, match="for a cache of"):
+        keep_prompts(prompts, KeysValues(whole, whole), KeysValues(cache.k, cache.v[:, :, :9]), None)
+    ranks = torch.zeros(2, 2, 30), torch.zeros(2, 2, 30, dtype=torch.int32)
+    with pytest.raises(ValueError, match="sums of"):
+        keep_prompts(prompts, KeysValues(whole, whole), cache, None, torch.zeros(9), ranks)
+    with pytest.raises(ValueError, match="ranks"):
+        keep_prompts(prompts, KeysValues(whole, whole), cache, None, torch.zeros(120), (ranks[0][:1], ranks[1]))
 
 
 SCORES = st.sampled_from([0.0, 1e-30, 0.25, 0.5, 0.5000001, 3.0, 700.0, float("inf"), float("nan")])

@@ -81,7 +81,7 @@ def test_it_equals_the_reference(heads: int, kv_heads: int, length: int) -> None
 @native
 @pytest.mark.usefixtures("no_torch")
 @pytest.mark.parametrize("before", [0, 1, 16, 40])
-@pytest.mark.parametrize("window", [None, 1, 5, 17, 40, 1000])
+@pytest.mark.parametrize("window", [None, 1, 5, 17, 40, 1000, 1 << 32, 3_000_000_000])
 @pytest.mark.parametrize(("heads", "kv_heads"), GROUPS[::3])
 def test_after_a_past_and_within_a_window(heads: int, kv_heads: int, before: int, window: int | None) -> None:
     for length in (1, 17, 64, 130):

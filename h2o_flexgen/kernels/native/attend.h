@@ -13,9 +13,9 @@ enum { LANES = 16, VECTOR = 64, BLOCK = 32, FEW_BYTES = 1 << 15, AHEAD = 4096 };
 
 /* What a row's slots follow from, beside the step. Occupied are the slots before min(held + step + 1, limit). */
 typedef struct {
-    int64_t held;   /* tokens kept of the prompt */
+    int64_t held;   /* tokens that came into its slots before step 0 */
     int64_t limit;  /* slots that the row ever occupies */
-    int64_t prompt; /* tokens of the prompt */
+    int64_t prompt; /* position of step 0's token */
     int64_t ring;   /* the slot that follows the last one */
     int64_t sinks;  /* first positions, which never go */
     int64_t hides;  /* and how many of them, in the first slots, are not seen once they have left the window */

@@ -66,7 +66,7 @@ class NativeAttend:
         self._rules = rules if isinstance(rules, Tensor) else torch.tensor(rules, dtype=torch.int64)
         self._ranking = ranking
         self.used = torch.zeros(rows, kv_heads, dtype=torch.int64)
-        self._new, self._rows = (rows, kv_heads, dim), rows
+        self._size, self._new, self._rows = tuple(size), (rows, kv_heads, dim), rows
         self._step = _Step(rows=rows, kv_heads=kv_heads, capacity=self.capacity, dim=dim)
         self._step.rule, self._step.used = self._rules.data_ptr(), self.used.data_ptr()
         self._step.window, self._step.adds = window or 0, adds
@@ -79,9 +79,11 @@ class NativeAttend:
         self._pointer = ctypes.pointer(self._step)
 
     def attach(self, k: Tensor, v: Tensor) -> None:
-        """See `DecodeStep`. ValueError for a dtype not in `DTYPES`."""
+        """See `DecodeStep`. ValueError for a dtype not in `DTYPES`, another size, and what is not contiguous."""
         if k.dtype not in DTYPES or v.dtype != k.dtype:
             raise ValueError(f"K is {k.dtype} and V {v.dtype}: needed one of {DTYPES}")
+        if not all(x.shape == self._size and x.is_contiguous() for x in (k, v)):
+            raise ValueError(f"K is {tuple(k.shape)}, V {tuple(v.shape)}: needed {self._size}, contiguous")
         self._dtype, self._strides = k.dtype, None
         self._step.bf16 = k.dtype == torch.bfloat16
         self._kv = k, v
@@ -123,6 +125,9 @@ class NativeAttend:
         step.given = None if slots is None else slots.data_ptr()
         step.probs = None
         if probs is not None:
+            occupied = int(torch.minimum(self._rules[:, 0] + number + 1, self._rules[:, 1]).max())
+            if probs.shape[-1] < occupied:
+                raise ValueError(f"room for {probs.shape[-1]} probabilities of a row: {occupied} are occupied")
             step.probs, step.width = probs.data_ptr(), probs.shape[-1]
         if self._call(self._pointer):
             raise MemoryError("no memory for the logits of a decode step")

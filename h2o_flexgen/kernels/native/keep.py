@@ -53,10 +53,15 @@ def keep_prompts(
     call = _native()
     rows, kv_heads, capacity, dim = cache.k.shape
     fits = all(x.shape[1:] == (kv_heads, dim) and x.dtype == cache.k.dtype for x in packed)
-    if call is None or not fits or len(packed.k) < prompts.tokens:
+    alike = cache.v.shape == cache.k.shape and cache.v.dtype == cache.k.dtype
+    if call is None or not (fits and alike) or min(map(len, packed)) < prompts.tokens:
         raise ValueError(f"K {tuple(packed.k.shape)} for a cache of {tuple(cache.k.shape)}, {prompts.tokens} tokens")
     if prompts.places > rows or prompts.slots > capacity or (sums is None) != (ranks is None):
         raise ValueError(f"{prompts.slots} slots of {prompts.places} rows for a cache of {tuple(cache.k.shape)}")
+    if sums is not None and (sums.dtype != torch.float32 or sums.numel() < prompts.tokens * kv_heads):
+        raise ValueError(f"{sums.numel()} sums of {sums.dtype} for {prompts.tokens} tokens of {kv_heads} heads")
+    if ranks is not None and any(rank.shape != cache.k.shape[:3] for rank in ranks):
+        raise ValueError(f"ranks {[tuple(rank.shape) for rank in ranks]} for a cache of {tuple(cache.k.shape)}")
     k, v = packed
     size = k.itemsize
     task = _Keep(k=k.data_ptr(), v=v.data_ptr(), to_k=cache.k.data_ptr(), to_v=cache.v.data_ptr())

@@ -97,8 +97,8 @@ def packed_attention(
         raise ValueError(
             f"q {tuple(q.shape)}, out {tuple(out.shape)} {out.dtype}: no kernel for prompts packed like that"
         )
-    if len(q) < prompts.tokens:
-        raise ValueError(f"{len(q)} tokens, and prompts up to the {prompts.tokens}th")
+    if min(len(x) for x in qkv) < prompts.tokens:
+        raise ValueError(f"{[len(x) for x in qkv]} tokens, and prompts up to the {prompts.tokens}th")
     heads_first = [x.transpose(0, 1).unsqueeze(0) for x in qkv]
     task = _shape(heads_first[0], heads_first[1], heads_first[2], None, window)
     task.length, task.parts, task.prompts = prompts.longest, 1, len(prompts.table)
@@ -135,6 +135,8 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, scale: float, past: KeysValues | None
     return (
         all(t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.stride(-1) == 1 for t in tensors)
         and q.numel() > 0
+        and k.shape == v.shape
+        and (len(k), k.shape[2:]) == (len(q), q.shape[2:])
         and q.shape[-1] % _LANES == 0
         and q.shape[-1] <= _MAX_DIM
         and scale > 0
@@ -153,7 +155,9 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, past: KeysValues | None, window: int
         task.past_k_head, task.past_k_token, _ = past[0].stride()
         task.past_v_head, task.past_v_token, _ = past[1].stride()
     task.rows, task.kv_heads, task.length, task.d = n, k.shape[1], length, d
-    task.group, task.window, task.prompts = heads // task.kv_heads, window or 0, 1
+    # C counts in 32 bits from a window's edge, and one that nothing has left hides nothing.
+    task.window = window if window is not None and window < task.before + length else 0
+    task.group, task.prompts = heads // task.kv_heads, 1
     task.queries = _queries(task.group)
     task.parts = _parts(length, task.queries, n * task.kv_heads)
     return task
