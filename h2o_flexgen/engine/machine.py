@@ -111,7 +111,8 @@ def cpu_limit() -> Limit:
 def disk_limit(folder: Path, there: int) -> Limit:
     """Disk space for a run whose offload folder is `folder`: what is free, and the bytes of weights that are `there`
     already and take no more. Nothing is made."""
-    while not folder.exists() and folder != folder.parent:
+    # Path.exists raises where a parent cannot be searched, or a name is too long.
+    while not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
     try:
         info = os.statvfs(folder)
