@@ -96,9 +96,15 @@ def ensure_packed(
 
 
 def packed_bytes(source: WeightSource, dtype: str, folder: Path) -> int:
-    """Bytes that earlier runs packed of `source` in the offload folder `folder`; nothing is made or locked."""
-    files = (folder / packed_name(_identity(source, dtype))).glob("unit-*.bin")
-    return sum(path.stat().st_size for path in files)
+    """Bytes that earlier runs packed of `source` in the offload folder `folder`; nothing is made or locked.
+
+    0 where the folder cannot be read: whoever puts something there is told why.
+    """
+    try:
+        files = (folder / packed_name(_identity(source, dtype))).glob("unit-*.bin")
+        return sum(path.stat().st_size for path in files)
+    except OSError:
+        return 0
 
 
 def _identity(source: WeightSource, dtype: str) -> str:

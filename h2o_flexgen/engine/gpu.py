@@ -34,15 +34,23 @@ def open_gpu(devices: Sequence[torch.device]) -> PinnedPool | None:
     return PinnedPool(first, most, bounce, [other for other in others if other is not None])
 
 
-def caps_of(config: EngineConfig, pins: PinnedPool | None, folder: Path, there: Callable[[], int]) -> Caps:
+def caps_of(
+    config: EngineConfig,
+    pins: PinnedPool | None,
+    folder: Path,
+    there: Callable[[], int],
+    held: Callable[[torch.device], int],
+) -> Caps:
     """What was given, else what the machine has free, and where each number comes from; of the GPU with least, where
-    there are several. `folder`: of the disk tier, where weights of `there` bytes lie already."""
+    there are several. `folder`: of the disk tier, where weights of `there` bytes lie already. `held`: what other
+    engines of this process hold on a GPU."""
     why = {"cpu": "--cpu-mem", "disk": "--nvme-mem", "gpu": "--gpu-mem"}
     on_gpu, cpu, disk = None, config.cpu_mem, config.disk_mem
     if config.emulate_gpu is not None:
         on_gpu, why["gpu"] = config.emulate_gpu, "--emulate-gpu"
     elif pins is not None:
-        on_gpu, why["gpu"] = min(gpu_limit(device, config.gpu_mem) for device in pins.devices)
+        limits = (gpu_limit(each, config.gpu_mem, held(each.torch_device)) for each in pins.devices)
+        on_gpu, why["gpu"] = min(limits)
     if config.num_gpus > 1:
         why["gpu"] += ", of each GPU"
     if cpu is None:
@@ -52,8 +60,18 @@ def caps_of(config: EngineConfig, pins: PinnedPool | None, folder: Path, there: 
     return Caps(on_gpu, cpu, disk, emulated=config.emulate_gpu is not None, why=why)
 
 
-def gpu_limit(gpu: Device, asked: int | None) -> Limit:
-    """What a run may plan to allocate on `gpu`: of what was `asked`, at most what others and the CUDA context leave."""
+def gpu_limit(gpu: Device, asked: int | None, held: int = 0) -> Limit:
+    """What a run may plan to allocate on `gpu`: of what was `asked`, at most what others and the CUDA context leave.
+
+    `held`: by other engines of this process, which the GPU takes for this one's, and --gpu-mem is for all of them.
+    """
+    limit = _process_limit(gpu, asked)
+    if not held:
+        return limit
+    return Limit(max(0, limit.nbytes - held), f"{limit.why}, less {format_bytes(held)} that other engines hold")
+
+
+def _process_limit(gpu: Device, asked: int | None) -> Limit:
     room, total = gpu.room()
     what = f"free of the {format_bytes(total)} on the GPU"
     if asked is None:

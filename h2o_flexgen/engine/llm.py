@@ -22,6 +22,7 @@ from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine import gpu, machine
 from h2o_flexgen.engine.block import BlockRunner
 from h2o_flexgen.engine.chat import Conversation, chat_prompts
+from h2o_flexgen.engine.held import held_bytes
 from h2o_flexgen.engine.hf_generate import Generator
 from h2o_flexgen.engine.loader import Loaded, Progress, bytes_on_disk, load
 from h2o_flexgen.engine.model import Model, open_model
@@ -73,7 +74,8 @@ class LLM:
         self._decoder = Decoder(self.model.spec)
         self._pins = gpu.open_gpu(self._devices)
         self._trace = Trace(self.config.trace, () if self._pins is None else self._pins.devices)
-        self._baseline = machine.before_placement()
+        # Less what other engines hold: that is counted when a plan is made, since it comes and goes.
+        self._baseline = max(0, machine.before_placement() - held_bytes())
 
     def generate(
         self,
@@ -144,9 +146,9 @@ class LLM:
         Weights that are loaded already stay where they are if a block as large fits beside them.
         """
         config, spec = self.config, self.model.spec
-        tier = self._compute_tier()
+        tier, baseline = self._compute_tier(), self._baseline + held_bytes(self._loaded)
         dtype, caps = self.model.dtype, self._caps()
-        request = PlanRequest(spec, workload, config.eviction, dtype, caps, tier, self._baseline, config.num_gpus)
+        request = PlanRequest(spec, workload, config.eviction, dtype, caps, tier, baseline, config.num_gpus)
         policy = config.fixed_policy if tier == "gpu" else config.fixed_policy.with_gpu_as_cpu()
         planner = self.planner
         if self._loaded is not None and self.last_plan is not None:
@@ -269,7 +271,7 @@ class LLM:
     def _caps(self) -> Caps:
         model, folder = self.model, self.offload_folder
         there = partial(bytes_on_disk, model.spec, model.source, model.dtype, folder)
-        return gpu.caps_of(self.config, self._pins, folder, there)
+        return gpu.caps_of(self.config, self._pins, folder, there, partial(held_bytes, self._loaded))
 
     def _reader(self) -> RequestReader:
         return RequestReader(self.model.spec, self.config.eviction, self.model.codec, self.config.seed)

@@ -19,6 +19,7 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.config.tensors import WeightGroup
+from h2o_flexgen.engine.held import note_tiers
 from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.engine.stages import LoadedStage
 from h2o_flexgen.engine.trace import on_stage
@@ -37,7 +38,7 @@ Progress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all)"""
 
 
-@dataclass
+@dataclass(eq=False)
 class Loaded:
     """A model on its tiers. Owns tiers, copy threads, weights and the run folder; `close` gives all of it back."""
 
@@ -133,7 +134,9 @@ def load(
             stack.callback(copies.close)
         if pins is not None:
             pins.warn()
-        return Loaded(plan.placement, plan.policy.lookahead, tuple(stages), folder, stack.pop_all())
+        loaded = Loaded(plan.placement, plan.policy.lookahead, tuple(stages), folder, stack.pop_all())
+        note_tiers(loaded, (tier for _, tiers in parts for tier in (tiers.cpu, tiers.compute)))
+        return loaded
 
 
 def _tiers(

@@ -6,7 +6,8 @@ import ctypes
 import os
 import resource
 from functools import cache
-from pathlib import Path
+from operator import itemgetter
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import psutil
@@ -17,13 +18,11 @@ from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels.large import LARGE
 from h2o_flexgen.units import format_bytes
 
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 DEFAULT_OFFLOAD_DIR = "~/.cache/h2o_flexgen/offload"
 _SHARE = 0.9  # of what is available: the rest is for the system and for allocator slack
 _LATER = 20 << 20  # pages of libraries that only the first products and the first search touch: 17 and 18 MiB measured
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 class Limit(NamedTuple):
@@ -33,34 +32,87 @@ class Limit(NamedTuple):
     why: str
 
 
+class _Hierarchy(NamedTuple):
+    """Where the kernel shows control groups. `controller`: as /proc/self/cgroup names it, empty in v2. `cache`: the
+    parts of `usage` in memory.stat that the kernel takes back before it ends anybody: what it calls available."""
+
+    mount: str
+    controller: str
+    limit: str
+    usage: str
+    cache: tuple[bytes, ...]
+
+
+_HIERARCHIES = (
+    _Hierarchy(".", "", "memory.max", "memory.current", (b"inactive_file", b"active_file", b"slab_reclaimable")),
+    _Hierarchy(
+        "memory",
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        (b"total_inactive_file", b"total_active_file"),
+    ),
+)
+
+
+class _Group(NamedTuple):
+    """A control group that has a limit: that, and what may still be taken within it. In bytes."""
+
+    limit: int
+    room: int
+
+
 def cgroup_limit() -> int | None:
-    """Memory limit of this process's own control group, v2 or v1, in bytes; None where there is none."""
-    limits = [limit for limit in (_read_limit(path) for path in _limit_files()) if limit is not None]
-    return min(limits, default=None)
+    """Memory limit of this process's own control group or one that it lies in, v2 or v1, in bytes; None without any."""
+    return min((group.limit for group in _limited_groups()), default=None)
 
 
-def _limit_files() -> list[Path]:
-    files = [Path(limit) for limit, _ in _CGROUPS]
+def cgroup_room() -> int | None:
+    """Bytes that may still be taken within each of those limits, whoever holds the rest; None without any."""
+    return min((group.room for group in _limited_groups()), default=None)
+
+
+def _limited_groups() -> list[_Group]:
+    paths = _own_groups()
+    groups: list[_Group] = []
+    for hierarchy in _HIERARCHIES:
+        own = PurePath(paths.get(hierarchy.controller, "."))
+        # In a container that may be the host's path, which is not there, and the group be what is mounted: the last.
+        for folder in (_CGROUPS / hierarchy.mount / path for path in (own, *own.parents)):
+            limit = _read_number(folder / hierarchy.limit)
+            if limit is not None:
+                used = (_read_number(folder / hierarchy.usage) or 0) - _cache_bytes(folder, hierarchy.cache)
+                groups.append(_Group(limit, max(0, limit - max(0, used))))
+    return groups
+
+
+def _own_groups() -> dict[str, str]:
+    """The path of this process's control group by controller."""
     try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="ascii").splitlines()
+        lines = _OWN_CGROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
-        return files
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            files.append(Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.max")
-        elif "memory" in controllers.split(","):
-            files.append(Path("/sys/fs/cgroup/memory") / path.lstrip("/") / "memory.limit_in_bytes")
-    return files
+        return {}
+    fields = [line.split(":", 2) for line in lines if line.count(":") > 1]
+    return {name: path.lstrip("/") for _, controllers, path in fields for name in controllers.split(",")}
 
 
-def _read_limit(path: Path) -> int | None:
+def _read_number(path: Path) -> int | None:
     try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
+        number = int(path.read_bytes())
+    except (OSError, ValueError):  # v2 writes "no limit" as "max"
         return None
-    # v1 writes "no limit" as the largest page-aligned 63-bit number.
-    return int(text) if text.isdigit() and int(text) < 1 << 60 else None
+    # v1 writes it as the largest page-aligned 63-bit number.
+    return number if 0 <= number < 1 << 60 else None
+
+
+def _cache_bytes(folder: Path, names: tuple[bytes, ...]) -> int:
+    """Of what is used in a control group, what the kernel takes back when memory gets short."""
+    try:
+        lines = (folder / "memory.stat").read_bytes().splitlines()
+    except OSError:
+        return 0
+    fields = [line.split() for line in lines if line.startswith(names)]
+    return sum(int(words[1]) for words in fields if len(words) == 2 and words[0] in names and words[1].isdigit())
 
 
 def rss() -> int:
@@ -101,17 +153,22 @@ def offload_folder(named: str | None) -> Path:
 
 
 def cpu_limit() -> Limit:
-    """Host memory a run may use in all, this process included: available, within the cgroup's limit."""
-    available, limit = psutil.virtual_memory().available + rss(), cgroup_limit()
-    if limit is None or available <= limit:
-        return _share_of(available, "available")
-    return _share_of(limit, "that the control group may use")
+    """Host memory a run may use in all, this process included: available, within what the control group allows it."""
+    held = rss()
+    limits = [(psutil.virtual_memory().available + held, "available")]
+    limit, room = cgroup_limit(), cgroup_room()
+    if limit is not None:
+        limits.append((limit, "that the control group may use"))
+        if room is not None:
+            limits.append((room + held, "that others in the control group leave"))
+    return _share_of(*min(limits, key=itemgetter(0)))
 
 
 def disk_limit(folder: Path, there: int) -> Limit:
     """Disk space for a run whose offload folder is `folder`: what is free, and the bytes of weights that are `there`
     already and take no more. Nothing is made."""
-    while not folder.exists() and folder != folder.parent:
+    # Path.exists raises where a parent cannot be searched, or a name is too long.
+    while not os.path.exists(folder) and folder != folder.parent:
         folder = folder.parent
     try:
         info = os.statvfs(folder)

@@ -97,6 +97,11 @@ class Tier(Ledger):
             block.release()
         self.refund(page_ceil(buffer.nbytes), buffer.what)
 
+    @property
+    def held(self) -> int:
+        """Bytes that the system has given: in use, or waiting for the next buffer of their size."""
+        return self.used + self._spare.nbytes
+
     @contextmanager
     def keeping(self) -> Iterator[None]:
         """Within, host memory that is given back waits for the next buffer of its size.

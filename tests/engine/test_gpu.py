@@ -36,6 +36,10 @@ def test_a_cap_is_at_most_what_others_leave() -> None:
     assert "12 GiB" in limit.why
     assert gpu.gpu_limit(device, 8 << 20).nbytes == 7 << 20
     assert gpu.gpu_limit(device, None).nbytes == int(0.9 * 12 * GIB)
+    beside = gpu.gpu_limit(device, None, 3 * GIB)
+    assert beside.nbytes == int(0.9 * 12 * GIB) - 3 * GIB
+    assert beside.why == "90% of 12 GiB free of the 16 GiB on the GPU, less 3 GiB that other engines hold"
+    assert gpu.gpu_limit(device, 8 << 20, 3 * GIB).nbytes == 0
     assert gpu.open_gpu([torch.device("cpu")]) is None
 
 

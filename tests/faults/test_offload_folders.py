@@ -89,6 +89,16 @@ def test_row_10_an_offload_folder_that_cannot_be_made(model: Path, run: Run) -> 
     assert "name another with --offload-dir" in ran.err
 
 
+def test_row_10_a_name_that_no_folder_can_have(tmp_path: Path, model: Path, run: Run) -> None:
+    """Which only a run that puts something there minds. So it is below a folder that may not be looked into."""
+    path = tmp_path / ("a" * 300)
+    assert run("--model", model, *WORK, "--offload-dir", path).code == 0
+    ran = run("--model", model, *DISK_CACHE, *WORK, "--offload-dir", path)
+    assert ran.code == 6
+    assert f"cannot make the offload folder {path}: File name too long" in ran.err
+    assert "name another with --offload-dir" in ran.err
+
+
 def test_row_10_the_run_folder_is_private(
     tmp_path: Path, model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ def test_memory_that_was_given_back_serves_the_next_buffer_of_its_size() -> None
     with tier.keeping():
         place = filled(tier, 5 * MIB + 1)
         assert (tier.used, tier.peak) == (0, 5 * MIB + 4096), "what waits is not in use"
+        assert tier.held == 5 * MIB + 4096, "but held"
         again = tier.allocate(5 * MIB + 1, "kv cache")
         assert again.tensor.data_ptr() == place
         assert int(again.tensor.sum()) == 0, "buffers are zeroed"

@@ -1,0 +1,102 @@
+"""Engines of one process: each plans with what the others leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.engine import gpu, machine
+from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.memory.pinned import PinnedPool
+from tests.memory.fake_cuda import FakeDevice
+from tests.programs import write_model
+
+MIB = 1 << 20
+PROCESS = 100 * MIB
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
+NEW = 3
+WORK = Workload(5, NEW, 3)
+SETTINGS: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3.2 MiB of weights."""
+    sizes = {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 512, "num_hidden_layers": 4}
+    return write_model(tmp_path_factory.mktemp("larger") / "model", **sizes)
+
+
+@pytest.fixture
+def open_llm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+    """Engines of a process that holds 100 MiB beside what they place."""
+    opened: list[LLM] = []
+
+    def measured() -> int:
+        return PROCESS + sum(used(llm) for llm in opened)
+
+    def make(**settings: Any) -> LLM:
+        opened.append(LLM(str(model), offload_dir=str(tmp_path / "offload"), **settings))
+        return opened[-1]
+
+    monkeypatch.setattr(machine, "before_placement", measured)
+    return make
+
+
+def used(llm: LLM) -> int:
+    """Bytes in the memory tiers of an engine."""
+    stages = () if llm._loaded is None else llm._loaded.stages
+    return sum(tier.used for tier in {tier for each in stages for tier in (each.tiers.cpu, each.tiers.compute)})
+
+
+def baseline(llm: LLM) -> int:
+    return llm.plan(WORK).request.baseline
+
+
+@pytest.mark.parametrize("settings", [{}, {"emulate_gpu": "64MiB"}, {"emulate_gpu": "64MiB", "num_gpus": 2}], ids=str)
+def test_what_another_engine_holds_is_counted(settings: dict[str, Any], open_llm: Callable[..., LLM]) -> None:
+    with open_llm() as second:
+        with open_llm(**settings) as first:
+            assert baseline(second) == PROCESS
+            first.generate(PROMPTS, **SETTINGS)
+            assert used(first) > 3 * MIB
+            assert baseline(second) == PROCESS + used(first)
+            assert baseline(first) == PROCESS, "its own weights are what it plans for"
+            third = open_llm()
+            assert baseline(third) == PROCESS + used(first), "there before the third was: counted once"
+        with third:
+            assert baseline(second) == baseline(third) == PROCESS, "what is closed holds nothing"
+
+
+def test_caches_and_spare_memory_count_while_a_stream_goes_on(open_llm: Callable[..., LLM]) -> None:
+    with open_llm(policy={"gpu_batch_size": 1, "num_gpu_batches": 1}) as first, open_llm() as second:
+        stream = first.stream(PROMPTS, **SETTINGS)
+        next(stream)
+        during = baseline(second)
+        assert len(list(stream)) == len(PROMPTS) - 1
+        assert during > baseline(second) == PROCESS + used(first)
+
+
+def test_a_cap_that_holds_one_model_streams_the_other(open_llm: Callable[..., LLM]) -> None:
+    cap = 106 * MIB
+    with open_llm(cpu_mem=cap) as first, open_llm(cpu_mem=cap) as second:
+        assert second.plan(WORK).policy.weights == {"cpu": 1.0}
+        expected = [output.token_ids for output in first.generate(PROMPTS, **SETTINGS)]
+        assert first.last_plan.policy.weights == {"cpu": 1.0}
+        assert [output.token_ids for output in second.generate(PROMPTS, **SETTINGS)] == expected
+        assert second.last_plan.policy.weights["disk"] > 0
+        assert PROCESS + used(first) + second._loaded.peaks()["cpu"] <= cap
+
+
+def test_a_gpu_is_shared_too(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose memory is the host's: what is held there is held on it."""
+    with open_llm() as first:
+        first.generate(PROMPTS, **SETTINGS)
+        monkeypatch.setattr(gpu, "open_gpu", lambda _: PinnedPool(FakeDevice()))
+        with open_llm() as second:
+            caps = second._caps()
+        assert caps.gpu == gpu.gpu_limit(FakeDevice(), None).nbytes - used(first)
+        assert caps.why["gpu"].endswith("that other engines hold")
