@@ -50,10 +50,12 @@ class Loaded:
     """That loading took."""
 
     def serves(self, plan: Plan) -> bool:
-        """Whether `plan` wants the weights where they are; caches and hidden states are placed per block anyway."""
+        """Whether `plan` wants the weights where they are, and all of them can be used; caches and hidden states are
+        placed per block anyway."""
         used = {*plan.placement.cache.values(), *plan.placement.hidden.values()}
         same = plan.placement.weights == self.placement.weights and plan.policy.lookahead == self.lookahead
-        return same and ("disk" not in used or self.folder is not None)
+        whole = not any(stage.weights.damaged for stage in self.stages)
+        return same and whole and ("disk" not in used or self.folder is not None)
 
     @property
     def bytes_moved(self) -> Counter[str]:
