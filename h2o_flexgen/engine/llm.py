@@ -119,11 +119,12 @@ class LLM:
     def score(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Score]:
         """Log-probability of each continuation after its context, with eviction active while scoring.
 
-        The context is prefilled and pruned, the continuation decoded as given; its length counts as gen_len.
+        The context is prefilled and pruned, the continuation decoded as given; its length counts as gen_len. A pair
+        that fails has its `error`, and no log-probability.
         """
         rows = self._reader().read_scored(pairs)
         list(self._run(rows))
-        return [Score(sum(row.logprobs), all(row.greedy), row.logprobs, row.greedy) for row in rows]
+        return [Score.of(row) for row in rows]
 
     def generate_ids(
         self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, **arguments: Any
@@ -275,16 +276,4 @@ class LLM:
         return RequestReader(self.model.spec, self.config.eviction, self.model.codec, self.config.seed)
 
     def _output(self, row: Sequence) -> RequestOutput:
-        if row.finish_reason is None:
-            raise RuntimeError(f"sequence {row.row_id} is not finished")
-        return RequestOutput(
-            row.index,
-            row.sample,
-            row.prompt_ids + row.fed,
-            row.token_ids,
-            None if self.model.dummy else text_of(self.model.codec, row),
-            row.finish_reason,
-            row.logprobs if row.params.logprobs is not None else None,
-            row.top_logprobs if row.params.logprobs else None,
-            row.error,
-        )
+        return RequestOutput.of(row, None if self.model.dummy else text_of(self.model.codec, row))
