@@ -245,6 +245,7 @@ class LLM:
         """The weights where `plan` wants them; loaded anew only if they are elsewhere."""
         self.last_plan = plan
         if self._loaded is not None and self._loaded.serves(plan):
+            self._loaded.recap(plan)
             return self._loaded
         if self._loaded is not None:
             self._loaded.close()
