@@ -33,6 +33,7 @@ from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import RequestOutput, Score, Sequence
 from h2o_flexgen.engine.text import text_of
 from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.engine.turn import Turn
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.errors import PlanError, UsageError
 from h2o_flexgen.kernels.native.build import build_all
@@ -69,7 +70,7 @@ class LLM:
                 "leave --rolling-positions out",
             )
         self._loaded: Loaded | None = None
-        self._replay = Replay()
+        self._replay, self._turn = Replay(), Turn()
         self._decoder = Decoder(self.model.spec)
         self._pins = gpu.open_gpu(self._devices)
         self._trace = Trace(self.config.trace, () if self._pins is None else self._pins.devices)
@@ -94,7 +95,10 @@ class LLM:
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         **settings: Any,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, but yields each sequence as soon as it is finished, in the order in which that happens."""
+        """As `generate`, but yields each sequence as soon as it is finished, in the order in which that happens.
+
+        Until the last one is out, or the stream is closed, other calls are refused with a UsageError.
+        """
         if params is None:
             params = SamplingParams.from_kwargs(**settings)
         elif settings:
@@ -166,6 +170,7 @@ class LLM:
 
     def close(self) -> None:
         """Gives memory, threads and files back. A second call does nothing."""
+        self._turn.end()
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.close()
@@ -182,6 +187,11 @@ class LLM:
         self.close()
 
     def _run(self, rows: list[Sequence]) -> Iterator[Sequence]:
+        """Runs sequences; yields them as they finish, leaves `last_record`. UsageError while another call does."""
+        with self._turn.taken():
+            yield from self._until_done(rows)
+
+    def _until_done(self, rows: list[Sequence]) -> Iterator[Sequence]:
         """Runs sequences in blocks whose places are filled again; yields them as they finish, leaves `last_record`.
 
         Where memory runs out, those that are not finished are planned and run anew: see `replay`.
