@@ -121,7 +121,9 @@ class SamplingParams:
         return not self.do_sample and all(getattr(self, name) == _DEFAULTS[name] for name in _CORRECTIONS)
 
     def check_vocabulary(self, size: int) -> None:
-        """UsageError for a token id in any setting that a vocabulary of `size` tokens has no token for."""
+        """UsageError for what a vocabulary of `size` tokens has not: a token id in any setting, as many logprobs."""
+        if self.logprobs is not None and self.logprobs > size:
+            raise UsageError(f"logprobs={self.logprobs}", f"needed at most {size}: there are no more tokens")
         for name, tokens in self._named_tokens():
             for token in tokens:
                 if token >= size:

@@ -34,6 +34,7 @@ from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import RequestOutput, Score, Sequence
 from h2o_flexgen.engine.text import text_of
 from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.engine.turn import Turn
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.errors import PlanError, UsageError
 from h2o_flexgen.kernels.native.build import build_all
@@ -70,7 +71,7 @@ class LLM:
                 "leave --rolling-positions out",
             )
         self._loaded: Loaded | None = None
-        self._replay = Replay()
+        self._replay, self._turn = Replay(), Turn()
         self._decoder = Decoder(self.model.spec)
         self._pins = gpu.open_gpu(self._devices)
         self._trace = Trace(self.config.trace, () if self._pins is None else self._pins.devices)
@@ -96,7 +97,10 @@ class LLM:
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         **settings: Any,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, but yields each sequence as soon as it is finished, in the order in which that happens."""
+        """As `generate`, but yields each sequence as soon as it is finished, in the order in which that happens.
+
+        Until the last one is out, or the stream is closed, other calls are refused with a UsageError.
+        """
         if params is None:
             params = SamplingParams.from_kwargs(**settings)
         elif settings:
@@ -121,11 +125,12 @@ class LLM:
     def score(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Score]:
         """Log-probability of each continuation after its context, with eviction active while scoring.
 
-        The context is prefilled and pruned, the continuation decoded as given; its length counts as gen_len.
+        The context is prefilled and pruned, the continuation decoded as given; its length counts as gen_len. A pair
+        that fails has its `error`, and no log-probability.
         """
         rows = self._reader().read_scored(pairs)
         list(self._run(rows))
-        return [Score(sum(row.logprobs), all(row.greedy), row.logprobs, row.greedy) for row in rows]
+        return [Score.of(row) for row in rows]
 
     def generate_ids(
         self, input_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None, **arguments: Any
@@ -167,6 +172,7 @@ class LLM:
 
     def close(self) -> None:
         """Gives memory, threads and files back. A second call does nothing."""
+        self._turn.end()
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.close()
@@ -183,6 +189,11 @@ class LLM:
         self.close()
 
     def _run(self, rows: list[Sequence]) -> Iterator[Sequence]:
+        """Runs sequences; yields them as they finish, leaves `last_record`. UsageError while another call does."""
+        with self._turn.taken():
+            yield from self._until_done(rows)
+
+    def _until_done(self, rows: list[Sequence]) -> Iterator[Sequence]:
         """Runs sequences in blocks whose places are filled again; yields them as they finish, leaves `last_record`.
 
         Where memory runs out, those that are not finished are planned and run anew: see `replay`.
@@ -246,6 +257,7 @@ class LLM:
         """The weights where `plan` wants them; loaded anew only if they are elsewhere."""
         self.last_plan = plan
         if self._loaded is not None and self._loaded.serves(plan):
+            self._loaded.recap(plan)
             return self._loaded
         if self._loaded is not None:
             self._loaded.close()
@@ -277,16 +289,4 @@ class LLM:
         return RequestReader(self.model.spec, self.config.eviction, self.model.codec, self.config.seed)
 
     def _output(self, row: Sequence) -> RequestOutput:
-        if row.finish_reason is None:
-            raise RuntimeError(f"sequence {row.row_id} is not finished")
-        return RequestOutput(
-            row.index,
-            row.sample,
-            row.prompt_ids + row.fed,
-            row.token_ids,
-            None if self.model.dummy else text_of(self.model.codec, row),
-            row.finish_reason,
-            row.logprobs if row.params.logprobs is not None else None,
-            row.top_logprobs if row.params.logprobs else None,
-            row.error,
-        )
+        return RequestOutput.of(row, None if self.model.dummy else text_of(self.model.codec, row))

@@ -51,10 +51,21 @@ class Loaded:
     """That loading took."""
 
     def serves(self, plan: Plan) -> bool:
-        """Whether `plan` wants the weights where they are; caches and hidden states are placed per block anyway."""
+        """Whether `plan` wants the weights where they are, and all of them can be used; caches and hidden states are
+        placed per block anyway."""
         used = {*plan.placement.cache.values(), *plan.placement.hidden.values()}
         same = plan.placement.weights == self.placement.weights and plan.policy.lookahead == self.lookahead
-        return same and ("disk" not in used or self.folder is not None)
+        whole = not any(stage.weights.damaged for stage in self.stages)
+        return same and whole and ("disk" not in used or self.folder is not None)
+
+    def recap(self, plan: Plan) -> None:
+        """Keeps the tiers to the caps of `plan`, which finds the weights where it wants them: what the machine has free
+        may be another amount by now, and less or more may be known of it."""
+        caps = plan.request.caps
+        for tiers in (stage.tiers for stage in self.stages):
+            tiers.cpu.capacity, tiers.disk.capacity = _cpu_capacity(plan), caps.disk
+            if tiers.gpu is not None:
+                tiers.gpu.capacity = caps.gpu
 
     @property
     def bytes_moved(self) -> Counter[str]:

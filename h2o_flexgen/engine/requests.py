@@ -81,7 +81,15 @@ class RequestReader:
         """Ids of one prompt without special tokens, but for those that are spelt out in it."""
         if isinstance(prompt, str):
             return self._known(self._tokenizer(where).encode_bare(prompt), where)
-        return self._known([_as_int(token, where) for token in prompt], where)
+        try:
+            tokens = iter(prompt)
+        except TypeError as error:
+            raise UsageError(
+                f"{where}: {prompt!r} is no prompt",
+                "needed a string or a list of token ids",
+                "wrap the token ids of one prompt: [[1, 2, 3]]",
+            ) from error
+        return self._known([_as_int(token, where) for token in tokens], where)
 
     @cached_property
     def _opening(self) -> list[int]:

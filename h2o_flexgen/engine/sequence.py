@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -151,15 +152,42 @@ class RequestOutput:
     top_logprobs: list[dict[int, float]] | None = None
     error: str | None = None
 
+    @classmethod
+    def of(cls, row: Sequence, text: str | None) -> RequestOutput:
+        """Of a finished sequence, whose new tokens read `text`."""
+        if row.finish_reason is None:
+            raise RuntimeError(f"sequence {row.row_id} is not finished")
+        return cls(
+            row.index,
+            row.sample,
+            row.prompt_ids + row.fed,
+            row.token_ids,
+            text,
+            row.finish_reason,
+            row.logprobs if row.params.logprobs is not None else None,
+            row.top_logprobs if row.params.logprobs else None,
+            row.error,
+        )
+
 
 @dataclass(frozen=True)
 class Score:
     """`LLM.score` of one (context, continuation): natural-log probabilities with eviction active.
 
     `token_is_greedy` says of each token of the continuation whether it is the likeliest; `is_greedy`, whether all are.
+    `error` says why a pair could not be scored, None of all others: its `logprob` is NaN, `is_greedy` False, and its
+    lists end where it failed.
     """
 
     logprob: float
     is_greedy: bool
     token_logprobs: list[float]
     token_is_greedy: list[bool] = field(default_factory=list)
+    error: str | None = None
+
+    @classmethod
+    def of(cls, row: Sequence) -> Score:
+        """Of a finished sequence whose tokens were given."""
+        if row.error is not None:
+            return cls(math.nan, False, row.logprobs, row.greedy, row.error)
+        return cls(sum(row.logprobs), all(row.greedy), row.logprobs, row.greedy)

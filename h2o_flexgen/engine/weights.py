@@ -60,6 +60,8 @@ class WeightStore:
         self._loading: dict[str, tuple[int, Ticket]] = {}
         self._verify = verify
         self._verified: set[str] = set(homes) if verify == "never" else set()
+        self.damaged = False
+        """Whether a packed file could not be used and was removed: what is still open of it must not be read again."""
 
     def load(self, key: str) -> None:
         """Starts bringing a streamed group to the compute tier."""
@@ -99,10 +101,8 @@ class WeightStore:
         return next((ticket for other, ticket in tickets if self._cycle[other].overlaps(place)), None)
 
     def _read(self, key: str, unit: PackedUnit, target: Tensor, after: Ticket | None = None) -> Ticket:
-        """A disk read; unless told otherwise the first one of each packed group is checked against its checksum."""
+        """A disk read; unless told otherwise those of a packed group are checked until one was found to be good."""
         digest = None if key in self._verified else unit.checksum
-        if self._verify == "first":
-            self._verified.add(key)
         return self._copies.read_extents(unit.extents, target, digest=digest, after=after)
 
     def get(self, key: str) -> dict[str, Tensor]:
@@ -114,6 +114,10 @@ class WeightStore:
             ticket.wait_on_device()
         except StorageError as error:
             raise self._distrust(key, error) from error
+        if self._verify == "first":
+            # Not before: of a load that failed, or that nobody waited for, nothing is known. What a GPU is given has
+            # been read and checked when the wait ends, even if it is still being copied.
+            self._verified.add(key)
         if index not in self._bound:
             self._bound[index] = bind(views(self._homes[key].layout, self._at(self._buffer, index)))
         return self._bound[index]
@@ -123,6 +127,7 @@ class WeightStore:
         unit = self._homes[key].unit
         if unit is None or unit.checksum is None:
             return error
+        self.damaged = True
         discard(unit)
         return StorageError(error.found, error.needed, "the damaged file was removed; run again to have it packed anew")
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.sequence import Score
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
 from h2o_flexgen.evaluation.settings import EvaluationSettings
 from h2o_flexgen.evaluation.sources import spread
@@ -58,12 +59,17 @@ def cut_windows(llm: LLM, text: str, settings: EvaluationSettings) -> Windows:
 
 def likelihood(llm: LLM, windows: Sequence[Window]) -> Likelihood:
     """Scores every window's continuation through `llm`, at its eviction policy and budget."""
-    scores = llm.score(windows)
-    for (_, continuation), score in zip(windows, scores, strict=True):
-        if len(score.token_logprobs) != len(continuation):
-            raise H2OFlexGenError("the model produced logits that are not finite", "no perplexity can be given")
+    scores = whole(llm.score(windows))
     tokens = sum(len(score.token_logprobs) for score in scores)
     return Likelihood(-sum(score.logprob for score in scores) / tokens, tokens)
+
+
+def whole(scores: list[Score]) -> list[Score]:
+    """`scores`; H2OFlexGenError where one failed, so that there is no perplexity."""
+    for score in scores:
+        if score.error is not None:
+            raise H2OFlexGenError(score.error, "no perplexity can be given")
+    return scores
 
 
 def _lengths(settings: EvaluationSettings, limit: int) -> tuple[int, int]:

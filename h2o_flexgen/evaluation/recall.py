@@ -58,12 +58,15 @@ def _asked_in_prompt(llm: LLM, cases: Sequence[RecallCase], lengths: Sequence[in
 
 
 def _asked_later(llm: LLM, cases: Sequence[RecallCase], lengths: Sequence[int]) -> dict[int, bool]:
-    """By index of the case: the passage is prefilled and pruned, question and answer are decoded as given."""
+    """By index of the case: the passage is prefilled and pruned, question and answer are decoded as given.
+
+    An answer that could not be scored is not right.
+    """
     split = [index for index, case in enumerate(cases) if case.question_at is not None]
     pairs = [(cases[index].prompt[: cases[index].question_at], _rest(cases[index])) for index in split]
     scores = llm.score(pairs)
     return {
-        index: all(logprob > HALF for logprob in score.token_logprobs[-lengths[index] :])
+        index: score.error is None and all(logprob > HALF for logprob in score.token_logprobs[-lengths[index] :])
         for index, score in zip(split, scores, strict=True)
     }
 

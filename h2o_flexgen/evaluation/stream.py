@@ -15,8 +15,8 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.stream import Positions, StreamReport, StreamRow
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.model import Model
-from h2o_flexgen.errors import H2OFlexGenError, UsageError
-from h2o_flexgen.evaluation.perplexity import Window
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.evaluation.perplexity import Window, whole
 from h2o_flexgen.evaluation.settings import EvaluationSettings
 from h2o_flexgen.evaluation.sources import TEXT_FILE, read_text, spread
 from h2o_flexgen.evaluation.stream_settings import StreamSettings
@@ -155,13 +155,11 @@ def _checked_folder(model: Model, positions: Collection[Positions]) -> Path:
 def _measure(llm: LLM, positions: Positions, eviction: EvictionConfig, parts: Streams, window: int) -> StreamRow:
     started = time.perf_counter()
     again = positions == "recomputed"
-    scores = llm.score(parts.recomputed(window, llm.model.spec.max_positions) if again else parts.pairs)
+    scores = whole(llm.score(parts.recomputed(window, llm.model.spec.max_positions) if again else parts.pairs))
     if llm.last_record is None:
         raise RuntimeError("a run of at least one stream left no record")
     logprobs = [logprob for score in scores for logprob in score.token_logprobs]
     scored = parts.length - parts.prompt
-    if len(logprobs) != scored * len(parts.pairs):
-        raise H2OFlexGenError("the model produced logits that are not finite", "no perplexity can be given")
     total = [0.0] * (scored // window)
     for at, logprob in enumerate(logprobs):
         total[at % scored // window] -= logprob

@@ -80,7 +80,8 @@ class Tier(Ledger):
         try:
             block = self._spare.take(nbytes)
             if block is None:
-                self._spare.shrink(self.peak - self.used)
+                most = self.peak if self.capacity is None else min(self.peak, self.capacity)
+                self._spare.shrink(most - self.used)
                 block = self._memory.allocate(nbytes)
             unlock = _nothing if self._pins is None else self._pins.lock(block.tensor, pin)
             buffer = Buffer(self, nbytes, what, block, unlock)
@@ -106,7 +107,8 @@ class Tier(Ledger):
     def keeping(self) -> Iterator[None]:
         """Within, host memory that is given back waits for the next buffer of its size.
 
-        What waits is not counted as used; with what is used it never exceeds the most that was used at once.
+        What waits is not counted as used; with what is used it never exceeds the most that was used at once, nor the
+        capacity.
         """
         # A GPU's memory is kept by torch, which also knows what its streams are still using.
         if self.device.type == "cpu":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import Any
@@ -184,6 +185,24 @@ def test_a_failed_row_leaves_nothing_to_those_who_take_its_place(tmp_path) -> No
         assert [output.token_ids for output in outputs] == expected
         assert [output.index for output in outputs if output.finish_reason == "error"] == [3, 9]
         assert all(outputs[i].error.endswith("in unit embed") for i in (3, 9))
+
+
+def test_a_pair_that_fails_has_no_log_probability(tmp_path) -> None:
+    """Neither one that fails at once, which has no token to be wrong about, nor one that fails on its way."""
+    model = make_opt("opt-untied")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[50] = float("nan")
+    pairs = [([2, 50, 7], [8, 9]), ([2, 7, 9, 8], [8, 9, 10]), ([2, 7], [8, 50, 9])]
+    with _run(str(save(model, tmp_path)), EvictionConfig(), (3, 1)) as llm:
+        at_once, good, later = llm.score(pairs)
+        (alone,) = llm.score(pairs[1:2])
+    for score in (at_once, later):
+        assert math.isnan(score.logprob)
+        assert not score.is_greedy
+        assert score.error == "the model produced logits that are not finite"
+    assert [len(score.token_logprobs) for score in (at_once, later)] == [0, 2]
+    assert good.logprob == pytest.approx(alone.logprob, abs=1e-3)
+    assert (good.is_greedy, good.token_is_greedy, good.error) == (alone.is_greedy, alone.token_is_greedy, None)
 
 
 def test_an_end_in_the_middle_leaves_an_engine_that_works(checkpoint, alone) -> None:

@@ -268,10 +268,26 @@ class TestPrompts:
     def test_the_last_position_of_the_context_can_be_used(self, llm) -> None:
         assert len(llm.generate(prompts_of([124]), max_new_tokens=4, ignore_eos=True)[0].token_ids) == 4
 
-    @pytest.mark.parametrize("prompts", ["text", ["text"], [[1.5]], [[VOCAB]], [[-1]], [["a"]]], ids=str)
+    @pytest.mark.parametrize(
+        "prompts",
+        ["text", ["text"], [[1.5]], [[VOCAB]], [[-1]], [["a"]], [5, 6, 7], [None], torch.tensor([5, 6])],
+        ids=str,
+    )
     def test_what_is_no_prompt_is_refused(self, llm, prompts) -> None:
         with pytest.raises(UsageError):
             llm.generate(prompts, max_new_tokens=4)
+
+    def test_a_token_where_a_prompt_should_be_is_named(self, llm) -> None:
+        with pytest.raises(UsageError, match=r"prompt 0: 5 is no prompt.* a string or a list of token ids.* wrap "):
+            llm.generate([5, 6, 7], max_new_tokens=4)
+        with pytest.raises(UsageError, match="pair 1: 6 is no prompt"):
+            llm.score([([5], [6]), ([5], 6)])
+
+    def test_more_logprobs_than_tokens_are_refused(self, llm) -> None:
+        with pytest.raises(UsageError, match=f"logprobs={VOCAB + 1}. needed at most {VOCAB}"):
+            llm.generate(prompts_of([5]), max_new_tokens=2, logprobs=VOCAB + 1)
+        (output,) = llm.generate(prompts_of([5]), max_new_tokens=1, logprobs=VOCAB)
+        assert len(output.top_logprobs[0]) == VOCAB
 
     def test_each_prompt_may_have_its_own_settings(self, llm) -> None:
         params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (3, 9, 1)]

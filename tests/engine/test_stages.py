@@ -6,6 +6,7 @@ The GPUs are emulated in host memory.
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,17 @@ def test_buffers_between_gpus_are_what_was_planned(gpus: int, batches: int, chec
         planned = {item.what: item.nbytes for item in llm.last_plan.footprint.items if item.tier == "gpu"}
     assert planned[what] in held, "planned are those of the fullest GPU, which need not have most"
     assert planned[what] > 0
+
+
+def test_the_caps_of_a_later_plan_hold_on_every_gpu(checkpoint) -> None:
+    with several(checkpoint("opt")[1], 2, "three tiers", (1, 2)) as llm:
+        llm.generate(prompts_of([9] * 2), max_new_tokens=2, ignore_eos=True)
+        loaded, request = llm._loaded, llm.last_plan.request
+        caps = replace(request.caps, gpu=3 << 20, cpu=request.baseline + (5 << 20), disk=None)
+        loaded.recap(replace(llm.last_plan, request=replace(request, caps=caps)))
+        for stage in loaded.stages:
+            tiers = stage.tiers.gpu, stage.tiers.cpu, stage.tiers.disk
+            assert [tier.capacity for tier in tiers] == [3 << 20, 5 << 20, None]
 
 
 def test_the_timeline_tells_the_devices_apart(checkpoint) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import OPTForCausalLM
 
@@ -43,6 +44,18 @@ def make_tiny() -> OPTForCausalLM:
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with the model and its tokenizer."""
     folder = save(make_tiny(), tmp_path_factory.mktemp("tiny"))
+    write_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same, but that no weight is a number."""
+    model = make_tiny()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    folder = save(model, tmp_path_factory.mktemp("broken"))
     write_tokenizer(folder)
     return str(folder)
 

@@ -7,7 +7,7 @@ import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.errors import H2OFlexGenError, UsageError
 from h2o_flexgen.evaluation.perplexity import cut_windows, likelihood
 from h2o_flexgen.evaluation.settings import EvaluationSettings
 from h2o_flexgen.evaluation.sources import read_text
@@ -66,6 +66,13 @@ def test_the_full_cache_gives_transformers_likelihood(tiny: str, files: tuple[st
             total -= sum(float(logprobs[len(context) - 1 + at, token]) for at, token in enumerate(continuation))
     assert ours.tokens == 5 * 32
     assert ours.nll == pytest.approx(total / ours.tokens, abs=1e-4)
+
+
+def test_numbers_that_are_not_finite_have_no_likelihood(broken: str, files: tuple[str, str]) -> None:
+    with LLM(broken) as llm:
+        windows = cut_windows(llm, read_text(files[1]), settings(limit=2))
+        with pytest.raises(H2OFlexGenError, match=r"logits that are not finite.* no perplexity can be given"):
+            likelihood(llm, windows.pairs)
 
 
 def test_eviction_is_active_while_scoring(tiny: str, files: tuple[str, str]) -> None:

@@ -87,6 +87,14 @@ def test_a_certain_answer_is_right_later(tiny: str, monkeypatch: pytest.MonkeyPa
     assert (tally.later_right, tally.later_cases) == (1, 2)
 
 
+def test_an_answer_that_could_not_be_scored_is_not_right(broken: str, files: tuple[str, str]) -> None:
+    """Not one of its tokens is unlikely, as it has none."""
+    first, *_ = read_cases(files[0])
+    with LLM(broken) as llm:
+        (tally,) = recall(llm, [first._replace(kind="used", question_at=first.prompt.rindex(" "))])
+    assert tally == RecallTally("used", 0, 1, 0, 1, 0, 1)
+
+
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     save(make_opt(), tmp_path)
     with LLM(str(tmp_path)) as llm, pytest.raises(UsageError, match="has no tokenizer"):

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine import llm, machine
 from h2o_flexgen.engine.llm import LLM
 from tests.programs import Run, write_model
+from tests.tiny import prompts_of
 
 WORK = ("--prompt-len", 20, "--num-prompts", 8, "--gen-len", 4)
 
@@ -44,6 +46,31 @@ def test_row_24_memory_is_planned_within_the_control_groups_limit(
     ran = run("--model", model, *WORK)
     assert ran.code == 5
     assert "on the cpu tier, and its cap is 45 MiB" in ran.err
+
+
+def test_row_24_memory_that_comes_free_serves_the_next_call(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights stay where the first call put them, and the tiers are kept to the caps of each call."""
+    few, many = (prompts_of([5] * 2), 3), (prompts_of([100] * 32), 20)
+
+    def tokens(engine: LLM, prompts: list[list[int]], new: int) -> list[list[int]]:
+        return [output.token_ids for output in engine.generate(prompts, max_new_tokens=new, ignore_eos=True)]
+
+    with LLM(str(model)) as fresh:
+        least = fresh.plan(Workload(5, 3, 2)).footprint.total("cpu")
+        expected = tokens(fresh, *many)
+    with LLM(str(model)) as engine:
+        monkeypatch.setattr(machine, "cgroup_limit", lambda: int(least / 0.9) + 2)
+        first = tokens(engine, *few)
+        loaded = engine._loaded
+        assert loaded is not None
+        monkeypatch.setattr(machine, "cgroup_limit", lambda: 1 << 30)
+        assert tokens(engine, *many) == expected
+        monkeypatch.setattr(machine, "cgroup_limit", lambda: int(least / 0.9) + 2)
+        assert tokens(engine, *few) == first
+        assert engine._loaded is loaded, "nothing was loaded anew"
+        assert engine.last_plan is not None
+        request = engine.last_plan.request
+        assert loaded.stages[0].tiers.cpu.capacity == (request.caps.cpu or 0) - request.baseline
 
 
 @pytest.mark.parametrize(

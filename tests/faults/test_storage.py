@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.engine.executor import Executor
 from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.disk import Syscalls
 from h2o_flexgen.memory.rundir import OffloadDir
 from tests.programs import Child, Run, answers, left_in
@@ -163,6 +165,38 @@ def test_row_14_a_flipped_bit_in_packed_weights(tmp_path: Path, model: Path, run
     cured = run(*arguments, "-o", again)
     assert cured.code == 0, cured.err
     assert answers(good) == answers(again)
+
+
+@pytest.mark.parametrize("gpu", [None, "1GiB"], ids=["cpu", "emulated gpu"])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_row_14_damaged_weights_are_not_used_by_the_next_call(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool, gpu: str | None
+) -> None:
+    """Nor by the one after a call that ended before it had waited for them: only what was checked is trusted."""
+    settings: dict[str, Any] = {"policy": {"weights": {"disk": 1.0}}, "dtype": "bfloat16", "emulate_gpu": gpu}
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        outputs = llm.generate([[2, 9, 8, 7, 6], [2, 30, 31]], max_new_tokens=5, ignore_eos=True)
+        return [output.token_ids for output in outputs]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with LLM(str(model), offload_dir=str(tmp_path), **settings) as llm:
+        good = tokens(llm)
+    units = sorted(tmp_path.glob("packed-*/unit-*.bin"))
+    units[0].write_bytes(bytes(255 - byte for byte in units[0].read_bytes()))  # what every pass begins with
+    with LLM(str(model), offload_dir=str(tmp_path), **settings) as llm:
+        if interrupted:
+            with monkeypatch.context() as patch:
+                patch.setattr(Executor, "_compute", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    tokens(llm)
+        with pytest.raises(StorageError, match="run again to have it packed anew"):
+            tokens(llm)
+        assert not units[0].exists()
+        assert tokens(llm) == good
+        assert len(list(tmp_path.glob("packed-*/unit-*.bin"))) == len(units)
 
 
 def test_row_14_a_flipped_bit_in_the_cache_on_disk(

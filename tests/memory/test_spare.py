@@ -49,6 +49,20 @@ def test_what_waits_never_adds_to_the_peak() -> None:
     assert resident() - empty < 10 * MIB, "afterwards everything is the system's again"
 
 
+def test_what_waits_stays_within_a_capacity_that_was_lowered() -> None:
+    tier = Tier("cpu", 64 * MIB, HostMemory())
+    with tier.keeping():
+        filled(tier, 64 * MIB)
+    tier.capacity = 48 * MIB
+    empty = resident()
+    with tier.keeping():
+        filled(tier, 40 * MIB)
+        assert resident() - empty > 36 * MIB
+        with tier.allocate(20 * MIB, "hidden states") as other:
+            other.tensor.fill_(1)
+            assert resident() - empty < 30 * MIB, "40 + 20 MiB are less than there ever was, and more than there may be"
+
+
 def test_several_sizes_wait_side_by_side() -> None:
     tier = Tier("cpu", None, HostMemory())
     sizes = [4096, 8192, 8192, 12288]
