@@ -62,11 +62,13 @@ class Store:
             try:
                 run = Measurement.from_json(data)
             except ValueError as error:
-                found = f"{path} is no record of bench: it {error}"
-                raise UsageError(found, "needed records", "name another folder") from None
+                raise _no_record(path, str(error)) from None
             store.runs.setdefault(run.system, []).append(run)
         for path in sorted(folder.glob("failed-*.json")):
             data = read(path, settings)
+            missing = [name for name in ("system", "batch", *Failure._fields) if name not in data]
+            if missing:
+                raise _no_record(path, f"has no {', '.join(missing)}")
             store.failures[data["system"], data["batch"]] = Failure(*(data[name] for name in Failure._fields))
         for runs in store.runs.values():
             runs.sort(key=lambda run: run.repetition)
@@ -162,6 +164,10 @@ def write(path: Path, text: str, fresh: bool = False) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _no_record(path: Path, why: str) -> UsageError:
+    return UsageError(f"{path} is no record of bench: it {why}", "needed records", "name another folder")
 
 
 def _said(value: Any) -> str:

@@ -89,3 +89,11 @@ def test_what_cannot_be_prepared_is_listed_and_not_tried_again(pretend, folder: 
     assert (ran, summary["failed"]) == (BOTH[:1], {"theirs": "no disk"})
     assert (folder / "failed-b2-theirs.json").is_file()
     assert bench("-r", "1")[:2] == ([], summary)
+
+
+def test_a_failure_with_something_missing_is_told(folder: Path, bench) -> None:
+    bench("-r", "1")
+    settings = json.loads((folder / "run-01-ours.json").read_text())["settings"]
+    (folder / "failed-b2-ours.json").write_text(json.dumps({"settings": settings, "system": "ours", "batch": 2}))
+    _, _, err = bench("-r", "1", code=2)
+    assert "failed-b2-ours.json is no record of bench: it has no repetition, reason, out_of_memory, date" in err
