@@ -5,9 +5,9 @@
     python scripts/cost_check.py --only 3,7 --repetitions 3
 
 Every run is a process of its own with random weights, under scripts/memcap.sh where its memory is capped. The machine
-is calibrated for a model right before its settings, in each repetition anew. Records go to --output, a line each; the
-tables, of all records there, to stdout and to table.md. Needs root for the caps, about 20 GB of disk in --offload-dir
-and a quiet machine: the load average is in every record.
+is calibrated for a model right before its settings, in each repetition anew. Records go to --output, a line each, those
+of runs that failed or were ended too; the tables, of all records there, to stdout and to table.md. Needs root for the
+caps, about 20 GB of disk in --offload-dir and a quiet machine: the load average is in every record.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Any, TextIO
 
-ROOT = Path(__file__).resolve().parents[1]
+from records import ROOT, Record, Store
+
 _CHOSEN = "as chosen"
 _GRIDS = 3  # repetitions that measure a grid, too
 _PATIENCE = 1.1  # a policy of a grid is given this many times the seconds of the chosen one: after that it has lost
-_START_S = 8  # in which a run starts, plans and loads
+_SPARE_S = 5  # and these, as no two runs take equally long to start and load
 SLACK = 1.25  # of the control group over --cpu-mem: page cache of libraries, the interpreter before it counts
 
 
@@ -78,30 +78,40 @@ class TooSlow(RuntimeError):
     """A run was ended because it had taken longer than the one it is compared with."""
 
 
-def run(setting: Setting, offload: Path, extra: Iterable[str] = (), seconds: float | None = None) -> dict[str, Any]:
-    """The record of one run; `extra` flags fix a policy. RuntimeError with what was said where it fails.
+def run(setting: Setting, offload: Path, extra: Iterable[str] = (), seconds: float | None = None) -> Record:
+    """The record of one run, and its seconds from start to end; `extra` flags fix a policy.
 
-    TooSlow where prefill and decode take over `seconds`, and as many as the program starts in.
+    RuntimeError with the reason where it fails, its stderr being shown; TooSlow where it takes over `seconds` in all.
     """
     command = [sys.executable, "-m", "h2o_flexgen.run", *setting.flags, "--offload-dir", str(offload), *extra]
     if setting.cpu_mem is not None:
         limit = f"{int(setting.cpu_mem * SLACK * 1024)}M"
         command = [str(ROOT / "scripts/memcap.sh"), limit, "--cold", str(offload), "--", *command]
-    load = os.getloadavg()[0]
+    load, started = os.getloadavg()[0], time.perf_counter()
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
         try:
-            out, err = process.communicate(timeout=None if seconds is None else seconds + _START_S)
+            out, err = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired as expired:
             os.killpg(process.pid, signal.SIGTERM)
-            raise TooSlow(f"{setting.label}: over {seconds:.0f} s") from expired
+            raise TooSlow(f"over {seconds:.0f} s") from expired
+    took = time.perf_counter() - started
     if process.returncode:
-        raise RuntimeError(f"{setting.label}: exit code {process.returncode}\n{err[-2000:]}")
-    record: dict[str, Any] = json.loads(out.splitlines()[-1])
-    return {"setting": setting.label, "flags": " ".join(extra) or _CHOSEN, "load_average": load, **record}
+        sys.stderr.write(err[-2000:])
+        raise RuntimeError(reason(process.returncode, err))
+    record: Record = json.loads(out.splitlines()[-1])
+    return {"load_average": load, "process_s": took, **record}
 
 
-def grid(record: dict[str, Any]) -> Iterator[list[str]]:
+def reason(exit_code: int, errors: str) -> str:
+    """Why a run failed, in one line: what the program said of it, or the last that was said, by the kernel perhaps."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("memcap: peak")]
+    said = next((number for number, line in enumerate(lines) if line.startswith("error: ")), -1)
+    return f"exit code {exit_code}: {'; '.join(lines[said:]) or 'no message'}"
+
+
+def grid(record: Record) -> Iterator[list[str]]:
     """Flags of block shapes around the chosen one; where weights go is left to the search, within the same cap."""
     rows, batches = record["policy"]["gpu_batch_size"], record["policy"]["num_gpu_batches"]
     count = record["sequences"]
@@ -125,13 +135,17 @@ def pack(model: str, offload: Path) -> None:
     subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
 
 
-def report(records: list[dict[str, Any]]) -> Iterator[str]:
-    """Predicted and measured generated tokens per second, the errors of all runs, and how good the choices were."""
+def report(records: list[Record]) -> Iterator[str]:
+    """Predicted and measured generated tokens per second, the errors of all runs, how good the choices were, failures.
+
+    A run counts where it came to its end: others have no `gen_throughput`.
+    """
     sizes: list[float] = []
     yield "| setting | predicted tokens/s | measured | error of each run |"
     yield "|---|---:|---:|---:|"
     for setting in SETTINGS:
-        runs = [record for record in records if (record["setting"], record["flags"]) == (setting.label, _CHOSEN)]
+        chosen = [record for record in records if (record["setting"], record["flags"]) == (setting.label, _CHOSEN)]
+        runs = [record for record in chosen if "gen_throughput" in record]
         if runs:
             pairs = [(record["predicted"]["gen_throughput"], record["gen_throughput"]) for record in runs]
             errors = [predicted / measured - 1 for predicted, measured in pairs]
@@ -140,14 +154,21 @@ def report(records: list[dict[str, Any]]) -> Iterator[str]:
             shown = ", ".join(f"{error:+.0%}" for error in errors)
             yield f"| {setting.label} | {predicted:.3g} | {measured:.3g} | {shown} |"
     yield ""
-    yield f"error over {len(sizes)} runs: median {median(sizes):.0%}, worst {max(sizes):.0%}"
+    if sizes:
+        yield f"error over {len(sizes)} runs: median {median(sizes):.0%}, worst {max(sizes):.0%}"
     yield from _choices(records)
+    failures = [record for record in records if "failed" in record]
+    if failures:
+        yield ""
+        yield f"{len(failures)} of {len(records)} runs failed:"
+    for record in failures:
+        yield f"- {record['setting']}, {record['flags']}: {record['failed']}"
 
 
-def _choices(records: list[dict[str, Any]]) -> Iterator[str]:
+def _choices(records: list[Record]) -> Iterator[str]:
     """The chosen policy of each setting against the best of the grid that was measured with it, each repetition."""
     for setting in SETTINGS:
-        repetitions: list[list[dict[str, Any]]] = []
+        repetitions: list[list[Record]] = []
         for record in (record for record in records if record["setting"] == setting.label):
             if record["flags"] == _CHOSEN:
                 repetitions.append([])
@@ -157,35 +178,42 @@ def _choices(records: list[dict[str, Any]]) -> Iterator[str]:
             yield f"{setting.label}: chosen {'; '.join(said)}"
 
 
-def _choice(repetition: list[dict[str, Any]]) -> str:
-    finished = [record for record in repetition if "slower_than_s" not in record]
+def _choice(repetition: list[Record]) -> str:
+    finished = [record for record in repetition if "gen_throughput" in record]
     best = max(finished, key=lambda record: record["gen_throughput"])
     share = repetition[0]["gen_throughput"] / best["gen_throughput"]
-    ended = len(repetition) - len(finished)
+    failed = sum("failed" in record for record in repetition)
+    ended = len(repetition) - len(finished) - failed
     unfinished = f", {ended} of them ended unfinished after {_PATIENCE:g} times its seconds" if ended else ""
-    return f"{share:.0%} of the best of {len(repetition)} ({best['flags']}){unfinished}"
+    besides = f"; {failed} more failed" if failed else ""
+    return f"{share:.0%} of the best of {len(repetition) - failed} ({best['flags']}){unfinished}{besides}"
 
 
-def measure(setting: Setting, offload: Path, with_grid: bool, out: TextIO) -> None:
-    """One run by the chosen policy, and one by each policy around it."""
+def measure(setting: Setting, offload: Path, with_grid: bool, store: Store) -> bool:
+    """One run by the chosen policy, and one by each policy around it. False where the chosen one failed."""
 
-    def keep(extra: Iterable[str], limit: float | None = None) -> dict[str, Any]:
+    def keep(extra: Iterable[str] = (), most: float = 0, limit: float | None = None) -> Record:
+        flags = " ".join(extra) or _CHOSEN
         try:
-            record = run(setting, offload, extra, limit)
-            predicted, speed = record["predicted"]["gen_throughput"], record["gen_throughput"]
-            print(f"{setting.label}, {record['flags']}: predicted {predicted:.3g}, measured {speed:.3g}", flush=True)
+            found = run(setting, offload, extra, limit)
+            predicted, speed = found["predicted"]["gen_throughput"], found["gen_throughput"]
+            said = f"predicted {predicted:.3g}, measured {speed:.3g}"
         except TooSlow as slow:
-            record = {"setting": setting.label, "flags": " ".join(extra), "slower_than_s": limit}
-            print(f"{slow} with {record['flags']}", flush=True)
-        out.write(json.dumps(record) + "\n")
-        out.flush()
-        return record
+            found, said = {"slower_than_s": most}, str(slow)
+        except RuntimeError as error:  # what does not fit is no competitor, but it may also have crashed
+            found, said = {"failed": str(error)}, f"failed, {error}"
+        print(f"{setting.label}, {flags}: {said}", flush=True)
+        store.add({"setting": setting.label, "flags": flags, **found})
+        return store.records[-1]
 
-    chosen = keep(())
-    limit = _PATIENCE * (chosen["prefill_s"] + chosen["decode_s"])
+    chosen = keep()
+    if "failed" in chosen:
+        return False
+    generating = chosen["prefill_s"] + chosen["decode_s"]
+    most, beside = _PATIENCE * generating, chosen["process_s"] - generating
     for flags in grid(chosen) if with_grid else ():
-        with suppress(RuntimeError):  # what does not fit is no competitor
-            keep(flags, limit)
+        keep(flags, most, most + beside + _SPARE_S)
+    return True
 
 
 def main() -> int:
@@ -197,21 +225,17 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "results/local/cost-check")
     args = parser.parse_args()
     chosen = SETTINGS if args.only is None else [SETTINGS[int(number) - 1] for number in args.only.split(",")]
-    args.output.mkdir(parents=True, exist_ok=True)
+    store, failed = Store.open(args.output), 0
     args.offload_dir.mkdir(parents=True, exist_ok=True)
     for model in dict.fromkeys(setting.model for setting in chosen if setting.cpu_mem is not None):
         pack(model, args.offload_dir)
-    path = args.output / "records.jsonl"
-    with path.open("a", encoding="utf-8") as out:
-        for repetition in range(args.repetitions):
-            for model, settings in groupby(chosen, key=lambda setting: setting.model):
-                calibrate(model, args.offload_dir)
-                for setting in settings:
-                    measure(setting, args.offload_dir, args.grid and repetition < _GRIDS, out)
-    said = "\n".join(report([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]))
-    print(said)
-    (args.output / "table.md").write_text(said + "\n", encoding="utf-8")
-    return 0
+    for repetition in range(args.repetitions):
+        for model, settings in groupby(chosen, key=lambda setting: setting.model):
+            calibrate(model, args.offload_dir)
+            for setting in settings:
+                failed += not measure(setting, args.offload_dir, args.grid and repetition < _GRIDS, store)
+    print(store.write(report(store.records)))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ shape, work = {"gpu_batch_size": 32, "num_gpu_batches": 2}, {"max_new_tokens": 1
 settings = {"weights": "dummy", "dtype": "bfloat16", "policy": shape, "eviction": EvictionConfig("h2o", ratio=ratio)}
 with ExitStack() as stack:
     engines = {share: stack.enter_context(LLM(model, share_prefixes=share, **settings)) for share in (True, False)}
-    engines[True].generate(prompts, **work)  # the memory of the caches is touched for the first time
+    for llm in engines.values():
+        llm.generate(prompts, **work)  # the memory of the caches is touched for the first time
     records = {share: [] for share in engines}
     for _ in range(repetitions):
         for share, llm in engines.items():

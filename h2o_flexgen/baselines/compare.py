@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from h2o_flexgen.baselines.measurement import Measurement
+from h2o_flexgen.baselines.origin import origin
 from h2o_flexgen.baselines.runner import RunFailed, Runner
 from h2o_flexgen.baselines.settings import BenchSettings
 from h2o_flexgen.baselines.store import Failure, Step, Store
@@ -64,15 +65,15 @@ def compare(
             path = store.failed_path(name, result.batches[name])
             say(f"{name}: failed before, {result.failed[name]} (without {path} it would be tried again)")
     while (step := _next(result, store)) is not None:
-        _run(result, runner, store, step, say)
-        _settle(result, store, step.system, rest.get(step.system, []))
+        name = _go_on(result, runner, store, step, say)
+        _settle(result, store, name, rest.get(name, []))
     result.batches = {name: runs[name][0].sequences for name in result.names if runs[name]}
     return result
 
 
 def _next(result: Comparison, store: Store) -> Step | None:
     names = [name for name in result.settings.systems if name in result.batches and name not in result.failed]
-    return store.next(names, result.settings.repetitions, datetime.datetime.now(datetime.UTC))
+    return store.next(names, result.settings.repetitions, datetime.datetime.now(datetime.UTC), origin())
 
 
 def _settle(result: Comparison, store: Store, name: str, smaller: Sequence[int]) -> None:
@@ -90,21 +91,32 @@ def _settle(result: Comparison, store: Store, name: str, smaller: Sequence[int])
             return
 
 
-def _run(result: Comparison, runner: Runner, store: Store, step: Step, say: Say) -> None:
-    """Runs a system once and keeps what came of it."""
-    settings, name = result.settings, step.system
-    batch, label = result.batches[name], f"{name} {step.whole + 1}/{settings.repetitions}"
+def _go_on(result: Comparison, runner: Runner, store: Store, step: Step, say: Say) -> str:
+    """Runs a system once and keeps what came of it, or prepares one; the system.
+
+    All are prepared before a repetition, and not within it: minutes between its runs would end it. Whether that has
+    taken too long for one that was begun is asked anew.
+    """
+    settings, name = result.settings, step.lacks[0]
     try:
-        run = runner.run(name, batch, settings.gen_len, step.repetition)
+        for name in step.lacks:
+            if runner.prepare(name, result.batches[name], settings.gen_len):
+                return name
+        name = step.lacks[0]
+        run = runner.run(name, result.batches[name], settings.gen_len, step.repetition)
     except RunFailed as error:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        path = store.add_failure(
-            name, batch, Failure(step.repetition, str(error), error.out_of_memory, now), error.errors
-        )
-        say(f"{label}: batch {batch} failed, {error} ({path.name})")
-        return
+        failure, batch = Failure(step.repetition, str(error), error.out_of_memory, now), result.batches[name]
+        path = store.add_failure(name, batch, failure, error.errors)
+        say(f"{_label(result, step, name)}: batch {batch} failed, {error} ({path.name})")
+        return name
     store.add(run)
     say(
-        f"{label}: batch {batch}, prefill {run.prefill_s:.2f} s, decode {run.decode_s:.2f} s "
-        f"(load average before: {run.load_average:.1f})"
+        f"{_label(result, step, name)}: batch {run.sequences}, prefill {run.prefill_s:.2f} s, decode "
+        f"{run.decode_s:.2f} s (load average before: {run.load_average:.1f})"
     )
+    return name
+
+
+def _label(result: Comparison, step: Step, name: str) -> str:
+    return f"{name} {step.whole + 1}/{result.settings.repetitions}"

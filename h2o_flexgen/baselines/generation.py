@@ -93,18 +93,21 @@ def model_in_memory(work: Work, folder: str, attention: str = "sdpa") -> Any:
     return model.to("cuda" if use_cuda(work) else "cpu").eval()
 
 
-def timed(model: Any, work: Work, load_s: float, versions: dict[str, str], detail: dict[str, Any]) -> Outcome:
-    """A warm-up, then `model.generate` on all prompts at once."""
+def timed(
+    model: Any, work: Work, load_s: float, versions: dict[str, str], detail: dict[str, Any], static: bool = False
+) -> Outcome:
+    """A warm-up, then `model.generate` on all prompts at once, with its default cache or with a static one."""
     # Taking eos away is cheaper than suppressing it at every step, and gives a fixed length too.
     model.generation_config.eos_token_id = None
     # Not model.device, which is "meta" where all weights are offloaded.
     prompts = torch.tensor(work.prompts, device="cuda" if use_cuda(work) else "cpu")
-    room = _room(model.config, work, prompts.device)
-    _generate(model, prompts[:, :WARMUP_PROMPT], WARMUP_NEW)
+    cache = _static_cache(work) if static else {}
+    room = None if static else _room(model.config, work, prompts.device)
+    _generate(model, prompts[:, :WARMUP_PROMPT], WARMUP_NEW, cache)
     clock = Clock(prompts.device)
-    tokens = _generate(model, prompts, work.gen_len, clock)
+    tokens = _generate(model, prompts, work.gen_len, cache, clock)
     del room
-    facts = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(prompts.device)}
+    facts = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(prompts.device), **cache}
     return clock.outcome(tokens, load_s, versions, {**facts, "threads": torch.get_num_threads(), **detail})
 
 
@@ -121,9 +124,22 @@ def _room(config: Any, work: Work, device: torch.device) -> torch.Tensor:
     return torch.ones(tokens * kv_token_bytes(config, work.dtype), dtype=torch.uint8, device=device)
 
 
+def _static_cache(work: Work) -> dict[str, Any]:
+    """Arguments of `generate` for keys and values that are allocated whole and written in place.
+
+    The default cache is copied to grow by a token. This one has the length of the full run in a short run, too: its
+    zeros are written at once, and attention goes over all of it at every step. Compiling, which `generate` then does by
+    itself on a GPU and does not on a CPU, is out: the cache alone is to make the difference.
+    """
+    length = len(work.prompts[0]) + max(work.gen_len, work.room_len) - 1  # nothing follows the last token
+    return {"cache_implementation": "static", "max_cache_len": length, "disable_compile": True}
+
+
 @torch.inference_mode()
-def _generate(model: Any, prompts: torch.Tensor, new_tokens: int, clock: Clock | None = None) -> torch.Tensor:
-    """`new_tokens` greedy tokens for each row of `prompts` (n, S), as (n, new_tokens)."""
+def _generate(
+    model: Any, prompts: torch.Tensor, new_tokens: int, cache: dict[str, Any], clock: Clock | None = None
+) -> torch.Tensor:
+    """`new_tokens` greedy tokens for each row of `prompts` (n, S), as (n, new_tokens); `cache` says what holds keys."""
     output = model.generate(
         prompts,
         attention_mask=torch.ones_like(prompts),
@@ -131,6 +147,7 @@ def _generate(model: Any, prompts: torch.Tensor, new_tokens: int, clock: Clock |
         do_sample=False,
         use_cache=True,
         stopping_criteria=transformers.StoppingCriteriaList([clock] if clock else []),
+        **cache,
     )
     return output[:, prompts.shape[1] :]
 

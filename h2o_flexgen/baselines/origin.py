@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ KEYS = ("version", "commit", "host")
 
 def origin() -> dict[str, Any]:
     """What is true now of each of KEYS."""
-    return {"version": package_version(), "commit": commit(_ROOT), "host": host_facts()}
+    return {"version": package_version(), "commit": commit(_ROOT), "host": _host()}
+
+
+@functools.cache
+def _host() -> dict[str, Any]:
+    """Of this process: the memory of a virtual machine may change while it runs, and it is the same machine yet."""
+    return host_facts()
 
 
 def commit(root: Path) -> str | None:
@@ -28,6 +35,11 @@ def commit(root: Path) -> str | None:
     except OSError:  # no git
         return None
     return f"{head.stdout.strip()}{'+' if changes.returncode else ''}" if head.returncode == 0 else None
+
+
+def place(record_origin: dict[str, Any]) -> tuple[Any, ...]:
+    """What two runs have in common whose speeds may be compared: commit and machine."""
+    return (record_origin.get("commit"), *machine(record_origin))
 
 
 def machine(record_origin: dict[str, Any]) -> tuple[Any, ...]:

@@ -56,19 +56,26 @@ class Runner:
             return f"not installed: scripts/peer_env.sh {system.environment}"
         return None
 
+    def prepare(self, name: str, batch: int, gen_len: int) -> bool:
+        """Has a system make what its runs use, which may take minutes. False where there was nothing to do.
+
+        RunFailed where it fails.
+        """
+        system = SYSTEMS.get(name)
+        # Files of others serve every batch; ours may have to calibrate for a large one and not for a small one.
+        wanted = (name, batch if system.own else 0)
+        if not system.prepares or wanted in self._prepared:
+            return False
+        folder, _ = self._ask(name, batch, gen_len)
+        self._finish(system, [str(folder), "prepare"], capped=None)
+        self._prepared.add(wanted)
+        return True
+
     def run(self, name: str, batch: int, gen_len: int, repetition: int = 1) -> Measurement:
         """Runs a system on `batch` prompts for `gen_len` new tokens. RunFailed where that gives no measurement."""
-        system, folder = SYSTEMS.get(name), self._work / name
-        scratch = self._files / system.scratch
-        scratch.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
-        prompts = [list(prompt) for prompt in self._prompts(batch)]
-        self._to_do(system, prompts, gen_len, scratch).write(folder, self._model.config)
-        # Files of others serve every batch; ours may have to calibrate for a large one and not for a small one.
-        prepared = (name, batch if system.own else 0)
-        if system.prepares and prepared not in self._prepared:
-            self._finish(system, [str(folder), "prepare"], capped=None)
-            self._prepared.add(prepared)
+        self.prepare(name, batch, gen_len)
+        system = SYSTEMS.get(name)
+        folder, scratch = self._ask(name, batch, gen_len)
         came_from = origin()
         date, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), os.getloadavg()[0]
         report = None if self.settings.cpu_mem is None or self.uncapped else folder / "memcap.json"
@@ -98,9 +105,13 @@ class Runner:
             origin=came_from,
         )
 
-    def _to_do(self, system: System, prompts: list[list[int]], gen_len: int, scratch: Path) -> Work:
-        settings, checkpoint = self.settings, self._model.folder
-        return Work(
+    def _ask(self, name: str, batch: int, gen_len: int) -> tuple[Path, Path]:
+        """Writes down what a system is to do: (the folder of that, the one for its files)."""
+        settings, checkpoint, system = self.settings, self._model.folder, SYSTEMS.get(name)
+        folder, scratch = self._work / name, self._files / system.scratch
+        scratch.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        work = Work(
             model=settings.model,
             folder=None if checkpoint is None else str(checkpoint.resolve()),
             weights=settings.weights,
@@ -109,7 +120,7 @@ class Runner:
             threads=settings.threads,
             seed=settings.seed,
             gen_len=gen_len,
-            prompts=prompts,
+            prompts=[list(prompt) for prompt in self._prompts(batch)],
             options=system.options(settings.hh_ratio),
             cpu_mem=settings.cpu_mem,
             gpu_mem=settings.gpu_mem,
@@ -117,6 +128,8 @@ class Runner:
             plan=settings.plan if system.own else "rule",
             room_len=settings.gen_len,
         )
+        work.write(folder, self._model.config)
+        return folder, scratch
 
     def _finish(self, system: System, arguments: list[str], capped: Path | None, *cold: Path) -> Finished:
         """Runs the adapter to its end, under the cap where there is a file to report to. RunFailed where it failed."""

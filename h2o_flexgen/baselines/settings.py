@@ -21,6 +21,7 @@ DTYPES = ("bfloat16", "float32", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 WEIGHTS = ("auto", "dummy", "checkpoint")
 AUTO = "auto"
+_SYSTEMS = f"what to run, with commas: {', '.join(SYSTEMS.names())}"
 
 
 def usable_threads() -> int:
@@ -74,7 +75,7 @@ class BenchSettings:
 
     systems: tuple[str, ...] = field(
         default=("h2o", "full", "transformers"),
-        metadata=flag("--systems", help="what to run, with commas", metavar="NAMES", parse=_names, show=",".join),
+        metadata=flag("--systems", help=_SYSTEMS, metavar="NAMES", parse=_names, show=",".join),
     )
     reference: str = field(
         default="",

@@ -1,8 +1,8 @@
 """The folder of a comparison: a file per run, which is never overwritten, and what is still missing in it.
 
 A comparison goes on where its folder is given again. A repetition is whole when every system that can run has a record
-in it. One that was interrupted is completed while it is young, because ratios are of runs side by side; later it is
-left as it is and another one is begun.
+in it. Ratios are of runs side by side: a run belongs to a repetition where it follows the one before at once, on the
+same machine and at the same commit. Otherwise that repetition is left as it is and another one is begun.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2o_flexgen.baselines.measurement import Measurement
+from h2o_flexgen.baselines.origin import place
 from h2o_flexgen.errors import StorageError, UsageError
 
-SAME_MINUTES = 10
-"""Minutes after its last run for which an interrupted repetition is completed."""
+AT_ONCE = datetime.timedelta(minutes=2)
+"""The longest time from the end of one run of a repetition to the start of the next."""
 FREE = ("systems", "reference", "text_reference", "repetitions", "timeout", "search_time", "only_best", "search_tokens")
 """Settings that may change from call to call: what a run does and how fast it is does not depend on them."""
 _FLAGS = {"batch_sizes": "--batch-size", "cap_enforced": "the cap being enforced"}
@@ -36,10 +37,10 @@ class Failure(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The next run: the number of its repetition, the system, and how many repetitions are whole."""
+    """What is next: a repetition, the systems that it lacks, the first of which runs, and how many are whole."""
 
     repetition: int
-    system: str
+    lacks: tuple[str, ...]
     whole: int
 
 
@@ -61,11 +62,13 @@ class Store:
             try:
                 run = Measurement.from_json(data)
             except ValueError as error:
-                found = f"{path} is no record of bench: it {error}"
-                raise UsageError(found, "needed records", "name another folder") from None
+                raise _no_record(path, str(error)) from None
             store.runs.setdefault(run.system, []).append(run)
         for path in sorted(folder.glob("failed-*.json")):
             data = read(path, settings)
+            missing = [name for name in ("system", "batch", *Failure._fields) if name not in data]
+            if missing:
+                raise _no_record(path, f"has no {', '.join(missing)}")
             store.failures[data["system"], data["batch"]] = Failure(*(data[name] for name in Failure._fields))
         for runs in store.runs.values():
             runs.sort(key=lambda run: run.repetition)
@@ -90,22 +93,29 @@ class Store:
         """The file of a failure."""
         return self.folder / f"failed-b{batch}-{system}.json"
 
-    def next(self, systems: Sequence[str], repetitions: int, now: datetime.datetime) -> Step | None:
-        """What to run so that there are so many whole repetitions of `systems`; None where nothing is missing."""
+    def next(
+        self, systems: Sequence[str], repetitions: int, now: datetime.datetime, here: dict[str, Any]
+    ) -> Step | None:
+        """What to run so that there are so many whole repetitions of `systems`; None where nothing is missing.
+
+        The run would start `now`, and its origin be `here`.
+        """
         having = [{run.repetition for run in self.runs.get(name, [])} for name in systems]
         whole = len(set.intersection(*having)) if having else repetitions
         if whole >= repetitions:
             return None
         last = max((run.repetition for runs in self.runs.values() for run in runs), default=0)
-        missing = [name for name, numbers in zip(systems, having, strict=True) if last not in numbers]
-        if last and missing and now - self._last_activity(last) <= datetime.timedelta(minutes=SAME_MINUTES):
-            return Step(last, missing[0], whole)
-        return Step(last + 1, systems[0], whole)
+        lacks = tuple(name for name, numbers in zip(systems, having, strict=True) if last not in numbers)
+        if last and lacks and self._goes_on(last, now, here):
+            return Step(last, lacks, whole)
+        return Step(last + 1, tuple(systems), whole)
 
-    def _last_activity(self, repetition: int) -> datetime.datetime:
-        ends = [run.ended for runs in self.runs.values() for run in runs if run.repetition == repetition]
+    def _goes_on(self, repetition: int, now: datetime.datetime, here: dict[str, Any]) -> bool:
+        """Whether a run belongs to a repetition: it follows the last one there at once, and is made in its place."""
+        there = [run for runs in self.runs.values() for run in runs if run.repetition == repetition]
         failed = [one.date for one in self.failures.values() if one.repetition == repetition]
-        return max([*ends, *map(datetime.datetime.fromisoformat, failed)])
+        ended = max([*(run.ended for run in there), *map(datetime.datetime.fromisoformat, failed)])
+        return now - ended <= AT_ONCE and all(place(run.origin) == place(here) for run in there)
 
 
 def is_empty(folder: Path) -> bool:
@@ -154,6 +164,10 @@ def write(path: Path, text: str, fresh: bool = False) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _no_record(path: Path, why: str) -> UsageError:
+    return UsageError(f"{path} is no record of bench: it {why}", "needed records", "name another folder")
 
 
 def _said(value: Any) -> str:

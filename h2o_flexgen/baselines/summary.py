@@ -9,7 +9,7 @@ from typing import Any
 
 from h2o_flexgen.baselines.compare import Comparison
 from h2o_flexgen.baselines.measurement import SCHEMA, Measurement
-from h2o_flexgen.baselines.origin import machine, origin
+from h2o_flexgen.baselines.origin import origin, place
 
 RATES = ("prefill_throughput", "decode_throughput", "gen_throughput")
 """Compared as ratios: more is better in each."""
@@ -30,7 +30,8 @@ MEASURED = (
     "with the whole batch come before the clock. Prefill ends when every sequence has its first token. Tokens/s are "
     "generated ones, over prefill and decode, and over decode alone. Peak memory is that of the whole process{peak}. "
     "Disk read is what the kernel read from disks for it while it generated. Ratios are speeds, the median "
-    "(least-most) of n repetitions, each of runs side by side: above 1 means that the first is faster."
+    "(least-most) of n repetitions, each of runs side by side, of one commit on one machine: above 1 means that the "
+    "first is faster."
 )
 _PEAK = " and the pages of files it read, as its control group counted them"
 
@@ -111,9 +112,9 @@ def _measured_in(result: Comparison) -> list[dict[str, Any]]:
     """The parts in which it was measured: repetitions of one day, one commit and one machine."""
     parts: dict[Any, dict[str, Any]] = {}
     for run in sorted((run for runs in result.runs.values() for run in runs), key=lambda run: run.date):
-        commit = run.origin.get("commit")
-        key = (run.date[:10], commit, machine(run.origin))
-        part = parts.setdefault(key, {"date": run.date[:10], "commit": commit, "host": run.origin["host"]})
+        key = (run.date[:10], place(run.origin))
+        facts = {"date": run.date[:10], "commit": run.origin.get("commit"), "host": run.origin["host"]}
+        part = parts.setdefault(key, facts)
         numbers = part.setdefault("repetitions", [])
         if run.repetition not in numbers:
             numbers.append(run.repetition)
@@ -121,9 +122,10 @@ def _measured_in(result: Comparison) -> list[dict[str, Any]]:
 
 
 def _ratios(result: Comparison, one: str, two: str) -> dict[str, Any]:
-    """Ratios of rates of `one` to those of `two`, over the repetitions that both finished."""
-    others = {run.repetition: run for run in result.runs[two]}
-    pairs = [(run, others[run.repetition]) for run in result.runs[one] if run.repetition in others]
+    """Ratios of rates of `one` to those of `two`, over the repetitions that both finished in the same place."""
+    others = {(run.repetition, place(run.origin)): run for run in result.runs[two]}
+    keys = [(run.repetition, place(run.origin)) for run in result.runs[one]]
+    pairs = [(run, others[key]) for run, key in zip(result.runs[one], keys, strict=True) if key in others]
     return {"pairs": len(pairs), **{name: ratio_spread([_ratio(a, b, name) for a, b in pairs]) for name in RATES}}
 
 

@@ -69,13 +69,22 @@ SYSTEMS.register(
 )
 SYSTEMS.register("full", System(_OWN, "this package, full KV cache", own=True, prepares=True))
 SYSTEMS.register(
-    "transformers", System(_adapter("transformers"), "model.generate, SDPA attention, dynamic KV cache", scratch="hf")
+    "transformers", System(_adapter("transformers"), "model.generate, SDPA attention, its default cache", scratch="hf")
+)
+SYSTEMS.register(
+    "static",
+    System(
+        _adapter("transformers"),
+        "transformers with a static cache, allocated at full length and never copied to grow; nothing is compiled",
+        lambda ratio: {"static": True},
+        scratch="hf",
+    ),
 )
 SYSTEMS.register(
     "accelerate",
     System(
         _adapter("accelerate"),
-        "transformers with weights by device_map over GPU, memory and disk; SDPA attention",
+        "transformers with weights by device_map over GPU, memory and disk; SDPA attention, default cache",
         environment="accelerate",
         scratch="hf",
         prepares=True,
@@ -96,7 +105,7 @@ SYSTEMS.register(
     "deepspeed",
     System(
         _adapter("deepspeed"),
-        "ZeRO-Inference: stage 3, parameters offloaded, transformers' model.generate; SDPA attention",
+        "ZeRO-Inference: stage 3, parameters offloaded, transformers' model.generate; SDPA attention, default cache",
         environment="deepspeed",
         scratch="hf",
         prepares=True,

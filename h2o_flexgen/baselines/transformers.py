@@ -1,6 +1,7 @@
 """Adapter of Hugging Face transformers: `python -m h2o_flexgen.baselines.transformers FOLDER`.
 
-SDPA attention, the default dynamic KV cache, weights made or loaded in the dtype asked for, `model.generate`.
+SDPA attention, weights made or loaded in the dtype asked for, `model.generate` with its default, dynamic KV cache; with
+the `options` {"static": true} its static one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def main(folder: str) -> int:
     started = time.perf_counter()
     model = model_in_memory(work, folder)
     load_s = time.perf_counter() - started
-    return give(timed(model, work, load_s, {}, {"attention": model.config._attn_implementation}))
+    detail = {"attention": model.config._attn_implementation}
+    return give(timed(model, work, load_s, {}, detail, static=work.options.get("static", False)))
 
 
 if __name__ == "__main__":

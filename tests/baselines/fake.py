@@ -10,8 +10,11 @@ from h2o_flexgen.baselines.work import CannotRun, Outcome, Work, give, run
 
 
 def prepare(folder: str) -> None:
-    """Leaves a line in its scratch folder."""
-    with (Path(Work.read(Path(folder)).scratch) / "prepared").open("a", encoding="utf-8") as file:
+    """Leaves a line in its scratch folder; option: unready (the reason why that cannot be)."""
+    work = Work.read(Path(folder))
+    if "unready" in work.options:
+        raise CannotRun(work.options["unready"])
+    with (Path(work.scratch) / "prepared").open("a", encoding="utf-8") as file:
         file.write("once\n")
 
 

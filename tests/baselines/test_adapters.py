@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import OPTForCausalLM
+from transformers import OPTForCausalLM, StaticCache
 
 from h2o_flexgen.baselines import generation, own, transformers
 from h2o_flexgen.baselines.process import run_process
@@ -64,6 +64,27 @@ def test_both_give_the_same_tokens(work, capsys) -> None:
     assert theirs.detail["threads"] == 1
 
 
+@pytest.mark.parametrize("short_by", [0, 20])
+def test_a_static_cache_gives_the_same_tokens(short_by: int, work, capsys, monkeypatch) -> None:
+    """It has the length of the full run in a short one, too, from the warm-up on, and nothing is compiled."""
+    made: list[int] = []
+
+    class Noted(StaticCache):
+        def __init__(self, config: Any, max_cache_len: int, **options: Any) -> None:
+            made.append(max_cache_len)
+            super().__init__(config, max_cache_len, **options)
+
+    monkeypatch.setattr("transformers.generation.utils.StaticCache", Noted)
+    settings = {"room_len": NEW + short_by}
+    dynamic = _outcome(transformers, work(**settings), capsys)
+    assert not made
+    static = _outcome(transformers, work(options=SYSTEMS.get("static").options(0.2), **settings), capsys)
+    assert made == [24 + NEW + short_by - 1] * 2
+    assert static.token_ids == dynamic.token_ids
+    assert static.detail.items() >= {"cache_implementation": "static", "disable_compile": True}.items()
+    assert "cache_implementation" not in dynamic.detail
+
+
 def test_a_short_run_finds_memory_for_the_cache_of_the_full_one(work) -> None:
     short = Work.read(Path(work(room_len=NEW + 20)))
     model = generation.model_in_memory(short, work())
@@ -89,9 +110,9 @@ def test_the_own_adapter_takes_an_eviction(work, capsys) -> None:
     assert outcome.detail["eviction"]["budget"] == 9
 
 
-@pytest.mark.parametrize("adapter", [own, transformers])
-def test_random_weights(adapter: Any, work, capsys) -> None:
-    outcome = _outcome(adapter, work(weights="dummy", folder=None), capsys)
+@pytest.mark.parametrize(("adapter", "options"), [(own, {}), (transformers, {}), (transformers, {"static": True})])
+def test_random_weights(adapter: Any, options: dict[str, Any], work, capsys) -> None:
+    outcome = _outcome(adapter, work(weights="dummy", folder=None, options=options), capsys)
     assert [len(tokens) for tokens in outcome.token_ids] == [NEW] * 3
 
 

@@ -11,6 +11,7 @@ import pytest
 from h2o_flexgen.baselines.process import run_process
 from h2o_flexgen.baselines.settings import BenchSettings, find_model
 from h2o_flexgen.baselines.summary import ratio_of, ratio_spread, spread
+from h2o_flexgen.baselines.systems import SYSTEMS
 from h2o_flexgen.bench import main
 from h2o_flexgen.errors import ModelError, UsageError
 
@@ -148,6 +149,14 @@ def test_the_own_engine_in_a_process(capsys, tmp_path: Path) -> None:
 def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         BenchSettings(**settings)
+
+
+def test_help_names_the_systems(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert f"what to run, with commas: {', '.join(SYSTEMS.names())}" in " ".join(capsys.readouterr().out.split())
+    assert "static" in SYSTEMS
+    assert "static" not in BenchSettings().systems
 
 
 def test_models() -> None:

@@ -8,33 +8,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from h2o_flexgen.baselines.origin import commit
 from h2o_flexgen.baselines.runner import Runner
-from h2o_flexgen.bench import main
-
-
-@pytest.fixture
-def bench(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`bench("-r", "2")` compares ours with theirs in `tmp_path`/out: (what ran by name and batch, summary, stderr)."""
-    ran: list[tuple[str, int]] = []
-    run = Runner.run
-
-    def noted(self: Runner, name: str, batch: int, *rest: int) -> Any:
-        ran.append((name, batch))
-        return run(self, name, batch, *rest)
-
-    monkeypatch.setattr(Runner, "run", noted)
-
-    def call(*arguments: str, code: int = 0) -> tuple[list[tuple[str, int]], dict[str, Any], str]:
-        ran.clear()
-        small = ["--systems", "ours,theirs", "-b", "2", "--prompt-len", "8", "--gen-len", "4", "--threads", "1"]
-        assert main([*small, "--output-dir", str(tmp_path / "out"), *arguments]) == code
-        out, err = capsys.readouterr()
-        return list(ran), json.loads(out.splitlines()[-1]) if out else {}, err
-
-    return call
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
