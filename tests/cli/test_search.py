@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,35 @@ def test_what_is_refused_says_what_to_do(line: str, words: str, capsys: pytest.C
     out, err = capsys.readouterr()
     assert out == ""
     assert words in err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.update(memory={"cpu": "64GiB"}),
+        lambda data: data.update(memory={"cpu": -5}),
+        lambda data: data.update(memory={"moon": GIB}),
+        lambda data: data.update(memory=None),
+        lambda data: data.update(host=None),
+        lambda data: data.update(dtype="floaty"),
+        lambda data: data["compute"]["cpu"].update(shapes=[{}]),
+        lambda data: data["compute"]["cpu"].update(
+            shapes=[{"out_features": "8", "in_features": 8, "seconds": [[1, 1]]}]
+        ),
+        lambda data: data["compute"]["cpu"].update(reads_all_slots="yes"),
+        lambda data: data["compute"]["cpu"].update(gemm_flops=[[1, 10**400]]),
+    ],
+)
+def test_a_damaged_profile_is_a_mistake_of_the_user(
+    change: Callable[[dict[str, Any]], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = find_profile("t4").to_json()
+    change(data)
+    file = tmp_path / "damaged.json"
+    file.write_text(json.dumps(data))
+    assert main(["--model", "opt-125m", "--hardware", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, f"{file} is no hardware profile" in err) == ("", True)
 
 
 def test_this_machine_has_to_be_calibrated_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
