@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from h2o_flexgen.cli.arguments import eviction_of, policy_of
 from h2o_flexgen.cli.environment import environment_arguments
 from h2o_flexgen.cli.files import output_file
 from h2o_flexgen.cli.parser import RunParser, add_known_choices
+from h2o_flexgen.config.context import check_positions, first_pass
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, from_namespace
@@ -105,14 +106,11 @@ def _request(args: argparse.Namespace) -> SearchRequest:
     engine = from_namespace(EngineConfig, args)
     profile = find_profile(args.hardware)
     tier = _compute_tier(engine, profile)
-    workload = from_namespace(Workload, args, defaults=_LENGTHS)
     spec = _spec(engine.model)
-    eviction, most = eviction_of(args), spec.max_positions
-    if workload.total_len > most and not eviction.rolling_positions:
-        raise UsageError(f"--prompt-len and --gen-len make {workload.total_len} tokens", f"{spec.name} takes {most}")
+    eviction = eviction_of(args)
     return SearchRequest(
         spec=spec,
-        workload=workload,
+        workload=_workload(from_namespace(Workload, args, defaults=_LENGTHS), spec, eviction),
         eviction=eviction,
         dtype=profile.dtype if engine.dtype == "auto" else engine.dtype,
         caps=_caps(engine, profile, tier),
@@ -122,6 +120,14 @@ def _request(args: argparse.Namespace) -> SearchRequest:
         baseline=PROCESS[tier],
         endless=not hasattr(args, "num_prompts"),
     )
+
+
+def _workload(asked: Workload, spec: ModelSpec, eviction: EvictionConfig) -> Workload:
+    """As the engine runs it: what a prompt has beyond the context goes through decode steps. UsageError where it
+    refuses."""
+    check_positions(spec, eviction)
+    most = first_pass(spec, eviction, asked.prompt_len, asked.gen_len, "a prompt (--prompt-len, --gen-len)")
+    return replace(asked, prompt_len=most, gen_len=asked.total_len - most)
 
 
 def _compute_tier(engine: EngineConfig, profile: HardwareProfile) -> str:

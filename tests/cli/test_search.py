@@ -16,6 +16,9 @@ from h2o_flexgen.cli.search_arguments import SearchArguments, parse_search
 from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.profiles import cache_folder, find_profile, profile_names
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.engine.requests import RequestReader, workload_of
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.search import main
 from h2o_flexgen.units import GIB
@@ -103,7 +106,9 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("--model opt-125m --hardware t4-16g", "did you mean 't4-16gb'"),
         ("--model opt-12 --hardware t4", "did you mean 'opt-125m'"),
-        ("--model opt-125m --hardware t4 --prompt-len 2040", "takes 2048"),
+        ("--model opt-125m --hardware t4 --prompt-len 2040", "the context of opt-125m is 2048 tokens"),
+        ("--model opt-125m --hardware t4 --rolling-positions", "learned a table of positions"),
+        ("--model pythia-160m --hardware t4 --rolling-positions --prompt-len 3000", "positions roll within it"),
         ("--model opt-125m --hardware t4 --num-prompts 0", "at least 1"),
         ("--model opt-125m --hardware t4 --hh-ratio 2", "--hh-ratio is 2.0"),
         ("--model opt-125m --hardware t4 --overwrite", "needed --output FILE"),
@@ -118,6 +123,14 @@ def test_what_is_refused_says_what_to_do(line: str, words: str, capsys: pytest.C
     out, err = capsys.readouterr()
     assert out == ""
     assert words in err
+
+
+def test_a_prompt_past_the_context_is_fed_step_by_step_as_the_engine_does() -> None:
+    rolling = ("--rolling-positions", "--kv-budget", "256", "--prompt-len", "5000", "--num-prompts", "1")
+    request = parse("--model", "pythia-160m", "--hardware", "t4", *rolling).request
+    assert request.workload == Workload(2048, 5000 - 2048 + 32)
+    reader = RequestReader(request.spec, request.eviction, None, 0)
+    assert request.workload == workload_of(reader.read([[5] * 5000], SamplingParams(max_new_tokens=32)))
 
 
 @pytest.mark.parametrize(
