@@ -24,7 +24,7 @@ from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.known import SHIPPED, known_config, known_names
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.profiles import find_profile, profile_names
+from h2o_flexgen.config.profiles import find_profile, kept_profile, profile_names
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.lp import SOLVERS
 from h2o_flexgen.cost.request import SearchRequest
@@ -104,9 +104,10 @@ def search_parser() -> RunParser:
 
 def _request(args: argparse.Namespace) -> SearchRequest:
     engine = from_namespace(EngineConfig, args)
-    profile = find_profile(args.hardware)
-    tier = _compute_tier(engine, profile)
+    named = None if args.hardware is None else find_profile(args.hardware)
     spec = _spec(engine.model)
+    profile = named or kept_profile(spec, engine.dtype, engine.device)
+    tier = _compute_tier(engine, profile)
     eviction = eviction_of(args)
     return SearchRequest(
         spec=spec,
@@ -139,10 +140,16 @@ def _compute_tier(engine: EngineConfig, profile: HardwareProfile) -> str:
 
 
 def _caps(engine: EngineConfig, profile: HardwareProfile, tier: str) -> dict[str, int]:
-    """What is typed, else what the machine has, less a little."""
+    """What is typed, else what the machine has, less a little. UsageError for a GPU whose memory nobody knows."""
     typed = {"gpu": engine.gpu_mem, "cpu": engine.cpu_mem, "disk": engine.disk_mem}
     if tier == "cpu":
         del typed["gpu"]
+    elif engine.gpu_mem is None and "gpu" not in profile.memory:
+        raise UsageError(
+            f"the hardware profile {profile.name} does not say how much memory the gpu has",
+            "needed --gpu-mem SIZE",
+            "or --device cpu",
+        )
     has = {name: int(USABLE * profile.memory[name]) for name in typed if name in profile.memory}
     return {name: cap for name in typed if (cap := has.get(name) if typed[name] is None else typed[name]) is not None}
 
