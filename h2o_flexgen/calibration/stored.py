@@ -16,32 +16,35 @@ from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.profiles import kept_file, load_kept
 from h2o_flexgen.config.record import host_facts
+from h2o_flexgen.engine.graphs import recorder
 from h2o_flexgen.kernels.native.build import why_not
+from h2o_flexgen.kernels.triton_available import serves
 from h2o_flexgen.units import GIB
 
 log = logging.getLogger(__name__)
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """`host_facts`, the GPU that is computed on, what computes on the CPU, and by how many threads."""
+    """`host_facts`, the GPU that is computed on, what computes there and on the CPU, and by how many threads."""
     facts = {**host_facts(), "torch": torch.__version__, "threads": torch.get_num_threads()}
     facts["kernels"] = why_not() or "native"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
+        facts |= {"triton": serves(device), "graphs": recorder(device) is not None}
     return facts
 
 
 def profile_key(
     spec: ModelSpec, dtype: str, device: torch.device, *, emulated: bool = False, offload_dir: str | Path = "."
 ) -> str:
-    """What tells one profile from another, as a file name: machine, disk, dtype, and the shapes of the model."""
+    """What tells one profile from another, as a file name: machine, kernels, disk, dtype, and the model's shapes."""
     facts = machine_facts(device)
     memory = [round(facts.get(name, 0) / GIB) for name in ("memory_bytes", "gpu_memory_bytes")]
     arch = spec.arch
     shapes = (spec.hidden_size, spec.ffn_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
     kinds = (arch.gated_mlp, arch.activation, arch.norm, arch.mlp_bias, arch.parallel, arch.qk_norm, arch.post_norms)
-    machine = [facts.get(name) for name in ("cpu", "cores", "threads", "gpu", "torch")]
+    machine = [facts.get(name) for name in ("cpu", "cores", "threads", "gpu", "torch", "kernels", "triton", "graphs")]
     place = str(_mount_point(Path(offload_dir)))
     everything = [machine, memory, place, dtype, emulated, *shapes, spec.embed_dim, *kinds]
     digest = hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16]

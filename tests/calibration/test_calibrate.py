@@ -7,13 +7,15 @@ import json
 import logging
 import os
 import threading
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from h2o_flexgen.calibration import Calibration, cached_profile, calibrate
+from h2o_flexgen.calibration import Calibration, cached_profile, calibrate, stored
 from h2o_flexgen.calibration import measure as measuring
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
 from h2o_flexgen.calibration.table import profile_table
@@ -199,6 +201,16 @@ class TestKept:
         before = profile_key(spec, "float32", CPU)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
         assert profile_key(spec, "float32", CPU) != before
+
+    def test_other_kernels_have_another_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gpu, keys = SimpleNamespace(name="a GPU", total_memory=1 << 34), set[tuple[str, str]]()
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        for why, triton, makes in ((None, True, True), ("off", True, True), (None, False, True), (None, True, None)):
+            monkeypatch.setattr(stored, "why_not", lambda why=why: why)
+            monkeypatch.setattr(stored, "serves", lambda device, triton=triton: triton)
+            monkeypatch.setattr(stored, "recorder", lambda device, makes=makes: makes)
+            keys |= {(kind, profile_key(spec_of("opt"), "bfloat16", torch.device(kind))) for kind in ("cpu", "cuda")}
+        assert Counter(kind for kind, _ in keys) == {"cpu": 2, "cuda": 4}
 
     def test_a_damaged_file_counts_as_none(
         self, profile: HardwareProfile, tmp_path: Path, caplog: pytest.LogCaptureFixture
