@@ -26,6 +26,7 @@ from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.products import all_products
 from h2o_flexgen.cost.predict import predict
 from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.kernels.native.build import why_not
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.units import MIB
@@ -148,6 +149,13 @@ def test_weights_larger_than_the_arena_are_measured_in_part(tmp_path: Path) -> N
     spec = dataclasses.replace(spec_of("opt"), vocab_size=40_000)  # 5 MB
     profile = calibrate(dataclasses.replace(tiny(tmp_path / "offload"), spec=spec))
     check_rates(profile.compute["cpu"], spec)
+
+
+@pytest.mark.parametrize(("dtype", "all_slots"), [("float16", True), ("bfloat16", why_not() is not None)])
+def test_whether_caches_are_read_whole(dtype: str, all_slots: bool, tmp_path: Path) -> None:
+    """By torch they are, by the native kernel, which takes no float16, they are not."""
+    profile = calibrate(dataclasses.replace(tiny(tmp_path / "offload"), dtype=dtype))
+    assert profile.compute["cpu"].reads_all_slots is all_slots
 
 
 def test_progress_names_each_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
