@@ -14,8 +14,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from h2o_flexgen.cli.program import exit_on_errors, write_result
+from h2o_flexgen.cli.program import exit_on_errors, print_error, write_result
 from h2o_flexgen.cli.search_arguments import SearchArguments, parse_search
+from h2o_flexgen.config.profiles import misfits
 from h2o_flexgen.cost.explain import explain, to_json
 from h2o_flexgen.cost.search import SearchResult, search
 from h2o_flexgen.errors import StorageError
@@ -27,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _search(arguments: SearchArguments) -> int:
-    result = search(arguments.request, arguments.solver)
+    request = arguments.request
+    for why in () if arguments.quiet else misfits(request.profile, request.spec, request.dtype):
+        print_error(f"note: {why}")
+    result = search(request, arguments.solver)
     entry = to_json(result)
     try:
         if arguments.output is not None:

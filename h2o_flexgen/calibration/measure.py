@@ -29,6 +29,7 @@ from h2o_flexgen.config.products import products
 from h2o_flexgen.config.record import utc_now
 from h2o_flexgen.engine.machine import cgroup_limit
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.kernels.native.attend import available
 from h2o_flexgen.kernels.native.build import build_all, why_not
 from h2o_flexgen.units import MIB, format_bytes, format_rate
 
@@ -184,7 +185,6 @@ class _Run:
             return self._start(_on(bench.name, part))
 
         shapes = product_shapes(bench, seconds("products"))
-        layers = (*products(spec, "attn"), *products(spec, "mlp"))
         memory = fastest_read(bench, shapes, seconds("memory"))
         share = seconds("elementwise")
         elementwise = elementwise_rate(bench, share * 0.6)
@@ -193,7 +193,7 @@ class _Run:
         prefill = prefill_curves(bench, seconds("attention of prompts"))
         sample = sample_seconds(bench, seconds("sampling"), elementwise)
         rates = ComputeRates(
-            gemm_flops=general_rate(shapes, layers),
+            gemm_flops=general_rate(shapes, (*products(spec, "attn"), *products(spec, "mlp"))),
             memory_bytes_per_s=memory,
             decode_attention=decode,
             prefill_attention=prefill,
@@ -202,7 +202,7 @@ class _Run:
             sample_s=sample,
             shapes=shapes,
             fresh_bytes_per_s=fresh,
-            reads_all_slots=bench.name == "cpu" and why_not() is not None,
+            reads_all_slots=bench.name == "cpu" and not available(bench.dtype, spec.head_dim, bench.device),
             fused_products=bench.name == "cpu" and why_not() is None and bench.dtype is torch.bfloat16,
         )
         recorded = recorded_ticks(bench, rates, seconds(RECORDED)) if bench.name == "gpu" else None

@@ -14,40 +14,39 @@ import torch
 
 from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.profiles import cache_folder
+from h2o_flexgen.config.profiles import kept_file, load_kept
 from h2o_flexgen.config.record import host_facts
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.engine.graphs import recorder
 from h2o_flexgen.kernels.native.build import why_not
+from h2o_flexgen.kernels.triton_available import serves
 from h2o_flexgen.units import GIB
 
 log = logging.getLogger(__name__)
 
-_METHOD = 4
-"""Counted up whenever something is measured otherwise: older profiles then count no more."""
-
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """`host_facts`, the GPU that is computed on, what computes on the CPU, and by how many threads."""
+    """`host_facts`, the GPU that is computed on, what computes there and on the CPU, and by how many threads."""
     facts = {**host_facts(), "torch": torch.__version__, "threads": torch.get_num_threads()}
     facts["kernels"] = why_not() or "native"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
+        facts |= {"triton": serves(device), "graphs": recorder(device) is not None}
     return facts
 
 
 def profile_key(
     spec: ModelSpec, dtype: str, device: torch.device, *, emulated: bool = False, offload_dir: str | Path = "."
 ) -> str:
-    """What tells one profile from another, as a file name: machine, disk, dtype, and the shapes of the model."""
+    """What tells one profile from another, as a file name: machine, kernels, disk, dtype, and the model's shapes."""
     facts = machine_facts(device)
     memory = [round(facts.get(name, 0) / GIB) for name in ("memory_bytes", "gpu_memory_bytes")]
     arch = spec.arch
     shapes = (spec.hidden_size, spec.ffn_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size)
     kinds = (arch.gated_mlp, arch.activation, arch.norm, arch.mlp_bias, arch.parallel, arch.qk_norm, arch.post_norms)
-    machine = [facts.get(name) for name in ("cpu", "cores", "threads", "gpu", "torch")]
+    machine = [facts.get(name) for name in ("cpu", "cores", "threads", "gpu", "torch", "kernels", "triton", "graphs")]
     place = str(_mount_point(Path(offload_dir)))
-    everything = [_METHOD, machine, memory, place, dtype, emulated, *shapes, spec.embed_dim, *kinds]
+    everything = [machine, memory, place, dtype, emulated, *shapes, spec.embed_dim, *kinds]
     digest = hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16]
     return f"{'gpu' if device.type == 'cuda' or emulated else 'cpu'}-{dtype}-{spec.hidden_size}-{digest}"
 
@@ -64,19 +63,12 @@ def cached_profile(
     spec: ModelSpec, dtype: str, device: torch.device, *, emulated: bool = False, offload_dir: str | Path = "."
 ) -> HardwareProfile | None:
     """What `calibrate` measured on this machine for these shapes, None where it has not; damage counts as nothing."""
-    path = _path(profile_key(spec, dtype, device, emulated=emulated, offload_dir=offload_dir))
-    if not path.is_file():
-        return None
-    try:
-        return HardwareProfile.load(path)
-    except (UsageError, LookupError) as error:
-        log.warning("%s cannot be used: %s", path, error)
-        return None
+    return load_kept(kept_file(profile_key(spec, dtype, device, emulated=emulated, offload_dir=offload_dir)))
 
 
 def keep_profile(profile: HardwareProfile, key: str) -> Path | None:
     """Writes `profile` where `cached_profile` looks; None, with a warning, where that cannot be written."""
-    path = _path(key)
+    path = kept_file(key)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,7 +86,3 @@ def keep_profile(profile: HardwareProfile, key: str) -> Path | None:
 def profile_text(profile: HardwareProfile) -> str:
     """The profile as a JSON file."""
     return json.dumps(profile.to_json(), indent=1, allow_nan=False) + "\n"
-
-
-def _path(key: str) -> Path:
-    return cache_folder() / f"{key}.json"

@@ -16,6 +16,7 @@ from h2o_flexgen.cli.program import print_error
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.profiles import misfits
 from h2o_flexgen.config.record import RunRecord
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.bound import io_lower_bound
@@ -46,8 +47,8 @@ class Planning:
         self._llm, self._calibrate, self._quiet = llm, calibrate, quiet
         self._profile, self._looked = hardware, hardware is not None
         self._plans: list[Plan] = []
-        if hardware is not None and hardware.dtype != llm.model.dtype:
-            self._say(f"note: the rates of {hardware.name} are for {hardware.dtype}, and this is {llm.model.dtype}")
+        for why in () if hardware is None else misfits(hardware, llm.model.spec, llm.model.dtype):
+            self._say(f"note: {why}")
 
     def __call__(self, request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Plan:
         """The plan that is fastest by the cost model, with what it predicts; without rates the plan by rule.

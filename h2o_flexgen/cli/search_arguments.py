@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from h2o_flexgen.cli.arguments import eviction_of, policy_of
 from h2o_flexgen.cli.files import output_file
 from h2o_flexgen.cli.parser import RunParser, add_known_choices
+from h2o_flexgen.config.context import check_positions, first_pass
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, from_namespace
@@ -22,7 +23,7 @@ from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.known import SHIPPED, known_config, known_names
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.profiles import find_profile, profile_names
+from h2o_flexgen.config.profiles import find_profile, kept_profile, profile_names
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.lp import SOLVERS
 from h2o_flexgen.cost.request import SearchRequest
@@ -105,16 +106,14 @@ def search_parser() -> RunParser:
 
 def _request(args: argparse.Namespace) -> SearchRequest:
     engine = from_namespace(EngineConfig, args)
-    profile = find_profile(args.hardware)
-    tier = _compute_tier(engine, profile)
-    workload = from_namespace(Workload, args, defaults=_LENGTHS)
+    named = None if args.hardware is None else find_profile(args.hardware)
     spec = _spec(engine.model)
-    eviction, most = eviction_of(args), spec.max_positions
-    if workload.total_len > most and not eviction.rolling_positions:
-        raise UsageError(f"--prompt-len and --gen-len make {workload.total_len} tokens", f"{spec.name} takes {most}")
+    profile = named or kept_profile(spec, engine.dtype, engine.device)
+    tier = _compute_tier(engine, profile)
+    eviction = eviction_of(args)
     return SearchRequest(
         spec=spec,
-        workload=workload,
+        workload=_workload(from_namespace(Workload, args, defaults=_LENGTHS), spec, eviction),
         eviction=eviction,
         dtype=profile.dtype if engine.dtype == "auto" else engine.dtype,
         caps=_caps(engine, profile, tier),
@@ -126,6 +125,14 @@ def _request(args: argparse.Namespace) -> SearchRequest:
     )
 
 
+def _workload(asked: Workload, spec: ModelSpec, eviction: EvictionConfig) -> Workload:
+    """As the engine runs it: what a prompt has beyond the context goes through decode steps. UsageError where it
+    refuses."""
+    check_positions(spec, eviction)
+    most = first_pass(spec, eviction, asked.prompt_len, asked.gen_len, "a prompt (--prompt-len, --gen-len)")
+    return replace(asked, prompt_len=most, gen_len=asked.total_len - most)
+
+
 def _compute_tier(engine: EngineConfig, profile: HardwareProfile) -> str:
     """The GPU where the machine has one, as `run` does."""
     if engine.device == "cpu" or (engine.device == "auto" and "gpu" not in profile.compute):
@@ -135,10 +142,16 @@ def _compute_tier(engine: EngineConfig, profile: HardwareProfile) -> str:
 
 
 def _caps(engine: EngineConfig, profile: HardwareProfile, tier: str) -> dict[str, int]:
-    """What is typed, else what the machine has, less a little."""
+    """What is typed, else what the machine has, less a little. UsageError for a GPU whose memory nobody knows."""
     typed = {"gpu": engine.gpu_mem, "cpu": engine.cpu_mem, "disk": engine.disk_mem}
     if tier == "cpu":
         del typed["gpu"]
+    elif engine.gpu_mem is None and "gpu" not in profile.memory:
+        raise UsageError(
+            f"the hardware profile {profile.name} does not say how much memory the gpu has",
+            "needed --gpu-mem SIZE",
+            "or --device cpu",
+        )
     has = {name: int(USABLE * profile.memory[name]) for name in typed if name in profile.memory}
     return {name: cap for name in typed if (cap := has.get(name) if typed[name] is None else typed[name]) is not None}
 

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.checks import known_keys
+from h2o_flexgen.config.checks import known_keys, truth, whole
+from h2o_flexgen.config.offload import TIERS
+from h2o_flexgen.config.tensors import dtype_bytes
 from h2o_flexgen.errors import UsageError
 
 Points = tuple[tuple[float, float], ...]
@@ -90,6 +92,10 @@ class GemmShape:
     in_features: int
     seconds: Curve
 
+    def __post_init__(self) -> None:
+        for name in ("out_features", "in_features"):
+            whole(getattr(self, name), name, 1)
+
 
 UNIT_KINDS = ("embed", "attn", "mlp", "head")
 
@@ -140,6 +146,8 @@ class ComputeRates:
             _positive(getattr(self, name), name)
         if self.fresh_bytes_per_s is not None:
             _positive(self.fresh_bytes_per_s, "fresh_bytes_per_s")
+        for name in ("reads_all_slots", "fused_products"):
+            truth(getattr(self, name), name)
         for name, keys in (
             ("decode_attention", ("plain", "scored")),
             ("prefill_attention", ("plain", "scored")),
@@ -194,6 +202,14 @@ class HardwareProfile:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        dtype_bytes(self.dtype)
+        for name in ("memory", "host", "sources"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise UsageError(f"{name} is {getattr(self, name)!r}", "needed values by name")
+        for tier, nbytes in self.memory.items():
+            if tier not in TIERS:
+                raise UsageError(f"memory names {tier}", f"needed names among {', '.join(TIERS)}")
+            whole(nbytes, f"the memory of {tier}", 0)
         known = {"compute", *self.links}
         for slowed, factors in self.slowdown.items():
             for beside, factor in factors.items():
@@ -238,7 +254,7 @@ class HardwareProfile:
         """The profile in a JSON file; UsageError naming the file where it cannot be used."""
         try:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
             raise UsageError(
                 f"{path} is no hardware profile: {error}", "needed what h2o_flexgen.calibrate writes"
             ) from error
@@ -250,10 +266,8 @@ def _rates(data: Mapping[str, Any]) -> ComputeRates:
         fields[name] = {kind: Curve(points) for kind, points in fields[name].items()}
     ticks: Mapping[str, Any] = fields["tick_s"]
     fields["tick_s"] = {kind: Curve(tuple(t)) if isinstance(t, list) else t for kind, t in ticks.items()}
-    shapes = fields.get("shapes", ())
-    fields["shapes"] = tuple(
-        GemmShape(shape["out_features"], shape["in_features"], Curve(shape["seconds"])) for shape in shapes
-    )
+    shapes = [known_keys(shape, GemmShape) for shape in fields.get("shapes", ())]
+    fields["shapes"] = tuple(GemmShape(**{**shape, "seconds": Curve(shape["seconds"])}) for shape in shapes)
     if fields.get("graph_tick_s") is not None:
         fields["graph_tick_s"] = Curve(tuple(fields["graph_tick_s"]))
     return ComputeRates(**{**fields, "gemm_flops": Curve(fields["gemm_flops"])})

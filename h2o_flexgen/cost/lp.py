@@ -100,21 +100,6 @@ class Program:
     fixed: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     banned: frozenset[Home] = frozenset()
 
-    def bytes_on(self, shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        """What each tier holds with these shares."""
-        total = {tier: self.held.get(tier, 0.0) for tier in self.tiers}
-        for (kind, home), grows in self.grows.items():
-            for tier, nbytes in grows.items():
-                total[tier] += nbytes * shares[kind].get(home, 0.0)
-        buffers: dict[tuple[str, str, str], float] = {}
-        for charge in self.charges:
-            if shares[charge.kind].get(charge.home, 0.0) > 0:
-                key = (charge.kind, charge.tier, charge.what)
-                buffers[key] = max(buffers.get(key, 0.0), charge.nbytes)
-        for (_, tier, _), nbytes in buffers.items():
-            total[tier] += nbytes
-        return total
-
     def seconds(self, shares: Mapping[str, Mapping[str, float]]) -> float:
         """Of the whole block with these shares."""
         return sum(
@@ -149,14 +134,6 @@ def solve(program: Program, solver: str = "highs", *, relaxed: bool = False) -> 
         # At the edge of the caps the solver's tolerances can leave nothing that is as fast: the first answer stands.
         shares = model.shares if model.solve(solver) else shares
     return Solution({kind: tidy(of_tiers, _DIGITS) for kind, of_tiers in shares.items()}, best)
-
-
-def least_bytes(program: Program, tier: str, solver: str = "highs") -> float | None:
-    """The fewest bytes that `tier` can hold while the other tiers keep their caps; None where these are too small."""
-    others = {name: cap for name, cap in program.caps.items() if name != tier}
-    model = _Model(replace(program, caps=others, phases=()))
-    model.problem.setObjective(model.held_on(tier))
-    return model.value(model.held_on(tier)) * _GB if model.solve(solver) else None
 
 
 class _Model:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from h2o_flexgen.cache.eviction import make_policy
+from h2o_flexgen.config.context import check_positions
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
@@ -63,13 +64,11 @@ class LLM:
         """Decides what the policy leaves open. Programs that know the machine's rates put one here that searches."""
         self.on_plan: Callable[[Plan], None] = lambda plan: None
         """Hears of a plan before anything is done for it."""
-        if self.config.eviction.rolling_positions and self.model.spec.arch.rotary is None:
+        try:
+            check_positions(self.model.spec, self.config.eviction)
+        except UsageError:
             self.model.source.close()
-            raise UsageError(
-                f"--rolling-positions with {self.model.spec.name}, which learned a table of positions",
-                "needed a model with rotary positions",
-                "leave --rolling-positions out",
-            )
+            raise
         self._loaded: Loaded | None = None
         self._replay, self._turn = Replay(), Turn()
         self._decoder = Decoder(self.model.spec)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from h2o_flexgen.config.context import first_pass
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
@@ -118,42 +119,19 @@ class RequestReader:
             raise UsageError("stop_strings are given, and this model has no tokenizer", "needed eos_token_id instead")
         params.check_vocabulary(self.spec.vocab_size)
         budget = self.eviction.resolve(len(ids), params.max_new_tokens)
-        ids, fed = self._first_pass(ids, budget, index, params.max_new_tokens)
+        # With rolling positions the end of a prompt past the context goes through decode steps.
+        first = first_pass(self.spec, self.eviction, len(ids), params.max_new_tokens, f"prompt {index}")
         return Sequence(
             index=index,
             sample=sample,
             row_id=row_id,
-            prompt_ids=ids,
-            fed=fed,
+            prompt_ids=ids[:first],
+            fed=ids[first:],
             params=params,
             budget=budget,
             eos=_eos(params, self.spec),
             seed=self.seed if params.seed is None else params.seed,
         )
-
-    def _first_pass(self, ids: list[int], budget: Budget, index: int, new: int) -> tuple[list[int], list[int]]:
-        """The tokens of a prompt that are computed at once, and those that are fed step by step after them.
-
-        With rolling positions a sequence may be as long as it likes, if what a cache holds stays within the context.
-        """
-        spec, length = self.spec, len(ids) + new
-        if not self.eviction.rolling_positions:
-            if length <= spec.max_positions:
-                return ids, []
-            rolls = "use --rolling-positions with a smaller budget, or " if spec.arch.rotary else ""
-            raise UsageError(
-                f"prompt {index} has {len(ids)} tokens, with {new} to be generated {length} in all",
-                f"the context of {spec.name} is {spec.max_positions} tokens",
-                f"{rolls}shorten the prompt or generate less; nothing is ever cut off silently",
-            )
-        if budget.total >= spec.rolling_slots and length > spec.rolling_slots:
-            trained = "" if spec.rolling_slots == spec.max_positions else "trained "
-            raise UsageError(
-                f"the KV budget of prompt {index} is {budget.total} tokens, and positions roll within it",
-                f"the {trained}context of {spec.name} is {spec.rolling_slots} tokens",
-                f"needed --kv-budget of at most {spec.rolling_slots - 1}, or a smaller --hh-ratio",
-            )
-        return ids[: spec.max_positions], ids[spec.max_positions :]
 
 
 def _as_int(token: Any, where: str) -> int:

@@ -7,13 +7,15 @@ import json
 import logging
 import os
 import threading
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from h2o_flexgen.calibration import Calibration, cached_profile, calibrate
+from h2o_flexgen.calibration import Calibration, cached_profile, calibrate, stored
 from h2o_flexgen.calibration import measure as measuring
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
 from h2o_flexgen.calibration.table import profile_table
@@ -24,6 +26,7 @@ from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.products import all_products
 from h2o_flexgen.cost.predict import predict
 from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.kernels.native.build import why_not
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.units import MIB
@@ -148,6 +151,13 @@ def test_weights_larger_than_the_arena_are_measured_in_part(tmp_path: Path) -> N
     check_rates(profile.compute["cpu"], spec)
 
 
+@pytest.mark.parametrize(("dtype", "all_slots"), [("float16", True), ("bfloat16", why_not() is not None)])
+def test_whether_caches_are_read_whole(dtype: str, all_slots: bool, tmp_path: Path) -> None:
+    """By torch they are, by the native kernel, which takes no float16, they are not."""
+    profile = calibrate(dataclasses.replace(tiny(tmp_path / "offload"), dtype=dtype))
+    assert profile.compute["cpu"].reads_all_slots is all_slots
+
+
 def test_progress_names_each_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And all that is measured shares the time to measure anything again."""
     shared: set[Repeats] = set()
@@ -199,6 +209,16 @@ class TestKept:
         before = profile_key(spec, "float32", CPU)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
         assert profile_key(spec, "float32", CPU) != before
+
+    def test_other_kernels_have_another_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gpu, keys = SimpleNamespace(name="a GPU", total_memory=1 << 34), set[tuple[str, str]]()
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        for why, triton, makes in ((None, True, True), ("off", True, True), (None, False, True), (None, True, None)):
+            monkeypatch.setattr(stored, "why_not", lambda why=why: why)
+            monkeypatch.setattr(stored, "serves", lambda device, triton=triton: triton)
+            monkeypatch.setattr(stored, "recorder", lambda device, makes=makes: makes)
+            keys |= {(kind, profile_key(spec_of("opt"), "bfloat16", torch.device(kind))) for kind in ("cpu", "cuda")}
+        assert Counter(kind for kind, _ in keys) == {"cpu": 2, "cuda": 4}
 
     def test_a_damaged_file_counts_as_none(
         self, profile: HardwareProfile, tmp_path: Path, caplog: pytest.LogCaptureFixture

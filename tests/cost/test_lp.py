@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from h2o_flexgen.cost.lp import KINDS, Charge, Phase, Program, least_bytes, solve, tidy
+from h2o_flexgen.cost.lp import KINDS, Charge, Phase, Program, solve, tidy
 from h2o_flexgen.errors import UsageError
+from tests.oracles.program import bytes_on
 
 TIERS = ("gpu", "cpu", "disk")
 GB = 10**9
@@ -45,7 +46,7 @@ def on_grid(program: Program) -> float | None:
     best = None
     for shares in itertools.product(GRID, repeat=3):
         placed = dict(zip(KINDS, shares, strict=True))
-        if all(nbytes <= program.caps[tier] for tier, nbytes in program.bytes_on(placed).items()):
+        if all(nbytes <= program.caps[tier] for tier, nbytes in bytes_on(program, placed).items()):
             seconds = program.seconds(placed)
             best = seconds if best is None or seconds < best else best
     return best
@@ -61,7 +62,7 @@ def test_no_placement_on_a_grid_is_faster(seed: int) -> None:
         return
     assert best is None or found.seconds <= best * (1 + 1e-9)
     assert program.seconds(found.shares) == pytest.approx(found.seconds, rel=2e-4), "shares are rounded to 1e-4"
-    for tier, nbytes in program.bytes_on(found.shares).items():
+    for tier, nbytes in bytes_on(program, found.shares).items():
         assert nbytes <= program.caps[tier] + 1e-4 * sum(program.held.values())
 
 
@@ -136,12 +137,6 @@ def test_nothing_fits() -> None:
     assert solve(program) is None
     assert solve(program, relaxed=True) is None
     assert solve(program, "cbc") is None
-    assert least_bytes(program, "gpu") is None
-    roomy = replace(some_program(3), caps={"cpu": 1e12})
-    least = least_bytes(roomy, "gpu")
-    assert least is not None
-    charged = sum({charge.what: charge.nbytes for charge in roomy.charges if charge.tier == "gpu"}.values())
-    assert least == pytest.approx(GB + charged), "what is held anyway, and the buffers of all that left"
 
 
 def test_without_overlap_times_add_up() -> None:

@@ -20,6 +20,7 @@ from h2o_flexgen.cost.simulate import simulate
 from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
 from h2o_flexgen.schedule.tasks import Task, TaskKind
 from tests.cost.machines import known, on, profile, rates
+from tests.oracles.program import bytes_on
 
 MODELS = ("opt-6.7b", "mistral-7b-v0.1", "qwen2.5-0.5b", "pythia-160m")
 
@@ -59,7 +60,7 @@ def test_bytes_are_those_of_the_footprint(name: str, batches: int, computing: bo
         if batches == 1:
             placement = dataclasses.replace(placement, hidden={0: "gpu"})
         foot = request.footprint(policy, placement)
-        for tier, nbytes in program.bytes_on(_by_bytes(request, placement)).items():
+        for tier, nbytes in bytes_on(program, _by_bytes(request, placement)).items():
             assert nbytes == pytest.approx(foot.total(tier), rel=2e-3, abs=1e6), (seed, tier)
 
 
@@ -67,10 +68,8 @@ def test_embeddings_on_the_way_are_taken_as_favourably_as_layers() -> None:
     request = request_for(known("opt-6.7b"))
     policy = OffloadPolicy(3, 2)
     placement = scattered(request, policy, 0, "disk")
-    foot, said = (
-        request.footprint(policy, placement),
-        Programs(request).of(policy).bytes_on(_by_bytes(request, placement)),
-    )
+    foot = request.footprint(policy, placement)
+    said = bytes_on(Programs(request).of(policy), _by_bytes(request, placement))
     assert said["gpu"] < foot.total("gpu"), "the vocabulary's buffer is larger than a layer's"
     assert said["gpu"] > 0.6 * foot.total("gpu")
 

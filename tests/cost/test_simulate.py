@@ -20,10 +20,10 @@ from h2o_flexgen.cost.predict import predict
 from h2o_flexgen.cost.simulate import Simulation, simulate
 from h2o_flexgen.cost.terms import CostModel
 from h2o_flexgen.schedule.tasks import NO_BATCH, Task, TaskKind
-from h2o_flexgen.schedule.traffic import planned_bytes
 from h2o_flexgen.schedule.zigzag import zigzag
 from tests.cost.machines import LINKS, TINY, known, model_of, on, profile, ticking
 from tests.cost.plans import EVICTIONS, machines, plans
+from tests.oracles.traffic import planned_bytes
 
 UNTIED = replace(TINY, num_layers=1, arch=replace(TINY.arch, tied_head=False))
 

@@ -14,7 +14,8 @@ from h2o_flexgen.memory.handle import page_ceil
 from h2o_flexgen.schedule.check import check
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind, Tick
-from h2o_flexgen.schedule.traffic import expected_loads, planned_bytes
+from h2o_flexgen.schedule.traffic import expected_loads
+from tests.oracles.traffic import planned_bytes
 from tests.tiny import prompts_of
 
 NEW, PROMPT, ROWS, BATCHES = 20, 24, 2, 3
