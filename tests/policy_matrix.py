@@ -26,8 +26,9 @@ class PolicyRow:
     config: dict[str, Any] = field(default_factory=lambda: {"ratio": 0.3})
 
     def eviction(self, **changes: Any) -> EvictionConfig:
-        """The config, with `changes`."""
-        return EvictionConfig(**{"name": self.name, **self.config, **changes})
+        """The config, with `changes`; a budget in tokens takes the place of the ratio."""
+        config = {key: value for key, value in self.config.items() if key != "ratio" or "budget" not in changes}
+        return EvictionConfig(**{"name": self.name, **config, **changes})
 
 
 POLICIES = (
