@@ -139,7 +139,7 @@ def test_a_signal_leaves_nothing_behind(
         ran = child.wait()
     assert ran.code == code, ran.err
     assert left_in(offload) == []
-    assert not (tmp_path / "cache").exists()
+    assert not (tmp_path / "cache" / "h2o_flexgen" / "hardware").exists()  # beside kernels, if they were to be built
 
 
 @pytest.mark.parametrize("columns", [0, 100])

@@ -133,7 +133,7 @@ def test_row_07_a_disk_that_keeps_failing_is_named(
     tmp_path: Path, model: Path, run: Run, monkeypatch: pytest.MonkeyPatch, placed: tuple[object, ...]
 ) -> None:
     folder = model if placed == DISK_WEIGHTS else tmp_path / "offload"
-    failing = FailingReads(folder, 10**6, after=20 if placed == DISK_WEIGHTS else 3)
+    failing = FailingReads(folder, 10**6, after=19 if placed == DISK_WEIGHTS else 3)
     monkeypatch.setattr(Syscalls, "preadv", lambda *a: failing(*a))
     ran = run("--model", model, *placed, *WORK, "--offload-dir", tmp_path / "offload")
     assert ran.code == 6
