@@ -5,12 +5,12 @@ Texts and figures go to stdout side by side, its last line is one JSON object, e
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from h2o_flexgen.cli.parser import at_least_one
 from h2o_flexgen.cli.program import exit_on_errors, print_error, write_result
 from h2o_flexgen.cli.prompts import demo_prompts
 from h2o_flexgen.config.engine import EngineConfig
@@ -75,17 +75,11 @@ def _parser() -> Parser:
         prog="python -m h2o_flexgen.demo",
         description="Runs the demo prompts twice, with the full cache and with an evicted one, side by side.",
     )
-    parser.add_argument("--gen-len", type=_count, default=32, metavar="N", help="most new tokens (default: 32)")
+    parser.add_argument("--gen-len", type=at_least_one, default=32, metavar="N", help="most new tokens (default: 32)")
     add_arguments(parser, EvictionConfig, title="which tokens stay in the KV cache", defaults=DEFAULTS)
     # The demo's prompts are text, and random weights give none.
     add_arguments(parser, EngineConfig, title="model and machine", exclude=("weights",))
     return parser
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: needed a whole number of at least 1")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     )
     work.add_argument(
         "--num-prompts",
-        type=_count,
+        type=at_least_one,
         metavar="N",
         help="how many random prompts (default: one block), or the first N of the prompts given",
     )
@@ -198,7 +198,8 @@ def is_false(value: str | None) -> bool:
     return value is not None and value.lower() in ("0", "false", "no", "off")
 
 
-def _count(text: str) -> int:
+def at_least_one(text: str) -> int:
+    """A whole number that counts something, as argparse wants its types."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: needed a whole number of at least 1")
     return int(text)
@@ -207,4 +208,4 @@ def _count(text: str) -> int:
 def _prompt_len(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r}: needed a number of tokens; a prompt is given with --prompt TEXT")
-    return _count(text)
+    return at_least_one(text)

@@ -51,15 +51,21 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     done.set()
 
 
-def test_a_proxy_is_what_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Where a connection is wanted on the way to the hub; there is none."""
+    places: list[object] = []
 
     def connect(where: object, **_: object) -> None:
-        asked.append(where)
+        places.append(where)
         raise OSError("no route")
 
     monkeypatch.setattr(socket, "create_connection", connect)
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.example")
+    return places
+
+
+def test_a_proxy_is_what_has_to_answer(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
@@ -67,17 +73,9 @@ def test_a_proxy_is_what_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [("proxy.example", 3128)]
 
 
-def test_a_proxy_for_everything_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-
-    def connect(where: object, **_: object) -> None:
-        asked.append(where)
-        raise OSError("no route")
-
-    monkeypatch.setattr(socket, "create_connection", connect)
+def test_a_proxy_for_everything_has_to_answer(asked: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(urllib.request, "getproxies", lambda: {"all": "http://proxy.example:3128"})
     monkeypatch.setattr(urllib.request, "proxy_bypass", lambda host: False)
-    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.example")
     not_found("opt-125m")
     assert asked == [("proxy.example", 3128)]
 
