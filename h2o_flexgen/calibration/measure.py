@@ -30,7 +30,7 @@ from h2o_flexgen.config.record import utc_now
 from h2o_flexgen.engine.machine import cgroup_limit
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels.native.attend import available
-from h2o_flexgen.kernels.native.build import build_all, why_not
+from h2o_flexgen.kernels.native.build import library, why_not
 from h2o_flexgen.units import MIB, format_bytes, format_rate
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def calibrate(calibration: Calibration, on_progress: Progress = lambda what, spe
     """
     if (busy := os.getloadavg()[0]) > _BUSY:
         log.warning("the machine is busy (load average %.1f): these figures will be too low", busy)
-    build_all()
+    library()
     run = _Run(calibration, on_progress)
     profile = run.profile()
     for figure, spread in run.spreads.typical.items():

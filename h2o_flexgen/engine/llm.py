@@ -38,7 +38,7 @@ from h2o_flexgen.engine.trace import Trace
 from h2o_flexgen.engine.turn import Turn
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.errors import PlanError, UsageError
-from h2o_flexgen.kernels.native.build import build_all
+from h2o_flexgen.kernels.native.build import library
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.timeline import Timeline
 
@@ -262,7 +262,7 @@ class LLM:
             self._loaded.close()
             self._loaded = None
         started = time.perf_counter()
-        build_all()
+        library()
         config = self.config
         place = str(self.offload_folder)
         trace, note = self._trace.add, self._note

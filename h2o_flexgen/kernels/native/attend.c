@@ -8,6 +8,7 @@
    probabilities, bit for bit, so that ties stay ties. Sums are float32, where products of bfloat16 are exact. */
 
 #include "attend.h"
+#include "team.h"
 
 typedef struct {
     const char *at;
@@ -99,14 +100,47 @@ typedef void Attend(const Step *, int64_t, int64_t, float *);
     static void attend_##bf16##_##nv(const Step *s, int64_t row, int64_t head, float *scratch) { \
         attend(s, row, head, scratch, bf16, nv); \
     }
-KIND(0, 1) KIND(0, 2) KIND(0, 3) KIND(0, 4) KIND(0, 5) KIND(0, 6) KIND(0, 7) KIND(0, 8)
-KIND(0, 9) KIND(0, 10) KIND(0, 11) KIND(0, 12) KIND(0, 13) KIND(0, 14) KIND(0, 15) KIND(0, 16)
-KIND(1, 1) KIND(1, 2) KIND(1, 3) KIND(1, 4) KIND(1, 5) KIND(1, 6) KIND(1, 7) KIND(1, 8)
-static Attend *const KINDS[2][16] = {
-    {attend_0_1, attend_0_2, attend_0_3, attend_0_4, attend_0_5, attend_0_6, attend_0_7, attend_0_8, attend_0_9,
-     attend_0_10, attend_0_11, attend_0_12, attend_0_13, attend_0_14, attend_0_15, attend_0_16},
-    {attend_1_1, attend_1_2, attend_1_3, attend_1_4, attend_1_5, attend_1_6, attend_1_7, attend_1_8},
+KIND(0, 2) KIND(0, 4) KIND(0, 5) KIND(0, 6) KIND(0, 8) KIND(0, 16) KIND(1, 1) KIND(1, 2)
+KIND(1, 3) KIND(1, 4) KIND(1, 8)
+
+/* Of any other size: slower, as sums do not stay in registers. */
+static void attend_0(const Step *s, int64_t row, int64_t head, float *scratch) {
+    attend(s, row, head, scratch, 0, (int)((s->dim + 15) / 16));
+}
+static void attend_1(const Step *s, int64_t row, int64_t head, float *scratch) {
+    attend(s, row, head, scratch, 1, (int)((s->dim + 31) / 32));
+}
+
+/* By the vectors of a head: those of 32, 64, 80, 96, 128 and 256 numbers have code of their own. */
+static Attend *const KINDS[2][17] = {
+    {[2] = attend_0_2, [4] = attend_0_4, [5] = attend_0_5, [6] = attend_0_6, [8] = attend_0_8, [16] = attend_0_16},
+    {[1] = attend_1_1, [2] = attend_1_2, [3] = attend_1_3, [4] = attend_1_4, [8] = attend_1_8},
 };
+static Attend *const ANY[2] = {attend_0, attend_1};
+
+typedef struct {
+    const Step *step;
+    Attend *one;
+    int64_t floats; /* of scratch */
+    int64_t turn;   /* tasks taken at a time: rows differ in length, and somebody else may have the processor */
+    int64_t next;
+    int failed;
+} Tasks;
+
+static void take_tasks(void *task, int member) {
+    Tasks *all = task;
+    const Step *s = all->step;
+    const int64_t tasks = s->rows * s->kv_heads;
+    (void)member;
+    int64_t first = claim(&all->next, all->turn);
+    if (first >= tasks) return;
+    float *scratch = aligned_alloc(VECTOR, padded(all->floats) * sizeof(float));
+    if (!scratch) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
+    for (; scratch && first < tasks; first = claim(&all->next, all->turn))
+        for (int64_t i = first; i < least(tasks, first + all->turn); i++)
+            all->one(s, i / s->kv_heads, i % s->kv_heads, scratch);
+    free(scratch);
+}
 
 /* The whole step. Returns 0, or 1 where memory is short (K, V and scores are then of no use any more). */
 int attend_step(const Step *s) {
@@ -119,18 +153,8 @@ int attend_step(const Step *s) {
     }
     const int64_t floats = s->group * (padded(longest) + 2 * nv * LANES) + padded(s->group);
     const int many = slots * s->dim * (s->bf16 ? 4 : 8) > FEW_BYTES;
-    /* A few turns for each thread: rows differ in length, and somebody else may have the processor for a while. */
-    const int64_t turn = most(1, tasks / (8 * s->threads));
-    Attend *one = KINDS[s->bf16 != 0][nv - 1];
-    int failed = 0;
-#pragma omp parallel num_threads((int)s->threads) if (many) reduction(| : failed)
-    {
-        float *scratch = aligned_alloc(VECTOR, padded(floats) * sizeof(float));
-        failed |= scratch == NULL;
-#pragma omp for schedule(dynamic, turn) nowait
-        for (int64_t task = 0; task < tasks; task++)
-            if (scratch) one(s, task / s->kv_heads, task % s->kv_heads, scratch);
-        free(scratch);
-    }
-    return failed;
+    Attend *one = KINDS[s->bf16 != 0][nv];
+    Tasks all = {s, one ? one : ANY[s->bf16 != 0], floats, most(1, tasks / (8 * s->threads)), 0, 0};
+    team_run(take_tasks, &all, many ? (int)s->threads : 1);
+    return all.failed;
 }

@@ -1,12 +1,11 @@
 /* The parts of attend.c that know nothing of a step: vectors of one token, exponentials, values, scores. */
 
-#include <immintrin.h>
+#include "simd.h"
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
 enum { LANES = 16, VECTOR = 64, BLOCK = 32, FEW_BYTES = 1 << 15, AHEAD = 4096 };

@@ -38,7 +38,7 @@ class _Step(ctypes.Structure):
 
 def available(dtype: torch.dtype, dim: int, device: torch.device) -> bool:
     """Whether the kernel can be had, and takes K and V of this kind."""
-    return device.type == "cpu" and dtype in DTYPES and dim <= MAX_DIM and library("attend") is not None
+    return device.type == "cpu" and dtype in DTYPES and dim <= MAX_DIM and library() is not None
 
 
 class NativeAttend:
@@ -57,7 +57,7 @@ class NativeAttend:
         adds: bool = False,
     ) -> None:
         """As `DecodeStep` says; rules may be (rows, 8) int64. ValueError where there is no kernel, see `available`."""
-        found = library("attend")
+        found = library()
         if found is None or len(rules) != size[0] or size[3] > MAX_DIM:
             raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: see `available`")
         self._call = found.attend_step

@@ -7,10 +7,10 @@
 
    As everywhere in the processor's bfloat16 instructions, denormal numbers count as zero. */
 
-#include <omp.h>
 #include <stdlib.h>
 
 #include "product.h"
+#include "team.h"
 #include "tiles.h"
 
 enum {
@@ -40,7 +40,7 @@ static void pack(const Product *p, int64_t out, bf16 *packed) {
 
 /* sums (TILE, COLS) = or += a times packed weights b. */
 INLINE void tile(const int first, const bf16 *a, int64_t lda, const bf16 *b, int64_t pairs, float *sums) {
-    __m512 acc[TILE][VECTORS];
+    __m512 acc[TILE][WIDEST];
 #pragma GCC unroll 6
     for (int i = 0; i < TILE; i++)
 #pragma GCC unroll 4
@@ -103,24 +103,31 @@ static void panel(const Product *p, int64_t out, int64_t following, bf16 *packed
     }
 }
 
+typedef struct {
+    Product p;
+    int64_t next; /* output that nobody has taken */
+    int failed;
+} Panels;
+
+static void take_panels(void *task, int member) {
+    Panels *all = task;
+    (void)member;
+    int64_t out = claim(&all->next, COLS);
+    if (out >= all->p.outs) return;
+    bf16 *packed = aligned_alloc(LINE, (size_t)all->p.ins * COLS * sizeof(bf16));
+    if (!packed) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
+    while (packed && out < all->p.outs) {
+        const int64_t following = claim(&all->next, COLS);
+        panel(&all->p, out, following, packed);
+        out = following;
+    }
+    free(packed);
+}
+
 /* As `linear` in linear.c, for an even number of inputs. Returns 0, or 1 where memory is short. */
 int gemm(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
          long y_stride, int wide, int relu, int onto, int threads) {
-    const Product p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto};
-    int64_t next = 0;
-    int failed = 0;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
-    {
-        bf16 *packed = aligned_alloc(LINE, (size_t)ins * COLS * sizeof(bf16));
-        failed = packed == NULL;
-        /* Panels are taken in turns: somebody else may have a processor for a while. */
-        int64_t out = packed ? __atomic_fetch_add(&next, COLS, __ATOMIC_RELAXED) : outs;
-        while (out < outs) {
-            const int64_t following = __atomic_fetch_add(&next, COLS, __ATOMIC_RELAXED);
-            panel(&p, out, following, packed);
-            out = following;
-        }
-        free(packed);
-    }
-    return failed;
+    Panels all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto}};
+    team_run(take_panels, &all, threads);
+    return all.failed;
 }

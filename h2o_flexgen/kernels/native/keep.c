@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "packed.h"
+#include "team.h"
 
 enum { FEW_BYTES = 1 << 16, DIGITS = 256 };
 
@@ -87,19 +88,30 @@ static void keep(const Keep *p, const PackedRow *row, int64_t head, int32_t *kep
     }
 }
 
+typedef struct {
+    const Keep *p;
+    int64_t next; /* prompt that nobody has taken */
+    int failed;
+} Prompts;
+
+static void take_prompts(void *task, int member) {
+    Prompts *all = task;
+    const Keep *p = all->p;
+    (void)member;
+    int64_t i = claim(&all->next, 1);
+    if (i >= p->count) return;
+    int32_t *kept = malloc(p->capacity * sizeof(int32_t));
+    if (!kept) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
+    for (; kept && i < p->count; i = claim(&all->next, 1))
+        for (int64_t head = 0; head < p->kv_heads; head++) keep(p, p->rows + i, head, kept);
+    free(kept);
+}
+
 /* All of them. Returns 0, or 1 where memory is short. */
 int keep_prompts(const Keep *p) {
     int64_t tokens = 0;
     for (int64_t i = 0; i < p->count; i++) tokens += p->rows[i].length;
-    int failed = 0;
-#pragma omp parallel num_threads((int)p->threads) if (tokens * p->kv_heads * p->bytes > FEW_BYTES) reduction(| : failed)
-    {
-        int32_t *kept = malloc(p->capacity * sizeof(int32_t));
-        failed |= kept == NULL;
-#pragma omp for schedule(dynamic) nowait
-        for (int64_t i = 0; i < p->count; i++)
-            for (int64_t head = 0; kept && head < p->kv_heads; head++) keep(p, p->rows + i, head, kept);
-        free(kept);
-    }
-    return failed;
+    Prompts all = {p, 0, 0};
+    team_run(take_prompts, &all, tokens * p->kv_heads * p->bytes > FEW_BYTES ? (int)p->threads : 1);
+    return all.failed;
 }

@@ -78,7 +78,7 @@ def keep_prompts(
 
 @cache
 def _native() -> Any:
-    found = library("keep")
+    found = library()
     if found is None:
         return None
     found.keep_prompts.argtypes, found.keep_prompts.restype = (ctypes.POINTER(_Keep),), ctypes.c_int

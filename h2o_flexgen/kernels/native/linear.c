@@ -12,13 +12,12 @@
 
    As everywhere in the processor's bfloat16 instructions, denormal numbers count as zero. */
 
-#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "product.h"
+#include "team.h"
 
-#define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
 
 enum {
@@ -50,8 +49,7 @@ INLINE __m512 fold16(__m512 a, __m512 b) {
 }
 
 INLINE __m512 fold8(__m512 a, __m512 b) {
-    const __m512i other = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
-    return _mm512_add_ps(_mm512_mask_blend_ps(0xF0F0, a, b), _mm512_permutex2var_ps(a, other, b));
+    return _mm512_add_ps(_mm512_mask_blend_ps(0xF0F0, a, b), crossed(a, b));
 }
 
 INLINE __m512 fold4(__m512 a, __m512 b) {
@@ -71,11 +69,10 @@ INLINE __m512 sums_of_16(const __m512 *v) {
 }
 
 INLINE __m256 sums_of_8(const __m512 *v) {
-    const __m512i twice = _mm512_setr_epi32(0, 1, 4, 5, 8, 9, 12, 13, 0, 1, 4, 5, 8, 9, 12, 13);
     __m512 a[4];
     UNROLL for (int i = 0; i < 4; i++) a[i] = fold16(v[i], v[i + 4]);
     __m512 pairs = fold4(fold8(a[0], a[2]), fold8(a[1], a[3]));
-    return _mm512_castps512_ps256(_mm512_permutexvar_ps(twice, fold2(pairs, pairs)));
+    return first_pairs(fold2(pairs, pairs));
 }
 
 /* One step of a tile: 32 inputs, less where masked. */
@@ -218,23 +215,33 @@ static void take(const Product *p, long first, long last, long following) {
     }
 }
 
+typedef struct {
+    Product p;
+    long piece;
+    int spreads;
+    int64_t next; /* output that nobody has taken */
+} Pieces;
+
+static void take_pieces(void *task, int member) {
+    Pieces *all = task;
+    Product p = all->p;
+    (void)member;
+    /* The piece that follows is taken early, so that its first weights are asked for in time. */
+    long first = claim(&all->next, all->piece);
+    if (first < p.outs && all->spreads) spread(&p);
+    while (first < p.outs) {
+        const long following = claim(&all->next, all->piece), end = first + all->piece;
+        take(&p, first, end < p.outs ? end : p.outs, following < p.outs ? following : first);
+        first = following;
+    }
+}
+
 /* A `Product`, field by field. None of the tensors is empty. */
 void linear(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
             long y_stride, int wide, int relu, int onto, int threads) {
-    Product p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto};
+    Pieces all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto}};
     if (rows * outs * ins < ALONE) threads = 1;
-    const long piece = piece_of(&p, threads);
-    long next = 0;
-#pragma omp parallel num_threads(threads) firstprivate(p)
-    {
-        if (crowded(&p) && outs >= ENOUGH * (long)threads) spread(&p);
-        /* In turns: somebody else may have a processor for a while, and memory serves one of them better than the
-           other. The piece that follows is taken early, so that its first weights are asked for in time. */
-        long first = __atomic_fetch_add(&next, piece, __ATOMIC_RELAXED);
-        while (first < outs) {
-            const long following = __atomic_fetch_add(&next, piece, __ATOMIC_RELAXED);
-            take(&p, first, first + piece < outs ? first + piece : outs, following < outs ? following : first);
-            first = following;
-        }
-    }
+    all.piece = piece_of(&all.p, threads);
+    all.spreads = crowded(&all.p) && outs >= ENOUGH * (long)threads;
+    team_run(take_pieces, &all, threads);
 }

@@ -73,9 +73,9 @@ def _takes(onto: Tensor, rows: int, outs: int) -> bool:
 @cache
 def _native() -> tuple[Callable[..., int | None], Callable[..., int | None]] | None:
     """The compiled functions, for few and for many rows; None where there are none."""
-    few, many = library("linear"), library("gemm")
-    if few is None or many is None:
+    found = library()
+    if found is None:
         return None
-    few.linear.argtypes, few.linear.restype = _ARGUMENTS, None
-    many.gemm.argtypes, many.gemm.restype = _ARGUMENTS, ctypes.c_int
-    return few.linear, many.gemm
+    found.linear.argtypes, found.linear.restype = _ARGUMENTS, None
+    found.gemm.argtypes, found.gemm.restype = _ARGUMENTS, ctypes.c_int
+    return found.linear, found.gemm

@@ -1,11 +1,15 @@
 /* LayerNorm of rows in bfloat16: mean, then variance about it, in float32; a row is read from memory once. */
 
 #include <math.h>
-#include <omp.h>
 
 #include "product.h"
+#include "team.h"
 
-enum { STEP = 16, ALONE = 1 << 14 /* numbers that one thread does sooner than two can agree on it */ };
+enum {
+    STEP = 16,
+    ALONE = 1 << 14, /* numbers that one thread does sooner than two can agree on it */
+    TURNS = 4,       /* of a thread */
+};
 
 static __mmask16 lanes(long left) { return left >= STEP ? (__mmask16)-1 : (__mmask16)((1 << left) - 1); }
 
@@ -28,11 +32,25 @@ static void one_row(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *y
     }
 }
 
+typedef struct {
+    const bf16 *x, *weight, *bias;
+    bf16 *y;
+    long rows, n, stride, turn; /* rows taken at a time */
+    float eps;
+    int64_t next; /* row that nobody has taken */
+} Norm;
+
+static void take_rows(void *task, int member) {
+    Norm *all = task;
+    (void)member;
+    for (long first; (first = claim(&all->next, all->turn)) < all->rows;)
+        for (long row = first; row < all->rows && row < first + all->turn; row++)
+            one_row(all->x + row * all->stride, all->weight, all->bias, all->y + row * all->n, all->n, all->eps);
+}
+
 /* x (rows, n) with `stride` elements from row to row, y (rows, n); weight and bias (n) or NULL. */
 void layer_norm(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *y, long rows, long n, long stride, double eps,
                 int threads) {
-    if (rows * n < ALONE) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long row = 0; row < rows; row++)
-        one_row(x + row * stride, weight, bias, y + row * n, n, (float)eps);
+    Norm all = {x, weight, bias, y, rows, n, stride, rows / (TURNS * threads) + 1, (float)eps, 0};
+    team_run(take_rows, &all, rows * n < ALONE ? 1 : threads);
 }

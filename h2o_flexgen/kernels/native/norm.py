@@ -44,7 +44,7 @@ def _fits(vector: Tensor | None, n: int) -> bool:
 @cache
 def _native() -> Callable[..., None] | None:
     """The compiled function; None where there is none."""
-    found = library("norm")
+    found = library()
     if found is None:
         return None
     found.layer_norm.argtypes, found.layer_norm.restype = _ARGUMENTS, None

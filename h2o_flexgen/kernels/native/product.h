@@ -2,7 +2,7 @@
 #ifndef PRODUCT_H
 #define PRODUCT_H
 
-#include <immintrin.h>
+#include "simd.h"
 #include <stdint.h>
 
 typedef uint16_t bf16;

@@ -10,9 +10,8 @@
  *
  * "Rows" of a block are queries of one token after the other, the query heads that share the KV head side by side.
  */
-#include <omp.h>
-
 #include "prompt_task.h"
+#include "team.h"
 
 /* Tokens [first, stop) are the queries of a block; it sees the keys [from, to), multiples of LANES. */
 typedef struct {
@@ -22,7 +21,7 @@ typedef struct {
 /* Logits of TILE rows from `row` on and n vectors of keys from `key` on. `edge`: some of them are hidden. */
 INLINE void logits_tile(const int n, const int edge, const Prompt *p, const Worker *w, const Block *b, int64_t row,
                         int64_t key) {
-    __m512 acc[TILE][VECTORS];
+    __m512 acc[TILE][WIDEST];
 #pragma GCC unroll 6
     for (int i = 0; i < TILE; i++)
 #pragma GCC unroll 4
@@ -70,7 +69,7 @@ static void logits(const Prompt *p, const Worker *w, const Block *b) {
 
 /* o (TILE rows, of which n vectors) += weights times values of `keys` keys. */
 INLINE void mix_tile(const int n, float *o, int64_t d, const bf16 *weights, const bf16 *values, int64_t keys) {
-    __m512 acc[TILE][VECTORS];
+    __m512 acc[TILE][WIDEST];
 #pragma GCC unroll 6
     for (int i = 0; i < TILE; i++)
 #pragma GCC unroll 4
@@ -222,16 +221,23 @@ int64_t prompt_scratch(const Prompt *p) {
     return buffers(p, &w, NULL);
 }
 
-static void work(const Prompt *p, int64_t worker, int64_t *next) {
+typedef struct {
+    const Prompt *p;
+    int64_t next; /* task that nobody has taken */
+} Tasks;
+
+static void take_tasks(void *all_tasks, int member) {
+    Tasks *all = all_tasks;
+    const Prompt *p = all->p;
     Worker w;
     Prompt one;
     int64_t each = p->rows * p->kv_heads * p->parts, tasks = p->prompts * each, at = -1;
     int64_t together = most(1, least(8, tasks / (8 * p->workers)));
-    for (int64_t task; (task = __atomic_fetch_add(next, together, __ATOMIC_RELAXED)) < tasks;)
+    for (int64_t task; (task = claim(&all->next, together)) < tasks;)
         for (int64_t stop = least(tasks, task + together); task < stop; task++) {
             if (task / each != at) {
                 at = task / each, one = prompt_of(p, at), w = (Worker){.head = -1, .row = -1};
-                buffers(&one, &w, p->scratch + worker * prompt_scratch(p));
+                buffers(&one, &w, p->scratch + member * prompt_scratch(p));
             }
             w.next_row = -1;
             if (p->parts == 1 && task + 1 < least(stop, (at + 1) * each))
@@ -241,13 +247,6 @@ static void work(const Prompt *p, int64_t worker, int64_t *next) {
 }
 
 void prompt_attention(const Prompt *p) {
-    int64_t next = 0;
-    if (p->workers < 2) {
-        work(p, 0, &next);
-        return;
-    }
-#pragma omp parallel num_threads((int)p->threads)
-    {
-        if (omp_get_thread_num() < p->workers) work(p, omp_get_thread_num(), &next);
-    }
+    Tasks all = {p, 0};
+    team_run(take_tasks, &all, (int)p->workers);
 }

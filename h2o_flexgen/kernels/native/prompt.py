@@ -33,7 +33,7 @@ class _Prompt(ctypes.Structure):
         *((f"{name}_{step}", c_int64) for name in ("q", "k", "v") for step in ("row", "head", "token")),
         *((f"{name}_{step}", c_int64) for name in ("past_k", "past_v") for step in ("head", "token")),
         *((name, c_int64) for name in ("rows", "kv_heads", "group", "length", "before", "d", "window", "queries")),
-        *((name, c_int64) for name in ("parts", "threads", "workers", "prompts")),
+        *((name, c_int64) for name in ("parts", "workers", "prompts")),
         ("scale", c_double),
         ("packed", c_void_p),
     )
@@ -112,9 +112,8 @@ def packed_attention(
 def _run(library: ctypes.CDLL, task: _Prompt, tokens: int, taken: int) -> None:
     """Computes `task`, in scratch memory of what `tokens` queries are allowed less `taken` bytes."""
     each = library.prompt_scratch(byref(task))
-    task.threads = torch.get_num_threads()
     tasks = task.prompts * task.rows * task.kv_heads * task.parts
-    task.workers = max(1, min(task.threads, tasks, (_allowed(task, tokens) - taken) // each))
+    task.workers = max(1, min(torch.get_num_threads(), tasks, (_allowed(task, tokens) - taken) // each))
     scratch = LARGE.empty(task.workers * each + _ALIGNMENT, dtype=torch.uint8)
     task.scratch = -(-scratch.data_ptr() // _ALIGNMENT) * _ALIGNMENT
     library.prompt_attention(byref(task))
@@ -122,7 +121,7 @@ def _run(library: ctypes.CDLL, task: _Prompt, tokens: int, taken: int) -> None:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = build.library("prompt")
+    library = build.library()
     if library is not None:
         library.prompt_scratch.restype, library.prompt_scratch.argtypes = c_int64, (c_void_p,)
         library.prompt_attention.restype, library.prompt_attention.argtypes = None, (c_void_p,)

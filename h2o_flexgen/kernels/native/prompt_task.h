@@ -19,8 +19,7 @@ typedef struct {
     int64_t window;  /* keys that a query sees at most; 0: all up to itself */
     int64_t queries; /* tokens per block */
     int64_t parts;   /* tasks that the blocks of a row and head are divided into */
-    int64_t threads; /* of the team, of which the first `workers` have work and scratch */
-    int64_t workers;
+    int64_t workers; /* that have scratch */
     int64_t prompts; /* that are packed, if `packed` says where: `rows` is 1 then, and `length` that of the longest */
     double scale;    /* positive */
     const PackedRow *packed; /* sums of each lie from `first` x kv_heads on, (kv_heads, its length) */

@@ -4,14 +4,19 @@
 #ifndef TILES_H
 #define TILES_H
 
-#include <immintrin.h>
+#include "simd.h"
 #include <stdint.h>
 #include <string.h>
 
 #define LANES 16
+#define WIDEST 4 /* vectors */
+#ifdef __AVX512BF16__
 #define TILE 6
 #define VECTORS 4
-#define INLINE static inline __attribute__((always_inline))
+#else /* 16 registers of half the width */
+#define TILE 4
+#define VECTORS 2
+#endif
 
 typedef uint16_t bf16;
 
@@ -42,10 +47,10 @@ INLINE void transpose(__m512i r[LANES]) {
 }
 
 /* acc += a (TILE rows of pairs, `lda` apart) times b, whose vectors lie `apart`, and pairs `step`, elements apart. */
-INLINE void multiply(const int n, __m512 acc[TILE][VECTORS], const bf16 *a, int64_t lda, const bf16 *b, int64_t step,
+INLINE void multiply(const int n, __m512 acc[TILE][WIDEST], const bf16 *a, int64_t lda, const bf16 *b, int64_t step,
                      int64_t apart, int64_t pairs) {
     for (int64_t p = 0; p < pairs; p++) {
-        __m512i column[VECTORS];
+        __m512i column[WIDEST];
 #pragma GCC unroll 4
         for (int j = 0; j < n; j++) column[j] = _mm512_load_si512(b + p * step + j * apart);
 #pragma GCC unroll 6

@@ -1,0 +1,17 @@
+/* Threads that share out the work of one call: see team.c. */
+#ifndef TEAM_H
+#define TEAM_H
+
+#include <stdint.h>
+
+/* Takes pieces of a task until none is left. `member` is 0 for the caller, and below the number of threads. */
+typedef void Work(void *task, int member);
+
+/* Has `work` done by the caller and up to `threads` - 1 others. Returns when no piece is left and all that were taken
+   are done. Whoever runs takes the work: others that have no processor meanwhile may never join. */
+void team_run(Work *work, void *task, int threads);
+
+/* Takes the next `count` of a task's pieces; returns the first of them. */
+static inline int64_t claim(int64_t *next, int64_t count) { return __atomic_fetch_add(next, count, __ATOMIC_RELAXED); }
+
+#endif
