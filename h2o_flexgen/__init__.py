@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from h2o_flexgen.openmp import spin_briefly
+
 if TYPE_CHECKING:
     from h2o_flexgen.config.eviction import EvictionConfig
     from h2o_flexgen.config.offload import OffloadPolicy
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from h2o_flexgen.engine.sequence import RequestOutput
 
     __version__: str
+
+spin_briefly()
 
 _HOMES = {
     "LLM": "engine.llm",

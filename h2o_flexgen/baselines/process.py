@@ -16,6 +16,7 @@ from typing import IO, NamedTuple
 import psutil
 
 from h2o_flexgen.baselines.work import REFUSED, read_bytes_of
+from h2o_flexgen.openmp import SWITCH, without_short_spin
 
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.05
@@ -75,14 +76,17 @@ def run_process(
     timeout: float,
     python: str = sys.executable,
     prefix: Sequence[str] = (),
+    own: bool = False,
 ) -> Finished:
     """Runs `python -m module` with as many threads for every library, and waits for it; it never outlives this call.
 
-    `prefix` is a command that runs the one after it, and passes on its streams and its exit code. The kernel counts a
-    child's memory from that of its parent up: the caller should be a small process.
+    `prefix` is a command that runs the one after it, and passes on its streams and its exit code. Unless it is our
+    `own`, OpenMP waits in it as it would without this package. The kernel counts a child's memory from that of its
+    parent up: the caller should be a small process.
     """
     environment = {
-        **os.environ,
+        **without_short_spin(os.environ),
+        **({} if own else {SWITCH: "0"}),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",

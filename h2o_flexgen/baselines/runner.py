@@ -139,7 +139,9 @@ class Runner:
             prefix = cap_command(self.settings.cpu_mem, files, capped)
         python = system.python(Path(self.settings.peers)) or ""
         settings = self.settings
-        finished = run_process(system.adapter, arguments, settings.threads, settings.timeout, python, prefix)
+        finished = run_process(
+            system.adapter, arguments, settings.threads, settings.timeout, python, prefix, own=system.own
+        )
         if finished.exit_code != 0:
             raise RunFailed(finished.reason, finished.out_of_memory, finished.errors)
         return finished
