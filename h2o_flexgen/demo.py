@@ -18,7 +18,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import Parser, add_arguments, from_namespace, given
 from h2o_flexgen.config.quality import SideBySide
 from h2o_flexgen.evaluation.sources import RecallCase, read_cases
-from h2o_flexgen.reporting.side_by_side import answers_text, evicted_name, figures_table
+from h2o_flexgen.reporting.side_by_side import answers_text, evicted_name, figures_table, warnings_text
 
 DEFAULTS: dict[str, Any] = {"name": "h2o", "ratio": 0.2}
 QUESTIONS = {"used": 2, "once": 1}
@@ -67,7 +67,7 @@ def _text(result: SideBySide) -> str:
         f"The last {before + once} ask for a fact that stands hundreds of tokens above:\n"
         f"{before} of them were asked for it before, {once} was not."
     )
-    return f"{head}\n\n{answers_text(result)}\n\n{figures_table(result)}\n\n{FOOT}\n"
+    return f"{head}\n\n{answers_text(result)}\n\n{figures_table(result)}\n{warnings_text(result)}\n{FOOT}\n"
 
 
 def _parser() -> Parser:

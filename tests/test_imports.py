@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "h2o_flexgen"
 
-OPEN_TO_ALL = {"errors", "units", "registry", "huge", "openmp"}
+OPEN_TO_ALL = {"errors", "units", "registry", "huge", "openmp", "cores"}
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "schedule": {"config"},

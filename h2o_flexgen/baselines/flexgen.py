@@ -26,6 +26,7 @@ from h2o_flexgen.baselines.flexgen_gpu import Placed, place
 from h2o_flexgen.baselines.flexgen_opt import config_of, converted
 from h2o_flexgen.baselines.generation import start, use_cuda
 from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, CannotRun, Outcome, Work, disk_bytes, give, run
+from h2o_flexgen.cores import CoreCount
 
 _PROCESS_BYTES = 3 << 28  # the interpreter, its libraries, and a layer or two in flight
 _UNCOMPRESSED = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)  # never used, but asked for
@@ -128,9 +129,12 @@ def _policy(placed: Placed) -> Any:
 def _timed(model: Any, work: Work, load_s: float, detail: dict[str, Any]) -> Outcome:
     model.generate([prompt[:WARMUP_PROMPT] for prompt in work.prompts], max_new_tokens=WARMUP_NEW)
     timers("generate").reset()
+    cores = CoreCount()
+    cores.start()
     read, started = disk_bytes(), time.perf_counter()
     ids = model.generate(work.prompts, max_new_tokens=work.gen_len)
     total_s, costs = time.perf_counter() - started, timers("generate").costs
+    cores.stop()
     return Outcome(
         prefill_s=costs[0],
         decode_s=sum(costs[1:]),
@@ -140,6 +144,7 @@ def _timed(model: Any, work: Work, load_s: float, detail: dict[str, Any]) -> Out
         versions={"flexgen": version("flexgen"), "torch": torch.__version__},
         detail=detail,
         disk_read_bytes=disk_bytes() - read,
+        shared=cores.shared,
     )
 
 

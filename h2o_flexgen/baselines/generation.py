@@ -17,6 +17,7 @@ import transformers
 from safetensors.torch import save_file
 
 from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, Outcome, Work, disk_bytes
+from h2o_flexgen.cores import CoreCount
 
 SHARD_BYTES = 1 << 30
 _SCALE = 0.02  # of random weights: what transformers initialises with
@@ -30,7 +31,8 @@ class Clock(transformers.StoppingCriteria):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.read = disk_bytes()
+        self.read, self.cores = disk_bytes(), CoreCount()
+        self.cores.start()
         self.started = self.now()
         self.first: float | None = None
 
@@ -48,6 +50,7 @@ class Clock(transformers.StoppingCriteria):
     def outcome(self, tokens: torch.Tensor, load_s: float, versions: dict[str, str], detail: dict[str, Any]) -> Outcome:
         """What was measured since this clock was made, until now; `tokens` (n, new) are the result."""
         ended = self.now()
+        self.cores.stop()
         if self.first is None:
             raise RuntimeError("generate made no token")
         return Outcome(
@@ -59,6 +62,7 @@ class Clock(transformers.StoppingCriteria):
             versions={**versions, "transformers": transformers.__version__, "torch": torch.__version__},
             detail=detail,
             disk_read_bytes=disk_bytes() - self.read,
+            shared=self.cores.shared,
         )
 
 

@@ -25,6 +25,7 @@ class Measurement(Rates):
     bytes_moved         between tiers while it generated, where the system counts that
     process_s           from the start of the process to its end
     load_average        of the machine before the run: runs bring it to their threads, what is above is something else
+    shared              who had the cores while it generated, as `cores.CoreCount` says it; None in older records
     token_ids           a list per sequence; empty in a record that was read again and is of random weights
     origin              version, commit and host, as `origin` gives them
     """
@@ -43,6 +44,7 @@ class Measurement(Rates):
     disk_read_bytes: int | None
     process_read_bytes: int | None
     bytes_moved: dict[str, int] | None
+    shared: dict[str, Any] | None = None
     sequences: int
     prompt_tokens: int
     generated_tokens: int
@@ -74,7 +76,7 @@ class Measurement(Rates):
     def from_json(cls, data: dict[str, Any]) -> Measurement:
         """What `to_json` made a record of; ValueError where something is missing."""
         origin = {key: data[key] for key in KEYS if key in data}
-        known = {**data, "token_ids": data.get("token_ids", []), "origin": origin}
+        known = {"shared": None, **data, "token_ids": data.get("token_ids", []), "origin": origin}
         names = [item.name for item in dataclasses.fields(cls)]
         missing = [name for name in names if name not in known]
         if missing:

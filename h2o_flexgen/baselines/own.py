@@ -60,6 +60,7 @@ def main(folder: str, attach: Attach = by_rule) -> int:
             detail={**record.to_json(), "plan_s": planning.seconds},
             disk_read_bytes=read,
             bytes_moved=record.bytes_moved,
+            shared=record.shared,
         )
     )
 

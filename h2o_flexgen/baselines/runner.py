@@ -96,6 +96,7 @@ class Runner:
             disk_read_bytes=outcome.disk_read_bytes,
             process_read_bytes=finished.read_bytes,
             bytes_moved=outcome.bytes_moved,
+            shared=outcome.shared,
             sequences=batch,
             prompt_tokens=batch * self.settings.prompt_len,
             generated_tokens=batch * gen_len,

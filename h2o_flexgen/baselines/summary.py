@@ -10,6 +10,7 @@ from typing import Any
 from h2o_flexgen.baselines.compare import Comparison
 from h2o_flexgen.baselines.measurement import SCHEMA, Measurement
 from h2o_flexgen.baselines.origin import origin, place
+from h2o_flexgen.cores import sharing_warning
 
 RATES = ("prefill_throughput", "decode_throughput", "gen_throughput")
 """Compared as ratios: more is better in each."""
@@ -104,8 +105,17 @@ def _system(runs: Sequence[Measurement]) -> dict[str, Any]:
         "versions": versions,
         "bytes_moved": runs[-1].bytes_moved,
         "plan": runs[-1].detail.get("policy") or runs[-1].detail.get("modules_by_place"),
+        "disturbed": _disturbed(runs),
         **{name: spread([getattr(run, name) for run in runs]) for name in FIGURES},
     }
+
+
+def _disturbed(runs: Sequence[Measurement]) -> dict[str, Any] | None:
+    """How many runs shared the cores with others, and what is to be said of the one that shared most; None for none."""
+    found = [run.shared for run in runs if run.shared and sharing_warning(run.shared)]
+    if not found:
+        return None
+    return {"runs": len(found), "worst": sharing_warning(max(found, key=lambda shared: float(shared["others"])))}
 
 
 def _measured_in(result: Comparison) -> list[dict[str, Any]]:

@@ -79,6 +79,7 @@ class Outcome:
     detail       whatever else the system reports; kept in the record
     disk_read_bytes  read from disks between the start and the end of generate, by the kernel's count
     bytes_moved      between tiers while generating, where the system counts them
+    shared           who had the cores while it generated, as `cores.CoreCount` says it
     """
 
     prefill_s: float
@@ -90,6 +91,7 @@ class Outcome:
     detail: dict[str, Any] = field(default_factory=dict)
     disk_read_bytes: int | None = None
     bytes_moved: dict[str, int] | None = None
+    shared: dict[str, float] | None = None
 
     def to_line(self) -> str:
         """One line of JSON."""

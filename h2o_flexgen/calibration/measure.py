@@ -27,6 +27,7 @@ from h2o_flexgen.config.hardware import UNIT_KINDS, ComputeRates, HardwareProfil
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.products import products
 from h2o_flexgen.config.record import utc_now
+from h2o_flexgen.cores import CoreCount, sharing_warning
 from h2o_flexgen.engine.machine import cgroup_limit
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels.native.attend import available
@@ -118,6 +119,8 @@ def calibrate(calibration: Calibration, on_progress: Progress = lambda what, spe
     for figure, spread in run.spreads.typical.items():
         if spread > WIDE:
             log.warning("%s: the quartiles of what was measured are %.0f %% apart", figure, 100 * spread)
+    if (said := sharing_warning(profile.host["shared"])) is not None:
+        log.warning("%s", said)
     keep_profile(profile, calibration.key)
     return profile
 
@@ -130,7 +133,7 @@ class _Run:
         self._repeats = Repeats(_REPEATED * calibration.budget_s)
         self._budget = TimeBudget(calibration.budget_s, _weights(calibration), self._repeats.clock)
         self._timer = Timer(repeats=self._repeats)
-        self.spreads = Spreads()
+        self.spreads, self._cores = Spreads(), CoreCount()
         self._memory = {"cpu": min(psutil.virtual_memory().total, cgroup_limit() or 1 << 62)}
         self._compute: dict[str, ComputeRates] = {}
         self._links: dict[str, LinkRate] = {}
@@ -138,6 +141,7 @@ class _Run:
     def profile(self) -> HardwareProfile:
         """All of it."""
         main, *others = self._c.devices
+        self._cores.start()
         with self._bench(main) as bench:
             self._compute[bench.name] = self._rates(bench)
             for device in others:
@@ -154,6 +158,7 @@ class _Run:
         emulated = " with an emulated GPU" if c.emulated else ""
         load, again = round(os.getloadavg()[0], 2), self._repeats
         took = {"calibrated_s": round(self._budget.elapsed + again.spent, 1), "repeated_s": round(again.spent, 1)}
+        self._cores.stop()
         return HardwareProfile(
             name=f"{facts.get('gpu', facts['cpu'])}{emulated}, {c.spec.name}",
             date=utc_now(),
@@ -162,7 +167,7 @@ class _Run:
             compute=self._compute,
             slowdown=slowdown,
             memory=self._memory,
-            host={**facts, "load_average": load, **took},
+            host={**facts, "load_average": load, "shared": self._cores.shared, **took},
             sources={**self.spreads.sources(), "slowdown": f"measured; factors below {NOTICED} are left out"},
         )
 

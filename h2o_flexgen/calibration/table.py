@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from h2o_flexgen.config.hardware import ComputeRates, Curve, HardwareProfile
+from h2o_flexgen.cores import sharing_warning
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 
 
@@ -20,6 +21,8 @@ def profile_table(profile: HardwareProfile) -> str:
         pairs = [(a, b, f"{factor:.2f} x as long") for a, row in profile.slowdown.items() for b, factor in row.items()]
         lines += ["", *_aligned([("slowed down", "by", ""), *pairs])]
     lines += ["", *_aligned([("figure", "source"), *profile.sources.items()])]
+    if (said := sharing_warning(profile.host.get("shared"))) is not None:
+        lines += ["", f"warning: {said}"]
     return "\n".join(lines)
 
 

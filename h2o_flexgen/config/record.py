@@ -25,6 +25,8 @@ _NESTED: dict[str, tuple[str, ...]] = {
     "bound": ("phase", "resource", "seconds"),
 }
 """Keys that a nested object must have; it may have more."""
+_LATER = {"shared"}
+"""Keys that records of earlier versions lack."""
 
 
 def package_version() -> str:
@@ -125,6 +127,8 @@ class RunRecord(Rates):
     """By link: the fewest bytes that any schedule with blocks of this size must move within the same caps."""
     projected: bool = False
     """The times come from a simulation, not from a clock."""
+    shared: dict[str, Any] | None = None
+    """Who had the cores meanwhile: `cores.CoreCount.shared`. None where the system does not say."""
     warnings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -164,7 +168,9 @@ class RunRecord(Rates):
     def from_json(cls, data: Mapping[str, Any]) -> RunRecord:
         """The record of `to_json`; unknown or missing keys, and rates that do not follow, raise UsageError."""
         if isinstance(data, Mapping):
-            missing = [item.name for item in dataclasses.fields(cls) if item.name not in data]
+            missing = [
+                name for item in dataclasses.fields(cls) if (name := item.name) not in data and name not in _LATER
+            ]
             if missing:
                 raise UsageError(f"RunRecord lacks the keys {', '.join(missing)}")
         record = cls(**known_keys(data, cls, derived=DERIVED))

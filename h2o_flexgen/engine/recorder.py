@@ -13,6 +13,7 @@ from typing import Any
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.record import RunRecord, eviction_entry
 from h2o_flexgen.config.work import unpriced
+from h2o_flexgen.cores import CoreCount, sharing_warning
 from h2o_flexgen.engine import machine
 from h2o_flexgen.engine.block import BlockTotals
 from h2o_flexgen.engine.loader import Loaded
@@ -37,6 +38,7 @@ class Measured:
     peak_bytes: dict[str, int]
     gpu_peaks: tuple[int, ...] = ()
     """Of each stage's gpu tier, where there are several."""
+    shared: dict[str, float] | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -48,7 +50,7 @@ class Meter:
         self.load_seconds = 0.0
         self._trace, self._computed = trace, dict(trace.compute_seconds)
         self._moved, self._peaks, self._busy = dict[str, int](), dict[str, int](), dict[str, float]()
-        self._seconds = 0.0
+        self._seconds, self._cores = 0.0, CoreCount()
         self._gpus: list[int] = []
 
     @contextmanager
@@ -56,9 +58,11 @@ class Meter:
         """Counts what `loaded` does meanwhile."""
         started = time.perf_counter()
         moved, busy = dict(loaded.bytes_moved), dict(loaded.busy_seconds)
+        self._cores.start()
         try:
             yield
         finally:
+            self._cores.stop()
             self._seconds += time.perf_counter() - started
             for link, nbytes in loaded.bytes_moved.items():
                 self._moved[link] = self._moved.get(link, 0) + nbytes - moved.get(link, 0)
@@ -81,6 +85,7 @@ class Meter:
             compute_seconds={key: value - self._computed.get(key, 0.0) for key, value in computed.items()},
             peak_bytes={**self._peaks, "rss": machine.peak_rss()},
             gpu_peaks=tuple(self._gpus),
+            shared=self._cores.shared,
             warnings=tuple(warnings),
         )
 
@@ -136,14 +141,23 @@ def make_record(
             {"prefill": totals.prefill_seconds, "decode": totals.decode_seconds},
         ),
         predicted=None if plan.predicted is None else dict(plan.predicted),
-        warnings=[
-            *measured.warnings,
-            *_unrealised(config, plan, achieved),
-            *_warnings(plan, measured),
-            *_slow_kernels(_device(plan, config)),
-            *_not_recorded(totals.not_recorded),
-        ],
+        shared=measured.shared,
+        warnings=_warnings(config, plan, achieved, measured),
     )
+
+
+def _warnings(
+    config: EngineConfig, plan: Plan, achieved: Mapping[str, Mapping[str, float]], measured: Measured
+) -> list[str]:
+    """All that is to be said of a run."""
+    return [
+        *measured.warnings,
+        *_unrealised(config, plan, achieved),
+        *_above_cap(plan, measured),
+        *_slow_kernels(_device(plan, config)),
+        *_not_recorded(measured.totals.not_recorded),
+        *filter(None, [sharing_warning(measured.shared)]),
+    ]
 
 
 def _divided(plan: Plan, measured: Measured) -> dict[str, Any]:
@@ -203,7 +217,7 @@ def _unrealised(config: EngineConfig, plan: Plan, achieved: Mapping[str, Mapping
     ]
 
 
-def _warnings(plan: Plan, measured: Measured) -> list[str]:
+def _above_cap(plan: Plan, measured: Measured) -> list[str]:
     cap, peak = plan.request.caps.cpu, measured.peak_bytes.get("rss", 0)
     if cap is not None and peak > cap:
         return [

@@ -33,6 +33,13 @@ def figures_table(result: SideBySide) -> str:
     return markdown_table(("", "full cache", evicted_name(result)), rows)
 
 
+def warnings_text(result: SideBySide) -> str:
+    """The warnings of both runs, a paragraph each; "" for none."""
+    runs = {"full cache": result.full, evicted_name(result): result.evicted}
+    said = [f"warning, {name}: {text}" for name, record in runs.items() for text in record.warnings]
+    return "".join(textwrap.fill(text, COLUMNS, subsequent_indent="  ") + "\n" for text in said)
+
+
 def evicted_name(result: SideBySide) -> str:
     """The eviction policy and its budget, short: "h2o 20 %", "h2o 64"."""
     share = f"{result.budget}" if result.ratio is None else f"{100 * result.ratio:.3g} %"

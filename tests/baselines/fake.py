@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 
 from h2o_flexgen.baselines.work import CannotRun, Outcome, Work, give, run
+from h2o_flexgen.openmp import SHORT_SPIN
 
 
 def prepare(folder: str) -> None:
@@ -40,9 +42,10 @@ def main(folder: str) -> int:
     wrong = options.get("wrong", 0)
     tokens = [[sum(prompt) % 97 + (row < wrong)] * new for row, prompt in enumerate(work.prompts)]
     detail = {"cpu_mem": work.cpu_mem, "gpu_mem": work.gpu_mem, "python": sys.executable, "plan": work.plan}
-    detail |= options.get("detail", {})
+    detail |= {"openmp": {name: os.environ.get(name) for name in SHORT_SPIN}, **options.get("detail", {})}
     times = (seconds, 2 * seconds, 3 * seconds, 0.5)
-    return give(Outcome(*times, tokens, {"fake": "1"}, detail, options.get("read"), options.get("moved")))
+    counted = (options.get(name) for name in ("read", "moved", "shared"))
+    return give(Outcome(*times, tokens, {"fake": "1"}, detail, *counted))
 
 
 if __name__ == "__main__":

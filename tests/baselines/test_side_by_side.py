@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.baselines.runner import Runner
+from h2o_flexgen.openmp import SHORT_SPIN
 
 BOTH = [("ours", 2), ("theirs", 2)]
 
@@ -97,3 +98,37 @@ def test_a_failure_with_something_missing_is_told(folder: Path, bench) -> None:
     (folder / "failed-b2-ours.json").write_text(json.dumps({"settings": settings, "system": "ours", "batch": 2}))
     _, _, err = bench("-r", "1", code=2)
     assert "failed-b2-ours.json is no record of bench: it has no repetition, reason, out_of_memory, date" in err
+
+
+def test_runs_that_shared_the_cores_are_named(pretend, bench, tmp_path: Path) -> None:
+    """And records from before that was counted still load."""
+    said = {"seconds": 9.0, "cores": 2, "own": 1.25, "others": 0.5, "idle": 0.25}
+    pretend("ours", {"shared": said}, own=True)
+    pretend("theirs", {"shared": {**said, "others": 0.1}})
+    bench("-r", "2")
+    record = tmp_path / "out" / "run-01-ours.json"
+    assert json.loads(record.read_text())["shared"] == said
+    _, summary, _ = bench("-r", "2")
+    warning = "others used 0.50 of the 2 cores while this used 1.25: its speeds are not those of this machine alone"
+    assert summary["systems"]["ours"]["disturbed"] == {"runs": 2, "worst": warning}
+    assert summary["systems"]["theirs"]["disturbed"] is None
+    assert f"- 2 of 2 runs of ours, at worst: {warning}.\n" in (tmp_path / "out" / "table.md").read_text()
+    data = json.loads(record.read_text())
+    del data["shared"]
+    record.write_text(json.dumps(data))
+    assert bench("-r", "2")[1]["systems"]["ours"]["disturbed"] == {"runs": 1, "worst": warning}
+
+
+def test_how_our_threads_wait_is_not_handed_to_peers(pretend, bench, tmp_path: Path, monkeypatch) -> None:
+    for name, value in SHORT_SPIN.items():  # as importing the package before torch leaves it
+        monkeypatch.setenv(name, value)
+    pretend("ours", own=True)
+    pretend("theirs")
+    bench("-r", "1")
+
+    def seen(name: str) -> dict[str, Any]:
+        detail = json.loads((tmp_path / "out" / f"run-01-{name}.json").read_text())["detail"]
+        return dict(detail["openmp"])
+
+    assert seen("ours") == SHORT_SPIN
+    assert seen("theirs") == dict.fromkeys(SHORT_SPIN)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from h2o_flexgen import cores
 from h2o_flexgen.calibration import Calibration, cached_profile, calibrate, stored
 from h2o_flexgen.calibration import measure as measuring
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
@@ -24,6 +25,7 @@ from h2o_flexgen.config.hardware import ComputeRates, Curve, HardwareProfile
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.products import all_products
+from h2o_flexgen.cores import CoreTimes
 from h2o_flexgen.cost.predict import predict
 from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.kernels.native.build import why_not
@@ -176,6 +178,21 @@ def test_progress_names_each_part_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert [spent for _, spent, _ in seen] == sorted(spent for _, spent, _ in seen)
     assert {total for _, _, total in seen} == {0.01}
     assert len(shared) == 1
+
+
+def test_others_on_the_cores_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    moments = iter([CoreTimes(0.0, 0.0, 0.0, 0.0), CoreTimes(10.0, 9.0, 14.0, 6.0)])
+    monkeypatch.setattr(cores, "core_times", lambda: next(moments))
+    with caplog.at_level(logging.WARNING):
+        profile = calibrate(tiny(tmp_path / "offload"))
+    assert profile.host["shared"] == {"seconds": 10, "cores": 2, "own": 0.9, "others": 0.5, "idle": 0.6}
+    warning = "others used 0.50 of the 2 cores while this used 0.90: its speeds are not those of this machine alone"
+    assert warning in caplog.text
+    assert profile_table(profile).endswith(f"warning: {warning}")
+    alone = dataclasses.replace(profile, host={**profile.host, "shared": None})
+    assert "warning" not in profile_table(alone)
 
 
 class TestKept:

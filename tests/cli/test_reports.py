@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen import cores
+from h2o_flexgen.config.quality import SideBySide
 from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.cores import CoreTimes
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.reporting.run_report import run_report
+from h2o_flexgen.reporting.side_by_side import COLUMNS, warnings_text
 from tests.programs import Run
 
 RECORD = RunRecord(
@@ -172,6 +176,23 @@ def test_the_record_is_of_the_last_call_alone(tmp_path: Path, model: Path) -> No
         busy = record["bytes_moved"]["disk->cpu"] / record["bandwidth"]["disk->cpu"]
         assert busy == pytest.approx(record["bound"]["busy"]["disk->cpu"])
     assert third["bound"]["busy"]["disk->cpu"] < first["bound"]["busy"]["disk->cpu"]
+
+
+def test_who_had_the_cores(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted from the first prompt to the last token, and warned of where others had much."""
+    moments = iter([CoreTimes(5.0, 1.0, 7.0, 3.0), CoreTimes(15.0, 12.0, 23.0, 7.0)])
+    monkeypatch.setattr(cores, "core_times", lambda: next(moments))
+    with LLM(str(model)) as llm:
+        llm.generate([[2, 9, 8, 7]], max_new_tokens=2)
+    record = llm.last_record
+    assert record is not None
+    assert record.shared == {"seconds": 10, "cores": 2, "own": 1.1, "others": 0.5, "idle": 0.4}
+    warning = "others used 0.50 of the 2 cores while this used 1.10: its speeds are not those of this machine alone"
+    assert record.warnings == [warning]
+    assert f"warning     {warning}" in run_report(record)
+    result = SideBySide(full=record, evicted=RECORD, ratio=0.2, budget=None, pairs=())
+    assert " ".join(warnings_text(result).split()).startswith(f"warning, full cache: {warning} warning, h2o 20 %: some")
+    assert max(map(len, warnings_text(result).splitlines())) <= COLUMNS
 
 
 def test_a_trace_replaces_no_file_unasked(tmp_path: Path, model: Path, run: Run) -> None:

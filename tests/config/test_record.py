@@ -20,6 +20,7 @@ KEYS = [
     *("bytes_moved", "bandwidth", "flops", "peak_bytes", "kv_bytes", "bound", "predicted", "projected", "warnings"),
 ]
 ADDED = ["computed_prompt_tokens", "least_bytes_moved", "roofline", "version", "date", "host", "prompt_len", "gen_len"]
+ADDED += ["shared"]
 
 
 def record(**changes: Any) -> RunRecord:
@@ -75,6 +76,12 @@ def test_json_round_trip() -> None:
     line = first.to_line()
     assert "\n" not in line
     assert RunRecord.from_json(json.loads(line)) == first
+
+
+def test_records_from_before_who_had_the_cores_was_counted() -> None:
+    data = record().to_json()
+    del data["shared"]
+    assert RunRecord.from_json(data).shared is None
 
 
 def test_values_are_made_plain() -> None:
