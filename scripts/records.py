@@ -206,6 +206,7 @@ def provenance(records: Sequence[Record]) -> str:
     return (
         f"{len(records)} runs on {host['cores']} cores of {all_of(r['host']['cpu'] for r in records)}, "
         f"{host['memory_bytes'] / 2**30:.1f} GiB, {all_of(r['threads'] for r in records)} threads, torch "
-        f"{all_of(r['torch'] for r in records)}, random weights in bfloat16, "
-        f"{all_of(r['date'][:10] for r in records)}, commit {all_of(r['commit'] for r in records)}."
+        f"{all_of(r['torch'] for r in records)}, random weights in "
+        f"{all_of(r.get('dtype', 'bfloat16') for r in records)}, {all_of(r['date'][:10] for r in records)}, "
+        f"commit {all_of(r['commit'] for r in records)}."
     )
