@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-import pty
 import re
-import select
 import sys
 import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -19,7 +16,7 @@ from h2o_flexgen.cli import progress
 from h2o_flexgen.cli.program import exit_on_errors
 from h2o_flexgen.cli.progress import Progress
 from h2o_flexgen.errors import PlanError
-from tests.programs import Child, Run
+from tests.programs import Child, Run, on_a_terminal
 
 
 def from_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -99,8 +96,10 @@ def test_a_stream_that_is_closed(tmp_path: Path, model: Path, closed: int) -> No
 
 
 def test_python_warnings_are_one_line(model: Path, run: Run) -> None:
-    ran = run("--model", model, "--prompt", "abc", "--temperature", 2, "-q")
-    assert ran.err == "warning: temperature has no effect without do_sample=True\n"
+    told = "warning: --temperature, --top-k have no effect without --do-sample\n"
+    for prompt in (("--prompt", "abc"), ("--prompt-len", 3)):
+        ran = run("--model", model, *prompt, "--temperature", 2, "--top-k", 3, "-q")
+        assert ran.err == told
 
 
 def test_programs_run_in_any_thread(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,29 +144,6 @@ def test_handlers_and_warnings_are_put_back() -> None:
     before = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), warnings.showwarning)
     assert exit_on_errors(lambda: 0) == 0
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), warnings.showwarning) == before
-
-
-def on_a_terminal(tmp_path: Path, columns: int, *arguments: object) -> tuple[int, str]:
-    """The exit code, and all that a terminal of `columns` got on stderr."""
-    import fcntl
-    import struct
-    import termios
-
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with Child(tmp_path, *arguments, before=lambda: os.dup2(follower, 2)) as child:
-        os.close(follower)
-        seen = b""
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            if select.select([leader], [], [], 0.1)[0]:
-                try:
-                    seen += os.read(leader, 65536)
-                except OSError:  # the other end is closed
-                    break
-        code = child.wait().code
-    os.close(leader)
-    return code, seen.decode()
 
 
 @pytest.mark.parametrize("columns", [0, 100])
