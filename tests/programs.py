@@ -194,7 +194,7 @@ def on_a_terminal(folder: Path, columns: int, *arguments: object, stream: int = 
     with Child(folder, *arguments, before=lambda: os.dup2(follower, stream)) as child:
         os.close(follower)
         seen = b""
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while time.monotonic() < end:
             if select.select([leader], [], [], 0.1)[0]:
                 try:

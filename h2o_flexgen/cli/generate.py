@@ -26,6 +26,7 @@ from h2o_flexgen.config.record import RunRecord, eviction_entry
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.chat import chat_prompt
 from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.reporting.flexgen_log import flexgen_log
 from h2o_flexgen.reporting.run_report import run_report
@@ -51,7 +52,13 @@ def generate(arguments: RunArguments) -> int:
         stack.callback(progress.close)
         llm.on_progress = progress
         planning = Planning(llm, arguments.hardware, arguments.calibrate, arguments.quiet)
-        llm.planner, llm.on_plan = planning, planning.announce
+        llm.planner = planning
+
+        def on_plan(plan: Plan) -> None:
+            planning.announce(plan)
+            progress.expect(plan.predicted)
+
+        llm.on_plan = on_plan
         failed, shortest = 0, (1 << 62, 1 << 62)
         for output in llm.stream(prompts, sampling) if prompts else ():
             progress.finished()
