@@ -44,5 +44,6 @@ setup(
         "sentencepiece": SENTENCEPIECE,
         "gpu": TRITON,
     },
+    entry_points={"console_scripts": ["h2o-flexgen = h2o_flexgen.__main__:main"]},
     classifiers=["Programming Language :: Python :: 3", "Operating System :: POSIX :: Linux"],
 )

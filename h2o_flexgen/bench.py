@@ -7,9 +7,9 @@
 Each repetition runs every system in turn, each in a fresh process, peers in environments of their own
 (scripts/peer_env.sh), under --cpu-mem where it is given and with its files out of the page cache. A record per run, a
 summary and the table (markdown, CSV) go to --output-dir; the table is printed too, and the last line of stdout is the
-summary as one JSON object. Our own rows run by the searched plan, as `run` does; what that needs of a calibration is
-done before anything is measured, and --no-search plans by rule. With several batch sizes the summary is of the largest
-that all could run, and "best" in it that of each system at its fastest.
+summary as one JSON object, unless stdout is a terminal. Our own rows run by the searched plan, as `run` does; what that
+needs of a calibration is done before anything is measured, and --no-search plans by rule. With several batch sizes the
+summary is of the largest that all could run, and "best" in it that of each system at its fastest.
 
 The same command with the same --output-dir adds what is missing, so that a comparison can be made in pieces: records
 are written as each run ends and never overwritten, batch sizes that were searched are used again, --repetitions counts
@@ -26,6 +26,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from h2o_flexgen.baselines.best import at_best
 from h2o_flexgen.baselines.compare import Comparison, compare
@@ -36,9 +37,9 @@ from h2o_flexgen.baselines.store import Store, holds_records, is_empty, write
 from h2o_flexgen.baselines.summary import summarise
 from h2o_flexgen.baselines.systems import SYSTEMS
 from h2o_flexgen.baselines.table import markdown
-from h2o_flexgen.cli.program import exit_on_errors, print_error
+from h2o_flexgen.cli.program import add_json, exit_on_errors, print_error, write_json, write_result
 from h2o_flexgen.cli.prompts import random_prompts
-from h2o_flexgen.config.flags import Parser, add_arguments, from_namespace
+from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace
 from h2o_flexgen.errors import UsageError
 
 EXIT_OURS_FAILED = 1
@@ -46,18 +47,25 @@ EXIT_OURS_FAILED = 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code: 1 where this engine itself failed, 0 where a peer did."""
-    parser = Parser(prog="python -m h2o_flexgen.bench", description="Compares this engine with others, side by side.")
+    return exit_on_errors(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = Parser(prog=called("bench"), description="Compares this engine with others, side by side.")
     add_arguments(parser, BenchSettings)
     parser.add_argument(
         "--output-dir",
         metavar="DIR",
         help="folder for records; what it has already is not measured again (default: a dated one in results/local)",
     )
+    add_json(parser)
     args = parser.parse_args(argv)
-    return exit_on_errors(lambda: _bench(from_namespace(BenchSettings, args), args.output_dir))
+    with parser.naming_flags():
+        settings = from_namespace(BenchSettings, args)
+    return _bench(settings, args.output_dir, args.json)
 
 
-def _bench(settings: BenchSettings, output_dir: str | None) -> int:
+def _bench(settings: BenchSettings, output_dir: str | None, json_wanted: bool | None) -> int:
     model = find_model(settings)
     folder = _output_folder(settings, output_dir)
     busy = os.getloadavg()[0]
@@ -77,13 +85,13 @@ def _bench(settings: BenchSettings, output_dir: str | None) -> int:
             sizes = {name: settings.batch_of.get(name, settings.batch_sizes[0]) for name in settings.systems}
             label = "given" if settings.batch_of else "equal"
             parts = [(label, compare(runner, sizes, Store.open(folder, runner.kept_settings), print_error))]
-    _report(parts, folder)
+    write_json(json.dumps(_report(parts, folder)), json_wanted)
     ours = [SYSTEMS.get(name).own for _, result in parts for name in result.failed]
     return EXIT_OURS_FAILED if any(ours) else 0
 
 
-def _report(parts: list[tuple[str, Comparison]], folder: Path) -> None:
-    """Writes summary.json, table.md and table.csv, and prints the table and the summary."""
+def _report(parts: list[tuple[str, Comparison]], folder: Path) -> dict[str, Any]:
+    """Writes summary.json, table.md and table.csv, prints the table, and returns the summary."""
     summaries = [(label, summarise(result)) for label, result in parts]
     (_, whole), *others = summaries
     table = "\n\n".join([*(markdown(summary, explain=False) for _, summary in others), markdown(whole)])
@@ -94,7 +102,8 @@ def _report(parts: list[tuple[str, Comparison]], folder: Path) -> None:
     write(folder / "table.csv", csv)
     print_error(f"records, summary.json, table.md and table.csv are in {folder}")
     print_error("the same command with that --output-dir adds what is missing, with more --repetitions those")
-    sys.stdout.write(f"{table}\n{json.dumps(whole)}\n")
+    write_result(table + "\n")
+    return whole
 
 
 @contextmanager

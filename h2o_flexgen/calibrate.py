@@ -3,8 +3,8 @@
     python -m h2o_flexgen.calibrate --model opt-6.7b
     python -m h2o_flexgen.calibrate --model opt-30b --offload-dir /mnt/nvme/h2o --output nvme.json
 
-The profile is kept in ~/.cache/h2o_flexgen/hardware, where `run` and `search` look for it. A table goes to stdout, its
-last line is the profile as one JSON object, everything else goes to stderr.
+The profile is kept in ~/.cache/h2o_flexgen/hardware, where `run` and `search` look for it. A table goes to stdout,
+everything else to stderr. The last line of stdout is the profile as one JSON object, unless stdout is a terminal.
 """
 
 from __future__ import annotations
@@ -19,9 +19,17 @@ from typing import Any
 from tqdm import tqdm
 
 from h2o_flexgen.cli.files import output_file
-from h2o_flexgen.cli.program import exit_on_errors, leaving_at_once, print_error, stop_if_told, write_result
+from h2o_flexgen.cli.program import (
+    add_json,
+    exit_on_errors,
+    leaving_at_once,
+    print_error,
+    stop_if_told,
+    write_json,
+    write_result,
+)
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.flags import Parser, add_arguments, from_namespace
+from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace
 from h2o_flexgen.errors import StorageError, UsageError
 
 TAKEN = ("model", "path", "revision", "offline", "dtype", "device", "emulate_gpu", "offload_dir")
@@ -34,8 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args = _parser().parse_args(argv)
-    config = from_namespace(EngineConfig, args)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    with parser.naming_flags():
+        config = from_namespace(EngineConfig, args)
     if not 0 < args.budget_s < float("inf"):
         raise UsageError(f"--budget-s is {args.budget_s}", "needed a number of seconds above 0")
     output = output_file("--output", args.output, keep=not args.overwrite)
@@ -54,7 +64,8 @@ def _run(argv: Sequence[str] | None) -> int:
             output.write_text(profile_text(profile), encoding="utf-8")
         except OSError as error:
             raise StorageError(f"cannot write {output}: {error.strerror}") from None
-    write_result(f"{profile_table(profile)}\n{json.dumps(profile.to_json(), allow_nan=False)}\n")
+    write_result(profile_table(profile) + "\n")
+    write_json(json.dumps(profile.to_json(), allow_nan=False), args.json)
     return 0
 
 
@@ -80,7 +91,7 @@ def _calibration(config: EngineConfig, args: Namespace) -> Any:
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m h2o_flexgen.calibrate",
+        prog=called("calibrate"),
         description="Measures this machine for the shapes of a model: what plans and predictions are made from.",
         epilog="Exit codes: 0 all well, 2 flags, 4 model, 5 memory, 6 disk, 130 or 143 interrupted.",
     )
@@ -92,6 +103,7 @@ def _parser() -> Parser:
     )
     work.add_argument("--output", "-o", metavar="FILE", help="the profile in a file too")
     work.add_argument("--overwrite", action="store_true", help="replace an existing --output file")
+    add_json(work)
     work.add_argument("--quiet", "-q", action="store_true", help="no progress on stderr")
     return parser
 

@@ -1,6 +1,7 @@
 """`python -m h2o_flexgen.demo`: the demo model on the same prompts, with the full cache and with an evicted one.
 
-Texts and figures go to stdout side by side, its last line is one JSON object, everything else goes to stderr.
+Texts and figures go to stdout side by side, everything else to stderr. The last line of stdout is one JSON object,
+unless stdout is a terminal.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from h2o_flexgen.cli.parser import at_least_one
-from h2o_flexgen.cli.program import exit_on_errors, print_error, write_result
+from h2o_flexgen.cli.program import add_json, exit_on_errors, print_error, write_json, write_result
 from h2o_flexgen.cli.prompts import demo_prompts
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import Parser, add_arguments, from_namespace, given
+from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace, given
 from h2o_flexgen.config.quality import SideBySide
 from h2o_flexgen.evaluation.sources import RecallCase, read_cases
 from h2o_flexgen.reporting.side_by_side import answers_text, evicted_name, figures_table, warnings_text
@@ -25,7 +26,7 @@ QUESTIONS = {"used": 2, "once": 1}
 """Long recall prompts by kind: facts asked for before and told once, far above the question."""
 
 FOOT = """The budget is a share of each sequence: it leaves short prompts a few tokens, long ones hundreds.
-What each share and policy costs: python -m h2o_flexgen.evaluate"""
+What each share and policy costs:"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,10 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
     defaults = {"name": "h2o"} if "budget" in given(EvictionConfig, args) else DEFAULTS
-    eviction = from_namespace(EvictionConfig, args, defaults=defaults)
-    engine: dict[str, Any] = {name: getattr(args, name) for name in given(EngineConfig, args)}
+    with parser.naming_flags():
+        eviction = from_namespace(EvictionConfig, args, defaults=defaults)
+        from_namespace(EngineConfig, args)  # a setting that makes no sense is said before torch is imported
+    engine = given(EngineConfig, args)
     prompts: list[tuple[str, str | None]] = [(prompt, None) for prompt in demo_prompts()]
     prompts += [(case.prompt, case.answer) for case in _questions()]
     # torch takes seconds to import: --help does without it.
@@ -47,7 +51,8 @@ def _run(argv: Sequence[str] | None) -> int:
         print_error(f"running {len(prompts)} prompts: {name} ...")
 
     result = side_by_side(prompts, eviction, args.gen_len, engine.pop("model", "demo"), engine, stage)
-    write_result(f"{_text(result)}\n{json.dumps(result.to_json(), allow_nan=False)}\n")
+    write_result(_text(result))
+    write_json(json.dumps(result.to_json(), allow_nan=False), args.json)
     return 0
 
 
@@ -67,16 +72,18 @@ def _text(result: SideBySide) -> str:
         f"The last {before + once} ask for a fact that stands hundreds of tokens above:\n"
         f"{before} of them were asked for it before, {once} was not."
     )
-    return f"{head}\n\n{answers_text(result)}\n\n{figures_table(result)}\n{warnings_text(result)}\n{FOOT}\n"
+    table = f"{figures_table(result)}\n{warnings_text(result)}"
+    return f"{head}\n\n{answers_text(result)}\n\n{FOOT} {called('evaluate')}\n\n{table}\n"
 
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m h2o_flexgen.demo",
+        prog=called("demo"),
         description="Runs the demo prompts twice, with the full cache and with an evicted one, side by side.",
     )
     parser.add_argument("--gen-len", type=at_least_one, default=32, metavar="N", help="most new tokens (default: 32)")
     add_arguments(parser, EvictionConfig, title="which tokens stay in the KV cache", defaults=DEFAULTS)
+    add_json(parser)
     # The demo's prompts are text, and random weights give none.
     add_arguments(parser, EngineConfig, title="model and machine", exclude=("weights",))
     return parser

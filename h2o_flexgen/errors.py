@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Self
+
 
 class H2OFlexGenError(Exception):
     """Base of every error raised on purpose.
@@ -14,6 +17,10 @@ class H2OFlexGenError(Exception):
     def __init__(self, found: str, needed: str = "", change: str = "") -> None:
         self.found, self.needed, self.change = found, needed, change
         super().__init__(". ".join(part.rstrip(".") for part in (found, needed, change) if part))
+
+    def reworded(self, words: Callable[[str], str]) -> Self:
+        """The same error, each of its parts as `words` puts it."""
+        return type(self)(words(self.found), words(self.needed), words(self.change))
 
 
 class UsageError(H2OFlexGenError, ValueError):

@@ -4,7 +4,8 @@
     python -m h2o_flexgen.evaluate --model opt-125m --recall questions.jsonl --text book.txt --limit 16
     python -m h2o_flexgen.evaluate --model pythia-160m --text book.txt --stream 32768 --kv-budget 512
 
-A table goes to stdout, its last line is one JSON object, everything else goes to stderr.
+A table goes to stdout, everything else to stderr. The last line of stdout is one JSON object, unless stdout is a
+terminal.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.cli.files import output_file
-from h2o_flexgen.cli.program import exit_on_errors, print_error, write_result
+from h2o_flexgen.cli.program import add_json, exit_on_errors, print_error, write_json, write_result
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.flags import Parser, add_arguments, from_namespace, given
+from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace, given
 from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.evaluation.settings import EvaluationSettings
 from h2o_flexgen.evaluation.stream_settings import StreamSettings
@@ -39,27 +40,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args = _parser().parse_args(argv)
-    settings, streams = from_namespace(EvaluationSettings, args), from_namespace(StreamSettings, args)
-    _one_kind(args, streams.stream is not None)
-    engine: dict[str, Any] = {name: getattr(args, name) for name in given(EngineConfig, args)}
-    EngineConfig(**engine)  # a setting that makes no sense is said before torch is imported
+    parser = _parser()
+    args = parser.parse_args(argv)
+    with parser.naming_flags():
+        settings, streams = from_namespace(EvaluationSettings, args), from_namespace(StreamSettings, args)
+        _one_kind(args, streams.stream is not None)
+        from_namespace(EngineConfig, args)  # a setting that makes no sense is said before torch is imported
+    engine = given(EngineConfig, args)
     output = output_file("--output", args.output, keep=not args.overwrite)
     plot = output_file("--plot", args.plot, keep=not args.overwrite)
     if plot is not None:
         check_plot(plot)
     model = engine.pop("model", "demo")
     if streams.stream is None:
-        _measure(settings, model, engine, output, plot)
+        table, data = _measure(settings, model, engine, output, plot)
     else:
-        _measure_streams(streams, settings, model, engine, output, plot)
+        table, data = _measure_streams(streams, settings, model, engine, output, plot)
+    write_result(table + "\n")
+    write_json(json.dumps(data, allow_nan=False), args.json)
     return 0
 
 
 def _one_kind(args: Namespace, streaming: bool) -> None:
     """UsageError for flags of the other kind of measurement, which would be without effect."""
     other: type[Any] = EvaluationSettings if streaming else StreamSettings
-    typed = given(other, args) - STREAM_READS
+    typed = given(other, args).keys() - STREAM_READS
     if typed:
         flags = ", ".join(item.metadata["flags"][0] for item in dataclasses.fields(other) if item.name in typed)
         raise UsageError(
@@ -71,7 +76,8 @@ def _one_kind(args: Namespace, streaming: bool) -> None:
 
 def _measure(
     settings: EvaluationSettings, model: str, engine: dict[str, Any], output: Path | None, plot: Path | None
-) -> None:
+) -> tuple[str, dict[str, Any]]:
+    """The table, and the object behind it."""
     # torch takes seconds to import: --help and usage errors do without it.
     from h2o_flexgen.evaluation.quality import evaluate
 
@@ -79,7 +85,7 @@ def _measure(
     _write(report.to_json(), output)
     if plot is not None:
         plot_quality(report, plot)
-    _say(quality_table(report), report.to_json())
+    return quality_table(report), report.to_json()
 
 
 def _measure_streams(
@@ -89,19 +95,19 @@ def _measure_streams(
     engine: dict[str, Any],
     output: Path | None,
     plot: Path | None,
-) -> None:
+) -> tuple[str, dict[str, Any]]:
     from h2o_flexgen.evaluation.stream import evaluate_streams
 
     report = evaluate_streams(streams, settings, model, engine, lambda row: print_error(stream_line(row)))
     _write(report.to_json(), output)
     if plot is not None:
         plot_stream(report, plot)
-    _say(stream_table(report), report.to_json())
+    return stream_table(report), report.to_json()
 
 
 def _parser() -> Parser:
     parser = Parser(
-        prog="python -m h2o_flexgen.evaluate",
+        prog=called("evaluate"),
         description="Measures recall and perplexity under eviction policies at several KV budgets, or along a stream. "
         "Plans go by rule, without a search: quality does not depend on them.",
     )
@@ -113,6 +119,7 @@ def _parser() -> Parser:
     out.add_argument("--output", "-o", metavar="FILE", help="the JSON object in a file too")
     out.add_argument("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")
     out.add_argument("--overwrite", action="store_true", help="replace existing --output and --plot files")
+    add_json(out)
     return parser
 
 
@@ -122,10 +129,6 @@ def _write(data: dict[str, Any], output: Path | None) -> None:
             output.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         except OSError as error:
             raise StorageError(f"cannot write {output}: {error.strerror}") from None
-
-
-def _say(table: str, data: dict[str, Any]) -> None:
-    write_result(f"{table}\n{json.dumps(data, allow_nan=False)}\n")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python -m h2o_flexgen.run --prompt "Once upon a time"
     python -m h2o_flexgen.run --model opt-30b --hh-ratio 0.2 --prompts prompts.txt --output answers.jsonl
 
-Results go to stdout (or --output), the last line of stdout is one JSON object, everything else goes to stderr.
+Answers go to stdout (or --output), everything else to stderr. The last line of stdout is one JSON object, unless stdout
+is a terminal.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     python -m h2o_flexgen.run --model opt-30b --hh-ratio 0.2 --policy policy.json
 
 What is typed of the policy (--percent, placements, batch sizes) stays as it is; the rest is chosen. Every figure is
-predicted. The last line of stdout is one JSON object, everything that is no result goes to stderr.
+predicted. Notes go to stderr. The last line of stdout is one JSON object, unless stdout is a terminal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from h2o_flexgen.cli.program import exit_on_errors, print_error, write_result
+from h2o_flexgen.cli.program import exit_on_errors, print_error, write_json, write_result
 from h2o_flexgen.cli.search_arguments import SearchArguments, parse_search
 from h2o_flexgen.config.profiles import misfits
 from h2o_flexgen.cost.explain import explain, to_json
@@ -44,12 +44,12 @@ def _search(arguments: SearchArguments) -> int:
         raise StorageError(f"cannot write {error.filename or 'a file'}: {error.strerror}") from error
     if not arguments.quiet:
         write_result(_table(result))
-    write_result(json.dumps(entry) + "\n")
+    write_json(json.dumps(entry), arguments.json)
     return 0
 
 
 def _table(result: SearchResult) -> str:
-    return f"{explain(result)}\n\n{result.footprint.table()}\n\n"
+    return f"{explain(result)}\n\n{result.footprint.table()}\n"
 
 
 if __name__ == "__main__":

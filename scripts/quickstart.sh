@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh test
-exec python -m h2o_flexgen.demo "$@"
+exec python -m h2o_flexgen.demo --no-json "$@"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import select
 import signal
+import struct
 import sys
+import termios
 import time
 import traceback
 from collections.abc import Callable
@@ -180,6 +185,25 @@ class Child:
         if self.pid:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
+
+
+def on_a_terminal(folder: Path, columns: int, *arguments: object, stream: int = 2) -> tuple[int, str]:
+    """The exit code, and all that a terminal of `columns` got on stderr, or on another `stream`."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with Child(folder, *arguments, before=lambda: os.dup2(follower, stream)) as child:
+        os.close(follower)
+        seen = b""
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            if select.select([leader], [], [], 0.1)[0]:
+                try:
+                    seen += os.read(leader, 65536)
+                except OSError:  # the other end is closed
+                    break
+        code = child.wait().code
+    os.close(leader)
+    return code, seen.decode()
 
 
 def until(true: Callable[[], object], seconds: float = 20.0) -> None:

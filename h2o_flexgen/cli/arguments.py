@@ -46,6 +46,7 @@ class RunArguments:
     log_file: Path | None
     trace_file: Path | None
     quiet: bool
+    json: bool | None
     notes: tuple[str, ...]
 
 
@@ -54,7 +55,7 @@ def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = run_parser()
     args = parser.parse_with(argv, environ)
-    with parser.telling_origins():
+    with parser.naming_flags():
         return _checked(args, misspelt(parser, environ))
 
 
@@ -89,6 +90,7 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
         log_file=None if args.no_log else output_file("--log-file", args.log_file, keep=False),
         trace_file=output_file("--trace", args.trace, keep=not args.overwrite),
         quiet=args.quiet,
+        json=args.json,
         notes=tuple(notes),
     )
 
@@ -139,10 +141,10 @@ def eviction_of(args: argparse.Namespace) -> EvictionConfig:
                 "--heavy-ratio is given without --recent-ratio", "needed both", "or --hh-ratio for their sum"
             )
         both = float(Decimal(repr(args.heavy_ratio)) + Decimal(repr(args.recent_ratio)))
-        if not (args.heavy_ratio >= 0 and both <= 1):
+        if not (args.heavy_ratio >= 0 and 0 < both <= 1):
             raise UsageError(
                 f"--heavy-ratio is {args.heavy_ratio}, --recent-ratio {args.recent_ratio}",
-                "needed shares that add up to at most 1",
+                "needed shares that add up to more than 0 and at most 1",
             )
         defaults["ratio"] = both
     ratio = getattr(args, "hh_ratio", defaults.get("ratio", 1.0))
@@ -161,7 +163,7 @@ def policy_of(args: argparse.Namespace) -> OffloadPolicy | dict[str, Any] | str:
     typed = given(OffloadPolicy, args)
     fixed: dict[str, Any] = {name: getattr(from_namespace(OffloadPolicy, args), name) for name in typed}
     if args.percent is not None:
-        clash = typed & {"weights", "cache", "hidden"}
+        clash = typed.keys() & {"weights", "cache", "hidden"}
         _exclusive("--percent", f"--{next(iter(clash), 'weights')}-placement", bool(clash))
         placed = OffloadPolicy.from_percent(args.percent)
         fixed.update(weights=placed.weights, cache=placed.cache, hidden=placed.hidden)
@@ -174,7 +176,8 @@ def _policy_file(path: str) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--policy {path} cannot be read: {error}", "needed a JSON file, or auto") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--policy {path} cannot be read: {reason}", "needed a JSON file, or auto") from None
 
 
 def _made_for(args: argparse.Namespace, model: str) -> Iterator[str]:

@@ -10,7 +10,7 @@ from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 
 PREFIX = "H2O_FLEXGEN_"
-_NO_FLAGS = {f"{PREFIX}DEBUG"}
+_NO_FLAGS = {f"{PREFIX}{name}" for name in ("DEBUG", "NATIVE", "TRITON", "GRAPHS", "MEMLOCK")}
 _ALTERNATIVES = (
     {"--hh-ratio", "--kv-budget", "--compression-ratio", "--heavy-ratio"},
     {"--recent", "--recent-ratio"},
@@ -51,10 +51,14 @@ def misspelt(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> lis
 
 
 def _variables(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
+    """A variable for every spelling of every flag, but for the --no-x of a switch, which is X=false."""
     for action in parser._actions:
-        names = [option for option in action.option_strings if option.startswith("--")]
-        if names and names[0] != "--help" and action.help is not argparse.SUPPRESS:
-            yield PREFIX + names[0][2:].replace("-", "_").upper(), action
+        options = [option for option in action.option_strings if option.startswith("--")]
+        if "--help" in options or action.help is argparse.SUPPRESS:
+            continue
+        for option in options:
+            if option == options[0] or not option.startswith("--no-"):
+                yield PREFIX + option[2:].replace("-", "_").upper(), action
 
 
 def _as_typed(action: argparse.Action, name: str, value: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 from h2o_flexgen.cli.answers import AnswerFile, AnswerPrinter, answer_json
 from h2o_flexgen.cli.arguments import RunArguments
 from h2o_flexgen.cli.planning import Planning
-from h2o_flexgen.cli.program import print_error, write_result
+from h2o_flexgen.cli.program import print_error, write_json
 from h2o_flexgen.cli.progress import Progress
 from h2o_flexgen.cli.prompts import (
     Messages,
@@ -25,6 +26,7 @@ from h2o_flexgen.config.record import RunRecord, eviction_entry
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.chat import chat_prompt
 from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.reporting.flexgen_log import flexgen_log
 from h2o_flexgen.reporting.run_report import run_report
@@ -50,7 +52,13 @@ def generate(arguments: RunArguments) -> int:
         stack.callback(progress.close)
         llm.on_progress = progress
         planning = Planning(llm, arguments.hardware, arguments.calibrate, arguments.quiet)
-        llm.planner, llm.on_plan = planning, planning.announce
+        llm.planner = planning
+
+        def on_plan(plan: Plan) -> None:
+            planning.announce(plan)
+            progress.expect(plan.predicted)
+
+        llm.on_plan = on_plan
         failed, shortest = 0, (1 << 62, 1 << 62)
         for output in llm.stream(prompts, sampling) if prompts else ():
             progress.finished()
@@ -106,8 +114,9 @@ def _work(
     block = llm.config.fixed_policy.block_size if shape_typed else DEFAULT_RANDOM[1]
     count, length = arguments.num_prompts or block, arguments.prompt_len or DEFAULT_RANDOM[0]
     prompts = random_prompts(count, length, llm.model.spec.vocab_size, arguments.engine.seed)
-    # Work of a known size: random prompts are for measuring, so no sequence may end early.
-    return prompts, replace(arguments.sampling, ignore_eos=True)
+    with warnings.catch_warnings(action="ignore"):  # of settings without effect, which was said before
+        # Work of a known size: random prompts are for measuring, so no sequence may end early.
+        return prompts, replace(arguments.sampling, ignore_eos=True)
 
 
 def _notes(
@@ -138,10 +147,10 @@ def _notes(
 
 
 def _report(llm: LLM, record: RunRecord, arguments: RunArguments) -> None:
-    """The report on stderr, the record as the last line of stdout, then the files that were asked for."""
+    """The report on stderr, the record as `write_json` has it, then the files that were asked for."""
     if not arguments.quiet:
         print_error(run_report(record))
-    write_result(record.to_line() + "\n")
+    write_json(record.to_line(), arguments.json)
     try:
         if arguments.log_file is not None:
             with _log_path(arguments.log_file, record).open("a", encoding="utf-8") as file:

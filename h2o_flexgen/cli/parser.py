@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 from h2o_flexgen.cli.environment import environment_arguments
+from h2o_flexgen.cli.program import add_json
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import Parser, add_arguments
+from h2o_flexgen.config.flags import Parser, add_arguments, called
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.planning import PlanningConfig
 from h2o_flexgen.config.sampling import SamplingParams
@@ -61,23 +61,16 @@ class RunParser(Parser):
         return f"from the environment: {', '.join(set_there)}" if set_there else ""
 
     def _is_about(self, message: str, flag: str) -> bool:
-        """Whether `message` names the flag, by any of its spellings, or the field that it sets."""
-        options = self._option_string_actions[flag].option_strings
-        names = "|".join(map(re.escape, options))
-        fields = "|".join(option[2:].replace("-", "_") for option in options if option.startswith("--"))
-        return re.search(rf"(?<![\w-])(?:{names})\b(?!-)|\b(?:{fields})(?: is |=)", message) is not None
+        """Whether `message` names the flag, by any of its spellings."""
+        names = "|".join(map(re.escape, self._option_string_actions[flag].option_strings))
+        return re.search(rf"(?<![\w-])(?:{names})\b(?!-)", message) is not None
 
-    @contextlib.contextmanager
-    def telling_origins(self) -> Iterator[None]:
-        """Within it a UsageError about what the environment set says so."""
-        try:
-            yield
-        except UsageError as error:
-            origin = self.origin(str(error))
-            if not origin:
-                raise
-            change = f"{error.change}. {origin}" if error.change else origin
-            raise UsageError(error.found, error.needed, change) from None
+    def told(self, error: UsageError) -> UsageError:
+        """With where the flag was set, if that was in the environment."""
+        told = super().told(error)
+        origin = self.origin(str(told))
+        change = ". ".join(part for part in (told.change, origin) if part)
+        return UsageError(told.found, told.needed, change)
 
     def error(self, message: str) -> NoReturn:
         word = message.removeprefix("unrecognized arguments: ")
@@ -90,7 +83,7 @@ class RunParser(Parser):
 def run_parser() -> RunParser:
     """The parser of `python -m h2o_flexgen.run`."""
     parser = RunParser(
-        prog="python -m h2o_flexgen.run",
+        prog=called("run"),
         usage="%(prog)s [--model MODEL] [--prompt TEXT | --prompts FILE] [--hh-ratio R] [flags]",
         description="Completes prompts with a model that need not fit in memory, its KV cache held at a budget.",
         epilog="Every flag can be set in the environment: --cpu-mem 8GiB is H2O_FLEXGEN_CPU_MEM=8GiB. "
@@ -144,6 +137,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         help="answers as JSONL; - for stdout (default: text there)",
     )
     work.add_argument("--overwrite", action="store_true", help="replace an existing --output or --trace FILE")
+    add_json(work)
     work.add_argument("--log-file", metavar="FILE", help="append figures in FlexGen's five-line log format")
     work.add_argument("--no-log", action="store_true", help="no log file, whatever --log-file says")
     work.add_argument("--trace", metavar="FILE", help="a timeline for ui.perfetto.dev")
@@ -206,6 +200,6 @@ def at_least_one(text: str) -> int:
 
 
 def _prompt_len(text: str) -> int:
-    if not text.isdecimal():
+    if any(character.isalpha() for character in text):
         raise argparse.ArgumentTypeError(f"{text!r}: needed a number of tokens; a prompt is given with --prompt TEXT")
     return at_least_one(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from h2o_flexgen.config.flags import Switch
 from h2o_flexgen.errors import H2OFlexGenError, PlanError, StorageError, is_out_of_memory
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
@@ -83,6 +85,21 @@ def write_result(text: str) -> None:
         raise
     except OSError as error:
         raise StorageError(f"cannot write to stdout: {error.strerror}") from error
+
+
+def add_json(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """The flag that every program has for its last line: see `write_json`."""
+    text = "one JSON object as the last line of stdout, or none (default: unless stdout is a terminal)"
+    parser.add_argument("--json", "--no-json", action=Switch, metavar="BOOL", help=text)
+
+
+def write_json(line: str, wanted: bool | None) -> None:
+    """The JSON object of a program, the last line of its stdout. None: for scripts, but not for who reads a terminal.
+
+    Where stdout is closed or was redirected under Python's feet there is no terminal.
+    """
+    if not sys.stdout.isatty() if wanted is None else wanted:
+        write_result(line + "\n")
 
 
 def print_error(message: str) -> None:

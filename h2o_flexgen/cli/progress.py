@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -12,39 +14,76 @@ from tqdm import tqdm
 from h2o_flexgen.cli.program import print_error, stop_if_told
 from h2o_flexgen.units import format_bytes
 
-GENERATING, PACKING = "generating", "packing weights"
-_LINE_EVERY = 30.0  # seconds
+PREFILL, GENERATING, PACKING = "prefill", "generating", "packing weights"
+_LABELS = {PREFILL: "prefill", GENERATING: "decode"}
+_LINE_EVERY, _DRAW_EVERY = 30.0, 0.1  # seconds
+_TOKENS = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tokens{postfix}"
+
+
+@dataclass
+class _Phase:
+    """How many tokens of prefill or decode are done, and how many of them took how long."""
+
+    expected: float | None = None
+    """Seconds that a plan predicts."""
+    done: int = 0
+    total: int = 0
+    timed: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second, as measured."""
+        return self.timed / self.seconds if self.timed and self.seconds else None
+
+    @property
+    def left(self) -> float | None:
+        """Seconds to the end, by the measured rate, else by the predicted one; None where there is neither."""
+        rate = self.total / self.expected if self.rate is None and self.expected else self.rate
+        return (self.total - self.done) / rate if rate else None
 
 
 class Progress:
-    """What `LLM.on_progress` calls: (what, done, in all), of bytes while loading and of tokens while generating."""
+    """What `LLM.on_progress` calls: (what, done, in all), of bytes while loading and of tokens in prefill and decode.
+
+    Tokens of prompts and new ones take different times: the rates of the two are measured apart, over all blocks. A
+    step into which prompts come counts as prefill, and the new tokens of its other sequences are not timed.
+    """
 
     def __init__(self, quiet: bool, sequences: int) -> None:
         self._quiet, self._terminal = quiet, sys.stderr.isatty()
         self._sequences, self._finished = sequences, 0
+        self._phases = {PREFILL: _Phase(), GENERATING: _Phase()}
         self._bar: tqdm[Any] | None = None
-        self._what = ""
-        self._said = time.monotonic()
+        self._what = self._kind = ""
+        self._then = self._said = self._drawn = time.monotonic()
         self.packed = 0
         """Bytes of weights that were packed for the disk."""
 
+    def expect(self, predicted: Mapping[str, Any] | None) -> None:
+        """What a plan predicts, which serves until there are measurements."""
+        for what, name in ((PREFILL, "prefill_s"), (GENERATING, "decode_s")):
+            self._phases[what].expected = None if predicted is None else predicted[name]
+
     def __call__(self, what: str, done: int, total: int) -> None:
         stop_if_told()
+        now = time.monotonic()
         if what == PACKING:
             self.packed = done
-        if self._quiet:
+        if what in self._phases:
+            self._count(what, done, total, now - self._then)
+        self._what, self._then = what, now
+        if self._quiet or (what == GENERATING and not self._phases[PREFILL].total):
             return
         if self._terminal:
-            self._draw(what, done, total)
-        elif time.monotonic() - self._said >= _LINE_EVERY:
-            self._said = time.monotonic()
+            self._draw(what, done, total, now)
+        elif now - self._said >= _LINE_EVERY:
+            self._said = now
             print_error(self._line(what, done, total))
 
     def finished(self) -> None:
         """One more sequence is done."""
         self._finished += 1
-        if self._bar is not None and self._what == GENERATING:
-            self._bar.set_postfix_str(self._count(), refresh=False)
 
     def close(self) -> None:
         """Takes the bar off the terminal."""
@@ -52,23 +91,47 @@ class Progress:
         if bar is not None:
             bar.close()
 
-    def _draw(self, what: str, done: int, total: int) -> None:
-        bar, in_bytes = self._bar, what != GENERATING
-        if bar is None or self._what != what:
+    def _count(self, what: str, done: int, total: int, seconds: float) -> None:
+        """Books the time since the call before, if that was of tokens, too."""
+        phase, more = self._phases[what], done - self._phases[what].done
+        phase.done, phase.total = done, total
+        if self._what not in self._phases:
+            return
+        # The first new token of a sequence comes with its prompt: only what follows a step without any is decode.
+        decoded = what == self._what == GENERATING
+        self._phases[GENERATING if decoded else PREFILL].seconds += seconds
+        if decoded or what == PREFILL:
+            phase.timed += max(0, more)
+
+    def _draw(self, what: str, done: int, total: int, now: float) -> None:
+        kind = "tokens" if what in self._phases else what
+        if self._bar is None or self._kind != kind:
             self.close()
-            options: dict[str, Any] = {"unit": "B" if in_bytes else " tokens", "unit_scale": in_bytes}
             # A terminal that does not know its width says 0, and tqdm would draw nothing on it.
-            options |= {"dynamic_ncols": True} if os.get_terminal_size(sys.stderr.fileno()).columns else {"ncols": 80}
-            bar = tqdm(total=total, desc=what, leave=False, file=sys.stderr, **options)
-            self._bar, self._what = bar, what
-            if not in_bytes:
-                bar.set_postfix_str(self._count(), refresh=False)
-        bar.update(done - bar.n)
+            wide = os.get_terminal_size(sys.stderr.fileno()).columns
+            options: dict[str, Any] = {"dynamic_ncols": True} if wide else {"ncols": 80}
+            options |= {"bar_format": _TOKENS} if kind == "tokens" else {"unit": "B", "unit_scale": True}
+            self._bar = tqdm(total=total, desc=_LABELS.get(what, what), leave=False, file=sys.stderr, **options)
+            self._kind, self._drawn = kind, 0.0
+        if kind != "tokens":
+            self._bar.update(done - self._bar.n)
+        elif now - self._drawn >= _DRAW_EVERY:
+            self._drawn, self._bar.n, self._bar.total = now, done, total
+            self._bar.set_description_str(_LABELS[what], refresh=False)
+            self._bar.set_postfix_str(self._state(what))
 
     def _line(self, what: str, done: int, total: int) -> str:
-        if what == GENERATING:
-            return f"{what}: {done} of {total} tokens, {self._count()}"
+        if what in self._phases:
+            return f"{_LABELS[what]}: {done} of {total} tokens, {self._state(what)}"
         return f"{what}: {format_bytes(done)} of {format_bytes(total)}"
 
-    def _count(self) -> str:
-        return f"{self._finished} of {self._sequences} sequences"
+    def _state(self, what: str) -> str:
+        """Rate, finished sequences, and the time that is left of the whole call, as far as it is known."""
+        rate, (prefill, decode) = self._phases[what].rate, (phase.left for phase in self._phases.values())
+        parts = [f"{rate:,.0f} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s"] if rate else []
+        parts.append(f"{self._finished} of {self._sequences} sequences")
+        if prefill is not None and decode is not None:
+            parts.append(f"{tqdm.format_interval(prefill + decode)} left")
+        elif prefill is not None and what == PREFILL:
+            parts.append(f"{tqdm.format_interval(prefill)} left, then decode")
+        return ", ".join(parts)

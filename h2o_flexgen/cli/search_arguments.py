@@ -14,10 +14,11 @@ from typing import Any
 from h2o_flexgen.cli.arguments import eviction_of, policy_of
 from h2o_flexgen.cli.files import output_file
 from h2o_flexgen.cli.parser import RunParser, add_known_choices
+from h2o_flexgen.cli.program import add_json
 from h2o_flexgen.config.context import check_positions, first_pass
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import add_arguments, from_namespace
+from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.config.folder import read_config
 from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.known import SHIPPED, known_config, known_names
@@ -49,6 +50,7 @@ class SearchArguments:
     output: Path | None
     simulate: Path | None
     quiet: bool
+    json: bool | None
 
 
 def parse_search(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> SearchArguments:
@@ -56,7 +58,7 @@ def parse_search(argv: Sequence[str] | None = None, environ: Mapping[str, str] =
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = search_parser()
     args = parser.parse_with(argv, environ)
-    with parser.telling_origins():
+    with parser.naming_flags():
         return _checked(args)
 
 
@@ -69,13 +71,15 @@ def _checked(args: argparse.Namespace) -> SearchArguments:
         output=output_file("--output", args.output, keep=not args.overwrite),
         simulate=output_file("--simulate", args.simulate, keep=not args.overwrite),
         quiet=args.quiet,
+        # --quiet asks for nothing but the JSON object.
+        json=True if args.json is None and args.quiet else args.json,
     )
 
 
 def search_parser() -> RunParser:
-    """The parser of `python -m h2o_flexgen.search`."""
+    """The parser of `search`."""
     parser = RunParser(
-        prog="python -m h2o_flexgen.search",
+        prog=called("search"),
         usage="%(prog)s --model MODEL [--hardware NAME|FILE] [--hh-ratio R] [--output policy.json] [flags]",
         description="Finds the fastest placement and block of sequences for a model on a machine. Nothing is run.",
         epilog="Every flag can be set in the environment, as for run. Exit codes: 0 all well, 2 flags, 4 model, "
@@ -85,13 +89,14 @@ def search_parser() -> RunParser:
     work.add_argument(
         "--hardware",
         metavar="NAME|FILE",
-        help=f"{', '.join(profile_names())}, or a file of h2o_flexgen.calibrate (default: this machine as calibrated)",
+        help=f"{', '.join(profile_names())}, or a file that calibrate wrote (default: this machine as calibrated)",
     )
     work.add_argument("--output", "-o", metavar="FILE", help="the policy, for run --policy FILE")
     work.add_argument("--simulate", metavar="FILE", help="a timeline of the simulated run, for ui.perfetto.dev")
     work.add_argument("--overwrite", action="store_true", help="replace an existing --output or --simulate FILE")
     work.add_argument("--solver", choices=SOLVERS, default=SOLVERS[0], help="of the linear programs (default: highs)")
     work.add_argument("--quiet", "-q", action="store_true", help="nothing but the JSON object")
+    add_json(work)
     add_arguments(parser, Workload, title="work", exclude={"num_sequences"}, defaults=_LENGTHS)
     count = "how many prompts (default: no end of them)"
     parser.add_argument("--num-prompts", type=int, default=argparse.SUPPRESS, metavar="N", help=count)

@@ -125,6 +125,7 @@ class EngineConfig:
                     raise UsageError(f"{name} is {value}", "needed 0, or at least 1MiB")
                 object.__setattr__(self, name, size)
         object.__setattr__(self, "num_gpus", whole(self.num_gpus, "--num-gpus", 1))
+        whole(self.seed, "seed", 0)
         _one_of("weights", self.weights, WEIGHTS)
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("device", self.device, DEVICES)

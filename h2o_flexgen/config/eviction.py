@@ -119,6 +119,8 @@ class EvictionConfig:
                     "the whole budget is spent otherwise there",
                     f"leave {label} out, or choose --eviction h2o",
                 )
+        if self.budget is not None:
+            self._require_room(self.budget, f"{self.budget} tokens")
 
     def resolve(self, prompt_len: int, gen_len: int) -> Budget:
         """The budget of a sequence of `prompt_len` prompt tokens and at most `gen_len` new ones.
@@ -126,37 +128,44 @@ class EvictionConfig:
         A budget that reaches the length is the full cache. Raises UsageError where sinks and recent do not fit.
         """
         length = whole(prompt_len, "the prompt length", 1) + whole(gen_len, "the generation length", 0)
-        split = SPLITS.get(self.name)
         asked = self.budget if self.budget is not None else exact_ceiling(self.ratio, length)
         full = asked >= length
-        total = length if full else asked
-        sinks = split.sinks if self.sinks is None else self.sinks
-        if full:
-            sinks = min(sinks, total)
-        elif sinks >= total:
-            raise UsageError(
-                f"the budget is {total} of {length} tokens, {sinks} sinks leave nothing of it",
-                f"needed a budget of at least {sinks + 1}",
-                "raise --hh-ratio or --kv-budget, or lower --sinks",
-            )
-        recent = self._recent(split, total - sinks, length, full)
+        if not full:
+            self._require_room(asked, f"{asked} of {length} tokens")
+        total = min(asked, length)
+        sinks = min(self._sinks, total)
+        recent = self._recent(total - sinks, length)
         return Budget(total=total, heavy=total - sinks - recent, recent=recent, sinks=sinks, full=full)
 
-    def _recent(self, split: Split, rest: int, length: int, full: bool) -> int:
-        """The most recent tokens among the `rest` of the budget beside the sinks."""
-        if split.rest != "half":
-            return rest if split.rest == "recent" else 0
-        if self.recent_ratio is not None:
-            return min(rest, exact_ceiling(self.recent_ratio, length))
-        if self.recent is None:
-            return rest - rest // 2
-        if self.recent > rest and not full:
+    @property
+    def _sinks(self) -> int:
+        return SPLITS.get(self.name).sinks if self.sinks is None else self.sinks
+
+    def _require_room(self, total: int, described: str) -> None:
+        """UsageError where a budget of `total` tokens that evicts has no room for the sinks and the recent tokens."""
+        rest = total - self._sinks
+        if rest < 1:
             raise UsageError(
-                f"--recent is {self.recent}, beside the sinks the budget has {rest} tokens",
+                f"the budget is {described}, {self._sinks} sinks leave nothing of it",
+                f"needed a budget of at least {self._sinks + 1}",
+                "raise --hh-ratio or --kv-budget, or lower --sinks",
+            )
+        if self.recent is not None and self.recent > rest:
+            beside = "beside the sinks " if self._sinks else ""
+            raise UsageError(
+                f"--recent is {self.recent}, {beside}the budget has {rest} tokens",
                 f"needed at most {rest}",
                 "lower --recent, or raise --hh-ratio or --kv-budget",
             )
-        return min(self.recent, rest)
+
+    def _recent(self, rest: int, length: int) -> int:
+        """The most recent tokens among the `rest` of the budget beside the sinks."""
+        kind = SPLITS.get(self.name).rest
+        if kind != "half":
+            return rest if kind == "recent" else 0
+        if self.recent_ratio is not None:
+            return min(rest, exact_ceiling(self.recent_ratio, length))
+        return rest - rest // 2 if self.recent is None else min(self.recent, rest)
 
     def to_json(self) -> dict[str, Any]:
         """Every field."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import re
+import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from h2o_flexgen.errors import UsageError
@@ -33,17 +38,61 @@ def flag(
     return {"flags": names, "help": help, "metavar": metavar, "parse": parse, "show": show, "unset": unset}
 
 
+def called(program: str = "") -> str:
+    """How one starts `program`, in the way in which this process was started."""
+    path = Path(sys.argv[0])
+    if path.name == "h2o-flexgen":
+        return f"h2o-flexgen {program}".rstrip()
+    if path.parts[-2:] == ("h2o_flexgen", "__main__.py"):
+        return f"python -m h2o_flexgen {program}".rstrip()
+    return f"python -m h2o_flexgen.{program}".rstrip(".")
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that takes no abbreviations and suggests the flag that an unknown one resembles.
 
-    A mistake is told in two lines: dozens of flags in a usage text would scroll it off the screen.
+    A mistake is told in two lines: dozens of flags in a usage text would scroll it off the screen. Messages name a flag
+    of several spellings as it was typed.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self._words: set[str] = set()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's own, which `parse_args` calls."""
+        self._words = {word.partition("=")[0] for word in (sys.argv[1:] if args is None else args)}
+        return super().parse_known_args(args, namespace)
+
+    @contextlib.contextmanager
+    def naming_flags(self) -> Iterator[None]:
+        """Within it a UsageError names flags as they were typed."""
+        try:
+            yield
+        except UsageError as error:
+            raise self.told(error) from None
+
+    def told(self, error: UsageError) -> UsageError:
+        """`error` in the words of who typed the flags."""
+        return error.reworded(self._as_typed)
+
+    def _as_typed(self, message: str) -> str:
+        for action in self._actions:
+            first, *aliases = action.option_strings
+            typed = [alias for alias in aliases if alias in self._words and not alias.startswith("--no-")]
+            if typed and first not in self._words:
+                message = re.sub(rf"(?<![\w-]){first}\b(?!-)", typed[-1], message)
+        return message
 
     def error(self, message: str) -> NoReturn:
         """Print `message` to stderr and exit with code 2."""
+        # argparse names all spellings: "argument --gen-len/--max-new-tokens/-n: invalid int value: 'x'".
+        named = re.match(r"argument (\S+): ", message)
+        if named:
+            spellings = named[1].split("/")
+            typed = next((name for name in spellings if name in self._words), spellings[0])
+            told = self._as_typed(message.removeprefix(named[0]))
+            message = told if told.startswith(f"{typed} ") else f"{typed}: {told}"
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
             unknown = message.removeprefix(prefix).split()[0].partition("=")[0]
@@ -75,7 +124,7 @@ def add_arguments(
         text = f"{item.help} ({note})".replace("%", "%%")
         common: dict[str, Any] = {"dest": item.dest, "default": argparse.SUPPRESS, "required": required, "help": text}
         if item.type is bool:
-            group.add_argument(*item.names, f"--no-{item.names[0][2:]}", action=_Switch, metavar="BOOL", **common)
+            group.add_argument(*item.names, f"--no-{item.names[0][2:]}", action=Switch, metavar="BOOL", **common)
         else:
             group.add_argument(*item.names, type=_converter(item), metavar=item.metavar, **common)
 
@@ -83,15 +132,35 @@ def add_arguments(
 def from_namespace(cls: type[T], namespace: argparse.Namespace, *, defaults: Mapping[str, Any] | None = None) -> T:
     """The `cls` that the parsed flags describe; what was not typed comes from `defaults`, else from the fields.
 
-    Raises what `cls` raises for values that make no sense: UsageError.
+    Raises what `cls` raises for values that make no sense, UsageError, and warns as it does: of flags, not of fields.
     """
-    typed = {item.name: getattr(namespace, item.dest) for item in _flagged(cls) if hasattr(namespace, item.dest)}
-    return cls(**{**(defaults or {}), **typed})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            made = cls(**{**(defaults or {}), **given(cls, namespace)})
+        except UsageError as error:
+            raise error.reworded(lambda message: _in_flags(cls, message)) from None
+    for warning in caught:
+        warnings.warn(_in_flags(cls, str(warning.message)), warning.category, stacklevel=2)
+    return made
 
 
-def given(cls: type[Any], namespace: argparse.Namespace) -> set[str]:
-    """The fields of `cls` whose flags were typed."""
-    return {item.name for item in _flagged(cls) if hasattr(namespace, item.dest)}
+def given(cls: type[Any], namespace: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `cls` whose flags were typed, and their values."""
+    return {item.name: getattr(namespace, item.dest) for item in _flagged(cls) if hasattr(namespace, item.dest)}
+
+
+def _in_flags(cls: type[Any], message: str) -> str:
+    """`message` with flags for the fields of `cls`: "top_k=-1", "dtype is 'x'", "needed do_sample=True".
+
+    A field whose name is an everyday word is meant where it has a value, and where it is what the message is about.
+    """
+    for item in _flagged(cls):
+        name, flag_name = item.name, item.names[0]
+        message = re.sub(rf"\b{name}=True\b", flag_name, message)
+        message = re.sub(rf"\b{name}=", f"{flag_name} ", message)
+        message = re.sub(rf"\b{name}\b" if "_" in name else rf"^{name}(?= is | has |, )", flag_name, message)
+    return message
 
 
 def to_argv(config: Any) -> list[str]:
@@ -184,7 +253,7 @@ def _converter(item: _Flagged) -> Callable[[str], Any]:
     return convert
 
 
-class _Switch(argparse.Action):
+class Switch(argparse.Action):
     """`--x`, `--no-x`, and FlexGen's `--x true`."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:

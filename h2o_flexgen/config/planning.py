@@ -19,7 +19,7 @@ class PlanningConfig:
         default=None,
         metadata=flag(
             "--hardware",
-            help="plan on the rates of another machine (t4, a100, h200), or of a file that h2o_flexgen.calibrate wrote",
+            help="plan on the rates of another machine (t4, a100, h200), or of a file that calibrate wrote",
             metavar="NAME|FILE",
             unset="this machine, as calibrated",
         ),

@@ -6,6 +6,7 @@ import logging
 import os
 from pathlib import Path
 
+from h2o_flexgen.config.flags import called
 from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.known import configs_folder
 from h2o_flexgen.config.model import ModelSpec
@@ -17,7 +18,6 @@ log = logging.getLogger(__name__)
 
 METHOD = 5
 """Counted up whenever something is measured otherwise: older profiles then count no more."""
-_CALIBRATE = "python -m h2o_flexgen.calibrate"
 
 
 def profile_names() -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def find_profile(name: str) -> HardwareProfile:
         return HardwareProfile.load(folder / f"{found[0]}.json")
     raise UsageError(
         f"--hardware {name}: neither a profile nor a file",
-        f"needed one of {', '.join(profile_names())}, or a JSON file that h2o_flexgen.calibrate wrote",
+        f"needed one of {', '.join(profile_names())}, or a JSON file that calibrate wrote",
         suggestion(name, profile_names()),
     )
 
@@ -78,7 +78,7 @@ def kept_profile(spec: ModelSpec, dtype: str, device: str) -> HardwareProfile:
     if not found:
         raise UsageError(
             "no --hardware is given, and this machine was not calibrated yet",
-            f"needed a profile: {_CALIBRATE} measures this machine",
+            f"needed a profile: {called('calibrate')} measures this machine",
             f"or --hardware with one of {', '.join(profile_names())}, or a file",
         )
     return max(found, key=nearness)
@@ -93,7 +93,7 @@ def misfits(profile: HardwareProfile, spec: ModelSpec, dtype: str) -> list[str]:
     if profile.dtype != dtype:
         found.append(f"the rates of {profile.name} are for {profile.dtype}, and this is {dtype}")
     if any(rates.shapes for rates in profile.compute.values()) and not _measured(profile, spec):
-        better = f"{_CALIBRATE} --model {spec.name} measures those"
+        better = f"{called('calibrate')} --model {spec.name} measures those"
         found.append(f"the rates of {profile.name} were not measured at the shapes of {spec.name}; {better}")
     return found
 

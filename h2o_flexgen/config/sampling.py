@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.flags import flag
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
@@ -97,7 +98,7 @@ class SamplingParams:
         if self.num_return_sequences > 1 and not self.do_sample:
             raise UsageError(
                 f"num_return_sequences={self.num_return_sequences} with greedy search gives equal sequences",
-                change="set do_sample=True (--do-sample)",
+                change="set do_sample=True",
             )
         if not self.do_sample and (idle := [name for name in SAMPLING_ONLY if getattr(self, name) != _DEFAULTS[name]]):
             warn_idle(idle, stacklevel=3)
@@ -130,12 +131,12 @@ class SamplingParams:
                     raise UsageError(f"{name} holds token id {token}", f"needed 0 to {size - 1}")
 
     def _check_counts(self) -> None:
-        _require_int("max_new_tokens", self.max_new_tokens, 1)
-        _require_int("num_return_sequences", self.num_return_sequences, 1)
+        for name in ("max_new_tokens", "num_return_sequences"):
+            whole(getattr(self, name), name, 1)
         for name in ("min_new_tokens", "top_k", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
-            _require_int(name, getattr(self, name), 0)
+            whole(getattr(self, name), name, 0)
         if self.logprobs is not None:
-            _require_int("logprobs", self.logprobs, 0)
+            whole(self.logprobs, "logprobs", 0)
         if self.min_new_tokens > self.max_new_tokens:
             raise UsageError(
                 f"min_new_tokens={self.min_new_tokens} is larger than max_new_tokens={self.max_new_tokens}"
@@ -155,7 +156,7 @@ class SamplingParams:
         if decay is not None:
             if len(decay) != 2:
                 raise UsageError(f"exponential_decay_length_penalty={decay}", "needed (tokens before it, factor)")
-            _require_int("the start of exponential_decay_length_penalty", decay[0], 0)
+            whole(decay[0], "the start of exponential_decay_length_penalty", 0)
             _require_range("the factor of exponential_decay_length_penalty", decay[1], 0.0, math.inf)
 
     def _check_tokens(self) -> None:
@@ -163,7 +164,7 @@ class SamplingParams:
             if not tokens:
                 raise UsageError(f"{name} holds an empty list", "needed one token id or more")
             for token in tokens:
-                _require_int(f"a token id in {name}", token, 0)
+                whole(token, f"a token id in {name}", 0)
         for _, bias in self.sequence_bias:
             if isinstance(bias, bool) or not isinstance(bias, (int, float)) or math.isnan(bias):
                 raise UsageError(f"sequence_bias holds the bias {bias!r}", "needed a number")
@@ -240,14 +241,10 @@ def _tokens(value: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
-def _require_int(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{name}={value!r}", f"needed a whole number of at least {least}")
-
-
 def _require_range(name: str, value: object, low: float, high: float, closed: bool = False) -> None:
     """`value` must be a finite number above `low`, or from it if `closed`, and at most `high`."""
     number = not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value)
     if not number or not (low < value or (closed and value == low)) or value > high:  # type: ignore[operator]
         first = f"from {low:g}" if closed else f"above {low:g}"
-        raise UsageError(f"{name}={value!r}", f"needed a number {first}" + (f" to {high:g}" if high < math.inf else ""))
+        last = f" to {high:g}" if high < math.inf else ""
+        raise UsageError(f"{name} is {value!r}", f"needed a number {first}{last}")

@@ -11,7 +11,7 @@ import torch
 
 from h2o_flexgen.cache.eviction.base import EvictionPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model import ModelSpec, UnitSpec
 from h2o_flexgen.config.work import Work
 from h2o_flexgen.engine.caches import CacheMaker, CacheStore, Place
 from h2o_flexgen.engine.executor import Executor, Machinery
@@ -71,9 +71,14 @@ class BlockRunner:
     rolling: bool = False
     share_prefixes: bool = True
     on_tokens: Callable[[int], None] = lambda tokens: None
-    """Called at every step with the tokens so far; a finished sequence counts as all it asked for."""
+    """Called before every step with the tokens so far; a finished sequence counts as all it asked for."""
+    on_prompts: Callable[[int], None] = lambda tokens: None
+    """Called with the prompt tokens so far when prompts begin and when they have been through another unit; tokens that
+    are under way count by the share of the layers that they have been through."""
     finished_tokens: int = 0
     """What the sequences that are finished asked for."""
+    prompt_halves: int = 0
+    """Prompt tokens times the layer halves that they have been through."""
 
     def run(
         self,
@@ -132,7 +137,9 @@ class BlockRunner:
     def _ticks(self, shape: ScheduleShape, refills: list[Refill], lanes: list[Lane], tally: Tally) -> Iterator[Tick]:
         def active(step: int, group: int = 0) -> list[int]:
             going = (row for lane in lanes for row in lane.rows if not row.finished)
-            self.on_tokens(self.finished_tokens + sum(len(row.token_ids) for row in going))
+            self.on_tokens(self.finished_tokens + sum(row.steps - row.remaining for row in going))
+            if step == 0:
+                self._tell_prompts()
             indices = refills[group].active(step)
             if indices:
                 tally.step([lanes[index] for index in indices])
@@ -224,14 +231,23 @@ class BlockRunner:
         nbytes = self.spec.hidden_bytes(max(most_tokens, *(lane.prompt_tokens for lane in lanes)), self.dtype)
         return BlockSize(shapes, nbytes, torch_dtype(self.dtype), groups)
 
-    def _prompts_through(self, totals: BlockTotals, lane: Lane) -> None:
-        """The prompts of a lane have been through all units: they count, and their activations are not needed again."""
+    def _prompts_through(self, totals: BlockTotals, lane: Lane, unit: UnitSpec) -> None:
+        """The prompts of a lane have been through a unit; after the last they count, and their activations are not
+        needed again."""
+        if unit.layer is not None:
+            self.prompt_halves += sum(len(row.prompt_ids) for row in lane.fresh)
+        self._tell_prompts()
+        if unit.kind != "head":
+            return
         if lane.device.type == "cpu":
             return_free_pages()
         totals.computed_prompt_tokens += lane.segments[-1].stop + sum(len(row.fed) for row in lane.fresh)
 
+    def _tell_prompts(self) -> None:
+        self.on_prompts(self.prompt_halves // (2 * self.spec.num_layers))
+
     def _count_row(self, row: Sequence, totals: BlockTotals) -> None:
-        self.finished_tokens += row.max_new_tokens
+        self.finished_tokens += row.steps
         totals.sequences += 1
         totals.prompt_tokens += row.prompt_tokens
         totals.generated_tokens += len(row.token_ids)

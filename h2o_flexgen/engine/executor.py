@@ -64,10 +64,10 @@ class Executor:
     """
 
     def __init__(
-        self, machinery: Machinery, groups: SequenceOf[list[Lane]], on_prompts: Callable[[Lane], None]
+        self, machinery: Machinery, groups: SequenceOf[list[Lane]], on_prompts: Callable[[Lane, UnitSpec], None]
     ) -> None:
         """`groups`: the lanes, those together that go through a unit one right after the other. `on_prompts` hears of
-        each lane whose fresh prompts are through all units."""
+        each lane whose fresh prompts have been through a unit."""
         self._m, self._on_prompts = machinery, on_prompts
         self._lanes = [lane for group in groups for lane in group]
         made = [_Group(group, PromptPath()) for group in groups]
@@ -126,6 +126,9 @@ class Executor:
                     if finished is None:
                         finished = self._compute(tick.compute)
                     self._do(tick.passes)
+                lane = self._lanes[tick.compute.batch]
+                if lane.fresh:
+                    self._on_prompts(lane, self._units[tick.compute.unit])
                 now = time.perf_counter()
                 self.prefill_seconds += prompts * (now - clock)
                 self.decode_seconds += (1 - prompts) * (now - clock)
@@ -277,8 +280,6 @@ class Executor:
         if self._m.finite is not None:
             for row in finished:
                 self._m.finite.explain(row)
-        if lane.fresh:
-            self._on_prompts(lane)
         return finished
 
     def _at(self, task: Task) -> Stage:

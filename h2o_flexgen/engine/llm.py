@@ -60,6 +60,8 @@ class LLM:
         self.last_work = Work()
         """What the last call had to do: a roofline for whoever knows the machine's rates."""
         self.on_progress: Progress = lambda what, done, total: None
+        """Hears how far a call has come: "loading weights" and "packing weights" in bytes, "prefill" in tokens of its
+        prompts, after each unit, and "generating" in new tokens, before each step."""
         self.planner: Planner = automatic
         """Decides what the policy leaves open. Programs that know the machine's rates put one here that searches."""
         self.on_plan: Callable[[Plan], None] = lambda plan: None
@@ -201,13 +203,12 @@ class LLM:
             return
         self._replay.begin()
         meter, sampler = Meter(self._trace), Sampler(self.model.codec.decode if self.model.codec else None)
-        asked = sum(row.max_new_tokens for row in rows)
         waiting = {row.row_id: row for row in rows}
         while waiting:
             plan = self.plan(workload_of(list(waiting.values())))
             self.on_plan(plan)
             try:
-                for row in self._attempt(plan, list(waiting.values()), asked, meter, sampler):
+                for row in self._attempt(plan, list(waiting.values()), rows, meter, sampler):
                     del waiting[row.row_id]
                     yield row
             except (MemoryError, RuntimeError, PlanError) as error:
@@ -218,14 +219,15 @@ class LLM:
         self.last_record = make_record(self.config, self.model, plan, rows, meter.measured(self._replay.warnings))
 
     def _attempt(
-        self, plan: Plan, rows: list[Sequence], asked: int, meter: Meter, sampler: Sampler
+        self, plan: Plan, rows: list[Sequence], every: list[Sequence], meter: Meter, sampler: Sampler
     ) -> Iterator[Sequence]:
-        """Runs `rows` by `plan`, block by block; `asked` is how many tokens the whole call is for."""
+        """Runs `rows` by `plan`, block by block; `every`: those of the whole call."""
         before, loaded = self._loaded, self._load(plan)
         meter.load_seconds += 0.0 if loaded is before else loaded.seconds
         sampler.start()
         runner = self._runner(loaded, sampler)
-        runner.on_tokens = partial(self._count_tokens, asked - sum(row.max_new_tokens for row in rows), asked)
+        runner.on_prompts = self._counting("prefill", lambda row: len(row.prompt_ids), rows, every)
+        runner.on_tokens = self._counting("generating", lambda row: row.steps, rows, every)
         waiting, size = Waiting(in_order(rows, self._shares)), plan.policy.gpu_batch_size
         with meter.over(loaded), loaded.keeping_memory():
             while waiting:
@@ -273,8 +275,13 @@ class LLM:
     def _note(self, what: str, done: int, total: int) -> None:
         self.on_progress(what, done, total)
 
-    def _count_tokens(self, before: int, asked: int, tokens: int) -> None:
-        self._note("generating", before + tokens, asked)
+    def _counting(
+        self, what: str, tokens: Callable[[Sequence], int], rows: list[Sequence], every: list[Sequence]
+    ) -> Callable[[int], None]:
+        """What hears how many of the `tokens` of `rows` are done, and passes it on as a count of those of `every`."""
+        total = sum(map(tokens, every))
+        before = total - sum(map(tokens, rows))
+        return lambda done: self._note(what, before + done, total)
 
     def _compute_tier(self) -> str:
         return "gpu" if self.device.type == "cuda" or self.config.emulate_gpu is not None else "cpu"

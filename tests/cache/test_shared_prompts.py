@@ -34,12 +34,10 @@ def prompts(n: int, length: int, seed: int) -> Tensor:
 def test_shared_equals_concatenated(
     policy: PolicyRow, totals: list[int], past: int, own: int, window: int | None, gap: bool, seed: int
 ) -> None:
-    changes = {"name": policy.name} if policy.name == "full" else {"name": policy.name, "ratio": 1.0}
+    sinks = 2 if policy.name == "streaming" else None
     budgets = []
     for total in totals:
-        config = EvictionConfig(**changes, **({} if policy.name == "full" else {"budget": total}), seed=5)
-        if policy.name == "streaming":
-            config = EvictionConfig("streaming", budget=total, sinks=2)
+        config = EvictionConfig(policy.name, budget=None if policy.name == "full" else total, sinks=sinks, seed=5)
         budgets.append(config.resolve(past + own, 3).within(window))
     rows = list(range(len(totals)))
     if gap:  # rows that are no neighbours

@@ -113,6 +113,36 @@ def test_what_is_refused_says_what_to_do(line: str, words: str) -> None:
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("--gen-len -3", "--gen-len is -3"),
+        ("-n 0", "-n is 0"),
+        ("--max-new-tokens=0", "--max-new-tokens is 0"),
+        ("--min-new-tokens 50", "--min-new-tokens 50 is larger than --gen-len 32"),
+        ("--min-new-tokens 50 -n 9", "--min-new-tokens 50 is larger than -n 9"),
+        ("--num-return-sequences 3", "--num-return-sequences 3 with greedy search gives equal sequences"),
+        ("--temperature nan", "--temperature is nan"),
+        ("--top-k -1", "--top-k is -1"),
+        ("--logprobs -1", "--logprobs is -1"),
+        ("--seed -1", "--seed is -1"),
+        ("--gpu-mem 5B", "--gpu-mem is 5B"),
+        ("--nvme-mem 5B", "--nvme-mem is 5B"),
+        ("--disk-mem 5B", "--disk-mem is 5B"),
+        ("--dtype float8", "--dtype is 'float8'"),
+        ("--load-format gguf", "--load-format is 'gguf'"),
+        ("--gbs 0", "--gbs is 0"),
+        ("--kv-budget 8 --recent 9", "--recent is 9, the budget has 8 tokens"),
+        ("--heavy-ratio 0 --recent-ratio 0", "--heavy-ratio is 0.0, --recent-ratio 0.0"),
+    ],
+)
+def test_mistakes_are_told_of_the_flag_that_was_typed(line: str, found: str) -> None:
+    """The API's names of them are another user's."""
+    with pytest.raises(UsageError) as caught:
+        parse(*line.split())
+    assert caught.value.found == found
+
+
 def test_switches_that_change_nothing_are_noted() -> None:
     """FlexGen's users turn these off to save memory; here that is moot, and refusing would only be in their way."""
     notes = parse("--pin-weight", "0", "--sep-layer", "false", "--hh-long-seq", "false").notes
@@ -123,6 +153,9 @@ def test_switches_that_change_nothing_are_noted() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
+        ("--gen-len many", "error: --gen-len: invalid int value: 'many'"),
+        ("-n many", "error: -n: invalid int value: 'many'"),
+        ("--prompt-len -3", "error: --prompt-len: '-3': needed a whole number of at least 1"),
         ("--hh-rati 0.2", "did you mean '--hh-ratio'?"),
         ("--temp 2", "did you mean '--temperature'?"),
         ("--max-tokens 5", "did you mean '--max-new-tokens'?"),
@@ -202,6 +235,8 @@ def test_mistakes_in_the_environment_name_their_origin(capsys: pytest.CaptureFix
     ):
         with pytest.raises(UsageError, match=f"from the environment: H2O_FLEXGEN_{name}={value}"):
             parse(**{name: value}, SEED="5")
+    with pytest.raises(UsageError, match=r"--gen-len is -3.*from the environment: H2O_FLEXGEN_MAX_NEW_TOKENS=-3"):
+        parse(MAX_NEW_TOKENS="-3")
     (note,) = parse(HH_RATI="0.2", DEBUG="1", SOMETHING_QUITE_DIFFERENT="1").notes
     assert note == "H2O_FLEXGEN_HH_RATI is set, and no flag is called so: did you mean 'HH_RATIO'?"
 

@@ -14,8 +14,7 @@ from h2o_flexgen.calibration import links, measure
 from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.units import MIB
 from tests import programs
-from tests.cli.test_program import on_a_terminal
-from tests.programs import Child, Ran, left_in, until
+from tests.programs import Child, Ran, left_in, on_a_terminal, until
 
 Calibrate = Callable[..., Ran]
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-import pty
 import re
-import select
 import sys
 import threading
-import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,7 @@ from h2o_flexgen.cli import progress
 from h2o_flexgen.cli.program import exit_on_errors
 from h2o_flexgen.cli.progress import Progress
 from h2o_flexgen.errors import PlanError
-from tests.programs import Child, Run
+from tests.programs import Child, Run, on_a_terminal
 
 
 def from_stdin(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -99,8 +97,10 @@ def test_a_stream_that_is_closed(tmp_path: Path, model: Path, closed: int) -> No
 
 
 def test_python_warnings_are_one_line(model: Path, run: Run) -> None:
-    ran = run("--model", model, "--prompt", "abc", "--temperature", 2, "-q")
-    assert ran.err == "warning: temperature has no effect without do_sample=True\n"
+    told = "warning: --temperature, --top-k have no effect without --do-sample\n"
+    for prompt in (("--prompt", "abc"), ("--prompt-len", 3)):
+        ran = run("--model", model, *prompt, "--temperature", 2, "--top-k", 3, "-q")
+        assert ran.err == told
 
 
 def test_programs_run_in_any_thread(capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,56 +147,107 @@ def test_handlers_and_warnings_are_put_back() -> None:
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), warnings.showwarning) == before
 
 
-def on_a_terminal(tmp_path: Path, columns: int, *arguments: object) -> tuple[int, str]:
-    """The exit code, and all that a terminal of `columns` got on stderr."""
-    import fcntl
-    import struct
-    import termios
-
-    leader, follower = pty.openpty()
-    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    with Child(tmp_path, *arguments, before=lambda: os.dup2(follower, 2)) as child:
-        os.close(follower)
-        seen = b""
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            if select.select([leader], [], [], 0.1)[0]:
-                try:
-                    seen += os.read(leader, 65536)
-                except OSError:  # the other end is closed
-                    break
-        code = child.wait().code
-    os.close(leader)
-    return code, seen.decode()
-
-
 @pytest.mark.parametrize("columns", [0, 100])
 def test_a_bar_on_a_terminal(tmp_path: Path, model: Path, columns: int) -> None:
     arguments = ("--model", model, "--prompt-len", 9, "--num-prompts", 6, "-n", 50, "--gbs", 2)
     code, seen = on_a_terminal(tmp_path, columns, *arguments)
     assert code == 0
     assert "loading weights:   0%|" in seen
-    assert re.search(r"generating: +\d+%\|.*\d+/300 ", seen), seen
+    assert re.search(r"prefill: +0%\|.*0/54 tokens", seen), seen
+    assert "loading weights" in seen.partition("prefill")[0]
     assert "model       " in seen
     assert "bar" not in seen.splitlines()[-1]
-    assert "generating" not in on_a_terminal(tmp_path, 100, *arguments, "--quiet")[1]
+    assert "prefill" not in on_a_terminal(tmp_path, 100, *arguments, "--quiet")[1]
+
+
+def test_the_bar_says_the_phase_and_what_is_left(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_DRAW_EVERY", 0.0)
+    arguments = ("--model", model, "--prompt-len", 9, "--num-prompts", 6, "-n", 50, "--gbs", 2)
+    lines = on_a_terminal(tmp_path, 100, *arguments)[1].split("\r")
+    for words in (
+        r"prefill: +17%\|.* 9/54 tokens, \S+ tokens/s, 0 of 6 sequences, 00:00 left, then decode",
+        r"prefill: 100%\|.* 54/54 tokens, \S+ tokens/s, 4 of 6 sequences, \d\d:\d\d left",
+        r"decode: +33%\|.* 100/300 tokens, \S+ tokens/s, 2 of 6 sequences, \d\d:\d\d left",
+    ):
+        assert any(re.match(words, line) for line in lines), (words, lines)
 
 
 def test_a_line_now_and_then_where_stderr_is_no_terminal(
     model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = run("--model", model, "--prompt-len", 9, "--num-prompts", 4, "-n", 3, "--gbs", 2)
-    assert "generating" not in ran.err, "a short run needs none"
+    assert "\nprefill:" not in ran.err, "a short run needs none"
     monkeypatch.setattr(progress, "_LINE_EVERY", 0.0)
     ran = run("--model", model, "--prompt-len", 9, "--num-prompts", 4, "-n", 3, "--gbs", 2)
-    lines = [line for line in ran.err.splitlines() if line.startswith("generating")]
-    assert lines[0] == "generating: 0 of 12 tokens, 0 of 4 sequences"
-    assert "generating: 6 of 12 tokens, 2 of 4 sequences" in lines
+    lines = [line for line in ran.err.splitlines() if line.startswith(("prefill:", "decode:"))]
+    assert lines[0] == "prefill: 0 of 36 tokens, 0 of 4 sequences"
+    assert any(
+        re.match(r"prefill: 24 of 36 tokens, .* tokens/s, \d of 4 sequences, 00:00 left", line) for line in lines
+    )
+    assert any(re.match(r"decode: 6 of 12 tokens, .* tokens/s, 2 of 4 sequences, 00:00 left", line) for line in lines)
     assert any(line.startswith("loading weights: ") for line in ran.err.splitlines())
+
+
+class Clock:
+    """What `Progress` takes the time from, and a call of 2 blocks of 4 prompts of 100 tokens and 11 new ones each."""
+
+    UNITS, UNIT_S, STEP_S = 5, 2.0, 3.0
+    WHOLE_S = 2 * (UNITS * UNIT_S + 10 * STEP_S)
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
+
+    def run(self, told: Progress) -> Iterator[str]:
+        """What is said after each unit of the prompts and each step."""
+        told("loading weights", 5, 5)
+        self.now += 60  # which is not of the call
+        for block in range(2):
+            told("generating", 44 * block, 88)
+            for unit in range(self.UNITS + 1):
+                self.now += self.UNIT_S if unit else 0
+                told("prefill", 400 * block + 80 * unit, 800)
+                yield told._state("prefill")
+            for step in range(1, 11):
+                told("generating", 44 * block + 4 * step, 88)
+                yield told._state("generating")
+                self.now += self.STEP_S
+
+
+def left(state: str) -> int:
+    """The seconds in "01:05 left"."""
+    minutes, seconds = re.findall(r"(\d\d):(\d\d) left", state)[0]
+    return 60 * int(minutes) + int(seconds)
+
+
+def test_the_time_that_is_left_is_right_from_the_first_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = Clock(monkeypatch), Progress(quiet=True, sequences=8)
+    start = clock.now + 60
+    for number, state in enumerate(clock.run(told)):
+        spent = clock.now - start
+        if number > clock.UNITS + 1:
+            # A new token comes with a prompt, which is one fewer of the ten steps for each of the blocks.
+            assert left(state) == pytest.approx(clock.WHOLE_S - spent, abs=2 * clock.STEP_S + 1), (number, state)
+        elif 0 < number <= clock.UNITS:
+            assert state.endswith(" left, then decode")
+            assert left(state) == 2 * clock.UNITS * clock.UNIT_S - spent
+        else:
+            assert "left" not in state, "nothing of that phase was measured yet"
+
+
+def test_before_anything_is_measured_a_prediction_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = Clock(monkeypatch), Progress(quiet=True, sequences=8)
+    told.expect({"prefill_s": 20.0, "decode_s": 60.0})
+    states = list(clock.run(told))
+    assert left(states[0]) == clock.WHOLE_S
+    assert left(states[clock.UNITS]) == 10 + 60
+    told.expect(None)
+    assert told._state("prefill").endswith("left"), "what was measured stays known"
 
 
 def test_progress_that_is_closed_twice(capsys: pytest.CaptureFixture[str]) -> None:
     bars = Progress(quiet=False, sequences=1)
+    bars("prefill", 1, 2)
     bars("generating", 1, 2)
     bars.close()
     bars.close()

@@ -105,6 +105,11 @@ def test_shares_that_make_no_sense(field: str, ratio: Any) -> None:
         ({"name": "local", "sinks": 4}, "--sinks is 4 with --eviction local"),
         ({"name": "heavy", "recent": 4}, "--recent is 4 with --eviction heavy"),
         ({"name": "streaming", "recent_ratio": 0.1}, "--recent-ratio is 0.1 with --eviction streaming"),
+        ({"name": "h2o", "budget": 8, "recent": 9}, "--recent is 9, the budget has 8 tokens. needed at most 8"),
+        ({"name": "h2o", "budget": 8, "recent": 7, "sinks": 2}, "--recent is 7, beside the sinks the budget has 6"),
+        ({"name": "h2o", "budget": 8, "sinks": 8}, "the budget is 8 tokens, 8 sinks leave nothing of it"),
+        ({"name": "streaming", "budget": 4}, "the budget is 4 tokens, 4 sinks leave nothing of it. .* at least 5"),
+        ({"name": "random", "budget": math.nan}, "--kv-budget is nan"),
     ],
 )
 def test_what_is_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -116,9 +121,9 @@ def test_what_does_not_fit_the_budget() -> None:
     with pytest.raises(
         UsageError, match=r"--recent is 11, beside the sinks the budget has 10 tokens. needed at most 10"
     ):
-        EvictionConfig("h2o", budget=12, sinks=2, recent=11).resolve(60, 40)
+        EvictionConfig("h2o", 0.12, sinks=2, recent=11).resolve(60, 40)
     with pytest.raises(UsageError, match=r"the budget is 4 of 100 tokens, 4 sinks leave nothing of it. .* at least 5"):
-        EvictionConfig("streaming", budget=4).resolve(60, 40)
+        EvictionConfig("streaming", 0.04).resolve(60, 40)
     with pytest.raises(UsageError, match="the prompt length is 0"):
         EvictionConfig().resolve(0, 4)
 

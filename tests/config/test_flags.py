@@ -117,7 +117,7 @@ def test_defaults_of_a_program() -> None:
     assert "(default: 512)" in made.format_help()
     namespace = made.parse_args(["--gen-len", "8"])
     assert from_namespace(Workload, namespace, defaults=defaults) == Workload(512, 8)
-    assert given(Workload, namespace) == {"gen_len"}
+    assert given(Workload, namespace) == {"gen_len": 8}
 
 
 def test_fields_can_be_left_out() -> None:

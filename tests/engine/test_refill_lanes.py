@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine import block
 from h2o_flexgen.engine.executor import Executor
+from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests import in_order
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.schedule.check import check
@@ -147,10 +149,28 @@ def test_what_is_true_of_all_who_wait(checkpoint) -> None:
 
 
 def test_progress_never_goes_back(checkpoint) -> None:
-    heard: list[tuple[int, int]] = []
+    heard: dict[str, list[tuple[int, int]]] = defaultdict(list)
     with _run(checkpoint("opt")[1], EvictionConfig(), (3, 2)) as llm:
-        llm.on_progress = lambda what, done, total: heard.append((done, total)) if what == "generating" else None
+        llm.on_progress = lambda what, done, total: heard[what].append((done, total))
         llm.generate(PROMPTS, _params())
-    assert {total for _, total in heard} == {sum(NEW)}
-    assert [done for done, _ in heard] == sorted(done for done, _ in heard)
-    assert heard[-1][0] < sum(NEW) <= heard[-1][0] + 8
+        layers = llm.model.spec.num_layers
+    for what, whole in (("prefill", sum(LENGTHS)), ("generating", sum(NEW))):
+        assert {total for _, total in heard[what]} == {whole}
+        assert [done for done, _ in heard[what]] == sorted(done for done, _ in heard[what])
+        assert heard[what][0][0] == 0
+    assert heard["generating"][-1][0] < sum(NEW) <= heard["generating"][-1][0] + 8
+    assert heard["prefill"][-1][0] == sum(LENGTHS)
+    first = [done for done, _ in heard["prefill"] if done <= sum(sorted(LENGTHS)[-6:])]
+    assert len(set(first)) > 2 * layers, "prompts count unit by unit, before they are through"
+
+
+def test_prompts_beyond_the_context_count_as_they_are_fed(checkpoint) -> None:
+    heard: list[tuple[str, int, int]] = []
+    eviction = EvictionConfig("streaming", budget=20, rolling_positions=True)
+    with LLM(checkpoint("llama-gqa")[1], dtype="float32", eviction=eviction) as llm:
+        context = llm.model.spec.max_positions
+        llm.on_progress = lambda *what: heard.append(what)
+        llm.generate([[3 + i % 40 for i in range(context + 9)]], max_new_tokens=3)
+    assert [entry for entry in heard if entry[0] == "prefill"][-1] == ("prefill", context, context)
+    counts = [done for what, done, total in heard if what == "generating"]
+    assert counts == list(range(12)), "a step each: nine tokens of the prompt, and three new ones"

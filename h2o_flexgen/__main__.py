@@ -1,0 +1,52 @@
+"""`h2o-flexgen PROGRAM ...`, and `python -m h2o_flexgen PROGRAM ...`: every program of the package under one name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import h2o_flexgen
+from h2o_flexgen.cli.program import exit_on_errors, write_result
+from h2o_flexgen.config.flags import called
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.registry import suggestion
+
+PROGRAMS = {
+    "run": "complete prompts with a model that need not fit in memory",
+    "demo": "the demo model with the full KV cache and with an evicted one, side by side",
+    "search": "find the fastest plan for a model on a machine, without running it",
+    "calibrate": "measure how fast this machine is, for the shapes of a model",
+    "evaluate": "measure what eviction costs a model, in recall and in perplexity",
+    "bench": "compare this engine with others on the same work",
+}
+"""The modules of the package that are programs, and what each does."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program that the first word names, with the words after it; returns its exit code."""
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in PROGRAMS:
+        code: int = import_module(f"h2o_flexgen.{name}").main(rest)
+        return code
+    return exit_on_errors(lambda: _about(name))
+
+
+def _about(word: str) -> int:
+    """Answers --help and --version. UsageError for any other word."""
+    command = called()
+    if word in ("-h", "--help", "help"):
+        rows = "\n".join(f"  {name:{max(map(len, PROGRAMS))}}  {text}" for name, text in PROGRAMS.items())
+        write_result(f"usage: {command} PROGRAM [flags]\n\n{rows}\n\n{command} PROGRAM --help lists its flags.\n")
+    elif word in ("-V", "--version"):
+        write_result(f"h2o-flexgen {h2o_flexgen.__version__}\n")
+    elif word.startswith("-"):
+        raise UsageError(f"the program's name comes before {word}", f"needed one of {', '.join(PROGRAMS)}")
+    else:
+        near = suggestion(word, PROGRAMS)
+        raise UsageError(f"there is no program {word!r}", f"needed one of {', '.join(PROGRAMS)}", near)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
