@@ -41,7 +41,7 @@ class Results(NamedTuple):
     total: Any
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["extent", "step"])
 def step_kernel(new, held, slots, results, extent, step, scale, form: tl.constexpr):
     """A whole step of one task by one program."""
     task = tl.program_id(0)
@@ -57,7 +57,7 @@ def step_kernel(new, held, slots, results, extent, step, scale, form: tl.constex
     finish(slots, task, where[0], step)
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["extent", "step"])
 def split_kernel(new, held, slots, results, extent, step, scale, form: tl.constexpr):
     """The attention of one task to `extent.chunk` of its slots."""
     task, split = tl.program_id(0), tl.program_id(1)
@@ -75,7 +75,7 @@ def split_kernel(new, held, slots, results, extent, step, scale, form: tl.conste
         tl.store(results.mixed + at.to(tl.int64)[:, None] * form.dim + dims[None, :], mixed, mask=inside)
 
 
-@triton.jit(do_not_specialize=["step"])
+@triton.jit(do_not_specialize=["extent", "step"])
 def join_kernel(slots, results, extent, step, form: tl.constexpr):
     """Makes one of the splits of one task, and does what is left of the step."""
     task = tl.program_id(0)
