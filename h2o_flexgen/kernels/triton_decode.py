@@ -273,7 +273,7 @@ class _Launch:
         tasks, form = rows * kv_heads, self._form(config)
         chunk = triton.cdiv(triton.cdiv(self._most, self._splits), form.block) * form.block
         splits = triton.cdiv(self._most, chunk)
-        extent = Extent(kv_heads, capacity, self._width, splits, chunk, self._window)
+        extent = Extent(kv_heads, capacity, self._width, chunk, self._window)
         results = Results(self.out, self._probs, self._scratch, None, None, None)
         options: dict[str, Any] = {"warmup": compile_only, "num_warps": config.warps}
         whole = self._new, self._held, slots

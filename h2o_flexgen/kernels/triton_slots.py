@@ -32,12 +32,11 @@ class Slots(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Sizes: slots per task, per row of `probs` and `logits`, splits per task, slots per split, of the window."""
+    """Sizes: KV heads per row; slots per task, per row of `probs` and `logits`, per split, of the window."""
 
     kv_heads: int
     capacity: int
     width: int
-    splits: int
     chunk: int
     window: int
 
