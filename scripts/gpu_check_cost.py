@@ -1,17 +1,23 @@
 """Section cost: calibrates the machine, then predicted beside measured throughput for four settings.
 
 As scripts/cost_check.py does it without a GPU: every run is a process of its own with random weights in bfloat16, its
-policy chosen by the search. Here the cap is that of the GPU's memory.
+policy chosen by the search. Here the cap is that of the GPU's memory, and a run is warmed up by its own first tokens.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from gpu_check_records import Failed, Section, run, run_json, section_arguments, tiny_model
+from gpu_check_records import ROOT, Failed, Section, run, run_json, section_arguments, tiny_model
+from gpu_check_warm import warm_up
+
+from h2o_flexgen.config.eviction import EvictionConfig
+
+CHILD = "one"
 
 
 @dataclass(frozen=True)
@@ -36,16 +42,15 @@ class Setting:
 
     @property
     def machine(self) -> list[str]:
-        """Flags of a run and of a calibration."""
+        """Flags of a calibration."""
         return ["--model", self.model, "--dtype", "bfloat16", *(["--emulate-gpu", self.emulated] * bool(self.emulated))]
 
     @property
-    def flags(self) -> list[str]:
-        """Flags of a run."""
-        work = ["--num-prompts", self.sequences, "--prompt-len", self.prompt_len, "--gen-len", self.gen_len]
-        work += ["--hh-ratio", self.ratio, "--weights", "dummy", "--no-log"]
-        cap = ["--gpu-mem", self.gpu_mem] if self.gpu_mem and not self.emulated else []
-        return [*self.machine, *map(str, work), *cap]
+    def engine(self) -> dict[str, Any]:
+        """The engine's settings."""
+        cap = {"emulate_gpu": self.emulated} if self.emulated else {"gpu_mem": self.gpu_mem or None}
+        eviction = EvictionConfig() if self.ratio == 1 else EvictionConfig("h2o", ratio=self.ratio)
+        return {"model": self.model, "weights": "dummy", "dtype": "bfloat16", "eviction": eviction, **cap}
 
 
 SETTINGS = (
@@ -77,8 +82,8 @@ def measure(section: Section, setting: Setting) -> None:
     """One run, recorded."""
     try:
         profile = calibrate(section, setting, 3 if section.dry_run else 40)
-        command = [sys.executable, "-m", "h2o_flexgen.run", *setting.flags, "--hardware", str(profile), "--quiet"]
-        record = run_json(command, section.left())
+        text = json.dumps({"setting": asdict(setting), "profile": str(profile)})
+        record = run_json([sys.executable, str(ROOT / "scripts/gpu_check_cost.py"), CHILD, text], section.left())
     except Failed as error:
         section.keep(setting.name, failed=str(error))
         return
@@ -95,8 +100,34 @@ def measure(section: Section, setting: Setting) -> None:
     )
 
 
+def child(text: str) -> int:
+    """One run after a warm-up, in a process of its own, planned as `h2o_flexgen.run` plans; prints its record."""
+    work = json.loads(text)
+    setting = Setting(**work["setting"])
+    from h2o_flexgen import LLM
+    from h2o_flexgen.cli.planning import Planning
+    from h2o_flexgen.cli.prompts import random_prompts
+    from h2o_flexgen.config.hardware import HardwareProfile
+
+    hardware = HardwareProfile.load(Path(work["profile"]))
+    with LLM(**setting.engine) as llm:
+        prompts = random_prompts(setting.sequences, setting.prompt_len, llm.model.spec.vocab_size, 0)
+        llm.planner = Planning(llm, hardware, calibrate=False, quiet=True)
+        warm_up(llm, prompts, setting.gen_len)
+        planning = Planning(llm, hardware, calibrate=False, quiet=True)
+        llm.planner, llm.on_plan = planning, planning.announce
+        llm.generate(prompts, max_new_tokens=setting.gen_len, ignore_eos=True)
+        record = llm.last_record
+    if record is None:
+        raise Failed("the run left no record")
+    print(planning.completed(record, setting.prompt_len, setting.gen_len).to_line())
+    return 0
+
+
 def main() -> int:
     """Runs the section; 0 whatever failed, since the records say so."""
+    if sys.argv[1:2] == [CHILD]:
+        return child(sys.argv[2])
     section = section_arguments("cost")
     for setting in settings(section):
         if section.wanted(setting.name):

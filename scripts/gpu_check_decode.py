@@ -3,7 +3,8 @@
 OPT-6.7B's shape with random weights, 24 sequences of 2,048 + 2,048 tokens, KV cache at 20 %, and the full cache. OPT's
 context is 2,048: the model has a position table of twice that, for which random weights are as good. Of the new tokens
 a part is generated: with a budget the cache is full from the first step on, so that every step does what the last would
-do; the full cache grows, and its record says how far. Nothing is projected.
+do; the full cache grows, and its record says how far. Nothing is projected. `step_s` is the mean of all decode steps,
+`steady_step_s` of those after a graph was recorded; `load_s` contains the warm-up, which is the work's first tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_check_records import ROOT, Failed, run_json, section_arguments, tiny_model
+from gpu_check_warm import Steps, warm_up
 
 from h2o_flexgen.config.known import known_config
 
@@ -83,7 +85,8 @@ def child(text: str) -> int:
             [4 + (7919 * row + 104729 * i) % (spec.vocab_size - 4) for i in range(work.prompt_len)]
             for row in range(work.batch)
         ]
-        llm.generate([prompt[:16] for prompt in prompts], max_new_tokens=4, ignore_eos=True)
+        load_s = warm_up(llm, prompts, work.generated)
+        steps = llm.on_progress = Steps()
         llm.generate(prompts, max_new_tokens=work.generated, ignore_eos=True)
         record = llm.last_record
     if record is None:
@@ -94,8 +97,7 @@ def child(text: str) -> int:
     slots = work.budget or work.prompt_len + work.generated / 2
     cache = work.batch * slots * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2
     scores = 0 if work.budget is None else 12 * work.batch * slots * spec.num_layers * spec.num_kv_heads
-    nbytes, steps = weights + cache + scores, work.generated - 1
-    step = record.decode_s / steps
+    nbytes, step = weights + cache + scores, record.decode_s / (work.generated - 1)
     facts: dict[str, Any] = {
         "model": Path(work.model).name,
         "dtype": record.dtype,
@@ -106,10 +108,11 @@ def child(text: str) -> int:
         "budget": work.budget,
         "ran": work.ran,
         "projected": False,
-        "load_s": record.load_s,
+        "load_s": load_s,
         "prefill_s": record.prefill_s,
         "decode_s": record.decode_s,
         "step_s": step,
+        "steady_step_s": steps.steady_s,
         "decode_tokens_per_s": record.decode_throughput,
         "bytes_per_step": nbytes,
         **rates,

@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpu_check_records import Failed, Section, section_arguments
+from gpu_check_records import Failed, Section, say, section_arguments
 
 import torch  # isort: skip  (the records say where the package is)
 
@@ -28,6 +29,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Call = Callable[[], Any]
 COLD_BYTES = 1 << 30  # of caches that take turns: many times what a GPU keeps close
 REPETITIONS = 30
+COMPILING = 0.4
+"""Of the section's seconds, in which kernels are compiled ahead."""
 
 
 class Shape(NamedTuple):
@@ -106,37 +109,68 @@ def best(rates: dict[str, float]) -> float:
     return max(rates.values())
 
 
-def _empty(size: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def _random(size: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(size, dtype=torch.float32, device=DEVICE).to(dtype)
 
 
-def decode_calls(shape: Shape, packed: bool, scored: bool) -> tuple[list[Call], int]:
-    """Steps of caches that take turns, and the bytes that each must move."""
+def _unwritten(size: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device=DEVICE)
+
+
+def decode_cache(shape: Shape, packed: bool, scored: bool, made: Callable[..., torch.Tensor] = _random) -> Any:
+    """A TritonAttend whose rows have one slot left, and q, k and v of a step; `made` makes tensors of a size."""
     from h2o_flexgen.kernels import triton_quant
     from h2o_flexgen.kernels.triton_decode import TritonAttend
 
     batch, heads, kv_heads, slots, dim, _ = shape
     tasks, size = batch * kv_heads, (batch, kv_heads, slots, dim)
+    # The step takes the slot that is left, whichever number it has.
+    rule = (slots - 1, slots, slots - 1, slots - 1 if not scored else 0, 0, 0, slots // 2 if scored else 0, 0)
+    ranking = None
+    if scored:
+        free = torch.arange(tasks, device=DEVICE) * slots + slots - 1
+        pos = torch.arange(slots, dtype=torch.int32, device=DEVICE).repeat(batch, kv_heads, 1)
+        ranking = (made(size[:3], torch.float32).abs(), pos, free)
+    kernel = TritonAttend([rule] * batch, size, DEVICE, ranking=ranking, adds=scored)
+    k, v = made(size), made(size)
+    if packed:
+        kernel.attach_packed(triton_quant.quantise(k), triton_quant.quantise(v))
+    else:
+        kernel.attach(k, v)
+    return kernel, (made((batch, heads, dim)), made((batch, kv_heads, dim)), made((batch, kv_heads, dim)))
+
+
+def decode_calls(shape: Shape, packed: bool, scored: bool) -> tuple[list[Call], int]:
+    """Steps of caches that take turns, and the bytes that each must move."""
+    batch, heads, kv_heads, slots, dim, _ = shape
+    tasks = batch * kv_heads
     kept = tasks * slots * (dim // 2 + 4 * -(-dim // 64) if packed else 2 * dim)  # bytes of K
     nbytes = 2 * kept + 12 * tasks * slots * scored + 2 * dim * batch * (2 * heads + 2 * kv_heads)
-    calls: list[Call] = []
-    for _ in range(max(1, min(32, COLD_BYTES // (2 * kept))) if DEVICE == "cuda" else 1):
-        # One slot is left of each row: the step takes it, whichever number it has.
-        rule = (slots - 1, slots, slots - 1, slots - 1 if not scored else 0, 0, 0, slots // 2 if scored else 0, 0)
-        ranking = None
-        if scored:
-            free = torch.arange(tasks, device=DEVICE) * slots + slots - 1
-            pos = torch.arange(slots, dtype=torch.int32, device=DEVICE).repeat(batch, kv_heads, 1)
-            ranking = (torch.rand(size[:3], device=DEVICE), pos, free)
-        kernel = TritonAttend([rule] * batch, size, DEVICE, ranking=ranking, adds=scored)
-        k, v = _empty(size), _empty(size)
-        if packed:
-            kernel.attach_packed(triton_quant.quantise(k), triton_quant.quantise(v))
-        else:
-            kernel.attach(k, v)
-        qkv = _empty((batch, heads, dim)), _empty((batch, kv_heads, dim)), _empty((batch, kv_heads, dim))
-        calls.append(lambda kernel=kernel, qkv=qkv: kernel.step(0, qkv, dim**-0.5))  # type: ignore[misc]
-    return calls, nbytes
+    turns = max(1, min(32, COLD_BYTES // (2 * kept))) if DEVICE == "cuda" else 1
+    caches = [decode_cache(shape, packed, scored) for _ in range(turns)]
+    return [partial(kernel.step, 0, qkv, dim**-0.5) for kernel, qkv in caches], nbytes
+
+
+def decode_kinds(section: Section) -> Iterator[tuple[str, Shape, bool, bool]]:
+    """Every shape, in bfloat16 and 4 bits, without and with scores: (name, shape, packed, scored)."""
+    for shape in TINY if section.dry_run else DECODE:
+        for packed, scored in ((False, False), (False, True), (True, False), (True, True)):
+            kind = f"decode, {shape.like}, {'4 bit' if packed else 'bfloat16'}, {'with' if scored else 'no'} scores"
+            yield kind, shape, packed, scored
+
+
+def compile_decode(section: Section) -> None:
+    """Compiles what the decode steps will launch, side by side: one after the other that takes minutes, and machines
+    start bare. What there is no time for is compiled when it is measured."""
+    from h2o_flexgen.kernels.triton_tune import compiling
+
+    began = time.monotonic()
+    with compiling(COMPILING * section.left()) as jobs:
+        for name, shape, packed, scored in decode_kinds(section):
+            if section.wanted(name):
+                kernel, qkv = decode_cache(shape, packed, scored, _unwritten)
+                kernel.compile(0, qkv, shape.dim**-0.5)
+    say(f"kernels: {time.monotonic() - began:.0f} s of compiling" + ", which was not enough for all" * jobs.late)
 
 
 def measured(calls: list[Call], nbytes: int, rate: float) -> dict[str, Any]:
@@ -148,11 +182,10 @@ def measured(calls: list[Call], nbytes: int, rate: float) -> dict[str, Any]:
 
 
 def decode_attention(section: Section, rate: float) -> None:
-    """Every shape, in bfloat16 and 4 bits, without and with scores."""
-    for shape in TINY if section.dry_run else DECODE:
-        for packed, scored in ((False, False), (False, True), (True, False), (True, True)):
-            kind = f"decode, {shape.like}, {'4 bit' if packed else 'bfloat16'}, {'with' if scored else 'no'} scores"
-            attempt(section, kind, lambda shape=shape, p=packed, s=scored: _decode(shape, p, s, rate))
+    """Every kind of decode step."""
+    compile_decode(section)
+    for name, *how in decode_kinds(section):
+        attempt(section, name, partial(_decode, *how, rate))
 
 
 def _decode(shape: Shape, packed: bool, scored: bool, rate: float) -> dict[str, Any]:
@@ -167,7 +200,7 @@ def column_sums(section: Section, rate: float) -> None:
     def measure() -> dict[str, Any]:
         from h2o_flexgen.kernels import triton_prompt
 
-        q, k, v = (_empty((rows, heads, length, dim)) for _ in range(3))
+        q, k, v = (_random((rows, heads, length, dim)) for _ in range(3))
         _, lse = triton_prompt.flash(q, k, v, dim**-0.5, None)
         nbytes = 2 * q.nbytes + lse.nbytes + 4 * rows * heads * length
         facts = measured([lambda: triton_prompt.sum_columns(q, k, lse, dim**-0.5)], nbytes, rate)
@@ -187,7 +220,7 @@ def quantisation(section: Section, rate: float) -> None:
     def measure(back: bool) -> dict[str, Any]:
         from h2o_flexgen.kernels import triton_quant
 
-        x = _empty(size)
+        x = _random(size)
         packed = triton_quant.quantise(x)
         calls: list[Call] = [lambda: triton_quant.dequantise(packed, x.dtype) if back else triton_quant.quantise(x)]
         facts = measured(calls, x.nbytes + sum(part.nbytes for part in packed), rate)

@@ -6,7 +6,8 @@ finds on the machine's calibrated rates; the others through h2o_flexgen.bench at
 
 A cell first generates a few tokens, then all of them where its time allows, else as many as do; where even the first
 few take too long, it tries half the sequences. A cell that was cut in either way has no measured throughput: what it
-ran gives "short_tokens_per_s", and, its steps taken for all that are missing, "projected_tokens_per_s".
+ran gives "short_tokens_per_s", and, its steps taken for all that are missing, "projected_tokens_per_s". Each of our
+runs is warmed up by its own first tokens; its first steps do not count for what is missing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from typing import Any
 from gpu_check_cost import Setting, calibrate
 from gpu_check_peers import PEERS, Peer, host_bytes, one_of, scratch_folder
 from gpu_check_records import ROOT, Failed, Section, run_json, section_arguments, tiny_model
+from gpu_check_warm import FEWEST, Steps, warm_up
+
+from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
 
 CHILD = "one"
 RATIOS = {"h2o": 0.2, "full": 1.0}
@@ -31,8 +35,10 @@ CELL_S = {"opt-30b": 200.0}
 """Seconds of a cell, loading included; OTHER_S for other models. Loading 60 GB takes much of it."""
 OTHER_S = 100.0
 PROBE = 4
+OWN_PROBE = FIRST_REPLAYED + FEWEST + 3
+"""New tokens of a cell's first run: of ours as many as tell what a step takes once it is a recorded one."""
 GROWING = 1.25  # what a step may take more when caches have grown
-STARTING_S = 20.0  # imports, CUDA, the warm-up
+STARTING_S = 20.0  # imports, CUDA
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,18 @@ class Cell:
         """For records and tables."""
         return f"{Path(self.model).name}, {self.prompt_len}+{self.gen_len}, {self.system}"
 
+    @property
+    def probe(self) -> int:
+        """New tokens of the first run."""
+        return min(self.gen_len, OWN_PROBE if self.system in RATIOS else PROBE)
+
 
 @dataclass(frozen=True)
 class Ran:
-    """What one run gave: seconds, sequences, new tokens of each, and facts for the record."""
+    """What one run gave: seconds, sequences, new tokens of each, and facts for the record.
+
+    load_s: before the clock started, warming up included. steady_s: of a step, without the first ones, where known.
+    """
 
     prefill_s: float
     decode_s: float
@@ -62,6 +76,7 @@ class Ran:
     sequences: int
     generated: int
     facts: dict[str, Any]
+    steady_s: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -71,7 +86,7 @@ class Ran:
     @property
     def step_s(self) -> float:
         """Of decoding."""
-        return self.decode_s / max(1, self.generated - 1)
+        return self.steady_s or self.decode_s / max(1, self.generated - 1)
 
     def projected(self, gen_len: int) -> float:
         """Tokens per second if every step that is missing took as long as these did."""
@@ -121,7 +136,7 @@ def _first(cell: Cell, size: int, run: Run, until: float) -> Ran | Failed:
         if left < STARTING_S and not cell.emulated:
             break
         try:
-            return run(size, min(PROBE, cell.gen_len), 0.75 * left)
+            return run(size, cell.probe, 0.75 * left)
         except Failed as failed:
             error = failed
             if size == 1 or not any(word in str(error).lower() for word in ("memory", "cap is", "given up", "gave up")):
@@ -216,14 +231,14 @@ def child(text: str) -> int:
         work["model"], weights="dummy", dtype="bfloat16", eviction=eviction, policy=policy, disk_mem=0, **caps
     ) as llm:
         prompts = random_prompts(count, work["prompt_len"], llm.model.spec.vocab_size, 0)
-        llm.generate([prompt[:16] for prompt in prompts], max_new_tokens=2, ignore_eos=True)
-        load_s = llm.last_record.load_s if llm.last_record else 0.0
+        load_s = warm_up(llm, prompts, work["generated"])
+        steps = llm.on_progress = Steps()
         llm.generate(prompts, max_new_tokens=work["generated"], ignore_eos=True)
         record = llm.last_record
     if record is None:
         raise Failed("the run left no record")
     kept = {key: record.to_json()[key] for key in ("dtype", "policy", "bytes_moved", "peak_bytes", "warnings")}
-    ran = Ran(record.prefill_s, record.decode_s, load_s, count, work["generated"], kept)
+    ran = Ran(record.prefill_s, record.decode_s, load_s, count, work["generated"], kept, steps.steady_s)
     print(json.dumps(asdict(ran)))
     return 0
 

@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh without a GPU: a reduced dry run, what its records become, and what a section may not break."""
+"""scripts/gpu_check.sh without a GPU: a reduced dry run, warm-ups, records, and what a section may not break."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,18 @@ SCRIPTS = ROOT / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import gpu_check  # noqa: E402
-from gpu_check_paper import PROBE, Cell, Ran, measure  # noqa: E402
+import gpu_check_cost  # noqa: E402
+import gpu_check_decode  # noqa: E402
+import gpu_check_paper  # noqa: E402
+from gpu_check_paper import OWN_PROBE, PROBE, Cell, Ran, measure  # noqa: E402
 from gpu_check_peers import Peer, flexgen_sizes, one_of  # noqa: E402
-from gpu_check_records import Failed, Section, read, run, run_json  # noqa: E402
+from gpu_check_records import Failed, Section, read, run, run_json, tiny_model  # noqa: E402
 from gpu_check_table import BEGIN, END, NOTHING, WHOLE, latest, readme_block, tables, with_block  # noqa: E402
 from gpu_check_tests import summary  # noqa: E402
+from gpu_check_warm import FEWEST, WARM_UP, Steps, warm_up  # noqa: E402
+
+from h2o_flexgen import LLM, EvictionConfig, OffloadPolicy  # noqa: E402
+from h2o_flexgen.schedule.recorded import FIRST_REPLAYED  # noqa: E402
 
 GPU = {"name": "NVIDIA H200", "memory_bytes": 150 * 10**9, "cuda": "13.0"}
 HOST = {"cpu": "a CPU", "cores": 16, "memory_bytes": 128 << 30, "gpu": GPU}
@@ -114,7 +122,7 @@ def test_the_marks_must_be_there() -> None:
         with_block("no marks", "new")
 
 
-class Steps:
+class System:
     """A system of which every sequence takes 1 s to begin and every token 0.1 s, `most` sequences at a time."""
 
     def __init__(self, most: int = 1000) -> None:
@@ -127,8 +135,8 @@ class Steps:
         return Ran(1.0, 0.1 * (generated - 1), 5.0, size, generated, {})
 
 
-def cell(gen_len: int) -> Cell:
-    return Cell("opt-6.7b", gen_len, "flexgen")
+def cell(gen_len: int, system: str = "flexgen") -> Cell:
+    return Cell("opt-6.7b", gen_len, system)
 
 
 def soon(seconds: float) -> float:
@@ -136,7 +144,7 @@ def soon(seconds: float) -> float:
 
 
 def test_a_cell_that_fits_its_time_is_measured_in_full() -> None:
-    steps = Steps()
+    steps = System()
     facts = measure(cell(32), [8], steps, soon(1000))
     assert steps.asked == [(8, PROBE), (8, 32)]
     assert facts["measured_tokens_per_s"] == pytest.approx(8 * 32 / (1.0 + 3.1))
@@ -144,7 +152,7 @@ def test_a_cell_that_fits_its_time_is_measured_in_full() -> None:
 
 
 def test_one_that_does_not_is_cut_and_says_so() -> None:
-    facts = measure(cell(1024), [8], Steps(), soon(60))
+    facts = measure(cell(1024), [8], System(), soon(60))
     generated = facts["generated"]
     assert PROBE < generated < 1024
     assert facts["measured_tokens_per_s"] is None
@@ -152,20 +160,39 @@ def test_one_that_does_not_is_cut_and_says_so() -> None:
     assert facts["projected_tokens_per_s"] == pytest.approx(8 * 1024 / (1.0 + 102.3))
 
 
+def test_our_first_run_is_long_enough_to_drop_its_first_steps() -> None:
+    """Of 12 new tokens 11 are decoded; what is projected and what fits follow from the last of these steps."""
+
+    class Ours(System):
+        def __call__(self, size: int, generated: int, seconds: float) -> Ran:
+            ran = super().__call__(size, generated, seconds)
+            return replace(ran, decode_s=ran.decode_s + 50.0, steady_s=0.1)
+
+    assert OWN_PROBE - 1 - FIRST_REPLAYED >= FEWEST
+    steps = Ours()
+    facts = measure(cell(32, "h2o"), [8], steps, soon(1000))
+    assert steps.asked == [(8, OWN_PROBE), (8, 32)]
+    assert facts["measured_tokens_per_s"] == pytest.approx(8 * 32 / (1.0 + 53.1)), "what was measured stays whole"
+    facts = measure(cell(1024, "h2o"), [8], Ours(), soon(100))
+    assert OWN_PROBE < facts["generated"] < 1024
+    assert facts["projected_tokens_per_s"] == pytest.approx(8 * 1024 / (1.0 + 102.3))
+    assert cell(8, "h2o").probe == 8
+
+
 def test_sequences_that_do_not_fit_are_halved_and_that_counts_as_cut() -> None:
-    facts = measure(cell(32), [64], Steps(most=16), soon(1000))
+    facts = measure(cell(32), [64], System(most=16), soon(1000))
     assert (facts["sequences"], facts["fewer_sequences"], facts["measured_tokens_per_s"]) == (16, True, None)
 
 
 def test_the_faster_of_two_batches_is_taken() -> None:
-    facts = measure(cell(32), [2, 96], Steps(), soon(1000))
+    facts = measure(cell(32), [2, 96], System(), soon(1000))
     assert facts["sequences"] == 96
     assert [tried.partition(":")[0] for tried in facts["tried"]] == ["2", "96"]
 
 
 def test_what_never_works_has_the_reason() -> None:
     with pytest.raises(Failed, match="out of memory"):
-        measure(cell(32), [64], Steps(most=0), soon(1000))
+        measure(cell(32), [64], System(most=0), soon(1000))
 
 
 @pytest.mark.parametrize("row", [10**8, 10**9])
@@ -226,6 +253,95 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path) -> None:
     assert [section.wanted(name) for name in "abc"] == [False, True, True]
     assert Section("paper", tmp_path, 0.0, again=True).wanted("a")
     assert [Section("paper", tmp_path, 0.0, only=("b", "d")).wanted(name) for name in "bcd"] == [True, False, True]
+
+
+class Machine:
+    """An engine that takes a second for a prompt and so many for each decode step, and notes what it was asked."""
+
+    def __init__(self, *steps: float) -> None:
+        self.steps, self.now, self.asked = steps, 0.0, list[tuple[int, int, int]]()
+        self.on_progress: Any = lambda what, done, total: None
+
+    def generate(self, prompts: list[list[int]], max_new_tokens: int, ignore_eos: bool) -> None:
+        assert ignore_eos
+        self.on_progress("loading weights", 1, 2)
+        begun = len(prompts), len(prompts[0]), max_new_tokens, 0
+        for step in range(max_new_tokens):
+            self.on_progress("generating", step * len(prompts), max_new_tokens * len(prompts))
+            self.now += self.steps[step]
+            begun = *begun[:3], step + 1
+        self.asked.append(begun)
+
+
+def test_a_warm_up_is_the_work_left_after_its_first_tokens() -> None:
+    machine = Machine(*[1.0] * 300)
+    told = machine.on_progress
+    warm_up(machine, [[1] * 2048] * 24, 256)
+    assert machine.asked == [], "it was left"
+    assert machine.now == WARM_UP >= FIRST_REPLAYED + 1
+    assert machine.on_progress is told
+    warm_up(machine, [[1] * 2048] * 24, 5)
+    assert machine.asked == [(24, 2048, 5, 5)], "less than that is done as a whole"
+
+
+def test_first_steps_do_not_count() -> None:
+    machine = Machine(9.0, *[5.0] * (FIRST_REPLAYED - 1), 1.0, 2.0, 3.0, 7.0)
+    machine.on_progress = steps = Steps(lambda: machine.now)
+    machine.generate([[1]] * 3, FIRST_REPLAYED + 4, ignore_eos=True)
+    assert steps.steady_s == 2.0, "the last one's end is not seen"
+    machine.on_progress = few = Steps(lambda: machine.now)
+    machine.generate([[1]] * 3, FIRST_REPLAYED + 3, ignore_eos=True)
+    assert few.steady_s is None
+
+
+def test_a_real_engine_is_warmed_up_with_real_lengths(tmp_path: Path) -> None:
+    """Plan, prompts and budget are those of the run; the engine can go on afterwards, on the weights it has."""
+    seen = []
+    with LLM(
+        tiny_model(tmp_path), weights="dummy", emulate_gpu="64MiB", eviction=EvictionConfig("h2o", ratio=0.2)
+    ) as llm:
+        prompts = [[row + i for i in range(4, 44)] for row in range(3)]
+        llm.on_plan = lambda plan: seen.append((plan.request.workload, plan.policy, plan.placement))
+        load_s = warm_up(llm, prompts, 20)
+        outputs = llm.generate(prompts, max_new_tokens=20, ignore_eos=True)
+        assert [len(output.token_ids) for output in outputs] == [20] * 3
+        assert llm.last_record.load_s == 0.0 < load_s
+    first, second = seen
+    assert first == second
+    assert (first[0].prompt_len, first[0].gen_len, first[0].num_sequences) == (40, 20, 3)
+
+
+@pytest.mark.parametrize("section", ["decode", "paper", "cost"])
+def test_sections_warm_up_with_what_they_run(section: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    """The same prompts, as many new tokens: what their children ask of an engine, first to warm up and then to time."""
+    asked, model = list[tuple[int, int, int]](), tiny_model(tmp_path)
+    generate = LLM.generate
+
+    def noted(llm: LLM, prompts: Any, **settings: Any) -> Any:
+        asked.append((len(prompts), len(prompts[0]), settings["max_new_tokens"]))
+        return generate(llm, prompts, **settings)
+
+    monkeypatch.setattr(LLM, "generate", noted)
+    if section == "decode":
+        work = gpu_check_decode.Work(model, 2, 32, 32, 12, 13, True)
+        assert gpu_check_decode.child(json.dumps(vars(work))) == 0
+    elif section == "paper":
+        shares = {kind: {"gpu": 1.0} for kind in ("weights", "cache", "hidden")}
+        policy = OffloadPolicy(gpu_batch_size=2, num_gpu_batches=1, **shares).to_json()
+        facts = {**asdict(Cell(model, 32, "h2o", 32, "8MiB", emulated=True)), "policy": policy, "host": 0}
+        assert gpu_check_paper.child(json.dumps({**facts, "generated": 12, "budget": 13})) == 0
+    else:
+        setting = gpu_check_cost.Setting(model, "", 2, 32, 12, 0.2, "64MiB")
+        profile = ROOT / "configs/hardware/t4-16gb.json"
+        assert gpu_check_cost.child(json.dumps({"setting": asdict(setting), "profile": str(profile)})) == 0
+    assert asked == [(2, 32, 12)] * 2
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    if section == "cost":
+        assert found["predicted"]["gen_throughput"] > 0 < found["gen_throughput"]
+        assert (found["load_s"], found["generated_tokens"]) == (0.0, 24)
+    else:
+        assert found["load_s"] > 0
+        assert found["steady_step_s" if section == "decode" else "steady_s"] > 0
 
 
 def test_a_reduced_dry_run(tmp_path: Path) -> None:

@@ -69,17 +69,21 @@ def _switch() -> bool | None:
 
 @cache
 def _failing(device: torch.device) -> str | None:
-    """What goes wrong with a kernel on this GPU. Triton needs a C compiler for the host's side of a launch, say."""
+    """Which kernel goes wrong on this GPU, and how. Triton needs a C compiler for the host's side of a launch, say."""
+    kernel = "quantise"
     try:
         from h2o_flexgen.kernels import triton_quant
 
         x = torch.linspace(-1, 1, 64, device=device).view(1, 64)
-        there_and_back = triton_quant.dequantise(triton_quant.quantise(x, bits=8), torch.float32, bits=8)
-        if float((there_and_back - x).abs().max()) > 0.05:
-            return "a kernel of Triton gives wrong numbers on this GPU"
+        packed = triton_quant.quantise(x, bits=8)
+        torch.cuda.synchronize(device)  # an error of a launch would be told at a later one
+        kernel = "dequantise"
+        if float((triton_quant.dequantise(packed, torch.float32, bits=8) - x).abs().max()) > 0.05:
+            return "Triton's kernels quantise and dequantise give wrong numbers on this GPU"
     except Exception as error:  # whatever it is: torch does the same work
         lines = str(error).strip().splitlines()
-        return f"Triton cannot run a kernel here: {type(error).__name__}: {lines[0] if lines else 'without a word'}"
+        said = f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+        return f"Triton cannot run the kernel {kernel} here: {said}"
     return None
 
 

@@ -2,8 +2,9 @@
 
 Imports Triton; see `triton_available`. What it takes and does is what `native.attend` takes and does on a CPU.
 
-One program does the step of one row and KV head. Where these are fewer than the GPU has processors, and slots are many,
-several programs share the slots of each, and a second launch joins their parts ("flash-decoding").
+One program does the step of one row and KV head, a task. A processor is busy with about three programs at a time: where
+tasks are fewer and slots are many, several programs share the slots of each task, and a second launch joins their parts
+("flash-decoding").
 
 Nothing of a launch depends on the step, if that is a tensor: so that a CUDA graph can repeat it. Programs and scratch
 are for the slots that will ever be occupied; each program reads as far as they are now, and one whose share is not
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -38,10 +40,13 @@ from h2o_flexgen.kernels.triton_tune import Config, fastest
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of queries and of new keys and values; K and V have the same one unless packed."""
 MAX_DIM, PACKED_MULTIPLE, MAX_GROUP = 256, 16, 16
+RESIDENT = 3  # programs that a processor is to have: as many as it holds of the first candidate, dimension 128
 MIN_SPLIT = 256  # slots for which another program is worth its launch
+SCAN = 1024  # slots whose scores four warps add to at a time, eight of each thread
 PROCESSORS_INTERPRETED = 4
+_JOIN_WARPS = 8
 _NO_WINDOW = 1 << 30
-_TILE_BYTES = 16384  # of K, and of V: with two of each on the way, 64 KiB of shared memory
+_TILE_BYTES = 8192  # of K, and of V
 
 
 class TritonAttend:
@@ -119,6 +124,35 @@ class TritonAttend:
         probs: Tensor | None = None,
     ) -> Tensor:
         """See `DecodeStep`. Heads are at most `MAX_GROUP` per KV head."""
+        launch = self._launch(number, qkv, scale, fresh, slots, probs)
+        launch.run(self._config(launch))
+        return launch.out
+
+    def compile(self, number: int | Tensor, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> None:
+        """Compiles what `step` may launch for such arguments, and launches nothing: see `triton_tune.compiling`."""
+        launch = self._launch(number, qkv, scale)
+        for config in self._candidates(launch):
+            launch.prepare(config)
+
+    def _config(self, launch: _Launch) -> Config:
+        configs = self._candidates(launch)
+        return fastest(launch.kind, configs, launch.prepare, launch.rehearse) if len(configs) > 1 else configs[0]
+
+    def _candidates(self, launch: _Launch) -> list[Config]:
+        """What a launch may be configured as."""
+        found = candidates(self._size[3], launch.out.dtype)
+        return found if self._tune else found[:1]
+
+    def _launch(
+        self,
+        number: int | Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        fresh: Tensor | None = None,
+        slots: Tensor | None = None,
+        probs: Tensor | None = None,
+    ) -> _Launch:
+        """The arguments of `step`, checked."""
         if self._held is None:
             raise RuntimeError("no K and V are attached")
         q, k, v = (self._fit(x) for x in qkv)
@@ -136,12 +170,7 @@ class TritonAttend:
         if isinstance(number, Tensor):
             state, number = state._replace(now=number, now_out=number), 0
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        launch = _Launch(self, new, state, (out, probs), (number, scale * math.log2(math.e)))
-        config = default_config(dim, q.dtype, self._dtype is None)
-        if self._tune:
-            config = fastest(launch.kind, candidates(dim, q.dtype, self._dtype is None), launch.rehearse)
-        launch.run(config)
-        return out
+        return _Launch(self, new, state, (out, probs), (number, scale * math.log2(math.e)))
 
     def _occupied(self, number: int | Tensor) -> int:
         """Slots from the first on: at this step, or where only the device knows that, ever."""
@@ -170,7 +199,7 @@ class _Launch:
         if owner._held is None:
             raise RuntimeError("no K and V are attached")
         self._held, self._new, self._slots, self._most = owner._held, new, slots, owner._most
-        self._out, self._probs = outputs
+        self.out, self._probs = outputs
         self._step, self._scale = numbers
         self._size, self._window, self._adds = owner._size, owner._window, owner._adds
         self._splits = owner._splits
@@ -181,24 +210,47 @@ class _Launch:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What decides which configuration is the fastest."""
-        q = self._new.q
+        """What decides which configuration is the fastest; sizes to the next power of two."""
+        q, (rows, kv_heads, _, dim) = self._new.q, self._size
+        sizes = [triton.next_power_of_2(size) for size in (rows * kv_heads, self._most)]
         packed = self._held.k_scale is not None
-        return (q.device, q.dtype, self._size[3], self._group, packed, self._scratch is not None, self._splits > 1)
+        return (q.device, q.dtype, dim, self._group, packed, self._scratch is not None, self._splits > 1, *sizes)
 
     def run(self, config: Config) -> None:
         """Launches; changes the state."""
         self._launch(config, self._slots)
 
+    def prepare(self, config: Config) -> None:
+        """Compiles what `run` launches."""
+        self._launch(config, self._slots, compile_only=True)
+
     def rehearse(self, config: Config) -> None:
-        """Launches the same work, which may be done any number of times: the state goes elsewhere."""
-        # Where the new token goes is read from `free` or follows from the step: what is written there is the same.
+        """Launches the same work at its largest, which may be done any number of times: the state goes elsewhere."""
         if self._aside is None:
-            self._aside = self._slots._replace(now_out=None)
-            if self._slots.score is not None:
-                score, free = torch.empty_like(self._slots.score), torch.empty_like(self._slots.free)
-                self._aside = self._aside._replace(score_out=score, free_out=free)
+            self._aside = self._rehearsal()
         self._launch(config, self._aside)
+
+    def _rehearsal(self) -> Slots:
+        """The state with all slots occupied, since what is fastest now is kept for when they are; and what is written
+        to it aside, but for the new token's own slot and position.
+
+        These are read from `free`, or follow from the step: then a row that is not full writes to its last slot, which
+        it has not taken yet.
+        """
+        slots = self._slots
+        step = self._step if slots.now is None else int(slots.now.max())
+        rules = slots.rules.clone()
+        rules[:, 0] = torch.maximum(rules[:, 0], rules[:, 1].clamp(max=self._width) - 1 - step)
+
+        def another(tensor: Tensor | None) -> Tensor | None:  # None stays None: it is the same compiled kernel
+            return None if tensor is None else torch.empty_like(tensor)
+
+        return slots._replace(
+            rules=rules,
+            score_out=another(slots.score_out),
+            free_out=another(slots.free_out),
+            now_out=another(slots.now_out),
+        )
 
     @property
     def _group(self) -> int:
@@ -216,52 +268,47 @@ class _Launch:
     def _empty(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=self._new.q.device)
 
-    def _launch(self, config: Config, slots: Slots) -> None:
+    def _launch(self, config: Config, slots: Slots, compile_only: bool = False) -> None:
         rows, kv_heads, capacity, _ = self._size
         tasks, form = rows * kv_heads, self._form(config)
         chunk = triton.cdiv(triton.cdiv(self._most, self._splits), form.block) * form.block
         splits = triton.cdiv(self._most, chunk)
-        extent = Extent(kv_heads, capacity, self._width, splits, chunk, self._window)
-        results = Results(self._out, self._probs, self._scratch, None, None, None)
-        options = {"num_warps": config.warps}
+        extent = Extent(kv_heads, capacity, self._width, chunk, self._window)
+        results = Results(self.out, self._probs, self._scratch, None, None, None)
+        options: dict[str, Any] = {"warmup": compile_only, "num_warps": config.warps}
+        whole = self._new, self._held, slots
         if splits == 1:
-            step_kernel[(tasks,)](
-                self._new, self._held, slots, results, extent, self._step, self._scale, form, **options
-            )
+            step_kernel.run(*whole, results, extent, self._step, self._scale, form, grid=(tasks,), **options)
             return
         parts = self._rows_of_heads * splits
         results = results._replace(mixed=self._empty(parts, form.dim), top=self._empty(parts), total=self._empty(parts))
-        split_kernel[(tasks, splits)](
-            self._new, self._held, slots, results, extent, self._step, self._scale, form, **options
-        )
-        join_kernel[(tasks,)](slots, results, extent, self._step, form, num_warps=8)
+        split_kernel.run(*whole, results, extent, self._step, self._scale, form, grid=(tasks, splits), **options)
+        # One join for all configurations: tiles are none of its business.
+        form, options["num_warps"] = form._replace(block=0, stages=0, scan=2 * SCAN), _JOIN_WARPS
+        join_kernel.run(slots, results, extent, self._step, form, grid=(tasks,), **options)
 
     def _form(self, config: Config) -> Form:
         packed, dim, group = self._held.k_scale is not None, self._size[3], self._group
         g = 1 if group == 1 else 16
         d = max(triton.next_power_of_2(dim), 16)
-        scan = 1024 if g == 1 else 256
-        return Form(dim, d, group, g, config.block, scan, config.stages, packed, self._adds, interpreting())
+        return Form(dim, d, group, g, config.block, SCAN, config.stages, packed, self._adds, interpreting())
 
 
 def _programs_wanted(tasks: int, slots: int, device: torch.device) -> int:
-    """Splits that occupy the GPU twice over, if that takes any and each has enough to do."""
+    """Splits that make about `RESIDENT` programs per processor, if that takes any and each has enough to do."""
     processors = PROCESSORS_INTERPRETED
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    if tasks >= processors:
-        return 1
-    return max(1, min(triton.cdiv(2 * processors, tasks), slots // MIN_SPLIT))
+    return max(1, min(round(RESIDENT * processors / tasks), slots // MIN_SPLIT))
 
 
-def default_config(dim: int, dtype: torch.dtype, packed: bool = False) -> Config:
-    """Tiles of 16 KiB, of 16 to 128 slots; half of that where they are unpacked, which takes registers."""
-    size = triton.next_power_of_2(dim) * dtype.itemsize * (2 if packed else 1)
-    return Config(min(128, max(16, _TILE_BYTES // size)), warps=4, stages=2)
+def candidates(dim: int, dtype: torch.dtype) -> list[Config]:
+    """What to choose from; the first where nothing is tried: tiles of 8 KiB, of 16 to 128 slots, two of K and two of V
+    on the way. The others have twice the slots, one tile on the way, and four or eight warps.
 
-
-def candidates(dim: int, dtype: torch.dtype, packed: bool = False) -> list[Config]:
-    """What to choose from, the default first."""
-    block = default_config(dim, dtype, packed).block
-    sizes = [(block, 4, 2), (block, 4, 3), (block, 8, 2), (max(16, block // 2), 4, 3), (2 * block, 8, 2)]
-    return [Config(*size) for size in sizes]
+    All of them have more bytes on the way than a memory's bandwidth times its latency, some 20 KiB per processor. By
+    registers and shared memory a processor of architecture 9.0 holds three programs of the first, dimension 128, half
+    precision, four where query heads share KV heads, two where K and V are packed; of the others one to three.
+    """
+    block = min(128, max(16, _TILE_BYTES // (triton.next_power_of_2(dim) * dtype.itemsize)))
+    return [Config(block, warps=4, stages=3), Config(2 * block, warps=4, stages=2), Config(2 * block, 8, 2)]

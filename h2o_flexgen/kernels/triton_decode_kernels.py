@@ -31,7 +31,7 @@ class New(NamedTuple):
 
 
 class Results(NamedTuple):
-    """`out`, `probs` (tasks, width), and scratch: `logits` (tasks, group, width), parts of splits."""
+    """`out`, `probs` (tasks, width), and scratch: `logits` (tasks, group, width), parts (splits, tasks, group, ..)."""
 
     out: Any
     probs: Any
@@ -68,7 +68,7 @@ def split_kernel(new, held, slots, results, extent, step, scale, form: tl.conste
     if begin < end:
         top, total, mixed = _attend(new, held, results, extent, (task, begin, end), where, scale, form)
         heads, dims = tl.arange(0, form.g), tl.arange(0, form.d)
-        at = (task * extent.splits + split) * form.group + heads
+        at = (split * tl.num_programs(0) + task) * form.group + heads
         tl.store(results.top + at, top, mask=heads < form.group)
         tl.store(results.total + at, total, mask=heads < form.group)
         inside = (heads < form.group)[:, None] & (dims < form.dim)[None, :]
@@ -87,7 +87,7 @@ def join_kernel(slots, results, extent, step, form: tl.constexpr):
     total = tl.full((form.g,), 0.0, tl.float32)
     mixed = tl.full((form.g, form.d), 0.0, tl.float32)
     for split in range(where[1] // extent.chunk, (where[2] + extent.chunk - 1) // extent.chunk):
-        at = (task * extent.splits + split) * form.group + heads
+        at = (split * tl.num_programs(0) + task) * form.group + heads
         other = tl.load(results.top + at, mask=heads < form.group, other=0.0)
         peak = tl.maximum(top, other)
         mine, theirs = tl.exp2(top - peak), tl.exp2(other - peak)

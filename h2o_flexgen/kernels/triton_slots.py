@@ -32,12 +32,11 @@ class Slots(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Sizes: slots per task, per row of `probs` and `logits`, splits per task, slots per split, of the window."""
+    """Sizes: KV heads per row; slots per task, per row of `probs` and `logits`, per split, of the window."""
 
     kv_heads: int
     capacity: int
     width: int
-    splits: int
     chunk: int
     window: int
 
@@ -120,15 +119,21 @@ def settle(slots, results, extent, task, where, sums, step, form: tl.constexpr):
 
 @triton.jit
 def _probabilities(logits, extent, task, slots, sums, form: tl.constexpr):
-    """(scan,) of the slots `at`: means over the query heads, 0 where not `seen`."""
+    """(scan,) of the slots `at`: means over the query heads, 0 where not `seen`.
+
+    Head by head, so that a program has the slots in its registers and not the heads' copies of them; what heads there
+    are is known when this is compiled, and their loads do not wait for each other.
+    """
     at, seen = slots
     top, total = sums
     heads = tl.arange(0, form.g)
-    inside = (heads < form.group)[:, None] & seen[None, :]
-    of = logits + (task.to(tl.int64) * form.group + heads[:, None]) * extent.width + at[None, :]
-    x = tl.load(of, mask=inside, other=float("-inf"))
-    p = tl.where(inside, tl.exp2(x - top[:, None]) / total[:, None], 0.0)
-    return tl.sum(p, 0) / form.group
+    count: tl.constexpr = form.group
+    p = tl.full((form.scan,), 0.0, tl.float32)
+    for head in tl.static_range(count):
+        peak, norm = tl.sum(tl.where(heads == head, top, 0.0), 0), tl.sum(tl.where(heads == head, total, 0.0), 0)
+        of = logits + (task.to(tl.int64) * form.group + head) * extent.width + at
+        p += tl.exp2(tl.load(of, mask=seen, other=float("-inf")) - peak) / norm
+    return p / form.group
 
 
 @triton.jit

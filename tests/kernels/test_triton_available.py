@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from importlib import metadata, util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,8 +66,31 @@ def test_a_kernel_that_fails_is_found_out(installed, monkeypatch: pytest.MonkeyP
     installed("3.10.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert "cannot run a kernel here" in why_not("cuda")
+    assert "cannot run the kernel quantise here: " in why_not("cuda")
     assert not serves(CUDA)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"quantise": RuntimeError("no C compiler\nat all")}, "the kernel quantise here: RuntimeError: no C compiler"),
+        ({"dequantise": ValueError()}, "the kernel dequantise here: ValueError: no message"),
+        ({"dequantise": 0.1}, "quantise and dequantise give wrong numbers"),
+        ({}, None),
+    ],
+)
+def test_which_kernel_fails(wrong, why, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(name: str, *args, bits: int):
+        if isinstance(found := wrong.get(name, 0.0), Exception):
+            raise found
+        return args[0] + found
+
+    kernels = SimpleNamespace(**{name: partial(kernel, name) for name in ("quantise", "dequantise")})
+    monkeypatch.setitem(sys.modules, "h2o_flexgen.kernels.triton_quant", kernels)
+    monkeypatch.setattr("h2o_flexgen.kernels.triton_quant", kernels, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    said = triton_available._failing.__wrapped__(CPU)
+    assert said is None if why is None else why in said
 
 
 def test_the_switch(installed, monkeypatch: pytest.MonkeyPatch) -> None:

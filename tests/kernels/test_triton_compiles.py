@@ -1,4 +1,4 @@
-"""That the kernels compile to machine code, which the interpreter does not show."""
+"""That the kernels compile to machine code, which the interpreter does not show; how many, and side by side."""
 
 from __future__ import annotations
 
@@ -13,20 +13,40 @@ import tests.kernels.triton_device  # noqa: F401  (skips without Triton)
 ROOT = Path(__file__).parents[2]
 
 
-def test_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
-    """For architecture 9.0, into the shared memory and the registers there are: what spills goes to `STACK`."""
+def program(folder: Path, *command: str) -> list[dict[str, object]]:
+    """What a program prints that runs beside a GPU that is not there, with an empty cache."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {**kept, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton_compile_only"],
+        [sys.executable, "-m", *command],
         cwd=ROOT,
-        env={**kept, "TRITON_CACHE_DIR": str(tmp_path)},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    kernels = [json.loads(line) for line in run.stdout.splitlines()]
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    """For architecture 9.0, into the shared memory and the registers there are: what spills goes to `STACK`."""
+    kernels = program(tmp_path, "tests.kernels.triton_compile_only")
     names = {kernel["kernel"] for kernel in kernels}
     assert names == {"step_kernel", "split_kernel", "join_kernel", "forward_kernel", "sums_kernel", "_quantise"}
     assert not [kernel for kernel in kernels if kernel["STACK"] > 32 or kernel["LOCAL"]]
+
+
+def test_how_many_gpu_check_compiles(tmp_path: Path) -> None:
+    """Three configurations of each kind of decode step, one join for all three, whatever else differs: when tuning
+    compiled what it tried apart from what is run, and joins for each, there were 133."""
+    (counted,) = program(tmp_path, "tests.kernels.triton_compile_count")
+    assert counted == {"step_kernel": 24, "split_kernel": 24, "join_kernel": 8, "_quantise": 1}
+    assert not list(tmp_path.iterdir()), "counting compiles nothing"
+
+
+def test_what_is_compiled_ahead_is_what_is_launched(tmp_path: Path) -> None:
+    """Every configuration, side by side; neither a run nor a rehearsal compiles another one."""
+    (counted,) = program(tmp_path, "tests.kernels.triton_compile_count", "together")
+    assert counted == {"ahead": 3, "launched": 0}

@@ -11,7 +11,7 @@ import torch
 from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
 
 from h2o_flexgen.kernels import reference, triton_decode
-from h2o_flexgen.kernels.triton_decode import TritonAttend
+from h2o_flexgen.kernels.triton_decode import SCAN, TritonAttend, candidates
 from h2o_flexgen.kernels.triton_quant import Packed
 from h2o_flexgen.quant import Quantised, dequantise, quantise
 from tests.cache.harness import budget_of, compare, make_stream
@@ -44,6 +44,32 @@ def test_odd_numbers_of_slots(slots: int, splits: int | None) -> None:
 def test_every_dimension_and_dtype(dim: int, group: int, dtype: torch.dtype) -> None:
     pair = Pair([(20, keeps(17, 5)), (4, keeps(17, 5))], kv_heads=1, group=group, dim=dim, dtype=dtype)
     pair.step()
+    pair.check_contents()
+
+
+@pytest.mark.parametrize("choice", range(3))
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_every_candidate(choice: int, group: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each configuration that tuning chooses from, on rows that fill several of its tiles, and part of one."""
+    config = candidates(128, torch.float32)[choice]
+    monkeypatch.setattr(triton_decode, "candidates", lambda *_: [config])
+    rows = [(100, keeps(90, 30)), (9, keeps(90, 30))]
+    pair = Pair(rows, kv_heads=1, group=group, dim=128, splits=splits)
+    for _ in range(2):
+        pair.step()
+    pair.check_contents()
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_more_slots_than_are_scored_at_a_time(group: int, splits: int) -> None:
+    slots = 2 * SCAN + 70
+    pair = Pair(
+        [(slots + 5, keeps(slots, slots // 3)), (30, keeps(slots, 700))], kv_heads=1, group=group, splits=splits
+    )
+    for _ in range(2):
+        pair.step()
     pair.check_contents()
 
 
