@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from h2o_flexgen.kernels.triton_slots import finish, locate, number_of, settle
-from h2o_flexgen.kernels.triton_tiles import put, tile
+from h2o_flexgen.kernels.triton_tiles import put, tile, wide_product
 
 
 class New(NamedTuple):
@@ -146,7 +146,7 @@ def _logits(q, k, form: tl.constexpr):
     if form.g == 1:
         x = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
     elif form.wide:
-        x = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
+        x = wide_product(q, tl.trans(k))
     else:
         x = tl.dot(q, tl.trans(k), input_precision="tf32x3")
     return x
@@ -158,7 +158,7 @@ def _mix(p, v, form: tl.constexpr):
     if form.g == 1:
         x = tl.sum(tl.trans(p) * v.to(tl.float32), 0)[None, :]
     elif form.wide:
-        x = tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
+        x = wide_product(p.to(v.dtype), v)
     else:
         x = tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
     return x

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from h2o_flexgen.kernels.triton_tiles import wide_product
+
 
 class Asked(NamedTuple):
     """Queries (rows, heads, queries, dim) and what is said of them, (rows, heads, queries) and contiguous.
@@ -56,7 +58,7 @@ class Shape(NamedTuple):
     asked: int  # queries per tile
     seen: int  # keys per tile
     stages: int  # tiles on the way
-    wide: bool  # products of float32: the interpreter has none of bfloat16
+    wide: bool  # see `wide_product`
 
 
 @triton.jit
@@ -161,7 +163,7 @@ def _queries(asked, of, token, shape: tl.constexpr):
 def _product(a, b, shape: tl.constexpr):
     """Matrix product, float32."""
     if shape.wide:
-        x = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+        x = wide_product(a, b)
     else:
         x = tl.dot(a, b, input_precision="tf32x3")
     return x

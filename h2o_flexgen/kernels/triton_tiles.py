@@ -36,7 +36,7 @@ class Form(NamedTuple):
     stages: int  # tiles on the way
     packed: bool
     adds: bool
-    wide: bool  # products of float32: the interpreter has none of bfloat16
+    wide: bool  # see `wide_product`
 
 
 @triton.jit
@@ -97,3 +97,11 @@ def _put_packed(source, kept, scale, low, slot, mine, form: tl.constexpr):
     tl.store(scale + slot * groups + group, scales.to(tl.bfloat16), mask=group < tl.where(mine, groups, 0))
     tl.store(low + slot * groups + group, lows.to(tl.bfloat16), mask=group < tl.where(mine, groups, 0))
     return tl.reshape(lows[:, None] + codes.to(tl.float32) * scales[:, None], (form.d,))
+
+
+@triton.jit
+def wide_product(a, b):
+    """a (m, k) times b (k, n) in float32, for Triton's interpreter. Its `dot` is numpy's matmul, which has no bfloat16
+    and rounds differently from lane to lane; here, as in a GPU's matrix units, every element is summed the same way.
+    """
+    return tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)

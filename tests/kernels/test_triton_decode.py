@@ -121,13 +121,15 @@ def test_ties_go_by_position(seed: int) -> None:
     assert len(pair.state[0][0, 0].unique()) < 20, "there were no ties"
 
 
-def test_equal_keys_get_equal_probabilities_wherever_they_lie() -> None:
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_equal_keys_get_equal_probabilities_wherever_they_lie(group: int, dtype: torch.dtype) -> None:
     kernel = TritonAttend([(0, 200, 199, 199, 0, 0, 0, 1 << 62)], (1, 1, 200, 64), DEVICE, splits=3)
-    k, v = torch.randn(64).expand(1, 1, 200, 64), torch.randn(1, 1, 200, 64)
+    k, v = torch.randn(64).to(dtype).expand(1, 1, 200, 64), torch.randn(1, 1, 200, 64).to(dtype)
     held = [x.contiguous() for x in copies(k, v)]
     kernel.attach(*held)
     (row,) = copies(torch.empty(1, 1, 200))
-    kernel.step(199, copies(torch.randn(1, 4, 64), k[:, :, 0], torch.randn(1, 1, 64)), 0.3, probs=row)
+    kernel.step(199, copies(torch.randn(1, group, 64).to(dtype), k[:, :, 0], v[:, :, 0]), 0.3, probs=row)
     assert len(row.unique()) == 1
 
 
