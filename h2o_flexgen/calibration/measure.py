@@ -31,6 +31,7 @@ from h2o_flexgen.engine.machine import cgroup_limit
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels.native.attend import available
 from h2o_flexgen.kernels.native.build import build_all, why_not
+from h2o_flexgen.kernels.prompt import by_triton
 from h2o_flexgen.units import MIB, format_bytes, format_rate
 
 log = logging.getLogger(__name__)
@@ -204,6 +205,7 @@ class _Run:
             fresh_bytes_per_s=fresh,
             reads_all_slots=bench.name == "cpu" and not available(bench.dtype, spec.head_dim, bench.device),
             fused_products=bench.name == "cpu" and why_not() is None and bench.dtype is torch.bfloat16,
+            torch_attention=bench.name == "gpu" and not by_triton(bench.device, spec.head_dim),
         )
         recorded = recorded_ticks(bench, rates, seconds(RECORDED)) if bench.name == "gpu" else None
         return replace(rates, tick_s=unexplained_ticks(bench, rates, seconds("ticks")), graph_tick_s=recorded)
