@@ -30,13 +30,26 @@ def linear(
     relu: bool = False,
     onto: Tensor | None = None,
 ) -> Tensor:
-    """x (T, in) times weight (out, in) transposed, plus bias; the rest as `native.linear.linear` has it."""
-    y = F.linear(x, weight, bias)
-    if relu:
-        y.relu_()
+    """x (T, in) times weight (out, in) transposed, plus bias; the rest as `native.linear.linear` has it.
+
+    On a GPU the product ends with ReLU, or starts from what it is added to, where cuBLAS does that: not with a bias and
+    something to add to, which is one launch more either way.
+    """
+    fused = _has_epilogues(x)
+    if fused and onto is not None and bias is None and not relu:
+        return onto.addmm_(x, weight.t())
+    if fused and relu and bias is not None:
+        y = torch._addmm_activation(bias, x, weight.t())
+    else:
+        y = F.linear(x, weight, bias)
+        y = y.relu_() if relu else y
     if onto is not None:
         return onto.add_(y)
     return y.float() if wide else y
+
+
+def _has_epilogues(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

@@ -28,5 +28,13 @@ def test_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     kernels = [json.loads(line) for line in run.stdout.splitlines()]
     names = {kernel["kernel"] for kernel in kernels}
-    assert names == {"step_kernel", "split_kernel", "join_kernel", "forward_kernel", "sums_kernel", "_quantise"}
+    assert names == {
+        "step_kernel",
+        "split_kernel",
+        "join_kernel",
+        "forward_kernel",
+        "sums_kernel",
+        "_quantise",
+        "rotate_kernel",
+    }
     assert not [kernel for kernel in kernels if kernel["STACK"] > 32 or kernel["LOCAL"]]
