@@ -281,6 +281,6 @@ def _choose(score: Tensor, positions: Tensor, budget: Budget, window: int | None
     first = budget.sinks if window is None else max(budget.sinks, length - window + 1)
     start = length - budget.recent
     keys = rank_keys(score[..., first:start].view(torch.int32), positions[first:start])
-    heavy = keys.topk(budget.heavy).indices + first
+    heavy = keys.topk(budget.heavy, sorted=False).indices + first  # in order of position below
     sinks, recent = (part.expand(*score.shape[:2], -1) for part in (positions[: budget.sinks], positions[start:]))
     return torch.cat([sinks, heavy.sort(-1).values, recent], dim=-1)

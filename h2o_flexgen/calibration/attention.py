@@ -22,8 +22,6 @@ BATCHES = (1, 4, 16, 64)
 """Rows; four times the rows of short caches read as much as long ones do."""
 KEYS = (64, 128, 256, 512, 1024, 2048)
 """Tokens per prompt."""
-CHUNK = 2048
-"""Prompt tokens that go through attention at once."""
 _STEPS = 4  # that one cache does in a sample
 _MOST_CACHES = 96
 _ROTATION = 2  # how many times the processor's largest cache takes turns
@@ -146,7 +144,7 @@ def prefill_curves(bench: Bench, seconds: float) -> dict[str, Curve]:
         share = budget.take(str(keys))
         if keys > _SURE_KEYS and 4 * last > seconds - budget.elapsed:
             break  # both kinds, each to warm up and to be timed, take twice as long as at the length before
-        rows = max(1, CHUNK // keys)
+        rows = max(1, bench.chunk // keys)
         flops = 4 * rows * keys * keys * spec.num_heads * spec.head_dim
         plain, scored = (_kernel(bench, rows, keys, share * 0.35, sums=sums) for sums in (False, True))
         last = plain.seconds + scored.seconds

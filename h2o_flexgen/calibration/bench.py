@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.calibration.timing import FEWEST_SAMPLES, Sample, Timer
+from h2o_flexgen.config.kernels import Kernels
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.memory.cuda import open_device
@@ -108,6 +109,11 @@ class Bench:
     def name(self) -> str:
         """As a profile calls the device."""
         return "gpu" if self.device.type == "cuda" else "cpu"
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens that the engine computes at once on such a device."""
+        return (Kernels.TRITON if self.name == "gpu" else Kernels.CPU).chunk
 
     @property
     def itemsize(self) -> int:

@@ -12,8 +12,6 @@ from h2o_flexgen.memory.pages import Block, HostMemory
 from h2o_flexgen.models.decoder import ACTIVATIONS, rms_norm
 from h2o_flexgen.units import MIB
 
-CHUNK = 2048
-"""Tokens: the usual chunk of prompts."""
 _PIECE = 32 * MIB
 _PIECES = 16
 _FIXED = 10.0  # an activation leaves it about as it is, so that working in place changes nothing from call to call
@@ -27,7 +25,7 @@ def elementwise_rate(bench: Bench, seconds: float) -> float:
     """
     spec, arch, size = bench.spec, bench.spec.arch, bench.itemsize
     width, ffn = spec.hidden_size, spec.ffn_size
-    tokens = max(1, min(CHUNK, len(bench.arena) // (2 * ffn * size)))
+    tokens = max(1, min(bench.chunk, len(bench.arena) // (2 * ffn * size)))
     hidden, inner = bench.noise(tokens, width), bench.noise(tokens, width)
     weight, bias = bench.noise(width), bench.noise(width)
     wide = torch.full((tokens, ffn * (2 if arch.gated_mlp else 1)), _FIXED, dtype=bench.dtype, device=bench.device)

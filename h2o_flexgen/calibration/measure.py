@@ -32,6 +32,7 @@ from h2o_flexgen.engine.machine import cgroup_limit
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels.native.attend import available
 from h2o_flexgen.kernels.native.build import library, why_not
+from h2o_flexgen.kernels.prompt import by_triton
 from h2o_flexgen.units import MIB, format_bytes, format_rate
 
 log = logging.getLogger(__name__)
@@ -208,7 +209,8 @@ class _Run:
             shapes=shapes,
             fresh_bytes_per_s=fresh,
             reads_all_slots=bench.name == "cpu" and not available(bench.dtype, spec.head_dim, bench.device),
-            fused_products=bench.name == "cpu" and why_not() is None and bench.dtype is torch.bfloat16,
+            fused_products=_fuses(bench),
+            torch_attention=bench.name == "gpu" and not by_triton(bench.device, spec.head_dim),
         )
         recorded = recorded_ticks(bench, rates, seconds(RECORDED)) if bench.name == "gpu" else None
         return replace(rates, tick_s=unexplained_ticks(bench, rates, seconds("ticks")), graph_tick_s=recorded)
@@ -282,6 +284,13 @@ class _Run:
             call = product_call(bench, product, _ROWS_BESIDE, biased=False)
             call()
             return Contest(links, lambda: bench.timer.once(call)).slowdown(self._start(CONTENTION))
+
+
+def _fuses(bench: Bench) -> bool:
+    """Whether the products of a layer add to the residual, and do ReLU if it has that, themselves."""
+    if bench.name == "gpu":
+        return not (bench.spec.arch.output_bias or bench.spec.arch.mlp_bias)
+    return why_not() is None and bench.dtype is torch.bfloat16
 
 
 def _on(device: str, part: str) -> str:

@@ -12,8 +12,8 @@ from h2o_flexgen.config.hardware import Curve, GemmShape
 from h2o_flexgen.config.products import Product, all_products, products
 from h2o_flexgen.kernels import linear
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Rows of x; 2048 is the usual chunk of prompts."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Rows of x, up to the usual chunk of prompts."""
 _HEAD_ROWS = 256  # the output head sees one token per sequence
 _SURE_ROWS = 16  # measured however long it takes; more rows only while there is time
 
@@ -42,7 +42,7 @@ def product_shapes(bench: Bench, seconds: float) -> tuple[GemmShape, ...]:
     for shape in shapes:
         parts = -(-shape.out_features * shape.in_features * bench.itemsize // len(bench.arena))
         part = Product(-(-shape.out_features // parts), shape.in_features)
-        most = _HEAD_ROWS if shape in head else ROWS[-1]
+        most = _HEAD_ROWS if shape in head else bench.chunk
         kind = {"biased": shape not in head, "wide": shape == head[-1]}
         points = _over_rows(bench, part, budget.take(str(shape)), most, **kind)
         scale = shape.out_features / part.out_features

@@ -174,6 +174,7 @@ def _question(
         fixed={name: getattr(fixed, name) for name in names},
         baseline=request.baseline,
         emulated=request.caps.emulated,
+        triton=request.triton,
     )
 
 

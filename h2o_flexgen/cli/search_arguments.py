@@ -127,6 +127,7 @@ def _request(args: argparse.Namespace) -> SearchRequest:
         fixed=_fixed(args),
         baseline=PROCESS[tier],
         endless=not hasattr(args, "num_prompts"),
+        triton=not profile.rates(tier).torch_attention,
     )
 
 

@@ -111,6 +111,7 @@ class ComputeRates:
                         included, over the bytes of K and V it reads. `scored`: by a policy that evicts by score, so
                         with probability rows, their sum, and the choice of what goes
     fused_products      whether products do ReLU and the addition to a residual themselves, in no pass of their own
+    torch_attention     whether attention on a GPU is torch's, as Triton does not serve it: prompts take more memory
     reads_all_slots     whether that attention reads all slots of the buffer, or only those in use
     prefill_attention   FLOP/s of one kernel call over its keys per query (the length of the prompt, past included),
                         4 x heads x head_dim x queries x keys FLOPs whatever is masked. `scored`: with column sums, and
@@ -140,13 +141,14 @@ class ComputeRates:
     reads_all_slots: bool = False
     graph_tick_s: Curve | None = None
     fused_products: bool = False
+    torch_attention: bool = False
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes_per_s", "elementwise_bytes_per_s"):
             _positive(getattr(self, name), name)
         if self.fresh_bytes_per_s is not None:
             _positive(self.fresh_bytes_per_s, "fresh_bytes_per_s")
-        for name in ("reads_all_slots", "fused_products"):
+        for name in ("reads_all_slots", "fused_products", "torch_attention"):
             truth(getattr(self, name), name)
         for name, keys in (
             ("decode_attention", ("plain", "scored")),

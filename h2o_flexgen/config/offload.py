@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from h2o_flexgen.config.checks import known_keys, truth, whole
 from h2o_flexgen.config.flags import flag
+from h2o_flexgen.config.kernels import Kernels
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 
@@ -124,16 +125,23 @@ class OffloadPolicy:
             "--lookahead", help="streamed weight groups in flight beyond the current", metavar="N", unset="planned"
         ),
     )
-    prefill_chunk: int = field(
-        default=2048, metadata=flag("--prefill-chunk", help="prompt tokens that go through a unit at once", metavar="N")
+    prefill_chunk: int | None = field(
+        default=None,
+        metadata=flag(
+            "--prefill-chunk",
+            help="prompt tokens that go through a unit at once",
+            metavar="N",
+            unset=f"{Kernels.CPU.chunk}, or {Kernels.TRITON.chunk} where a GPU has the memory",
+        ),
     )
-    """Activations of one chunk stay in the CPU's caches, GEMMs run at their full rate, and a long prompt takes no more
-    working memory than a chunk, its keys and values of one layer, and its hidden states."""
+    """A long prompt takes no more working memory than a chunk, its keys and values of one layer, and its hidden states.
+    None: by the device and its memory, see `cuts`; plans always have a number."""
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "lookahead"):
             object.__setattr__(self, name, whole(getattr(self, name), "--" + name.replace("_", "-"), 1))
-        object.__setattr__(self, "prefill_chunk", whole(self.prefill_chunk, "--prefill-chunk", 16))
+        if self.prefill_chunk is not None:
+            object.__setattr__(self, "prefill_chunk", whole(self.prefill_chunk, "--prefill-chunk", 16))
         for name in ("cpu_cache_compute", "overlap"):
             truth(getattr(self, name), "--" + name.replace("_", "-"))
         for name in ("weights", "cache", "hidden"):
@@ -145,6 +153,18 @@ class OffloadPolicy:
     def block_size(self) -> int:
         """Sequences that share one pass over the weights."""
         return self.gpu_batch_size * self.num_gpu_batches
+
+    @property
+    def chunk(self) -> int:
+        """`prefill_chunk`; where that is open the smallest of `cuts`, which is a CPU's."""
+        return Kernels.CPU.chunk if self.prefill_chunk is None else self.prefill_chunk
+
+    def cuts(self, kernels: Kernels) -> list[OffloadPolicy]:
+        """The same policy with a `prefill_chunk`: its own, or each that suits these kernels, of which the first is to
+        be taken that fits."""
+        if self.prefill_chunk is not None:
+            return [self]
+        return [replace(self, prefill_chunk=size) for size in dict.fromkeys((kernels.chunk, self.chunk))]
 
     @classmethod
     def from_percent(cls, percent: Sequence[int], **others: Any) -> OffloadPolicy:
@@ -172,9 +192,7 @@ class OffloadPolicy:
         def moved(shares: Mapping[str, float]) -> Shares:
             return Shares({"cpu": shares["gpu"] + shares["cpu"], "disk": shares["disk"]})
 
-        return dataclasses.replace(
-            self, weights=moved(self.weights), cache=moved(self.cache), hidden=moved(self.hidden)
-        )
+        return replace(self, weights=moved(self.weights), cache=moved(self.cache), hidden=moved(self.hidden))
 
     def to_json(self) -> dict[str, Any]:
         """Every field, as plain JSON values."""

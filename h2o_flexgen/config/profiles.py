@@ -16,7 +16,7 @@ from h2o_flexgen.registry import suggestion
 
 log = logging.getLogger(__name__)
 
-METHOD = 5
+METHOD = 6
 """Counted up whenever something is measured otherwise: older profiles then count no more."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from h2o_flexgen.config.hardware import ComputeRates
+from h2o_flexgen.config.kernels import Kernels
 from h2o_flexgen.config.model import UnitSpec
 from h2o_flexgen.config.products import products
 from h2o_flexgen.cost.case import Case
@@ -16,8 +17,7 @@ from h2o_flexgen.schedule.tasks import Task, TaskKind
 Parts = dict[str, float]
 """Seconds by what they are spent on; what takes none may be left out."""
 
-_LOGITS = 1 << 20  # attention logits that the CPU's prompt kernel has alive at once
-_MIN_QUERIES = 16  # of one chunk there
+_MIN_QUERIES = 16  # of one chunk of torch's prompt kernel
 
 
 class Compute:
@@ -155,7 +155,7 @@ class Compute:
         case = self._case
         curve = self._rates.prefill_attention["scored" if case.sums_columns(layer) else "plain"]
         seconds, numbers = 0.0, 0
-        for segment, count in prompt_segments(rows, case.workload.prompt_len, case.policy.prefill_chunk).items():
+        for segment, count in prompt_segments(rows, case.workload.prompt_len, case.policy.chunk).items():
             keys = self._keys(layer, segment)
             flops = 4 * segment.rows * segment.length * keys * case.query_width
             seconds += count * flops / curve.at(keys)
@@ -192,7 +192,8 @@ class Compute:
         total, window = segment.past + segment.length, self._case.spec.arch.window_of(layer)
         if window is None:
             return total
-        queries = min(segment.length, max(_MIN_QUERIES, _LOGITS // (self._case.spec.num_heads * total)))
+        logits = (Kernels.TORCH if self._rates.torch_attention else Kernels.CPU).logits
+        queries = min(segment.length, max(_MIN_QUERIES, logits // (self._case.spec.num_heads * total)))
         return min(total, window + queries)
 
     def _decode(self, layer: int, step: int, rows: int, batch: int) -> Parts:
@@ -242,7 +243,7 @@ class Compute:
 
     def _chunks(self, step: int, rows: int, *, packed: bool) -> list[int]:
         """Tokens that go through a unit at once; `packed`: cut between segments, else wherever a chunk is full."""
-        chunk, tokens = self._case.policy.prefill_chunk, self._tokens(step, rows)
+        chunk, tokens = self._case.policy.chunk, self._tokens(step, rows)
         if step > 0 or not packed:
             return [min(chunk, tokens - start) for start in range(0, tokens, chunk)]
         segments = prompt_segments(rows, self._case.workload.prompt_len, chunk)

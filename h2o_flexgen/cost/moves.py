@@ -95,7 +95,7 @@ class Moves:
         layer, length = case.spec.units[task.unit].layer or 0, case.workload.prompt_len
         summed = 4 * case.spec.num_kv_heads if case.sums_columns(layer) else 0
         token = case.spec.kv_bytes_per_token_and_layer(case.dtype) + summed
-        segments = prompt_segments(rows, length, case.policy.prefill_chunk).elements()
+        segments = prompt_segments(rows, length, case.policy.chunk).elements()
         whole = [segment.rows for segment in segments if segment.past + segment.length == length]
         return [(f"{tier}->cpu", "prompts", count * length * token) for count in whole]
 

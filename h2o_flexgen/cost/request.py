@@ -9,6 +9,7 @@ from typing import Any
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware import HardwareProfile
+from h2o_flexgen.config.kernels import Kernels
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 from h2o_flexgen.config.placement import Placement, cache_slots, place
@@ -27,6 +28,7 @@ class SearchRequest:
     baseline  host bytes that the process holds before anything is placed
     endless   whether there are always more sequences: whole blocks are compared, whatever workload.num_sequences says
     emulated  whether the gpu tier is host memory, capped by --emulate-gpu
+    triton    whether it serves the GPU, if a real one computes
     """
 
     spec: ModelSpec
@@ -40,12 +42,18 @@ class SearchRequest:
     baseline: int = 0
     emulated: bool = False
     endless: bool = False
+    triton: bool = True
 
     @cached_property
     def base(self) -> OffloadPolicy:
         """A policy of the fixed fields and of defaults."""
         policy = OffloadPolicy(**self.fixed)
         return policy if self.compute_tier == "gpu" else policy.with_gpu_as_cpu()
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those of the compute tier."""
+        return Kernels.of(self.compute_tier, emulated=self.emulated, triton=self.triton)
 
     @cached_property
     def tiers(self) -> tuple[str, ...]:
@@ -96,7 +104,7 @@ class SearchRequest:
             compute_tier=self.compute_tier,
             assignment=placement,
             baseline=self.baseline,
-            records=self.compute_tier == "gpu" and not self.emulated,
+            kernels=self.kernels,
         )
 
     def model(self, policy: OffloadPolicy, placement: Placement, rows: tuple[int, ...] = ()) -> CostModel:

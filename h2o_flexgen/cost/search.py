@@ -103,7 +103,7 @@ class _Search:
         self._simulate()
         if not self._found:
             self._last_resort(shapes)
-        best = self._polished(self._farther(self._choose()))
+        best = self._cut(self._polished(self._farther(self._choose())))
         others = [each for each in self._found.values() if _shape(each)[:2] != _shape(best)[:2]]
         runner_up = min(others, key=_order, default=None)
         return SearchResult(best, runner_up, len(self._bounds), len(self._found), self._marginal(best))
@@ -216,6 +216,14 @@ class _Search:
                         if self._add(moved) < best.seconds * (1 - 1e-6):
                             best, improved = moved, True
         return best
+
+    def _cut(self, best: Candidate) -> Candidate:
+        """`best` with prompts cut as suits the device, if there is room for that; until now they were as small as they
+        get, so that nothing has to move for it."""
+        request, placement = self._request, best.placement
+        cuts = best.policy.cuts(request.kernels)
+        found = [Candidate(request, cut, placement, request.footprint(cut, placement)) for cut in cuts]
+        return next((each for each in found if not request.over(each.footprint)), found[-1])
 
     def _marginal(self, best: Candidate) -> dict[str, float]:
         """Generated tokens per second for one more GiB of each tier."""

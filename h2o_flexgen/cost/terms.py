@@ -90,7 +90,7 @@ class CostModel(Case):
             slots = max(self.held(layer, step) for layer in range(self.spec.num_layers))
             return f"attention of {rows} rows over {slots} tokens"
         if part == "products":
-            tokens = rows if phase == "decode" else min(self.policy.prefill_chunk, rows * self.workload.prompt_len)
+            tokens = rows if phase == "decode" else min(self.policy.chunk, rows * self.workload.prompt_len)
             return f"products of {tokens} rows"
         return part
 

@@ -11,7 +11,7 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.lane import Part
 from h2o_flexgen.engine.path import PromptAttention
 from h2o_flexgen.kernels.large import LARGE
-from h2o_flexgen.models.rotary import Angles, rotate
+from h2o_flexgen.models.rotary import Angles, rotate_both
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TickAttention:
         """Those of the decode rows, rotated where that is done before they reach the cache."""
         if self.row_angles is None:
             return q, k, v
-        return rotate(q, self.row_angles), rotate(k, self.row_angles), v
+        return (*rotate_both(q, k, self.row_angles), v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One decode step over the cache, all of it where the cache is."""

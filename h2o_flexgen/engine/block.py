@@ -92,7 +92,7 @@ class BlockRunner:
         Rows of `waiting` take the places of finished ones, and leave the queue when they do; some may be left in it.
         """
         waiting = Waiting() if waiting is None else waiting
-        device, chunk = self.stages[0].device, plan.policy.prefill_chunk
+        device, chunk = self.stages[0].device, plan.policy.chunk
         lanes = [Lane(index, chunk, device, self.rolling) for index in range(len(rows))]
         shapes, maker = self._shapes(plan, rows, waiting)
         steps = waiting.steps + max(row.steps for lane in rows for row in lane)
@@ -184,7 +184,7 @@ class BlockRunner:
         """What fills a stage's caches in host memory beside its GPU."""
         longest = max(waiting.longest_prompt, *(len(row.prompt_ids) for lane in rows for row in lane))
         sums, places = self.eviction.statistic == "column_sums", len(rows[0])
-        nbytes = prompt_bytes(self.spec, self.dtype, places, longest, plan.policy.prefill_chunk, sums=sums)
+        nbytes = prompt_bytes(self.spec, self.dtype, places, longest, plan.policy.chunk, sums=sums)
         return HostFill(stage.tiers, stage.copies, nbytes)
 
     def _beside(

@@ -39,6 +39,7 @@ from h2o_flexgen.engine.turn import Turn
 from h2o_flexgen.engine.waiting import Waiting
 from h2o_flexgen.errors import PlanError, UsageError
 from h2o_flexgen.kernels.native.build import library
+from h2o_flexgen.kernels.prompt import by_triton
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.timeline import Timeline
 
@@ -154,7 +155,8 @@ class LLM:
         config, spec = self.config, self.model.spec
         tier, baseline = self._compute_tier(), self._baseline + held_bytes(self._loaded)
         dtype, caps = self.model.dtype, self._caps()
-        request = PlanRequest(spec, workload, config.eviction, dtype, caps, tier, baseline, config.num_gpus)
+        triton = by_triton(self.device, spec.head_dim)
+        request = PlanRequest(spec, workload, config.eviction, dtype, caps, tier, baseline, config.num_gpus, triton)
         policy = config.fixed_policy if tier == "gpu" else config.fixed_policy.with_gpu_as_cpu()
         planner = self.planner
         if self._loaded is not None and self.last_plan is not None:

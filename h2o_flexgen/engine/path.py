@@ -13,7 +13,7 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.segments import Chunk, Segment
 from h2o_flexgen.kernels import KeysValues, prefill_attention
 from h2o_flexgen.kernels.native.prompt import packed_attention, takes_packed
-from h2o_flexgen.models.rotary import Angles, rotate
+from h2o_flexgen.models.rotary import Angles, rotate_both
 
 
 class Past(NamedTuple):
@@ -101,7 +101,7 @@ class PromptAttention:
         stored_k = k
         if angles is not None:
             angles = Angles(*(part[chunk.start : chunk.stop] for part in angles))
-            q, k = rotate(q, angles), rotate(k, angles)
+            q, k = rotate_both(q, k, angles)
         stored_k = stored_k if self.rolling else k
         self.path.before(chunk.segments[0].depth)
         for segment in self._packed(chunk, (q, k, v), stored_k, out):

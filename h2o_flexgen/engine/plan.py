@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.kernels import Kernels
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement, cache_slots, place
@@ -56,7 +57,7 @@ class Caps:
 @dataclass(frozen=True)
 class PlanRequest:
     """What a plan is made for. `baseline`: host bytes the process holds before anything is placed; `num_gpus`: that the
-    units are divided among."""
+    units are divided among; `triton`: whether it serves the GPU, if a real one computes."""
 
     spec: ModelSpec
     workload: Workload
@@ -66,6 +67,12 @@ class PlanRequest:
     compute_tier: str
     baseline: int = 0
     num_gpus: int = 1
+    triton: bool = True
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those of the compute tier."""
+        return Kernels.of(self.compute_tier, emulated=self.caps.emulated, triton=self.triton)
 
     @property
     def stages(self) -> tuple[range, ...]:
@@ -102,7 +109,8 @@ nothing fits."""
 
 
 def make_plan(request: PlanRequest, policy: OffloadPolicy) -> Plan:
-    """The plan of an explicit policy, fitting or not. A block is never larger than the work there is."""
+    """The plan of an explicit policy, fitting or not. A block is never larger than the work there is; prompts are cut
+    as suits the device, where that fits."""
     count = request.workload.num_sequences
     size = min(policy.gpu_batch_size, count)
     policy = replace(policy, gpu_batch_size=size, num_gpu_batches=min(policy.num_gpu_batches, -(-count // size)))
@@ -112,13 +120,15 @@ def make_plan(request: PlanRequest, policy: OffloadPolicy) -> Plan:
     # One batch alone is never parked: its hidden states are wanted again by the very next unit.
     alone = {group[0]: request.compute_tier for group in groups if len(group) == 1}
     placement = replace(placement, hidden={**placement.hidden, **alone})
-    return Plan(request, policy, placement, _footprint(request, policy, placement))
+    cuts = policy.cuts(request.kernels)
+    plans = [Plan(request, cut, placement, _footprint(request, cut, placement)) for cut in cuts]
+    return next((plan for plan in plans if plan.shortage() is None), plans[-1])
 
 
 def _footprint(request: PlanRequest, policy: OffloadPolicy, placement: Placement) -> Footprint:
     spec, workload, eviction, tier = request.spec, request.workload, request.eviction, request.compute_tier
     if request.num_gpus > 1:
-        block = BlockShape.of(spec, workload, policy, eviction, request.dtype, tier)
+        block = BlockShape.of(spec, workload, policy, eviction, request.dtype, tier, request.kernels)
         return stage_footprint(block, placement, request.stages, request.baseline)
     return footprint(
         spec,
@@ -129,7 +139,7 @@ def _footprint(request: PlanRequest, policy: OffloadPolicy, placement: Placement
         compute_tier=tier,
         assignment=placement,
         baseline=request.baseline,
-        records=request.compute_tier == "gpu" and not request.caps.emulated,
+        kernels=request.kernels,
     )
 
 

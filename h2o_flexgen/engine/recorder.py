@@ -109,7 +109,7 @@ def make_record(
             "cpu_cache_compute": policy.cpu_cache_compute,
             "overlap": policy.overlap,
             "lookahead": policy.lookahead,
-            "prefill_chunk": policy.prefill_chunk,
+            "prefill_chunk": policy.chunk,
             # A planner that searched says so itself.
             "chosen": "rule" if config.free_fields else "given",
             **_divided(plan, measured),

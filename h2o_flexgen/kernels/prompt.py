@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels import triton_available
@@ -10,6 +11,11 @@ from h2o_flexgen.kernels.types import KeysValues, PrefillAttention
 
 _MAX_DIM = 256
 """Of Triton's kernel."""
+
+
+def by_triton(device: torch.device, dim: int) -> bool:
+    """Whether prompts on `device` are attended to by Triton's kernels, with `dim` numbers per head."""
+    return dim <= _MAX_DIM and triton_available.serves(device)
 
 
 def prefill_attention(
@@ -23,7 +29,7 @@ def prefill_attention(
     window: int | None = None,
 ) -> PrefillAttention:
     """Causal attention and column sums; shapes and meaning as `reference.prefill_attention`."""
-    if q.shape[-1] <= _MAX_DIM and q.numel() and triton_available.serves(q.device):
+    if q.numel() and by_triton(q.device, q.shape[-1]):
         from h2o_flexgen.kernels import triton_prompt  # imports Triton, which is not there on every machine
 
         return triton_prompt.prefill_attention(q, k, v, scale, column_sums, past=past, window=window)

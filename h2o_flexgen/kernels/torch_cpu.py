@@ -17,6 +17,7 @@ from torch import Tensor
 from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttention
 
 _CHUNK_ELEMENTS = 1 << 20  # float32 logits alive at once: 4 MiB
+_CHUNK_ELEMENTS_ON_GPU = 1 << 24  # 64 MiB: of fewer, starting the kernels would take longer than they do
 _MIN_CHUNK = 16
 
 
@@ -29,13 +30,26 @@ def linear(
     relu: bool = False,
     onto: Tensor | None = None,
 ) -> Tensor:
-    """x (T, in) times weight (out, in) transposed, plus bias; the rest as `native.linear.linear` has it."""
-    y = F.linear(x, weight, bias)
-    if relu:
-        y.relu_()
+    """x (T, in) times weight (out, in) transposed, plus bias; the rest as `native.linear.linear` has it.
+
+    On a GPU the product ends with ReLU, or starts from what it is added to, where cuBLAS does that: not with a bias and
+    something to add to, which is one launch more either way.
+    """
+    fused = _has_epilogues(x)
+    if fused and onto is not None and bias is None and not relu:
+        return onto.addmm_(x, weight.t())
+    if fused and relu and bias is not None:
+        y = torch._addmm_activation(bias, x, weight.t())
+    else:
+        y = F.linear(x, weight, bias)
+        y = y.relu_() if relu else y
     if onto is not None:
         return onto.add_(y)
     return y.float() if wide else y
+
+
+def _has_epilogues(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -43,12 +57,12 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def _block_shape(n: int, heads: int, length: int, total: int) -> tuple[int, int]:
-    """Rows and queries whose heads x rows x queries x `total` logits stay within `_CHUNK_ELEMENTS`.
+def _block_shape(n: int, heads: int, length: int, total: int, device: torch.device) -> tuple[int, int]:
+    """Rows and queries whose heads x rows x queries x `total` logits are as many as suits the device, at most.
 
     Whole rows where their queries fit, else one row and a multiple of 16 of its queries.
     """
-    fitting = _CHUNK_ELEMENTS // (heads * total)
+    fitting = (_CHUNK_ELEMENTS if device.type == "cpu" else _CHUNK_ELEMENTS_ON_GPU) // (heads * total)
     if fitting >= length:
         return min(n, fitting // length), length
     return 1, min(length, max(_MIN_CHUNK, fitting // _MIN_CHUNK * _MIN_CHUNK))
@@ -68,7 +82,7 @@ def prefill_attention(
     n, heads, length, d = q.shape
     kv_heads = k.shape[1]
     group, before = heads // kv_heads, 0 if past is None else past[0].shape[1]
-    rows, queries = _block_shape(n, heads, length, before + length)
+    rows, queries = _block_shape(n, heads, length, before + length, q.device)
     out = torch.empty(n, length, heads, d, dtype=q.dtype, device=q.device).transpose(1, 2)
     size = (n, kv_heads, before + length)
     sums = torch.zeros(size, dtype=torch.float32, device=q.device) if column_sums else None

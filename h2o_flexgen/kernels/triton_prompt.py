@@ -116,13 +116,14 @@ def flash(q: Tensor, k: Tensor, v: Tensor, scale: float, past: KeysValues | None
     if past is None:
         return out, lse
     n, heads, length, dim = q.shape
-    asked = q.transpose(0, 1).reshape(1, heads, n * length, dim)
-    out_past, lse_past = _torch_flash(asked, past.k.unsqueeze(0), past.v.unsqueeze(0), scale, causal=False)
+    # The queries as one row are gone after the call, and only the sum of the outputs is float32: there may be many.
+    shared = past.k.unsqueeze(0), past.v.unsqueeze(0), scale
+    out_past, lse_past = _torch_flash(q.transpose(0, 1).reshape(1, heads, -1, dim), *shared, causal=False)
     out_past = out_past.view(heads, n, length, dim).transpose(0, 1)
     lse_past = lse_past.view(heads, n, length).transpose(0, 1)
     both = torch.logaddexp(lse, lse_past)
     own, other = (torch.exp(part - both).unsqueeze(-1) for part in (lse, lse_past))
-    return (out * own + out_past * other).to(q.dtype), both
+    return (out * own).addcmul_(out_past, other).to(q.dtype), both
 
 
 def _torch_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.arch import RotarySpec
+from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.kernels.rotate import rotate_halves
 
 
@@ -140,3 +141,12 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     """
     half = angles.cos.shape[-1] // 2
     return rotate_halves(x, *(part[..., :half].unsqueeze(-2) for part in angles))
+
+
+def rotate_both(q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+    """Queries (T, heads, head_dim) and keys (T, kv_heads, head_dim) of the same tokens, turned as by `rotate`."""
+    if triton_available.serves(q.device):
+        from h2o_flexgen.kernels import triton_rotate  # imports Triton, which is not there on every machine
+
+        return triton_rotate.rotate_both(q, k, *angles)
+    return rotate(q, angles), rotate(k, angles)

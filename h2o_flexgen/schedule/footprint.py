@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.kernels import Kernels
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 from h2o_flexgen.config.placement import Placement
@@ -77,14 +78,14 @@ def footprint(
     assignment: Placement,
     unit_bytes: Mapping[str, int] | None = None,
     baseline: int = 0,
-    records: bool = False,
+    kernels: Kernels = Kernels.CPU,
 ) -> Footprint:
     """Peak bytes of one block of `policy`'s shape, all of whose sequences have the workload's lengths.
 
     unit_bytes: buffer size of each weight group where it is known, else the packed size, and for groups on disk the
     most that reading them in place can take (two pages more per tensor). baseline: host bytes that the process holds
-    already. records: whether the GPU records decode steps where they can be. A thing streams or moves if it is not on
-    the compute tier. Letters are those of this module.
+    already. kernels: those of the compute tier; Triton's GPU records decode steps where they can be. A thing streams or
+    moves if it is not on the compute tier. Letters are those of this module.
 
     weights           every group's buffer, on its tier
     weight buffers    compute tier: room for lookahead + 1 neighbours among the streamed groups, `weight_room`; as much
@@ -109,8 +110,9 @@ def footprint(
     process           cpu: `baseline`; beside a GPU that is the context's share of the host and the buffers through
                       which pageable memory is copied, too
     """
-    block = BlockShape.of(spec, workload, policy, eviction, dtype, compute_tier)
-    recorded = workspace.recorded(block) if records and _recordable(block, assignment) else 0
+    block = BlockShape.of(spec, workload, policy, eviction, dtype, compute_tier, kernels)
+    records = kernels is Kernels.TRITON and _recordable(block, assignment)
+    recorded = workspace.recorded(block) if records else 0
     beside = [Item(compute_tier, RECORDED, recorded), Item("cpu", "process", baseline)]
     items = [*items_of(block, assignment, unit_bytes), *beside]
     return Footprint(tuple(item for item in items if item.nbytes))
@@ -187,9 +189,7 @@ def _host_items(block: BlockShape, assignment: Placement) -> Iterator[Item]:
     places = [place for place, home in assignment.cache.items() if home == "cpu"]
     if tier == "cpu" or not (policy.cpu_cache_compute and policy.overlap and places):
         return
-    prompts = host_attention.prompt_bytes(
-        spec, block.dtype, block.rows, block.prompt, policy.prefill_chunk, sums=block.evicts
-    )
+    prompts = host_attention.prompt_bytes(spec, block.dtype, block.rows, block.prompt, policy.chunk, sums=block.evicts)
     yield from (Item(each, "prompts for the cpu", host_attention.FILL_BUFFERS * prompts) for each in (tier, "cpu"))
     if policy.num_gpu_batches == 1:
         return

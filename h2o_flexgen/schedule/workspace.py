@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from h2o_flexgen.config.kernels import Kernels
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.tensors import dtype_bytes
 from h2o_flexgen.config.workload import Workload
 
-_LOGITS = 1 << 20  # attention logits of a chunk of queries that the prompt kernel has alive at once
-_MIN_CHUNK = 16  # queries per chunk, at least
+_MIN_CHUNK = 16  # queries whose logits torch's prompt kernel has alive at once, at least
 _NATIVE_ROWS = 48  # queries, of all heads that share a KV head, in a block of the native prompt kernel
 _NATIVE_PARTS = 64  # partial column sums: of twice the tasks that it divides few long prompts into
 _PATH_LEVELS = 3  # prefixes inside prefixes, beside the parts of a long prompt
@@ -29,6 +29,8 @@ class BlockShape:
     compute_tier: str
     budgets: tuple[Budget, ...]
     """Of a row and head, layer by layer."""
+    kernels: Kernels = Kernels.CPU
+    """Those of `compute_tier`."""
 
     @classmethod
     def of(
@@ -39,11 +41,12 @@ class BlockShape:
         eviction: EvictionConfig,
         dtype: str,
         compute_tier: str,
+        kernels: Kernels = Kernels.CPU,
     ) -> BlockShape:
         """The shape, with the budgets that `eviction` gives each layer within its window."""
         budget = eviction.resolve(workload.prompt_len, workload.gen_len)
         budgets = tuple(budget.within(spec.arch.window_of(layer)) for layer in range(spec.num_layers))
-        return cls(spec, workload, policy, eviction, dtype, compute_tier, budgets)
+        return cls(spec, workload, policy, eviction, dtype, compute_tier, budgets, kernels)
 
     @property
     def size(self) -> int:
@@ -68,7 +71,7 @@ class BlockShape:
     @property
     def chunk(self) -> int:
         """t: prompt tokens that go through a unit at once."""
-        return min(self.tokens, self.policy.prefill_chunk)
+        return min(self.tokens, self.policy.chunk)
 
     @property
     def follows(self) -> bool:
@@ -137,7 +140,7 @@ def workspace(block: BlockShape) -> int:
     """
     spec, size, tokens, rows = block.spec, block.size, block.chunk, block.rows
     query, kv, token = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, _attention_token(block)
-    levels = _PATH_LEVELS + block.prompt // block.policy.prefill_chunk
+    levels = _PATH_LEVELS + block.prompt // block.policy.chunk
     sums = 4 * (block.heads + levels * spec.num_kv_heads) * block.prompt if block.evicts else 0
     wide = 3 if spec.arch.gated_mlp else 2
     return max(
@@ -210,18 +213,29 @@ def on_cpu_beside_gpu(block: BlockShape) -> int:
 
 
 def _prompt_kernel(block: BlockShape) -> int:
-    """Prompt attention by the hungrier of two kernels. torch's goes a chunk of queries at a time.
+    """Prompt attention by the hungriest of those that may serve. torch's goes a chunk of queries at a time.
 
     The softmax of one chunk beside the logits of the next: three float32 and, from a smaller dtype, the cast; at most
-    _LOGITS of each or _MIN_CHUNK rows of (heads, P), and the mask, three bytes per query and key. Queries and output
-    (m, Q) of the m queries, twice where they follow earlier keys.
+    `Kernels.logits` of each or _MIN_CHUNK rows of (heads, P), and the mask, three bytes per query and key. Queries and
+    output (m, Q) of the m queries, twice where they follow earlier keys.
     """
     spec, tokens, keys = block.spec, block.chunk, block.spec.num_heads * block.prompt
-    logits = min(max(_LOGITS, _MIN_CHUNK * keys), tokens * keys)
-    queries = min(tokens, max(block.prompt, _LOGITS // keys))
+    most = block.kernels.logits
+    logits = min(max(most, _MIN_CHUNK * keys), tokens * keys)
+    queries = min(tokens, max(block.prompt, most // keys))
     width = (4 if block.follows else 2) * spec.num_heads * spec.head_dim * block.size
     in_torch = logits * (12 + block.size % 4) + 3 * logits // spec.num_heads + queries * width
-    return max(in_torch, _native_worker(block))
+    return max(in_torch, _native_worker(block), _on_gpu(block))
+
+
+def _on_gpu(block: BlockShape) -> int:
+    """Flash attention on a GPU, where Triton adds up the columns: beside the output, which `workspace` counts, six
+    float32 per query and head, and where queries follow earlier keys queries and output (t, Q) once more, and the
+    weighed sum of both outputs in float32."""
+    if block.kernels is not Kernels.TRITON:
+        return 0
+    heads, width = block.spec.num_heads, block.spec.num_heads * block.spec.head_dim
+    return block.chunk * (24 * heads + block.follows * width * (2 * block.size + 4))
 
 
 def _native_worker(block: BlockShape) -> int:

@@ -160,6 +160,12 @@ def test_whether_caches_are_read_whole(dtype: str, all_slots: bool, tmp_path: Pa
     assert profile.compute["cpu"].reads_all_slots is all_slots
 
 
+@pytest.mark.parametrize(("row", "fuses"), [("opt", False), ("llama-gqa", True), ("qwen3", True), ("gpt-neox", False)])
+def test_which_products_a_gpu_adds_to_the_residual(row: str, fuses: bool) -> None:
+    """Those without a bias, of which cuBLAS takes one or the other."""
+    assert measuring._fuses(SimpleNamespace(name="gpu", spec=spec_of(row))) is fuses
+
+
 def test_progress_names_each_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And all that is measured shares the time to measure anything again."""
     shared: set[Repeats] = set()

@@ -193,7 +193,7 @@ def test_what_is_fixed_stays(tier: str, fixed: dict[str, Any]) -> None:
 
 
 def test_a_whole_policy_is_priced_as_it_is() -> None:
-    policy = OffloadPolicy(4, 3, {"cpu": 0.5, "disk": 0.5}, {"disk": 1.0}, {"cpu": 1.0})
+    policy = OffloadPolicy(4, 3, {"cpu": 0.5, "disk": 0.5}, {"disk": 1.0}, {"cpu": 1.0}, prefill_chunk=64)
     fixed = {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy)}
     request = ask(fixed=fixed)
     result = search(request)

@@ -43,6 +43,13 @@ def test_a_cap_is_at_most_what_others_leave() -> None:
     assert gpu.open_gpu([torch.device("cpu")]) is None
 
 
+@pytest.mark.parametrize("emulated", [None, "1GiB"])
+def test_an_emulated_gpu_cuts_prompts_as_the_cpu_that_it_is(emulated: str | None, checkpoint) -> None:
+    with LLM(checkpoint("opt")[1], dtype="float32", emulate_gpu=emulated) as llm:
+        llm.generate(prompts_of([5]), max_new_tokens=2)
+        assert llm.last_plan.policy.prefill_chunk == llm.last_record.policy["prefill_chunk"] == 2048
+
+
 UNLIMITED = resource.RLIM_INFINITY
 SOME = BOUNCE_BYTES + (1 << 20)
 

@@ -22,7 +22,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine import executor, graphs
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.sequence import RequestOutput
-from h2o_flexgen.kernels import triton_decode, triton_prompt
+from h2o_flexgen.kernels import triton_decode, triton_prompt, triton_rotate
 from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
 from tests.cost.machines import KINDS, TINY, ticking
 from tests.kernels.tape import FakeGraph
@@ -62,6 +62,7 @@ def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that are used."""
     used: list[str] = []
     step, prompt = triton_decode.TritonAttend.step, triton_prompt.prefill_attention
+    rotate = triton_rotate.rotate_both
 
     def noted_step(*args: Any, **options: Any) -> Tensor:
         used.append("step")
@@ -71,6 +72,11 @@ def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         used.append("prompt")
         return prompt(*args, **options)
 
+    def noted_rotate(*args: Any) -> Any:
+        used.append("rotate")
+        return rotate(*args)
+
+    monkeypatch.setattr(triton_rotate, "rotate_both", noted_rotate)
     monkeypatch.setattr(triton_decode.TritonAttend, "step", noted_step)
     monkeypatch.setattr(triton_prompt, "prefill_attention", noted_prompt)
     monkeypatch.setenv("H2O_FLEXGEN_TRITON", "1")
@@ -115,6 +121,9 @@ def test_the_same_tokens_as_torch(name: str, policy: str, folder, through_triton
     assert_same(answers(*args), by_torch(*args))
     assert through_triton.count("step") == LAYERS * (NEW - 1)
     assert through_triton.count("prompt") == LAYERS * 2
+    assert through_triton.count("rotate") == (0 if name == "opt" else LAYERS * NEW), (
+        "the prompts in one, then each step"
+    )
 
 
 @pytest.mark.usefixtures("own_rule")

@@ -15,6 +15,7 @@ from h2o_flexgen.kernels import triton_decode, triton_tune
 from tests.kernels.test_triton_decode import *  # noqa: F403
 from tests.kernels.test_triton_prompt import *  # noqa: F403
 from tests.kernels.test_triton_quant import test_a_view_and_nothing, test_both_ways  # noqa: F401
+from tests.kernels.test_triton_rotate import *  # noqa: F403
 from tests.kernels.triton_pair import Pair, keeps
 
 pytestmark = pytest.mark.gpu

@@ -89,7 +89,7 @@ def test_products_that_float16_cannot_hold_before_they_are_scaled(scale: float) 
 def test_prefill_memory_does_not_grow_with_the_square_of_the_length() -> None:
     heads = 4
     for n, length in ((1, 1000), (3, 4000), (2, 16000), (64, 10)):
-        rows, queries = torch_cpu._block_shape(n, heads, length, length)
+        rows, queries = torch_cpu._block_shape(n, heads, length, length, torch.device("cpu"))
         assert rows <= n
         assert rows * heads * queries * length <= max(torch_cpu._CHUNK_ELEMENTS, heads * 16 * length)
 

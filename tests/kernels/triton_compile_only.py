@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from h2o_flexgen.kernels import triton_prompt, triton_quant
+from h2o_flexgen.kernels import triton_prompt, triton_quant, triton_rotate
 from h2o_flexgen.kernels.triton_decode import TritonAttend
 from h2o_flexgen.kernels.triton_quant import Packed
 from h2o_flexgen.kernels.types import KeysValues
@@ -89,9 +89,16 @@ def prompt() -> None:
     triton_prompt.sum_columns(q, k, torch.zeros(2, 8, 256), 0.1, past=past.k, window=100)
 
 
+def rotate() -> None:
+    """A part of each head, of a wider product."""
+    q, k = torch.randn(5, 10, 128).bfloat16().split([8, 2], dim=1)
+    triton_rotate.rotate_both(q, k, *torch.randn(2, 5, 96).bfloat16())
+
+
 if __name__ == "__main__":
     driver.set_active(NoGpu())
     decode(1)
     decode(4, splits=3)
     decode(4, packed=True)
     prompt()
+    rotate()

@@ -6,6 +6,7 @@ import dataclasses
 
 from h2o_flexgen.config.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.kernels import Kernels
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from tests.schedule.footprints import SPEC, amounts, measure, pages
@@ -45,14 +46,14 @@ def test_recorded_steps() -> None:
     here = {"gpu": 1.0}
     policy = OffloadPolicy(4, 2, here, here, here)
     attention = 4 * 2 * (3 * 64 + 3 * 64 + 2 * 64) + 12 * 16 * 32
-    found = amounts(measure(policy, records=True))
+    found = amounts(measure(policy, kernels=Kernels.TRITON))
     assert found.pop(("gpu", "recorded steps")) == attention + 2 * 4 * 1000 * 4
     assert found == amounts(measure(policy)), "and nothing else changes"
     for kind in ("weights", "cache", "hidden"):
         moved = dataclasses.replace(policy, **{kind: {"gpu": 0.5, "cpu": 0.5}})
-        assert amounts(measure(moved, records=True)) == amounts(measure(moved))
+        assert amounts(measure(moved, kernels=Kernels.TRITON)) == amounts(measure(moved))
     rolling = EvictionConfig("h2o", 0.5, rolling_positions=True)
-    assert amounts(measure(policy, rolling, records=True)) == amounts(measure(policy, rolling))
+    assert amounts(measure(policy, rolling, kernels=Kernels.TRITON)) == amounts(measure(policy, rolling))
 
 
 def test_prompts_in_parts() -> None:
