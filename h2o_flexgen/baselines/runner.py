@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.baselines.caps import cap_command, cap_problem, read_report
 from h2o_flexgen.baselines.measurement import Measurement
+from h2o_flexgen.baselines.memcap import cap_command, cap_problem, read_report
 from h2o_flexgen.baselines.origin import origin
 from h2o_flexgen.baselines.process import Finished, run_process
 from h2o_flexgen.baselines.settings import BenchModel, BenchSettings
