@@ -177,7 +177,7 @@ def _run(command: Sequence[str], group: _Group) -> int:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, pass_on)
     try:
