@@ -113,7 +113,7 @@ def run_command(
     """Runs a program and waits for it, `timeout` seconds at most; it never outlives this call.
 
     Where its time is up it is asked to end (SIGTERM; by Ctrl-C, which is passed on, SIGINT), and ended with all that it
-    started where it does not. `loud` shows its stderr as it comes; `environment` is added to that of this process. The
+    started where it does not. `loud` shows its stderr as it comes; `environment` is None for that of this process. The
     kernel counts a child's memory from that of its parent up: the caller should be a small process.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -125,7 +125,7 @@ def run_command(
             stdout=out,
             stderr=err,
             cwd=cwd,
-            env={**os.environ, **(environment or {})},
+            env=environment,
             process_group=0,
         )
         try:
@@ -162,6 +162,7 @@ def run_process(
     `prefix` is a command that runs the one after it, and passes on its streams, its signals and its exit code.
     """
     environment = {
+        **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
