@@ -33,7 +33,7 @@ if [ -n "${CHECK-yes}" ]; then
       --prompt-len 128 --gen-len 8 --hh-ratio "$ratio" | tail -n 1 >"$out/.record.json" || good=$?
     [ "$good" != 0 ] || mv "$out/.record.json" "$out/record.json"
   fi
-  [ "$good" != 0 ] || python -m h2o_flexgen.baselines.offload_check "$out/record.json" "$out/memcap.json" || good=$?
+  [ "$good" != 0 ] || python -m benchmarks.offload_check "$out/record.json" "$out/memcap.json" || good=$?
   echo
 fi
 

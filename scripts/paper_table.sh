@@ -25,4 +25,4 @@ while read -r model gen ratio published batches rows percent; do
   alike=$("${search[@]}" --num-gpu-batches "$batches" --gpu-batch-size "$rows" --percent $percent --cpu-cache-compute \
     --lookahead 1)
   echo "{\"published\": $published, \"gen_len\": $gen, \"ratio\": $ratio, \"alike\": $alike, \"best\": $("${search[@]}")}"
-done <<<"$cells" | python scripts/paper_table.py
+done <<<"$cells" | python -m benchmarks.paper_table

@@ -6,4 +6,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh test
-exec python scripts/ragged.py "$@"
+exec python -m benchmarks.ragged "$@"

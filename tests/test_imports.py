@@ -32,13 +32,16 @@ ALLOWED: dict[str, set[str]] = {
     "calibration": {"cost", "engine", "schedule", "checkpoint", "models", "cache", "memory", "kernels", "config"},
     "evaluation": {"engine", "config"},
     "jobs": {"engine", "config"},
-    # The offload check compares what was moved with what the schedule says.
-    "baselines": {"engine", "schedule", "config"},
+    "baselines": {"engine", "config"},
 }
 ONLY_AS_TYPES = {"models": {"cache"}}
 """May be imported for annotations, under TYPE_CHECKING."""
 PROGRAM_PACKAGES = {"cli"}
 """What the programs share counts as a program: it may import anything, and only programs may import it."""
+
+
+BESIDE = {"benchmarks": set[str](), "training": set[str]()}
+"""Folders beside the package that import it: what else of the repository each may import."""
 
 
 class Import(NamedTuple):
@@ -129,6 +132,25 @@ def test_nothing_imports_a_program() -> None:
     assert len(libraries) > 50, "the imports were not found"
     wrong = [f"{f.file}:{f.line}" for f in libraries if f.target in PROGRAMS | PROGRAM_PACKAGES]
     assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_what_is_beside_the_package() -> None:
+    """Benchmarks and training import the package, and neither the package nor one another's modules import them."""
+    wrong = []
+    for folder, allowed in {"h2o_flexgen": set[str](), **BESIDE}.items():
+        forbidden = {*BESIDE, "scripts", "tests"} - {folder, *allowed}
+        for path in (ROOT / folder).rglob("*.py"):
+            wrong += [f"{path} imports {name}" for name in sorted(_roots(path) & forbidden)]
+    assert not wrong, "\n".join(wrong)
+    assert {"h2o_flexgen", "benchmarks"} <= _roots(ROOT / "benchmarks" / "opt30b.py")
+
+
+def _roots(path: Path) -> set[str]:
+    """The first names of all modules that a file imports absolutely."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names = [*plain, *(node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level)]
+    return {name.partition(".")[0] for name in names}
 
 
 def test_the_reader_of_imports_sees_them_all() -> None:

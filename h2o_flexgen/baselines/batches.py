@@ -12,7 +12,8 @@ import psutil
 
 from h2o_flexgen.baselines.compare import Say
 from h2o_flexgen.baselines.measurement import Measurement
-from h2o_flexgen.baselines.runner import RunFailed, Runner
+from h2o_flexgen.baselines.process import RunFailed
+from h2o_flexgen.baselines.runner import Runner
 
 FIRST, LARGEST = 8, 512
 RISING = 1.03

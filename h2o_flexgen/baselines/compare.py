@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from h2o_flexgen.baselines.measurement import Measurement
 from h2o_flexgen.baselines.origin import origin
-from h2o_flexgen.baselines.runner import RunFailed, Runner
+from h2o_flexgen.baselines.process import RunFailed
+from h2o_flexgen.baselines.runner import Runner
 from h2o_flexgen.baselines.settings import BenchSettings
 from h2o_flexgen.baselines.store import Failure, Step, Store
 

@@ -1,17 +1,18 @@
-"""One run of one system: a fresh process, waited for, its memory and its disk reads measured by the kernel."""
+"""Programs that are measured: each a fresh process, waited for, its memory and its disk reads counted by the kernel."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import psutil
 
@@ -20,16 +21,25 @@ from h2o_flexgen.openmp import SWITCH, without_short_spin
 
 _PACKAGE_PARENT = Path(__file__).resolve().parents[2]
 _POLL_SECONDS = 0.05
-_STOP_SECONDS = 10.0  # between asking a process to end and ending it
+_TIDYING_SECONDS = 30.0  # that a program has to end by itself once it is asked to
 _KILLED = 128 + signal.SIGKILL
 _OUT_OF_MEMORY = ("out of memory", "memoryerror", "can't allocate memory", "cannot allocate memory", "std::bad_alloc")
+_TOLD = "error: "  # with which our programs begin the lines that say what was found, needed and can be changed
+
+
+class RunFailed(RuntimeError):
+    """A run that gave nothing: why, in one line, whether for want of memory, and the end of its stderr."""
+
+    def __init__(self, reason: str, out_of_memory: bool = False, errors: str = "") -> None:
+        super().__init__(reason)
+        self.out_of_memory, self.errors = out_of_memory, errors
 
 
 class Finished(NamedTuple):
     """How a process ended.
 
     exit_code        as the shell has it, negative for a signal
-    last_line        of its stdout, "" where there was none
+    output           the end of its stdout
     errors           the end of its stderr
     seconds          from start to end, imports included
     peak_rss_bytes   the most memory it had resident, by the kernel's count, from start to end
@@ -38,7 +48,7 @@ class Finished(NamedTuple):
     """
 
     exit_code: int
-    last_line: str
+    output: str
     errors: str
     seconds: float
     peak_rss_bytes: int
@@ -46,8 +56,15 @@ class Finished(NamedTuple):
     read_bytes: int | None = None
 
     @property
+    def last_line(self) -> str:
+        """Of its stdout, "" where there was none."""
+        return next(reversed(self.output.strip().splitlines()), "")
+
+    @property
     def out_of_memory(self) -> bool:
         """Whether it looks as if it had wanted more memory than there was."""
+        if self.timed_out:
+            return False
         said = self._last_error.lower()
         return self.exit_code in (_KILLED, -signal.SIGKILL) or any(text in said for text in _OUT_OF_MEMORY)
 
@@ -61,12 +78,76 @@ class Finished(NamedTuple):
         ended = f"signal {-self.exit_code}" if self.exit_code < 0 else f"exit code {self.exit_code}"
         return f"{'out of memory: ' if self.out_of_memory else ''}{ended}: {self._last_error}"
 
+    def checked(self) -> Finished:
+        """This. RunFailed where it is a failure."""
+        if self.exit_code != 0 or self.timed_out:
+            raise RunFailed(self.reason, self.out_of_memory, self.errors)
+        return self
+
+    def json(self) -> dict[str, Any]:
+        """The JSON object on the last line of its stdout. RunFailed where it failed, or where there is none."""
+        try:
+            found = json.loads(self.checked().last_line)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise RunFailed("no JSON on the last line of its output", errors=self.errors)
+        return found
+
     @property
     def _last_error(self) -> str:
-        lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
+        lines = [line.strip() for line in (self.errors or self.output).splitlines() if line.strip()]
         own = [line for line in lines if not line.startswith("memcap: ")]
+        told = next((number for number, line in enumerate(own) if line.startswith(_TOLD)), -1)
         killed = [line for line in lines if line.startswith("memcap: the command wanted")]
-        return next(reversed(killed or own or lines), "no message").removeprefix("memcap: ")
+        return "; ".join(killed[-1:] or own[told:] or lines[-1:] or ["no message"]).removeprefix("memcap: ")
+
+
+def run_command(
+    command: Sequence[str],
+    timeout: float = float("inf"),
+    *,
+    loud: bool = False,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Finished:
+    """Runs a program and waits for it, `timeout` seconds at most; it never outlives this call.
+
+    Where its time is up it is asked to end (SIGTERM; by Ctrl-C, which is passed on, SIGINT), and ended with all that it
+    started where it does not. `loud` shows its stderr as it comes; `environment` is None for that of this process. The
+    kernel counts a child's memory from that of its parent up: the caller should be a small process.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        show = _shown(err) if loud else lambda: None
+        started = time.perf_counter()
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            cwd=cwd,
+            env=environment,
+            process_group=0,
+        )
+        try:
+            timed_out = not _ended(process, timeout, show)
+            if timed_out:
+                _stop(process, signal.SIGTERM, show)
+        except BaseException as error:
+            _stop(process, signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM, show)
+            raise
+        finally:
+            read, peak = read_bytes_of(process.pid), _collect(process)
+            show()
+        return Finished(
+            exit_code=process.returncode,
+            output=_tail(out),
+            errors=_tail(err),
+            seconds=time.perf_counter() - started,
+            peak_rss_bytes=peak,
+            timed_out=timed_out,
+            read_bytes=read,
+        )
 
 
 def run_process(
@@ -78,11 +159,11 @@ def run_process(
     prefix: Sequence[str] = (),
     own: bool = False,
 ) -> Finished:
-    """Runs `python -m module` with as many threads for every library, and waits for it; it never outlives this call.
+    """Runs `python -m module`, which finds this package, with as many threads for every library.
 
-    `prefix` is a command that runs the one after it, and passes on its streams and its exit code. Unless it is our
-    `own`, OpenMP waits in it as it would without this package. The kernel counts a child's memory from that of its
-    parent up: the caller should be a small process.
+    `prefix` is a command that runs the one after it, and passes on its streams, its signals and its exit code. Unless
+    it is our `own`, OpenMP waits in it as it would without this package. The kernel counts a child's memory from that
+    of its parent up: the caller should be a small process.
     """
     environment = {
         **without_short_spin(os.environ),
@@ -92,71 +173,59 @@ def run_process(
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(_PACKAGE_PARENT), os.environ.get("PYTHONPATH")))),
     }
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        started = time.perf_counter()
-        process = subprocess.Popen(
-            [*prefix, python, "-m", module, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            env=environment,
-        )
-        try:
-            peak, read, timed_out = _wait(process, started + timeout, wrapped=bool(prefix))
-        finally:
-            _end(process)
-        lines = _tail(out).strip().splitlines()
-        return Finished(
-            exit_code=process.returncode,
-            last_line=lines[-1] if lines else "",
-            errors=_tail(err),
-            seconds=time.perf_counter() - started,
-            peak_rss_bytes=peak,
-            timed_out=timed_out,
-            read_bytes=read,
-        )
+    return run_command([*prefix, python, "-m", module, *arguments], timeout, environment=environment)
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float, wrapped: bool) -> tuple[int, int | None, bool]:
-    """Waits; past the deadline ends the process. (peak resident bytes, bytes read from disks, whether that was needed)
-
-    A process that has ended but was not collected still says what it, and the children that it collected, had read.
-    """
-    timed_out = False
+def _ended(process: subprocess.Popen[bytes], seconds: float, show: Callable[[], None]) -> bool:
+    """Waits so long, and says whether the process has ended. It is not collected yet: it still says what it read."""
+    until = time.perf_counter() + seconds
     while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        now = time.perf_counter()
-        if now > deadline + _STOP_SECONDS or (now > deadline and not wrapped):
-            _kill(process.pid, itself=True)
-            timed_out = True
-        elif now > deadline and not timed_out:
-            _kill(process.pid, itself=False)  # the command before it then tidies up
-            timed_out = True
+        if time.perf_counter() > until:
+            return False
         time.sleep(_POLL_SECONDS)
-    read = read_bytes_of(process.pid)
+        show()
+    return True
+
+
+def _stop(process: subprocess.Popen[bytes], asked: int, show: Callable[[], None]) -> None:
+    """Asks a process to end, then ends all that it started, then itself: memcap has to tidy up after its command.
+
+    Whatever interrupts that, the process has ended afterwards.
+    """
+    top = psutil.Process(process.pid)
+    below = set(top.children(recursive=True))
+    try:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, asked)
+        ended = _ended(process, _TIDYING_SECONDS, show)
+        for child in below.union(top.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        if not ended:
+            _ended(process, _TIDYING_SECONDS, show)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def _collect(process: subprocess.Popen[bytes]) -> int:
+    """The most bytes that it, and the children that it waited for, had resident; waits for its end."""
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    return usage.ru_maxrss * 1024, read, timed_out
+    return usage.ru_maxrss * 1024
 
 
-def _kill(pid: int, itself: bool) -> None:
-    """Ends everything below a process, and the process."""
-    with suppress(psutil.NoSuchProcess):
-        top = psutil.Process(pid)
-        for process in [*top.children(recursive=True), *([top] if itself else [])]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+def _shown(file: IO[bytes]) -> Callable[[], None]:
+    """What passes on to stderr what was written to `file` since it was last called."""
+    place = 0
 
+    def show() -> None:
+        nonlocal place
+        while new := os.pread(file.fileno(), 1 << 16, place):  # a position that the writer does not share
+            place += len(new)
+            sys.stderr.write(new.decode(errors="replace"))
+        sys.stderr.flush()
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that is still there because waiting for it was interrupted."""
-    if process.returncode is not None:
-        return
-    process.terminate()
-    try:
-        process.wait(_STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        _kill(process.pid, itself=True)
-        process.wait()
+    return show
 
 
 def _tail(file: IO[bytes], nbytes: int = 16 << 20) -> str:

@@ -9,24 +9,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.baselines.caps import cap_command, cap_problem, read_report
 from h2o_flexgen.baselines.measurement import Measurement
+from h2o_flexgen.baselines.memcap import cap_command, cap_problem, read_report
 from h2o_flexgen.baselines.origin import origin
-from h2o_flexgen.baselines.process import Finished, run_process
+from h2o_flexgen.baselines.process import Finished, RunFailed, run_process
 from h2o_flexgen.baselines.settings import BenchModel, BenchSettings
 from h2o_flexgen.baselines.systems import SYSTEMS, System
 from h2o_flexgen.baselines.work import Outcome, Work
 
 Prompts = Callable[[int], Sequence[Sequence[int]]]
 """From a batch size to that many prompts, the first ones the same for every size."""
-
-
-class RunFailed(Exception):
-    """A run that gave no measurement: why, in one line, whether for want of memory, and the end of its stderr."""
-
-    def __init__(self, reason: str, out_of_memory: bool, errors: str) -> None:
-        super().__init__(reason)
-        self.out_of_memory, self.errors = out_of_memory, errors
 
 
 class Runner:
@@ -143,9 +135,7 @@ class Runner:
         finished = run_process(
             system.adapter, arguments, settings.threads, settings.timeout, python, prefix, own=system.own
         )
-        if finished.exit_code != 0:
-            raise RunFailed(finished.reason, finished.out_of_memory, finished.errors)
-        return finished
+        return finished.checked()
 
 
 def _outcome(finished: Finished, batch: int, gen_len: int) -> Outcome:
@@ -153,9 +143,9 @@ def _outcome(finished: Finished, batch: int, gen_len: int) -> Outcome:
     try:
         outcome = Outcome.from_line(finished.last_line)
     except ValueError as error:
-        raise RunFailed(str(error), False, finished.errors) from None
+        raise RunFailed(str(error), errors=finished.errors) from None
     lengths = [len(tokens) for tokens in outcome.token_ids]
     if lengths != [gen_len] * batch:
         reason = f"generated {sorted(set(lengths))} tokens for {len(lengths)} prompts, not what was asked"
-        raise RunFailed(reason, False, finished.errors)
+        raise RunFailed(reason, errors=finished.errors)
     return outcome

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -133,9 +133,6 @@ ActiveBatches: TypeAlias = Callable[[int], Sequence[int]]
 
 LastStep: TypeAlias = Callable[[int], bool]
 """Whether no step can follow this one; False where that is not known."""
-
-Schedule: TypeAlias = Callable[[ScheduleShape, ActiveBatches | None, LastStep | None], Iterator[Tick]]
-"""The signature of a generator of ticks: `zigzag` and `row_by_row`."""
 
 GroupBatches: TypeAlias = Callable[[int, int], Sequence[int]]
 """As ActiveBatches, but of one group: maps a step and the index of a group to its batches that go on."""

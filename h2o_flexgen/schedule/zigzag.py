@@ -2,7 +2,7 @@
 
 The order is step i, unit j, GPU batch k: weights are read once per step for the whole block, and each compute is
 overlapped with the loads of what comes next and the stores of what came before. A *pass* is one walk over all units by
-some of the GPU batches; zig-zag makes one pass per step, row-by-row (`row_by_row.py`) one per GPU batch and step.
+some of the GPU batches: zig-zag makes one pass per step, a row-by-row schedule one per GPU batch and step.
 """
 
 from __future__ import annotations

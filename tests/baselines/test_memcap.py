@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-SCRIPT = str(Path(__file__).resolve().parents[2] / "scripts" / "memcap.sh")
+from h2o_flexgen.baselines import memcap as module
+from tests.tiny import opt_config
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "scripts" / "memcap.sh")
 WASTE = "x = [b'x' * (1 << 20) for _ in range(300)]"
 PATIENT = """
 import time
@@ -97,12 +103,12 @@ def test_signals_reach_the_command_and_nothing_stays() -> None:
 
 @needs_groups
 def test_the_exit_code_of_a_command_that_ends_while_its_signal_is_passed_on(tmp_path: Path) -> None:
-    slow = tmp_path / "slow.sh"
-    slow.write_text('kill() { local code=0; builtin kill "$@" || code=$?; sleep 0.5; return $code; }')
+    slow = "import os, time\nkill = os.killpg\nos.killpg = lambda *given: (kill(*given), time.sleep(0.5))\n"
+    (tmp_path / "sitecustomize.py").write_text(slow)
     process = subprocess.Popen(
         [SCRIPT, "64M", "--", sys.executable, "-c", PATIENT],
         stdout=subprocess.PIPE,
-        env={**os.environ, "BASH_ENV": str(slow)},
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"on\n"
@@ -133,12 +139,10 @@ def test_a_cold_path_that_is_not_there() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give it up")
-def test_without_root(tmp_path: Path) -> None:
-    script = tmp_path / "memcap.sh"
-    script.write_bytes(Path(SCRIPT).read_bytes())
-    command = "import os; os.setuid(65534); os.execv('/bin/bash', ['bash', '-s', '64M', '--', 'true'])"
-    with script.open("rb") as source:
-        done = subprocess.run([sys.executable, "-c", command], stdin=source, capture_output=True, text=True)
+def test_without_root() -> None:
+    call = "os.setuid(65534); main(['64M', '--', 'true'])"
+    command = f"import os, shutil; from h2o_flexgen.baselines.memcap import main; {call}"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (125, "memcap: needs root, to make a control group\n")
 
 
@@ -146,3 +150,68 @@ def test_help() -> None:
     done = memcap("--help")
     assert done.returncode == 0
     assert done.stdout.startswith("usage: scripts/memcap.sh LIMIT")
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """Whether processes can be capped is asked once in a process."""
+    module.cap_problem.cache_clear()
+    yield
+    module.cap_problem.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("exit 0", None),
+        ("echo careful >&2; echo 'memcap: needs root' >&2; exit 1", "needs root"),
+        ("exit 3", "memcap ended with 3, and said nothing"),
+    ],
+)
+def test_the_last_line_says_why_nothing_is_capped(
+    script: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memcap").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "memcap").chmod(0o755)
+    monkeypatch.setattr(module, "COMMAND", (str(tmp_path / "memcap"),))
+    assert module.cap_problem() == said
+
+
+@pytest.mark.parametrize(("limit", "said"), [(6 << 30, "6G"), (1536 << 20, "1536M"), (1 << 40, "1T"), ("6GiB", "6GiB")])
+def test_limits_as_they_are_typed(limit: int | str, said: str) -> None:
+    command = module.cap_command(limit, [Path("a"), Path("b")], Path("c"))
+    assert command[-8:] == [said, "--report", "c", "--cold", "a", "--cold", "b", "--"]
+
+
+@needs_groups
+def test_an_installed_package_caps_memory_too(tmp_path: Path) -> None:
+    """From a wheel, in a folder that has nothing else of the repository: `bench` within 2 GiB."""
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "h2o_flexgen", "configs"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, sources / name)
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(sources)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "-t", str(installed), str(wheel)], check=True)
+    opt_config().save_pretrained(tmp_path / "model")
+    bench = [sys.executable, "-m", "h2o_flexgen.bench", "--systems", "full", "--model", str(tmp_path / "model")]
+    bench += ["-r", "1", "-b", "2", "--prompt-len", "8", "--gen-len", "4", "--no-search", "--cpu-mem", "2GiB"]
+    done = subprocess.run(
+        [*bench, "--output-dir", str(tmp_path / "out")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["cap"] == {"cpu_mem": 2 << 30, "enforced": True, "why_not": None}
+    record = json.loads((tmp_path / "out" / "run-01-full.json").read_text())
+    assert 0 < record["peak_cgroup_bytes"] <= 2 << 30
+    assert record["commit"] is None  # of no checkout: it is the installed one that ran

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.baselines import caps
+from h2o_flexgen.baselines import memcap
 from h2o_flexgen.baselines.batches import FIRST, Search, common, projected, search, smaller
 from h2o_flexgen.baselines.process import Finished, run_process
 from h2o_flexgen.baselines.runner import Runner
@@ -22,7 +22,7 @@ from h2o_flexgen.baselines.work import REFUSED
 from h2o_flexgen.bench import main
 
 SMALL = ["--prompt-len", "8", "--gen-len", "4", "--threads", "1", "-r", "1"]
-needs_cap = pytest.mark.skipif(caps.cap_problem() is not None, reason="needs root and control groups")
+needs_cap = pytest.mark.skipif(memcap.cap_problem() is not None, reason="needs root and control groups")
 
 
 def _bench(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
@@ -135,12 +135,12 @@ def test_a_cap_that_cannot_be_enforced_is_told(pretend, capsys, tmp_path: Path, 
 
 @needs_cap
 def test_a_capped_run_that_takes_too_long_leaves_nothing(tmp_path: Path) -> None:
-    prefix = caps.cap_command(64 << 20, [], tmp_path / "report.json")
+    prefix = memcap.cap_command(64 << 20, [], tmp_path / "report.json")
     finished = run_process("http.server", ["0"], threads=1, timeout=1.0, prefix=prefix)
     assert finished.timed_out
     assert finished.reason.startswith("gave up after")
-    assert caps.read_report(tmp_path / "report.json")["exit_code"] == 137
-    assert caps.read_report(tmp_path / "nowhere.json") == {}
+    assert memcap.read_report(tmp_path / "report.json")["exit_code"] == 143  # it ended when it was asked to
+    assert memcap.read_report(tmp_path / "nowhere.json") == {}
 
 
 def test_reads_from_disks_are_counted(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_what_looks_like_too_little_memory() -> None:
 
 def test_adapters_of_peers_need_nothing_else_of_this_package() -> None:
     """Their environments have none of what the rest imports."""
-    folder = Path(caps.__file__).parent
+    folder = Path(memcap.__file__).parent
     allowed = {"work", "generation", "flexgen_cpu", "flexgen_gpu", "flexgen_opt"}
     standard = {"cores"}  # the standard library alone, and not in that folder
     for name in (*allowed, *(SYSTEMS.get(name).adapter.rpartition(".")[2] for name in SYSTEMS.names())):
@@ -261,7 +261,7 @@ def test_adapters_of_peers_need_nothing_else_of_this_package() -> None:
 
 
 def test_every_environment_has_its_versions() -> None:
-    pins = Path(caps.__file__).parents[2] / "configs" / "peers"
+    pins = Path(memcap.__file__).parents[2] / "configs" / "peers"
     wanted = {SYSTEMS.get(name).environment for name in SYSTEMS.names()} - {""}
     assert {path.stem for path in pins.glob("*.txt")} == wanted
     for path in pins.glob("*.txt"):

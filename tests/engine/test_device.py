@@ -24,10 +24,10 @@ from h2o_flexgen.engine.trace import Trace
 from h2o_flexgen.engine.weights import WeightStore
 from h2o_flexgen.memory.cuda import Stream
 from h2o_flexgen.memory.pinned import PinnedPool
-from h2o_flexgen.schedule.check import check
 from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, Tick
 from tests.memory.fake_cuda import FakeDevice
 from tests.memory.watch import order_threads, watched
+from tests.oracles.schedule import check
 from tests.tiny import prompts_of
 
 NEW = 20  # more than the 16 steps after which a moving cache is rewritten

@@ -21,11 +21,11 @@ from h2o_flexgen.engine.executor import Executor
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests import in_order
 from h2o_flexgen.engine.waiting import Waiting
-from h2o_flexgen.schedule.check import check
 from h2o_flexgen.schedule.tasks import ScheduleShape, Tick
 from tests.engine.ragged import LENGTHS, NEW, PROMPTS
 from tests.engine.ragged import params as _params
 from tests.engine.ragged import run as _run
+from tests.oracles.schedule import check
 from tests.tiny import prompts_of
 
 

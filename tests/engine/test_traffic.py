@@ -11,10 +11,10 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine import block
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.memory.handle import page_ceil
-from h2o_flexgen.schedule.check import check
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind, Tick
 from h2o_flexgen.schedule.traffic import expected_loads
+from tests.oracles.schedule import check
 from tests.oracles.traffic import planned_bytes
 from tests.tiny import prompts_of
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.schedule.check import ScheduleError, check
-from h2o_flexgen.schedule.row_by_row import row_by_row
 from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
 from h2o_flexgen.schedule.zigzag import zigzag
+from tests.oracles.row_by_row import row_by_row
+from tests.oracles.schedule import ScheduleError, check
 from tests.schedule.shapes import Case, cases, make_shape
 
 FIELDS = ("loads", "stores", "frees")

@@ -22,7 +22,8 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c11", "-fPIC", "-pthread", "-Wall", "-Wextra")
-_TIMEOUT_S = 120
+_LINKER = "-Wl,-Bsymbolic,--no-undefined"  # calls stay within the library, whatever others define
+_TIMEOUT_S = 300  # a compiler takes seconds; beside others on few cores it may take minutes
 _COMPILERS = 2  # at a time: each takes a processor and up to 200 MB
 
 
@@ -70,8 +71,9 @@ def _compiled() -> Path:
             objects = [str(Path(made) / f"{source.stem}.o") for source in sources]
             each = [[compiler, *_FLAGS, "-c", str(c), "-o", o] for c, o in zip(sources, objects, strict=True)]
             list(pool.map(_run, each))
-            _run([compiler, "-shared", "-pthread", "-Wl,-Bsymbolic,--no-undefined", *objects, "-o", f"{made}/{target.name}", "-lm"])
-            Path(made, target.name).replace(target)  # whoever else is building the same ends up with the same
+            linked = Path(made, target.name)
+            _run([compiler, "-shared", "-pthread", _LINKER, *objects, "-o", str(linked), "-lm"])
+            linked.replace(target)  # whoever else is building the same ends up with the same
     return target
 
 

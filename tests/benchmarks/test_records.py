@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-from records import ROOT, Record, Store, engine, facts, provenance, repeat, run_json, shown, spread
-
+from benchmarks.records import ROOT, Record, Store, engine, facts, provenance, repeat, run_json, shown, spread
 from h2o_flexgen.cli.arguments import parse_arguments
 
 
@@ -69,7 +66,7 @@ INTERRUPTED = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from records import Store, repeat, run_json
+from benchmarks.records import Store, repeat, run_json
 if len(sys.argv) > 3:
     try:
         print("asleep", file=sys.stderr, flush=True)
@@ -86,7 +83,7 @@ def test_an_interrupted_measurement_goes_on(tmp_path: Path) -> None:
     """Ctrl-C reaches the script and its run: the run tidies up, the records so far stay."""
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED, encoding="utf-8")
-    command = [sys.executable, str(script), str(ROOT / "scripts"), str(tmp_path)]
+    command = [sys.executable, str(script), str(ROOT), str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stderr is not None
         while process.stderr.readline() not in ("asleep\n", ""):

@@ -1,4 +1,4 @@
-"""What the measuring scripts share: processes, records as JSON lines, medians with their spread, facts of the machine.
+"""What benchmarks share: processes, records as JSON lines, medians with their spread, facts of the machine.
 
 A script measures *points*: settings with a name. Each run is a process of its own and leaves one record; records are
 appended, and tables and pictures are made of all that lie in the folder, so that a measurement that was interrupted
@@ -45,7 +45,7 @@ def commit() -> str | None:
     """The commit of the sources, with a `+` where tracked files differ from it; None outside a checkout."""
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    changes = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "h2o_flexgen", "scripts"], check=False)
+    changes = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "h2o_flexgen", "benchmarks"], check=False)
     return f"{head.stdout.strip()}{'+' if changes.returncode else ''}" if head.returncode == 0 else None
 
 

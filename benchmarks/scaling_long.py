@@ -1,6 +1,6 @@
 r"""One long generation at a fixed budget: seconds per step and resident memory along it.
 
-    python scripts/scaling_long.py \
+    python -m benchmarks.scaling_long \
         '{"model": "FOLDER", "batch": 8, "prompt": 256, "budget": 256, "new": 16384, "window": 512}'
 
 In a process of its own, so that its memory is its own. The last line of stdout is the engine's record with `windows`

@@ -5,7 +5,7 @@ dense recall until copying emerges, then rows of the full context). Matrices are
 on float32 masters of a bfloat16 model. Every step draws its own seeded batch, so a resumed run sees the same data.
 What this writes: the model in --out, its figures and loss curve in --docs; --work keeps checkpoints between runs.
 
-    python scripts/train_demo.py --text kjv.txt python-docs [--evaluate]
+    python -m training.demo --text kjv.txt python-docs [--evaluate]
 
 kjv.txt: `bible -f <<< gen1:1-rev22:21 > kjv.txt` (Debian packages bible-kjv and bible-kjv-text, public domain).
 python-docs: `ln -s /usr/share/doc/python3.11/html/_sources python-docs` (Debian package python3.11-doc, PSF licence).
@@ -25,8 +25,9 @@ from pathlib import Path
 from random import Random
 
 import torch
-from demo_rows import BOS, CONTEXT, PAD, Corpus, build_tokenizer
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from training.rows import BOS, CONTEXT, PAD, Corpus, build_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -178,7 +179,7 @@ class Trainer:
 
     def look(self, corpus: Corpus) -> dict[str, float]:
         """An early measurement, for the log."""
-        from demo_eval import recall_accuracy
+        from training.evaluate import recall_accuracy
 
         return {f"recall_{far}": recall_accuracy(self.model, corpus, Random(far), far, 24) for far in (100, 300, 800)}
 
@@ -290,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
             trainer.load()
         trainer.run(corpus, args.work / "export", tokenizer)
         export(trainer.model, tokenizer, args.out)
-    from demo_eval import evaluate
+    from training.evaluate import evaluate
 
     evaluate(args, recipe, corpus)
     return 0

@@ -13,19 +13,20 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import torch
-from demo_rows import BOS, CONTEXT, Corpus
-from demo_story import story
-from transformers import AutoModelForCausalLM, OPTForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from training.generated import story
+from training.rows import BOS, CONTEXT, Corpus
 
 if TYPE_CHECKING:
-    from train_demo import Recipe
+    from training.demo import Recipe
 
 DISTANCES = (100, 300, 600, 900)
 HELD_SEED = 77
 
 
 @torch.no_grad()
-def recall_accuracy(model: OPTForCausalLM, corpus: Corpus, rng: Random, distance: int, cases: int) -> float:
+def recall_accuracy(model: PreTrainedModel, corpus: Corpus, rng: Random, distance: int, cases: int) -> float:
     """Share of answers that greedy decoding gives exactly; checked teacher-forced, which is the same thing."""
     right = 0
     for _ in range(cases):
@@ -38,7 +39,7 @@ def recall_accuracy(model: OPTForCausalLM, corpus: Corpus, rng: Random, distance
 
 
 @torch.no_grad()
-def perplexity(model: OPTForCausalLM, corpus: Corpus, text: str) -> dict[str, float]:
+def perplexity(model: PreTrainedModel, corpus: Corpus, text: str) -> dict[str, float]:
     """Perplexity per token over rows of the full context, and bits per byte, which other tokenizers can be held to."""
     ids = corpus.encode(text)
     total, count = 0.0, 0

@@ -1,4 +1,4 @@
-"""scripts/scaling.py without measuring: its points are commands that exist, its table and picture say what ran."""
+"""benchmarks.scaling without measuring: its points are commands that exist, its table and picture say what ran."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import config_of
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-import scaling
-from scaling_plot import draw
-
+from benchmarks import scaling
+from benchmarks.scaling_plot import draw
 from h2o_flexgen.cli.arguments import parse_arguments
 from h2o_flexgen.models.families import spec_from_config
-
-SCRIPTS = Path(scaling.__file__).parent
+from tests.tiny import config_of
 
 
 def _points(*flags: str) -> list[dict[str, Any]]:
@@ -93,7 +87,7 @@ def test_table_and_picture_of_all_panels(tmp_path: Path) -> None:
 def test_a_long_answer_is_seen_window_by_window(tmp_path: Path) -> None:
     config_of("llama-gqa").save_pretrained(tmp_path)
     settings = {"model": str(tmp_path), "batch": 2, "prompt": 6, "budget": 6, "new": 42, "window": 8}
-    command = [sys.executable, str(SCRIPTS / "scaling_long.py"), json.dumps(settings)]
+    command = [sys.executable, "-m", "benchmarks.scaling_long", json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     record = json.loads(done.stdout.splitlines()[-1])
     assert record["generated_tokens"] == 2 * 42

@@ -1,18 +1,14 @@
-"""scripts/opt30b.py without its 60 GB: how many layers fit, what a smaller model is called, which command is run."""
+"""benchmarks.opt30b without its 60 GB: how many layers fit, what a smaller model is called, which command is run."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-import opt30b
-
+from benchmarks import opt30b
 from h2o_flexgen.cli.arguments import parse_arguments
 from h2o_flexgen.models.families import spec_from_config
 

@@ -1,4 +1,4 @@
-"""The picture of scripts/scaling.py: a panel per measurement, medians as points, least and most as bars."""
+"""The picture of `benchmarks.scaling`: a panel per measurement, medians as points, least and most as bars."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from statistics import median
 from typing import Any
 
 from matplotlib.figure import Figure
-from records import save_picture
+
+from benchmarks.records import save_picture
 
 LOOKS = {"full cache": ("black", "s"), "H2O 20 %": ("#c1121f", "o"), "H2O": ("#c1121f", "o")}
 LABELS = {

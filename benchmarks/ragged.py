@@ -1,7 +1,7 @@
 """What unequal lengths cost: the same tokens in sequences of one length, and in sequences of long-tailed lengths.
 
-    python scripts/ragged.py                                5 paired repetitions: some minutes
-    python scripts/ragged.py --repetitions 9 --caches h2o
+    python -m benchmarks.ragged                                5 paired repetitions: some minutes
+    python -m benchmarks.ragged --repetitions 9 --caches h2o
 
 Three kinds of work with the same number of sequences, of prompt tokens and of generated tokens in all:
     uniform      every sequence has the mean lengths
@@ -23,7 +23,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from records import Record, Store, default_output, provenance, repeat, run_json, save_picture, shown, spread
+from benchmarks.records import Record, Store, default_output, provenance, repeat, run_json, save_picture, shown, spread
 
 KINDS = ("uniform", "known", "unforeseen")
 CACHES = {"full": 1.0, "h2o": 0.2}
@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
 
     def measure(point: Record) -> Record:
-        return run_json([sys.executable, "scripts/ragged.py", "--run", json.dumps(point)])
+        return run_json([sys.executable, "-m", "benchmarks.ragged", "--run", json.dumps(point)])
 
     store = Store.open(args.output.resolve())
     failed = repeat(store, points, args.repetitions, measure, "name")

@@ -1,11 +1,53 @@
-"""Stories for the demo model, by a seeded generator; everything generated here is ours (Apache-2.0)."""
+"""Generated texts for the demo models, from seeds: stories, and recall passages. All of it is ours (Apache-2.0).
+
+Recall passages are what makes the model useful for an eviction demo: a few facts, much filler, then questions that only
+the facts can answer.
+"""
 
 from __future__ import annotations
 
 import re
 from random import Random
+from typing import NamedTuple
 
-from demo_words import COLOURS, FEMALE, JOBS, NAMES, PETS, upper, words
+
+def words(text: str) -> list[str]:
+    """Split a '|'-separated list; keeps the word lists below readable."""
+    return [part.strip() for part in text.split("|")]
+
+
+COLOURS = words(
+    "red|blue|green|yellow|black|white|brown|grey|pink|purple|orange|golden|silver|crimson|violet|pale|dark"
+)
+OBJECTS = words(
+    "door|gate|box|chest|locker|safe|cabinet|drawer|suitcase|cupboard|trunk|bicycle|tower|cellar|attic|garage|barn|"
+    "boat|wagon|vault|desk|bridge|office|kitchen|library|workshop|garden|warehouse|cottage|tent|train|bag"
+)
+NAMES = words(
+    "Anna|Ben|Clara|David|Emma|Felix|Grace|Hugo|Ida|Jack|Kate|Leo|Maria|Noah|Olga|Peter|Rosa|Simon|Tom|Vera|Walter|"
+    "Alice|Bruno|Diana|Edgar|Fiona|George|Helen|Ivan|Julia|Karl|Laura|Martin|Nina|Oscar|Paula|Robert|Sara|Victor|Zoe"
+)
+FEMALE = set(
+    words("Anna|Clara|Emma|Grace|Ida|Kate|Maria|Olga|Rosa|Vera|Alice|Diana|Fiona|Helen|Julia|Laura|Nina|Paula|Sara|Zoe")
+)
+CITIES = words(
+    "Paris|London|Rome|Madrid|Berlin|Vienna|Lisbon|Oslo|Athens|Dublin|Prague|Cairo|Tokyo|Delhi|Lima|Boston|Chicago|"
+    "Sydney|Geneva|Venice|Munich|Warsaw|Helsinki|Toronto|Kyoto|Seville|Naples|Bergen|Porto|Havana"
+)
+PETS = words("dog|cat|parrot|rabbit|turtle|pony|goat|hamster|lizard|goose|owl|fox|monkey|snake|duck|hedgehog|canary")
+FOODS = words(
+    "soup|bread|rice|cheese|fish|honey|apples|noodles|pancakes|salad|cake|potatoes|beans|grapes|eggs|chocolate|"
+    "cherries|mushrooms|pumpkin|porridge|lemons|carrots"
+)
+JOBS = words(
+    "baker|teacher|doctor|farmer|painter|sailor|carpenter|nurse|tailor|gardener|lawyer|singer|pilot|miller|"
+    "writer|cook|builder|clerk|driver|hunter"
+)
+
+
+def upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
 
 STORY = {
     "open": words(
@@ -144,3 +186,123 @@ def expand(rng: Random, pattern: str, fixed: dict[str, str]) -> str:
         value = fixed.get(match[1]) or rng.choice(STORY[match[1]])
         pattern = pattern[: match.start()] + value + pattern[match.end() :]
     return re.sub(r"\b([Aa]) (?=[aeioAEIO])", r"\1n ", pattern)
+
+
+class Span(NamedTuple):
+    """A piece of a document; `weight` is how much its tokens count in the loss."""
+
+    text: str
+    weight: float = 1.0
+
+
+MARKS = ["Remember: ", "Note this: ", "Important: ", "Remember this: ", "Keep in mind: "]
+
+
+class Fact(NamedTuple):
+    """One fact: how it may be told, how it may be asked, and `lead`, which the answer follows."""
+
+    tells: tuple[str, ...]
+    asks: tuple[str, ...]
+    lead: str
+    answer: str
+
+
+def number_fact(rng: Random, key: str) -> Fact:
+    """A fact with a four-digit value about `key`, such as 'red door'."""
+    code = "".join(rng.choice("0123456789") for _ in range(4))
+    lead = f"The code of the {key} is"
+    tells = (f"the code of the {key} is {code}.", f"the {key} has the code {code}.", f"the {key} opens with {code}.")
+    asks = (f"What is the code of the {key}?", f"Which code does the {key} have?", f"How do you open the {key}?")
+    return Fact(tells, asks, lead, code)
+
+
+def person_fact(rng: Random, name: str) -> Fact:
+    """A fact with a one-word value about a person."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        value = rng.choice(CITIES)
+        return Fact(
+            (f"{name} lives in {value}.", f"the home of {name} is in {value}."),
+            (f"Where does {name} live?", f"In which city does {name} live?"),
+            f"{name} lives in",
+            value,
+        )
+    if kind == 1:
+        value = rng.choice(PETS)
+        return Fact(
+            (f"the pet of {name} is a {value}.", f"{name} has a pet, a {value}."),
+            (f"What is the pet of {name}?", f"Which pet does {name} have?"),
+            f"The pet of {name} is a",
+            value,
+        )
+    if kind == 2:
+        value = rng.choice(FOODS)
+        return Fact(
+            (f"the favourite food of {name} is {value}.", f"{name} likes {value} more than any other food."),
+            (f"What is the favourite food of {name}?", f"What does {name} like to eat?"),
+            f"The favourite food of {name} is",
+            value,
+        )
+    value = rng.choice(JOBS)
+    return Fact(
+        (f"{name} works as a {value}.", f"the trade of {name} is that of a {value}."),
+        (f"What is the work of {name}?", f"What does {name} do?"),
+        f"{name} works as a",
+        value,
+    )
+
+
+def draw_facts(rng: Random, count: int, used: set[str]) -> list[Fact]:
+    """Distinct facts; `used` holds the subjects that other passages in the same row already took."""
+    facts: list[Fact] = []
+    while len(facts) < count:
+        number = rng.random() < 0.6
+        key = f"{rng.choice(COLOURS)} {rng.choice(OBJECTS)}" if number else rng.choice(NAMES)
+        if key in used and (number or len(used) < 20):
+            continue
+        used.add(key)
+        facts.append(number_fact(rng, key) if number else person_fact(rng, key))
+    return facts
+
+
+def recall_passage(
+    rng: Random,
+    filler: list[str],
+    facts: list[Fact],
+    plain: float,
+    weight: float,
+    questions: int,
+    late: bool = False,
+    review: float = 0.0,
+) -> list[Span]:
+    """Facts between `filler` sentences, then questions and weighted answers.
+
+    `plain` is the chance that a fact is told in the words of its answer (the easy case). `late` tells facts in the
+    first third only, so that the answer lies almost the whole passage back. `review` is the chance, at each sentence,
+    of a question in the midst of the filler: facts then matter all along, not only at the end.
+    """
+    share = 3 if late else 1
+    slots = sorted(rng.randrange(len(filler) // share + 1) for _ in facts)
+    told = rng.sample(facts, len(facts))
+    spans: list[Span] = []
+    for index in range(len(filler) + 1):
+        while slots and slots[0] == index:
+            slots.pop(0)
+            fact = told.pop()
+            tell = fact.tells[0] if rng.random() < plain else rng.choice(fact.tells)
+            mark = rng.choice(MARKS) if rng.random() < 0.8 else ""
+            spans.append(Span((mark + tell if mark else upper(tell)) + " "))
+        if index < len(filler):
+            spans.append(Span(filler[index] + " "))
+            known = [fact for fact in facts if fact not in told]
+            if review and known and rng.random() < review:
+                spans += question(rng, rng.choice(known), plain, weight)
+    for fact in rng.sample(facts, min(questions, len(facts))):
+        spans += question(rng, fact, plain, weight)
+    spans[-1] = Span(".")
+    return spans
+
+
+def question(rng: Random, fact: Fact, plain: float, weight: float) -> list[Span]:
+    ask = fact.asks[0] if rng.random() < plain else rng.choice(fact.asks)
+    return [Span(f"{ask} {fact.lead}"), Span(f" {fact.answer}", weight), Span(". ")]

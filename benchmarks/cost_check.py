@@ -1,8 +1,8 @@
 """Is the cost model right? Measures settings whose speed was predicted, and grids of policies beside the chosen one.
 
-    python scripts/cost_check.py                      every setting, predicted and measured: median and worst error
-    python scripts/cost_check.py --grid               also the policies around the chosen one: how good was the choice?
-    python scripts/cost_check.py --only 3,7 --repetitions 3
+    python -m benchmarks.cost_check           every setting, predicted and measured: median and worst error
+    python -m benchmarks.cost_check --grid    also the policies around the chosen one: how good was the choice?
+    python -m benchmarks.cost_check --only 3,7 --repetitions 3
 
 Every run is a process of its own with random weights, under scripts/memcap.sh where its memory is capped. The machine
 is calibrated for a model right before its settings, in each repetition anew. Records go to --output, a line each, those
@@ -25,7 +25,7 @@ from itertools import groupby
 from pathlib import Path
 from statistics import median
 
-from records import ROOT, Record, Store
+from benchmarks.records import ROOT, Record, Store
 
 _CHOSEN = "as chosen"
 _GRIDS = 3  # repetitions that measure a grid, too

@@ -1,7 +1,7 @@
 """How close does prefill come to what the machine can multiply? FLOPs of prompts per second, beside those of GEMMs.
 
-    python scripts/prefill_rate.py                      every setting, one repetition
-    python scripts/prefill_rate.py --only 1,2 --repetitions 3
+    python -m benchmarks.prefill_rate                      every setting, one repetition
+    python -m benchmarks.prefill_rate --only 1,2 --repetitions 3
 
 A run is a process of its own that takes turns: products, prefill, products, prefill, ... Products are torch's linear in
 bfloat16, with bias: those of one layer at the rows that go through a unit at once ("model's GEMMs": their FLOPs over
@@ -24,8 +24,7 @@ from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from records import Record, Store, default_output, provenance, repeat, run_json, shown, spread
-
+from benchmarks.records import Record, Store, default_output, provenance, repeat, run_json, shown, spread
 from h2o_flexgen.config.known import known_config
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.products import products
@@ -146,7 +145,7 @@ def main() -> int:
     if args.only is not None:
         chosen = [chosen[int(number) - 1] for number in args.only.split(",")]
     store = Store.open(args.output)
-    own = [sys.executable, "scripts/prefill_rate.py", "--run"]
+    own = [sys.executable, "-m", "benchmarks.prefill_rate", "--run"]
     failed = repeat(store, chosen, args.repetitions, lambda p: run_json([*own, json.dumps(p)]), "title")
     print(store.write(report(store.records)))
     print(f"records: {shown(args.output)}", file=sys.stderr)

@@ -1,34 +1,103 @@
 """Train the model of the streaming demonstration: a small LLaMA with a context of 256.
 
-The demo model's tokenizer and optimizers (`train_demo.py`), another architecture and other rows: each starts with BOS
-and goes on with stories and prose (`stream_text.py`), from the first word of a line or from the middle of one, and BOS
-stands nowhere else. So the model never sees a window that has lost its first token.
+The demo model's tokenizer and optimizers (`training.demo`), another architecture and other rows: each starts with BOS
+and goes on with stories and prose, from the first word of a line or from the middle of one. BOS stands nowhere else, so
+the model never sees a window that has lost its first token. The prose is what `pydoc` shows on the Python that runs
+this: the topics of the language reference, and the docstrings of the standard library. Both are under the PSF licence,
+and nothing has to be fetched.
+
 What this writes: the model in --out, its figures and loss curve in --docs, the held-out text beside the checkpoint in
 --work, which is kept between runs.
 
-    python scripts/train_stream.py
-    python scripts/train_stream.py --text     (the held-out text only)
+    python -m training.stream
+    python -m training.stream --text     (the held-out text only)
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import math
+import os
+import re
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
 import torch
-from demo_eval import processor
-from demo_rows import BOS, PAD, Corpus
-from stream_text import HELD_SEED, Mix
-from train_demo import ROOT, Recipe, Trainer, export
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from training.demo import ROOT, Recipe, Trainer, export
+from training.evaluate import processor
+from training.generated import story
+from training.rows import BOS, PAD, Corpus, split_heldout
 
 CONTEXT = 256
 PIECE = 32  # positions per figure of the perplexity by position
+HELD_SEED = 77
+SKIPPED = {"site-packages", "test", "tests", "idlelib", "idle_test", "pydoc_data", "lib2to3", "__pycache__"}
+LEAST = 60  # characters of a paragraph
+
+
+def python_prose() -> list[str]:
+    """Paragraphs of the topics and of all docstrings of the standard library, in a fixed order, each once."""
+    from pydoc_data.topics import topics
+
+    texts = [topics[name] for name in sorted(topics)]
+    root = Path(os.__file__).parent
+    for file in sorted(root.rglob("*.py")):
+        if not SKIPPED & set(file.relative_to(root).parts):
+            texts += docstrings(file)
+    blocks = (" ".join(block.split()) for text in texts for block in re.split(r"\n\s*\n", text))
+    return list(dict.fromkeys(block for block in blocks if len(block) >= LEAST and block.isascii()))
+
+
+def docstrings(file: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8", errors="ignore"))
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and (text := ast.get_docstring(node)):
+            yield text
+
+
+class Mix:
+    """Lines of text: half of them stories, half as long runs of paragraphs of Python's prose."""
+
+    def __init__(self, corpus: Corpus) -> None:
+        self.encode = corpus.encode
+        self.kept, self.held = split_heldout(python_prose(), every=25)
+
+    def prose(self, pool: list[str], at: int) -> tuple[str, int]:
+        """Paragraphs from `at` on that make about as many tokens as a story, and where they end."""
+        taken: list[str] = []
+        while sum(map(len, taken)) < 500:
+            taken.append(pool[at % len(pool)])
+            at += 1
+        return " ".join(taken), at
+
+    def row(self, rng: Random, length: int, held: bool = False) -> list[int]:
+        """BOS and `length` - 1 tokens, half the time from the beginning of a line."""
+        pool = self.held if held else self.kept
+        skipped = rng.randrange(200) if rng.random() < 0.5 else 0
+        ids: list[int] = []
+        while len(ids) < length + skipped:
+            prose = rng.random() < 0.5
+            line = self.prose(pool, rng.randrange(len(pool)))[0] if prose else " ".join(story(rng))
+            ids += self.encode(line + "\n")
+        return [BOS, *ids[skipped : skipped + length - 1]]
+
+    def heldout(self) -> str:
+        """All prose that was held out, each paragraph once and in order, a story of another seed after each run."""
+        rng, lines, at = Random(HELD_SEED), list[str](), 0
+        while at < len(self.held):
+            line, at = self.prose(self.held, at)
+            lines += [line, " ".join(story(rng))]
+        return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
@@ -124,7 +193,7 @@ def by_position(model: PreTrainedModel, mix: Mix, rows: int) -> list[float]:
 class StreamTrainer(Trainer):
     """Rows of mixed text, from position 0 on."""
 
-    mix: Mix | None = None
+    mix: Mix = field(kw_only=True)
 
     def draw(self, corpus: Corpus, rng: Random) -> tuple[torch.Tensor, None, torch.Tensor]:  # type: ignore[override]
         ids = torch.tensor([self.mix.row(rng, CONTEXT + 1) for _ in range(self.recipe.rows(self.step))])

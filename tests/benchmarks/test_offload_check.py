@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.baselines.offload_check import check, planned_disk_bytes
+from benchmarks.offload_check import check, planned_disk_bytes
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.record import RunRecord
 from h2o_flexgen.engine.llm import LLM

@@ -1,8 +1,8 @@
 """How tokens per second change with batch, GPU batches, prompt, generated length and budget; and a very long answer.
 
-    python scripts/scaling.py                               all panels, 3 repetitions: most of an hour on two cores
-    python scripts/scaling.py --panels batch,budget --repetitions 5
-    python scripts/scaling.py --quick --output DIR          every panel with few small points: does it work?
+    python -m benchmarks.scaling                               all panels, 3 repetitions: most of an hour on two cores
+    python -m benchmarks.scaling --panels batch,budget --repetitions 5
+    python -m benchmarks.scaling --quick --output DIR          every panel with few small points: does it work?
 
 Every run is a process of its own, all points in turn within each repetition. Records go to --output, a line each, and
 those that are there already are not measured again; table.md and scaling.png are made of all of them. The panel `long`
@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
-from records import Record, Store, default_output, engine, provenance, repeat, run_json, shown, spread
-from scaling_plot import draw
+from benchmarks.records import Record, Store, default_output, engine, provenance, repeat, run_json, shown, spread
+from benchmarks.scaling_plot import draw
 
 LINES = {"full cache": [], "H2O 20 %": ["--hh-ratio", "0.2"]}
 LLAMA = {
@@ -115,7 +115,7 @@ def measure(point: Record) -> Record:
     """One run."""
     if point["panel"] != "long":
         return run_json(engine(point["flags"]))
-    return run_json([sys.executable, "scripts/scaling_long.py", json.dumps(point["settings"])])
+    return run_json([sys.executable, "-m", "benchmarks.scaling_long", json.dumps(point["settings"])])
 
 
 def table(records: list[Record]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""scripts/cost_check.py without measuring: how long a competitor may take, what failed, and records that are torn."""
+"""benchmarks.cost_check without measuring: how long a competitor may take, what failed, and torn records."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-import cost_check
-from records import Store
+from benchmarks import cost_check
+from benchmarks.records import Store
 
 SETTING = next(one for one in cost_check.SETTINGS if one.cpu_mem is None and one.sequences == 8)
 LOAD, START = 29.7, 4.0

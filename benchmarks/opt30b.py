@@ -1,8 +1,8 @@
 """A model of 30 billion parameters on a machine with less memory than it has weights: OPT-30B's shape, to the end.
 
-    python scripts/opt30b.py                                under 6 GiB, 64 sequences of 64 + 8 tokens
-    python scripts/opt30b.py --dry-run                      how many layers fit on the disk, and about how long it takes
-    python scripts/opt30b.py --layers 4 --limit 4G --batch 4 --num-batches 2
+    python -m benchmarks.opt30b              under 6 GiB, 64 sequences of 64 + 8 tokens
+    python -m benchmarks.opt30b --dry-run    how many layers fit on the disk, and about how long it takes
+    python -m benchmarks.opt30b --layers 4 --limit 4G --batch 4 --num-batches 2
 
 Random weights in bfloat16, all of them on disk, read anew in every step; the KV cache (H2O at 20 %) and hidden states
 in memory, which a control group caps, page cache included (scripts/memcap.sh: needs root). The weights are 60 GB. Where
@@ -23,8 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from records import Record, Store, default_output, provenance, repeat, run_json, save_picture, shown, spread
-
+from benchmarks.records import Record, Store, default_output, provenance, repeat, run_json, save_picture, shown, spread
 from h2o_flexgen.config.known import known_config
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.record import RunRecord

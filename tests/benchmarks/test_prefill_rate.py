@@ -1,4 +1,4 @@
-"""scripts/prefill_rate.py: FLOPs counted by hand, the table of made-up records, and one tiny run."""
+"""benchmarks.prefill_rate: FLOPs counted by hand, the table of made-up records, and one tiny run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import prefill_rate
 from h2o_flexgen.config.known import known_config
 from h2o_flexgen.models.families import spec_from_config
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-import prefill_rate
-
-SCRIPTS = Path(prefill_rate.__file__).parent
 FACTS = {"host": {"cpu": "a CPU", "cores": 2, "memory_bytes": 2**34}, "threads": 2, "torch": "2", "commit": "abc"}
 
 
@@ -51,7 +47,7 @@ def test_the_table_is_made_of_what_is_there(tmp_path: Path) -> None:
     turns = [{"prefill_s": 2.0, "prefill": 4e11, "gemm": 4e11, "large": 5e11}]
     record = {**prefill_rate.points(3)[0], "repetition": 0, "turns": turns, "date": "2026-11-21", **FACTS}
     (tmp_path / "records.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    command = [sys.executable, str(SCRIPTS / "prefill_rate.py"), "--only", "1", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.prefill_rate", "--only", "1", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "table.md").read_text(encoding="utf-8") == done.stdout

@@ -1,4 +1,4 @@
-"""scripts/ragged.py: lengths with the sums they should have, pairs that belong together, a run that ends as drawn."""
+"""benchmarks.ragged: lengths with the sums they should have, pairs that belong together, a run that ends as drawn."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import ragged
 from tests.tiny import config_of
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-import ragged
-
-SCRIPTS = Path(ragged.__file__).parent
 FACTS = {"host": {"cpu": "a CPU", "cores": 2, "memory_bytes": 2**34}, "threads": 2, "torch": "2", "commit": "abc"}
 SHAPE = {"sequences": 9, "places": 4, "prompt": 10, "new": 6}
 
@@ -66,7 +62,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
 def test_a_run_generates_what_was_drawn(kind: str, tmp_path: Path) -> None:
     config_of("opt").save_pretrained(tmp_path)
     point = {"model": str(tmp_path), "cache": "h2o", "ratio": 0.5, "kind": kind, **SHAPE}
-    command = [sys.executable, str(SCRIPTS / "ragged.py"), "--run", json.dumps(point)]
+    command = [sys.executable, "-m", "benchmarks.ragged", "--run", json.dumps(point)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     record = json.loads(done.stdout.splitlines()[-1])
     assert record["generated_tokens"] == SHAPE["sequences"] * SHAPE["new"]

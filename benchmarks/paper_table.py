@@ -1,4 +1,4 @@
-"""The table of scripts/paper_table.sh: a JSON object per cell on stdin, Markdown on stdout."""
+"""The table of `scripts/paper_table.sh`: a JSON object per cell on stdin, Markdown on stdout."""
 
 from __future__ import annotations
 
