@@ -7,9 +7,8 @@ from torch import Tensor
 
 from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.calibration.timing import sample_of
-from h2o_flexgen.kernels import layer_norm
+from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, rms_norm
 from h2o_flexgen.memory.pages import Block, HostMemory
-from h2o_flexgen.models.decoder import ACTIVATIONS, rms_norm
 from h2o_flexgen.units import MIB
 
 _PIECE = 32 * MIB
@@ -44,7 +43,7 @@ def elementwise_rate(bench: Bench, seconds: float) -> float:
             hidden.add_(inner)
         if arch.gated_mlp:
             up, gate = wide.chunk(2, dim=-1)
-            activation(gate).mul_(up)
+            gated(gate, up, arch.activation)
         else:
             activation(wide)
 

@@ -265,7 +265,7 @@ class Compute:
         return norms * self._norm(tokens, width) + self._numbers(passes * tokens * width)
 
     def _norm(self, tokens: int, width: int) -> float:
-        """LayerNorm is one pass in and one out. On a CPU RMSNorm goes by float32 copies, see `decoder.rms_norm`."""
+        """LayerNorm is one pass in and one out. In torch, on a CPU, RMSNorm goes by float32 copies."""
         size = self._case.itemsize
         per_number = 2 * size
         if self._case.spec.arch.norm == "rmsnorm" and self._cpu:

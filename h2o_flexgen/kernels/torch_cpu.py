@@ -9,6 +9,7 @@ both the output and the column sums: memory is O(S) per head, and no second pass
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,33 @@ def _has_epilogues(x: Tensor) -> bool:
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """As `native.norm.layer_norm`."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    """As `native.norm.rms_norm`."""
+    if offset and weight is not None:
+        return rms_norm(x.float(), weight.float() + offset, eps).to(x.dtype)
+    if x.is_cuda:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    # On a CPU F.rms_norm is no single kernel and writes all squares down; this takes 0.6 of its time.
+    wide = x.float()
+    inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    normed = (wide * inverse if wide is x else wide.mul_(inverse)).to(x.dtype)
+    return normed if weight is None else normed.mul_(weight)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu_,
+    "gelu": torch.ops.aten.gelu_,
+    "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
+    "silu": lambda x: F.silu(x, inplace=True),
+}
+"""All in place: what goes in is the output of a projection, which nothing else reads."""
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """As `native.gate.gated`."""
+    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def _block_shape(n: int, heads: int, length: int, total: int, device: torch.device) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.arch import ArchSpec
 from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.kernels import layer_norm, linear
+from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, rms_norm
 from h2o_flexgen.models.rotary import Rotary
 
 Weights = Mapping[str, Tensor]
@@ -32,14 +32,6 @@ Inner = Callable[[Tensor | None], Tensor]
 """What a half adds: (T, H), newly made, or added in place to what it is given."""
 After = Callable[[Weights, Tensor, Inner], None]
 """Brings that into hidden."""
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu_,
-    "gelu": torch.ops.aten.gelu_,
-    "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
-    "silu": lambda x: F.silu(x, inplace=True),
-}
-"""All in place: what goes in is the output of a projection, which nothing else reads."""
 
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("up", "gate")}
 """Projections of the same input that one GEMM can do, in the order of their tensors in a unit's buffer."""
@@ -79,7 +71,7 @@ class Decoder:
         arch = spec.arch
         self.spec = spec
         self.scale = spec.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
-        self._activation, self._relu = ACTIVATIONS[arch.activation], arch.activation == "relu"
+        self._activation, self._relu = arch.activation, arch.activation == "relu"
         self._eps, self._offset = arch.norm_eps, arch.norm_offset
         self._norm = self._layer_norm if arch.norm == "layernorm" else self._rms_norm
         self._before, self._after_attn, self._after_mlp = self._halves(arch)
@@ -225,7 +217,7 @@ class Decoder:
 
     def _plain(self, w: Weights, x: Tensor, onto: Tensor | None) -> Tensor:
         up = linear(x, w["up.weight"], w.get("up.bias"), relu=self._relu)
-        up = up if self._relu else self._activation(up)
+        up = up if self._relu else ACTIVATIONS[self._activation](up)
         return linear(up, w["down.weight"], w.get("down.bias"), onto=onto)
 
     def _gated(self, w: Weights, x: Tensor, onto: Tensor | None) -> Tensor:
@@ -233,20 +225,4 @@ class Decoder:
             up, gate = linear(x, w["gate_up.weight"], w.get("gate_up.bias")).chunk(2, dim=-1)
         else:
             up, gate = (linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in ("up", "gate"))
-        return linear(self._activation(gate).mul_(up), w["down.weight"], w.get("down.bias"), onto=onto)
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
-    """x (..., n) over its root mean square, times weight (n,) + offset; newly made, in the dtype of x.
-
-    Statistics are float32; with an offset, all of it is, up to the last rounding. Zhang and Sennrich, arXiv 1910.07467.
-    """
-    if offset and weight is not None:
-        return rms_norm(x.float(), weight.float() + offset, eps).to(x.dtype)
-    if x.is_cuda:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    # On a CPU F.rms_norm is no single kernel and writes all squares down; this takes 0.6 of its time.
-    wide = x.float()
-    inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    normed = (wide * inverse if wide is x else wide.mul_(inverse)).to(x.dtype)
-    return normed if weight is None else normed.mul_(weight)
+        return linear(gated(gate, up, self._activation), w["down.weight"], w.get("down.bias"), onto=onto)

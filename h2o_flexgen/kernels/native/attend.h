@@ -93,22 +93,6 @@ INLINE __m512 logits_of(const char *q, const char *k, int64_t left, int64_t dim,
     return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first_lanes(left), logits);
 }
 
-/* exp of x <= 0 to a relative error below 1e-6, exactly 1 at 0, 0 below -104; NaN stays NaN. */
-INLINE __m512 exp_of(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-110.0f), x);
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
-    /* ln 2 in two parts, of which the first has few enough bits for exact products. */
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.62e4p-1f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.7f7d1cp-20f), r);
-    __m512 y = _mm512_set1_ps(1.0f / 720);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 120));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 24));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 6));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.5f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(_mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f)), n);
-}
-
 /* Logits become the exponentials of their distance to the largest; returns the sum. `n` is padded with -inf. */
 static float exponentials(float *x, int64_t n) {
     __m512 largest = _mm512_loadu_ps(x), sum = _mm512_setzero_ps();

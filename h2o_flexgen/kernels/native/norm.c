@@ -1,4 +1,6 @@
-/* LayerNorm of rows in bfloat16: mean, then variance about it, in float32; a row is read from memory once. */
+/* LayerNorm and RMSNorm of rows in bfloat16: statistics in float32; a row is read from memory once.
+
+   Zhang and Sennrich, arXiv 1910.07467, for the second. */
 
 #include <math.h>
 
@@ -32,11 +34,25 @@ static void one_row(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *y
     }
 }
 
+/* x over its root mean square, rounded, times weight. With an offset to the weight nothing is rounded in between. */
+static void one_rms(const bf16 *x, const bf16 *weight, bf16 *y, long n, float eps, float offset) {
+    __m512 squares = _mm512_setzero_ps();
+    for (long i = 0; i < n; i += STEP) squares = _mm512_fmadd_ps(read(x, i, n), read(x, i, n), squares);
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)n + eps));
+    for (long i = 0; i < n; i += STEP) {
+        __m512 v = _mm512_mul_ps(read(x, i, n), scale);
+        if (weight && offset == 0) v = widened((__m256i)_mm512_cvtneps_pbh(v));
+        if (weight) v = _mm512_mul_ps(v, _mm512_add_ps(read(weight, i, n), _mm512_set1_ps(offset)));
+        _mm256_mask_storeu_epi16(y + i, lanes(n - i), (__m256i)_mm512_cvtneps_pbh(v));
+    }
+}
+
 typedef struct {
     const bf16 *x, *weight, *bias;
     bf16 *y;
     long rows, n, stride, turn; /* rows taken at a time */
-    float eps;
+    float eps, offset;
+    int rms;
     int64_t next; /* row that nobody has taken */
 } Norm;
 
@@ -44,13 +60,19 @@ static void take_rows(void *task, int member) {
     Norm *all = task;
     (void)member;
     for (long first; (first = claim(&all->next, all->turn)) < all->rows;)
-        for (long row = first; row < all->rows && row < first + all->turn; row++)
-            one_row(all->x + row * all->stride, all->weight, all->bias, all->y + row * all->n, all->n, all->eps);
+        for (long row = first; row < all->rows && row < first + all->turn; row++) {
+            const bf16 *x = all->x + row * all->stride;
+            bf16 *y = all->y + row * all->n;
+            if (all->rms) one_rms(x, all->weight, y, all->n, all->eps, all->offset);
+            else one_row(x, all->weight, all->bias, y, all->n, all->eps);
+        }
 }
 
-/* x (rows, n) with `stride` elements from row to row, y (rows, n); weight and bias (n) or NULL. */
-void layer_norm(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *y, long rows, long n, long stride, double eps,
-                int threads) {
-    Norm all = {x, weight, bias, y, rows, n, stride, rows / (TURNS * threads) + 1, (float)eps, 0};
+/* x (rows, n) with `stride` elements from row to row, y (rows, n); weight and bias (n) or NULL. `rms`: RMSNorm, which
+   knows no bias, but an offset to its weight. */
+void norm(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *y, long rows, long n, long stride, double eps,
+          double offset, int rms, int threads) {
+    const long turn = rows / (TURNS * threads) + 1;
+    Norm all = {x, weight, bias, y, rows, n, stride, turn, (float)eps, (float)offset, rms, 0};
     team_run(take_rows, &all, rows * n < ALONE ? 1 : threads);
 }

@@ -131,13 +131,14 @@ INLINE i512 v_set1_i(int x) { return I2(_mm256_set1_epi32(x), _mm256_set1_epi32(
 #define _mm512_castpd_ps(x) (x)
 #define _mm512_castps512_ps256(x) ((x).a)
 BOTH_F(_v_add, _mm256_add_ps) BOTH_F(_v_sub, _mm256_sub_ps) BOTH_F(_v_mul, _mm256_mul_ps) BOTH_F(_v_div, _mm256_div_ps)
-BOTH_F(_v_max, _mm256_max_ps) BOTH_I(_v_addi, _mm256_add_epi32) BOTH_I(_v_and, _mm256_and_si256)
+BOTH_F(_v_max, _mm256_max_ps) BOTH_F(_v_min, _mm256_min_ps) BOTH_I(_v_addi, _mm256_add_epi32) BOTH_I(_v_and, _mm256_and_si256)
 BOTH_I(_v_or, _mm256_or_si256)
 #define _mm512_add_ps _v_add
 #define _mm512_sub_ps _v_sub
 #define _mm512_mul_ps _v_mul
 #define _mm512_div_ps _v_div
 #define _mm512_max_ps _v_max
+#define _mm512_min_ps _v_min
 #define _mm512_add_epi32 _v_addi
 #define _mm512_and_si512 _v_and
 #define _mm512_or_si512 _v_or
@@ -266,4 +267,20 @@ INLINE __m256 first_pairs(f512 x) {
     return as_f(_mm256_permute4x64_epi64(as_i(_mm256_shuffle_ps(x.a, x.b, 0x44)), 0xD8));
 }
 #endif
+
+/* exp of x <= 88 to a relative error below 1e-6, exactly 1 at 0, 0 below -104; NaN stays NaN. */
+INLINE __m512 exp_of(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-110.0f), x);
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    /* ln 2 in two parts, of which the first has few enough bits for exact products. */
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.62e4p-1f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.7f7d1cp-20f), r);
+    __m512 y = _mm512_set1_ps(1.0f / 720);
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 120));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 24));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f / 6));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.5f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(_mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f)), n);
+}
 #endif
