@@ -1,7 +1,7 @@
 """What others on the same cores cost: tokens per second beside busy programs, over those alone.
 
-    python scripts/shared_cores.py                                      everything, 3 repetitions: an hour on two cores
-    python scripts/shared_cores.py --shapes opt-125m:1,opt-125m:8 --repetitions 1 --dtype float32
+    python -m benchmarks.shared_cores      everything, 3 repetitions: an hour on two cores
+    python -m benchmarks.shared_cores --shapes opt-125m:1,opt-125m:8 --repetitions 1 --dtype float32
 
 Ours with the full cache (`full`) and the others of h2o_flexgen.bench that are named, each run a process of its own, in
 turn: alone, beside one and two plain Python loops, and beside a program that multiplies matrices by two OpenMP threads
@@ -22,8 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from records import Record, Store, default_output, facts, provenance, repeat, shown, spread
-
+from benchmarks.records import Record, Store, default_output, facts, provenance, repeat, shown, spread
 from h2o_flexgen.baselines.runner import RunFailed, Runner
 from h2o_flexgen.baselines.settings import DTYPES, BenchSettings, find_model
 from h2o_flexgen.baselines.systems import SYSTEMS

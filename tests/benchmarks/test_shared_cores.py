@@ -1,21 +1,17 @@
-"""scripts/shared_cores.py without measuring: its points, its neighbours, the table of made-up records."""
+"""benchmarks.shared_cores without measuring: its points, its neighbours, the table of made-up records."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-import shared_cores
-from records import facts
-
+from benchmarks import shared_cores
+from benchmarks.records import facts
 from h2o_flexgen.baselines.process import Finished
 from h2o_flexgen.baselines.work import Outcome
 from h2o_flexgen.models.families import spec_from_config
