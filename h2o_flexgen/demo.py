@@ -73,7 +73,7 @@ def _text(result: SideBySide) -> str:
         f"{before} of them were asked for it before, {once} was not."
     )
     table = f"{figures_table(result)}\n{warnings_text(result)}"
-    return f"{head}\n\n{answers_text(result)}\n\n{FOOT} {called('evaluate')}\n\n{table}\n"
+    return f"{head}\n\n{answers_text(result)}\n\n{FOOT} {called('evaluate')}\n\n{table}"
 
 
 def _parser() -> Parser:

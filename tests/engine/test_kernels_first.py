@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,12 @@ pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=f"no native 
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where kernels go: a machine on which none has been built."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build.library.cache_clear()
-    return tmp_path / "h2o_flexgen" / "native"
+    yield tmp_path / "h2o_flexgen" / "native"
+    build.library.cache_clear()  # what a test made of it is its own
 
 
 def _built(folder: Path) -> set[str]:
