@@ -28,7 +28,7 @@ from h2o_flexgen.cost.search import search
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.plan import Plan, PlanRequest, automatic, make_plan, require_fit
 from h2o_flexgen.memory.pinned import lockable_memory
-from h2o_flexgen.reporting.run_report import NOT_PREDICTED, aligned, block_text, predicted_text, shares_text
+from h2o_flexgen.reporting.run_report import ONE_GPU, aligned, block_text, predicted_text, shares_text
 from h2o_flexgen.units import format_bytes
 
 Say = Callable[[str], None]
@@ -227,9 +227,9 @@ def _predicted(prediction: Prediction, profile: HardwareProfile) -> dict[str, An
 def _told(plan: Plan) -> Iterator[tuple[str, str]]:
     request, policy = plan.request, plan.policy
     for tier, cap in _capped(request).items():
-        if cap is not None:
-            used, why = format_bytes(plan.footprint.total(tier)), request.caps.why.get(tier, "given")
-            yield f"{tier} tier", f"{used} planned of {format_bytes(cap)}: {why}"
+        used, why = plan.footprint.total(tier), request.caps.why.get(tier, "given")
+        if cap is not None and used:
+            yield f"{tier} tier", f"{format_bytes(used)} planned of {format_bytes(cap)}: {why}"
     lockable = lockable_memory()
     if request.compute_tier == "gpu" and not request.caps.emulated and lockable is not None:
         yield "pinned", f"{format_bytes(lockable)} may be locked (ulimit -l; H2O_FLEXGEN_MEMLOCK), the rest is pageable"
@@ -238,10 +238,8 @@ def _told(plan: Plan) -> Iterator[tuple[str, str]]:
     if request.num_gpus > 1:
         units = request.spec.units
         yield "GPUs", "; ".join(f"{units[stage[0]].name} to {units[stage[-1]].name}" for stage in request.stages)
-        yield "predicted", "nothing: planned by rule, the cost model knows one GPU"
-        return
-    if plan.predicted is None:
-        yield "predicted", NOT_PREDICTED
+        yield "predicted", ONE_GPU
+    if plan.predicted is None:  # the report says why
         return
     yield "predicted", f"{predicted_text(plan.predicted)}, on the rates of {plan.predicted['hardware']}"
     yield "bound", plan.predicted["bound_text"]

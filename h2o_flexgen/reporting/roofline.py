@@ -11,15 +11,12 @@ ARITHMETIC = "arithmetic"
 
 
 def roofline_lines(roofline: Mapping[str, Any]) -> Iterator[str]:
-    """Of each phase that took time: how near it came to its bound, and what that is made of; amounts without rates."""
+    """Of each phase that took time and whose rates are known: how near it came to its bound, and what that is made
+    of."""
     for phase, each in roofline.items():
-        if not each["resources"] or not each["measured_s"]:
+        if not each["resources"] or not each["measured_s"] or each["bound"] is None:
             continue
         measured = f"{phase}: {format_seconds(each['measured_s'])}"
-        if each["bound"] is None:
-            amounts = ", ".join(f"{name} {_amount(name, found)}" for name, found in each["resources"].items())
-            yield f"{measured}; {amounts}; no rates to bound it by"
-            continue
         name, seconds = each["bound"]["resource"], each["bound"]["seconds"]
         found = each["resources"][name]
         at = f"{_amount(name, found)} at {_rate(name, _total(found) / seconds)}"

@@ -11,7 +11,8 @@ from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 
 _WIDTH = 12
 _KINDS = ("weights", "cache", "hidden")
-NOT_PREDICTED = "nothing: this machine is not calibrated (--calibrate, or python -m h2o_flexgen.calibrate)"
+NOT_CALIBRATED = "nothing: this machine is not calibrated; --calibrate measures it, once, in about 45 s"
+ONE_GPU = "nothing: planned by rule, the cost model knows one GPU"
 
 
 def run_report(record: RunRecord) -> str:
@@ -32,6 +33,9 @@ def block_text(policy: Mapping[str, Any]) -> str:
 
 def shares_text(policy: Mapping[str, Any]) -> str:
     """Where the three kinds of things live."""
+    tiers = {tier for kind in _KINDS for tier, share in policy[kind].items() if share}
+    if len(tiers) == 1:
+        return f"weights, cache and hidden states all on {tiers.pop()}"
     return "; ".join(f"{kind} {_shares(policy[kind])}" for kind in _KINDS)
 
 
@@ -78,7 +82,7 @@ def _lines(record: RunRecord) -> Iterator[tuple[str, str]]:
 def _predicted(record: RunRecord) -> str:
     """What was expected, beside what came of it."""
     if record.predicted is None:
-        return NOT_PREDICTED
+        return ONE_GPU if "num_gpus" in record.policy else NOT_CALIBRATED
     text, expected, measured = (
         predicted_text(record.predicted),
         record.predicted["gen_throughput"],

@@ -62,7 +62,7 @@ def test_the_report_line_by_line() -> None:
         "prefill     40 s, 819 tokens/s",
         "decode      6 min 00 s, 5.51 tokens/s",
         "throughput  5.12 tokens/s generated over prefill and decode; 87 tokens/s with the prompts",
-        "predicted   nothing: this machine is not calibrated (--calibrate, or python -m h2o_flexgen.calibrate)",
+        "predicted   nothing: this machine is not calibrated; --calibrate measures it, once, in about 45 s",
         "KV cache    3 GiB per block",
         "compute     2 PFLOP, 5 TFLOP/s",
         "moved       cpu->gpu: 931 GiB at 12.5 GB/s while busy",
@@ -93,7 +93,19 @@ def test_what_was_predicted_beside_what_was_measured() -> None:
     assert RunRecord.from_json(json.loads(record.to_line())) == record
 
 
-def test_the_roofline_in_two_lines_per_phase() -> None:
+def test_what_is_all_in_one_place_is_said_at_once() -> None:
+    policy = RECORD.policy | {kind: {"cpu": 1.0, "disk": 0.0} for kind in ("weights", "cache", "hidden")}
+    lines = run_report(dataclasses.replace(RECORD, policy=policy)).splitlines()
+    assert "placement   weights, cache and hidden states all on cpu" in lines
+
+
+def test_on_several_gpus_nothing_is_predicted_and_calibrating_would_not_help() -> None:
+    report = run_report(dataclasses.replace(RECORD, policy={**RECORD.policy, "num_gpus": 2}))
+    assert "predicted   nothing: planned by rule, the cost model knows one GPU" in report.splitlines()
+    assert "calibrate" not in report
+
+
+def test_a_phase_without_rates_has_no_roofline_and_one_with_them_two_lines() -> None:
     resources = {
         "memory reads": {"bytes": {"weights": 20 * 10**9, "cache": 5 * 10**9}, "rate": 5e10, "of": "m", "seconds": 0.5},
         "arithmetic": {"flops": {"products": 10**12, "attention": 0}, "rate": 4e12, "of": "m", "seconds": 0.25},
@@ -108,7 +120,6 @@ def test_the_roofline_in_two_lines_per_phase() -> None:
     prefill = {**decode, "resources": free, "bound": None, "achieved": None, "kernels_s": None}
     lines = run_report(dataclasses.replace(RECORD, roofline={"prefill": prefill, "decode": decode})).splitlines()
     assert [line[12:] for line in lines if line.startswith("roofline")] == [
-        "prefill: 1.25 s; memory reads 25 GB, arithmetic 1 TFLOP, disk->cpu 1 GB; no rates to bound it by",
         "decode: 1.25 s, bound 1 s by memory reads (25 GB at 25 GB/s), 80%",
         "        kernels as calibrated: products 750 ms, attention 250 ms; at best rates: "
         "memory reads 500 ms at 50 GB/s, arithmetic 250 ms at 4 TFLOP/s, disk->cpu 1 GB",

@@ -76,6 +76,8 @@ def test_a_budget_in_tokens_is_called_so(tiny: str, files: tuple[str, str]) -> N
         (["--gen-len", "0"], "at least 1"),
         (["--gen-len", "many"], "at least 1"),
         (["--hh-ratio", "0"], "--hh-ratio"),
+        (["--nvme-mem", "5B"], "--nvme-mem is 5B"),
+        (["--seed", "-1"], "--seed is -1"),
         (["--hh-ratio", "0.2", "--kv-budget", "9"], "needed one of them"),
     ],
 )

@@ -74,6 +74,7 @@ def test_files_are_not_overwritten_unasked(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--nvme-mem", "5B"], "--nvme-mem is 5B"),
         (["--policies", "full,h3o"], "did you mean 'h2o'?"),
         (["--ratios", "0.2,1.5"], "--ratios is 1.5"),
         (["--ratios", "0.2,nan"], "--ratios is nan"),
