@@ -28,6 +28,7 @@ from benchmarks.records import Record, Store, default_output, provenance, repeat
 from h2o_flexgen.config.known import known_config
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.products import products
+from h2o_flexgen.config.work import PhaseWork
 
 LARGE = 4096
 _WEIGHTS = 96 << 20  # bytes of each weight's copies, which take turns, so that none is found in a cache
@@ -49,9 +50,11 @@ def points(rounds: int) -> list[Record]:
 
 def prefill_flops(spec: ModelSpec, rows: int, prompt: int) -> float:
     """FLOPs that the prompts of `rows` sequences take in the engine."""
-    tokens = rows * prompt
-    whole = spec.terms(tokens=tokens, attended=rows * prompt * (prompt + 1) // 2, batch=rows)
-    return whole.total - whole.mlp / spec.num_layers * (1 - rows / tokens)
+    tokens, layers = rows * prompt, spec.num_layers
+    units = {("embed", tokens): 1, ("attn", tokens): layers, ("mlp", tokens): layers - 1, ("mlp", rows): 1}
+    pairs = {(None, prompt): rows * prompt * (prompt + 1) / 2}
+    work = PhaseWork(products={**units, ("head", rows): 1}, prompt_pairs=pairs)
+    return work.product_flops(spec) + work.attention_flops(spec)
 
 
 def gemm_rates(spec: ModelSpec, rows: int) -> Iterator[tuple[float, float]]:

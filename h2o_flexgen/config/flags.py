@@ -163,18 +163,6 @@ def _in_flags(cls: type[Any], message: str) -> str:
     return message
 
 
-def to_argv(config: Any) -> list[str]:
-    """The arguments that give `config` back; fields that are None or have no flag are left out."""
-    arguments = []
-    for item in _flagged(type(config)):
-        value = getattr(config, item.name)
-        if isinstance(value, bool):
-            arguments.append(item.names[0] if value else f"--no-{item.names[0][2:]}")
-        elif value is not None:
-            arguments.append(f"{item.names[0]}={item.show(value)}")
-    return arguments
-
-
 def parse_bool(text: str) -> bool:
     """True for true, 1, yes, on, False for false, 0, no, off, in any case; UsageError for anything else."""
     word = text.strip().lower()

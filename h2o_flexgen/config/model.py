@@ -1,10 +1,10 @@
-"""The shape of a model: its tensors, its units, and what they cost in bytes and FLOPs. No torch."""
+"""The shape of a model: its tensors, its units, and what they take in bytes. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from h2o_flexgen.config.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.checks import whole
@@ -28,25 +28,6 @@ class UnitSpec:
     kind: Literal["embed", "attn", "mlp", "head"]
     layer: int | None
     weights: str
-
-
-class FlopTerms(NamedTuple):
-    """Matmul FLOPs (2 m n k for each) of one pass over the model, by what they are spent on."""
-
-    projections: int
-    """q, k, v and o."""
-    attention: int
-    """Scores and weighted values, causality not deducted."""
-    mlp: int
-    head: int
-    """The output head at one position of each sequence, with project_out."""
-    embedding: int
-    """project_in; 0 for most models."""
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return sum(self)
 
 
 @dataclass(frozen=True)
@@ -148,10 +129,6 @@ class ModelSpec:
         """Bytes of one token's key and value in one layer."""
         return 2 * self.num_kv_heads * self.head_dim * dtype_bytes(dtype)
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        return self.num_layers * self.kv_bytes_per_token_and_layer(dtype)
-
     @property
     def hidden_width(self) -> int:
         """Numbers of one token's hidden state between two units: hidden_size, and beside it the sum that both halves of
@@ -161,34 +138,6 @@ class ModelSpec:
     def hidden_bytes(self, tokens: int, dtype: str) -> int:
         """Bytes of the hidden states of `tokens` tokens."""
         return tokens * self.hidden_width * dtype_bytes(dtype)
-
-    def prefill_terms(self, prompt_len: int, batch: int = 1) -> FlopTerms:
-        """FLOPs of `batch` prompts of `prompt_len` tokens; logits are made at the last position only."""
-        return self.terms(tokens=batch * prompt_len, attended=batch * prompt_len * prompt_len, batch=batch)
-
-    def decode_terms(self, batch: int, context: int) -> FlopTerms:
-        """FLOPs of one step of `batch` sequences that attend to `context` tokens each, the new one included."""
-        return self.terms(tokens=batch, attended=batch * context, batch=batch)
-
-    def prefill_flops(self, prompt_len: int, batch: int = 1) -> int:
-        """The sum of `prefill_terms`."""
-        return self.prefill_terms(prompt_len, batch).total
-
-    def decode_flops(self, batch: int, context: int) -> int:
-        """The sum of `decode_terms`."""
-        return self.decode_terms(batch, context).total
-
-    def terms(self, *, tokens: int, attended: int, batch: int) -> FlopTerms:
-        """FLOPs of `tokens` tokens that attend to `attended` keys in all, and of logits for `batch` of them."""
-        hidden, bridge = self.hidden_size, self.bridged * self.hidden_size * self.embed_dim
-        query, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        return FlopTerms(
-            projections=self.num_layers * 2 * tokens * hidden * (2 * query + 2 * kv),
-            attention=self.num_layers * 4 * attended * query,
-            mlp=self.num_layers * 2 * tokens * hidden * self.ffn_size * (3 if self.arch.gated_mlp else 2),
-            head=2 * batch * (self.embed_dim * self.vocab_size + bridge),
-            embedding=2 * tokens * bridge,
-        )
 
     @property
     def bridged(self) -> bool:

@@ -225,20 +225,18 @@ class _Model:
 
 
 def _solver(pulp: Any, name: str) -> Any:
-    """HiGHS runs in this process, CBC in one of its own. UsageError for another name, and where neither is installed.
-
-    Where HiGHS is missing CBC takes its place: they find the same placements.
-    """
+    """HiGHS runs in this process, CBC in one of its own. UsageError for another name, and for one not installed."""
     if name not in SOLVERS:
         raise UsageError(f"--solver is {name!r}", f"needed one of {', '.join(SOLVERS)}", suggestion(name, SOLVERS))
     options: dict[str, Any] = {"msg": False, "gapRel": 0.0, "threads": 1}
-    if name == "highs" and (highs := pulp.HiGHS(**options)).available():
-        return highs
     # PuLP 3 brings a CBC along; PuLP 4 will not, and asks for one that is installed.
     bundled = getattr(getattr(pulp, "PULP_CBC_CMD", None), "pulp_cbc_path", None)
-    for path in (None, bundled):
-        if (cbc := pulp.COIN_CMD(path=path, **options)).available():
-            return cbc
+    solvers = [pulp.HiGHS(**options)]
+    if name == "cbc":
+        solvers = [pulp.COIN_CMD(path=path, **options) for path in (None, bundled)]
+    for solver in solvers:
+        if solver.available():
+            return solver
     raise UsageError(f"the solver {name} is not installed", "needed HiGHS or CBC", "pip install highspy")
 
 

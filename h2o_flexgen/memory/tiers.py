@@ -39,11 +39,6 @@ class Buffer:
             raise RuntimeError(f"the buffer of {self.what} was released")
         return self._block.tensor
 
-    @property
-    def released(self) -> bool:
-        """True once the memory is gone."""
-        return self._block is None
-
     def release(self) -> None:
         """Return the memory; a second call does nothing."""
         block, self._block = self._block, None

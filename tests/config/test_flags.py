@@ -10,7 +10,7 @@ from hypothesis import given as using
 from hypothesis import strategies as st
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import Parser, add_arguments, flag, from_namespace, given, parse_bool, to_argv
+from h2o_flexgen.config.flags import Parser, _flagged, add_arguments, flag, from_namespace, given, parse_bool
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.errors import UsageError
@@ -22,6 +22,18 @@ def parser(*classes: type[Any], **options: Any) -> Parser:
     for cls in classes:
         add_arguments(made, cls, **options)
     return made
+
+
+def to_argv(config: Any) -> list[str]:
+    """The arguments that give `config` back, its values as `--help` shows them."""
+    arguments = []
+    for item in _flagged(type(config)):
+        value = getattr(config, item.name)
+        if isinstance(value, bool):
+            arguments.append(item.names[0] if value else f"--no-{item.names[0][2:]}")
+        elif value is not None:
+            arguments.append(f"{item.names[0]}={item.show(value)}")
+    return arguments
 
 
 def parse(cls: type[Any], *arguments: str) -> Any:

@@ -8,6 +8,7 @@ import pytest
 
 from h2o_flexgen.config.arch import ArchSpec
 from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.products import products
 from h2o_flexgen.config.tensors import PAGE, TENSOR_ALIGN, TensorSpec, WeightGroup
 from h2o_flexgen.errors import ModelError, UsageError
 
@@ -91,7 +92,7 @@ def test_a_gated_model_without_biases() -> None:
         *(f"layers.0.attn.{part}.weight" for part in ("norm", "q", "k", "v", "o")),
         *(f"layers.0.mlp.{part}.weight" for part in ("norm", "up", "gate", "down")),
     ]
-    assert spec.prefill_terms(3).mlp == 2 * 2 * 3 * 16 * 40 * 3
+    assert sum(out * into for out, into in products(spec, "mlp")) == 16 * 40 * 3
 
 
 def test_buffers_are_aligned() -> None:
@@ -103,15 +104,8 @@ def test_buffers_are_aligned() -> None:
 
 
 def test_cache_and_hidden_bytes() -> None:
-    assert SPEC.kv_bytes_per_token("float16") == 2 * SPEC.kv_bytes_per_token_and_layer("float16") == 2 * 2 * 2 * 4 * 2
+    assert SPEC.kv_bytes_per_token_and_layer("float16") == 2 * 2 * 4 * 2
     assert SPEC.hidden_bytes(10, "float32") == 640
-
-
-def test_flop_terms_add_up() -> None:
-    terms = SPEC.decode_terms(batch=3, context=7)
-    assert terms.total == SPEC.decode_flops(3, 7) == sum(terms)
-    assert terms.attention == 2 * 3 * (2 * 2 * 4 * 4 * 7)
-    assert SPEC.prefill_terms(1, 3) == SPEC.decode_terms(3, 1)
 
 
 def test_eos_is_a_tuple_in_every_case() -> None:

@@ -165,17 +165,15 @@ def test_solvers_by_name() -> None:
         solve(some_program(0), "higs")
 
 
-def test_cbc_takes_the_place_of_a_missing_highs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_solver_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import pulp
 
-    program = some_program(0)
-    expected = solve(program)
     monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
-    found = solve(program)
-    assert (found is None) == (expected is None)
+    with pytest.raises(UsageError, match=r"highs is not installed.*pip install highspy"):
+        solve(some_program(0))
     monkeypatch.setattr(pulp.COIN_CMD, "available", lambda self: False)
-    with pytest.raises(UsageError, match="pip install highspy"):
-        solve(program)
+    with pytest.raises(UsageError, match="cbc is not installed"):
+        solve(some_program(0), "cbc")
 
 
 def test_tidy_shares_sum_to_one() -> None:

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import OPTConfig, OPTForCausalLM
 
 from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.work import PhaseWork
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.families import FAMILIES, checkpoint_names, family_of, ignored_names, spec_from_config
@@ -64,6 +65,14 @@ def test_bytes_equal_those_of_transformers(variant: str) -> None:
     assert sum(group.nbytes("float16") for group in spec.weight_groups) == spec.weight_bytes("float16")
 
 
+def flops(spec: ModelSpec, tokens: int, rows: int, **attention: Any) -> float:
+    """Of one pass over the model as the engine counts it, the head at one position of each of `rows`."""
+    layers = spec.num_layers
+    products = {("embed", tokens): 1, ("attn", tokens): layers, ("mlp", tokens): layers, ("head", rows): 1}
+    work = PhaseWork(products=products, **attention)
+    return work.product_flops(spec) + work.attention_flops(spec)
+
+
 @pytest.mark.parametrize("variant", ["plain", "350m", "galactica", "untied-bridged"])
 def test_flops_equal_those_torch_counts(variant: str) -> None:
     model, spec = tiny(variant)
@@ -75,10 +84,12 @@ def test_flops_equal_those_torch_counts(variant: str) -> None:
     tokens = torch.randint(4, 50, (batch, prompt_len + 1))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         cache = model(tokens[:, :prompt_len], logits_to_keep=1).past_key_values
-    assert spec.prefill_flops(prompt_len, batch) == counter.get_total_flops() - bridge
+    prompts = {"prompt_pairs": {(None, prompt_len): batch * prompt_len**2}}
+    assert flops(spec, batch * prompt_len, batch, **prompts) == counter.get_total_flops() - bridge
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(tokens[:, prompt_len:], past_key_values=cache, logits_to_keep=1)
-    assert spec.decode_flops(batch, prompt_len + 1) == counter.get_total_flops()
+    cached = {"cache_tokens": {(None, "cpu"): spec.num_layers * batch * (prompt_len + 1)}}
+    assert flops(spec, batch, batch, **cached) == counter.get_total_flops()
 
 
 def test_names_with_and_without_the_model_prefix() -> None:
