@@ -18,12 +18,12 @@ _TILE = 2048  # numbers per program: 16 per thread
 
 
 class _Heads(NamedTuple):
-    """Heads of tokens (tokens, count, dim), strides in elements; `out` is contiguous."""
+    """Heads of tokens (tokens, heads, dim), strides in elements; `out` is contiguous."""
 
     at: Any
     token: int
     head: int
-    count: int
+    heads: int
     out: Any
 
 
@@ -47,7 +47,7 @@ def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     outs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k)]
     of_q, of_k = (_heads(*pair) for pair in zip((q, k), outs, strict=True))
     cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (cos, sin))
-    programs = triton.cdiv(of_q.count, form.heads) + triton.cdiv(of_k.count, form.heads)
+    programs = triton.cdiv(of_q.heads, form.heads) + triton.cdiv(of_k.heads, form.heads)
     if len(q):
         strides = cos.stride(0), sin.stride(0)
         rotate_kernel[(len(q), programs)](of_q, of_k, cos, sin, *strides, form, num_warps=4)
@@ -64,7 +64,7 @@ def rotate_kernel(q, k, cos, sin, cos_token, sin_token, form: tl.constexpr):
     """One program: some heads of q, or of k, of one token."""
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos, sin = cos + token * cos_token, sin + token * sin_token
-    of_q = tl.cdiv(q.count, form.heads)
+    of_q = tl.cdiv(q.heads, form.heads)
     if block < of_q:
         _turn(q, token, block, cos, sin, form)
     else:
@@ -77,7 +77,7 @@ def _turn(x, token, block, cos, sin, form: tl.constexpr):
     half: tl.constexpr = form.turned // 2
     head, i = block * form.heads + tl.arange(0, form.heads), tl.arange(0, form.d)
     turns = i < form.turned
-    inside = (head < x.count)[:, None] & (i < form.dim)[None, :]
+    inside = (head < x.heads)[:, None] & (i < form.dim)[None, :]
     at = x.at + token * x.token + head[:, None] * x.head
     own = tl.load(at + i[None, :], mask=inside, other=0.0).to(tl.float32)
     partner = tl.where(i < half, i + half, i - half)
@@ -85,5 +85,5 @@ def _turn(x, token, block, cos, sin, form: tl.constexpr):
     c = tl.load(cos + i, mask=turns, other=1.0).to(tl.float32)
     s = tl.load(sin + i, mask=turns, other=0.0).to(tl.float32)
     y = own * c[None, :] + other * tl.where(i < half, -s, s)[None, :]
-    at = x.out + (token * x.count + head[:, None]) * form.dim + i[None, :]
+    at = x.out + (token * x.heads + head[:, None]) * form.dim + i[None, :]
     tl.store(at, y.to(x.out.dtype.element_ty), mask=inside)
