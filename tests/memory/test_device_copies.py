@@ -230,7 +230,7 @@ def test_a_pool_locks_as_much_as_it_may(device: FakeDevice, caplog: pytest.LogCa
 
     def block(pages: int, pin: Pin):
         tensor = HostMemory().allocate(pages * PAGE).tensor
-        return tensor, pool.lock(tensor, pin)
+        return tensor, pool.lock(tensor, pin).undo
 
     (weights, unlock), (more, undo) = block(5, Pin.IF_ROOM), block(2, Pin.IF_ROOM)
     assert device.locked(weights)
