@@ -18,7 +18,9 @@ from h2o_flexgen.memory.pinned import PinnedPool, lockable_memory
 from h2o_flexgen.units import format_bytes
 
 _FREE_SHARE = 0.9  # of what is free on the GPU: the rest is for libraries, and for the gaps that an allocator leaves
-_LIBRARIES = 64 << 20  # what products take to work in, of what torch may allocate; and its allocator leaves gaps, 2 %
+_LIBRARIES = (
+    64 << 20
+)  # of what torch may allocate, however little: cuBLAS works in two buffers of 32 MiB; and gaps, 2 %
 _PINNED_SHARE = 0.8  # of the host's memory: locked pages are lost to everything else, the page cache included
 
 
@@ -77,6 +79,6 @@ def _process_limit(gpu: Device, asked: int | None) -> Limit:
     if asked is None:
         return Limit(int(_FREE_SHARE * room), f"{_FREE_SHARE:.0%} of {format_bytes(room)} {what}")
     most = min(asked, room)
-    slack = min(most // 8, _LIBRARIES + most // 50)
+    slack = min(most, _LIBRARIES + most // 50)
     why = "--gpu-mem" if asked <= room else f"--gpu-mem asks for {format_bytes(asked)}, {format_bytes(room)} are {what}"
     return Limit(most - slack, f"{why}, less {format_bytes(slack)} for libraries")

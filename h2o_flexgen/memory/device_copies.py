@@ -10,7 +10,7 @@ import ctypes
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,6 +25,10 @@ BOUNCE_CHUNK = 4 << 20
 """Bytes of pageable memory that go through a locked buffer at once; there are two buffers per direction."""
 BOUNCE_BYTES = 4 * BOUNCE_CHUNK
 """Of all those buffers."""
+PIECE = 32 << 20
+"""Bytes of one operation on the way to the device. One engine copies in that direction and is not interrupted: a small
+copy on another stream, of an answer from the host say, waits for the piece under way and not for all of a unit's
+weights. How an engine chooses between streams is its own affair; what pieces bring is not measured."""
 
 
 class DeviceTicket(Ticket):
@@ -186,11 +190,12 @@ class DeviceCopies:
             return flights.popleft()
 
     def _queue(self, copy: _Copy) -> None:
-        """The copy as one operation of the device; what it comes after may be under way there."""
+        """The copy on the device's stream, in pieces between two marks; what it comes after may be under way there."""
         with self._queueing:  # two threads at once would mix up what lies between their marks
             self._begin(copy, copy.after)
             start = self.device.record(copy.stream)
-            self.device.copy(copy.stream, copy.dst, copy.src)
+            for dst, src in _pieces(copy):
+                self.device.copy(copy.stream, dst, src)
             self._end(copy, start)
 
     def _slow(self, copy: _Copy) -> None:
@@ -252,6 +257,14 @@ class DeviceCopies:
         if self._trace is not None:
             start = self.device.clock(flight.start)
             self._trace(ticket.label, start, start + seconds, ticket.link)
+
+
+def _pieces(copy: _Copy) -> Iterable[tuple[Tensor, Tensor]]:
+    """The copy itself, or parts of what goes up and is one run of bytes."""
+    if copy.stream is not Stream.UP or not copy.plain or copy.ticket.nbytes <= PIECE:
+        return [(copy.dst, copy.src)]
+    step = PIECE // copy.dst.element_size()
+    return zip(copy.dst.view(-1).split(step), copy.src.view(-1).split(step), strict=True)
 
 
 def _move(dst: Tensor, src: Tensor) -> None:

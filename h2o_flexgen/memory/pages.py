@@ -11,6 +11,7 @@ import torch
 from h2o_flexgen.errors import MemoryRefused
 from h2o_flexgen.huge import huge_pages
 from h2o_flexgen.memory.cuda import Device
+from h2o_flexgen.memory.pinned import PageLock
 from h2o_flexgen.units import format_bytes
 
 
@@ -19,6 +20,14 @@ class Block(NamedTuple):
 
     tensor: torch.Tensor
     release: Callable[[], None]
+    lock: PageLock | None = None
+    """Of the bytes, or of the wish for it."""
+
+    def free(self) -> None:
+        """Unlock the bytes and give them back."""
+        if self.lock is not None:
+            self.lock.undo()
+        self.release()
 
 
 class Memory(Protocol):

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -32,6 +33,14 @@ class Pin(Enum):
     """Those buffers."""
 
 
+class PageLock(NamedTuple):
+    """What became of a wish to be page-locked. `undo` is to be called once, before the memory goes."""
+
+    pin: Pin
+    held: bool
+    undo: Callable[[], None]
+
+
 class PinnedPool:
     """Locks host memory for `device`, at most `limit` bytes (None: as much as the system allows). Thread safe.
 
@@ -51,7 +60,7 @@ class PinnedPool:
         """Bytes that are locked, and bytes that wanted to be and are not."""
         self._kept = self._first = 0
         self._lock, self._said = threading.Lock(), False
-        self._unlock_bounce = _nothing if bounce is None else self.lock(bounce, Pin.FIRST)
+        self._unlock_bounce = _nothing if bounce is None else self.lock(bounce, Pin.FIRST).undo
         self.bounce = bounce if self.locked else None
         """What was locked first; None where that was refused, or not wanted."""
 
@@ -64,21 +73,17 @@ class PinnedPool:
         """Leave room for as much of what comes first."""
         self._kept = nbytes
 
-    def lock(self, tensor: Tensor, pin: Pin) -> Callable[[], None]:
-        """Lock flat uint8 host memory that starts on a page; what undoes it, to be called before the memory goes."""
+    def lock(self, tensor: Tensor, pin: Pin, make_room: Callable[[], bool] = lambda: False) -> PageLock:
+        """Lock flat uint8 host memory that starts on a page.
+
+        `make_room` is called where that does not succeed: if it has unlocked anything, that is tried once more.
+        """
         nbytes, first = tensor.numel(), pin is Pin.FIRST
         if pin is Pin.NEVER or not nbytes:
-            return _nothing
-        with self._lock:
-            kept = 0 if first else max(0, self._kept - self._first)
-            fits = self.limit is None or self.locked + nbytes + kept <= self.limit
-            done = fits and self.device.lock(tensor)
-            if done:
-                self._count(nbytes, first)
-            else:
-                self.pageable += nbytes
-                if fits and not first:
-                    self.limit = self.locked + kept
+            return PageLock(pin, False, _nothing)
+        done = self._locked(tensor, first) or (make_room() and self._locked(tensor, first))
+        if not done:
+            self._refused(nbytes, first)
 
         def undo() -> None:
             with self._lock:
@@ -88,7 +93,7 @@ class PinnedPool:
                 else:
                     self.pageable -= nbytes
 
-        return undo
+        return PageLock(pin, done, undo)
 
     def warn(self) -> None:
         """Say, once, how much of what is there is pageable, if anything."""
@@ -101,6 +106,30 @@ class PinnedPool:
             "through buffers, and are slower",
             format_bytes(self.locked), format_bytes(self.pageable),
         )  # fmt: skip
+
+    def _locked(self, tensor: Tensor, first: bool) -> bool:
+        """Lock it, if there is room and the system does not refuse."""
+        with self._lock:
+            done = self._fits(tensor.numel(), first) and self.device.lock(tensor)
+            if done:
+                self._count(tensor.numel(), first)
+            return done
+
+    def _refused(self, nbytes: int, first: bool) -> None:
+        """It stays pageable. If there was room, the system has no more."""
+        with self._lock:
+            self.pageable += nbytes
+            if not first and self._fits(nbytes, first):
+                self.limit = self.locked + self._room_kept
+
+    def _fits(self, nbytes: int, first: bool) -> bool:
+        kept = 0 if first else self._room_kept
+        return self.limit is None or self.locked + nbytes + kept <= self.limit
+
+    @property
+    def _room_kept(self) -> int:
+        """Of what comes first, what is yet to come."""
+        return max(0, self._kept - self._first)
 
     def _count(self, nbytes: int, first: bool) -> None:
         self.locked += nbytes

@@ -10,6 +10,7 @@ from h2o_flexgen.memory.pages import Block
 
 class Spare:
     """Blocks waiting for a buffer of just their size. Made to wait, they need not be found and zeroed by the system.
+    Nor need they be page-locked anew for a GPU.
 
     The first write to new memory may be slower than a disk: where a virtual machine gives free memory back to its host,
     0.8 GB/s were measured. Owns the blocks that wait; thread safe. Nothing waits until `open`, nor after `close`.
@@ -35,6 +36,12 @@ class Spare:
         self._open = False
         self.shrink(0)
 
+    def give_way(self) -> bool:
+        """Give all blocks back, as what is locked of them is wanted elsewhere; False where none waited."""
+        waited = self._nbytes > 0
+        self.shrink(0)
+        return waited
+
     def put(self, nbytes: int, block: Block) -> bool:
         """Keep a block of `nbytes`, of which nobody uses a view any more; False where it is not taken."""
         with self._lock:
@@ -59,7 +66,7 @@ class Spare:
                 block = None if self._nbytes <= nbytes else self._pop(next(iter(self._blocks)))
             if block is None:
                 return
-            block.release()
+            block.free()
 
     def _pop(self, nbytes: int) -> Block | None:
         blocks = self._blocks.get(nbytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -27,10 +27,9 @@ class Buffer:
     to the tier, see `Tier.keeping`.
     """
 
-    def __init__(self, tier: Tier, nbytes: int, what: str, block: Block, unlock: Callable[[], None]) -> None:
+    def __init__(self, tier: Tier, nbytes: int, what: str, block: Block) -> None:
         self.tier, self.nbytes, self.what = tier, nbytes, what
         self._block: Block | None = block
-        self._unlock = unlock
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -43,7 +42,6 @@ class Buffer:
         """Return the memory; a second call does nothing."""
         block, self._block = self._block, None
         if block is not None:
-            self._unlock()
             self.tier.give_back(self, block)
 
     def __enter__(self) -> Buffer:
@@ -78,8 +76,7 @@ class Tier(Ledger):
                 most = self.peak if self.capacity is None else min(self.peak, self.capacity)
                 self._spare.shrink(most - self.used)
                 block = self._memory.allocate(nbytes)
-            unlock = _nothing if self._pins is None else self._pins.lock(block.tensor, pin)
-            buffer = Buffer(self, nbytes, what, block, unlock)
+            buffer = Buffer(self, nbytes, what, self._locked(block, pin))
         except BaseException:
             self.refund(page_ceil(nbytes), what)
             raise
@@ -89,9 +86,22 @@ class Tier(Ledger):
     def give_back(self, buffer: Buffer, block: Block) -> None:
         """Called by Buffer.release."""
         self._live.discard(buffer)
+        if block.lock is not None and not block.lock.held:
+            block.lock.undo()
+            block = block._replace(lock=None)
         if not self._spare.put(buffer.nbytes, block):
-            block.release()
+            block.free()
         self.refund(page_ceil(buffer.nbytes), buffer.what)
+
+    def _locked(self, block: Block, pin: Pin) -> Block:
+        """`block`, page-locked as far as `pin` wants it and there is room: one that waited so stays as it is."""
+        if self._pins is None:
+            return block
+        if block.lock is not None:
+            if block.lock.pin is pin:
+                return block
+            block.lock.undo()
+        return block._replace(lock=self._pins.lock(block.tensor, pin, self._spare.give_way))
 
     @property
     def held(self) -> int:
@@ -103,7 +113,7 @@ class Tier(Ledger):
         """Within, host memory that is given back waits for the next buffer of its size.
 
         What waits is not counted as used; with what is used it never exceeds the most that was used at once, nor the
-        capacity.
+        capacity. It stays page-locked, unless another buffer cannot be locked beside it.
         """
         # A GPU's memory is kept by torch, which also knows what its streams are still using.
         if self.device.type == "cpu":
@@ -208,7 +218,3 @@ def another_gpu(first: Tiers, capacity: int | None, gpu: Device | None) -> Tiers
     tiers = Tiers(tier, first.cpu, first.disk, first.emulated, first.pins)
     tiers.accelerator = gpu
     return tiers
-
-
-def _nothing() -> None:
-    """Unlocks nothing."""

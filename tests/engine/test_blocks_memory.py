@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine import gpu
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.memory.pages import Block, HostMemory
+from h2o_flexgen.memory.pinned import PinnedPool
+from tests.memory.fake_cuda import FakeDevice
 from tests.tiny import prompts_of
 
 LENGTH, NEW = 24, 6
@@ -41,3 +46,26 @@ def test_later_blocks_ask_the_system_for_no_memory(
     of_one_block = len(asked)
     assert tokens(prompts) == one_by_one, "what a block left behind is nowhere in the next"
     assert len(asked) == of_one_block
+
+
+def test_later_blocks_lock_no_memory_anew(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU copies from and to stays page-locked from block to block, and is unlocked with the call."""
+    folder, locks = checkpoint("opt")[1], []
+
+    class Noted(FakeDevice):
+        def lock(self, tensor: torch.Tensor) -> bool:
+            locks.append(tensor.numel())
+            return super().lock(tensor)
+
+    monkeypatch.setattr(gpu, "open_gpu", lambda _: PinnedPool(device))
+    policy = {"gpu_batch_size": 1, "num_gpu_batches": 2, "cache": {"cpu": 1.0}, "hidden": {"cpu": 1.0}}
+    counts = []
+    for blocks in (1, 3):
+        device = Noted()
+        locks.clear()
+        with LLM(folder, dtype="float32", policy={**policy, "weights": {"gpu": 1.0}}, emulate_gpu="1GiB") as llm:
+            llm.generate(prompts_of([LENGTH] * 2 * blocks), max_new_tokens=NEW, ignore_eos=True)
+            assert not device._locked, "no weights are on the cpu tier"
+        counts.append(Counter(locks))
+    assert counts[0] == counts[1]
+    assert sum(counts[0].values()) > 4

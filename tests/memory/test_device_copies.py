@@ -198,6 +198,44 @@ def test_other_layouts_and_dtypes(device: FakeDevice, tiers: Tiers) -> None:
         assert torch.equal(halves, up.bfloat16())
 
 
+@pytest.mark.parametrize("chance", [0.0, 0.5])
+def test_what_goes_up_is_cut_and_what_is_urgent_gets_in_between(chance: float, tmp_path: Path, monkeypatch) -> None:
+    """One mark before a unit and one behind it; the small copy waits for neither of them, nor for any piece."""
+    monkeypatch.setattr(device_copies, "PIECE", 2 * PAGE)
+    device = FakeDevice(chance)
+    marks: list[Stream] = []
+    record = device.record
+
+    def noted(stream: Stream) -> FakeMark:
+        marks.append(stream)
+        return record(stream)
+
+    monkeypatch.setattr(device, "record", noted)
+    cpu = torch.device("cpu")
+    with make_tiers(None, None, None, False, None, device=cpu, pins=PinnedPool(device)) as tiers:
+        up, source = (tier.allocate(5 * PAGE + 12, "weights").tensor for tier in (tiers.compute, tiers.cpu))
+        said, answer = (tier.allocate(PAGE, "queries").tensor for tier in (tiers.compute, tiers.cpu))
+        down = tiers.cpu.allocate(5 * PAGE + 12, "state").tensor
+        expected, spoken = noise(source), noise(answer)
+        with CopyEngine(device=device) as engine:
+            ticket = engine.copy(up, source, "cpu->gpu")
+            sizes = [copy.dst.numel() for copy in device.copied]
+            assert sizes == [2 * PAGE, 2 * PAGE, PAGE + 12]
+            assert marks.count(Stream.UP) == 2
+            engine.copy_in_turn(said, answer, "cpu->gpu")
+            assert torch.equal(said, spoken)
+            assert chance or not ticket.done(), "the unit is still under way"
+            assert (Stream.COMPUTE, Stream.UP) not in device.waits
+            ticket.wait_on_device()
+            assert torch.equal(up, expected), "all pieces are there"
+            engine.copy(down, up, "gpu->cpu", after=ticket).wait()
+            assert torch.equal(down, expected)
+            assert [copy.dst.numel() for copy in device.copied if copy.stream is Stream.DOWN] == [5 * PAGE + 12]
+            engine.drain()
+            assert engine.bytes_moved["cpu->gpu"] == 6 * PAGE + 12
+        assert device.races.found == []
+
+
 DROPPED = [(Stream.UP, Stream.COMPUTE), (Stream.DOWN, Stream.COMPUTE), (Stream.COMPUTE, Stream.UP), (None, Stream.DOWN)]
 
 
@@ -230,7 +268,7 @@ def test_a_pool_locks_as_much_as_it_may(device: FakeDevice, caplog: pytest.LogCa
 
     def block(pages: int, pin: Pin):
         tensor = HostMemory().allocate(pages * PAGE).tensor
-        return tensor, pool.lock(tensor, pin)
+        return tensor, pool.lock(tensor, pin).undo
 
     (weights, unlock), (more, undo) = block(5, Pin.IF_ROOM), block(2, Pin.IF_ROOM)
     assert device.locked(weights)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from h2o_flexgen.memory.pages import HostMemory
+from h2o_flexgen.memory.pinned import Pin, PinnedPool
 from h2o_flexgen.memory.spare import Spare
 from h2o_flexgen.memory.tiers import Tier
+from tests.memory.fake_cuda import FakeDevice
 from tests.memory.test_tiers import resident
 
 MIB = 1 << 20
@@ -105,3 +108,88 @@ def test_an_error_within_gives_everything_back() -> None:
     assert resident() - empty < 8 * MIB
     filled(tier, 32 * MIB)
     assert resident() - empty < 8 * MIB, "and nothing waits any more"
+
+
+# ---- page locks
+
+
+class Counted(FakeDevice):
+    """How often anything was locked."""
+
+    locks = 0
+
+    def lock(self, tensor: torch.Tensor) -> bool:
+        self.locks += 1
+        return super().lock(tensor)
+
+
+def locked_tier(limit: int | None = None, **device: int) -> tuple[Counted, PinnedPool, Tier]:
+    made = Counted(**device)
+    pool = PinnedPool(made, limit)
+    return made, pool, Tier("cpu", None, HostMemory(), pool)
+
+
+def test_memory_that_waits_stays_locked() -> None:
+    device, pool, tier = locked_tier()
+    with tier.keeping():
+        for _ in range(3):
+            with tier.allocate(MIB, "kv cache") as cache, tier.allocate(8192, "queries", Pin.FIRST) as queries:
+                assert device.locked(cache.tensor)
+                assert device.locked(queries.tensor)
+        assert device.locks == 2, "once each, whatever the number of blocks"
+        assert pool.locked == MIB + 8192
+    assert pool.locked == 0
+    assert not device._locked, "before the system has the pages back"
+    filled(tier, MIB)
+    assert device.locks == 3
+    assert not device._locked
+
+
+def test_a_lock_is_the_kind_that_is_asked_for() -> None:
+    """Room is kept for buffers that come first, so that it has to be known which they are."""
+    device, pool, tier = locked_tier(limit=3 * MIB)
+    pool.keep(2 * MIB)
+    with tier.keeping():
+        tier.allocate(MIB, "weights").release()
+        with tier.allocate(MIB, "staging", Pin.FIRST), tier.allocate(MIB, "staging", Pin.FIRST):
+            assert pool.locked == 2 * MIB
+        with tier.allocate(MIB, "caches that no GPU copies", Pin.NEVER) as cache:
+            assert not device.locked(cache.tensor)
+    assert not device._locked
+
+
+def test_what_waits_gives_way_to_what_is_used() -> None:
+    """As if it had been unlocked at once: no buffer stays pageable for memory that nobody uses."""
+    device, pool, tier = locked_tier(limit=10 * MIB)
+    with tier.keeping():
+        with tier.allocate(8 * MIB, "kv cache"), tier.allocate(8 * MIB, "hidden", Pin.NEVER):
+            assert pool.locked == 8 * MIB
+        with tier.allocate(4 * MIB, "kv cache") as other:
+            assert device.locked(other.tensor)
+            assert (pool.locked, pool.pageable) == (4 * MIB, 0)
+
+
+def test_what_waits_gives_way_before_a_refusal_counts() -> None:
+    device, pool, tier = locked_tier(lockable=10 * MIB)
+    with tier.keeping():
+        with tier.allocate(8 * MIB, "kv cache"), tier.allocate(8 * MIB, "hidden", Pin.NEVER):
+            pass
+        with tier.allocate(4 * MIB, "kv cache") as other:
+            assert device.locked(other.tensor)
+        assert pool.limit is None, "the system has not said no"
+    tier.allocate(12 * MIB, "kv cache")
+    assert pool.limit == pool.locked == 0
+    tier.close()
+    assert pool.pageable == 0
+
+
+def test_what_was_pageable_is_tried_again() -> None:
+    device, pool, tier = locked_tier(limit=8 * MIB)
+    with tier.keeping():
+        first = tier.allocate(8 * MIB, "weights")
+        tier.allocate(4 * MIB, "kv cache").release()
+        assert (pool.locked, pool.pageable) == (8 * MIB, 0), "nobody wants what waits to be locked"
+        first.release()
+        with tier.allocate(4 * MIB, "kv cache") as cache:
+            assert device.locked(cache.tensor)
+            assert pool.pageable == 0
