@@ -5,7 +5,8 @@
     python scripts/gpu_check.py --readme --check         exit code 1 if the block is not what the records give
 
 A section that crashes or runs out of time is recorded as failed, and the others go on. A call adds to the records in
---output: what is measured there already is not measured again, unless --again says so.
+--output: what is measured there already is not measured again, unless --again says so; what was compiled for it is not
+compiled again. Nothing is measured on a GPU that the Triton kernels cannot use: attention would be torch's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import time
 from collections import deque
 from pathlib import Path
 
-from gpu_check_records import ROOT, Section, end, hardware, say
+from gpu_check_compiled import cache_folder, pack, unpack
+from gpu_check_records import ROOT, Failed, Section, end, hardware, run, say
 from gpu_check_table import WHOLE, readme_block, tables, with_block
 
 SHARES = {"kernels": 0.2, "decode": 0.15, "tests": 0.2, "cost": 0.2, "paper": 0.25}
@@ -37,16 +39,35 @@ def main() -> int:
     output = args.output or _default_output(args.dry_run)
     output.mkdir(parents=True, exist_ok=True)
     until, good = time.monotonic() + args.budget_s, True
+    compiled = cache_folder()
+    unpack(output, compiled)
+    if not args.dry_run and (problem := _without_triton(args.budget_s)) is not None:
+        say(f"nothing is measured: {problem}")
+        return 1
     for position, name in enumerate(chosen):
         left = until - time.monotonic()
         seconds = left * SHARES[name] / sum(SHARES[other] for other in chosen[position:])
         say(f"{name}: at most {seconds:.0f} s")
         good = _run(name, seconds, output, args) and good
+        pack(compiled, output)
     table = tables(output)
     (output / "table.md").write_text(table + "\n", encoding="utf-8")
     print(table)
     say(f"records and table.md are in {output}")
     return 0 if good else 1
+
+
+def _without_triton(seconds: float) -> str | None:
+    """Why the Triton kernels cannot be used on this machine's GPU: which of them fails, say; None: they can."""
+    code = (
+        "import sys; from h2o_flexgen.kernels.triton_available import interpreting, why_not; "
+        "sys.exit('TRITON_INTERPRET is set' if interpreting() else why_not('cuda'))"
+    )
+    try:
+        run([sys.executable, "-c", code], seconds)
+    except Failed as failed:
+        return str(failed)
+    return None
 
 
 def _run(name: str, seconds: float, output: Path, args: argparse.Namespace) -> bool:

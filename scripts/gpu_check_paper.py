@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from gpu_check_cost import Setting, calibrate
-from gpu_check_peers import PEERS, Peer, host_bytes, one_of, scratch_folder
-from gpu_check_records import ROOT, Failed, Section, run_json, section_arguments, tiny_model
+from gpu_check_peers import PEERS, Peer, host_bytes, one_of
+from gpu_check_records import ROOT, Failed, Section, run_json, scratch_folder, section_arguments, tiny_model
 from gpu_check_warm import FEWEST, Steps, warm_up
 
 from h2o_flexgen.schedule.recorded import FIRST_REPLAYED

@@ -8,7 +8,6 @@ power of two whose cache and activations take 40 % of it, the rest being for wei
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from gpu_check_records import Failed
+from gpu_check_records import Failed, scratch_folder
 
 from h2o_flexgen.baselines.flexgen_gpu import GPU_BATCH
 from h2o_flexgen.config.known import known_config
@@ -36,11 +35,6 @@ MOST = {"flexgen": 192, "accelerate": 64, "deepspeed": 64}
 def host_bytes() -> int:
     """Host memory that a system may use: that of the paper's machine at most."""
     return min(PAPER_HOST, int(USABLE * psutil.virtual_memory().available))
-
-
-def scratch_folder() -> Path:
-    """Where checkpoints of random weights are kept for the next call on this machine."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o_flexgen" / "gpu-check"
 
 
 @dataclass(frozen=True)

@@ -224,6 +224,11 @@ def end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
+def scratch_folder() -> Path:
+    """What is kept for the next call on this machine: checkpoints of random weights, compiled kernels."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "h2o_flexgen" / "gpu-check"
+
+
 def tiny_model(folder: Path) -> str:
     """A folder with the config.json of a tiny OPT."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -19,7 +22,9 @@ sys.path.insert(0, str(SCRIPTS))
 import gpu_check  # noqa: E402
 import gpu_check_cost  # noqa: E402
 import gpu_check_decode  # noqa: E402
+import gpu_check_kernels  # noqa: E402
 import gpu_check_paper  # noqa: E402
+from gpu_check_compiled import NAME, cache_folder, pack, unpack  # noqa: E402
 from gpu_check_paper import OWN_PROBE, PROBE, Cell, Ran, measure  # noqa: E402
 from gpu_check_peers import Peer, flexgen_sizes, one_of  # noqa: E402
 from gpu_check_records import Failed, Section, read, run, run_json, tiny_model  # noqa: E402
@@ -253,6 +258,75 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path) -> None:
     assert [section.wanted(name) for name in "abc"] == [False, True, True]
     assert Section("paper", tmp_path, 0.0, again=True).wanted("a")
     assert [Section("paper", tmp_path, 0.0, only=("b", "d")).wanted(name) for name in "bcd"] == [True, False, True]
+
+
+def test_a_gpu_without_triton_s_kernels_is_not_measured(tmp_path: Path, monkeypatch, capsys) -> None:
+    why = "Triton cannot run the kernel quantise here: RuntimeError: no C compiler"
+    monkeypatch.setattr(gpu_check, "_run", lambda *_: pytest.fail("a section ran"))
+    monkeypatch.setattr(gpu_check, "run", lambda *_: (_ for _ in ()).throw(Failed(f"exit code 1: {why}")))
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--sections", "decode", "--output", str(tmp_path)])
+    assert gpu_check.main() == 1
+    assert why in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nor_is_a_machine_without_a_gpu(monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "TRITON_INTERPRET is set" in str(gpu_check._without_triton(240))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "torch finds no CUDA device" in str(gpu_check._without_triton(240))
+    monkeypatch.setenv("H2O_FLEXGEN_TRITON", "0")
+    assert "H2O_FLEXGEN_TRITON is 0" in str(gpu_check._without_triton(240))
+
+
+def test_compiled_kernels_are_carried_to_another_folder(tmp_path: Path, capsys) -> None:
+    """Triton finds the files of a kernel by absolute paths, which have to be those of the folder they came to."""
+    here, there, output = tmp_path / "here", tmp_path / "there", tmp_path / "output"
+    (here / "KEY" / "tmp.pid_1_x").mkdir(parents=True)
+    output.mkdir()
+    files = {"k.cubin": "code", "k.json": "{}", "__grp__k.json": ""}
+    files["__grp__k.json"] = json.dumps(
+        {"child_paths": {name: str(here / "KEY" / name) for name in ("k.cubin", "k.json")}}
+    )
+    for name, text in files.items():
+        (here / "KEY" / name).write_text(text)
+    (here / "KEY" / "tmp.pid_1_x" / "half").write_text("being written")
+    pack(here, output)
+    unpack(output, there)
+    assert sorted(path.name for path in there.rglob("*") if path.is_file()) == sorted(files)
+    children = json.loads((there / "KEY" / "__grp__k.json").read_text())["child_paths"]
+    assert children == {name: str(there / "KEY" / name) for name in ("k.cubin", "k.json")}
+    assert [path.name for path in output.iterdir()] == [NAME]
+    pack(tmp_path / "nothing", tmp_path)
+    assert not (tmp_path / NAME).exists()
+    (output / NAME).write_bytes(b"torn")
+    unpack(output, there)
+    assert "of no use" in capsys.readouterr().err
+
+
+def test_where_kernels_are_compiled_to(monkeypatch) -> None:
+    monkeypatch.setenv("TRITON_STORE_BINARY_ONLY", "0")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    assert cache_folder() == Path("/somewhere")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert cache_folder() == Path(os.environ["XDG_CACHE_HOME"]) / "h2o_flexgen/gpu-check/triton"
+    assert os.environ["TRITON_CACHE_DIR"] == str(cache_folder()), "programs that are started inherit it"
+
+
+def test_a_section_compiles_ahead_for_a_part_of_its_time(tmp_path: Path, monkeypatch) -> None:
+    """All kinds that are wanted, each once; after its share of the seconds nothing is begun (`test_triton_tune`)."""
+    pytest.importorskip("triton")
+    from h2o_flexgen.kernels import triton_tune
+
+    seconds, asked, compiling = list[float](), list[tuple[Any, ...]](), triton_tune.compiling
+    kernel = SimpleNamespace(compile=lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(triton_tune, "compiling", lambda most: compiling(seconds.append(most) or most))
+    monkeypatch.setattr(gpu_check_kernels, "decode_cache", lambda shape, *how: (kernel, how[:2]))
+    gpu_check_kernels.compile_decode(Section("kernels", tmp_path, soon(100.0), dry_run=True, only=("with scores",)))
+    assert seconds == [pytest.approx(40.0, abs=0.5)]
+    assert asked == [(0, (packed, True), 0.25) for packed in (False, True)]
 
 
 class Machine:

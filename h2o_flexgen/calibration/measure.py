@@ -33,6 +33,7 @@ from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels.native.attend import available
 from h2o_flexgen.kernels.native.build import library, why_not
 from h2o_flexgen.kernels.prompt import by_triton
+from h2o_flexgen.kernels.triton_available import serves
 from h2o_flexgen.units import MIB, format_bytes, format_rate
 
 log = logging.getLogger(__name__)
@@ -184,8 +185,18 @@ class _Run:
 
     # ---- compute
 
+    def _compile(self, bench: Bench) -> None:
+        """Has Triton's kernels compiled and tuned, which happens when each is first used: every curve is taken once, in
+        no time. Compiling is no part of the budget, of which it would leave little; it is bounded by `triton_tune`."""
+        if serves(bench.device):
+            self._on_progress("compiling kernels", self._budget.elapsed, self._budget.seconds)
+            with self._repeats.untimed():
+                decode_curves(bench, 0.0)
+                prefill_curves(bench, 0.0)
+
     def _rates(self, bench: Bench) -> ComputeRates:
         spec = bench.spec
+        self._compile(bench)
 
         def seconds(part: str) -> float:
             return self._start(_on(bench.name, part))

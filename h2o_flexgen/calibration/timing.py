@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 Clock = Callable[[], float]
@@ -73,15 +74,24 @@ class Repeats:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._most, self._clock, self._sleep = seconds, clock, sleep
-        self._start = clock()
+        self._start, self._untimed = clock(), 0.0
         self.spent = 0.0
         """Seconds that repeating took."""
         self.count = 0
         """Repetitions so far."""
 
     def clock(self) -> float:
-        """The clock that time is divided by: it stands still while anything is repeated."""
-        return self._clock() - self.spent
+        """The clock that time is divided by: it stands still while anything is repeated, or `untimed`."""
+        return self._clock() - self.spent - self._untimed
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """What happens within takes no time of what is measured after it."""
+        begun = self.clock()
+        try:
+            yield
+        finally:
+            self._untimed += self.clock() - begun
 
     def steadiest(self, take: Callable[[], _Taken | None], spread: Callable[[_Taken], float]) -> _Taken:
         """What `take` gives, once, and again while its `spread` is WIDE and there is time: the one that spreads least.

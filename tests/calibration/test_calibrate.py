@@ -20,7 +20,7 @@ from h2o_flexgen.calibration import Calibration, cached_profile, calibrate, stor
 from h2o_flexgen.calibration import measure as measuring
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
 from h2o_flexgen.calibration.table import profile_table
-from h2o_flexgen.calibration.timing import Repeats, Sample, Timer
+from h2o_flexgen.calibration.timing import Repeats, Sample, TimeBudget, Timer
 from h2o_flexgen.config.hardware import ComputeRates, Curve, HardwareProfile
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
@@ -315,3 +315,24 @@ class TestTrouble:
     def test_impossible_budgets(self, seconds: float, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="--budget-s"):
             tiny(tmp_path, budget_s=seconds)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_compiling_kernels_is_no_part_of_the_budget(compiled: bool, tmp_path: Path, monkeypatch) -> None:
+    """Where kernels are compiled at their first use, the curves that use them are taken once before, in no time."""
+    now, told, asked = [50.0], list[str](), list[tuple[str, float]]()
+
+    def curves(name: str, seconds: float) -> None:
+        asked.append((name, seconds))
+        now[0] += 60.0
+
+    monkeypatch.setattr(measuring, "serves", lambda device: compiled)
+    monkeypatch.setattr(measuring, "decode_curves", lambda bench, seconds: curves("decode", seconds))
+    monkeypatch.setattr(measuring, "prefill_curves", lambda bench, seconds: curves("prefill", seconds))
+    run = measuring._Run(tiny(tmp_path), lambda what, spent, total: told.append(what))
+    run._repeats = Repeats(0.0, lambda: now[0])
+    run._budget = TimeBudget(10.0, {"products": 1.0}, run._repeats.clock)
+    run._compile(SimpleNamespace(device=CPU))
+    assert asked == [("decode", 0.0), ("prefill", 0.0)] * compiled
+    assert told == ["compiling kernels"] * compiled
+    assert run._budget.elapsed == 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from h2o_flexgen.calibration.timing import MOST_SAMPLES, SPAN, Repeats, Sample, TimeBudget, Timer, sample_of
@@ -207,3 +209,18 @@ def test_nothing_is_repeated_unasked() -> None:
     call.clock.pass_(100.0)
     Timer(clock=call.clock).measure(call, 5.0)
     assert call.calls == 5
+
+
+def test_what_is_untimed_takes_nothing_from_what_follows() -> None:
+    clock = FakeClock()
+    repeats = Repeats(5.0, clock, clock.pass_)
+    budget = TimeBudget(10.0, {"a": 1.0, "b": 1.0}, repeats.clock)
+    clock.pass_(1.0)
+    with repeats.untimed():
+        clock.pass_(30.0)
+    assert budget.elapsed == pytest.approx(1.0)
+    assert budget.take("a") == pytest.approx(4.5)
+    with suppress(RuntimeError), repeats.untimed():
+        clock.pass_(7.0)
+        raise RuntimeError
+    assert budget.elapsed == pytest.approx(1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,15 @@ import tests.kernels.triton_device  # noqa: F401  (skips without Triton)
 ROOT = Path(__file__).parents[2]
 
 
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from gpu_check_compiled import pack, unpack  # noqa: E402
+
+
 def program(folder: Path, *command: str) -> list[dict[str, object]]:
     """What a program prints that runs beside a GPU that is not there, with an empty cache."""
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment = {**kept, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)}
+    environment = {**kept, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder), "TRITON_STORE_BINARY_ONLY": "1"}
     run = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=ROOT,
@@ -54,7 +60,13 @@ def test_how_many_gpu_check_compiles(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "counting compiles nothing"
 
 
-def test_what_is_compiled_ahead_is_what_is_launched(tmp_path: Path) -> None:
-    """Every configuration, side by side; neither a run nor a rehearsal compiles another one."""
-    (counted,) = program(tmp_path, "tests.kernels.triton_compile_count", "together")
+def test_what_is_compiled_ahead_is_what_is_launched_and_can_be_carried(tmp_path: Path) -> None:
+    """Every configuration, side by side; neither a run nor a rehearsal compiles another one, nor does a later call."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    (counted,) = program(here, "tests.kernels.triton_compile_count", "together")
     assert counted == {"ahead": 3, "launched": 0}
+    pack(here, tmp_path)
+    shutil.rmtree(here)
+    unpack(tmp_path, there)
+    (counted,) = program(there, "tests.kernels.triton_compile_count", "together")
+    assert counted == {"ahead": 0, "launched": 0}
