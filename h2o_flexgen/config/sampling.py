@@ -117,9 +117,10 @@ class SamplingParams:
         return replace(self, **kwargs)
 
     @property
-    def plain(self) -> bool:
-        """Whether the largest logit is the answer at every step."""
-        return not self.do_sample and all(getattr(self, name) == _DEFAULTS[name] for name in _CORRECTIONS)
+    def usual(self) -> bool:
+        """Whether no setting but those of `_USUAL` has a say in which token is chosen."""
+        names = {*_CORRECTIONS, *(SAMPLING_ONLY if self.do_sample else ())} - _USUAL
+        return all(getattr(self, name) == _DEFAULTS[name] for name in names)
 
     def check_vocabulary(self, size: int) -> None:
         """UsageError for what a vocabulary of `size` tokens has not: a token id in any setting, as many logprobs."""
@@ -204,6 +205,11 @@ _CORRECTIONS = (
     "renormalize_logits",
 )
 """Settings that change the logits of greedy rows too."""
+
+_USUAL = frozenset(
+    {"temperature", "top_k", "top_p", "min_p", "min_new_tokens", "repetition_penalty", "renormalize_logits"}
+)
+"""What the engine chooses by itself, for all rows with equal settings at once."""
 
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(SamplingParams)}
 

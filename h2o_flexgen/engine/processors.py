@@ -1,12 +1,13 @@
-"""From one row's logits to its next token: the processors of transformers' `generate`, in its order, row by row.
+"""From logits to the next token: the processors of transformers' `generate`, in its order.
 
-The usual ones are here, in plain torch. The rare ones are transformers' own classes, imported when a row asks for one.
+The usual ones are here, in plain torch, and serve all rows with equal settings together. The rare ones are
+transformers' own classes, imported when a row asks for one, and go row by row. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,12 @@ from h2o_flexgen.engine.sequence import Hooks, Processor, Sequence
 
 NOTHING = float("-inf")
 """The score of a token that cannot be chosen."""
+_CHUNK = 1 << 20  # scores of rows that are processed together: sorting them takes some 25 bytes each
+
+
+def sent(numbers: list[Any], device: torch.device) -> Tensor:
+    """Whole numbers of the host as a tensor on `device`, which nobody waits for."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 class Step(NamedTuple):
@@ -46,11 +53,101 @@ class Library:
         return self._made[name, *key]
 
 
-class Chooser:
-    """Picks the tokens of one row that wants more than its largest logit. Owns the row's ids on the logits' device.
+class Usual(NamedTuple):
+    """What decides about the tokens of most rows that want more than their largest logit."""
 
-    `until`: the number of tokens after which it changes nothing any more.
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    renormalize_logits: bool
+    repetition_penalty: float
+    min_new_tokens: int
+    eos: tuple[int, ...]
+    """Tokens that are forbidden before there are `min_new_tokens`."""
+
+    @classmethod
+    def of(cls, row: Sequence) -> Usual | None:
+        """None for a row with other settings, or hooks that look at its scores."""
+        if not row.params.usual or _watched(row.hooks):
+            return None
+        values = [getattr(row.params, name) for name in cls._fields[:-1]]
+        return cls(*values, tuple(sorted(token for token in row.eos if token >= 0)))
+
+    def after(self, tokens: int) -> Usual | None:
+        """What is left to decide once a row has so many new tokens; None: the largest logit is the answer."""
+        rest = self._replace(min_new_tokens=0, eos=()) if tokens >= self.min_new_tokens or not self.eos else self
+        return rest if rest.do_sample or rest.repetition_penalty != 1.0 or rest.eos else None
+
+
+class Group:
+    """Chooses the tokens of rows with equal usual settings, each as if it were alone.
+
+    Owns their ids on the logits' device where a repetition penalty asks for them. Rows may come and go.
     """
+
+    def __init__(self, usual: Usual, params: SamplingParams, device: torch.device) -> None:
+        self._usual, self._device = usual, device
+        self._eos = torch.tensor(usual.eos, dtype=torch.int64, device=device)
+        self._shaping = list(_shaping(params, Library(), device))
+        self._known: list[tuple[int, int]] = []  # of each row: which it is, and its number of new tokens
+        self._ids = torch.empty(0)
+
+    def choose(self, rows: SequenceOf[Sequence], logits: Tensor) -> Tensor:
+        """Tokens (n,) int64 for `logits` (n, vocab) float32, which stay as they are; negative where there is none."""
+        penalised = self._usual.repetition_penalty != 1.0
+        if penalised:
+            self._find(rows)
+        many = max(1, _CHUNK // logits.shape[1])
+        tokens = [self._choose(rows, logits, slice(i, min(i + many, len(rows)))) for i in range(0, len(rows), many)]
+        found = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
+        if penalised:
+            self._ids = torch.cat([self._ids, found.clamp(min=0).unsqueeze(1)], dim=1)
+            self._known = [(row, new + 1) for row, new in self._known]
+        return found
+
+    def _choose(self, rows: SequenceOf[Sequence], logits: Tensor, part: slice) -> Tensor:
+        scores, ids = logits[part], self._ids[part]
+        if self._usual.repetition_penalty != 1.0:
+            scores = penalise(self._usual.repetition_penalty, 0, ids, scores)
+        if self._usual.eos:
+            scores = scores.index_fill(1, self._eos, NOTHING)
+        for step in self._shaping:
+            scores = step.apply(ids, scores)
+        return pick(scores, rows[part] if self._usual.do_sample else None)
+
+    def _find(self, rows: SequenceOf[Sequence]) -> None:
+        """`_ids` (n, most) of `rows`, in any order, an id of the row's own wherever it has fewer."""
+        wanted = [(row.row_id, len(row.token_ids)) for row in rows]
+        if wanted == self._known:
+            return
+        known = {key: place for place, key in enumerate(self._known)}
+        if all(key in known for key in wanted):
+            self._ids = self._ids.index_select(0, sent([known[key] for key in wanted], self._device))
+        else:
+            seen = [sorted({*(_context(row)), *row.token_ids}) for row in rows]
+            most = max(map(len, seen))
+            self._ids = sent([ids + ids[:1] * (most - len(ids)) for ids in seen], self._device)
+        self._known = wanted
+
+
+def pick(scores: Tensor, rows: SequenceOf[Sequence] | None) -> Tensor:
+    """The likeliest token of each row of `scores` (n, vocab), or one drawn with the generators of `rows`: (n,) int64,
+    negative where no token is allowed."""
+    if rows is not None:
+        # As torch.multinomial does it for one row, which would wait for the device and take one generator for all.
+        noise = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        for row, values in zip(rows, noise, strict=True):
+            values.exponential_(1, generator=row.generator(scores.device))
+        scores = torch.div(scores.softmax(-1), noise, out=noise)
+    best, tokens = torch.max(scores, dim=-1)
+    allowed = best.isfinite() if rows is None else ~best.isnan()
+    return torch.where(allowed, tokens, -1)
+
+
+class Chooser:
+    """Picks the tokens of one row with settings of its own. Owns the row's ids on the logits' device."""
 
     def __init__(self, row: Sequence, library: Library, device: torch.device) -> None:
         self._hooks = row.hooks
@@ -59,29 +156,16 @@ class Chooser:
         known = torch.tensor(context + row.token_ids, dtype=torch.int64)
         self._ids = torch.zeros(1, self._given + row.max_new_tokens, dtype=torch.int64, device=device)
         self._ids[0, : known.numel()] = known.to(device)
-        corrections = _corrected(row, context, library, device)
-        self._may_forbid_all = bool(corrections)
-        self._steps = [*corrections, *_shaping(row.params, library, device)]
-        # A processor of the caller's own may stand under the name of ours.
-        brief = all(step.name == _MIN_NEW for step in self._steps) and not (row.hooks and row.hooks.processors)
-        ends = brief and not row.params.do_sample and not _watched(row.hooks)
-        self.until: float = row.params.min_new_tokens if ends else math.inf
+        self._steps = [*_corrected(row, context, library, device), *_shaping(row.params, library, device)]
 
-    def choose(self, row: Sequence, logits: Tensor) -> int | None:
-        """A token for `logits` (vocab,) float32, which stay as they are; None where every token is forbidden."""
-        scores = logits.unsqueeze(0)
-        ids = self._ids[:, : self._given + len(row.token_ids)]
+    def choose(self, row: Sequence, logits: Tensor) -> Tensor:
+        """A token (1,) for `logits` (1, vocab) float32, which stay as they are; negative where none is allowed."""
+        scores, ids = logits, self._ids[:, : self._given + len(row.token_ids)]
         for step in self._steps:
             scores = step.apply(ids, scores)
         if self._hooks is not None:
-            self._record(self._hooks, logits, scores[0])
-        if self._may_forbid_all or not row.params.do_sample:
-            best, likeliest = torch.max(scores[0], dim=-1)
-            if not math.isfinite(best):
-                return None
-            if not row.params.do_sample:
-                return int(likeliest)
-        return int(torch.multinomial(scores[0].softmax(-1), 1, generator=row.generator(logits.device)))
+            self._record(self._hooks, logits[0], scores[0])
+        return pick(scores, [row] if row.params.do_sample else None)
 
     def chosen(self, row: Sequence) -> bool:
         """Notes the token that the row got last; whether one of the caller's criteria stops the row with it."""
@@ -102,20 +186,17 @@ class Chooser:
                 kept.append(values.detach().to("cpu", torch.float32, copy=True))
 
 
-def make_chooser(row: Sequence, library: Library, device: torch.device) -> Chooser | None:
-    """What chooses for `row`, None where the largest logit is always the answer."""
-    if row.hooks is None and row.params.plain:
-        return None
-    chooser = Chooser(row, library, device)
-    return chooser if chooser.until > 0 else None
-
-
-_MIN_NEW = "MinNewTokensLengthLogitsProcessor"
-
-
 def _watched(hooks: Hooks | None) -> bool:
-    """Whether every step is to be seen, whatever becomes of its scores."""
-    return hooks is not None and bool(hooks.criteria or hooks.logits is not None or hooks.scores is not None)
+    """Whether the caller's own code sees or changes what tokens are chosen from."""
+    if hooks is None:
+        return False
+    own = hooks.prefix is not None or hooks.processors or hooks.criteria
+    return bool(own or hooks.logits is not None or hooks.scores is not None)
+
+
+def _context(row: Sequence) -> list[int]:
+    """The prompt, without padding."""
+    return row.hooks.context[row.hooks.padding :] if row.hooks else row.prompt_ids + row.fed
 
 
 def _corrected(row: Sequence, context: list[int], library: Library, device: torch.device) -> list[Step]:
@@ -153,7 +234,8 @@ def _corrections(row: Sequence, context: list[int], library: Library, device: to
     if bad := [list(word) for word in params.bad_words_ids if word not in {(token,) for token in eos}]:
         yield shared("NoBadWordsLogitsProcessor", bad)
     if params.min_new_tokens and eos:
-        yield Step(_MIN_NEW, partial(forbid, torch.tensor(eos, device=device), given + params.min_new_tokens))
+        until = given + params.min_new_tokens
+        yield Step("MinNewTokensLengthLogitsProcessor", partial(forbid, torch.tensor(eos, device=device), until))
     if row.hooks is not None and row.hooks.prefix is not None:
         yield Step("PrefixConstrainedLogitsProcessor", row.hooks.prefix)
     if params.forced_bos_token_id is not None:
@@ -206,7 +288,7 @@ def _ignoring_ids(warp: Callable[[Any, Tensor], Tensor], amount: float) -> Proce
 
 
 def penalise(penalty: float, padding: int, ids: Tensor, scores: Tensor) -> Tensor:
-    """`scores` (1, vocab), those of the tokens in `ids` (1, n) after the first `padding` pushed down by `penalty`."""
+    """`scores` (b, vocab), those of the tokens in `ids` (b, n) after the first `padding` pushed down by `penalty`."""
     seen = ids[:, padding:]
     values = scores.gather(1, seen)
     return scores.scatter(1, seen, torch.where(values < 0, values * penalty, values / penalty))
@@ -218,21 +300,21 @@ def forbid(tokens: Tensor, until: int, ids: Tensor, scores: Tensor) -> Tensor:
 
 
 def top_k(count: int, scores: Tensor) -> Tensor:
-    """The `count` highest of `scores` (1, vocab), with all that equal the last of them."""
+    """The `count` highest of `scores` (b, vocab), with all that equal the last of them."""
     if count >= scores.shape[-1]:
         return scores
     return scores.masked_fill(scores < torch.topk(scores, count).values[..., -1:], NOTHING)
 
 
 def top_p(mass: float, scores: Tensor) -> Tensor:
-    """The likeliest of `scores` (1, vocab) that hold `mass` of the probability together, at least one."""
+    """The likeliest of `scores` (b, vocab) that hold `mass` of the probability together, at least one."""
     ordered, order = scores.sort(descending=False)
     tail = ordered.softmax(-1).cumsum(-1) <= 1.0 - mass
-    tail[..., -1] = False
+    tail[..., -1].zero_()
     return scores.masked_fill(tail.scatter(1, order, tail), NOTHING)
 
 
 def min_p(share: float, scores: Tensor) -> Tensor:
-    """Those of `scores` (1, vocab) that are at least `share` times as likely as the likeliest."""
+    """Those of `scores` (b, vocab) that are at least `share` times as likely as the likeliest."""
     probabilities = scores.softmax(-1)
     return scores.masked_fill(probabilities < share * probabilities.amax(-1, keepdim=True), NOTHING)

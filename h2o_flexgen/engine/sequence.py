@@ -14,7 +14,7 @@ from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from h2o_flexgen.engine.processors import Chooser
+    from h2o_flexgen.engine.processors import Chooser, Usual
 
 FinishReason = Literal["stop", "length", "error"]
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -73,7 +73,7 @@ class Sequence:
     stop_string: str | None = None
     error: str | None = None
     hooks: Hooks | None = None
-    chooser: Chooser | None = field(default=None, repr=False)
+    chooser: Chooser | Usual | None = field(default=None, repr=False)
     prepared: bool = field(default=False, repr=False)
     """Whether `chooser` has been made; None then means that the largest logit is the answer."""
     _taken: int = 0
@@ -109,6 +109,12 @@ class Sequence:
         waiting = self._taken < len(self.fed)
         self._taken += waiting
         return waiting
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether its further tokens are the likeliest ones, and nothing else is asked of logits."""
+        chooses = self.forced is not None or self.params.logprobs is not None or self._taken < len(self.fed)
+        return self.prepared and self.chooser is None and not chooses
 
     @property
     def finished(self) -> bool:

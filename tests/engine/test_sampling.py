@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -23,11 +24,13 @@ from transformers.generation import EpsilonLogitsWarper, EtaLogitsWarper, TopHLo
 
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine import processors, sampler
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.processors import Chooser, Library
+from h2o_flexgen.engine.processors import Chooser, Group, Library
 from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import Hooks, Sequence
 from h2o_flexgen.errors import UsageError
+from tests.kernels.tape import NoHostWork
 from tests.tiny import VOCAB, prompts_of
 
 EOS = 2
@@ -117,17 +120,28 @@ def test_the_scores_that_tokens_are_drawn_from_are_those_of_transformers(seed, t
     sequence.hooks = Hooks(context=sequence.prompt_ids, scores=[])
     chooser = Chooser(sequence, Library(), logits.device)
     before = logits.clone()
-    token = chooser.choose(sequence, logits)
+    token = int(chooser.choose(sequence, logits[None]))
     assert torch.equal(sequence.hooks.scores[0], expected[0])
     assert torch.isfinite(expected[0, token])
     assert torch.equal(logits, before)
+    alone = row(do_sample=True, **settings)
+    Sampler().step([alone], logits[None])
+    assert alone.token_ids == [token], "whether the row is looked at or not"
+    drawn = torch.multinomial(expected[0].softmax(-1), 1, generator=row().generator(logits.device))
+    assert token == int(drawn), "by the draw that transformers makes, with a generator of the row's own"
 
 
 def test_greedy_rows_keep_to_one_max_over_the_batch(monkeypatch) -> None:
     """Rows without options cost nothing of their own, and those with min_new_tokens nothing once they have them."""
     chosen: list[int] = []
-    choose = Chooser.choose
-    monkeypatch.setattr(Chooser, "choose", lambda self, r, logits: chosen.append(r.index) or choose(self, r, logits))
+    choose = Group.choose
+
+    def noted(group: Group, members: list[Sequence], logits: torch.Tensor) -> torch.Tensor:
+        chosen.extend(member.index for member in members)
+        return choose(group, members, logits)
+
+    monkeypatch.setattr(Group, "choose", noted)
+    monkeypatch.delattr(Chooser, "choose")
     rows = [row(index=0), row(index=1, min_new_tokens=2), row(index=2, stop_strings=("x",)), row(index=3, logprobs=1)]
     rows[0].hooks = Hooks(context=rows[0].prompt_ids)
     sampler = Sampler()
@@ -192,6 +206,103 @@ def test_draws_depend_on_seed_prompt_and_sample_alone() -> None:
     assert beside[1].token_ids == alone
     for other in ({"seed": 8, "index": 3}, {"seed": 7, "index": 4}, {"seed": 7, "index": 3, "sample": 1}):
         assert draw(row(do_sample=True, **other), logits, 10) != alone
+
+
+TOGETHER: list[dict[str, Any]] = [
+    {"do_sample": True},
+    {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8},
+    {"do_sample": True, "top_k": 0, "top_p": 0.7, "min_p": 0.02, "renormalize_logits": True},
+    {"do_sample": True, "temperature": 1.7, "repetition_penalty": 1.6, "min_new_tokens": 5},
+    {"repetition_penalty": 4.0, "logprobs": 3},
+    {"min_new_tokens": 3, "logprobs": 0},
+    {"do_sample": True, "typical_p": 0.6, "logprobs": 2},
+    {},
+]
+
+
+@pytest.mark.parametrize("vocabulary", [40, 70_001])
+def test_rows_get_together_what_they_get_alone(vocabulary: int, monkeypatch) -> None:
+    """Bit for bit, logarithms included, whoever is beside them, whoever leaves, and however many are processed at once;
+    rows whose scores are recorded get the same, and those go one by one."""
+    monkeypatch.setattr(processors, "_CHUNK", 3 * vocabulary)
+    monkeypatch.setattr(sampler, "_CHUNK", 2 * vocabulary)
+    noise = torch.Generator().manual_seed(4)
+    steps = torch.randn(9, 24, vocabulary, generator=noise) * 4
+
+    def rows() -> list[Sequence]:
+        made = []
+        for i in range(24):
+            prompt = [EOS, *torch.randint(3, 40, (1 + i % 5,), generator=noise).tolist()]
+            made.append(
+                row(prompt, seed=3, index=i, max_new_tokens=4 + i % 6, ignore_eos=i % 2 == 0, **TOGETHER[i % 8])
+            )
+        return made
+
+    noise.manual_seed(5)
+    beside, one = rows(), Sampler()
+    noise.manual_seed(5)
+    alone = rows()
+    noise.manual_seed(5)
+    watched = rows()
+    for each in watched:
+        each.hooks = Hooks(context=each.prompt_ids, scores=[])
+    for number, logits in enumerate(steps):
+        going = [i for i, each in enumerate(beside) if not (each.finished and number % 2)]
+        one.step([beside[i] for i in going], logits[going])
+        for kept in (alone, watched):
+            for i, each in enumerate(kept):
+                if not each.finished:
+                    Sampler().step([each], logits[i : i + 1])
+    for found, expected, seen in zip(beside, alone, watched, strict=True):
+        assert found.token_ids == expected.token_ids == seen.token_ids
+        assert found.finish_reason == expected.finish_reason is not None
+        assert found.logprobs == expected.logprobs
+        assert found.top_logprobs == expected.top_logprobs
+    assert len({tuple(each.token_ids) for each in beside}) == 24
+
+
+@pytest.mark.parametrize("settings", TOGETHER[:6], ids=str)
+def test_equal_settings_cost_one_question(settings: dict[str, Any], monkeypatch) -> None:
+    """However many rows there are, the device is asked once, and once more for log-probabilities. What it is sent goes
+    without a wait: numbers of the host, and then a copy."""
+    asked: list[int] = []
+    lists, tensor = sampler.lists, torch.tensor
+    monkeypatch.setattr(sampler, "lists", lambda tensors: asked.append(len(tensors)) or lists(tensors))
+
+    def on_the_host(*args: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        assert device is None, "this would wait"
+        with _disable_current_modes():
+            return tensor(*args, **options)
+
+    logits = torch.randn(16, 50)
+    for count in (2, 16):
+        chooses, rows = Sampler(), [row(index=i, **settings) for i in range(count)]
+        rows[1].finish_reason = "stop"  # so that the others are no neighbours
+        chooses.step(rows, logits[:count])
+        monkeypatch.setattr(torch, "tensor", on_the_host)
+        for _ in range(3):
+            asked.clear()
+            with NoHostWork():
+                chooses.step(rows, logits[:count])
+            assert len(asked) == 1 + ("logprobs" in settings)
+        monkeypatch.setattr(torch, "tensor", tensor)
+
+
+def test_numbers_come_from_a_device_by_one_copy() -> None:
+    """Exactly: the least float32 beside the largest ids."""
+    tensors = [torch.tensor([1.1, -3e-45, float("inf")]), torch.tensor([[7, (1 << 31) - 1]]), torch.tensor([[0.3]])]
+    packed = sampler.pack(tensors)
+    assert packed.shape == (6,)
+    assert sampler.unpacked(packed, tensors) == sampler.lists(tensors)
+
+
+def test_settings_that_forbid_every_token_end_their_row(monkeypatch) -> None:
+    rows = [row(index=0, do_sample=True, min_new_tokens=2), row(index=1, do_sample=True, min_new_tokens=2)]
+    logits = torch.full((2, 5), float("-inf")).index_fill(1, torch.tensor([EOS]), 1.0)
+    logits[1, 4] = 0.0
+    assert Sampler().step(rows, logits) == [rows[0]]
+    assert rows[0].error == "its settings forbid every token"
+    assert rows[1].token_ids == [4]
 
 
 def test_sampled_tokens_do_not_depend_on_block_shape(checkpoint) -> None:
