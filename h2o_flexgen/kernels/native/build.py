@@ -18,12 +18,14 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 log = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c11", "-fPIC", "-pthread", "-Wall", "-Wextra")
 _LINKER = "-Wl,-Bsymbolic,--no-undefined"  # calls stay within the library, whatever others define
 _TIMEOUT_S = 300  # a compiler takes seconds; beside others on few cores it may take minutes
+_building = Lock()
 _COMPILERS = 2  # at a time: each takes a processor and up to 200 MB
 
 
@@ -37,7 +39,8 @@ def library() -> ctypes.CDLL | None:
     if why_not() is not None:
         return None
     try:
-        return ctypes.CDLL(str(_compiled()))
+        with _building:  # threads that call at the same time get one compilation
+            return ctypes.CDLL(str(_compiled()))
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("the native kernels could not be built, torch's are slower: %s", _reason(error))
         return None
