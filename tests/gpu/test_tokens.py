@@ -1,4 +1,8 @@
-"""Greedy tokens of tiny float32 models on a GPU are the CPU's, for every policy and wherever things live."""
+"""Greedy tokens of tiny float32 models on a GPU are the CPU's, for every policy and wherever things live.
+
+Where they are not, both runs are made once more and their choices compared, see `decisions`: two scores that are a
+rounding apart may let another token go.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.sequence import RequestOutput
+from tests.gpu.decisions import CLOSE, Run, fault, watched
 from tests.gpu.device import CUDA, engine_settings, on_a_gpu
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import prompts_of
@@ -19,9 +24,6 @@ pytestmark = on_a_gpu
 
 NEW = 18  # more than the 16 steps after which a cache on disk is rewritten
 LENGTHS = [23, 40, 12, 40, 31, 8, 19]
-CLOSE = 2e-3
-"""Of log-probabilities: sums in another order."""
-
 GPU, CPU, DISK = {"gpu": 1.0}, {"cpu": 1.0}, {"disk": 1.0}
 THREE = {"gpu": 0.3, "cpu": 0.3, "disk": 0.4}
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -35,6 +37,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 FAMILIES = ("opt", "llama-gqa", "mistral", "qwen3", "phi3", "gemma3", "gpt-neox")
 """One of each way in which layers differ: biases, grouped heads, windows, norms of queries, partial rotary."""
 
+
+LIKELIEST = 8
+"""Tokens whose log-probabilities are looked at where another one was chosen."""
 
 Expected = Callable[[str, PolicyRow], list[RequestOutput]]
 
@@ -53,21 +58,42 @@ def expected(checkpoint) -> Expected:
 
 
 def outputs(
-    folder: str, eviction: EvictionConfig, machine: dict[str, Any], policy: dict[str, Any]
+    folder: str, eviction: EvictionConfig, machine: dict[str, Any], policy: dict[str, Any], likeliest: int = 0
 ) -> list[RequestOutput]:
-    """Of ragged prompts, with their log-probabilities."""
+    """Of ragged prompts, with their log-probabilities and those of the likeliest tokens."""
     with LLM(folder, dtype="float32", eviction=eviction, policy=policy, seed=eviction.seed, **machine) as llm:
-        found = llm.generate(prompts_of(LENGTHS), max_new_tokens=NEW, ignore_eos=True, logprobs=0)
+        found = llm.generate(prompts_of(LENGTHS), max_new_tokens=NEW, ignore_eos=True, logprobs=likeliest)
         record = llm.last_record
     assert record is not None
     assert record.device == machine.get("device", "emulated gpu")
     return found
 
 
-def assert_same(found: list[RequestOutput], wanted: list[RequestOutput]) -> None:
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert ours.token_ids == theirs.token_ids
-        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=CLOSE)
+def assert_same(
+    found: list[RequestOutput],
+    wanted: list[RequestOutput],
+    folder: str,
+    eviction: EvictionConfig,
+    policy: dict[str, Any],
+) -> None:
+    """The same tokens, or others only from a choice on that was close."""
+    same = all(
+        ours.token_ids == theirs.token_ids and ours.logprobs == pytest.approx(theirs.logprobs, abs=CLOSE)
+        for ours, theirs in zip(found, wanted, strict=True)
+    )
+    if not same:
+        again, cpu = run(folder, eviction, engine_settings(), policy), run(folder, eviction, {"device": "cpu"}, {})
+        # Decode steps are not recorded now: what only recorded ones do, or chance, is no rounding.
+        assert [each.token_ids for each in again.outputs] == [each.token_ids for each in found]
+        assert fault(again, cpu) is None
+
+
+def run(folder: str, eviction: EvictionConfig, machine: dict[str, Any], policy: dict[str, Any]) -> Run:
+    """The same once more, with what the caches held."""
+    made = Run([], LENGTHS, {})
+    with watched(made.kept):
+        made.outputs.extend(outputs(folder, eviction, machine, policy, LIKELIEST))
+    return made
 
 
 @pytest.mark.parametrize("shape", [(7, 1), (2, 4)], ids=str)
@@ -77,16 +103,17 @@ def test_every_policy_and_placement(
     policy: PolicyRow, placement: str, shape: tuple[int, int], checkpoint, expected
 ) -> None:
     block = {"gpu_batch_size": shape[0], "num_gpu_batches": shape[1]}
-    found = outputs(checkpoint("opt")[1], policy.eviction(), engine_settings(), {**PLACEMENTS[placement], **block})
-    assert_same(found, expected("opt", policy))
+    work = checkpoint("opt")[1], policy.eviction()
+    places = {**PLACEMENTS[placement], **block}
+    assert_same(outputs(*work, engine_settings(), places), expected("opt", policy), *work, places)
 
 
 @pytest.mark.parametrize("placement", ["all-gpu", "weights-cpu"])
 @pytest.mark.parametrize("policy", POLICIES[:2], ids=lambda row: row.name)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, policy: PolicyRow, placement: str, checkpoint, expected) -> None:
-    found = outputs(checkpoint(family)[1], policy.eviction(), engine_settings(), PLACEMENTS[placement])
-    assert_same(found, expected(family, policy))
+    work, places = (checkpoint(family)[1], policy.eviction()), PLACEMENTS[placement]
+    assert_same(outputs(*work, engine_settings(), places), expected(family, policy), *work, places)
 
 
 def test_rows_that_finish_make_room_for_others(checkpoint) -> None:
