@@ -1,9 +1,10 @@
-"""Settings for all tests: one thread (the models are tiny, and runs share cores), no network."""
+"""Settings for all tests: seeds, no network, one thread (models are tiny) unless OMP_NUM_THREADS says otherwise."""
 
 from __future__ import annotations
 
 import os
 import signal
+import zlib
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,7 +17,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # which Triton reads when it is imported, by whomever
 
-torch.set_num_threads(1)
+from tests.seeds import SEED, moved
 
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -24,8 +25,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # A run on a server tells whether a commit is good, so it must tell the same twice; every other run looks for new cases.
 settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
+if os.environ.get("CI") and not SEED:
     settings.load_profile("ci")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if SEED and config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = str(SEED)
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    """What a test draws depends on its name and on SEED, not on the tests before it."""
+    torch.manual_seed(moved(zlib.crc32(request.node.nodeid.encode())))
 
 
 @pytest.fixture(autouse=True)

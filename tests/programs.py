@@ -25,6 +25,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 from h2o_flexgen.models.families import checkpoint_names, spec_from_config
 from h2o_flexgen.run import main
+from tests.seeds import torch_generator
 
 CHARACTERS = "".join(map(chr, range(32, 127)))
 CONFIG: dict[str, Any] = {
@@ -57,7 +58,7 @@ def write_model(folder: Path, **changes: Any) -> Path:
 
 def tensors(config: dict[str, Any] = CONFIG) -> dict[str, torch.Tensor]:
     """Weights by their checkpoint names, large enough that no two tokens are about as likely."""
-    spec, generator = spec_from_config(config, "tiny"), torch.Generator().manual_seed(5)
+    spec, generator = spec_from_config(config, "tiny"), torch_generator(5)
     shapes = {tensor.name: tensor.shape for group in spec.weight_groups for tensor in group.tensors}
     weights = {}
     for name, options in checkpoint_names(spec).items():

@@ -15,6 +15,7 @@ from h2o_flexgen.config.eviction import SPLITS, Budget, EvictionConfig
 from h2o_flexgen.kernels import prefill_attention
 from tests.oracles.eviction import EvictionOracle
 from tests.policy_matrix import PolicyRow
+from tests.seeds import torch_generator
 
 CLOSE = 1e-5  # scores closer than this are a matter of rounding
 
@@ -59,7 +60,7 @@ class Stream(NamedTuple):
 
 def make_stream(prompt: int, steps: int, kv_heads: int = 2, group: int = 1, d: int = 4, seed: int = 0) -> Stream:
     """A random stream; queries are long enough for peaked attention, so that scores differ clearly."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch_generator(seed)
     q = 2 * torch.randn(kv_heads * group, prompt + steps, d, generator=generator)
     k, v = torch.randn(2, kv_heads, prompt + steps, d, generator=generator)
     return Stream(q, k, v, prompt)

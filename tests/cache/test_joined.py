@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +14,7 @@ from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import prefill_attention
 from tests.cache.harness import CacheRun, Stream, Turning, make_stream
 from tests.policy_matrix import POLICIES, PolicyRow
+from tests.seeds import python_random
 
 STEPS, PLACES, D = 30, 4, 4
 PROMPTS = [7, 3, 12, 1, 9, 5, 12, 2]
@@ -116,7 +115,7 @@ def test_rows_do_not_notice(policy: PolicyRow, window: int | None, turning: Turn
         CacheRun([s], [b], chooser, row_ids=[i], **settings)
         for i, (s, b) in enumerate(zip(streams, budgets, strict=True))
     ]
-    lane, draw = Lane(streams, budgets, chooser, window, turning), random.Random(seed)
+    lane, draw = Lane(streams, budgets, chooser, window, turning), python_random(seed)
     lane.fills_gaps = bool(seed)
     waiting, left = list(range(len(PROMPTS))), dict(enumerate(LASTS))
     joins = 0

@@ -16,6 +16,7 @@ from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import DecodeAttention
 from tests.cache.harness import CacheRun, Turning, make_stream
 from tests.policy_matrix import POLICIES, PolicyRow
+from tests.seeds import torch_generator
 
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 TEN = Budget(10, 5, 5, 0, False)
@@ -120,7 +121,7 @@ def test_what_lay_in_free_slots_is_never_seen(
 @pytest.mark.parametrize("apart", [0, 4])
 def test_chosen_vectors_are_those_of_prompts_in_wider_tensors(rows: int, pitch: int, apart: int) -> None:
     """K and V as one product leaves them: beside queries; `apart`: rows that do not follow each other."""
-    generator = torch.Generator().manual_seed(pitch)
+    generator = torch_generator(pitch)
     packed = torch.randn(rows, 20 + apart, pitch, 8, generator=generator)
     own = packed[:, :20, pitch - 2 :].transpose(1, 2)
     kept = torch.rand(rows, 2, 20, generator=generator).argsort(-1)[..., :7].sort(-1).values

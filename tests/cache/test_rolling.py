@@ -15,6 +15,7 @@ from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from tests.cache.harness import CacheRun, Stream, Turning, budget_of, compare, make_stream
 from tests.oracles.eviction import LocalOracle
 from tests.policy_matrix import EVICTING, POLICIES, SCORED, PolicyRow
+from tests.seeds import torch_generator
 
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 each_evicting = pytest.mark.parametrize("policy", EVICTING, ids=lambda row: row.name)
@@ -148,7 +149,7 @@ def test_order_of_slots_changes_nothing(policy: PolicyRow) -> None:
     plain.steps(20)
     permuted.steps(20)
     book: Any = permuted.cache._book
-    order = torch.randperm(11, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(11, generator=torch_generator(1))
     for tensor in (permuted.cache.k, permuted.cache.v, book._pos, book.score, book._rank):
         assert isinstance(tensor, Tensor)
         tensor.copy_(tensor[:, :, order])

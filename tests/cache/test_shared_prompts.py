@@ -11,13 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from h2o_flexgen.cache import CacheShape, KVCache, make_policy
 from h2o_flexgen.config.eviction import EvictionConfig
 from tests.policy_matrix import POLICIES, PolicyRow
+from tests.seeds import torch_generator
 
 HEADS, SIZE = 2, 4
 
 
 def prompts(n: int, length: int, seed: int) -> Tensor:
     """(n, kv_heads, length, d), in memory as the engine's are."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch_generator(seed)
     return torch.randn(n, length, HEADS, SIZE, generator=generator).transpose(1, 2)
 
 
@@ -46,7 +47,7 @@ def test_shared_equals_concatenated(
     shape = CacheShape.of(budgets, HEADS, SIZE)
     before_k, before_v = (prompts(1, past, seed + i)[0] for i in range(2))
     k, v = (prompts(len(rows), own, seed + 2 + i) for i in range(2))
-    sums = torch.rand(len(rows), HEADS, past + own, generator=torch.Generator().manual_seed(seed))
+    sums = torch.rand(len(rows), HEADS, past + own, generator=torch_generator(seed))
     caches = []
     for shared in (True, False):
         cache = KVCache(shape, budgets, make_policy(config), layer=1, row_ids=range(len(budgets)), window=window)

@@ -14,6 +14,7 @@ from h2o_flexgen.kernels import prefill_attention
 from tests.cache.harness import CacheRun, Stream, make_stream
 from tests.cache.traps import each_evicting, run_of
 from tests.policy_matrix import PolicyRow
+from tests.seeds import torch_generator
 
 # 2. Half-precision accumulation loses every probability below an ulp of the sum.
 
@@ -32,7 +33,7 @@ def test_trap_02_ten_thousand_small_probabilities_add_up() -> None:
 
 def test_trap_02_long_bfloat16_prompt_is_ranked_in_float32() -> None:
     length = 8192
-    order = torch.randperm(length - 10, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(length - 10, generator=torch_generator(0))
     sums = torch.cat([1 + order * 1e-5, torch.zeros(10)]).view(1, 1, -1)
     assert sums.bfloat16().unique().numel() < 100, "in half precision most of these scores are equal"
     shape = CacheShape(1, 1, 4, 111)

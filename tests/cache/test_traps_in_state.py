@@ -15,6 +15,7 @@ from h2o_flexgen.kernels import DecodeAttention, prefill_attention
 from tests.cache.harness import CacheRun, make_stream
 from tests.cache.traps import each_evicting, each_policy, run_of
 from tests.policy_matrix import PolicyRow
+from tests.seeds import torch_generator
 
 # 1. Left padding: pads must never score, be kept or be attended.
 
@@ -114,7 +115,7 @@ def test_trap_08_order_of_slots_changes_nothing() -> None:
     plain.steps(20)
     permuted.steps(20)
     book: Any = permuted.cache._book
-    order = torch.randperm(11, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(11, generator=torch_generator(1))
     for tensor in (permuted.cache.k, permuted.cache.v, book._pos, book.score):
         assert tensor is not None
         tensor.copy_(tensor[:, :, order])

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from h2o_flexgen.checkpoint.reader import CheckpointSource, open_checkpoint
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.models.families import checkpoint_names, ignored_names, spec_from_config
+from tests.seeds import torch_generator
 
 CONFIG: dict[str, Any] = {
     "model_type": "opt",
@@ -39,7 +40,7 @@ def weights(
     spec: ModelSpec, prefix: str = "model.decoder.", dtype: torch.dtype = torch.float16
 ) -> dict[str, torch.Tensor]:
     """Random weights by their names in a checkpoint; the same for every prefix and dtype, but for rounding."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch_generator(7)
     shapes = {tensor.name: tensor.shape for group in spec.weight_groups for tensor in group.tensors}
     return {
         (prefix + options[0].removeprefix("model.decoder.") if "decoder" in options[0] else options[0]): torch.randn(

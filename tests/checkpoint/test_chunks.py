@@ -21,6 +21,7 @@ from h2o_flexgen.checkpoint.problems import Problems
 from h2o_flexgen.checkpoint.tables import safetensors_table
 from h2o_flexgen.models.stored import Stored
 from tests.checkpoint.models import SINGLE, raw_safetensors
+from tests.seeds import torch_generator
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple), min_size=1, max_size=12)
 
@@ -37,7 +38,7 @@ def test_any_spans_read_as_numpy_indexes(
     spans: Sequence[tuple[int, int]], width: tuple[int, ...], dtype: torch.dtype, chunk: int, shift: int
 ) -> None:
     """In any order, overlapping, empty, at any offset of the file, in chunks of any size."""
-    whole = torch.randn(40, *width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = torch.randn(40, *width, generator=torch_generator(0)).to(dtype)
     rows = np.concatenate([np.arange(start, stop) for start, stop in spans])
     expected = whole.numpy()[rows]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoint.models import INDEX, SINGLE, make_spec, weights, write_shards, write_single
 from tests.checkpoint.refusals import TOKENS, refused
+from tests.seeds import python_random
 
 pytestmark = pytest.mark.usefixtures("no_weight_memory")
 
@@ -161,7 +161,7 @@ def test_every_truncation_is_noticed(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     write_single(tmp_path, weights(make_spec())) if name == SINGLE else torch.save(weights(make_spec()), path)
     data = path.read_bytes()
-    for size in [*random.Random(1).sample(range(len(data)), 60), len(data) - 1]:
+    for size in [*python_random(1).sample(range(len(data)), 60), len(data) - 1]:
         path.write_bytes(data[:size])
         message = refused(tmp_path)
         assert name in message

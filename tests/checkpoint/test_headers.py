@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 from h2o_flexgen.errors import ModelError
 from tests.checkpoint.models import SINGLE, make_spec, open_tiny, raw_safetensors, weights, write_single
 from tests.checkpoint.refusals import TOKENS, refused
+from tests.seeds import python_random
 
 Header = dict[str, Any]
 pytestmark = pytest.mark.usefixtures("no_weight_memory")
@@ -88,7 +88,7 @@ def test_bytes_after_the_last_tensor(tmp_path: Path) -> None:
 def test_headers_with_random_damage_never_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     path = write_single(tmp_path, weights(make_spec()))
-    data, chance, accepted = path.read_bytes(), random.Random(2), 0
+    data, chance, accepted = path.read_bytes(), python_random(2), 0
     for _ in range(300):
         damaged = bytearray(data)
         for _ in range(chance.randint(1, 3)):

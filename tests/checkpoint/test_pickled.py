@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import random
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from h2o_flexgen.errors import ModelError
 from tests.checkpoint.models import make_spec, open_tiny, read_all, weights
+from tests.seeds import python_random
 
 BIN = "pytorch_model.bin"
 
@@ -106,7 +106,7 @@ def test_a_fault_without_a_message_is_named_by_its_kind(tmp_path: Path, monkeypa
 
 
 def test_random_damage_never_crashes(tmp_path: Path) -> None:
-    spec, chance, accepted = make_spec(), random.Random(3), 0
+    spec, chance, accepted = make_spec(), python_random(3), 0
     torch.save(weights(spec), tmp_path / BIN)
     data = (tmp_path / BIN).read_bytes()
     for _ in range(100):

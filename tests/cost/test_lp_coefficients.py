@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 
 import pytest
 
@@ -21,6 +20,7 @@ from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
 from h2o_flexgen.schedule.tasks import Task, TaskKind
 from tests.cost.machines import known, on, profile, rates
 from tests.oracles.program import bytes_on
+from tests.seeds import python_random
 
 MODELS = ("opt-6.7b", "mistral-7b-v0.1", "qwen2.5-0.5b", "pythia-160m")
 
@@ -34,7 +34,7 @@ def request_for(spec: ModelSpec, tier: str = "gpu", eviction: EvictionConfig | N
 
 def scattered(request: SearchRequest, policy: OffloadPolicy, seed: int, embeddings: str) -> Placement:
     """Every layer, cache and GPU batch anywhere; embeddings, which are of another size, where they are told."""
-    source, tiers = random.Random(seed), request.tiers
+    source, tiers = python_random(seed), request.tiers
     halves = {layer: source.choice(tiers) for layer in range(request.spec.num_layers)}
     weights = {
         key: halves[int(key.split(".")[1])] if key.startswith("layers.") else embeddings

@@ -33,7 +33,7 @@ def same(model: PreTrainedModel, llm: LLM, inputs: Inputs, **settings: Any) -> t
     assert found.sequences.dtype == torch.int64
     new = expected.sequences[:, ids.shape[1] :]
     # What transformers computes for a row after its eos is the continuation of a sequence that has ended.
-    ended = torch.isin(new, torch.tensor(_eos_of(settings))).int().cumsum(1).roll(1, 1)
+    ended = torch.isin(new, torch.tensor(_eos_of(model, settings))).int().cumsum(1).roll(1, 1)
     ended[:, 0] = 0
     for mine, theirs in ((found.scores, expected.scores), (found.logits, expected.logits)):
         assert len(mine) == len(theirs) == new.shape[1]
@@ -44,6 +44,6 @@ def same(model: PreTrainedModel, llm: LLM, inputs: Inputs, **settings: Any) -> t
     return new
 
 
-def _eos_of(settings: dict[str, Any]) -> list[int]:
-    eos = settings.get("eos_token_id", EOS)
+def _eos_of(model: PreTrainedModel, settings: dict[str, Any]) -> list[int]:
+    eos = settings.get("eos_token_id", model.generation_config.eos_token_id)
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

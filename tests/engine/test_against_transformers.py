@@ -7,7 +7,7 @@ import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.llm import LLM
-from tests.tiny import FAMILIES, in_sequence_of, prompts_of, save, transformers_greedy, transformers_logprobs
+from tests.tiny import FAMILIES, decided, in_sequence_of, prompts_of, save, transformers_greedy, transformers_logprobs
 
 LENGTHS = [5, 9, 9, 17, 1, 30]
 NEW = 20
@@ -16,8 +16,7 @@ NEW = 20
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_and_logprobs(name: str, checkpoint) -> None:
     model, folder = checkpoint(name)
-    prompts = prompts_of(LENGTHS)
-    expected = [transformers_greedy(model, prompt, NEW) for prompt in prompts]
+    prompts, expected = decided(prompts_of(LENGTHS), lambda _, prompt: transformers_greedy(model, prompt, NEW))
     settings = {"max_new_tokens": NEW, "ignore_eos": True, "logprobs": 0}
     with LLM(folder, dtype="float32", policy={"gpu_batch_size": 2, "num_gpu_batches": 2}) as llm:
         together = llm.generate(prompts, **settings)
@@ -56,8 +55,8 @@ def test_scaled_rotary_positions_equal_transformers_generate(length: int, name: 
 
 def test_early_eos_leaves_the_others_unchanged(checkpoint) -> None:
     model, folder = checkpoint("opt")
-    prompts = prompts_of([6, 12, 9, 15])
-    full = [transformers_greedy(model, prompt, NEW)[0] for prompt in prompts]
+    prompts, answers = decided(prompts_of([6, 12, 9, 15]), lambda _, prompt: transformers_greedy(model, prompt, NEW))
+    full = [tokens for tokens, _ in answers]
     eos = full[1][3]  # makes at least one row stop early
     expected = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in full]
     with LLM(folder, dtype="float32", policy={"gpu_batch_size": 2, "num_gpu_batches": 2}) as llm:

@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model import UnitSpec
@@ -238,6 +237,5 @@ def test_what_was_done_is_a_sound_schedule(place: str, open_llm, monkeypatch) ->
 
 @pytest.fixture(autouse=True)
 def _nothing_runs_on() -> Iterator[None]:
-    torch.manual_seed(0)
     yield
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("h2o-")]

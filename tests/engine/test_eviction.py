@@ -27,7 +27,7 @@ def test_engine_equals_the_oracle_alone_and_in_ragged_batches(
     policy: PolicyRow, name: str, checkpoint, history: History
 ) -> None:
     """H2O for every family, the other policies for one family of each kind of attention."""
-    assert_engine_equals_oracle(checkpoint(name), policy, prompts_of(LENGTHS), NEW, history)
+    assert_engine_equals_oracle(checkpoint(name), policy, LENGTHS, NEW, history)
 
 
 @pytest.mark.parametrize("rolling", [False, True], ids=["absolute", "rolling"])
@@ -36,7 +36,7 @@ def test_engine_equals_the_oracle_alone_and_in_ragged_batches(
 def test_budgets_below_the_window(policy: PolicyRow, name: str, rolling: bool, checkpoint, history: History) -> None:
     """There the window leaves a choice: tokens that go because they have left it, sinks that are kept unseen."""
     changes = {"budget": WINDOW - 4, "rolling_positions": rolling}
-    assert_engine_equals_oracle(checkpoint(name), policy, prompts_of([23, 7, 12, 31]), NEW, history, **changes)
+    assert_engine_equals_oracle(checkpoint(name), policy, [23, 7, 12, 31], NEW, history, **changes)
 
 
 @pytest.mark.parametrize("policy", EVICTING, ids=lambda row: row.name)

@@ -53,8 +53,11 @@ class TestCallables:
         same(model, llm, padded(RAGGED), max_new_tokens=NEW, logits_processor=[processor], **settings)
 
     def test_criteria(self, model, llm) -> None:
-        new = same(model, llm, padded([6]), max_new_tokens=NEW, stopping_criteria=[StopAfter(30, 40), StopAfter(89)])
-        assert new.shape[1] < NEW
+        plain = same(model, llm, padded([6]), max_new_tokens=NEW)[0].tolist()
+        early, late = plain[len(plain) // 3], plain[-1]
+        criteria = [StopAfter(late, VOCAB), StopAfter(early)]
+        new = same(model, llm, padded([6]), max_new_tokens=NEW, stopping_criteria=criteria)
+        assert new.tolist() == [plain[: min(plain.index(early), plain.index(late)) + 1]]
 
     def test_a_row_that_a_criterion_stops_is_padded(self, llm) -> None:
         ids, mask = padded(RAGGED)

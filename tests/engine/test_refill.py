@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from tests.engine.ragged import LENGTHS, NEW, PROMPTS
 from tests.engine.ragged import params as _params
 from tests.engine.ragged import run as _run
 from tests.policy_matrix import POLICIES, PolicyRow
+from tests.seeds import python_random
 from tests.tiny import make_opt, prompts_of, save
 
 SHAPES = [(5, 1), (3, 2), (1, 3), (2, 4), (1, 5)]
@@ -111,7 +111,7 @@ def test_caches_keep_what_they_keep_alone(policy: PolicyRow, name: str, checkpoi
 def test_stop_tokens_at_random_places(checkpoint) -> None:
     """All rows may become long, most end early: nobody knows beforehand which."""
     folder = checkpoint("llama-gqa")[1]
-    eos = tuple(random.Random(5).sample(range(3, 97), 8))
+    eos = tuple(python_random(5).sample(range(3, 97), 8))
     settings = SamplingParams(max_new_tokens=60, eos_token_id=eos, do_sample=True, temperature=1.5, logprobs=0)
     eviction = EvictionConfig("h2o", ratio=0.3)
     expected = _alone(folder, eviction, [settings] * len(PROMPTS))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from tests.engine.ragged import LENGTHS, NEW, PROMPTS
 from tests.engine.ragged import params as _params
 from tests.engine.ragged import run as _run
 from tests.oracles.schedule import check
+from tests.seeds import python_random
 from tests.tiny import prompts_of
 
 
@@ -78,7 +78,7 @@ def test_few_row_steps_are_computed_in_vain(checkpoint, monkeypatch: pytest.Monk
 
     choose = Executor._choose
     monkeypatch.setattr(Executor, "_choose", count)
-    draw = random.Random(3)
+    draw = python_random(3)
     new = [min(100, 1 + int(draw.expovariate(1 / 24))) for _ in range(200)]
     lengths = [draw.randrange(3, 25) for _ in new]
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in new]

@@ -25,7 +25,7 @@ def test_engine_equals_the_oracle_with_rolling_positions(
     """H2O for every family with rotary positions; one prompt is longer than the context and ends in decode steps."""
     budget = 3 if name == "phi3-longrope-beyond" else 20  # its trained context is 4 tokens
     changes = {"budget": budget, "rolling_positions": True}
-    assert_engine_equals_oracle(checkpoint(name), policy, prompts_of(LENGTHS), NEW, history, **changes)
+    assert_engine_equals_oracle(checkpoint(name), policy, LENGTHS, NEW, history, **changes)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "phi3-longrope", "gpt-neox-serial"])

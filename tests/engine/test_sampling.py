@@ -31,6 +31,7 @@ from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import Hooks, Sequence
 from h2o_flexgen.errors import UsageError
 from tests.kernels.tape import NoHostWork
+from tests.seeds import torch_generator
 from tests.tiny import VOCAB, prompts_of
 
 EOS = 2
@@ -60,7 +61,6 @@ def draw(sequence: Sequence, logits: torch.Tensor, steps: int) -> list[int]:
     ids=str,
 )
 def test_the_distribution_is_that_of_transformers(settings: dict[str, Any]) -> None:
-    torch.manual_seed(1)
     logits = torch.randn(1, 12) * 2
     prompt = [3, 4, 4, 9]
     expected = RepetitionPenaltyLogitsProcessor(settings.get("repetition_penalty", 1.0))(
@@ -110,7 +110,7 @@ WARPERS: dict[str, Any] = {
     ),
 )
 def test_the_scores_that_tokens_are_drawn_from_are_those_of_transformers(seed, ties, settings) -> None:
-    logits = torch.randn(30, generator=torch.Generator().manual_seed(seed)) * 3
+    logits = torch.randn(30, generator=torch_generator(seed)) * 3
     logits = logits.round() if ties else logits
     expected = logits[None]
     for name, warper in WARPERS.items():
@@ -181,7 +181,6 @@ def test_max_time_ends_a_sequence_after_its_next_token(llm) -> None:
 
 
 def test_greedy_repetition_penalty_and_min_new_tokens_equal_transformers() -> None:
-    torch.manual_seed(3)
     prompt, logits = [3, 4, 4, 9], torch.randn(1, 12)
     logits[0, EOS] = 10.0
     sequence, ids = row(prompt, repetition_penalty=1.5, min_new_tokens=3), torch.tensor([prompt])
@@ -197,7 +196,6 @@ def test_greedy_repetition_penalty_and_min_new_tokens_equal_transformers() -> No
 
 
 def test_draws_depend_on_seed_prompt_and_sample_alone() -> None:
-    torch.manual_seed(0)
     logits = torch.randn(1, 50)
     alone = draw(row(do_sample=True, seed=7, index=3), logits, 10)
     beside = [row(do_sample=True, seed=7, index=i) for i in (9, 3, 1)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from h2o_flexgen.engine.text import Decode, TextCodec, find_stop, text_of
 from h2o_flexgen.errors import ModelError, UsageError
 from tests.cost.machines import TINY
 from tests.engine import tokenizer_folders as folders
+from tests.seeds import python_random
 from tests.tiny import FAMILIES
 
 Opened = Callable[[str], TextCodec]
@@ -61,7 +61,7 @@ def agree(codec: TextCodec, tokenizer: Any) -> None:
         assert codec.encode(text) == ids, text
         assert codec.encode_bare(text) == tokenizer(text, add_special_tokens=False).input_ids, text
         assert codec.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True), text
-    source = random.Random(3)
+    source = python_random(3)
     for length in (0, 1, 2, 30):
         ids = [source.randrange(len(tokenizer)) for _ in range(length)]
         assert codec.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True), ids
@@ -188,7 +188,7 @@ def test_a_character_between_prompt_and_answer_is_the_answers(opened: Opened, na
 @pytest.mark.parametrize("seed", range(8))
 def test_stop_strings_are_found_when_the_text_has_them(opened: Opened, name: str, seed: int) -> None:
     """Token by token, against decoding everything each time."""
-    codec, source = opened(name), random.Random(seed)
+    codec, source = opened(name), python_random(seed)
     ids = [
         token
         for _ in range(12)

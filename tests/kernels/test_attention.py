@@ -14,7 +14,6 @@ SHAPES = [(1, 4, 4), (2, 4, 2), (3, 8, 1), (1, 6, 6)]
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 300])
 def test_prefill_equals_the_reference(n: int, heads: int, kv_heads: int, length: int, monkeypatch) -> None:
     monkeypatch.setattr(torch_cpu, "_CHUNK_ELEMENTS", 16 * heads * 64)  # several chunks also for short prompts
-    torch.manual_seed(length)
     q, k, v = torch.randn(n, heads, length, 8), torch.randn(n, kv_heads, length, 8), torch.randn(n, kv_heads, length, 8)
     fast, slow = (kernel.prefill_attention(q, k, v, 0.3, True) for kernel in (torch_cpu, reference))
     torch.testing.assert_close(fast.out, slow.out, atol=1e-5, rtol=1e-5)
@@ -30,7 +29,6 @@ def test_prefill_after_a_past_and_within_a_window(
     n: int, heads: int, kv_heads: int, before: int, length: int, window: int | None, budget: int, monkeypatch
 ) -> None:
     monkeypatch.setattr(torch_cpu, "_CHUNK_ELEMENTS", budget)
-    torch.manual_seed(before + length)
     q, k, v = torch.randn(n, heads, length, 8), torch.randn(n, kv_heads, length, 8), torch.randn(n, kv_heads, length, 8)
     past = KeysValues(*torch.randn(2, kv_heads, before, 8)) if before else None
     fast, slow = (
@@ -42,7 +40,6 @@ def test_prefill_after_a_past_and_within_a_window(
 
 
 def test_a_prompt_in_two_parts_equals_the_whole() -> None:
-    torch.manual_seed(0)
     q, k, v = (torch.randn(1, 4, 50, 8) for _ in range(3))
     whole = torch_cpu.prefill_attention(q, k, v, 0.3, True)
     first = torch_cpu.prefill_attention(q[:, :, :30], k[:, :, :30], v[:, :, :30], 0.3, True)
@@ -58,7 +55,6 @@ def test_a_prompt_in_two_parts_equals_the_whole() -> None:
 @pytest.mark.parametrize("slots", [1, 63, 64, 65])
 @pytest.mark.parametrize("masked", [False, True])
 def test_decode_equals_the_reference(b: int, heads: int, kv_heads: int, slots: int, masked: bool) -> None:
-    torch.manual_seed(slots)
     q, k, v = torch.randn(b, heads, 8), torch.randn(b, kv_heads, slots, 8), torch.randn(b, kv_heads, slots, 8)
     valid = torch.rand(b, kv_heads, slots) < 0.5 if masked else None
     if valid is not None:
@@ -95,7 +91,6 @@ def test_prefill_memory_does_not_grow_with_the_square_of_the_length() -> None:
 
 
 def test_bfloat16_stays_close_to_float32() -> None:
-    torch.manual_seed(0)
     q, k, v = (torch.randn(1, 4, 200, 64) for _ in range(3))
     exact = reference.prefill_attention(q, k, v, 0.125, True)
     half = torch_cpu.prefill_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), 0.125, True)

@@ -14,6 +14,7 @@ from h2o_flexgen.kernels import reference
 from h2o_flexgen.kernels.native.attend import NativeAttend, available
 from h2o_flexgen.kernels.types import Ranking, SlotRule
 from tests.cache.conftest import needs_native
+from tests.seeds import torch_generator
 
 CPU = torch.device("cpu")
 NEVER = 1 << 62
@@ -43,7 +44,7 @@ def step_of(
 
     What no row occupies is NaN. The new token's vectors are views with strides.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch_generator(seed)
     rows, capacity = len(counts), max(counts) + 2
     k, v = torch.randn(2, rows, kv_heads, capacity, d, generator=generator).to(dtype)
     new = torch.randn(rows, (group + 2) * kv_heads, d, generator=generator).to(dtype)
@@ -180,7 +181,7 @@ def test_ties_and_windows_choose_as_by_hand(
     counts: list[int], levels: int, recent: int, window: int | None, sinks: int, adds: bool, seed: int
 ) -> None:
     """Few different scores; all keys are equal, so that what is added is the same for all slots of a head."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch_generator(seed)
     rows, heads, capacity, now = len(counts), 2, max(counts) + 1, 99
     score = torch.full((rows, heads, capacity), torch.inf)
     pos = torch.full((rows, heads, capacity), -1, dtype=torch.int32)

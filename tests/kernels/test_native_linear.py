@@ -64,7 +64,6 @@ def check(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 @pytest.mark.parametrize("ins", INS)
 @pytest.mark.parametrize("wide", [False, True])
 def test_it_is_the_product(ins: int, wide: bool, threads: int) -> None:
-    torch.manual_seed(ins)
     for outs in OUTS:
         weight, bias = noise(outs, ins), noise(outs)
         for rows in ROWS:
@@ -79,7 +78,6 @@ def test_it_is_the_product(ins: int, wide: bool, threads: int) -> None:
 @pytest.mark.usefixtures("native_only")
 @pytest.mark.parametrize("rows", [127, 128, 129, 261])
 def test_many_rows_are_cut_into_parts(rows: int, threads: int) -> None:
-    torch.manual_seed(rows)
     x, weight, bias = noise(rows, 96), noise(101, 96), noise(101)
     check(linear(x, weight, bias, wide=True), x, weight, bias)
 
@@ -88,7 +86,6 @@ def test_many_rows_are_cut_into_parts(rows: int, threads: int) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("ins", [2, 30, 32, 34, 190, 192, 194, 770])
 def test_many_rows(ins: int, wide: bool, threads: int) -> None:
-    torch.manual_seed(ins)
     for outs in (1, 16, 63, 64, 65, 200):
         weight, bias = noise(outs, ins), noise(outs)
         for rows in (129, 132, 191, 192, 193, 301):
@@ -102,7 +99,6 @@ def test_many_rows(ins: int, wide: bool, threads: int) -> None:
 @pytest.mark.parametrize("ins", [64, 98])
 def test_relu_and_what_it_is_added_to(rows: int, ins: int, threads: int) -> None:
     """As in torch, from the same product: what is rounded first, and when, decides about the last bit."""
-    torch.manual_seed(rows)
     x, weight, bias = noise(rows, ins), noise(75, ins), noise(75)
     x[-1], bias[3] = 0.0, NAN
     whole = noise(rows, 2 * 75)
@@ -122,7 +118,6 @@ def test_relu_and_what_it_is_added_to(rows: int, ins: int, threads: int) -> None
 @pytest.mark.parametrize("rows", [2, 5, 33, 130, 145])
 def test_strides_and_odd_addresses(rows: int) -> None:
     """Rows apart, as in half of a wider tensor; weights in the middle of a file. What lies around is not read: nan."""
-    torch.manual_seed(rows)
     around = torch.full((rows, 3 * 70), NAN, dtype=torch.bfloat16)
     x = around[:, 70:140]
     x.copy_(noise(rows, 70))
@@ -148,7 +143,6 @@ def placed(x: Tensor, behind: int, stride: int) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 3, 9, 40])
 def test_results_do_not_depend_on_where_numbers_lie(ins: int, outs: int, rows: int, threads: int) -> None:
     """Rows that compete with those of the weights for places in the first cache are copied: no number changes."""
-    torch.manual_seed(rows)
     x, weight = noise(rows, ins), noise(outs, ins)
     y = linear(x, weight)
     check(y, x, weight, None)
@@ -164,7 +158,6 @@ def test_results_do_not_depend_on_where_numbers_lie(ins: int, outs: int, rows: i
 @pytest.mark.parametrize("rows", [1, 6, 20, 130])
 @pytest.mark.parametrize("wide", [False, True])
 def test_inf_and_nan_stay_in_their_rows(ins: int, rows: int, wide: bool) -> None:
-    torch.manual_seed(ins)
     x, weight, bias = noise(rows, ins), noise(30, ins), noise(30)
     for place in (0, ins - 1):
         x[0, place], weight[:, place] = INF, 2.0
@@ -189,7 +182,6 @@ def test_results_too_large_are_inf_and_ties_go_to_even() -> None:
 
 @pytest.mark.usefixtures("native_only")
 def test_a_row_hardly_depends_on_how_many_go_together(threads: int) -> None:
-    torch.manual_seed(0)
     x, weight, bias = noise(70, 768), noise(100, 768), noise(100)
     whole = linear(x, weight, bias, wide=True)
     for rows in ROWS:

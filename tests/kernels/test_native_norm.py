@@ -36,7 +36,6 @@ def native_only(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 64, 100, 768, 2049])
 @pytest.mark.parametrize("shift", [0.0, 30.0])
 def test_it_is_the_norm(n: int, shift: float) -> None:
-    torch.manual_seed(n)
     for rows in (1, 2, 7, 130):
         x = noise(rows, n) + shift
         for weight, bias in ((None, None), (noise(n), None), (None, noise(n)), (noise(n), noise(n))):
@@ -50,7 +49,6 @@ def test_it_is_the_norm(n: int, shift: float) -> None:
 @pytest.mark.usefixtures("native_only")
 def test_rows_apart_and_rows_alike() -> None:
     """Half of a wider tensor, around which nothing is read: nan. A constant row is its bias."""
-    torch.manual_seed(0)
     around = torch.full((9, 3 * 70), float("nan"), dtype=torch.bfloat16)
     x, weight, bias = around[:, 70:140], noise(70), noise(70)
     x.copy_(noise(9, 70))
@@ -64,7 +62,6 @@ def test_rows_apart_and_rows_alike() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_change_nothing(threads: int) -> None:
-    torch.manual_seed(1)
     x, weight = noise(300, 96), noise(96)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

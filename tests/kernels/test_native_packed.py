@@ -18,6 +18,7 @@ from h2o_flexgen.kernels.native import build, prompt
 from h2o_flexgen.kernels.native.keep import keep_prompts
 from h2o_flexgen.kernels.types import PackedPrompts, PackedRow
 from tests.policy_matrix import POLICIES, PolicyRow
+from tests.seeds import moved, torch_generator
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=f"no native kernels: {build.why_not()}")
 D = 16
@@ -118,7 +119,7 @@ def test_what_is_kept_is_what_torch_keeps(
         sinks = {"sinks": data.draw(st.integers(0, 2))} if policy.name in ("h2o", "streaming") else {}
         config = EvictionConfig(policy.name, **split, **sinks)
         budgets.append(config.resolve(length, 3).within(window))
-    torch.manual_seed(seed)
+    torch.manual_seed(moved(seed))
     rows = data.draw(st.permutations(range(len(lengths))))
     firsts = [sum(lengths[other] for other in rows[: rows.index(row)]) for row in range(len(lengths))]
     k, v = torch.randn(2, sum(lengths), kv_heads, D).to(dtype)
@@ -166,7 +167,7 @@ def test_chunks_of_prompts_are_those_of_segments(
     policy: PolicyRow, rolling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole prompts beside long ones in parts and beside a prefix that two share."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch_generator(1)
     lengths = [5, 5, 70, 3, 41, 9, 30, 30, 1]
     prompts = [torch.randint(5, 90, (length,), generator=generator).tolist() for length in lengths]
     prompts[7][:20] = prompts[6][:20]

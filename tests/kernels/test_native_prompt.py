@@ -18,6 +18,7 @@ from h2o_flexgen.kernels.native import build, prompt
 from h2o_flexgen.kernels.types import PrefillAttention
 from h2o_flexgen.schedule import workspace
 from tests.schedule.test_workspace import Live
+from tests.seeds import torch_generator
 
 native = pytest.mark.skipif(build.why_not() is not None, reason=f"no native kernels: {build.why_not()}")
 GROUPS = [(2, 2), (4, 2), (3, 1), (4, 1), (5, 1), (12, 2), (7, 1), (8, 1)]
@@ -43,7 +44,7 @@ def threads() -> Iterator[None]:
 
 def make(n: int, heads: int, kv_heads: int, length: int, d: int, seed: int = 0) -> list[Tensor]:
     """q, k, v as a fused projection leaves them: tokens first, then the heads of all three."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch_generator(seed)
     widths = [heads * d, kv_heads * d, kv_heads * d]
     fused = torch.randn(n * length, sum(widths), generator=generator).bfloat16()
     parts = (part.unflatten(-1, (-1, d)).unflatten(0, (n, length)) for part in fused.split(widths, dim=-1))
@@ -51,7 +52,7 @@ def make(n: int, heads: int, kv_heads: int, length: int, d: int, seed: int = 0) 
 
 
 def make_past(kv_heads: int, before: int, d: int) -> KeysValues | None:
-    generator = torch.Generator().manual_seed(before)
+    generator = torch_generator(before)
     return KeysValues(*torch.randn(2, kv_heads, before, d, generator=generator).bfloat16()) if before else None
 
 

@@ -17,6 +17,7 @@ from h2o_flexgen.quant import Quantised, dequantise, quantise
 from tests.cache.harness import budget_of, compare, make_stream
 from tests.kernels.triton_pair import CLOSE, Pair, Row, copies, holds, keeps
 from tests.policy_matrix import POLICIES, PolicyRow
+from tests.seeds import moved, torch_generator
 
 
 @pytest.mark.parametrize("group", [*range(1, 9), 16])
@@ -106,7 +107,7 @@ def test_a_window_and_sinks_that_leave_it(splits: int) -> None:
 def test_ties_go_by_position(seed: int) -> None:
     """Equal keys at a zero query: every probability is the same, and scores of a few values, so that ties abound."""
     pair = Pair([(50, keeps(40, 7)), (45, keeps(30, 0))], splits=1 + seed % 2)
-    pair.random.manual_seed(seed)
+    pair.random.manual_seed(moved(seed))
     few = torch.randint(0, 3, pair.book.score.shape, generator=pair.random).float()
     occupied = pair.book.score.isfinite()
     pair.book.score[occupied] = few[occupied]
@@ -137,7 +138,7 @@ def test_equal_keys_get_equal_probabilities_wherever_they_lie(group: int, dtype:
 @pytest.mark.parametrize(("group", "width"), [(1, 37), (4, 37), (4, 50)])
 def test_the_row_for_policies_that_want_it(group: int, width: int, splits: int) -> None:
     """Slots of the caller's choice, no ranking; what is not occupied has probability 0 and is never read."""
-    random = torch.Generator().manual_seed(group)
+    random = torch_generator(group)
     size, counts = (2, 2, 50, 32), (37, 20)
     k, v = (torch.full(size, torch.nan) for _ in "kv")
     for row, count in enumerate(counts):
@@ -167,7 +168,7 @@ def test_the_row_for_policies_that_want_it(group: int, width: int, splits: int) 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_packed_keys_and_values(dim: int, group: int, splits: int) -> None:
     """What is attended to is what the reference unpacks, with the new token packed like the others."""
-    random = torch.Generator().manual_seed(dim)
+    random = torch_generator(dim)
     size = (2, 1, 40, dim)
     held = [quantise(torch.randn(size, generator=random)) for _ in "kv"]
     score, pos = torch.rand(2, 1, 40, generator=random), torch.arange(40, dtype=torch.int32).repeat(2, 1, 1)

@@ -10,6 +10,7 @@ from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is
 
 from h2o_flexgen.kernels import KeysValues, reference, triton_prompt
 from h2o_flexgen.kernels.types import PrefillAttention
+from tests.seeds import torch_generator
 
 SCALE = 0.3
 
@@ -20,7 +21,7 @@ class Prompts:
     def __init__(
         self, rows: int, kv_heads: int, group: int, length: int, before: int = 0, dim: int = 16, dtype=torch.float32
     ) -> None:
-        random = torch.Generator().manual_seed(length)
+        random = torch_generator(length)
 
         def draw(*size: int) -> Tensor:
             return torch.randn(size, generator=random).to(dtype)

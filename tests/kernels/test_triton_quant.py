@@ -10,13 +10,14 @@ from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is
 from h2o_flexgen.kernels import triton_quant
 from h2o_flexgen.kernels.triton_available import interpreting
 from h2o_flexgen.quant import GroupFormat, dequantise, quantise
+from tests.seeds import torch_generator
 
 
 @pytest.mark.parametrize("form", [GroupFormat(4), GroupFormat(8), GroupFormat(4, 16), GroupFormat(8, 128)], ids=str)
 @pytest.mark.parametrize("size", [2, 62, 64, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_both_ways(form: GroupFormat, size: int, dtype: torch.dtype) -> None:
-    x = torch.randn(3, 23, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    x = torch.randn(3, 23, size, generator=torch_generator(size)).to(dtype)
     x[0] += 100
     x[1, :9] = 0.25
     ours, theirs = triton_quant.quantise(x.to(DEVICE), form.bits, form.group), quantise(x, form)

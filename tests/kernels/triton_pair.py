@@ -15,6 +15,7 @@ from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels import reference
 from h2o_flexgen.kernels.triton_decode import TritonAttend
 from tests.policy_matrix import POLICIES, PolicyRow
+from tests.seeds import torch_generator
 
 Row = tuple[int, Budget]
 CLOSE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -49,7 +50,7 @@ class Pair:
         counts: bool = False,
     ) -> None:
         """`counts`: the kernel counts its steps on the device."""
-        self.random = torch.Generator().manual_seed(len(rows) + dim)
+        self.random = torch_generator(len(rows) + dim)
         budgets = [budget for _, budget in rows]
         capacity = slots_needed(budgets)
         self.size, self.heads = (len(rows), kv_heads, capacity, dim), kv_heads * group

@@ -7,7 +7,6 @@ wrong data; and every access is checked for an order, see `races`, so that it sh
 from __future__ import annotations
 
 import ctypes
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torch import Tensor
 from h2o_flexgen.memory.cuda import Stream
 from h2o_flexgen.memory.pages import HostMemory
 from tests.memory.races import Clock, Races
+from tests.seeds import python_random
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class FakeDevice:
         """Operations per stream that have run; of the computes, which run at once, those that somebody waited for."""
         self._device: list[Tensor] = []  # alive, so that nothing else ever lies where they do
         self._locked: dict[int, int] = {}
-        self._random = random.Random(self.seed)
+        self._random = python_random(self.seed)
         self._lock = threading.RLock()
         if self.first is not None:  # host memory is locked for all, and one knows of the other's streams
             self.races, self._locked, self._lock = self.first.races, self.first._locked, self.first._lock

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from h2o_flexgen.models.decoder import bind
 from h2o_flexgen.models.families import checkpoint_names, spec_from_config
 from h2o_flexgen.models.stored import Stored
+from tests.seeds import torch_generator
 from tests.tiny import VOCAB, make_model
 
 TOKENS = 23
@@ -23,7 +24,7 @@ class Reference:
 
     def __init__(self, name: str, dtype: torch.dtype = torch.float32) -> None:
         self.model: PreTrainedModel = make_model(name).to(dtype)
-        self.tokens = torch.randint(3, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(1))
+        self.tokens = torch.randint(3, VOCAB, (TOKENS,), generator=torch_generator(1))
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
         for path, module in self.model.named_modules():

@@ -19,6 +19,7 @@ from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import FAMILIES, checkpoint_names, spec_from_config
 from h2o_flexgen.models.rope_fields import KINDS
 from h2o_flexgen.models.stored import Stored
+from tests.seeds import moved
 
 TINY: dict[str, Any] = {
     "vocab_size": 50,
@@ -69,7 +70,7 @@ def written(variant: str) -> dict[str, Any]:
 
 def tiny(variant: str) -> tuple[torch.nn.Module, ModelSpec]:
     config = written(variant)
-    torch.manual_seed(0)
+    torch.manual_seed(moved(0))
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).eval()
     return model, spec_from_config(config, variant)
 

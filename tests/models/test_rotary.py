@@ -216,7 +216,6 @@ def test_a_table_is_the_angles_of_its_positions() -> None:
 @pytest.mark.parametrize("dim", [HEAD_DIM, HEAD_DIM // 2, 8])
 @pytest.mark.parametrize("tokens", [1, 7, 300])
 def test_rotation_is_that_of_transformers(dtype: torch.dtype, dim: int, tokens: int) -> None:
-    torch.manual_seed(0)
     # q and k are views of a fused projection of q, k and v.
     fused = torch.randn(tokens, 3 * HEADS * HEAD_DIM).to(dtype)
     before = fused.clone()
@@ -234,7 +233,6 @@ def test_rotation_is_that_of_transformers(dtype: torch.dtype, dim: int, tokens: 
 
 
 def test_products_depend_on_distances_alone() -> None:
-    torch.manual_seed(0)
     q, k = torch.randn(1, 1, HEAD_DIM), torch.randn(1, 1, HEAD_DIM)
     angles = Rotary(RotarySpec(HEAD_DIM), CONTEXT).table(40, torch.float32, torch.device("cpu"))
 
@@ -246,7 +244,6 @@ def test_products_depend_on_distances_alone() -> None:
 
 def test_rotation_of_more_dimensions() -> None:
     """A cache turns (rows, slots, kv_heads, head_dim) by one table for all rows, or by one per row."""
-    torch.manual_seed(0)
     x = torch.randn(3, 5, HEADS, HEAD_DIM)
     table = Rotary(RotarySpec(16), CONTEXT).table(5, torch.float32, torch.device("cpu"))
     alone = torch.stack([rotate(row, table) for row in x])

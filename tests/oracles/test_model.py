@@ -7,7 +7,7 @@ import pytest
 from h2o_flexgen.config.eviction import EvictionConfig
 from tests.oracles.eviction import FullOracle, H2OOracle
 from tests.oracles.model import oracle_generate
-from tests.tiny import FAMILIES, WINDOW, make_model, prompts_of, transformers_greedy
+from tests.tiny import FAMILIES, WINDOW, decided, make_model, prompts_of, transformers_greedy
 
 NEW = 10
 WINDOWED = {"mistral": {0, 1, 2}, "qwen2-window": {1, 2}, "gemma3": {0, 2}}
@@ -17,8 +17,8 @@ WINDOWED = {"mistral": {0, 1, 2}, "qwen2-window": {1, 2}, "gemma3": {0, 2}}
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_full_cache_is_transformers_own_model(name: str) -> None:
     model = make_model(name)
-    for prompt in prompts_of([1, 7, 29]):
-        tokens, logprobs = transformers_greedy(model, prompt, NEW)
+    prompts, answers = decided(prompts_of([1, 7, 29]), lambda _, prompt: transformers_greedy(model, prompt, NEW))
+    for prompt, (tokens, logprobs) in zip(prompts, answers, strict=True):
         run = oracle_generate(model, prompt, NEW, FullOracle, EvictionConfig())
         assert run.tokens == tokens
         assert run.logprobs == pytest.approx(logprobs, abs=1e-4)
@@ -30,7 +30,8 @@ def test_the_full_cache_is_transformers_own_model(name: str) -> None:
 
 
 def test_a_small_budget_changes_the_answer() -> None:
-    model, prompt = make_model("llama-gqa"), prompts_of([29])[0]
+    model = make_model("llama-gqa")
+    (prompt,), ((tokens, _),) = decided(prompts_of([29]), lambda _, prompt: transformers_greedy(model, prompt, NEW))
     run = oracle_generate(model, prompt, NEW, H2OOracle, EvictionConfig("h2o", ratio=0.2))
-    assert run.tokens != transformers_greedy(model, prompt, NEW)[0]
+    assert run.tokens != tokens
     assert all(len(kept) == 8 for layers in run.kept for heads in layers for kept in heads)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.quant import GroupFormat, Quantised, dequantise, quantise
+from tests.seeds import torch_generator
 
 FORMATS = [GroupFormat(4), GroupFormat(8), GroupFormat(4, 16), GroupFormat(8, 128)]
 
@@ -28,7 +29,7 @@ def by_hand(packed: Quantised, form: GroupFormat, size: int) -> list[list[Fracti
 
 
 def numbers(kind: str, size: int) -> Tensor:
-    x = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(size))
+    x = torch.randn(2, 3, size, generator=torch_generator(size))
     return {"normal": x, "far": 1000 + x, "tiny": x * 1e-30, "positive": x.abs(), "huge": x * 1e30}[kind]
 
 
