@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from h2o_flexgen.config.placement import Placement, cache_slots
 from h2o_flexgen.config.tensors import dtype_bytes
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.schedule.recorded import recordable
-from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind
+from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,32 @@ class Case:
     def kinds(self) -> tuple[int, ...]:
         """The first layer of each kind: those whose caches have a budget of their own."""
         return tuple({budget: layer for layer, budget in reversed(list(enumerate(self.budgets)))}.values())
+
+    @cached_property
+    def twins(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """For each unit and GPU batch the first whose tasks cost the same; with NO_BATCH the first whose weights do."""
+        first: dict[object, tuple[int, int]] = {}
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        for unit in self.spec.units:
+            home, size = (
+                self.placement.weights[unit.weights],
+                self.spec.groups_by_key[unit.weights].buffer_bytes(self.dtype),
+            )
+            found[unit.index, NO_BATCH] = first.setdefault((unit.kind, home, size), (unit.index, NO_BATCH))
+            alike: tuple[object, ...] = (unit.index,)
+            if unit.layer is not None:
+                last, window = unit.layer == self.spec.num_layers - 1, self.spec.arch.window_of(unit.layer)
+                alike = (unit.kind, last, self.budgets[unit.layer], window)
+            for batch, rows in enumerate(self.rows):
+                cache = None if unit.layer is None else self.placement.cache[unit.layer, batch]
+                place = (unit.index, batch)
+                found[place] = first.setdefault((*alike, rows, cache, self.placement.hidden[batch]), place)
+        return found
+
+    @cached_property
+    def alike(self) -> Counter[tuple[int, int]]:
+        """How many computes of a step cost the same, by the first unit and GPU batch of each sort."""
+        return Counter(twin for (_, batch), twin in self.twins.items() if batch != NO_BATCH)
 
     def held(self, layer: int, step: int) -> int:
         """Slots of a row's cache in `layer` that are in use in a decode step, the new token's included."""

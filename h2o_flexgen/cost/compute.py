@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 from h2o_flexgen.config.hardware import ComputeRates
 from h2o_flexgen.config.kernels import Kernels
 from h2o_flexgen.config.model import UnitSpec
 from h2o_flexgen.config.products import products
 from h2o_flexgen.cost.case import Case
 from h2o_flexgen.cost.moves import Moves
-from h2o_flexgen.cost.segments import Segment, prompt_segments
+from h2o_flexgen.cost.segments import Segment, chunks, prompt_segments
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.host_attention import output_bytes
 from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
@@ -33,24 +36,17 @@ class Compute:
         self._case, self._moves = case, Moves(case)
         self._rates: ComputeRates = case.profile.rates(case.compute_tier)
         self._cpu = case.compute_tier == "cpu"
-        self._known: dict[tuple[object, ...], Parts] = {}
         self._attn_units = [unit.index for unit in case.spec.units if unit.kind == "attn"]
-        first = {budget: layer for layer, budget in reversed(list(enumerate(case.budgets)))}
-        windows = case.spec.arch.window_of
-        self._alike = [(first[budget], windows(layer)) for layer, budget in enumerate(case.budgets)]
 
     def parts(self, task: Task) -> Parts:
         """Of one compute task."""
         unit, rows = self._case.spec.units[task.unit], self._case.rows[task.batch]
-        key = (unit.kind, rows, task.step, *self._distinctions(unit, task.batch))
-        if key not in self._known:
-            make = {"embed": self._embed, "attn": self._attn, "mlp": self._mlp, "head": self._head}[unit.kind]
-            parts = make(unit, task.step, rows, task.batch)
-            parts["moving state"] = parts.get("moving state", 0.0) + self._arrival(unit, task)
-            replayed = self._case.recorded and task.step >= FIRST_REPLAYED
-            parts["overhead"] = self._rates.tick_seconds(unit.kind, self._tokens(task.step, rows), replayed=replayed)
-            self._known[key] = parts
-        return self._known[key]
+        make = {"embed": self._embed, "attn": self._attn, "mlp": self._mlp, "head": self._head}[unit.kind]
+        parts = make(unit, task.step, rows, task.batch)
+        parts["moving state"] = parts.get("moving state", 0.0) + self._arrival(unit, task)
+        replayed = self._case.recorded and task.step >= FIRST_REPLAYED
+        parts["overhead"] = self._rates.tick_seconds(unit.kind, self._tokens(task.step, rows), replayed=replayed)
+        return parts
 
     def seconds(self, task: Task) -> float:
         """The sum of `parts`."""
@@ -66,8 +62,10 @@ class Compute:
         return sum(self._attending(layer, task.step, self._case.rows[task.batch], "cpu").values())
 
     def finish_seconds(self, task: Task) -> float:
-        """Of `seconds` what comes after the host's work: the answer goes up, and through the output projection."""
+        """Of `seconds` what comes after the host's attention: the answer goes up, and through the output projection."""
         case, rows = self._case, self._case.rows[task.batch]
+        if not case.attends_beside(task):
+            return 0.0
         arch, width = case.spec.arch, case.spec.hidden_size
         seconds = self._moves.transfers(task)[-1].seconds
         seconds += self._rates.gemm_seconds(rows, *products(case.spec, "attn")[-1], case.itemsize)
@@ -75,28 +73,17 @@ class Compute:
             seconds += self._norm(rows, width)
         return seconds
 
-    def keep_seconds(self, unit: int) -> float:
-        """Of copying what the second half of an attention unit needs of its weights, which are about to go."""
-        group = self._case.spec.groups_by_key[self._case.spec.units[unit].weights]
-        return self._elementwise(2 * output_bytes(group, self._case.dtype))
-
     def issue_seconds(self, task: Task) -> float:
-        """What the computing thread does before a store's transfer can start: copying what is to be stored aside."""
-        case = self._case
+        """What the computing thread copies aside: before a store's transfer what is to be stored, and before attention
+        weights are freed, if the host is still at a batch of theirs, what the second half needs of them."""
+        case, unit = self._case, self._case.spec.units[task.unit]
+        if task.kind is TaskKind.FREE_WEIGHTS and unit.kind == "attn":
+            return self._elementwise(2 * output_bytes(case.spec.groups_by_key[unit.weights], case.dtype))
         if task.kind is TaskKind.STORE_HIDDEN:
             return self._elementwise(2 * self._moves.state_bytes(task))
         if task.kind is TaskKind.STORE_CACHE and task.step % REWRITE_EVERY:
             return self._elementwise(2 * case.rows[task.batch] * case.kv_width * (2 * case.itemsize + 8))
         return 0.0
-
-    def _distinctions(self, unit: UnitSpec, batch: int) -> tuple[object, ...]:
-        """In what units of a kind may differ: the last layer, budgets and windows, where caches and hidden live."""
-        if unit.layer is None:
-            return (unit.index, batch in self._case.shape.hidden_moves)
-        last, place = unit.layer == self._case.spec.num_layers - 1, (unit.layer, batch)
-        shape = self._case.shape
-        attends = (self._case.attention_device(*place), place in shape.cache_moves, place in shape.host_attends)
-        return (last, self._alike[unit.layer], attends, batch in self._case.shape.hidden_moves)
 
     # ---- units
 
@@ -123,7 +110,7 @@ class Compute:
         else:
             attend = self._prompt(layer, rows, batch)
         attend["elementwise"] = attend.get("elementwise", 0.0) + elementwise
-        return {**attend, "products": sum(self._products("attn", t) for t in self._chunks(step, rows, packed=True))}
+        return {**attend, "products": self._chunked("attn", self._parts(step, rows))}
 
     def _mlp(self, unit: UnitSpec, step: int, rows: int, batch: int) -> Parts:
         spec = self._case.spec
@@ -135,7 +122,7 @@ class Compute:
             passes = 0
         activation = self._numbers(tokens * spec.ffn_size * passes)
         return {
-            "products": sum(self._products("mlp", t) for t in self._chunks(step, rows, packed=False)),
+            "products": self._chunked("mlp", chunks(tokens, self._case.policy.chunk)),
             "elementwise": self._half(tokens, attn=False) + activation,
         }
 
@@ -241,13 +228,18 @@ class Compute:
     def _tokens(self, step: int, rows: int) -> int:
         return rows if step > 0 else rows * self._case.workload.prompt_len
 
-    def _chunks(self, step: int, rows: int, *, packed: bool) -> list[int]:
-        """Tokens that go through a unit at once; `packed`: cut between segments, else wherever a chunk is full."""
-        chunk, tokens = self._case.policy.chunk, self._tokens(step, rows)
-        if step > 0 or not packed:
-            return [min(chunk, tokens - start) for start in range(0, tokens, chunk)]
-        segments = prompt_segments(rows, self._case.workload.prompt_len, chunk)
-        return [segment.rows * segment.length for segment in segments.elements()]
+    def _parts(self, step: int, rows: int) -> Counter[int]:
+        """Tokens that go through attention at once, and how often: of prompts those of a segment."""
+        if step > 0:
+            return chunks(rows, self._case.policy.chunk)
+        segments = prompt_segments(rows, self._case.workload.prompt_len, self._case.policy.chunk)
+        found = Counter[int]()
+        for segment, count in segments.items():
+            found[segment.rows * segment.length] += count
+        return found
+
+    def _chunked(self, kind: str, parts: Mapping[int, int]) -> float:
+        return sum(count * self._products(kind, tokens) for tokens, count in parts.items())
 
     def _products(self, kind: str, rows: int) -> float:
         size = self._case.itemsize

@@ -23,6 +23,7 @@ SOLVERS = ("highs", "cbc")
 SLACK = 1e-6
 """How much longer than the optimum the second program may take; with 1e-9 CBC calls feasible programs infeasible."""
 _DIGITS = 4  # of a share: below them two solvers differ
+_FULL = 1e-5  # of a cap: what is left then may be the solver's tolerance
 _GB, _MS = 1e9, 1e-3
 _PREFERENCE = {"weights": 1.0, "cache": 1.01, "hidden": 1.02}  # of equal bytes, weights go to the slower tier
 
@@ -111,10 +112,14 @@ class Program:
 
 @dataclass(frozen=True)
 class Solution:
-    """The best shares, and the seconds of the block with them: a lower bound on those of whole units."""
+    """The best shares, and the seconds of the block with them: a lower bound on those of whole units.
+
+    full: tiers that are filled to their caps; more of the others would not change what a relaxed program finds.
+    """
 
     shares: Mapping[str, Shares]
     seconds: float
+    full: frozenset[str] = frozenset()
 
 
 def solve(program: Program, solver: str = "highs", *, relaxed: bool = False) -> Solution | None:
@@ -127,13 +132,13 @@ def solve(program: Program, solver: str = "highs", *, relaxed: bool = False) -> 
     if not model.solve(solver):
         return None
     best = model.value(model.total) * _MS
-    shares = model.shares
+    shares, full = model.shares, model.full
     if not relaxed:
         model.problem += model.total <= best / _MS * (1 + SLACK)
         model.problem.setObjective(model.slow_bytes)
         # At the edge of the caps the solver's tolerances can leave nothing that is as fast: the first answer stands.
         shares = model.shares if model.solve(solver) else shares
-    return Solution({kind: tidy(of_tiers, _DIGITS) for kind, of_tiers in shares.items()}, best)
+    return Solution({kind: tidy(of_tiers, _DIGITS) for kind, of_tiers in shares.items()}, best, full)
 
 
 class _Model:
@@ -186,19 +191,22 @@ class _Model:
             self.problem += self.held_on(tier) <= cap / _GB
 
     def _busy(self, phase: Phase, resource: str) -> Any:
-        return phase.base.get(resource, 0.0) / _MS + self._pulp.lpSum(
-            slope[resource] / _MS * self._share[home] for home, slope in phase.slope.items() if resource in slope
-        )
+        slopes = [
+            (self._share[home], slope[resource] / _MS) for home, slope in phase.slope.items() if resource in slope
+        ]
+        return self._pulp.LpAffineExpression(slopes, phase.base.get(resource, 0.0) / _MS)
 
     def held_on(self, tier: str) -> Any:
         """GB on `tier`."""
-        grows = self._program.grows.items()
-        lent = [variable for (_, place, _), variable in self._buffer.items() if place == tier]
-        return (
-            self._program.held.get(tier, 0.0) / _GB
-            + self._pulp.lpSum(nbytes[tier] / _GB * self._share[home] for home, nbytes in grows if tier in nbytes)
-            + self._pulp.lpSum(lent)
-        )
+        grows = [(self._share[home], by[tier] / _GB) for home, by in self._program.grows.items() if tier in by]
+        lent = [(variable, 1.0) for (_, place, _), variable in self._buffer.items() if place == tier]
+        return self._pulp.LpAffineExpression([*grows, *lent], self._program.held.get(tier, 0.0) / _GB)
+
+    @property
+    def full(self) -> frozenset[str]:
+        """The tiers whose caps are reached."""
+        caps = self._program.caps.items()
+        return frozenset(tier for tier, cap in caps if self.value(self.held_on(tier)) > (1 - _FULL) * cap / _GB)
 
     @property
     def slow_bytes(self) -> Any:
@@ -229,9 +237,11 @@ def _solver(pulp: Any, name: str) -> Any:
     if name not in SOLVERS:
         raise UsageError(f"--solver is {name!r}", f"needed one of {', '.join(SOLVERS)}", suggestion(name, SOLVERS))
     options: dict[str, Any] = {"msg": False, "gapRel": 0.0, "threads": 1}
+    # A heuristic for large programs, which would take most of the time of such small ones.
+    quick = {"mip_heuristic_run_feasibility_jump": False}
     # PuLP 3 brings a CBC along; PuLP 4 will not, and asks for one that is installed.
     bundled = getattr(getattr(pulp, "PULP_CBC_CMD", None), "pulp_cbc_path", None)
-    solvers = [pulp.HiGHS(**options)]
+    solvers = [pulp.HiGHS(**options, **quick)]
     if name == "cbc":
         solvers = [pulp.COIN_CMD(path=path, **options) for path in (None, bundled)]
     for solver in solvers:

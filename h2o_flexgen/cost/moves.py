@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
-from itertools import product
 from typing import NamedTuple
 
 from h2o_flexgen.config.tensors import PAGE, round_up
@@ -37,7 +36,6 @@ class Moves:
     def __init__(self, case: Case) -> None:
         self._case = case
         self._keys = [unit.weights for unit in case.spec.units]
-        self._known: dict[tuple[str, int, bool], tuple[Transfer, ...]] = {}
 
     @cached_property
     def group_bytes(self) -> dict[str, int]:
@@ -77,12 +75,9 @@ class Moves:
             return ()
         home, nbytes = self._home(task), self._bytes(task)
         inward = task.kind not in (TaskKind.STORE_CACHE, TaskKind.STORE_HIDDEN)
-        key = (home, nbytes, inward)
-        if key not in self._known:
-            path = links(home, self._case.compute_tier, inward=inward) if nbytes else ()
-            rate = self._case.profile.link
-            self._known[key] = tuple(Transfer(link, nbytes, rate(link).seconds(nbytes)) for link in path)
-        return self._known[key]
+        path = links(home, self._case.compute_tier, inward=inward) if nbytes else ()
+        rate = self._case.profile.link
+        return tuple(Transfer(link, nbytes, rate(link).seconds(nbytes)) for link in path)
 
     def exchanged(self, task: Task) -> list[tuple[str, str, int]]:
         """What a compute task and a host that attends or fills send each other: links, names and bytes, in order."""
@@ -102,28 +97,31 @@ class Moves:
     def traffic(self, steps: range) -> dict[tuple[str, str], Traffic]:
         """What all loads and stores that belong to `steps` add up to, by link and by what is moved."""
         case, found = self._case, dict[tuple[str, str], Traffic]()
-        keys = [unit.weights for unit in case.spec.units]
+        keys = self._keys
         for key in sorted(case.shape.streamed):
             # Tied embeddings stay from the head to the next embedding: only the first pass reads them twice.
             times = len(steps) + (keys[0] == keys[-1] == key and 0 in steps)
             self._add(found, "weights", case.placement.weights[key], self.group_bytes[key], inward=times)
         loads = len(steps) - (0 in steps)
         stores = sum(step % REWRITE_EVERY == 0 and step < case.steps - 1 for step in steps)
-        for place in sorted(case.shape.cache_moves):
-            self._add(
-                found, "cache", case.placement.cache[place], self.cache_bytes(*place), inward=loads, outward=stores
-            )
-        for batch in sorted(case.shape.hidden_moves):
-            for step, times in ((0, len(steps) - loads), (1, loads)):
-                for unit in range(1, len(keys)):  # what a unit loads, the one before it has stored
-                    nbytes = self.state_bytes(Task(TaskKind.LOAD_HIDDEN, step, unit, batch))
-                    home = case.placement.hidden[batch]
-                    self._add(found, "hidden", home, nbytes, inward=times, outward=times)
-        for each in case.spec.units if case.attends_on_host else ():
-            for batch, (step, times) in product(range(len(case.rows)), ((0, len(steps) - loads), (1, loads))):
-                task = Task(TaskKind.COMPUTE, step, each.index, batch)
-                for link, what, nbytes in self.exchanged(task) if times else ():
-                    self._count(found, link, what, nbytes, times)
+        passes = ((0, len(steps) - loads), (1, loads))
+        for (unit, batch), alike in case.alike.items():
+            place = case.spec.units[unit].layer or 0, batch
+            if case.spec.units[unit].kind == "attn" and place in case.shape.cache_moves:
+                home, nbytes = case.placement.cache[place], self.cache_bytes(*place)
+                self._add(found, "cache", home, nbytes, inward=alike * loads, outward=alike * stores)
+        for (unit, batch), alike in case.alike.items():
+            for step, times in passes if unit > 0 and batch in case.shape.hidden_moves else ():
+                # What a unit loads, the one before it has stored.
+                home, nbytes = (
+                    case.placement.hidden[batch],
+                    self.state_bytes(Task(TaskKind.LOAD_HIDDEN, step, unit, batch)),
+                )
+                self._add(found, "hidden", home, nbytes, inward=alike * times, outward=alike * times)
+        for (unit, batch), alike in case.alike.items() if case.attends_on_host else ():
+            for step, times in passes:
+                for link, what, nbytes in self.exchanged(Task(TaskKind.COMPUTE, step, unit, batch)) if times else ():
+                    self._count(found, link, what, nbytes, alike * times)
         return found
 
     def bytes_moved(self) -> Counter[str]:

@@ -22,7 +22,7 @@ class BatchPrices:
         """`others`: the same block with other placements, one of which the tick before may belong to."""
         self._model, self._others = model, list(others)
         self._batch = len(model.rows) - 1
-        self._units = units_alike(model)
+        self._units = Counter(model.twins[unit.index, self._batch][0] for unit in model.spec.units)
 
     def seconds(self, passes: range) -> dict[str, float]:
         """Of one of `passes`: of computation the one in the middle, of links their average. Weights are not in it."""
@@ -32,7 +32,7 @@ class BatchPrices:
             computing += count * self._computing(unit, step)
             self._add_host(found, Task(TaskKind.COMPUTE, step, unit, self._batch), count)
             for task, times in self._moves(unit, step, passes):
-                transfers = self._model.transfers(task)
+                transfers = self._model.price(task).transfers
                 for link, _, seconds in transfers:
                     found[link] += count * times * seconds
                 late = sum(seconds for _, _, seconds in transfers) - self._before(unit, step)
@@ -48,25 +48,25 @@ class BatchPrices:
 
     def _add_host(self, found: dict[str, float], task: Task, count: int) -> None:
         """What `count` such computes leave to the host, and the links to it and back."""
-        found[HOST_ATTENTION] += count * self._model.compute.host_seconds(task)
-        for link, _, seconds in self._model.transfers(task):
+        price = self._model.price(task)
+        found[HOST_ATTENTION] += count * price.host
+        for link, _, seconds in price.transfers:
             found[link] += count * seconds
 
     def half_seconds(self, kind: str, passes: range) -> float:
         """The longest that the attention or MLP half of a layer computes for this GPU batch, wherever its cache is."""
         unit = next(unit.index for unit in self._model.spec.units if unit.kind == kind)
-        task = Task(TaskKind.COMPUTE, passes[len(passes) // 2], unit, self._batch)
-        return max(model.compute_seconds(task) for model in self._others)
+        return self._longest(Task(TaskKind.COMPUTE, passes[len(passes) // 2], unit, self._batch))
 
     def _computing(self, unit: int, step: int) -> float:
         """The computing thread's seconds for one tick and its stores."""
         model, batch = self._model, self._batch
-        seconds = model.compute_seconds(Task(TaskKind.COMPUTE, step, unit, batch))
+        seconds = model.price(Task(TaskKind.COMPUTE, step, unit, batch)).seconds
         if self._parked(unit + 1):
-            seconds += model.issue_seconds(Task(TaskKind.STORE_HIDDEN, step, unit, batch))
+            seconds += model.price(Task(TaskKind.STORE_HIDDEN, step, unit, batch)).seconds
         if self._moving(unit):
             between = step + (step > 0 and step % REWRITE_EVERY == 0)  # fifteen of sixteen steps are no rewrites
-            seconds += model.issue_seconds(Task(TaskKind.STORE_CACHE, between, unit, batch))
+            seconds += model.price(Task(TaskKind.STORE_CACHE, between, unit, batch)).seconds
         return seconds
 
     def _moves(self, unit: int, step: int, passes: range) -> Iterator[tuple[Task, float]]:
@@ -92,18 +92,7 @@ class BatchPrices:
 
     def _before(self, unit: int, step: int) -> float:
         """The longest that the tick before one of `unit` can take: of another GPU batch, or of the unit before."""
-        before = unit if self._batch > 0 else unit - 1
-        task = Task(TaskKind.COMPUTE, step, before, self._batch)
-        return max(model.compute_seconds(task) for model in self._others)
+        return self._longest(Task(TaskKind.COMPUTE, step, unit if self._batch > 0 else unit - 1, self._batch))
 
-
-def units_alike(model: CostModel) -> Counter[int]:
-    """Units that cost the same: the first of them, and how many there are."""
-    spec, found, first = model.spec, Counter[int](), dict[object, int]()
-    for unit in spec.units:
-        kind: tuple[object, ...] = (unit.index,)
-        if unit.layer is not None:
-            window = spec.arch.window_of(unit.layer)
-            kind = (unit.kind, unit.layer == spec.num_layers - 1, model.budgets[unit.layer], window)
-        found[first.setdefault(kind, unit.index)] += 1
-    return found
+    def _longest(self, task: Task) -> float:
+        return max(model.price(task).seconds for model in self._others)

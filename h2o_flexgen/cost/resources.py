@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Mapping
 
 from h2o_flexgen.schedule.tasks import Task
@@ -13,12 +13,23 @@ Span = tuple[Task, float, float, str]
 _DONE = 1e-12  # seconds: less than that is left over by rounding alone
 
 
+class _Link:
+    """A queue of jobs, in the order in which they were asked for. `bit`: of the link in sets of links."""
+
+    __slots__ = ("bit", "busy", "moved", "name", "queue")
+
+    def __init__(self, name: str, bit: int) -> None:
+        self.name, self.bit = name, bit
+        self.queue: list[Job] = []
+        self.busy = self.moved = 0.0
+
+
 class Job:
     """One transfer over one link. `left`: seconds of it that remain, while nothing else runs."""
 
     __slots__ = ("after", "done", "left", "link", "started", "task")
 
-    def __init__(self, task: Task, link: str, seconds: float, after: Job | None) -> None:
+    def __init__(self, task: Task, link: _Link, seconds: float, after: Job | None) -> None:
         self.task, self.link, self.left, self.after = task, link, seconds, after
         self.done, self.started = False, -1.0
 
@@ -28,25 +39,37 @@ class Clock:
 
     A link takes its earliest job whose predecessor (`after`) is done, and drops it for an earlier one that becomes
     ready, as the copy threads do piece by piece. Everything that is busy goes on at a rate that depends on what else
-    is: `slowdown[a][b]` of a HardwareProfile. `busy`: seconds of each resource; `moved`: what of its jobs is done by a
-    link, in seconds that it takes alone.
+    is: `slowdown[a][b]` of a HardwareProfile.
     """
 
     def __init__(self, slowdown: Mapping[str, Mapping[str, float]]) -> None:
         self.now = 0.0
         self.spans: list[Span] = []
-        self.busy: defaultdict[str, float] = defaultdict(float)
-        self.moved: defaultdict[str, float] = defaultdict(float)
         self._slowdown = slowdown
-        self._queues: dict[str, list[Job]] = {}
+        self._links: dict[str, _Link] = {}
+        self._computed = 0.0
         self._running: list[Job] | None = []
-        self._held = ""
-        self._factors: dict[tuple[str, ...], list[float]] = {}
+        self._factors: tuple[list[float], list[float]] = ([], [1.0])
+        """How many times as long each of `_running` takes, alone and beside computing; the latter's own comes last."""
+        self._known: dict[int, tuple[list[float], list[float]]] = {}
+        """The same by the set of links that are running."""
+        self._held: _Link | None = None
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Seconds of each resource."""
+        return {**{name: link.busy for name, link in self._links.items()}, "compute": self._computed}
+
+    @property
+    def moved(self) -> dict[str, float]:
+        """What of its jobs is done by a link, in seconds that it takes alone."""
+        return {name: link.moved for name, link in self._links.items()}
 
     def submit(self, task: Task, link: str, seconds: float, after: Job | None = None) -> Job:
         """Queue a transfer that starts once `after` is done."""
-        job = Job(task, link, seconds, after if after is not None and not after.done else None)
-        self._queues.setdefault(link, []).append(job)
+        there = self._link(link)
+        job = Job(task, there, seconds, after if after is not None and not after.done else None)
+        there.queue.append(job)
         self._running = None
         return job
 
@@ -55,20 +78,20 @@ class Clock:
         start = self.now
         while seconds > _DONE:
             seconds -= self._pass(seconds)
-        self.busy["compute"] += self.now - start
+        self._computed += self.now - start
         if task is not None:
             self.spans.append((task, start, self.now, "compute"))
 
     def carry(self, task: Task, link: str, seconds: float) -> None:
         """The computing thread takes something over `link` itself, and what is queued there stands still meanwhile."""
-        start, alone = self.now, seconds
-        self._held, self._running = link, None
+        start, held = self.now, self._link(link)
+        self._held, self._running = held, None
+        held.moved += seconds
         while seconds > _DONE:
             seconds -= self._pass(seconds)
-        self._held, self._running = "", None
-        self.moved[link] += alone
-        self.busy["compute"] += self.now - start
-        self.busy[link] += self.now - start
+        self._held, self._running = None, None
+        self._computed += self.now - start
+        held.busy += self.now - start
         self.spans.append((task, start, self.now, link))
 
     def wait(self, job: Job | None) -> None:
@@ -78,63 +101,63 @@ class Clock:
 
     def drain(self) -> None:
         """The computing thread idles until every link does."""
-        while any(self._queues.values()):
+        while any(link.queue for link in self._links.values()):
             self._pass(None)
+
+    def _link(self, name: str) -> _Link:
+        if name not in self._links:
+            self._links[name] = _Link(name, 1 << len(self._links))
+        return self._links[name]
 
     def _pass(self, work: float | None) -> float:
         """Let time pass until some transfer ends or `work` seconds of computing are done; returns the seconds of it."""
-        running = self._running
-        if running is None:
-            running = self._running = self._ready()
-        if not running:
-            if work is None:
-                raise RuntimeError("the computing thread waits for a transfer that can never start")
-            self.now += work
-            return work
-        factors = self._rates(running, work is not None)
-        elapsed = min([job.left * factor for job, factor in zip(running, factors, strict=False)])
-        done = 0.0
-        if work is not None:
-            elapsed = min(elapsed, work * factors[-1])
-            done = elapsed / factors[-1]
+        if self._running is None:
+            self._look_around()
+        running, factors = self._running or (), self._factors[work is not None]
+        if work is None and not running:
+            raise RuntimeError("the computing thread waits for a transfer that can never start")
+        elapsed = math.inf if work is None else work * factors[-1]
+        for job, factor in zip(running, factors, strict=False):
+            if job.left * factor < elapsed:
+                elapsed = job.left * factor
         self.now += elapsed
         for job, factor in zip(running, factors, strict=False):
-            self.busy[job.link] += elapsed
-            self.moved[job.link] += elapsed / factor
-            job.left -= elapsed / factor
+            alone, link = elapsed / factor, job.link
+            link.busy += elapsed
+            link.moved += alone
+            job.left -= alone
             if job.left <= _DONE:
                 self._end(job)
-        return done
+        return 0.0 if work is None else elapsed / factors[-1]
 
-    def _ready(self) -> list[Job]:
-        """What each link works on from now."""
-        running = []
-        for link, queue in self._queues.items():
-            for job in queue if link != self._held else ():
+    def _look_around(self) -> None:
+        """What each link works on from now, and how much they disturb each other."""
+        running, links = [], 0
+        for link in self._links.values():
+            if link is self._held:
+                continue
+            for job in link.queue:
                 if job.after is None or job.after.done:
                     if job.started < 0:
                         job.started = self.now
                     running.append(job)
+                    links |= link.bit
                     break
-        return running
+        if links not in self._known:
+            names = [job.link.name for job in running]
+            self._known[links] = (self._disturbed(names), self._disturbed([*names, "compute"]))
+        self._running, self._factors = running, self._known[links]
 
-    def _rates(self, running: list[Job], computing: bool) -> list[float]:
-        """How many times as long each of `running` takes, and last the computing thread."""
-        names = (*(job.link for job in running), *(("compute",) if computing else ()))
-        factors = self._factors.get(names)
-        if factors is None:
-            factors = []
-            for name in (*names, "compute"):
-                factor = 1.0
-                for beside in names:
-                    factor *= self._slowdown.get(name, {}).get(beside, 1.0) if beside != name else 1.0
-                factors.append(factor)
-            self._factors[names] = factors
-        return factors
+    def _disturbed(self, names: list[str]) -> list[float]:
+        """How many times as long each of `names` takes beside the others."""
+        slowed = (
+            [self._slowdown.get(name, {}).get(beside, 1.0) for beside in names if beside != name] for name in names
+        )
+        return [math.prod(factors) for factors in slowed]
 
     def _end(self, job: Job) -> None:
         job.done = True
         job.after = None
-        self._queues[job.link].remove(job)
+        job.link.queue.remove(job)
         self._running = None
-        self.spans.append((job.task, job.started, self.now, job.link))
+        self.spans.append((job.task, job.started, self.now, job.link.name))

@@ -91,6 +91,7 @@ class _Search:
         self._programs = Programs(request)
         self._known: dict[Shape, Program] = {}
         self._bounds: dict[Shape, float] = {}
+        self._full: dict[Shape, frozenset[str]] = {}  # the tiers that hold a bound back
         self._found: dict[OffloadPolicy, Candidate] = {}
         self._spent = 0
 
@@ -117,7 +118,7 @@ class _Search:
         """Seconds per sequence, as far as a relaxed program can tell; infinite where nothing fits."""
         if shape not in self._bounds:
             self._known[shape] = self._programs.of(shape.policy(self._request), waits=False)
-            self._bounds[shape] = _relaxed(self._known[shape], shape, self._solver)
+            self._bounds[shape], self._full[shape] = _relaxed(self._known[shape], shape, self._solver)
         return self._bounds[shape]
 
     def _simulate(self) -> None:
@@ -246,9 +247,10 @@ class _Search:
 
         def bound(shape: Shape) -> float:
             if shape not in bounds:
-                self.bound(shape)
-                caps = {**self._known[shape].caps, tier: cap}
-                bounds[shape] = _relaxed(replace(self._known[shape], caps=caps), shape, self._solver)
+                bounds[shape] = self.bound(shape)
+                if tier in self._full[shape]:
+                    caps = {**self._known[shape].caps, tier: cap}
+                    bounds[shape], _ = _relaxed(replace(self._known[shape], caps=caps), shape, self._solver)
             return bounds[shape]
 
         for shape in near:
@@ -271,9 +273,14 @@ def _grade(seconds: float) -> int:
     return math.floor(math.log(seconds) / _ALIKE) if math.isfinite(seconds) else 1 << 30
 
 
-def _relaxed(program: Program, shape: Shape, solver: str) -> float:
+def _relaxed(program: Program, shape: Shape, solver: str) -> tuple[float, frozenset[str]]:
+    """Seconds per sequence, infinite where nothing fits, and the tiers of which more might help."""
     solution = solve(program, solver, relaxed=True)
-    return math.inf if solution is None else solution.seconds / shape.block_size
+    return (
+        (math.inf, frozenset(program.caps))
+        if solution is None
+        else (solution.seconds / shape.block_size, solution.full)
+    )
 
 
 def _shape(candidate: Candidate) -> Shape:

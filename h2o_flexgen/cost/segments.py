@@ -14,6 +14,11 @@ class Segment(NamedTuple):
     past: int
 
 
+def chunks(tokens: int, chunk: int) -> Counter[int]:
+    """`tokens` in chunks, and a rest: how many there are of each size."""
+    return +Counter({chunk: tokens // chunk, tokens % chunk: 1 if tokens % chunk else 0})
+
+
 def prompt_segments(rows: int, prompt_len: int, chunk: int) -> Counter[Segment]:
     """How the engine cuts `rows` prompts that share nothing, and how many segments of each kind there are.
 

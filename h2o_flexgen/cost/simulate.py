@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from h2o_flexgen.cost.terms import CostModel
 from h2o_flexgen.cost.walk import Walk
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
-from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind, Tick
+from h2o_flexgen.schedule.tasks import Task, TaskKind
 from h2o_flexgen.schedule.timeline import Row, Timeline
 from h2o_flexgen.schedule.zigzag import zigzag
 
@@ -50,7 +50,6 @@ class Simulation(Rates):
     bytes_moved: Mapping[str, int]
     bound: Bound
     steps: tuple[int, ...]
-    spans: tuple[Span, ...] = field(repr=False)
     model: CostModel = field(repr=False)
 
     @property
@@ -59,17 +58,25 @@ class Simulation(Rates):
         return self.prefill_s + self.decode_s
 
     @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """What was busy when. Simulated once more: a search never asks, and would keep those of all its plans."""
+        return tuple(_walked(self.model, self.steps).clock.spans)
+
+    @property
     def timeline(self) -> Timeline:
-        """What was busy when: rows as a trace of the engine has them."""
+        """The same as rows, as a trace of the engine has them."""
         return Timeline(tuple(Row(self._label(task), start, end, where) for task, start, end, where in self.spans))
 
     def _label(self, task: Task) -> str:
-        unit = self.model.spec.units[task.unit]
+        unit, step = (
+            self.model.spec.units[task.unit],
+            self.steps[task.step] if task.step < len(self.steps) else task.step,
+        )
         if task.kind is TaskKind.COMPUTE:
-            return f"{unit.name} step {task.step} batch {task.batch}"
+            return f"{unit.name} step {step} batch {task.batch}"
         if task.kind is TaskKind.LOAD_WEIGHTS:
-            return f"{task.kind} {unit.weights} step {task.step}"
-        return f"{task.kind} {unit.name} step {task.step} batch {task.batch}"
+            return f"{task.kind} {unit.weights} step {step}"
+        return f"{task.kind} {unit.name} step {step} batch {task.batch}"
 
 
 def simulate(model: CostModel, steps: int | None = None) -> Simulation:
@@ -78,8 +85,7 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
     steps: simulate so many of its first and let the last of them stand for all later; None: see `_sample`.
     """
     sample = _sample(model) if steps is None else _first_steps(model, steps)
-    walk = Walk(model, sample.steps)
-    walk.run(_ticks(model.shape, len(sample.steps)))
+    walk = _walked(model, sample.steps)
     weights = sample.weights(model.steps)
     times = [weights[step] for step in sample.steps]
     prefill = walk.ends[0]
@@ -96,9 +102,15 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
         bytes_moved=dict(model.moves.bytes_moved()),
         bound=bound_of(prefill, decode, busy),
         steps=sample.steps,
-        spans=tuple(walk.clock.spans),
         model=model,
     )
+
+
+def _walked(model: CostModel, steps: tuple[int, ...]) -> Walk:
+    """The first steps of the schedule, with the prices of `steps`."""
+    walk = Walk(model, steps)
+    walk.run(takewhile(lambda tick: tick.compute is None or tick.compute.step < len(steps), zigzag(model.shape)))
+    return walk
 
 
 def _added(by: Sequence[Mapping[str, float]], times: Sequence[float]) -> dict[str, float]:
@@ -202,10 +214,3 @@ def _sample(model: CostModel) -> _Sample:
         typical |= {step - (step - usual) % every for step in (last // 2, last) if step > usual}
     rewrite = range(REWRITE_EVERY, min(REWRITE_EVERY + 2, last) + 1) if moves and last > REWRITE_EVERY else ()
     return _Sample(tuple(range(1, alone + 1)), tuple(sorted(typical)), tuple(rewrite))
-
-
-@lru_cache(maxsize=32)
-def _ticks(shape: ScheduleShape, steps: int) -> tuple[Tick, ...]:
-    """The ticks of the first `steps` steps; searches ask for few different ones again and again."""
-    ticks = takewhile(lambda tick: tick.compute is None or tick.compute.step < steps, zigzag(shape))
-    return tuple(ticks)

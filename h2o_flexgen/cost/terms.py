@@ -30,6 +30,23 @@ class Term(NamedTuple):
         return f"{self.phase} {self.resource}: {self.name}: {shown}"
 
 
+class Price(NamedTuple):
+    """What a task takes while nothing else is busy.
+
+    seconds    of the computing thread: of a compute all that it does, the state that arrived included; else what it
+               copies aside, before the transfers of a store start or weights that are still needed are freed
+    transfers  what a load or store moves over which links, one after the other; of a compute what goes to the host that
+               attends or fills, and what comes back; the engine's bytes
+    host       what the host does for a compute while the computing thread goes on
+    finish     of `seconds` what comes after the host's attention
+    """
+
+    seconds: float
+    transfers: tuple[Transfer, ...] = ()
+    host: float = 0.0
+    finish: float = 0.0
+
+
 class CostModel(Case):
     """Prices every task of one block under one plan, as the engine would run it.
 
@@ -46,17 +63,23 @@ class CostModel(Case):
         """The bytes of loads and stores."""
         return Moves(self)
 
-    def compute_seconds(self, task: Task) -> float:
-        """Of one compute tick while no link is busy; includes what the computing thread does for state that arrived."""
-        return self.compute.seconds(task)
+    def price(self, task: Task, step: int | None = None) -> Price:
+        """Of one task, in `step` where one is given; worked out once for all that cost the same."""
+        key = (task.kind, task.step if step is None else step, *self.twins[task.unit, task.batch])
+        found = self._prices.get(key)
+        if found is None:
+            found = self._prices[key] = self._priced(Task(*key))
+        return found
 
-    def issue_seconds(self, task: Task) -> float:
-        """What the computing thread does at a store before its transfer starts."""
-        return self.compute.issue_seconds(task)
+    @cached_property
+    def _prices(self) -> dict[tuple[TaskKind, int, int, int], Price]:
+        return {}
 
-    def transfers(self, task: Task) -> tuple[Transfer, ...]:
-        """What a load or store moves over which links, one after the other; the engine's bytes."""
-        return self.moves.transfers(task)
+    def _priced(self, task: Task) -> Price:
+        transfers, compute = self.moves.transfers(task), self.compute
+        if task.kind is not TaskKind.COMPUTE:
+            return Price(compute.issue_seconds(task), transfers)
+        return Price(compute.seconds(task), transfers, compute.host_seconds(task), compute.finish_seconds(task))
 
     def terms(self) -> tuple[Term, ...]:
         """Of the prompt's pass, and of a decode step in the middle; bytes of decode are the average of its steps."""
@@ -71,12 +94,12 @@ class CostModel(Case):
     def _compute_terms(self, phase: Phase, step: int) -> Iterator[Term]:
         totals: dict[tuple[str, str], float] = {}
         host = 0.0
-        for unit in self.spec.units:
-            for batch in range(len(self.rows)):
-                task = Task(TaskKind.COMPUTE, step, unit.index, batch)
-                host += self.compute.host_seconds(task)
-                for part, seconds in self.compute.parts(task).items():
-                    totals[unit.kind, part] = totals.get((unit.kind, part), 0.0) + seconds
+        for (unit, batch), alike in self.alike.items():
+            task = Task(TaskKind.COMPUTE, step, unit, batch)
+            host += alike * self.price(task).host
+            for part, seconds in self.compute.parts(task).items():
+                place = self.spec.units[unit].kind, part
+                totals[place] = totals.get(place, 0.0) + alike * seconds
         for (kind, part), seconds in totals.items():
             if seconds:
                 yield Term(phase, "compute", f"{kind}: {self._described(part, phase, step)}", "s", seconds)

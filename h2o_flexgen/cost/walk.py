@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from h2o_flexgen.cost.resources import Clock, Job
-from h2o_flexgen.cost.terms import CostModel
+from h2o_flexgen.cost.terms import CostModel, Price
 from h2o_flexgen.schedule.footprint import STAGING_BUFFERS, STATE_BUFFERS
 from h2o_flexgen.schedule.host_attention import FILL_BUFFERS, HOST_ATTENTION
 from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
@@ -41,15 +41,15 @@ class _Ring:
 class _Homes:
     """Homes of one kind of state, and the staging buffers they share: `HomeMaker`."""
 
-    def __init__(self, model: CostModel, clock: Clock) -> None:
-        self._model, self._clock = model, clock
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._last: dict[object, Job] = {}
         self._staging: list[Job | None] = [None] * STAGING_BUFFERS
         self._turn = 0
 
-    def move(self, owner: object, task: Task) -> Job | None:
+    def move(self, owner: object, task: Task, price: Price) -> Job | None:
         """Queue the transfers of `task` behind the last ones of `owner`; the last of them, None without any."""
-        transfers = self._model.transfers(task)
+        transfers = price.transfers
         staged = len(transfers) > 1
         if staged:
             self._clock.wait(self._staging[self._turn])
@@ -75,7 +75,7 @@ class Walk:
         self._keys = [unit.weights for unit in model.spec.units]
         self._weights: dict[str, Job | None] = {}
         self._cache_ring, self._hidden_ring = _Ring(self.clock), _Ring(self.clock)
-        self._caches, self._hidden = _Homes(model, self.clock), _Homes(model, self.clock)
+        self._caches, self._hidden = _Homes(self.clock), _Homes(self.clock)
         self._loads: dict[tuple[TaskKind, int, int], Job | None] = {}
         self._used: list[Place] = []
         self._late: dict[int, tuple[Task, Job]] = {}  # attention that the host is at, by GPU batch
@@ -101,11 +101,11 @@ class Walk:
             if task is None:
                 return
             for move in tick.stores:
-                self._issue[move.kind](self._priced(move))
+                self._issue[move.kind](move)
                 if not overlap:
                     clock.drain()
             for move in tick.loads:
-                self._issue[move.kind](self._priced(move))
+                self._issue[move.kind](move)
                 if not overlap:
                     clock.drain()
             self._compute(task)
@@ -118,8 +118,8 @@ class Walk:
 
     def _mark(self) -> None:
         self.ends.append(self.clock.now)
-        self.busy.append(self.clock.busy.copy())
-        self.moved.append(self.clock.moved.copy())
+        self.busy.append(self.clock.busy)
+        self.moved.append(self.clock.moved)
 
     def _compute(self, task: Task) -> None:
         self._finish(task.batch)
@@ -128,28 +128,25 @@ class Walk:
             clock.wait(self._weights[key])
         self._wait_hidden(task)
         self._wait_cache(task)
-        priced = self._priced(task)
-        if self._model.fills_beside(priced):
-            self._fill(priced)
-            return
-        if not self._model.attends_beside(priced):
-            clock.compute(priced, self._model.compute_seconds(priced))
-            return
-        prices = self._model.compute
-        clock.compute(priced, prices.seconds(priced) - prices.finish_seconds(priced))
-        down = self._model.transfers(priced)[0]
-        queries = clock.submit(priced, down.link, down.seconds)
-        self._late[task.batch] = priced, clock.submit(priced, HOST_ATTENTION, prices.host_seconds(priced), queries)
+        price = self._price(task)
+        if not price.transfers:
+            clock.compute(task, price.seconds)
+        elif task.step == 0:
+            self._fill(task, price)
+        else:
+            clock.compute(task, price.seconds - price.finish)
+            down = price.transfers[0]
+            queries = clock.submit(task, down.link, down.seconds)
+            self._late[task.batch] = task, clock.submit(task, HOST_ATTENTION, price.host, queries)
 
-    def _fill(self, task: Task) -> None:
+    def _fill(self, task: Task, price: Price) -> None:
         """The prompts' attention, part by part, each of which the host brings into the cache: `HostFill`."""
-        clock, prices, start = self.clock, self._model.compute, self.clock.now
-        moves, place = self._model.transfers(task), self._place(task)
-        for move in moves:
+        clock, start, place, parts = self.clock, self.clock.now, self._place(task), len(price.transfers)
+        for move in price.transfers:
             clock.wait(self._filling[self._turn])
-            clock.compute(None, prices.seconds(task) / len(moves))
+            clock.compute(None, price.seconds / parts)
             down = clock.submit(task, move.link, move.seconds)
-            job = clock.submit(task, HOST_ATTENTION, prices.host_seconds(task) / len(moves), down)
+            job = clock.submit(task, HOST_ATTENTION, price.host / parts, down)
             self._filling[self._turn] = self._filled[place] = job
             self._turn = (self._turn + 1) % FILL_BUFFERS
         clock.spans.append((task, start, clock.now, "compute"))
@@ -160,25 +157,26 @@ class Walk:
             return
         task, attended = self._late.pop(batch)
         self.clock.wait(attended)
-        up = self._model.transfers(task)[-1]
+        price = self._price(task)
+        up = price.transfers[-1]
         self.clock.carry(task, up.link, up.seconds)
-        self.clock.compute(task, self._model.compute.finish_seconds(task) - up.seconds)
+        self.clock.compute(task, price.finish - up.seconds)
 
     def _keep(self, free: Task) -> None:
         key = self._keys[free.unit]
         if any(self._keys[task.unit] == key for task, _ in self._late.values()):
-            self.clock.compute(None, self._model.compute.keep_seconds(free.unit))
+            self.clock.compute(None, self._price(free).seconds)
 
     def _load_weights(self, task: Task) -> None:
         job = None
-        for link, _, seconds in self._model.transfers(task):
+        for link, _, seconds in self._price(task).transfers:
             job = self.clock.submit(task, link, seconds, job)
         self._weights[self._keys[task.unit]] = job
 
     def _load_cache(self, task: Task) -> None:
         self._take_cache_buffer()
         place = self._place(task)
-        self._loads[TaskKind.LOAD_CACHE, *place] = self._caches.move(place, task)
+        self._loads[TaskKind.LOAD_CACHE, *place] = self._caches.move(place, task, self._price(task))
 
     def _wait_cache(self, task: Task) -> None:
         place = self._place(task)
@@ -194,10 +192,10 @@ class Walk:
         self._used.append(place)
 
     def _store_cache(self, task: Task) -> None:
-        place = self._place(task)
-        self.clock.compute(None, self._model.issue_seconds(task))
+        place, price = self._place(task), self._price(task)
+        self.clock.compute(None, price.seconds)
         self._used.remove(place)
-        self._cache_ring.give_back(self._caches.move(place, task))
+        self._cache_ring.give_back(self._caches.move(place, task, price))
 
     def _take_cache_buffer(self) -> None:
         # What was used and has no store coming makes room: its store would be issued by now.
@@ -210,7 +208,7 @@ class Walk:
         if task.batch in self._late:
             return
         self._hidden_ring.take()
-        self._loads[TaskKind.LOAD_HIDDEN, -1, task.batch] = self._hidden.move(task.batch, task)
+        self._loads[TaskKind.LOAD_HIDDEN, -1, task.batch] = self._hidden.move(task.batch, task, self._price(task))
 
     def _wait_hidden(self, task: Task) -> None:
         key = (TaskKind.LOAD_HIDDEN, -1, task.batch)
@@ -221,15 +219,14 @@ class Walk:
     def _store_hidden(self, task: Task) -> None:
         if task.batch in self._late:
             return
+        price = self._price(task)
         self._hidden_ring.take()
-        self.clock.compute(None, self._model.issue_seconds(task))
-        self._hidden_ring.give_back(self._hidden.move(task.batch, task))
+        self.clock.compute(None, price.seconds)
+        self._hidden_ring.give_back(self._hidden.move(task.batch, task, price))
 
-    def _priced(self, task: Task) -> Task:
-        if task.step >= len(self._steps):
-            return task  # weights read ahead for a step that is not simulated, whose price is that of any other
-        step = self._steps[task.step]
-        return task if step == task.step else Task(task.kind, step, task.unit, task.batch)
+    def _price(self, task: Task) -> Price:
+        # Weights may be read ahead for a step that is not simulated: their price is the same in all.
+        return self._model.price(task, self._steps[min(task.step, len(self._steps) - 1)])
 
     def _place(self, task: Task) -> Place:
         return self._model.spec.units[task.unit].layer or 0, task.batch

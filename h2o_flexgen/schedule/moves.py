@@ -29,12 +29,12 @@ def state_loads(
     it is not yet known which batches go on. `first`: the unit that a stage begins with, which reads nothing parked.
     """
     unit, batch = target
-    tasks = []
-    if step > 0 and unit.kind == "attn" and (unit.layer, batch) in shape.cache_moves:
-        tasks.append(Task(TaskKind.LOAD_CACHE, step, unit.index, batch))
-    if unit.index != first and group_size > 1 and batch in shape.hidden_moves:
-        tasks.append(Task(TaskKind.LOAD_HIDDEN, step, unit.index, batch))
-    return tuple(tasks)
+    tasks: tuple[Task, ...] = ()
+    if unit.kind == "attn" and step > 0 and (unit.layer, batch) in shape.cache_moves:
+        tasks = (Task(TaskKind.LOAD_CACHE, step, unit.index, batch),)
+    if group_size > 1 and batch in shape.hidden_moves and unit.index != first:
+        tasks = (*tasks, Task(TaskKind.LOAD_HIDDEN, step, unit.index, batch))
+    return tasks
 
 
 def state_stores(shape: ScheduleShape, source: Task, ends: bool, group_size: int, last: int = -1) -> tuple[Task, ...]:
@@ -44,12 +44,12 @@ def state_stores(shape: ScheduleShape, source: Task, ends: bool, group_size: int
     unit that a stage ends with, by default the head; nobody on this device reads what that wrote.
     """
     unit, step, batch = shape.units[source.unit], source.step, source.batch
-    tasks = []
+    tasks: tuple[Task, ...] = ()
     if unit.kind == "attn" and not ends and (unit.layer, batch) in shape.cache_moves:
-        tasks.append(Task(TaskKind.STORE_CACHE, step, unit.index, batch))
-    if unit.index not in (last, len(shape.units) - 1) and group_size > 1 and batch in shape.hidden_moves:
-        tasks.append(Task(TaskKind.STORE_HIDDEN, step, unit.index, batch))
-    return tuple(tasks)
+        tasks = (Task(TaskKind.STORE_CACHE, step, unit.index, batch),)
+    if group_size > 1 and batch in shape.hidden_moves and unit.index not in (last, len(shape.units) - 1):
+        tasks = (*tasks, Task(TaskKind.STORE_HIDDEN, step, unit.index, batch))
+    return tasks
 
 
 class _Run(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from h2o_flexgen.config.model import ModelSpec
@@ -49,7 +50,11 @@ def weight_room(sizes: Mapping[str, int], lookahead: int) -> WeightRoom:
     lowest bytes that no neighbour has; over two passes too, as an odd number of equal groups does not fit into two
     places otherwise; and over lookahead + 1 passes into as many equal places, which always works.
     """
-    order = [(key, round_up(nbytes, PAGE)) for key, nbytes in sizes.items()]
+    return _room(tuple((key, round_up(nbytes, PAGE)) for key, nbytes in sizes.items()), lookahead)
+
+
+@lru_cache(maxsize=64)  # a search asks for few different ones again and again
+def _room(order: tuple[tuple[str, int], ...], lookahead: int) -> WeightRoom:
     if not order:
         return WeightRoom()
     largest, slots = max(nbytes for _, nbytes in order), lookahead + 1

@@ -16,7 +16,7 @@ from h2o_flexgen.cost.predict import predict
 from h2o_flexgen.cost.simulate import simulate
 from h2o_flexgen.cost.terms import CostModel
 from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
-from h2o_flexgen.schedule.tasks import Task, TaskKind
+from h2o_flexgen.schedule.tasks import NO_BATCH, Task, TaskKind
 from tests.cost.machines import LINKS, TINY, model_of, profile, rates, ticking
 
 GPU, CPU = {"gpu": 1.0}, {"cpu": 1.0}
@@ -79,8 +79,8 @@ def account(model: CostModel) -> float:
             task = Task(TaskKind.COMPUTE, 0, unit.index, batch)
             if unit.kind == "attn" and model.placement.cache[unit.layer or 0, batch] == "cpu":
                 device = max(device, buffers[0]) + sum(prices.parts(task).values())
-                link = max(link, device) + model.transfers(task)[0].seconds
-                host = filled[unit.layer or 0, batch] = max(host, link) + prices.host_seconds(task)
+                link = max(link, device) + model.price(task).transfers[0].seconds
+                host = filled[unit.layer or 0, batch] = max(host, link) + model.price(task).host
                 buffers = [buffers[1], host]
             else:
                 device += sum(prices.parts(task).values())
@@ -91,15 +91,15 @@ def account(model: CostModel) -> float:
         for unit in model.spec.units:
             for batch in batches:
                 if batch in late:
-                    device = max(device, ready[batch]) + prices.finish_seconds(late.pop(batch))
+                    device = max(device, ready[batch]) + model.price(late.pop(batch)).finish
                 task = Task(TaskKind.COMPUTE, step, unit.index, batch)
                 seconds = sum(prices.parts(task).values())
                 if unit.kind != "attn" or model.placement.cache[unit.layer or 0, batch] != "cpu":
                     device += seconds
                     continue
-                device = max(device, filled[unit.layer or 0, batch]) + seconds - prices.finish_seconds(task)
-                link = max(link, device) + model.transfers(task)[0].seconds
-                host = max(host, link) + prices.host_seconds(task)
+                device = max(device, filled[unit.layer or 0, batch]) + seconds - model.price(task).finish
+                link = max(link, device) + model.price(task).transfers[0].seconds
+                host = max(host, link) + model.price(task).host
                 ready[batch], late[batch] = host, task
     return device - prompts
 
@@ -156,7 +156,7 @@ def test_hidden_states_that_wait_for_the_host_are_not_parked() -> None:
         what: traffic.nbytes for (link, what), traffic in model.moves.traffic(range(1, 2)).items() if "gpu->" in link
     }
     assert moved == {"hidden": 3 * 3 * pages, "queries": 2 * 3 * 3 * hidden}  # embed, mlp, mlp; q, k, v
-    assert model.compute.keep_seconds(1) > 0
+    assert model.price(Task(TaskKind.FREE_WEIGHTS, 1, 1, NO_BATCH)).seconds > 0
 
 
 def test_terms_say_what_the_host_does() -> None:

@@ -97,8 +97,8 @@ def test_seconds_are_those_of_the_tasks(tier: str, batches: int, computing: bool
             assert 0.99 * least - 1e-4 <= said.get(link, 0.0) <= 1.01 * seconds + 1e-4, (phase.name, link)
         middle = passes[len(passes) // 2]
         ticks = [(unit.index, batch) for unit in model.spec.units for batch in range(batches)]
-        computing_s = sum(model.compute_seconds(Task(TaskKind.COMPUTE, middle, *tick)) for tick in ticks)
-        attending = sum(model.compute.host_seconds(Task(TaskKind.COMPUTE, middle, *tick)) for tick in ticks)
+        computing_s = sum(model.price(Task(TaskKind.COMPUTE, middle, *tick)).seconds for tick in ticks)
+        attending = sum(model.price(Task(TaskKind.COMPUTE, middle, *tick)).host for tick in ticks)
         assert said.get(HOST_ATTENTION, 0.0) == pytest.approx(attending, rel=0.01)
         assert (attending > 0) == (computing and tier == "gpu" and (phase.name == "prefill" or batches > 1))
         issuing = 0.02 * computing_s  # what is copied aside for stores comes on top

@@ -63,9 +63,7 @@ def test_attention_that_grows_beside_recorded_steps() -> None:
     curve = {kind: Curve(((1, 1e-4), (1e9, 1e5))) for kind in ("plain", "scored")}
     machine = profile({"cpu": ticking(), "gpu": replace(GPU, decode_attention=curve)})
     model = model_of(OffloadPolicy(2, **HERE), spec=ONE_LAYER, machine=machine, tier="gpu", workload=Workload(24, 60))
-    each = [
-        sum(model.compute.seconds(Task(TaskKind.COMPUTE, step, unit, 0)) for unit in range(4)) for step in range(60)
-    ]
+    each = [sum(model.price(Task(TaskKind.COMPUTE, step, unit, 0)).seconds for unit in range(4)) for step in range(60)]
     assert each[59] > each[6] + 1, "it grows"
     assert simulate(model).decode_s == pytest.approx(sum(each[1:]), rel=1e-3)
 

@@ -187,7 +187,7 @@ def test_few_steps_say_what_all_would(
     assert few.prefill_s == pytest.approx(every.prefill_s)
     # The last step of all reads no weights ahead, which a step in the middle does.
     loads = [Task(TaskKind.LOAD_WEIGHTS, 0, unit.index, NO_BATCH) for unit in model.spec.units]
-    longest = max((move.seconds for load in loads for move in model.transfers(load)), default=0.0)
+    longest = max((move.seconds for load in loads for move in model.price(load).transfers), default=0.0)
     ahead = (model.policy.lookahead + 1) * longest
     assert few.decode_s == pytest.approx(every.decode_s, rel=0.02, abs=ahead)
     for resource in every.busy:
@@ -203,7 +203,7 @@ def test_nothing_but_compute_is_the_sum_of_its_compute(
     found = simulate(model)
     sums = [
         sum(
-            model.compute_seconds(Task(TaskKind.COMPUTE, step, unit.index, batch))
+            model.price(Task(TaskKind.COMPUTE, step, unit.index, batch)).seconds
             for unit in model.spec.units
             for batch in range(batches)
         )

@@ -176,13 +176,13 @@ def test_state_that_moves_is_copied_by_the_computing_thread() -> None:
     page = 4096
     store = Task(TaskKind.STORE_HIDDEN, 0, 1, 0)
     hidden = -(-3 * 24 * 64 * 2 // page) * page
-    assert model.issue_seconds(store) == pytest.approx(2e-6 * hidden)
+    assert model.price(store).seconds == pytest.approx(2e-6 * hidden)
     assert counts(model, 1, 0)["moving state"] == 2 * hidden
     assert counts(model, 2, 1)["moving state"] == 2 * page
     token = 3 * 2 * 64 * (2 * 2 + 8)
     assert [counts(model, 1, step)["moving state"] - 2 * page for step in (1, 2, 16, 17)] == [0, token, 15 * token, 0]
-    assert model.issue_seconds(Task(TaskKind.STORE_CACHE, 3, 1, 0)) == pytest.approx(1e-6 * token)
-    assert model.issue_seconds(Task(TaskKind.STORE_CACHE, 16, 1, 0)) == 0
+    assert model.price(Task(TaskKind.STORE_CACHE, 3, 1, 0)).seconds == pytest.approx(1e-6 * token)
+    assert model.price(Task(TaskKind.STORE_CACHE, 16, 1, 0)).seconds == 0
 
 
 def test_attention_may_be_computed_where_the_cache_lives() -> None:
@@ -209,14 +209,17 @@ def test_transfers() -> None:
     policy = OffloadPolicy(3, 2, {"disk": 1.0}, {"cpu": 1.0}, {"disk": 1.0})
     model = model_of(policy, tier="gpu", workload=Workload(24, 40))
     group = TINY.groups_by_key["layers.0.attn"].buffer_bytes("float16")
-    weights = model.transfers(Task(TaskKind.LOAD_WEIGHTS, 0, 1, NO_BATCH))
+    weights = model.price(Task(TaskKind.LOAD_WEIGHTS, 0, 1, NO_BATCH)).transfers
     assert weights == (("disk->cpu", group, group / 1e9), ("cpu->gpu", group, group / 1e10))
     cache = 2 * 3 * 64 * 64 * 2
-    assert model.transfers(Task(TaskKind.LOAD_CACHE, 5, 1, 0)) == (("cpu->gpu", cache, cache / 1e10),)
-    assert model.transfers(Task(TaskKind.STORE_CACHE, 5, 1, 0)) == ()
-    assert model.transfers(Task(TaskKind.STORE_CACHE, 16, 1, 0)) == (("gpu->cpu", cache, cache / 1e10),)
-    assert [move.link for move in model.transfers(Task(TaskKind.STORE_HIDDEN, 0, 1, 0))] == ["gpu->cpu", "cpu->disk"]
-    assert model.transfers(Task(TaskKind.FREE_WEIGHTS, 0, 1, NO_BATCH)) == ()
+    assert model.price(Task(TaskKind.LOAD_CACHE, 5, 1, 0)).transfers == (("cpu->gpu", cache, cache / 1e10),)
+    assert model.price(Task(TaskKind.STORE_CACHE, 5, 1, 0)).transfers == ()
+    assert model.price(Task(TaskKind.STORE_CACHE, 16, 1, 0)).transfers == (("gpu->cpu", cache, cache / 1e10),)
+    assert [move.link for move in model.price(Task(TaskKind.STORE_HIDDEN, 0, 1, 0)).transfers] == [
+        "gpu->cpu",
+        "cpu->disk",
+    ]
+    assert model.price(Task(TaskKind.FREE_WEIGHTS, 0, 1, NO_BATCH)).transfers == ()
 
 
 def test_a_profile_without_what_is_needed_is_named() -> None:
@@ -245,7 +248,7 @@ def test_terms_add_up_to_the_tasks(plan: tuple[OffloadPolicy, str], eviction: Ev
             for batch in range(len(model.rows))
         )
         seconds = sum(term.value for term in terms if term.resource == "compute")
-        assert seconds == pytest.approx(sum(model.compute_seconds(task) for task in computes))
+        assert seconds == pytest.approx(sum(model.price(task).seconds for task in computes))
     moved = Counter[str]()
     for term in model.terms():
         if term.unit == "B":

@@ -104,7 +104,7 @@ def test_passes_that_products_save_are_not_priced(name: str) -> None:
     )
     task = Task(TaskKind.COMPUTE, 1, 2, 0)
     assert spec.units[2].kind == "mlp"
-    assert apart.compute_seconds(task) - fused.compute_seconds(task) == pytest.approx(rows * 2 * saved)
+    assert apart.price(task).seconds - fused.price(task).seconds == pytest.approx(rows * 2 * saved)
     attn = Task(TaskKind.COMPUTE, 1, 1, 0)
-    residual = apart.compute_seconds(attn) - fused.compute_seconds(attn)
+    residual = apart.price(attn).seconds - fused.price(attn).seconds
     assert residual == pytest.approx(0 if wide.names & {"add", "add_"} else rows * 2 * 2 * spec.hidden_size)
