@@ -129,7 +129,7 @@ def command(point: Record, scratch: Path, report: Path) -> list[str]:
 
 def measure(point: Record, scratch: Path, folder: Path) -> Record:
     """One run: its record, what the control group saw, and the bytes that the plan says it reads."""
-    from h2o_flexgen.baselines.offload_check import planned_disk_bytes  # torch, which takes its time
+    from benchmarks.offload_check import planned_disk_bytes  # torch, which takes its time
 
     report = folder / "memcap.json"
     try:
