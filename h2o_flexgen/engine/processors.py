@@ -73,7 +73,7 @@ class Usual(NamedTuple):
         if not row.params.usual or _watched(row.hooks):
             return None
         values = [getattr(row.params, name) for name in cls._fields[:-1]]
-        return cls(*values, tuple(sorted(token for token in row.eos if token >= 0)))
+        return cls._make([*values, tuple(sorted(token for token in row.eos if token >= 0))])
 
     def after(self, tokens: int) -> Usual | None:
         """What is left to decide once a row has so many new tokens; None: the largest logit is the answer."""
