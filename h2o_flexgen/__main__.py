@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import h2o_flexgen
-from h2o_flexgen.cli.program import exit_on_errors, write_result
+from h2o_flexgen.cli.program import exit_on_errors, leaving_at_once, write_result
 from h2o_flexgen.config.flags import called
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program that the first word names, with the words after it; returns its exit code."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in PROGRAMS:
-        code: int = import_module(f"h2o_flexgen.{name}").main(rest)
+        with leaving_at_once():
+            program = import_module(f"h2o_flexgen.{name}")
+        code: int = program.main(rest)
         return code
     return exit_on_errors(lambda: _about(name))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -19,7 +21,7 @@ from h2o_flexgen.calibration import measure
 from h2o_flexgen.config.flags import called
 from h2o_flexgen.units import MIB
 from tests import programs
-from tests.programs import on_a_terminal
+from tests.programs import Child, on_a_terminal
 
 PACKAGE = Path(h2o_flexgen.__file__).parent
 
@@ -110,6 +112,14 @@ def called_by_a_script(name: str) -> str:
     """The first word of what `called` says in a process started by an executable of this name."""
     program = f"import sys; sys.argv[0] = '/bin/{name}'; from h2o_flexgen.config.flags import called; print(called())"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_signal_while_a_program_is_imported_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("h2o_flexgen.__main__.import_module", lambda name: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(programs, "main", main)
+    with Child(tmp_path, "search") as child:
+        ran = child.wait()
+    assert (ran.code, ran.err) == (130, "interrupted\n")
 
 
 @pytest.fixture
