@@ -183,12 +183,9 @@ class RankedSlots(SlotBook):
             self._flat_score.index_copy_(0, free, score.view(-1))
         self._flat_pos.index_copy_(0, free, new)
         if self._rank is not None:
-            self._rank.view(-1).index_copy_(0, free, self._clock.at_step("newest ranks by head", self._newest))
+            newest = self._per_head(self._clock.newest_ranks).to(torch.int32)
+            self._rank.view(-1).index_copy_(0, free, newest)
         return free
-
-    def _newest(self) -> Tensor:
-        """The rank of each row's newest token, for each of its heads: (b * kv_heads,) int32."""
-        return self._clock.newest_ranks.to(torch.int32).view(-1, 1).expand(self._shape[:2]).reshape(-1)
 
     def ranks(self, width: int) -> Tensor:
         if self._rank is None:
