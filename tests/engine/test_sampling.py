@@ -224,7 +224,7 @@ def test_rows_get_together_what_they_get_alone(vocabulary: int, monkeypatch) -> 
     rows whose scores are recorded get the same, and those go one by one."""
     monkeypatch.setattr(processors, "_CHUNK", 3 * vocabulary)
     monkeypatch.setattr(sampler, "_CHUNK", 2 * vocabulary)
-    noise = torch.Generator().manual_seed(4)
+    noise = torch_generator(4)
     steps = torch.randn(9, 24, vocabulary, generator=noise) * 4
 
     def rows() -> list[Sequence]:

@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen.kernels import torch_cpu
+from tests.seeds import moved
 
 
 class Operations(TorchDispatchMode):
@@ -25,7 +26,7 @@ class Operations(TorchDispatchMode):
 
 
 def done(options: dict[str, Any], *, fused: bool, dtype: torch.dtype) -> tuple[torch.Tensor, list[str]]:
-    torch.manual_seed(0)
+    torch.manual_seed(moved(0))
     x, weight, bias, onto = (torch.randn(*size).to(dtype) for size in ((5, 24), (16, 24), (16,), (9, 16)))
     given = {"bias": bias, "onto": onto[2:7], "relu": True}
     arguments = {name: given[name] for name in options}

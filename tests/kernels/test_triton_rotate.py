@@ -16,7 +16,6 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 def made(tokens: int, heads: int, kv_heads: int, dim: int, turned: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """q and k as the decoder's product has them, beside each other and v; cosines and sines beside those of others."""
-    torch.manual_seed(tokens * dim)
     joined = torch.randn(tokens, (heads + 2 * kv_heads) * dim).clamp(-2, 2).to(DEVICE, dtype)
     q, k, _ = joined.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     half = torch.rand(tokens + 3, turned // 2) * 6
