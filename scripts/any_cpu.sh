@@ -20,7 +20,7 @@ failed=0
 row() { echo "| $1 | $2 | $3 |" | tee -a "$OUTPUT"; }
 
 processor=$(sed -n 's/^model name\s*: //p' /proc/cpuinfo | head -1)
-flags=$(grep -m1 ^flags /proc/cpuinfo | grep -oE '\b(avx2|avx512f|avx512_bf16|amx_bf16)\b' | paste -sd ' ')
+flags=$(grep -m1 ^flags /proc/cpuinfo | grep -oE '\b(avx2|avx512f|avx512_bf16|amx_bf16)\b' | paste -sd ' ' || true)
 cat >"$OUTPUT" <<END
 # The tests under other settings
 By \`scripts/any_cpu.sh $*\`, $(date -u +%F), commit $(git rev-parse --short HEAD), ${processor:-?} (${flags:-none of avx2, avx512f}).
