@@ -3,7 +3,7 @@
 torch's wheels, for CPUs and for CUDA, bring libgomp, and MKL and oneDNN in them use it too. By default its threads spin
 for milliseconds while they wait for each other. Where another program has taken one thread's core, the others then
 burn theirs: float32 decode of OPT-125M on two cores fell to 0.30 to 0.37 of its speed beside one busy process, and
-keeps 0.51 to 0.93 of it where they spin for some 30 us and then sleep. Alone both are as fast.
+keeps about half of it or more where they spin for some 30 us and then sleep. Alone both are as fast.
 
 libgomp reads its settings from the environment when it is loaded, so they have to be there before torch is imported.
 """
