@@ -25,7 +25,6 @@ typedef struct {
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
-INLINE __mmask16 first_lanes(int64_t n) { return n >= LANES ? 0xFFFF : (__mmask16)((1u << n) - 1); }
 
 /* ---- vectors of one token: 64 bytes, 32 bfloat16 or 16 float32 numbers; the last of `nv` may be partial */
 

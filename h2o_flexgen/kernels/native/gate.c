@@ -30,7 +30,7 @@ static inline __m512 activated(__m512 x, int tanh_gelu) {
 
 static void one_row(bf16 *gate, const bf16 *up, long n, int tanh_gelu) {
     for (long i = 0; i < n; i += STEP) {
-        const __mmask16 here = n - i >= STEP ? (__mmask16)-1 : (__mmask16)((1 << (n - i)) - 1);
+        const __mmask16 here = first_lanes(n - i);
         __m512 v = activated(widened(_mm256_maskz_loadu_epi16(here, gate + i)), tanh_gelu);
         v = widened((__m256i)_mm512_cvtneps_pbh(v)); /* as it would be written down */
         v = _mm512_mul_ps(v, widened(_mm256_maskz_loadu_epi16(here, up + i)));

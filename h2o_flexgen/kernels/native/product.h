@@ -26,7 +26,7 @@ static inline __m512 widened(__m256i short_numbers) {
 static inline void finish(const Product *p, const float *sums, long pitch, long row, long rows, long out, long outs) {
     for (long r = 0; r < rows; r++)
         for (long o = 0; o < outs; o += 16) {
-            const __mmask16 mask = outs - o >= 16 ? (__mmask16)-1 : (__mmask16)((1 << (outs - o)) - 1);
+            const __mmask16 mask = first_lanes(outs - o);
             const long to = (row + r) * p->y_stride + out + o;
             __m512 v = _mm512_maskz_loadu_ps(mask, sums + r * pitch + o);
             if (p->bias) v = _mm512_add_ps(v, widened(_mm256_maskz_loadu_epi16(mask, p->bias + out + o)));

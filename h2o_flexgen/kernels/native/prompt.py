@@ -14,7 +14,7 @@ from h2o_flexgen.kernels.large import LARGE
 from h2o_flexgen.kernels.native import build
 from h2o_flexgen.kernels.types import KeysValues, PackedPrompts, PrefillAttention
 
-_TILE = 6  # rows of queries that are multiplied together
+_TILE = 6  # rows of queries that are multiplied together (4 with AVX2): a block fills whole ones
 _ROWS = 24  # of a block: each reads the keys and values once, and all of them see what the last one sees
 _MOST_ROWS = 48
 _LANES, _MAX_DIM = 16, 256  # a head's dimensions: a multiple, and at most

@@ -12,8 +12,6 @@
 #define INLINE static inline __attribute__((always_inline))
 
 #ifdef __AVX512BF16__
-enum { REGISTERS = 32 };
-
 /* The second, first, fourth and third lane of 128 bits: of x, y, x and y. */
 INLINE __m512 crossed(__m512 x, __m512 y) {
     const __m512i from = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
@@ -26,8 +24,6 @@ INLINE __m256 first_pairs(__m512 x) {
     return _mm512_castps512_ps256(_mm512_permutexvar_ps(from, x));
 }
 #else
-enum { REGISTERS = 8 }; /* pairs */
-
 typedef struct {
     __m256 a, b;
 } f512;
@@ -99,7 +95,6 @@ INLINE void store_some(void *at, const void *from, size_t bytes, size_t whole) {
 #define _mm512_storeu_ps v_storeu
 #define _mm512_store_ps v_storeu
 #define _mm512_load_si512(at) v_as_i(v_loadu(at))
-#define _mm512_loadu_si512(at) v_as_i(v_loadu(at))
 #define _mm512_store_si512(at, x) v_storeu(at, v_as_f(x))
 #define _mm512_maskz_loadu_epi32(mask, at) load_some(at, first_bytes((m16)(mask), 4))
 #define _mm512_maskz_loadu_ps(mask, at) v_as_f(load_some(at, first_bytes((m16)(mask), 4)))
@@ -129,10 +124,9 @@ INLINE i512 v_set1_i(int x) { return I2(_mm256_set1_epi32(x), _mm256_set1_epi32(
 #define _mm512_castsi512_ps v_as_f
 #define _mm512_castps_pd(x) (x)
 #define _mm512_castpd_ps(x) (x)
-#define _mm512_castps512_ps256(x) ((x).a)
 BOTH_F(_v_add, _mm256_add_ps) BOTH_F(_v_sub, _mm256_sub_ps) BOTH_F(_v_mul, _mm256_mul_ps) BOTH_F(_v_div, _mm256_div_ps)
-BOTH_F(_v_max, _mm256_max_ps) BOTH_F(_v_min, _mm256_min_ps) BOTH_I(_v_addi, _mm256_add_epi32) BOTH_I(_v_and, _mm256_and_si256)
-BOTH_I(_v_or, _mm256_or_si256)
+BOTH_F(_v_max, _mm256_max_ps) BOTH_F(_v_min, _mm256_min_ps)
+BOTH_I(_v_addi, _mm256_add_epi32) BOTH_I(_v_and, _mm256_and_si256) BOTH_I(_v_or, _mm256_or_si256)
 #define _mm512_add_ps _v_add
 #define _mm512_sub_ps _v_sub
 #define _mm512_mul_ps _v_mul
@@ -143,7 +137,9 @@ BOTH_I(_v_or, _mm256_or_si256)
 #define _mm512_and_si512 _v_and
 #define _mm512_or_si512 _v_or
 #define _mm512_slli_epi32(x, n) I2(_mm256_slli_epi32((x).a, n), _mm256_slli_epi32((x).b, n))
-INLINE f512 v_fmadd(f512 x, f512 y, f512 z) { return F2(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)); }
+INLINE f512 v_fmadd(f512 x, f512 y, f512 z) {
+    return F2(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
+}
 INLINE f512 v_fnmadd(f512 x, f512 y, f512 z) {
     return F2(_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b));
 }
@@ -267,6 +263,9 @@ INLINE __m256 first_pairs(f512 x) {
     return as_f(_mm256_permute4x64_epi64(as_i(_mm256_shuffle_ps(x.a, x.b, 0x44)), 0xD8));
 }
 #endif
+
+/* The first n of 16 numbers, all where there are more. */
+INLINE __mmask16 first_lanes(int64_t n) { return n >= 16 ? (__mmask16)-1 : (__mmask16)((1u << n) - 1); }
 
 /* exp of x <= 88 to a relative error below 1e-6, exactly 1 at 0, 0 below -104; NaN stays NaN. */
 INLINE __m512 exp_of(__m512 x) {
