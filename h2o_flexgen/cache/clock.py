@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -68,6 +68,8 @@ class _Kin:
     """What clocks of the same rows share: those of layers with the same window, see `RowClock.twin`."""
 
     settled: _Settled | None = None
+    of_step: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """By name what `RowClock.at_step` was asked for last: in which state, and the answer."""
     joined: tuple[list[Any], RowClock] | None = None
     """The last that was joined of these and others: of which and in what state, and the outcome."""
 
@@ -151,9 +153,14 @@ class RowClock:
         return [min(held + self.step, budget.total) for held, budget in zip(self.held, self.budgets, strict=True)]
 
     @property
-    def newest_ranks(self) -> list[int]:
-        """How many older tokens each row holds beside the newest, once that has come in."""
-        return [min(held + self.step + 1, limit) - 1 for held, limit in zip(self.held, self.limits, strict=True)]
+    def newest_ranks(self) -> Tensor:
+        """How many older tokens each row holds beside the newest, once that has come in: (b,) int64 on the device."""
+
+        def make() -> Tensor:
+            held, limits = self.once("held, limits", lambda: torch.tensor([self.held, self.limits], device=self.device))
+            return torch.minimum(held + self.step, limits - 1)
+
+        return self.at_step("newest ranks", make)
 
     @property
     def held(self) -> list[int]:
@@ -208,6 +215,14 @@ class RowClock:
             made[name] = make()
         return cast(_Made, made[name])
 
+    def at_step(self, name: str, make: Callable[[], _Made]) -> _Made:
+        """What `make` makes of this clock alone, as it is now; of twins in the same step one is asked."""
+        now = _state(self, ())
+        known = self._kin.of_step.get(name)
+        if known is None or known[0] != now:
+            known = self._kin.of_step[name] = now, make()
+        return cast(_Made, known[1])
+
     @property
     def length(self) -> int:
         """Slots from the first on that some row occupies at this step, the new token included."""
@@ -217,21 +232,24 @@ class RowClock:
         """What attention reads at this step, the new token included."""
         if self._occupied is not None:
             return self._occupied
-        counts = [min(held + self.step + 1, limit) for held, limit in self._settled.growth]
-        length = max(counts)
-        width = self._width(length)
-        valid = None
-        hidden = [min(max(gone + self.step, 0), sinks) for gone, sinks in self._settled.leaving]
-        if any(hidden):
-            first, last = (torch.tensor(x, device=self.device)[:, None, None] for x in (hidden, counts))
-            valid = (self._settled.slots[:, :, :width] >= first) & (self._settled.slots[:, :, :width] < last)
-        elif min(counts) < width:
-            ends = counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=self.device)[:, None, None]
-            valid = self._settled.slots[:, :, :width] < ends
-        occupied = Occupied(length, width, valid)
+        occupied = self.at_step("occupied", self._now_occupied)
         if self.step >= self._settled.saturated:
             self._occupied = occupied
         return occupied
+
+    def _now_occupied(self) -> Occupied:
+        counts = [min(held + self.step + 1, limit) for held, limit in self._settled.growth]
+        length = max(counts)
+        width = self._width(length)
+        slots, valid = self._settled.slots[:, :, :width], None
+        leaving = self._settled.leaving
+        if any(gone + self.step > 0 and sinks for gone, sinks in leaving):
+            gone, sinks = self.once("leaving", lambda: torch.tensor(leaving, device=self.device).T[..., None, None])
+            hidden = torch.minimum((gone + self.step).clamp(min=0), sinks)
+            valid = (slots >= hidden) & (slots <= self.newest_ranks[:, None, None])
+        elif min(counts) < width:
+            valid = slots < counts[0] if len(set(counts)) == 1 else slots <= self.newest_ranks[:, None, None]
+        return Occupied(length, width, valid)
 
     def _width(self, length: int) -> int:
         """How many slots to hand to attention: those in use, or on a CPU all of them.

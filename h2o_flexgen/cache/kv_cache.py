@@ -246,8 +246,7 @@ class KVCache:
             valid = valid.expand(self.shape.batch, self.shape.kv_heads, -1)
         keys = buffers.k.narrow(2, 0, width)
         if table is not None:
-            newest = torch.tensor(self._clock.newest_ranks, device=self.device).view(-1, 1)
-            q, keys = rolled(q, keys, table, newest, self._book.ranks(width))
+            q, keys = rolled(q, keys, table, self._clock.newest_ranks.view(-1, 1), self._book.ranks(width))
         out, row = decode_attention(q, keys, buffers.v.narrow(2, 0, width), scale, valid, self._book.needs_rows)
         self._book.settle(None if row is None else row[..., :length], length)
         return out

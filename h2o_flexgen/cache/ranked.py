@@ -183,9 +183,12 @@ class RankedSlots(SlotBook):
             self._flat_score.index_copy_(0, free, score.view(-1))
         self._flat_pos.index_copy_(0, free, new)
         if self._rank is not None:
-            newest = self._per_head(self._clock.newest_ranks).to(torch.int32)
-            self._rank.view(-1).index_copy_(0, free, newest)
+            self._rank.view(-1).index_copy_(0, free, self._clock.at_step("newest ranks by head", self._newest))
         return free
+
+    def _newest(self) -> Tensor:
+        """The rank of each row's newest token, for each of its heads: (b * kv_heads,) int32."""
+        return self._clock.newest_ranks.to(torch.int32).repeat_interleave(self._shape[1])
 
     def ranks(self, width: int) -> Tensor:
         if self._rank is None:

@@ -116,18 +116,21 @@ class ArrivalSlots(SlotBook):
         return self._flat if self._slot is None else self._slot
 
     def ranks(self, width: int) -> Tensor:
-        clock = self._clock
-        rows = range(len(clock.budgets) if self._slot is None else 1)
-        newest, rings = [], []
-        for row in rows:
-            order, first, limit = clock.held[row] + clock.step, self._first[row], clock.limits[row]
-            newest.append(self._slot_of(row, order))
-            # Until a ring is full its slots are in order, as are those of sinks and of full rows.
-            rings.append((first, limit - first) if order >= limit else (self._capacity, 1))
-        first, ring = torch.tensor(rings, device=clock.device).T.view(2, -1, 1, 1)
+        return self._clock.at_step(f"ranks of {width} slots", lambda: self._ranks(width))
+
+    def _ranks(self, width: int) -> Tensor:
+        clock, rows = self._clock, slice(None) if self._slot is None else slice(1)
+        numbers = [clock.held[rows], self._first[rows], clock.limits[rows]]
+        held, first, limit = clock.once(
+            "rings", lambda: torch.tensor(numbers, device=clock.device).view(3, -1, 1, 1).unbind(0)
+        )
+        # Until a ring is full its slots are in order, as are those of sinks and of full rows.
+        order = held + clock.step
+        newest = torch.where(order < limit, order, first + (order - first) % (limit - first))
+        start = torch.where(order < limit, self._capacity, first)
+        ring = torch.where(order < limit, 1, limit - first)
         slots = torch.arange(width, device=clock.device)
-        after = slots - 1 - torch.tensor(newest, device=clock.device).view(-1, 1, 1)
-        return torch.where(slots < first, slots, after % ring + first)
+        return torch.where(slots < start, slots, (slots - 1 - newest) % ring + start)
 
     def settle(self, row: Tensor | None, length: int) -> None:
         if self._slot is None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.kernels.rotate import rotate_halves
 
 
@@ -106,4 +107,9 @@ def rolled(
         flat, shape = places.reshape(-1), (*places.shape, half)
         return cos.index_select(0, flat).view(shape), sin.index_select(0, flat).view(shape)
 
-    return rotate_halves(q, *at(newest)), rotate_halves(keys, *at(ranks))
+    query = rotate_halves(q, *at(newest))
+    if triton_available.serves(keys.device):
+        from h2o_flexgen.kernels.triton_rolled import turned  # imports Triton, which is not there on every machine
+
+        return query, turned(keys, ranks, cos, sin)
+    return query, rotate_halves(keys, *at(ranks))

@@ -32,7 +32,7 @@ from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.host_attention import prompt_bytes
 from h2o_flexgen.schedule.pipeline import pipeline
-from h2o_flexgen.schedule.tasks import ScheduleShape, Tick, groups_of
+from h2o_flexgen.schedule.tasks import ScheduleShape, Tick, WholeStep, groups_of
 from h2o_flexgen.schedule.zigzag import zigzag
 
 
@@ -115,7 +115,7 @@ class BlockRunner:
             shape = self._shape(plan, steps, stages, len(lanes))
             tally = Tally(self.spec, plan, totals.work)
             try:
-                for row in executor.run(self._ticks(shape, refills, lanes, tally)):
+                for row in executor.run(self._ticks(shape, refills, lanes, tally, executor.whole)):
                     self._count_row(row, totals)
                     tally.finished(row)
                     yield row
@@ -134,7 +134,9 @@ class BlockRunner:
         for stage in self.stages:
             stage.weights.reset()
 
-    def _ticks(self, shape: ScheduleShape, refills: list[Refill], lanes: list[Lane], tally: Tally) -> Iterator[Tick]:
+    def _ticks(
+        self, shape: ScheduleShape, refills: list[Refill], lanes: list[Lane], tally: Tally, whole: WholeStep
+    ) -> Iterator[Tick]:
         def active(step: int, group: int = 0) -> list[int]:
             going = (row for lane in lanes for row in lane.rows if not row.finished)
             self.on_tokens(self.finished_tokens + sum(row.steps - row.remaining for row in going))
@@ -146,7 +148,7 @@ class BlockRunner:
             return indices
 
         if len(shape.stages) == 1:
-            return zigzag(shape, active, refills[0].last)
+            return zigzag(shape, active, refills[0].last, whole)
         return pipeline(shape, active, lambda step, group: refills[group].last(step))
 
     def _shape(self, plan: Plan, steps: int, stages: list[Stage], batches: int) -> ScheduleShape:

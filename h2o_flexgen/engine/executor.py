@@ -20,7 +20,7 @@ from h2o_flexgen.config.model import UnitSpec
 from h2o_flexgen.engine.attention import TickAttention
 from h2o_flexgen.engine.caches import CacheMaker, LaneCache
 from h2o_flexgen.engine.finite import FiniteCheck
-from h2o_flexgen.engine.graphs import DecodeGraphs, recorder
+from h2o_flexgen.engine.graphs import DecodeGraphs, Launched, recorder
 from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.path import PromptAttention, PromptPath
 from h2o_flexgen.engine.sampler import Sampler
@@ -81,7 +81,7 @@ class Executor:
         self._windows = [spec.arch.window_of(layer) for layer in range(spec.num_layers)]
         self._tables: dict[tuple[Rotary, torch.device], Angles] = {}
         self._graphs = self._make_graphs()
-        self._logits: dict[int, Tensor] = {}  # of lanes whose step was done as a whole
+        self._launched: dict[int, Launched] = {}  # of lanes whose step was launched as a whole
         self._issue = {
             TaskKind.LOAD_WEIGHTS: lambda t: self._at(t).loaded.weights.load(self._units[t.unit].weights),
             TaskKind.FREE_WEIGHTS: lambda t: self._at(t).free_weights(self._units[t.unit].weights),
@@ -146,18 +146,26 @@ class Executor:
                 for stage in self._m.stages:
                     stage.loaded.copies.drain()
 
+    def whole(self, batch: int) -> bool:
+        """Whether the step that lane `batch` is in was launched as a whole: what is left of it is to choose tokens."""
+        return batch in self._launched
+
     def _whole(self, task: Task) -> list[Sequence] | None:
-        """The compute of a lane whose step is done as a whole: all of it at its first unit, and the choice of tokens
-        at its last. None where the unit is to be computed."""
+        """The compute of a lane whose step is launched as a whole: all of it at its first unit, and the choice of
+        tokens at its last. None where the unit is to be computed."""
         unit, lane = self._units[task.unit], self._lanes[task.batch]
         if unit.kind == "embed" and self._graphs is not None:
             with self._m.trace.record(task, unit, 0.0):
-                logits = self._graphs.step(lane)
-            if logits is not None:
-                self._logits[lane.index] = logits
-        if lane.index not in self._logits:
+                launched = self._graphs.step(lane)
+            if launched is not None:
+                self._launched[lane.index] = launched
+                return []
+        if lane.index not in self._launched:
             return None
-        return self._choose(lane, self._logits.pop(lane.index)) if unit.kind == "head" else []
+        outcome = self._launched.pop(lane.index)
+        if isinstance(outcome, Tensor):
+            return self._m.sampler.step(lane.rows, outcome)
+        return self._m.sampler.take(lane.rows, *outcome())
 
     def _make_graphs(self) -> DecodeGraphs | None:
         """Where steps can be recorded and nobody looks at single units."""

@@ -1,5 +1,9 @@
 """Decode steps as CUDA graphs: recorded once, then launched by one call instead of some thousand.
 
+A recorded step ends by making the inputs of the next one. Where all rows take their likeliest tokens, the next step is
+launched before anybody has looked at the tokens of the one before, so that the GPU never waits for the host. A row that
+turns out to be finished then idles for one step: its lane changes a step later, and no other row sees a difference.
+
 A step can be recorded where all it touches stays in one place: weights, caches and hidden states on the GPU, the rows
 of the lane, and what their caches launch (`KVCache.repeats`). Everything else is computed unit by unit as ever: what
 moves between tiers, caches that are computed on in host memory, rolling positions, policies with a score rule of their
@@ -11,71 +15,136 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.lane import Lane
+from h2o_flexgen.engine.sampler import pack
 from h2o_flexgen.kernels.triton_available import interpreting
 from h2o_flexgen.schedule.recorded import PATIENCE
 
 log = logging.getLogger(__name__)
 
-Run = Callable[[], Tensor]
+Read = Callable[[], Tensor]
+"""Waits for numbers that are on their way from the device; they are in host memory."""
+
+
+class Result(NamedTuple):
+    """What a step gives: logits (rows, vocab) float32, and of each row the largest and its token, by `pack`."""
+
+    logits: Tensor
+    likeliest: Tensor
+
+
+Run = Callable[[], Result]
 """Launches a step; its result, and all it reads and leaves, lies in tensors that stay."""
+
+
+Launched = Tensor | Callable[[], tuple[list[float], list[int]]]
+"""What is known of a step that was launched as a whole: its logits, which are the caller's; or, where nobody asks for
+them, what waits for the largest ones and their tokens."""
 
 
 class Recording(Protocol):
     """A step that can be launched again."""
 
-    def warm_up(self, run: Run) -> Tensor:
+    def warm_up(self, run: Run) -> Result:
         """Does what `run` does, once, in the way a recording is made: whatever is made at its first use is made now."""
 
-    def record(self, run: Run) -> Tensor:
+    def record(self, run: Run) -> Result:
         """Notes what `run` launches, and launches nothing. Every `replay` fills the result anew."""
 
     def replay(self) -> None:
         """Launches what was noted."""
 
+    def fetch(self, numbers: Tensor) -> Read:
+        """Starts to bring to the host what is in `numbers` once all that was launched so far is through."""
+
     def close(self) -> None:
         """Gives the memory back."""
+
+
+class GraphMemory:
+    """Memory that the graphs of one block share on a device: they run one after the other, and nobody reads a result
+    after another one has started. A graph is in it from its recording until it is closed."""
+
+    def __init__(self) -> None:
+        self._graphs = 0
+        self._handle: Any = None
+
+    def enter(self) -> Any:
+        """The handle to record another graph with. One whose last graph is gone must not be used again."""
+        if not self._graphs:
+            # What is recorded takes memory of its own: let it not be what prompts have left behind. This waits for the
+            # device, and all that is wanted next is allocated anew, so that it is not done for every recording.
+            torch.cuda.empty_cache()
+            self._handle = torch.cuda.graph_pool_handle()
+        self._graphs += 1
+        return self._handle
+
+    def leave(self) -> None:
+        """A graph that was recorded is gone."""
+        self._graphs -= 1
 
 
 class CudaGraph:
     """A `Recording` of what goes to a CUDA device."""
 
-    def __init__(self, device: torch.device, pool: Any) -> None:
-        """`pool`: a handle of the memory that graphs of one block share; they run one after the other, and nobody reads
-        a result after another one has started."""
-        self._device, self._pool, self._side = device, pool, _side_stream(device)
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(self, device: torch.device, memory: GraphMemory) -> None:
+        self._device, self._memory, self._side = device, memory, _side_stream(device)
+        self._graph, self._entered = torch.cuda.CUDAGraph(), False
 
-    def warm_up(self, run: Run) -> Tensor:
+    def warm_up(self, run: Run) -> Result:
         stream = torch.cuda.current_stream(self._device)
         self._side.wait_stream(stream)
         with torch.cuda.stream(self._side):
             result = run()
         stream.wait_stream(self._side)
-        result.record_stream(stream)
+        for tensor in result:
+            tensor.record_stream(stream)
         return result
 
-    def record(self, run: Run) -> Tensor:
-        # Copies of other threads may go on: only what this one does is a part of the graph. Outside of it the stream is
-        # set once more, since a recording that fails does not set it back.
-        recording = torch.cuda.graph(self._graph, self._pool, self._side, capture_error_mode="thread_local")
-        with torch.cuda.stream(self._side), recording:
-            return run()
+    def record(self, run: Run) -> Result:
+        # Not by torch.cuda.graph, which waits for the device and empties the cache each time.
+        pool, self._entered = self._memory.enter(), True
+        with torch.cuda.stream(self._side):
+            # Copies of other threads may go on: only what this one does is a part of the graph.
+            self._graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                result = run()
+            except BaseException:
+                with suppress(RuntimeError):  # the recording is void, which is known
+                    self._graph.capture_end()
+                raise
+            self._graph.capture_end()
+        return result
 
     def replay(self) -> None:
         self._graph.replay()
 
+    def fetch(self, numbers: Tensor) -> Read:
+        host, event = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+
+        def read() -> Tensor:
+            event.synchronize()
+            return host
+
+        return read
+
     def close(self) -> None:
         self._graph.reset()
+        if self._entered:
+            self._memory.leave()
+            self._entered = False
 
 
 @cache
@@ -89,7 +158,7 @@ def recorder(device: torch.device) -> Callable[[], Recording] | None:
     refused = os.environ.get("H2O_FLEXGEN_GRAPHS", "1").lower() in ("0", "false", "no", "off")
     if device.type != "cuda" or refused or interpreting():
         return None
-    return partial(CudaGraph, device, torch.cuda.graph_pool_handle())
+    return partial(CudaGraph, device, GraphMemory())
 
 
 @dataclass
@@ -97,13 +166,23 @@ class _Steady:
     """A lane since its last change."""
 
     steps: int = 0
-    recording: Recording | None = None
-    logits: Tensor | None = None
-    caches: Sequence[KVCache] = field(default_factory=list)
+    """That were not launched as a whole."""
+    result: Result | None = None
+    """Of the recorded step, once there is one."""
+    caches: Sequence[KVCache] = ()
+    launched: int = 0
+    """Steps that `caches` are yet to be told of."""
+    under_way: deque[Read] = field(default_factory=deque)
+    """The likeliest tokens of steps that nobody has looked at: two steps at most."""
+    next_tokens: list[int] | None = None
+    """What the device goes on with, where that is known."""
 
 
 class DecodeGraphs:
-    """The recorded steps of a block's lanes, one for each lane, made anew after every change of its rows."""
+    """The recorded steps of a block's lanes, one for each lane, made anew after every change of its rows.
+
+    What was recorded is kept until there is something to take its place, which is then recorded in the same memory.
+    """
 
     def __init__(
         self,
@@ -115,60 +194,117 @@ class DecodeGraphs:
         step of a lane from token ids and positions, (rows,) int64 each: logits (rows, vocab) float32."""
         self._make, self._caches, self._forward = make, caches, forward
         self._lanes: dict[int, _Steady] = {}
+        self._recordings: dict[int, Recording] = {}
+        self._warm: Recording | None = None  # that warmed up, and has recorded nothing yet
+        self._cold = True
         self.failure: str | None = None
         """Why a step could not be recorded; no other is tried then."""
         self.replayed = 0
         """Steps that were launched as a whole."""
 
-    def step(self, lane: Lane) -> Tensor | None:
-        """The whole step of `lane`: its logits, which are the caller's. None: nothing was done, go unit by unit."""
-        if lane.kept is not None or self.failure is not None:
-            self._drop(lane.index)
-            return None
+    def step(self, lane: Lane) -> Launched | None:
+        """The whole step of `lane`, launched. None: nothing was done, go unit by unit."""
+        if lane.kept is not None:
+            self._forget(lane)
         steady = self._lanes.setdefault(lane.index, _Steady())
-        steady.steps += 1
-        if steady.steps <= PATIENCE:
-            return None
-        if steady.recording is None:
-            caches = self._caches(lane)
-            if caches is None:
+        if steady.result is None:
+            if lane.kept is not None or self.failure is not None or not self._pays(lane, steady):
                 return None
-            steady.caches, steady.recording = caches, self._make()
-            return steady.recording.warm_up(partial(self._forward, lane, *lane.inputs()))
-        run = partial(self._forward, lane, *lane.inputs())
-        if steady.logits is None:
-            logits = self._recorded(steady, steady.recording, run)
-            if logits is None:
-                lane.forget_angles()
-                return run()
-            steady.logits = logits
-        else:
-            for cache in steady.caches:
-                cache.repeat()
-        steady.recording.replay()
-        self.replayed += 1
-        # A row of logits may be kept by whoever asked for it.
-        return steady.logits.clone()
+            eager = self._begin(lane, steady)
+            if steady.result is None:
+                return None if eager is None else eager.logits
+            self._launch(lane, steady)
+        elif not steady.under_way:
+            if steady.next_tokens == [row.last_token for row in lane.rows]:
+                lane.advance()
+            else:
+                lane.inputs()
+            self._launch(lane, steady)
+        if not all(row.finished or row.takes_likeliest for row in lane.rows):
+            # A row of logits may be kept by whoever asked for it, and the next lane's step may write over them.
+            steady.under_way.clear()
+            steady.next_tokens = None
+            return steady.result.logits.clone()
+        lane.ahead = all(not row.finished and row.remaining > 1 for row in lane.rows)
+        if lane.ahead:
+            lane.advance()
+            self._launch(lane, steady)
+        return partial(self._read, steady, steady.under_way.popleft())
 
     def close(self) -> None:
-        """Forgets everything. Nothing that was recorded may be under way."""
-        for index in list(self._lanes):
-            self._drop(index)
+        """Forgets everything, once what is under way is through."""
+        for steady in self._lanes.values():
+            for read in steady.under_way:
+                read()
+        for recording in (*self._recordings.values(), self._warm):
+            if recording is not None:
+                recording.close()
+        self._lanes.clear()
+        self._recordings.clear()
+        self._warm = None
 
-    def _recorded(self, steady: _Steady, recording: Recording, run: Run) -> Tensor | None:
-        """The result of a recording, which moves the caches' clocks on, but nothing on the device. None if it fails."""
-        before = [cache.next_pos for cache in steady.caches]
+    def _pays(self, lane: Lane, steady: _Steady) -> bool:
+        """Whether the lane has gone on for long enough, and will, as far as lengths tell."""
+        steady.steps += 1
+        left = min(row.remaining for row in lane.rows if not row.finished)
+        return steady.steps > PATIENCE and left >= PATIENCE
+
+    def _begin(self, lane: Lane, steady: _Steady) -> Result | None:
+        """Records a step of the lane; or does it, to warm up or because it cannot be recorded. None: did neither."""
+        caches = self._caches(lane)
+        if caches is None:
+            return None
+        run = partial(self._run, lane, *lane.inputs())
+        if self._cold:
+            self._cold, self._warm = False, self._make()
+            return self._warm.warm_up(run)
+        recording, self._warm = self._warm or self._make(), None
+        before = [kv.next_pos for kv in caches]
         try:
-            return recording.record(run)
+            steady.result, steady.caches = recording.record(run), caches
         except RuntimeError as error:
             log.warning("decode steps cannot be recorded as CUDA graphs, and are launched one by one: %s", error)
             self.failure = f"{type(error).__name__}: {error}"
-            for cache, positions in zip(steady.caches, before, strict=True):
-                if cache.next_pos != positions:
-                    cache.repeat(-1)
-            return None
+            recording.close()
+        # A recording moves the caches' clocks on, but nothing on the device.
+        for kv, positions in zip(caches, before, strict=True):
+            if kv.next_pos != positions:
+                kv.repeat(-1)
+        if steady.result is None:
+            lane.forget_angles()
+            return run()
+        old = self._recordings.get(lane.index)
+        self._recordings[lane.index] = recording
+        if old is not None:
+            old.close()
+        return None
 
-    def _drop(self, index: int) -> None:
-        steady = self._lanes.pop(index, None)
-        if steady is not None and steady.recording is not None:
-            steady.recording.close()
+    def _run(self, lane: Lane, tokens: Tensor, positions: Tensor) -> Result:
+        logits = self._forward(lane, tokens, positions)
+        best, chosen = torch.max(logits, dim=-1)
+        lane.follow(chosen)
+        return Result(logits, pack((best, chosen)))
+
+    def _launch(self, lane: Lane, steady: _Steady) -> None:
+        recording, result = self._recordings[lane.index], steady.result
+        if result is None:
+            raise RuntimeError(f"GPU batch {lane.index}: no step was recorded")
+        recording.replay()
+        # At once: lanes share the memory of their results.
+        steady.under_way.append(recording.fetch(result.likeliest))
+        steady.launched += 1
+        self.replayed += 1
+
+    def _read(self, steady: _Steady, read: Read) -> tuple[list[float], list[int]]:
+        best, tokens = read().view(2, -1)
+        steady.next_tokens = [int(token) for token in tokens.tolist()]
+        return best.tolist(), steady.next_tokens
+
+    def _forget(self, lane: Lane) -> None:
+        """The lane's rows change: its caches are told what was launched, and its recording is of no use any more."""
+        steady = self._lanes.pop(lane.index, _Steady())
+        for read in steady.under_way:
+            read()
+        for kv in steady.caches:
+            kv.repeat(steady.launched)
+        lane.ahead = False

@@ -44,6 +44,8 @@ class Lane:
     kept: list[int] | None = None
     """In a step before which rows left or came: the place that each decode row had until then, its own or a later."""
     hidden: Tensor | None = None
+    ahead: bool = False
+    """Whether the next step is under way before this one's tokens are known: rows stay where they are for it."""
 
     def __post_init__(self) -> None:
         self._host_numbers = torch.empty(0)
@@ -124,6 +126,15 @@ class Lane:
         self._host_numbers = numbers
         ids, self._positions, self._lengths, self._totals = self._numbers.unbind(0)
         return ids, self._positions
+
+    def follow(self, tokens: Tensor) -> None:
+        """On the device, a step of nothing but decode rows ends by making the next one's inputs: `tokens` (rows,)."""
+        self._numbers[0].copy_(tokens)
+        self._numbers[1:3].add_(1)
+
+    def advance(self) -> None:
+        """Instead of `inputs`, in a step whose inputs are what the one before has left."""
+        self._next = [position + 1 for position in self._next]
 
     def enter(self, device: torch.device) -> None:
         """What is computed from now on is computed on `device`."""

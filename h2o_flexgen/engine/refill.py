@@ -54,6 +54,8 @@ class Refill:
         self._idle[index] += finished
         if finished in (0, rows):
             return finished > 0
+        if lane.ahead:
+            return False
         again = self._again()
         return self._idle[index] >= rows + again or (not again and SOON * finished >= rows)
 

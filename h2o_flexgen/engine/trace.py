@@ -97,6 +97,8 @@ class Trace:
                 tick, first, last = queued.popleft()
                 start = device.clock(first)
                 self._book(tick, start, start + device.seconds(first, last))
+                device.release(first)
+                device.release(last)
 
     def _book(self, tick: _Tick, start: float, end: float) -> None:
         for phase, share in (("prefill", tick.prompts), ("decode", 1 - tick.prompts)):

@@ -8,6 +8,7 @@ and the one that computes, which is torch's current stream of the calling thread
 from __future__ import annotations
 
 import time
+from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import StrEnum
 from typing import Any, Protocol, cast
@@ -54,6 +55,9 @@ class Device(Protocol):
 
     def record(self, stream: Stream) -> Mark:
         """A mark behind all that is queued on `stream` so far."""
+
+    def release(self, mark: Mark) -> None:
+        """Nobody asks for `mark` any more: it may become another one."""
 
     def wait(self, stream: Stream, mark: Mark) -> None:
         """What is queued on `stream` from now on starts once `mark` is passed. The host does not wait."""
@@ -104,6 +108,7 @@ class CudaDevice:
         copying = (Stream.UP, Stream.DOWN, Stream.ACROSS)
         self._side: dict[Stream, torch.cuda.Stream] = {stream: _stream(self.torch_device) for stream in copying}
         self._far: dict[torch.device, torch.cuda.Stream] = {}
+        self._spare: deque[Mark] = deque()
         self._zero, self._zero_time = self._now()
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -137,9 +142,17 @@ class CudaDevice:
 
     def record(self, stream: Stream) -> Mark:
         """See Device."""
-        event = cast(Any, torch.cuda.Event)(enable_timing=True)
+        event: Any
+        try:
+            event = self._spare.pop()
+        except IndexError:
+            event = cast(Any, torch.cuda.Event)(enable_timing=True)
         event.record(self._of(stream))
         return cast(Mark, event)
+
+    def release(self, mark: Mark) -> None:
+        """See Device."""
+        self._spare.append(mark)
 
     def wait(self, stream: Stream, mark: Mark) -> None:
         """See Device."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 PATIENCE = 3
-"""Steps that a GPU batch has to go on without a change before one is recorded. Recording costs about as much as so many
-steps: whoever waits as long as what he waits for costs never pays more than twice what foresight would."""
+"""Steps that a GPU batch has to go on without a change before one is recorded, and that no row of it may be about to
+end in. Recording takes as long as a step that is launched bit by bit. A step that is launched as a whole saves nearly
+all of that where the GPU waits for the host, and a seventh where it is busy: recording pays after one step in small
+models, after some seven in large ones. At three, nobody ever pays much more than with foresight."""
 FIRST_REPLAYED = PATIENCE + 3
 """The first decode step, counted from 1, that is nothing but launched, where no row leaves or comes: of those before it
 one warms up, and one is recorded."""

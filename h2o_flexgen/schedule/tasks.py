@@ -134,6 +134,9 @@ ActiveBatches: TypeAlias = Callable[[int], Sequence[int]]
 LastStep: TypeAlias = Callable[[int], bool]
 """Whether no step can follow this one; False where that is not known."""
 
+WholeStep: TypeAlias = Callable[[int], bool]
+"""Whether a GPU batch's step was done as a whole in the tick of its first unit: of its others only the last is left."""
+
 GroupBatches: TypeAlias = Callable[[int, int], Sequence[int]]
 """As ActiveBatches, but of one group: maps a step and the index of a group to its batches that go on."""
 

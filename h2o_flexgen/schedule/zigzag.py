@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from h2o_flexgen.schedule.moves import WeightStream, state_loads, state_stores, still_active
-from h2o_flexgen.schedule.tasks import ActiveBatches, LastStep, ScheduleShape, Task, TaskKind, Tick
+from h2o_flexgen.schedule.tasks import ActiveBatches, LastStep, ScheduleShape, Task, TaskKind, Tick, WholeStep
 
 
-def zigzag(shape: ScheduleShape, active: ActiveBatches | None = None, last: LastStep | None = None) -> Iterator[Tick]:
+def zigzag(
+    shape: ScheduleShape,
+    active: ActiveBatches | None = None,
+    last: LastStep | None = None,
+    whole: WholeStep | None = None,
+) -> Iterator[Tick]:
     """Yield the ticks of a block: for each step, for each unit, one tick per active GPU batch.
 
     Lazy: `active(step)` is called when the tick after the last one of `step - 1` is asked for, so it may look at the
@@ -23,8 +28,11 @@ def zigzag(shape: ScheduleShape, active: ActiveBatches | None = None, last: Last
     `last(step)`, called right after `active(step)`, says whether nothing can follow `step`: from there on the schedule
     is that of a shape with `step` + 1 steps, which reads no weights ahead and stores no cache in its last one. None
     means that only `shape.num_steps` ends it for certain.
+
+    `whole(batch)`, called behind the tick of its first unit, where nothing moves: whether ticks of the units between
+    the first and the last would have nothing to do. They are left out then.
     """
-    return walk(shape, active, last, lambda batches: [batches])
+    return walk(shape, active, last, lambda batches: [batches], whole)
 
 
 def walk(
@@ -32,6 +40,7 @@ def walk(
     active: ActiveBatches | None,
     last: LastStep | None,
     split: Callable[[Sequence[int]], list[Sequence[int]]],
+    whole: WholeStep | None = None,
 ) -> Iterator[Tick]:
     """Yield the ticks of a schedule that walks over all units once for each group in `split(active(step))`."""
     weights = WeightStream(shape, shape.units)
@@ -50,6 +59,8 @@ def walk(
             order = [(unit, batch) for unit in shape.units for batch in group]
             for here, following in zip(order, [*order[1:], None], strict=True):
                 unit, batch = here
+                if whole is not None and 0 < unit.index < len(shape.units) - 1 and whole(batch):
+                    continue
                 loads = state_loads(shape, step, following, len(group)) if following else ()
                 if batch == group[0]:
                     loads = weights.loads(unit, loads)

@@ -33,7 +33,7 @@ from tests.tiny import prompts_of
 def test_the_schedule_that_runs_is_sound(tier: str, checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[tuple[ScheduleShape, list[Tick], list[list[int]], list[int]]] = []
 
-    def recorded(shape: ScheduleShape, active: Any, last: Any) -> Any:
+    def recorded(shape: ScheduleShape, active: Any, last: Any, whole: Any) -> Any:
         ticks: list[Tick] = []
         actives: list[list[int]] = []
         ends: list[int] = []
@@ -48,7 +48,7 @@ def test_the_schedule_that_runs_is_sound(tier: str, checkpoint, monkeypatch: pyt
                 ends.append(step)
             return bool(ends)
 
-        for tick in zigzag(shape, note_active, note_last):
+        for tick in zigzag(shape, note_active, note_last, whole):
             ticks.append(tick)
             yield tick
 

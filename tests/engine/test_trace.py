@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from pathlib import Path
 
 import pytest
+import torch
 
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.schedule.tasks import ScheduleShape
+from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.memory.cuda import CudaDevice, Stream
+from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind
 from h2o_flexgen.schedule.zigzag import zigzag
+from tests.cost.machines import TINY
+from tests.memory.fake_cuda import FakeDevice
 from tests.tiny import prompts_of
 
 NEW = 4
@@ -54,3 +60,34 @@ def test_without_trace_nothing_is_kept(checkpoint) -> None:
     with LLM(checkpoint("opt")[1], dtype="float32") as llm:
         llm.generate(prompts_of([5]), max_new_tokens=2)
         assert llm.timeline.rows == ()
+
+
+def test_marks_are_given_back_once_they_are_booked() -> None:
+    """So that a run of many units needs few of them."""
+    device = FakeDevice()
+    trace = Trace(devices=[device])
+    for step in range(5):
+        with trace.record(Task(TaskKind.COMPUTE, step, 1, 0), TINY.units[1], 0.0):
+            pass
+    assert trace.compute_seconds["decode.attn"] >= 0
+    assert len(device.released) == 10
+
+
+def test_a_mark_that_was_given_back_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            made.append(self)
+
+        def record(self, stream: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    device = CudaDevice.__new__(CudaDevice)
+    device._side, device._spare = {Stream.UP: object()}, deque()  # type: ignore[dict-item]
+    first, second = device.record(Stream.UP), device.record(Stream.UP)
+    device.release(first)
+    assert device.record(Stream.UP) is first
+    assert device.record(Stream.UP) not in (first, second)
+    assert len(made) == 3

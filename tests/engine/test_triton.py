@@ -20,9 +20,12 @@ from h2o_flexgen.calibration import recorded
 from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine import executor, graphs
+from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.sampler import Sampler
 from h2o_flexgen.engine.sequence import RequestOutput
 from h2o_flexgen.kernels import triton_decode, triton_prompt, triton_rotate
+from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
 from tests.cost.machines import KINDS, TINY, ticking
 from tests.kernels.tape import FakeGraph
@@ -156,12 +159,81 @@ def test_recorded_steps(name: str, policy: str, folder, log: list[str], through_
 
 def test_lanes_and_changes(folder, log: list[str]) -> None:
     """Two lanes, rows that leave and others that come: every change ends a recording, and another one is made."""
-    prompts, new = prompts_of([9, 4, 7, 3, 6, 5]), [7, 7, 16, 16, 8, 8]
+    prompts, new = prompts_of([9, 4, 7, 3, 6, 5]), [10, 10, 17, 17, 9, 9]
     policy = {"gpu_batch_size": 2, "num_gpu_batches": 2}
     args = folder("llama-gqa1"), EVICTION["h2o"], prompts, new
     assert_same(answers(*args, policy=policy), by_torch(*args, policy=policy))
+    assert log.count("warm up") == 1, "what is made at its first use is there after it"
     assert log.count("record") == 3
     assert log.count("close") == 3
+    again = log[log.index("close") - 2 :]
+    assert again[:3] == ["replay", "record", "close"], "the old one keeps its memory until the new one has taken it"
+
+
+def plain(model: str, eviction: EvictionConfig, prompts: list[list[int]], params: Any, **engine: Any) -> Any:
+    """Tokens of rows of which nothing else is asked."""
+    with LLM(model, eviction=eviction, dtype="float32", **engine) as llm:
+        return [(each.token_ids, each.finish_reason) for each in llm.generate(prompts, params)]
+
+
+def eager(*args: Any, **engine: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "recorder", lambda device: None)
+        return plain(*args, **engine)
+
+
+@pytest.mark.parametrize(("name", "policy"), [("opt", "full"), ("llama-dynamic", "h2o")])
+def test_steps_are_launched_ahead(name: str, policy: str, folder, log: list[str], monkeypatch) -> None:
+    """The next step is under way when the tokens of one are read, and has no inputs from the host: but the last."""
+    args = folder(name), EVICTION[policy], PROMPTS, SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+    expected = eager(*args, policy={"gpu_batch_size": 2})
+    made: list[None] = []
+    inputs = Lane.inputs
+    monkeypatch.setattr(Lane, "inputs", lambda lane: made.append(None) or inputs(lane))
+    assert plain(*args, policy={"gpu_batch_size": 2}) == expected
+    launched = NEW - 2 - graphs.PATIENCE
+    assert log == ["warm up", "record", *["replay", *["replay", "read"] * (launched - 1), "read"], "close"]
+    assert len(made) == 1 + graphs.PATIENCE + 2
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (3, 1)], ids=str)
+def test_rows_that_stop_by_themselves(shape: tuple[int, int], folder, log: list[str]) -> None:
+    """A step that was launched ahead serves the rows that go on. Rows of which more is asked go step by step."""
+    prompts = prompts_of([9, 4, 7, 3, 6, 5])
+    policy = {"gpu_batch_size": shape[0], "num_gpu_batches": shape[1]}
+    args = folder("llama-gqa1"), EVICTION["h2o"], prompts
+    free = eager(*args, SamplingParams(max_new_tokens=24, ignore_eos=True), policy=policy)
+    params = []
+    for (tokens, _), wanted in zip(free, (9, 12, 24, 15, 24, 10), strict=True):
+        end = max((token for token in tokens if tokens.index(token) < wanted), key=tokens.index)
+        params.append(SamplingParams(max_new_tokens=24, eos_token_id=end, do_sample=len(params) == 4, seed=1))
+    expected = eager(*args, params, policy=policy)
+    assert {reason for _, reason in expected} >= {"stop"}
+    assert plain(*args, params, policy=policy) == expected
+    assert log.count("replay") > log.count("read") > 0
+
+
+def test_a_row_whose_numbers_are_not_finite(folder, log: list[str], monkeypatch) -> None:
+    """It fails, its neighbour goes on; what is under way then has an input that can be looked up."""
+    head, steps = Decoder.head, [0]
+
+    def broken(decoder: Decoder, weights: Any, hidden: Tensor) -> Tensor:
+        return head(decoder, weights, hidden) + bad[: len(hidden)]
+
+    bad = torch.zeros(2, 1)
+    take = Sampler.take
+
+    def counted(sampler: Sampler, rows: Any, best: list[float], tokens: list[int]) -> Any:
+        steps[0] += 1
+        bad[0] = torch.nan if steps[0] == 2 else 0.0
+        return take(sampler, rows, best, tokens)
+
+    monkeypatch.setattr(Decoder, "head", broken)
+    monkeypatch.setattr(Sampler, "take", counted)
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    (first, why), (second, _) = plain(folder("opt"), EVICTION["h2o"], PROMPTS, params, policy={"gpu_batch_size": 2})
+    assert why == "error"
+    assert 5 < len(first) < 16 == len(second)
 
 
 def test_recorded_steps_are_measured(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +245,8 @@ def test_recorded_steps_are_measured(log: list[str], monkeypatch: pytest.MonkeyP
     small = dataclasses.replace(TINY, num_layers=1, num_heads=1, num_kv_heads=1)
     with Bench(small, "float32", torch.device("cpu"), 1 << 20) as bench:
         curve = recorded.recorded_ticks(bench, rates, 1e-6)
-        assert log == ["warm up", "record", *["replay"] * (steps - FIRST_REPLAYED + 1), "close"]
+        done = [what for what in log if what != "read"]
+        assert done == ["warm up", "record", *["replay"] * (steps - FIRST_REPLAYED + 1), "close"]
     assert curve is not None
     assert [rows for rows, _ in curve.points] == [1]
 

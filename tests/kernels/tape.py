@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from h2o_flexgen.engine.graphs import Read, Result, Run
+
 HOST_WORK = {"lift_fresh", "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal"}
 """Operations that on a GPU send it numbers of the host, or wait for numbers of its own."""
 
@@ -99,21 +101,32 @@ class FakeGraph:
     def __init__(self, log: list[str]) -> None:
         self._log, self._tape = log, Tape()
 
-    def warm_up(self, run: Callable[[], Tensor]) -> Tensor:
+    def warm_up(self, run: Run) -> Result:
         self._log.append("warm up")
         with NoHostWork():
             return run()
 
-    def record(self, run: Callable[[], Tensor]) -> Tensor:
+    def record(self, run: Run) -> Result:
         self._log.append("record")
         with taping(self._tape):
             result = run()
         self._tape.undo()
-        return result.fill_(torch.nan)
+        for tensor in result:
+            tensor.fill_(torch.nan)
+        return result
 
     def replay(self) -> None:
         self._log.append("replay")
         self._tape.play()
+
+    def fetch(self, numbers: Tensor) -> Read:
+        copy = numbers.clone()  # once more is launched, there are others
+
+        def read() -> Tensor:
+            self._log.append("read")
+            return copy
+
+        return read
 
     def close(self) -> None:
         self._log.append("close")

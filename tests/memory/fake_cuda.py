@@ -65,6 +65,7 @@ class FakeDevice:
         self.host_waits: list[str] = []
         """The threads that waited for the device."""
         self.capped: list[int | None] = []
+        self.released: set[FakeMark] = set()
         self.failing: BaseException | None = None
         self._queues: dict[Stream, list[Copied | FakeMark | tuple[FakeMark]]] = {stream: [] for stream in Stream}
         self._done = dict.fromkeys(Stream, 0)
@@ -108,8 +109,12 @@ class FakeDevice:
             self._perhaps()
             return mark
 
+    def release(self, mark: Any) -> None:
+        self.released.add(mark)
+
     def wait(self, stream: Stream, mark: Any) -> None:
         with self._lock:
+            assert mark not in self.released
             self._enter(stream)
             if self.drops(stream, mark):
                 return
@@ -151,6 +156,8 @@ class FakeDevice:
                 self.races.acquire(self.races.host(), mark.clock)
 
     def seconds(self, first: Any, last: Any) -> float:
+        assert first not in self.released
+        assert last not in self.released
         return last.time - first.time
 
     def clock(self, mark: Any) -> float:

@@ -229,3 +229,19 @@ def test_streamed_weights_are_requested_at_least_one_unit_ahead(shape) -> None:
             if task.kind is TaskKind.LOAD_WEIGHTS and tick.index > 0:
                 assert (task.step, task.unit) > (tick.compute.step, tick.compute.unit), "the load comes too late"
                 assert tick.compute.batch == 0, "not in the first tick of the unit"
+
+
+def test_units_of_a_step_that_is_done_as_a_whole_have_no_ticks() -> None:
+    """Between the first and the last, of the batches that say so behind their first."""
+    shape = make_shape(layers=2, steps=3, batches=2, streamed=(), cache_moves=False, hidden_moves=False)
+    done: set[tuple[int, int]] = set()
+    ticks: list[Tick] = []
+    for tick in zigzag(shape, whole=lambda batch: (ticks[-1].compute.step, batch) in done):
+        ticks.append(tick)
+        if tick.compute.unit == 0 and (tick.compute.step, tick.compute.batch) != (1, 0) and tick.compute.step:
+            done.add((tick.compute.step, tick.compute.batch))
+    assert [tick.index for tick in ticks] == list(range(len(ticks)))
+    found = [(tick.compute.step, tick.compute.unit, tick.compute.batch) for tick in ticks]
+    last = len(shape.units) - 1
+    everything = [(step, unit, batch) for step in range(3) for unit in range(last + 1) for batch in range(2)]
+    assert found == [each for each in everything if (each[0], each[2]) not in done or each[1] in (0, last)]
