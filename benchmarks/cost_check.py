@@ -4,7 +4,7 @@
     python -m benchmarks.cost_check --grid    also the policies around the chosen one: how good was the choice?
     python -m benchmarks.cost_check --only 3,7 --repetitions 3
 
-Every run is a process of its own with random weights, under scripts/memcap.sh where its memory is capped. The machine
+Every run is a process of its own with random weights, under a cap on its memory where the setting has one. The machine
 is calibrated for a model right before its settings, in each repetition anew. Records go to --output, a line each, those
 of runs that failed or were ended too; the tables, of all records there, to stdout and to table.md. Needs root for the
 caps, about 20 GB of disk in --offload-dir and a quiet machine: the load average is in every record.
@@ -13,19 +13,19 @@ caps, about 20 GB of disk in --offload-dir and a quiet machine: the load average
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 
-from benchmarks.records import ROOT, Record, Store
+from benchmarks.records import ROOT
+from h2o_flexgen.baselines.memcap import cap_command
+from h2o_flexgen.baselines.process import RunFailed, run_command
+from h2o_flexgen.baselines.store import Record, RecordFile
 
 _CHOSEN = "as chosen"
 _GRIDS = 3  # repetitions that measure a grid, too
@@ -74,41 +74,24 @@ SETTINGS = (
 )
 
 
-class TooSlow(RuntimeError):
+class TooSlow(RunFailed):
     """A run was ended because it had taken longer than the one it is compared with."""
 
 
 def run(setting: Setting, offload: Path, extra: Iterable[str] = (), seconds: float | None = None) -> Record:
     """The record of one run, and its seconds from start to end; `extra` flags fix a policy.
 
-    RuntimeError with the reason where it fails, its stderr being shown; TooSlow where it takes over `seconds` in all.
+    RunFailed with the reason where it fails, its stderr being shown; TooSlow where it takes over `seconds` in all.
     """
     command = [sys.executable, "-m", "h2o_flexgen.run", *setting.flags, "--offload-dir", str(offload), *extra]
     if setting.cpu_mem is not None:
-        limit = f"{int(setting.cpu_mem * SLACK * 1024)}M"
-        command = [str(ROOT / "scripts/memcap.sh"), limit, "--cold", str(offload), "--", *command]
-    load, started = os.getloadavg()[0], time.perf_counter()
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
-        try:
-            out, err = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired as expired:
-            os.killpg(process.pid, signal.SIGTERM)
-            raise TooSlow(f"over {seconds:.0f} s") from expired
-    took = time.perf_counter() - started
-    if process.returncode:
-        sys.stderr.write(err[-2000:])
-        raise RuntimeError(reason(process.returncode, err))
-    record: Record = json.loads(out.splitlines()[-1])
-    return {"load_average": load, "process_s": took, **record}
-
-
-def reason(exit_code: int, errors: str) -> str:
-    """Why a run failed, in one line: what the program said of it, or the last that was said, by the kernel perhaps."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith("memcap: peak")]
-    said = next((number for number, line in enumerate(lines) if line.startswith("error: ")), -1)
-    return f"exit code {exit_code}: {'; '.join(lines[said:]) or 'no message'}"
+        command = [*cap_command(int(setting.cpu_mem * SLACK * 1024) << 20, [offload]), *command]
+    load, done = os.getloadavg()[0], run_command(command, math.inf if seconds is None else seconds, cwd=ROOT)
+    if done.timed_out:
+        raise TooSlow(f"over {seconds:.0f} s")
+    if done.exit_code:
+        sys.stderr.write(done.errors[-2000:])
+    return {"load_average": load, "process_s": done.seconds, **done.json()}
 
 
 def grid(record: Record) -> Iterator[list[str]]:
@@ -124,7 +107,7 @@ def grid(record: Record) -> Iterator[list[str]]:
 def calibrate(model: str, offload: Path) -> None:
     """Now: machines that others share are not as fast in every minute."""
     command = [sys.executable, "-m", "h2o_flexgen.calibrate", "--model", model, "--dtype", "bfloat16"]
-    subprocess.run([*command, "--offload-dir", str(offload)], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    run_command([*command, "--offload-dir", str(offload)], cwd=ROOT, loud=True).checked()
 
 
 def pack(model: str, offload: Path) -> None:
@@ -132,7 +115,7 @@ def pack(model: str, offload: Path) -> None:
     flags = ["--model", model, "--weights", "dummy", "--dtype", "bfloat16", "--weights-placement", "disk=1"]
     work = ["--num-prompts", "1", "--prompt-len", "4", "--gen-len", "1", "--no-calibrate", "--quiet"]
     command = [sys.executable, "-m", "h2o_flexgen.run", *flags, *work, "--offload-dir", str(offload)]
-    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    run_command(command, cwd=ROOT, loud=True).checked()
 
 
 def report(records: list[Record]) -> Iterator[str]:
@@ -189,7 +172,7 @@ def _choice(repetition: list[Record]) -> str:
     return f"{share:.0%} of the best of {len(repetition) - failed} ({best['flags']}){unfinished}{besides}"
 
 
-def measure(setting: Setting, offload: Path, with_grid: bool, store: Store) -> bool:
+def measure(setting: Setting, offload: Path, with_grid: bool, store: RecordFile) -> bool:
     """One run by the chosen policy, and one by each policy around it. False where the chosen one failed."""
 
     def keep(extra: Iterable[str] = (), most: float = 0, limit: float | None = None) -> Record:
@@ -200,7 +183,7 @@ def measure(setting: Setting, offload: Path, with_grid: bool, store: Store) -> b
             said = f"predicted {predicted:.3g}, measured {speed:.3g}"
         except TooSlow as slow:
             found, said = {"slower_than_s": most}, str(slow)
-        except RuntimeError as error:  # what does not fit is no competitor, but it may also have crashed
+        except RunFailed as error:  # what does not fit is no competitor, but it may also have crashed
             found, said = {"failed": str(error)}, f"failed, {error}"
         print(f"{setting.label}, {flags}: {said}", flush=True)
         store.add({"setting": setting.label, "flags": flags, **found})
@@ -225,7 +208,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "results/local/cost-check")
     args = parser.parse_args()
     chosen = SETTINGS if args.only is None else [SETTINGS[int(number) - 1] for number in args.only.split(",")]
-    store, failed = Store.open(args.output), 0
+    store, failed = RecordFile.open(args.output), 0
     args.offload_dir.mkdir(parents=True, exist_ok=True)
     for model in dict.fromkeys(setting.model for setting in chosen if setting.cpu_mem is not None):
         pack(model, args.offload_dir)

@@ -23,7 +23,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.records import Record, Store, default_output, provenance, repeat, run_json, save_picture, shown, spread
+from benchmarks.records import default_output, provenance, repeat, run_json, save_picture, shown, spread
+from h2o_flexgen.baselines.memcap import cap_command, read_report
+from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.config.known import known_config
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.record import RunRecord
@@ -122,7 +124,7 @@ def command(point: Record, scratch: Path, report: Path) -> list[str]:
     work |= {"weights-placement": "disk=1", "cache-placement": "cpu=1", "hidden-placement": "cpu=1"}
     work |= {"offload-dir": scratch, "nvme-mem": f"{point['weight_bytes'] // 10**6 + 100}MB"}
     flags = [str(text) for name, value in work.items() for text in (f"--{name}", value)]
-    capped = ["scripts/memcap.sh", point["limit"], "--cold", str(scratch), "--report", shown(report), "--"]
+    capped = cap_command(point["limit"], [scratch], report)
     run = [sys.executable, "-m", "h2o_flexgen.run", "--model", point["model"], "--weights", "dummy", "--dtype", DTYPE]
     return [*capped, *run, "--no-calibrate", *flags]
 
@@ -134,7 +136,7 @@ def measure(point: Record, scratch: Path, folder: Path) -> Record:
     report = folder / "memcap.json"
     try:
         record = run_json(command(point, scratch, report), loud=True)
-        memcap = json.loads(report.read_text(encoding="utf-8"))
+        memcap = read_report(report)
     finally:
         report.unlink(missing_ok=True)
     own = {item.name for item in fields(RunRecord)}
@@ -237,7 +239,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.dry_run:
         print(estimate(prepared(args, scratch, folder)))
         return 0
-    store = Store.open(folder)
+    store = RecordFile.open(folder)
     point = prepared(args, scratch, folder)
     print(estimate(point), file=sys.stderr, flush=True)
     failed = repeat(store, [point], args.repetitions, lambda point: measure(point, scratch, folder), "name")

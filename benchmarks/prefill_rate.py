@@ -24,7 +24,8 @@ from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from benchmarks.records import Record, Store, default_output, provenance, repeat, run_json, shown, spread
+from benchmarks.records import default_output, provenance, repeat, run_json, shown, spread
+from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.config.known import known_config
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.products import products
@@ -147,7 +148,7 @@ def main() -> int:
     chosen = points(args.rounds)
     if args.only is not None:
         chosen = [chosen[int(number) - 1] for number in args.only.split(",")]
-    store = Store.open(args.output)
+    store = RecordFile.open(args.output)
     own = [sys.executable, "-m", "benchmarks.prefill_rate", "--run"]
     failed = repeat(store, chosen, args.repetitions, lambda p: run_json([*own, json.dumps(p)]), "title")
     print(store.write(report(store.records)))

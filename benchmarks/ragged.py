@@ -23,7 +23,8 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from benchmarks.records import Record, Store, default_output, provenance, repeat, run_json, save_picture, shown, spread
+from benchmarks.records import default_output, provenance, repeat, run_json, save_picture, shown, spread
+from h2o_flexgen.baselines.store import Record, RecordFile
 
 KINDS = ("uniform", "known", "unforeseen")
 CACHES = {"full": 1.0, "h2o": 0.2}
@@ -220,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     def measure(point: Record) -> Record:
         return run_json([sys.executable, "-m", "benchmarks.ragged", "--run", json.dumps(point)])
 
-    store = Store.open(args.output.resolve())
+    store = RecordFile.open(args.output.resolve())
     failed = repeat(store, points, args.repetitions, measure, "name")
     print(store.write(table(store.records)))
     if store.records:

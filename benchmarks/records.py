@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import datetime
 import io
-import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from h2o_flexgen.baselines.origin import origin
+from h2o_flexgen.baselines.process import RunFailed, run_command
+from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.config.record import host_facts, utc_now
 
 ROOT = Path(__file__).resolve().parents[1]
-Record = dict[str, Any]
-_TIDYING = 30.0  # seconds that a run which was interrupted has to end by itself
 
 
 def default_output(name: str) -> Path:
@@ -41,14 +38,6 @@ def shown(path: Path) -> str:
     return str(absolute.relative_to(ROOT) if absolute.is_relative_to(ROOT) else absolute)
 
 
-def commit() -> str | None:
-    """The commit of the sources, with a `+` where tracked files differ from it; None outside a checkout."""
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    changes = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "h2o_flexgen", "benchmarks"], check=False)
-    return f"{head.stdout.strip()}{'+' if changes.returncode else ''}" if head.returncode == 0 else None
-
-
 def facts(command: Sequence[str]) -> Record:
     """What a figure is worth nothing without: machine, versions, commit, time, load and the command."""
     try:
@@ -58,8 +47,7 @@ def facts(command: Sequence[str]) -> Record:
     threads = os.environ.get("OMP_NUM_THREADS")
     return {
         "date": utc_now(),
-        "commit": commit(),
-        "host": host_facts(),
+        **origin(),
         "torch": torch,
         "threads": int(threads) if threads and threads.isdigit() else host_facts()["cores"],
         "load_average": os.getloadavg()[0],
@@ -80,21 +68,15 @@ def _word(word: str) -> str:
 def run_json(command: Sequence[str], loud: bool = False) -> Record:
     """Runs a command in the root of the sources and gives the JSON object on the last line of its stdout, with `facts`.
 
-    Its own keys go before those of `facts`. `loud`: its stderr is seen. RuntimeError, with the end of a stderr that was
-    not seen, where it fails.
+    Its own keys go before those of `facts`. `loud` shows its stderr; where it fails, RunFailed has the end of one that
+    was not shown.
     """
-    known, error = facts(command), None if loud else subprocess.PIPE
-    with subprocess.Popen(list(command), cwd=ROOT, stdout=subprocess.PIPE, stderr=error, text=True) as process:
-        try:
-            out, said = process.communicate()
-        except KeyboardInterrupt:  # which the run hears of, too: it removes its files
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_TIDYING)
-            process.kill()
-            raise
-    if process.returncode:
-        raise RuntimeError(f"exit code {process.returncode} of {known['command']}\n{(said or '')[-2000:]}")
-    result: Record = json.loads(out.splitlines()[-1])
+    known, done = facts(command), run_command(command, loud=loud, cwd=ROOT)
+    try:
+        result: Record = done.json()
+    except RunFailed as failure:
+        errors = "" if loud else failure.errors[-2000:]
+        raise RunFailed(f"{failure} ({known['command']})", failure.out_of_memory, errors) from None
     return {**known, **result, "host": {**known["host"], **result.get("host", {})}}
 
 
@@ -109,45 +91,8 @@ def engine(flags: Iterable[object]) -> list[str]:
     return [sys.executable, "-m", "h2o_flexgen.run", *always, *(str(flag) for flag in flags)]
 
 
-@dataclass(frozen=True)
-class Store:
-    """The folder of one measurement: `records.jsonl`, and what is made of it."""
-
-    folder: Path
-    records: list[Record] = field(default_factory=list)
-
-    @classmethod
-    def open(cls, folder: Path) -> Store:
-        """The folder, made where it is not there, and its records; a last line that is torn is left out."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path, records = folder / "records.jsonl", []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                print(f"{path}: a line that is not JSON is left out", file=sys.stderr)
-        return cls(folder, records)
-
-    def add(self, record: Record) -> None:
-        """Appends a record, here and to the file."""
-        with (self.folder / "records.jsonl").open("a+b") as file:
-            torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-            file.write(b"\n" * torn + json.dumps(record).encode() + b"\n")
-        self.records.append(record)
-
-    def done(self, **wanted: object) -> bool:
-        """Whether there is a record in which all of `wanted` holds."""
-        return any(all(record.get(key) == value for key, value in wanted.items()) for record in self.records)
-
-    def write(self, lines: Iterable[str], name: str = "table.md") -> str:
-        """Writes lines to a file in the folder, and gives them as one text."""
-        text = "\n".join(lines)
-        (self.folder / name).write_text(text + "\n", encoding="utf-8")
-        return text
-
-
 def repeat(
-    store: Store, points: Sequence[Record], repetitions: int, measure: Callable[[Record], Record], label: str
+    store: RecordFile, points: Sequence[Record], repetitions: int, measure: Callable[[Record], Record], label: str
 ) -> int:
     """Measures every point once per repetition, in turn; every other repetition the other way round.
 
@@ -169,9 +114,9 @@ def repeat(
         print(f"[{index + 1}/{len(todo)}{about}] {point[label]}", file=sys.stderr, flush=True)
         try:
             store.add({**measure(point), **point, "repetition": number})
-        except RuntimeError as error:
+        except RunFailed as error:
             failed += 1
-            print(f"failed: {error}", file=sys.stderr, flush=True)
+            print(f"failed: {error}\n{error.errors}".rstrip(), file=sys.stderr, flush=True)
         except KeyboardInterrupt:
             print(f"interrupted: the same command goes on from here, in {shown(store.folder)}", file=sys.stderr)
             raise SystemExit(130) from None

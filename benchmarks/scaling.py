@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
-from benchmarks.records import Record, Store, default_output, engine, provenance, repeat, run_json, shown, spread
+from benchmarks.records import default_output, engine, provenance, repeat, run_json, shown, spread
 from benchmarks.scaling_plot import draw
+from h2o_flexgen.baselines.store import Record, RecordFile
 
 LINES = {"full cache": [], "H2O 20 %": ["--hh-ratio", "0.2"]}
 LLAMA = {
@@ -194,7 +195,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
-    store = Store.open(args.output.resolve())
+    store = RecordFile.open(args.output.resolve())
     if args.long_model is None:
         folder = store.folder / "llama-110m"
         folder.mkdir(exist_ok=True)

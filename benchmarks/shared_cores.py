@@ -22,9 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.records import Record, Store, default_output, facts, provenance, repeat, shown, spread
-from h2o_flexgen.baselines.runner import RunFailed, Runner
+from benchmarks.records import default_output, facts, provenance, repeat, shown, spread
+from h2o_flexgen.baselines.process import RunFailed
+from h2o_flexgen.baselines.runner import Runner
 from h2o_flexgen.baselines.settings import DTYPES, BenchSettings, find_model
+from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.baselines.systems import SYSTEMS
 from h2o_flexgen.cli.prompts import random_prompts
 from h2o_flexgen.cores import sharing_warning
@@ -84,7 +86,7 @@ BESIDE: dict[str, tuple[str, ...]] = {
 
 @contextmanager
 def running(programs: tuple[str, ...]) -> Iterator[None]:
-    """Has them run meanwhile. RuntimeError where one does not start, or has ended by itself."""
+    """Has them run meanwhile. RunFailed where one does not start, or has ended by itself."""
     environment = without_short_spin(os.environ) | {"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "2"}
     processes = [
         subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
@@ -93,10 +95,10 @@ def running(programs: tuple[str, ...]) -> Iterator[None]:
     try:
         for process in processes:
             if process.stdout is None or not process.stdout.readline():
-                raise RuntimeError("a program that was to be beside the run did not start")
+                raise RunFailed("a program that was to be beside the run did not start")
         yield
         if any(process.poll() is not None for process in processes):
-            raise RuntimeError("a program beside the run ended before it")
+            raise RunFailed("a program beside the run ended before it")
     finally:
         for process in processes:
             process.kill()
@@ -116,7 +118,7 @@ def points(args: argparse.Namespace) -> list[Record]:
 
 
 def measure(point: Record, models: Path) -> Record:
-    """One run; RuntimeError where it fails. `models` has a folder for each model that is known by none."""
+    """One run; RunFailed where it fails. `models` has a folder for each model that is known by none."""
     folder, system = models / point["model"], point["system"]
     settings = BenchSettings(
         systems=(system,),
@@ -135,12 +137,9 @@ def measure(point: Record, models: Path) -> Record:
 
         runner = Runner(settings, model, prompts, Path(temporary), Path(temporary))
         if (why := runner.missing(system)) is not None:
-            raise RuntimeError(why)
-        try:
-            with running(BESIDE[point["beside"]]):
-                run = runner.run(system, point["batch"], point["gen_len"])
-        except RunFailed as failure:
-            raise RuntimeError(f"{failure}\n{failure.errors[-2000:]}") from failure
+            raise RunFailed(why)
+        with running(BESIDE[point["beside"]]):
+            run = runner.run(system, point["batch"], point["gen_len"])
     return {**known, **{name: getattr(run, name) for name in KEPT}}
 
 
@@ -202,7 +201,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
-    store = Store.open(args.output.resolve())
+    store = RecordFile.open(args.output.resolve())
     models = store.folder / "models"
     (models / "llama-1.1b").mkdir(parents=True, exist_ok=True)
     (models / "llama-1.1b" / "config.json").write_text(json.dumps(LLAMA, indent=2) + "\n", encoding="utf-8")

@@ -25,13 +25,14 @@ def _host() -> dict[str, Any]:
 
 
 def commit(root: Path) -> str | None:
-    """The commit of a checkout, with a `+` where the package's tracked files differ from it; None where it is none."""
+    """The commit of a checkout, with a `+` where tracked files of what is measured, or measures,
+    differ from it; None where it is none."""
     if not (root / ".git").exists():  # installed, perhaps below a repository that has nothing to do with it
         return None
     git = ["git", "-C", str(root)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        changes = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "h2o_flexgen"], check=False)
+        changes = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "h2o_flexgen", "benchmarks"], check=False)
     except OSError:  # no git
         return None
     return f"{head.stdout.strip()}{'+' if changes.returncode else ''}" if head.returncode == 0 else None

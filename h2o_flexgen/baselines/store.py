@@ -1,4 +1,6 @@
-"""The folder of a comparison: a file per run, which is never overwritten, and what is still missing in it.
+"""Folders of records: JSON objects, one a line or one a file, which are added to and never overwritten.
+
+`RecordFile` holds what benchmarks measure, `Store` the runs of a comparison, and what is still missing in it.
 
 A comparison goes on where its folder is given again. A repetition is whole when every system that can run has a record
 in it. Ratios are of runs side by side: a run belongs to a repetition where it follows the one before at once, on the
@@ -10,7 +12,8 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +28,51 @@ FREE = ("systems", "reference", "text_reference", "repetitions", "timeout", "sea
 """Settings that may change from call to call: what a run does and how fast it is does not depend on them."""
 _FLAGS = {"batch_sizes": "--batch-size", "cap_enforced": "the cap being enforced"}
 _STDERR_LINES = 200
+
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RecordFile:
+    """Records in one file of a folder, a line of JSON each, and what is made of them beside it."""
+
+    folder: Path
+    name: str = "records.jsonl"
+    records: list[Record] = field(default_factory=list)
+
+    @classmethod
+    def open(cls, folder: Path, name: str = "records.jsonl") -> RecordFile:
+        """The records in the folder, if there are any; a line that was torn by an interruption is left out."""
+        found = cls(folder, name)
+        for line in found._path.read_text(encoding="utf-8").splitlines() if found._path.is_file() else []:
+            try:
+                found.records.append(json.loads(line))
+            except ValueError:
+                sys.stderr.write(f"{found._path}: a line that is not JSON is left out\n")
+        return found
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / self.name
+
+    def add(self, record: Record) -> None:
+        """Appends a record, here and to the file."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a+b") as file:
+            torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+            file.write(b"\n" * torn + json.dumps(record).encode() + b"\n")
+        self.records.append(record)
+
+    def done(self, **wanted: object) -> bool:
+        """Whether there is a record in which all of `wanted` holds."""
+        return any(all(record.get(key) == value for key, value in wanted.items()) for record in self.records)
+
+    def write(self, lines: Iterable[str], name: str = "table.md") -> str:
+        """Writes lines to a file beside the records, and gives them as one text."""
+        text = "\n".join(lines)
+        write(self.folder / name, text + "\n")
+        return text
 
 
 class Failure(NamedTuple):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import opt30b
+from h2o_flexgen.baselines.memcap import cap_command
 from h2o_flexgen.cli.arguments import parse_arguments
 from h2o_flexgen.models.families import spec_from_config
 
@@ -81,7 +83,7 @@ def test_the_command_is_one_that_exists(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(opt30b, "room", lambda scratch: 10**12)
     point = _prepared(tmp_path, "--layers", "2", "--batch", "3", "--num-batches", "5", "--limit", "4G")
     command = opt30b.command(point, tmp_path, tmp_path / "memcap.json")
-    assert command[:4] == ["scripts/memcap.sh", "4G", "--cold", str(tmp_path)]
+    assert command[: command.index(sys.executable, 1)] == cap_command("4G", [tmp_path], tmp_path / "memcap.json")
     parsed = parse_arguments(command[command.index("h2o_flexgen.run") + 1 :], {})
     policy = parsed.engine.policy
     assert (policy["gpu_batch_size"], policy["num_gpu_batches"], parsed.num_prompts) == (3, 5, 15)

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.records import ROOT, Record, Store, engine, facts, provenance, repeat, run_json, shown, spread
+from benchmarks.records import ROOT, engine, facts, provenance, repeat, run_json, shown, spread
+from h2o_flexgen.baselines.process import RunFailed
+from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.cli.arguments import parse_arguments
 
 
 def test_records_are_appended_and_read_again(tmp_path: Path) -> None:
     for number in range(3):
-        Store.open(tmp_path).add({"a": number, "list": [1, "x"]})
-    store = Store.open(tmp_path)
+        RecordFile.open(tmp_path).add({"a": number, "list": [1, "x"]})
+    store = RecordFile.open(tmp_path)
     assert [record["a"] for record in store.records] == [0, 1, 2]
     assert store.done(a=1, list=[1, "x"])
     assert not store.done(a=1, list=[2])
@@ -28,10 +30,10 @@ def test_records_are_appended_and_read_again(tmp_path: Path) -> None:
 def test_a_torn_line_costs_one_record(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_text('{"a": 0}\n{"a": 1', encoding="utf-8")
-    store = Store.open(tmp_path)
+    store = RecordFile.open(tmp_path)
     assert store.records == [{"a": 0}]
     store.add({"a": 2})
-    assert Store.open(tmp_path).records == [{"a": 0}, {"a": 2}]
+    assert RecordFile.open(tmp_path).records == [{"a": 0}, {"a": 2}]
 
 
 def test_points_take_turns_and_a_second_call_adds_what_is_missing(tmp_path: Path) -> None:
@@ -41,15 +43,15 @@ def test_points_take_turns_and_a_second_call_adds_what_is_missing(tmp_path: Path
     def measure(point: Record) -> Record:
         seen.append(point["name"])
         if len(seen) == 5:
-            raise RuntimeError("this one fails")
+            raise RunFailed("this one fails")
         return {"value": len(seen)}
 
-    store = Store.open(tmp_path)
+    store = RecordFile.open(tmp_path)
     assert repeat(store, points, 2, measure, "name") == 1
     assert "".join(seen) == "abccba"
-    assert repeat(Store.open(tmp_path), points, 3, measure, "name") == 0
+    assert repeat(RecordFile.open(tmp_path), points, 3, measure, "name") == 0
     assert "".join(seen) == "abccba" + "b" + "abc"
-    found = sorted((record["name"], record["repetition"]) for record in Store.open(tmp_path).records)
+    found = sorted((record["name"], record["repetition"]) for record in RecordFile.open(tmp_path).records)
     assert found == [(name, number) for name in "abc" for number in range(3)]
 
 
@@ -66,7 +68,8 @@ INTERRUPTED = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from benchmarks.records import Store, repeat, run_json
+from benchmarks.records import repeat, run_json
+from h2o_flexgen.baselines.store import RecordFile
 if len(sys.argv) > 3:
     try:
         print("asleep", file=sys.stderr, flush=True)
@@ -75,7 +78,7 @@ if len(sys.argv) > 3:
         print("tidied", file=sys.stderr, flush=True)
 def measure(point):
     return {} if point["name"] == "first" else run_json([sys.executable, *sys.argv[:3], "run"], loud=True)
-repeat(Store.open(Path(sys.argv[2])), [{"name": "first"}, {"name": "second"}], 1, measure, "name")
+repeat(RecordFile.open(Path(sys.argv[2])), [{"name": "first"}, {"name": "second"}], 1, measure, "name")
 """
 
 
@@ -93,7 +96,7 @@ def test_an_interrupted_measurement_goes_on(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "tidied" in said
     assert "interrupted: the same command goes on from here" in said
-    assert [record["name"] for record in Store.open(tmp_path).records] == ["first"]
+    assert [record["name"] for record in RecordFile.open(tmp_path).records] == ["first"]
 
 
 def test_no_home_folder_in_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
