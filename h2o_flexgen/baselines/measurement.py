@@ -11,6 +11,7 @@ from h2o_flexgen.baselines.origin import KEYS
 from h2o_flexgen.config.rates import DERIVED, Rates
 
 SCHEMA = 2
+_ADDED = ("shared", "peak_cgroup_bytes", "disk_read_bytes", "process_read_bytes", "bytes_moved")  # since the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class Measurement(Rates):
     peak_rss_bytes      of the whole process, imports and loading included, by the kernel's count
     peak_cgroup_bytes   of its control group, page cache included; None where there was no cap
     disk_read_bytes     while it generated, by the kernel's count; None where the system's process did not say
-    process_read_bytes  from its start to its end
+    process_read_bytes  from its start to its end; None where the kernel, or a record of before, does not say
     bytes_moved         between tiers while it generated, where the system counts that
     process_s           from the start of the process to its end
     load_average        of the machine before the run: runs bring it to their threads, what is above is something else
@@ -76,7 +77,7 @@ class Measurement(Rates):
     def from_json(cls, data: dict[str, Any]) -> Measurement:
         """What `to_json` made a record of; ValueError where something is missing."""
         origin = {key: data[key] for key in KEYS if key in data}
-        known = {"shared": None, **data, "token_ids": data.get("token_ids", []), "origin": origin}
+        known = {**dict.fromkeys(_ADDED), **data, "token_ids": data.get("token_ids", []), "origin": origin}
         names = [item.name for item in dataclasses.fields(cls)]
         missing = [name for name in names if name not in known]
         if missing:
