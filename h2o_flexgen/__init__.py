@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.config.record import RunRecord
     from h2o_flexgen.config.sampling import SamplingParams
     from h2o_flexgen.engine.llm import LLM
-    from h2o_flexgen.engine.sequence import RequestOutput
+    from h2o_flexgen.engine.requests.sequence import RequestOutput
 
     __version__: str
 
@@ -27,7 +27,7 @@ _HOMES = {
     "SamplingParams": "config.sampling",
     "OffloadPolicy": "config.offload",
     "EvictionConfig": "config.eviction",
-    "RequestOutput": "engine.sequence",
+    "RequestOutput": "engine.requests.sequence",
     "RunRecord": "config.record",
 }
 

@@ -72,7 +72,7 @@ def _run(argv: Sequence[str] | None) -> int:
 def _calibration(config: EngineConfig, args: Namespace) -> Any:
     from h2o_flexgen.calibration import Calibration
     from h2o_flexgen.checkpoint.hub import resolve_model
-    from h2o_flexgen.engine.machine import offload_folder, resolve_device, resolve_dtype
+    from h2o_flexgen.engine.limits.devices import offload_folder, resolve_device, resolve_dtype
     from h2o_flexgen.models.families import spec_from_config
 
     found = resolve_model(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +39,17 @@ ONLY_AS_TYPES = {"models": {"cache"}}
 PROGRAM_PACKAGES = {"cli"}
 """What the programs share counts as a program: it may import anything, and only programs may import it."""
 
+
+ENGINE = (
+    {"llm"},
+    {"execution"},
+    {"sampling", "metrics"},
+    {"state"},
+    {"model"},
+    {"batching", "limits"},
+    {"requests"},
+)
+"""The rooms of the engine from top to bottom: each may import those below it, and none beside or above it."""
 
 BESIDE = {"benchmarks": set[str](), "training": set[str]()}
 """Folders beside the package that import it: what else of the repository each may import."""
@@ -124,6 +135,30 @@ def test_every_package_has_its_place() -> None:
 
 def test_the_arrows_have_one_direction() -> None:
     wrong = [f"{f.file}:{f.line} imports {f.target or 'the package'}" for f in IMPORTS if _forbidden(f)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _engine_room(names: Sequence[str]) -> str:
+    """The part of the engine that h2o_flexgen.engine.`names` lies in."""
+    return names[2] if names[:2] == ["h2o_flexgen", "engine"] and len(names) > 2 else ""
+
+
+def test_the_rooms_of_the_engine_have_one_direction() -> None:
+    rank = {room: level for level, rooms in enumerate(ENGINE) for room in rooms}
+    wrong, seen = [], 0
+    for path in sorted((PACKAGE / "engine").rglob("*.py")):
+        source = _engine_room([*path.relative_to(ROOT).with_suffix("").parts])
+        if source == "__init__":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                target = _engine_room(
+                    [*node.module.split("."), *([node.names[0].name] if node.module == "h2o_flexgen.engine" else [])]
+                )
+                seen += bool(target)
+                if target and target != source and rank[target] <= rank[source]:
+                    wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno} imports {node.module}")
+    assert seen > 100, "the imports were not found"
     assert not wrong, "\n".join(wrong)
 
 

@@ -14,7 +14,7 @@ from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.record import RunRecord, package_version
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.sequence import RequestOutput
+from h2o_flexgen.engine.requests.sequence import RequestOutput
 
 
 def test_the_names_are_the_things() -> None:

@@ -17,8 +17,8 @@ import torch
 from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, Outcome, Work, disk_bytes, give, run
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.record import RunRecord, package_version
+from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.plan import Plan
 
 SPARED, LEAST_SPARED = 1 / 16, 128 << 20
 """Of a cap, and in bytes at least, what the engine does not plan with: a control group also counts pages of files."""

@@ -28,7 +28,7 @@ from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.products import products
 from h2o_flexgen.config.record import utc_now
 from h2o_flexgen.cores import CoreCount, sharing_warning
-from h2o_flexgen.engine.machine import cgroup_limit
+from h2o_flexgen.engine.limits.devices import cgroup_limit
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels.native.attend import available
 from h2o_flexgen.kernels.native.build import library, why_not

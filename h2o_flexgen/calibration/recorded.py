@@ -12,9 +12,9 @@ from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.calibration.ticks import LEAST, MOST_STEPS, ROWS, priced, run_block, short_run
 from h2o_flexgen.calibration.timing import Clock, sample_of
 from h2o_flexgen.config.hardware import ComputeRates, Curve
-from h2o_flexgen.engine.loader import Loaded
-from h2o_flexgen.engine.plan import Plan
-from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.engine.limits.plan import Plan
+from h2o_flexgen.engine.metrics.trace import Trace
+from h2o_flexgen.engine.state.loader import Loaded
 from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
 from h2o_flexgen.schedule.tasks import Task, TaskKind
 
@@ -50,7 +50,7 @@ def _replayed(plan: Plan, loaded: Loaded, rows: int, seconds: float, clock: Cloc
     while not taken or clock() - start < seconds:
         begun: list[float] = []
         totals = run_block(plan, loaded, rows, MOST_STEPS, Trace(), partial(_note, begun, clock))
-        if totals.replayed_steps < MOST_STEPS - FIRST_REPLAYED:
+        if totals.graph_launches < MOST_STEPS - FIRST_REPLAYED:
             return []
         # Every step ends with a look at its tokens, so that the device is through with it when the next one begins.
         taken += [later - earlier for earlier, later in pairwise(begun)][FIRST_REPLAYED:]

@@ -10,9 +10,9 @@ from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.requests import RequestReader
-from h2o_flexgen.engine.sampler import Sampler
-from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.engine.requests.reader import RequestReader
+from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.engine.sampling.sampler import Sampler
 
 _PROMPT = 4
 _ROWS = 64

@@ -16,7 +16,7 @@ from h2o_flexgen.config.hardware import HardwareProfile
 from h2o_flexgen.config.model import ModelSpec
 from h2o_flexgen.config.profiles import kept_file, load_kept
 from h2o_flexgen.config.record import host_facts
-from h2o_flexgen.engine.graphs import recorder
+from h2o_flexgen.engine.execution.cuda_graphs import recorder
 from h2o_flexgen.kernels.native.build import why_not
 from h2o_flexgen.kernels.triton_available import serves
 from h2o_flexgen.units import GIB

@@ -31,11 +31,12 @@ from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.compute import Compute
 from h2o_flexgen.cost.terms import CostModel
-from h2o_flexgen.engine.block import BlockRunner, BlockTotals
-from h2o_flexgen.engine.loader import Loaded, load
-from h2o_flexgen.engine.plan import Caps, Plan, PlanRequest, make_plan
-from h2o_flexgen.engine.sampler import Sampler
-from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.engine.execution.block import BlockRunner
+from h2o_flexgen.engine.limits.plan import Caps, Plan, PlanRequest, make_plan
+from h2o_flexgen.engine.metrics.recorder import BlockTotals
+from h2o_flexgen.engine.metrics.trace import Trace
+from h2o_flexgen.engine.sampling.sampler import Sampler
+from h2o_flexgen.engine.state.loader import Loaded, load
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.tasks import Task, TaskKind
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from h2o_flexgen.cli.program import print_error, write_result
 from h2o_flexgen.cli.prompts import Messages, Prompt
-from h2o_flexgen.engine.sequence import RequestOutput
+from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.errors import StorageError, UsageError
 
 

@@ -24,9 +24,9 @@ from h2o_flexgen.cli.prompts import (
 )
 from h2o_flexgen.config.record import RunRecord, eviction_entry
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.chat import chat_prompt
+from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.plan import Plan
+from h2o_flexgen.engine.requests.chat import chat_prompt
 from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.reporting.flexgen_log import flexgen_log
 from h2o_flexgen.reporting.run_report import run_report

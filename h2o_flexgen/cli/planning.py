@@ -25,8 +25,8 @@ from h2o_flexgen.cost.predict import Prediction, predict
 from h2o_flexgen.cost.request import SearchRequest
 from h2o_flexgen.cost.roofline import Ran, Rooflines
 from h2o_flexgen.cost.search import search
+from h2o_flexgen.engine.limits.plan import Plan, PlanRequest, automatic, make_plan, require_fit
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.plan import Plan, PlanRequest, automatic, make_plan, require_fit
 from h2o_flexgen.memory.pinned import lockable_memory
 from h2o_flexgen.reporting.run_report import ONE_GPU, aligned, block_text, predicted_text, shares_text
 from h2o_flexgen.units import format_bytes

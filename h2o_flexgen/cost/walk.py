@@ -1,8 +1,9 @@
 """Walks the ticks of a schedule as the executor does, on a clock instead of a machine.
 
-What `engine.executor`, `engine.weights`, `engine.caches`, `engine.hidden`, `engine.homes` and `engine.host` wait for is
-waited for here, in the same order: loads of weights, caches and hidden states, buffers whose last store is still under
-way, staging buffers between a GPU and the disk, and attention on the host. Change them together.
+What `engine.execution.executor`, `engine.state.weights`, `engine.state.kv_store`, `engine.state.hidden_store`,
+`engine.state.backing` and `engine.execution.host_attention` wait for is waited for here, in the same order: loads of
+weights, caches and hidden states, buffers whose last store is still under way, staging buffers between a GPU and the
+disk, and attention on the host. Change them together.
 """
 
 from __future__ import annotations

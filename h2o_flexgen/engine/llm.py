@@ -20,23 +20,24 @@ from h2o_flexgen.config.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.work import Work
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.engine import gpu, machine
-from h2o_flexgen.engine.block import BlockRunner
-from h2o_flexgen.engine.chat import Conversation, chat_prompts
-from h2o_flexgen.engine.held import held_bytes
-from h2o_flexgen.engine.hf_generate import Generator
-from h2o_flexgen.engine.loader import Loaded, Progress, bytes_on_disk, load
+from h2o_flexgen.engine.batching.scheduler import in_order
+from h2o_flexgen.engine.execution.block import BlockRunner
+from h2o_flexgen.engine.limits import devices, gpu
+from h2o_flexgen.engine.limits.oom_retry import OomRetry, forget
+from h2o_flexgen.engine.limits.plan import Caps, Plan, Planner, PlanRequest, automatic, keeping
+from h2o_flexgen.engine.limits.process_memory import held_bytes
+from h2o_flexgen.engine.metrics.recorder import RunMetrics, make_record
+from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.model import Model, open_model
-from h2o_flexgen.engine.plan import Caps, Plan, Planner, PlanRequest, automatic, keeping
-from h2o_flexgen.engine.recorder import Meter, make_record
-from h2o_flexgen.engine.replay import Replay, forget
-from h2o_flexgen.engine.requests import Prompt, RequestReader, in_order, workload_of
-from h2o_flexgen.engine.sampler import Sampler
-from h2o_flexgen.engine.sequence import RequestOutput, Score, Sequence
-from h2o_flexgen.engine.text import text_of
-from h2o_flexgen.engine.trace import Trace
-from h2o_flexgen.engine.turn import Turn
-from h2o_flexgen.engine.waiting import Waiting
+from h2o_flexgen.engine.requests.call_guard import CallGuard
+from h2o_flexgen.engine.requests.chat import Conversation, chat_prompts
+from h2o_flexgen.engine.requests.reader import Prompt, RequestReader, workload_of
+from h2o_flexgen.engine.requests.sequence import RequestOutput, Score, Sequence
+from h2o_flexgen.engine.requests.tokenizer import text_of
+from h2o_flexgen.engine.requests.waiting import WaitingQueue
+from h2o_flexgen.engine.sampling.hf_generate import Generator
+from h2o_flexgen.engine.sampling.sampler import Sampler
+from h2o_flexgen.engine.state.loader import Loaded, Progress, bytes_on_disk, load
 from h2o_flexgen.errors import PlanError, UsageError
 from h2o_flexgen.kernels.native.build import library
 from h2o_flexgen.kernels.prompt import by_triton
@@ -53,8 +54,8 @@ class LLM:
 
     def __init__(self, model: str = "demo", **settings: Any) -> None:
         self.config = EngineConfig.of(model, **settings)
-        self.device = machine.resolve_device(self.config)
-        self._devices = machine.resolve_devices(self.config, self.device)
+        self.device = devices.resolve_device(self.config)
+        self._devices = devices.resolve_devices(self.config, self.device)
         self.model: Model = open_model(self.config, self.device)
         self.last_record: RunRecord | None = None
         self.last_plan: Plan | None = None
@@ -73,12 +74,12 @@ class LLM:
             self.model.source.close()
             raise
         self._loaded: Loaded | None = None
-        self._replay, self._turn = Replay(), Turn()
+        self._replay, self._turn = OomRetry(), CallGuard()
         self._decoder = Decoder(self.model.spec)
         self._pins = gpu.open_gpu(self._devices)
         self._trace = Trace(self.config.trace, () if self._pins is None else self._pins.devices)
         # Less what other engines hold: that is counted when a plan is made, since it comes and goes.
-        self._baseline = max(0, machine.before_placement() - held_bytes())
+        self._baseline = max(0, devices.before_placement() - held_bytes())
 
     def generate(
         self,
@@ -166,7 +167,7 @@ class LLM:
     @property
     def offload_folder(self) -> Path:
         """Where packed weights and the disk tier go, if anything does; an empty name counts as none."""
-        return machine.offload_folder(self.config.offload_dir)
+        return devices.offload_folder(self.config.offload_dir)
 
     @property
     def timeline(self) -> Timeline:
@@ -204,7 +205,7 @@ class LLM:
         if not rows:
             return
         self._replay.begin()
-        meter, sampler = Meter(self._trace), Sampler(self.model.codec.decode if self.model.codec else None)
+        meter, sampler = RunMetrics(self._trace), Sampler(self.model.codec.decode if self.model.codec else None)
         waiting = {row.row_id: row for row in rows}
         while waiting:
             plan = self.plan(workload_of(list(waiting.values())))
@@ -221,7 +222,7 @@ class LLM:
         self.last_record = make_record(self.config, self.model, plan, rows, meter.measured(self._replay.warnings))
 
     def _attempt(
-        self, plan: Plan, rows: list[Sequence], every: list[Sequence], meter: Meter, sampler: Sampler
+        self, plan: Plan, rows: list[Sequence], every: list[Sequence], meter: RunMetrics, sampler: Sampler
     ) -> Iterator[Sequence]:
         """Runs `rows` by `plan`, block by block; `every`: those of the whole call."""
         before, loaded = self._loaded, self._load(plan)
@@ -230,7 +231,7 @@ class LLM:
         runner = self._runner(loaded, sampler)
         runner.on_prompts = self._counting("prefill", lambda row: len(row.prompt_ids), rows, every)
         runner.on_tokens = self._counting("generating", lambda row: row.steps, rows, every)
-        waiting, size = Waiting(in_order(rows, self._shares)), plan.policy.gpu_batch_size
+        waiting, size = WaitingQueue(in_order(rows, self._shares)), plan.policy.gpu_batch_size
         with meter.over(loaded), loaded.keeping_memory():
             while waiting:
                 first = waiting.take(plan.policy.block_size)

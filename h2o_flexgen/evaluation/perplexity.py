@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.sequence import Score
+from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
 from h2o_flexgen.evaluation.settings import EvaluationSettings
 from h2o_flexgen.evaluation.sources import spread

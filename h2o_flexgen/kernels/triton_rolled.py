@@ -11,15 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 32  # slots per program
+BLOCK = tl.constexpr(32)  # slots per program
 
 
 @triton.jit
 def _turn_kernel(
-    keys, ranks, cos, sin, out, strides, rank_strides, angle_stride, heads, width, half: tl.constexpr,
-    rest: tl.constexpr, m: tl.constexpr, r: tl.constexpr, block: tl.constexpr,
+    keys, ranks, angles, out, strides, sizes, half: tl.constexpr, rest: tl.constexpr, m: tl.constexpr, r: tl.constexpr
 ):  # fmt: skip
-    task, slots = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
+    (cos, sin), (heads, width) = angles, sizes
+    strides, rank_strides, angle_stride = strides
+    task, slots = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, head, there = task // heads, task % heads, slots < width
     rank = tl.load(ranks + row * rank_strides[0] + head * rank_strides[1] + slots * rank_strides[2], there, 0)
     source = keys + row * strides[0] + head * strides[1] + slots[:, None].to(tl.int64) * strides[2]
@@ -48,9 +49,9 @@ def turned(keys: Tensor, ranks: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         raise ValueError(f"keys of {dim} numbers with strides {keys.stride()}, angles of {half} with {cos.stride()}")
     out = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
     ranks, rest = ranks.expand(batch, heads, width), dim - 2 * half
+    strides = (keys.stride()[:3], ranks.stride(), cos.stride(0))
     m, r = triton.next_power_of_2(half), triton.next_power_of_2(max(rest, 1))
-    _turn_kernel[(batch * heads, triton.cdiv(width, BLOCK))](
-        keys, ranks, cos, sin, out, keys.stride()[:3], ranks.stride(), cos.stride(0), heads, width,
-        half=half, rest=rest, m=m, r=r, block=BLOCK,
+    _turn_kernel[(batch * heads, triton.cdiv(width, BLOCK.value))](
+        keys, ranks, (cos, sin), out, strides, (heads, width), half=half, rest=rest, m=m, r=r
     )  # fmt: skip
     return out

@@ -14,6 +14,11 @@ from h2o_flexgen.units import format_seconds
 _SHADES = " .:-=+*#"  # idle to always busy
 
 
+def on_stage(resource: str, stage: int) -> str:
+    """What the rows of a timeline call a resource of a stage; those of the first have no number."""
+    return f"{resource} {stage}" if stage else resource
+
+
 class Row(NamedTuple):
     """One task on one resource ("compute", "disk->cpu", ...); start and end in seconds on one clock."""
 

@@ -32,7 +32,7 @@ def _budgets(policy: PolicyRow, window: int | None) -> list[Budget]:
     return [config.resolve(prompt + 8, last).within(window) for config, prompt, last in lengths]
 
 
-class Lane:
+class GpuBatch:
     """Places in one K and V, whose rows come and go."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Lane:
         self.v.fill_(float("nan"))
         self.table = None if turning is None else turning.table(self.shape.capacity)
         self.fills_gaps = False
-        self.like: Lane | None = None  # of a layer before this one, in which the same happens first
+        self.like: GpuBatch | None = None  # of a layer before this one, in which the same happens first
         self.fresh: KVCache | None = None
         self.rows: list[int] = []
         self.times: dict[int, int] = {}
@@ -115,30 +115,30 @@ def test_rows_do_not_notice(policy: PolicyRow, window: int | None, turning: Turn
         CacheRun([s], [b], chooser, row_ids=[i], **settings)
         for i, (s, b) in enumerate(zip(streams, budgets, strict=True))
     ]
-    lane, draw = Lane(streams, budgets, chooser, window, turning), python_random(seed)
-    lane.fills_gaps = bool(seed)
+    gpu_batch, draw = GpuBatch(streams, budgets, chooser, window, turning), python_random(seed)
+    gpu_batch.fills_gaps = bool(seed)
     waiting, left = list(range(len(PROMPTS))), dict(enumerate(LASTS))
     joins = 0
-    while waiting or lane.rows:
-        done = {row for row in lane.rows if left[row] == 0}
-        if len(done) == len(lane.rows) or (done and draw.random() < 0.6):
-            lane.drop(done)
-            room = min(PLACES - len(lane.rows), len(waiting), draw.choice([1, 2, PLACES]))
-            joins += bool(room and lane.rows)
+    while waiting or gpu_batch.rows:
+        done = {row for row in gpu_batch.rows if left[row] == 0}
+        if len(done) == len(gpu_batch.rows) or (done and draw.random() < 0.6):
+            gpu_batch.drop(done)
+            room = min(PLACES - len(gpu_batch.rows), len(waiting), draw.choice([1, 2, PLACES]))
+            joins += bool(room and gpu_batch.rows)
             if room:
-                lane.admit([waiting.pop(0) for _ in range(room)])
-        if not lane.rows:
+                gpu_batch.admit([waiting.pop(0) for _ in range(room)])
+        if not gpu_batch.rows:
             continue
-        for row, out in lane.step().items():
+        for row, out in gpu_batch.step().items():
             if left[row] == 0:
                 continue  # finished, and still there: nobody looks
             left[row] -= 1
             assert torch.allclose(out, alone[row].step()[0], atol=1e-5), f"row {row}"
-            place = lane.rows.index(row)
+            place = gpu_batch.rows.index(row)
             for head in range(2):
-                assert lane.cache.kept(place, head) == alone[row].cache.kept(0, head)
-            assert lane.cache.counts[place] == alone[row].cache.counts[0]
-            assert lane.cache.next_pos[place] == alone[row].cache.next_pos[0]
+                assert gpu_batch.cache.kept(place, head) == alone[row].cache.kept(0, head)
+            assert gpu_batch.cache.counts[place] == alone[row].cache.counts[0]
+            assert gpu_batch.cache.next_pos[place] == alone[row].cache.next_pos[0]
     assert joins > 1
 
 
@@ -161,20 +161,20 @@ def test_layers_of_the_same_rows_have_one_clock_worked_out(name: str, window: in
         [make_stream(n, 2 * STEPS, group=2, d=D, seed=100 * layer + i) for i, n in enumerate(PROMPTS)]
         for layer in range(2)
     ]
-    first, twin, alone = (Lane(streams[i], budgets, chooser, window, None) for i in (0, 1, 1))
+    first, twin, alone = (GpuBatch(streams[i], budgets, chooser, window, None) for i in (0, 1, 1))
     twin.like = first
-    for lane in (first, twin, alone):
-        lane.fills_gaps = True
+    for gpu_batch in (first, twin, alone):
+        gpu_batch.fills_gaps = True
     for admitted, gone in (([0, 1, 2, 3], {1, 3}), ([4, 5], {0, 4}), ([6], {2}), ([7], {5})):
-        for lane in (first, twin, alone):
-            lane.admit(admitted)
+        for gpu_batch in (first, twin, alone):
+            gpu_batch.admit(admitted)
         for _ in range(3):
-            outs = [lane.step() for lane in (first, twin, alone)]
+            outs = [gpu_batch.step() for gpu_batch in (first, twin, alone)]
             assert all(torch.equal(outs[1][row], outs[2][row]) for row in outs[2])
             assert torch.equal(twin.cache.pos, alone.cache.pos)
-        for lane in (first, twin, alone):
-            lane.drop(gone)
-        outs = [lane.step() for lane in (first, twin, alone)]
+        for gpu_batch in (first, twin, alone):
+            gpu_batch.drop(gone)
+        outs = [gpu_batch.step() for gpu_batch in (first, twin, alone)]
         assert all(torch.equal(outs[1][row], outs[2][row]) for row in outs[2])
         assert twin.cache.counts == alone.cache.counts
         assert twin.cache.next_pos == alone.cache.next_pos

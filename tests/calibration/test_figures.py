@@ -18,9 +18,9 @@ from h2o_flexgen.calibration.ticks import MOST_STEPS
 from h2o_flexgen.calibration.timing import Sample, Timer
 from h2o_flexgen.config.hardware import Curve, GemmShape
 from h2o_flexgen.config.products import Product
-from h2o_flexgen.engine.block import BlockTotals
-from h2o_flexgen.engine.plan import Plan
-from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.engine.execution.block import BlockTotals
+from h2o_flexgen.engine.limits.plan import Plan
+from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
 from h2o_flexgen.units import MIB
@@ -78,7 +78,7 @@ def test_what_a_recorded_step_takes_beyond_is_divided_by_its_ticks(monkeypatch: 
         for step in range(steps):
             on_step(0)
             clock.pass_(5.0 if step < FIRST_REPLAYED else 0.01 * rows)
-        return BlockTotals(replayed_steps=replayed)
+        return BlockTotals(graph_launches=replayed)
 
     monkeypatch.setattr(recorded, "run_block", run_block)
     known = dataclasses.replace(ticking(**dict.fromkeys(KINDS, 0.0)), sample_s=1e-3)

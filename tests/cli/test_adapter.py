@@ -14,7 +14,7 @@ from h2o_flexgen.baselines.work import Outcome, Work
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
 from h2o_flexgen.cli import adapter, planning
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.engine import machine
+from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.llm import LLM
 from tests.cost.machines import profile
 from tests.programs import write_model
@@ -28,7 +28,7 @@ TIGHT = (103 << 20) + LEAST_SPARED
 def _steady_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What this process holds is 100 MiB, and nothing was ever calibrated."""
     for measured in ("rss", "before_placement"):
-        monkeypatch.setattr(machine, measured, lambda: 100 << 20)
+        monkeypatch.setattr(devices, measured, lambda: 100 << 20)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

@@ -15,7 +15,7 @@ from h2o_flexgen.cli.search_arguments import SearchArguments, parse_search
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.engine.requests import RequestReader, workload_of
+from h2o_flexgen.engine.requests.reader import RequestReader, workload_of
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.search import main
 from h2o_flexgen.units import GIB

@@ -23,7 +23,7 @@ from h2o_flexgen.cost.fit import place
 from h2o_flexgen.cost.predict import predict
 from h2o_flexgen.cost.request import SearchRequest
 from h2o_flexgen.cost.search import search
-from h2o_flexgen.engine.plan import Caps, PlanRequest, make_plan
+from h2o_flexgen.engine.limits.plan import Caps, PlanRequest, make_plan
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.units import GIB, MIB, parse_bytes
 from tests.cost.machines import TINY, known, profile, rates, ticking

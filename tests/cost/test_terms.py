@@ -21,7 +21,7 @@ from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.case import block_rows
 from h2o_flexgen.cost.segments import prompt_segments
 from h2o_flexgen.cost.terms import CostModel
-from h2o_flexgen.engine.segments import chunks_of, segments_of
+from h2o_flexgen.engine.batching.prefix_tree import chunks_of, segments_of
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.schedule.tasks import NO_BATCH, Task, TaskKind
 from tests.cost.machines import TINY, known, model_of, on, profile, rates

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.sequence import RequestOutput
+from h2o_flexgen.engine.requests.sequence import RequestOutput
 from tests.oracles.model import OracleRun, oracle_generate
 from tests.policy_matrix import PolicyRow
 from tests.tiny import TooCloseToCall, decided, prompts_of

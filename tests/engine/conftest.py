@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_flexgen.cache.kv_cache import KVCache
-from h2o_flexgen.engine import caches
 from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.state import kv_store
 from tests.engine.compare import History
 from tests.tiny import make_model, save
 
@@ -65,5 +65,5 @@ def history(monkeypatch: pytest.MonkeyPatch) -> History:
         def _note(self, row: int) -> None:
             record[self._names[row]].append([set(self.kept(row, head)) for head in range(self.shape.kv_heads)])
 
-    monkeypatch.setattr(caches, "KVCache", Recorded)
+    monkeypatch.setattr(kv_store, "KVCache", Recorded)
     return record

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine import gpu
+from h2o_flexgen.engine.limits import gpu
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.memory.pages import Block, HostMemory
 from h2o_flexgen.memory.pinned import PinnedPool

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from h2o_flexgen.engine.chat import chat_prompt, chat_prompts, with_system
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.text import TextCodec
+from h2o_flexgen.engine.requests.chat import chat_prompt, chat_prompts, with_system
+from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import ModelError, UsageError
 from tests.engine import tokenizer_folders as folders
 from tests.programs import write_model

@@ -8,7 +8,7 @@ import pytest
 
 from h2o_flexgen.cache import ranked
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine.sequence import RequestOutput
+from h2o_flexgen.engine.requests.sequence import RequestOutput
 from tests.gpu import test_tokens
 from tests.gpu.decisions import Kept, Run, fault
 

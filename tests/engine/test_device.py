@@ -15,12 +15,13 @@ import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model import UnitSpec
-from h2o_flexgen.engine import block, gpu
-from h2o_flexgen.engine.caches import CacheStore
-from h2o_flexgen.engine.hidden import HiddenStore
+from h2o_flexgen.engine.execution import block
+from h2o_flexgen.engine.limits import gpu
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.trace import Trace
-from h2o_flexgen.engine.weights import WeightStore
+from h2o_flexgen.engine.metrics.trace import Trace
+from h2o_flexgen.engine.state.hidden_store import HiddenStore
+from h2o_flexgen.engine.state.kv_store import CacheStore
+from h2o_flexgen.engine.state.weights import WeightStore
 from h2o_flexgen.memory.cuda import Stream
 from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, Tick

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GenerationMixin, TextIteratorStreamer
 
-from h2o_flexgen.engine import hf_settings
 from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.sampling import hf_settings
 from h2o_flexgen.errors import UsageError
 
 IDS = torch.tensor([[2, 9, 14, 33]])

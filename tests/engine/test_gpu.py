@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o_flexgen.engine import gpu, replay
+from h2o_flexgen.engine.limits import gpu, oom_retry
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.errors import MemoryRefused, is_out_of_memory
 from h2o_flexgen.memory import pinned
 from h2o_flexgen.memory.cuda import Stream
@@ -123,7 +123,7 @@ def test_whose_memory_ran_out(error: Exception, tier: str, checkpoint) -> None:
         plan = llm.last_plan
     real = replace(plan, request=replace(plan.request, caps=replace(plan.request.caps, emulated=False)))
     assert is_out_of_memory(error)
-    assert replay._exhausted(error, real) == tier
+    assert oom_retry._exhausted(error, real) == tier
 
 
 class Late(FakeDevice):

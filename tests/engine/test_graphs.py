@@ -10,10 +10,10 @@ from torch import Tensor
 
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine import graphs
-from h2o_flexgen.engine.graphs import CudaGraph, DecodeGraphs, GraphMemory, Recording
-from h2o_flexgen.engine.lane import Lane
-from h2o_flexgen.engine.sequence import Sequence
+from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
+from h2o_flexgen.engine.execution import cuda_graphs
+from h2o_flexgen.engine.execution.cuda_graphs import CudaGraph, DecodeGraphs, GraphMemory, Recording
+from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.schedule.recorded import PATIENCE
 
 DEVICE = torch.device("cpu")
@@ -72,7 +72,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Pools:
     ):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.delattr(torch.cuda, "synchronize")
-    monkeypatch.setattr(graphs, "_side_stream", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "_side_stream", lambda device: None)
     monkeypatch.setattr(CudaGraph, "warm_up", lambda graph, run: run())
     monkeypatch.setattr(CudaGraph, "fetch", lambda graph, numbers: numbers.clone)
     return made
@@ -93,59 +93,59 @@ class Cache:
 
 
 class Steps:
-    """Decode steps of lanes over `caches`, by `graphs`."""
+    """Decode steps of GPU batches over `caches`, by `graphs`."""
 
     def __init__(self, memory: GraphMemory) -> None:
         self.caches = [Cache()]
         self.recordings: list[Recording] = []
-        self.graphs = DecodeGraphs(lambda: self._make(memory), lambda lane: self.caches, self._forward)  # type: ignore
+        self.graphs = DecodeGraphs(lambda: self._make(memory), lambda gpu_batch: self.caches, self._forward)  # type: ignore
 
     def _make(self, memory: GraphMemory) -> Recording:
         self.recordings.append(CudaGraph(DEVICE, memory))
         return self.recordings[-1]
 
-    def _forward(self, lane: Lane, tokens: Tensor, positions: Tensor) -> Tensor:
+    def _forward(self, gpu_batch: GpuBatch, tokens: Tensor, positions: Tensor) -> Tensor:
         self.caches[0].repeat()
         return torch.zeros(len(tokens), 9)
 
-    def run(self, lane: Lane, count: int) -> int:
+    def run(self, gpu_batch: GpuBatch, count: int) -> int:
         """How many of so many steps were not left to be done unit by unit."""
         done = 0
         for _ in range(count):
-            launched = self.graphs.step(lane)
+            launched = self.graphs.step(gpu_batch)
             if launched is None:
-                lane.inputs()
+                gpu_batch.inputs()
                 self.caches[0].repeat()
             elif not isinstance(launched, Tensor):
                 launched()
             done += launched is not None
-            for row in lane.rows:
+            for row in gpu_batch.rows:
                 row.token_ids.append(0)
-            lane.go_on()
+            gpu_batch.go_on()
         return done
 
 
-def lane_of(rows: int = 2, index: int = 0, new: int = NEW) -> Lane:
-    """A lane whose prompts are in."""
-    lane, params = Lane(index, 16, DEVICE), SamplingParams(max_new_tokens=new, ignore_eos=True)
+def lane_of(rows: int = 2, index: int = 0, new: int = NEW) -> GpuBatch:
+    """A GPU batch whose prompts are in."""
+    gpu_batch, params = GpuBatch(index, 16, DEVICE), SamplingParams(max_new_tokens=new, ignore_eos=True)
     budget = Budget(100, 0, 100, 0, full=True)
     made = [Sequence(i, 0, i, [3, 4], params, budget, frozenset(), token_ids=[1], prepared=True) for i in range(rows)]
-    lane.change([], made, [])
-    lane.go_on()
-    return lane
+    gpu_batch.change([], made, [])
+    gpu_batch.go_on()
+    return gpu_batch
 
 
-def changed(steps: Steps, lane: Lane, kept: list[int]) -> None:
-    lane.change(kept, [], [])
-    steps.run(lane, 1)
+def changed(steps: Steps, gpu_batch: GpuBatch, kept: list[int]) -> None:
+    gpu_batch.change(kept, [], [])
+    steps.run(gpu_batch, 1)
 
 
 def test_recordings_that_follow_one_another_share_memory(pools: Pools) -> None:
     """Without a wait or an emptied cache between them: the old one goes when the new one is there."""
-    steps, lane = Steps(GraphMemory()), lane_of(rows=4)
+    steps, gpu_batch = Steps(GraphMemory()), lane_of(rows=4)
     for kept in ([0, 1, 2], [0, 1], [0]):
-        assert steps.run(lane, PATIENCE + 3) == 3
-        changed(steps, lane, kept)
+        assert steps.run(gpu_batch, PATIENCE + 3) == 3
+        changed(steps, gpu_batch, kept)
     assert len(steps.recordings) == 3
     assert (pools.handles, pools.emptied) == (1, 1)
     assert pools.users == {1: 1}
@@ -167,21 +167,21 @@ def test_a_pool_whose_last_graph_is_gone_is_not_used_again(pools: Pools) -> None
 
 def test_nothing_is_recorded_for_steps_that_are_about_to_end(pools: Pools) -> None:
     steps = Steps(GraphMemory())
-    lane = lane_of(new=2 * PATIENCE)
-    steps.run(lane, 2 * PATIENCE - 1)
+    gpu_batch = lane_of(new=2 * PATIENCE)
+    steps.run(gpu_batch, 2 * PATIENCE - 1)
     assert not steps.recordings
     assert steps.run(lane_of(new=3 * PATIENCE, index=1), 3 * PATIENCE - 1) > PATIENCE
 
 
 def test_caches_hear_of_every_step_when_rows_change(pools: Pools) -> None:
     """Of those that were launched ahead, too."""
-    steps, lane = Steps(GraphMemory()), lane_of(rows=3)
-    assert steps.run(lane, PATIENCE + 5) == 5
-    assert lane.ahead
-    changed(steps, lane, [0, 1])
+    steps, gpu_batch = Steps(GraphMemory()), lane_of(rows=3)
+    assert steps.run(gpu_batch, PATIENCE + 5) == 5
+    assert gpu_batch.ahead
+    changed(steps, gpu_batch, [0, 1])
     # the step of the change, and one more that was launched for rows that were to go on
     assert steps.caches[0].steps == PATIENCE + 5 + 1 + 1
-    assert not lane.ahead
+    assert not gpu_batch.ahead
 
 
 def test_a_recording_that_fails_leaves_the_caches_where_they_were(pools: Pools, monkeypatch) -> None:

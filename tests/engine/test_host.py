@@ -15,10 +15,11 @@ from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine import block, gpu, host_fill
-from h2o_flexgen.engine.caches import LaneCache
-from h2o_flexgen.engine.host import HostAttention
+from h2o_flexgen.engine.execution import block, host_fill
+from h2o_flexgen.engine.execution.host_attention import HostAttention
+from h2o_flexgen.engine.limits import gpu
 from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.state.kv_store import BatchCache
 from h2o_flexgen.memory.copies import CopyEngine, Ticket
 from h2o_flexgen.memory.ledger import Ledger
 from h2o_flexgen.memory.pinned import PinnedPool
@@ -72,21 +73,21 @@ def test_the_same_tokens_as_with_everything_resident(family: str, place: str, co
 
 
 class Order:
-    """What a block did, in order: halves of attention units by name and lane, and computes."""
+    """What a block did, in order: halves of attention units by name and GPU batch, and computes."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, int]] = []
         begin, finish = HostAttention.begin, HostAttention.finish
 
-        def began(host: HostAttention, task: Any, unit: Any, lane: Any, *rest: Any) -> None:
-            self.events.append((f"begin {unit.name} step {task.step}", lane.index))
-            begin(host, task, unit, lane, *rest)
+        def began(host: HostAttention, task: Any, unit: Any, gpu_batch: Any, *rest: Any) -> None:
+            self.events.append((f"begin {unit.name} step {task.step}", gpu_batch.index))
+            begin(host, task, unit, gpu_batch, *rest)
 
-        def finished(host: HostAttention, lane: Any) -> None:
-            if host.pending(lane):
-                late = host._late[lane.index]
-                self.events.append((f"finish {late.unit.name} step {late.task.step}", lane.index))
-            finish(host, lane)
+        def finished(host: HostAttention, gpu_batch: Any) -> None:
+            if host.pending(gpu_batch):
+                late = host._late[gpu_batch.index]
+                self.events.append((f"finish {late.unit.name} step {late.task.step}", gpu_batch.index))
+            finish(host, gpu_batch)
 
         patch.setattr(HostAttention, "begin", began)
         patch.setattr(HostAttention, "finish", finished)
@@ -104,11 +105,11 @@ def test_every_lane_begins_before_the_first_is_finished(place: str, checkpoint, 
         llm.generate(prompts_of([20] * 6), max_new_tokens=3, ignore_eos=True)
         layers = llm.model.spec.num_layers
     expected = [
-        (f"{half} layers.{layer}.attn step {step}", lane)
+        (f"{half} layers.{layer}.attn step {step}", gpu_batch)
         for step in (1, 2)
         for layer in range(layers)
         for half in ("begin", "finish")
-        for lane in range(3)
+        for gpu_batch in range(3)
     ]
     assert order.events == expected
 
@@ -240,7 +241,7 @@ def test_what_it_takes_was_planned(batches: int, checkpoint, monkeypatch) -> Non
 
 
 def test_a_cache_belongs_to_who_fills_it_until_it_is_settled(checkpoint, monkeypatch) -> None:
-    cache = LaneCache(CacheShape(1, 1, 4, 8), torch.float32, shrinks=False)
+    cache = BatchCache(CacheShape(1, 1, 4, 8), torch.float32, shrinks=False)
     cache.attach(torch.zeros(cache.nbytes, dtype=torch.uint8))
     fresh = KVCache(cache.shape, [Budget(8, 0, 8, 0, full=True)], make_policy(EvictionConfig()), layer=0, row_ids=[0])
     cache.change([], fresh)

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.engine import machine
+from h2o_flexgen.engine.limits import devices
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library")
 def test_freed_memory_below_memory_in_use_goes_back_to_the_system() -> None:
     small = [torch.ones(32 << 8) for _ in range(2000)]  # 32 KiB each: from the heap, not pages of their own
     last = torch.ones(32 << 8)
-    full = machine.rss()
+    full = devices.rss()
     small.clear()
-    machine.return_free_pages()
-    assert machine.rss() < full - (40 << 20)
+    devices.return_free_pages()
+    assert devices.rss() < full - (40 << 20)
     assert last.sum() == 32 << 8
 
 
 def test_a_library_without_it_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_malloc_trim", lambda: None)
-    machine.return_free_pages()
+    monkeypatch.setattr(devices, "_malloc_trim", lambda: None)
+    devices.return_free_pages()
 
 
 GIB = 1 << 30
@@ -49,10 +49,10 @@ class Groups:
         (self.root / "a.slice" / "b.slice" / "c.scope").mkdir(parents=True)
         self.own = folder / "own"
         self.own.write_text(f"9:cpuset:/elsewhere\n{own}\n")
-        patch.setattr(machine, "_CGROUPS", folder / "fs")
-        patch.setattr(machine, "_OWN_CGROUPS", self.own)
-        patch.setattr(machine, "rss", lambda: GIB)
-        patch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=63 * GIB))
+        patch.setattr(devices, "_CGROUPS", folder / "fs")
+        patch.setattr(devices, "_OWN_CGROUPS", self.own)
+        patch.setattr(devices, "rss", lambda: GIB)
+        patch.setattr(devices.psutil, "virtual_memory", lambda: SimpleNamespace(available=63 * GIB))
 
     def put(self, name: str, limit: int | str, used: float = 0, cache: float = 0) -> None:
         (self.root / name / self._limit).write_text(f"{limit}\n")
@@ -68,34 +68,34 @@ def groups(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_limit_above_the_own_control_group_counts(groups: Groups) -> None:
-    assert machine.cgroup_limit() is None
-    assert machine.cgroup_room() is None
-    assert machine.cpu_limit() == (int(0.9 * 64 * GIB), "90% of 64 GiB available")
+    assert devices.cgroup_limit() is None
+    assert devices.cgroup_room() is None
+    assert devices.cpu_limit() == (int(0.9 * 64 * GIB), "90% of 64 GiB available")
     groups.put("a.slice/b.slice/c.scope", groups.unlimited)
     groups.put("a.slice/b.slice", 3 * GIB)
     groups.put("a.slice", 2 * GIB)
-    assert machine.cgroup_limit() == 2 * GIB
+    assert devices.cgroup_limit() == 2 * GIB
     groups.put("", GIB)  # where a container mounts its own
-    assert machine.cgroup_limit() == GIB
-    assert machine.cpu_limit() == (int(0.9 * GIB), "90% of 1 GiB that the control group may use")
+    assert devices.cgroup_limit() == GIB
+    assert devices.cpu_limit() == (int(0.9 * GIB), "90% of 1 GiB that the control group may use")
 
 
 def test_what_others_in_the_control_group_use_is_theirs(groups: Groups) -> None:
     """8 GiB less 3 of page cache and this process's own: 4 are somebody else's."""
     groups.put("a.slice/b.slice/c.scope", 16 * GIB, used=8, cache=3)
-    assert machine.cgroup_room() == 11 * GIB
-    assert machine.cpu_limit() == (int(0.9 * 12 * GIB), "90% of 12 GiB that others in the control group leave")
+    assert devices.cgroup_room() == 11 * GIB
+    assert devices.cpu_limit() == (int(0.9 * 12 * GIB), "90% of 12 GiB that others in the control group leave")
     groups.put("a.slice", 20 * GIB, used=18, cache=0.5)
-    assert machine.cgroup_limit() == 16 * GIB
-    assert machine.cpu_limit().nbytes == int(0.9 * 3.5 * GIB), "the least that any of them leaves"
+    assert devices.cgroup_limit() == 16 * GIB
+    assert devices.cpu_limit().nbytes == int(0.9 * 3.5 * GIB), "the least that any of them leaves"
     groups.put("a.slice", 20 * GIB, used=21)
-    assert machine.cpu_limit().nbytes == int(0.9 * GIB), "never less than is held"
+    assert devices.cpu_limit().nbytes == int(0.9 * GIB), "never less than is held"
 
 
 def test_alone_in_a_control_group_all_of_it_may_be_used(groups: Groups) -> None:
     """However full of page cache it is; pages of files that are mapped are counted as cache and as the process's."""
     groups.put("a.slice/b.slice/c.scope", 16 * GIB, used=15.9, cache=15)
-    assert machine.cpu_limit() == (int(0.9 * 16 * GIB), "90% of 16 GiB that the control group may use")
+    assert devices.cpu_limit() == (int(0.9 * 16 * GIB), "90% of 16 GiB that the control group may use")
 
 
 @pytest.mark.parametrize("own", [b"", b"\xff\xfe\n::\nnothing\n:", b"0::/../..\n4:memory:/../..\n", None])
@@ -105,13 +105,13 @@ def test_control_groups_that_make_no_sense_are_no_error(groups: Groups, own: byt
     if own is not None:
         groups.own.write_bytes(own)
     groups.put("", "lots")
-    assert machine.cgroup_limit() is None
+    assert devices.cgroup_limit() is None
     groups.put("", 16 * GIB, used=8)
     for path in groups.root.glob("memory.*"):
         if "limit" not in path.name and "max" not in path.name:
             path.write_bytes(b"inactive_file\ninactive_file x\n\xff\ntotal_inactive_file 1 2")
-    assert machine.cgroup_limit() == machine.cgroup_room() == 16 * GIB
+    assert devices.cgroup_limit() == devices.cgroup_room() == 16 * GIB
     for path in groups.root.glob("memory.*"):
         path.unlink()
         path.mkdir()
-    assert machine.cgroup_limit() is None
+    assert devices.cgroup_limit() is None

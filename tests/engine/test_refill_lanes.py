@@ -1,4 +1,4 @@
-"""Lanes that rows leave and prompts enter: a sound schedule, few row-steps in vain, memory that does not grow."""
+"""GPU batches that rows leave and prompts enter: a sound schedule, few row-steps in vain, memory that does not grow."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from h2o_flexgen.cache.clock import slots_needed
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine import block
-from h2o_flexgen.engine.executor import Executor
+from h2o_flexgen.engine.batching.scheduler import in_order
+from h2o_flexgen.engine.execution import block
+from h2o_flexgen.engine.execution.executor import Executor
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.requests import in_order
-from h2o_flexgen.engine.waiting import Waiting
+from h2o_flexgen.engine.requests.waiting import WaitingQueue
 from h2o_flexgen.schedule.tasks import ScheduleShape, Tick
 from tests.engine.ragged import LENGTHS, NEW, PROMPTS
 from tests.engine.ragged import params as _params
@@ -71,10 +71,10 @@ def test_few_row_steps_are_computed_in_vain(checkpoint, monkeypatch: pytest.Monk
     """Outputs with a long tail, 200 of 1 to 100 tokens: the fewest possible row-steps are the tokens themselves."""
     computed = 0
 
-    def count(self: Executor, lane: Any, logits: Any) -> Any:
+    def count(self: Executor, gpu_batch: Any, logits: Any) -> Any:
         nonlocal computed
-        computed += len(lane.rows)
-        return choose(self, lane, logits)
+        computed += len(gpu_batch.rows)
+        return choose(self, gpu_batch, logits)
 
     choose = Executor._choose
     monkeypatch.setattr(Executor, "_choose", count)
@@ -136,7 +136,7 @@ def test_what_may_run_longest_comes_first(checkpoint) -> None:
 def test_what_is_true_of_all_who_wait(checkpoint) -> None:
     with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.3), (3, 1)) as llm:
         rows = llm._reader().read(PROMPTS, _params())
-    waiting, rest = Waiting(rows), list(rows)
+    waiting, rest = WaitingQueue(rows), list(rows)
     for count in (0, 1, 4, 2, 20):
         assert waiting.take(count) == rest[:count]
         rest = rest[count:]

@@ -24,11 +24,11 @@ from transformers.generation import EpsilonLogitsWarper, EtaLogitsWarper, TopHLo
 
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine import processors, sampler
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.processors import Chooser, Group, Library
-from h2o_flexgen.engine.sampler import Sampler
-from h2o_flexgen.engine.sequence import Hooks, Sequence
+from h2o_flexgen.engine.requests.sequence import Hooks, Sequence
+from h2o_flexgen.engine.sampling import processors, sampler
+from h2o_flexgen.engine.sampling.processors import Chooser, Group, Library
+from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.errors import UsageError
 from tests.kernels.tape import NoHostWork
 from tests.seeds import torch_generator

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.engine.segments import MIN_SHARED, chunks_of, segments_of, shared_first
+from h2o_flexgen.engine.batching.prefix_tree import MIN_SHARED, chunks_of, segments_of, shared_first
 
 HEADERS = st.sampled_from([[1] * 5, [2] * 20, [1, 2] * 20, [3] * 40])
 PROMPT = st.builds(

@@ -14,9 +14,9 @@ import pytest
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.engine.handover import Handover
-from h2o_flexgen.engine.hidden import HiddenStore
+from h2o_flexgen.engine.execution.transfer import ActivationTransfer
 from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.state.hidden_store import HiddenStore
 from h2o_flexgen.errors import PlanError, UsageError
 from tests.tiny import prompts_of
 
@@ -148,9 +148,9 @@ def test_hidden_states_that_are_parked_are_counted(gpus: int, checkpoint, monkey
     stored = []
     inner = HiddenStore.store
 
-    def store(self: HiddenStore, lane: Any) -> None:
-        stored.append(lane.hidden.numel() * lane.hidden.itemsize)
-        inner(self, lane)
+    def store(self: HiddenStore, gpu_batch: Any) -> None:
+        stored.append(gpu_batch.hidden.numel() * gpu_batch.hidden.itemsize)
+        inner(self, gpu_batch)
 
     monkeypatch.setattr(HiddenStore, "store", store)
     with several(checkpoint("opt")[1], gpus, "all on cpu", (1, 2 * gpus)) as llm:
@@ -162,13 +162,13 @@ def test_hidden_states_that_are_parked_are_counted(gpus: int, checkpoint, monkey
 @pytest.mark.parametrize(("gpus", "batches"), [(2, 5), (8, 8)])
 def test_buffers_between_gpus_are_what_was_planned(gpus: int, batches: int, checkpoint, monkeypatch) -> None:
     what, held = "hidden states between GPUs", set()
-    inner = Handover.send
+    inner = ActivationTransfer.send
 
-    def send(self: Handover, lane: Any) -> None:
+    def send(self: ActivationTransfer, gpu_batch: Any) -> None:
         held.update(stage.tiers.compute.usage().get(what, 0) for stage in llm._loaded.stages)
-        inner(self, lane)
+        inner(self, gpu_batch)
 
-    monkeypatch.setattr(Handover, "send", send)
+    monkeypatch.setattr(ActivationTransfer, "send", send)
     with several(checkpoint("opt")[1], gpus, "resident", (1, batches)) as llm:
         llm.generate(prompts_of([40] * batches), max_new_tokens=2, ignore_eos=True)
         planned = {item.what: item.nbytes for item in llm.last_plan.footprint.items if item.tier == "gpu"}

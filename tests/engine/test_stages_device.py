@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.engine import gpu
+from h2o_flexgen.engine.limits import gpu
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.memory.cuda import Stream
 from h2o_flexgen.memory.pinned import PinnedPool

@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine import tokenizer_files
-from h2o_flexgen.engine.requests import RequestReader
-from h2o_flexgen.engine.sequence import Sequence
-from h2o_flexgen.engine.text import Decode, TextCodec, find_stop, text_of
+from h2o_flexgen.engine.requests import tokenizer_files
+from h2o_flexgen.engine.requests.reader import RequestReader
+from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.engine.requests.tokenizer import Decode, TextCodec, find_stop, text_of
 from h2o_flexgen.errors import ModelError, UsageError
 from tests.cost.machines import TINY
 from tests.engine import tokenizer_folders as folders
@@ -101,7 +101,7 @@ def test_transformers_is_imported_where_it_is_needed_alone(
     folder: Callable[[str], Path], name: str, light: bool
 ) -> None:
     code = (
-        "import sys; from pathlib import Path; from h2o_flexgen.engine.text import TextCodec\n"
+        "import sys; from pathlib import Path; from h2o_flexgen.engine.requests.tokenizer import TextCodec\n"
         "before = 'transformers' in sys.modules\n"
         f"TextCodec.open(Path({str(folder(name))!r})).encode('The dog')\n"
         "print(before, 'transformers' in sys.modules)"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.trace import Trace
+from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.memory.cuda import CudaDevice, Stream
 from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind
 from h2o_flexgen.schedule.zigzag import zigzag

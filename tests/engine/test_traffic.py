@@ -8,7 +8,7 @@ import pytest
 
 from h2o_flexgen.cache.kv_cache import CacheShape
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine import block
+from h2o_flexgen.engine.execution import block
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.memory.handle import page_ceil
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
@@ -51,7 +51,7 @@ def test_counted_bytes_equal_the_plan(name: str, case: str, checkpoint, monkeypa
     with LLM(checkpoint(name)[1], dtype="float32", eviction=eviction, policy=policy, emulate_gpu=gpu) as llm:
         llm.generate(prompts_of([PROMPT] * ROWS * BATCHES), max_new_tokens=NEW, ignore_eos=True)
         moved, plan, spec = llm.last_record.bytes_moved, llm.last_plan, llm.model.spec
-        homes = llm._loaded.stages[0].weights._homes
+        homes = llm._loaded.stages[0].weights._locations
     (shape,) = shapes
     report = check(ticks, shape)
     assert report.loads == expected_loads(shape)

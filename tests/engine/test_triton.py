@@ -19,11 +19,11 @@ from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.calibration import recorded
 from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine import executor, graphs
-from h2o_flexgen.engine.lane import Lane
+from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
+from h2o_flexgen.engine.execution import cuda_graphs, executor
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.sampler import Sampler
-from h2o_flexgen.engine.sequence import RequestOutput
+from h2o_flexgen.engine.requests.sequence import RequestOutput
+from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.kernels import triton_decode, triton_prompt, triton_rotate
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
@@ -152,13 +152,13 @@ def test_recorded_steps(name: str, policy: str, folder, log: list[str], through_
     """Nothing that a step launches depends on its number: one that was recorded is good for all after it."""
     args = folder(name), EVICTION[policy]
     assert_same(answers(*args), by_torch(*args))
-    steps = NEW - 1 - graphs.PATIENCE
+    steps = NEW - 1 - cuda_graphs.PATIENCE
     assert log == ["warm up", "record", *["replay"] * (steps - 1), "close"]
-    assert through_triton.count("step") == LAYERS * (graphs.PATIENCE + 2)
+    assert through_triton.count("step") == LAYERS * (cuda_graphs.PATIENCE + 2)
 
 
 def test_lanes_and_changes(folder, log: list[str]) -> None:
-    """Two lanes, rows that leave and others that come: every change ends a recording, and another one is made."""
+    """Two GPU batches, rows that leave and others that come: every change ends a recording, and another one is made."""
     prompts, new = prompts_of([9, 4, 7, 3, 6, 5]), [10, 10, 17, 17, 9, 9]
     policy = {"gpu_batch_size": 2, "num_gpu_batches": 2}
     args = folder("llama-gqa1"), EVICTION["h2o"], prompts, new
@@ -188,12 +188,12 @@ def test_steps_are_launched_ahead(name: str, policy: str, folder, log: list[str]
     args = folder(name), EVICTION[policy], PROMPTS, SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     expected = eager(*args, policy={"gpu_batch_size": 2})
     made: list[None] = []
-    inputs = Lane.inputs
-    monkeypatch.setattr(Lane, "inputs", lambda lane: made.append(None) or inputs(lane))
+    inputs = GpuBatch.inputs
+    monkeypatch.setattr(GpuBatch, "inputs", lambda gpu_batch: made.append(None) or inputs(gpu_batch))
     assert plain(*args, policy={"gpu_batch_size": 2}) == expected
-    launched = NEW - 2 - graphs.PATIENCE
+    launched = NEW - 2 - cuda_graphs.PATIENCE
     assert log == ["warm up", "record", *["replay", *["replay", "read"] * (launched - 1), "read"], "close"]
-    assert len(made) == 1 + graphs.PATIENCE + 2
+    assert len(made) == 1 + cuda_graphs.PATIENCE + 2
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2), (3, 1)], ids=str)
@@ -268,7 +268,7 @@ def test_a_recording_that_fails(
     expected = by_torch(*args)
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, logprobs=0)
     with (
-        caplog.at_level(logging.WARNING, graphs.__name__),
+        caplog.at_level(logging.WARNING, cuda_graphs.__name__),
         LLM(args[0], eviction=args[1], dtype="float32", policy={"gpu_batch_size": 2}) as llm,
     ):
         assert_same(llm.generate(PROMPTS, params), expected)
@@ -303,7 +303,7 @@ def test_policies_that_are_not_recorded(folder, log: list[str]) -> None:
 
 
 def test_on_a_cpu_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert graphs.recorder(torch.device("cpu")) is None
-    monkeypatch.setattr(graphs, "interpreting", lambda: False)
+    assert cuda_graphs.recorder(torch.device("cpu")) is None
+    monkeypatch.setattr(cuda_graphs, "interpreting", lambda: False)
     monkeypatch.setenv("H2O_FLEXGEN_GRAPHS", "0")
-    assert graphs.recorder(torch.device("cuda")) is None
+    assert cuda_graphs.recorder(torch.device("cuda")) is None

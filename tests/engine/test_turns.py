@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.turn import Turn
+from h2o_flexgen.engine.requests.call_guard import CallGuard
 from h2o_flexgen.errors import UsageError
 from tests.tiny import prompts_of
 
@@ -90,7 +90,7 @@ def test_a_closed_engine_waits_for_nobody(engine: LLM) -> None:
 
 
 def test_a_turn_ends_once() -> None:
-    turn = Turn()
+    turn = CallGuard()
     with turn.taken():
         turn.end()
         with turn.taken():

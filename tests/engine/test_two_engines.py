@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.engine import gpu, machine
+from h2o_flexgen.engine.limits import devices, gpu
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.memory.pinned import PinnedPool
 from tests.memory.fake_cuda import FakeDevice
@@ -42,7 +42,7 @@ def open_llm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
         opened.append(LLM(str(model), offload_dir=str(tmp_path / "offload"), **settings))
         return opened[-1]
 
-    monkeypatch.setattr(machine, "before_placement", measured)
+    monkeypatch.setattr(devices, "before_placement", measured)
     return make
 
 

@@ -10,7 +10,7 @@ import pytest
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.quality import RecallTally
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.sequence import Score
+from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluation.recall import answered, recall
 from h2o_flexgen.evaluation.sources import RecallCase, read_cases, read_text, spread

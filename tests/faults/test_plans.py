@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.engine import llm, machine
+from h2o_flexgen.engine import llm
+from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.llm import LLM
 from tests.programs import Run, write_model
 from tests.tiny import prompts_of
@@ -21,7 +22,7 @@ WORK = ("--prompt-len", 20, "--num-prompts", 8, "--gen-len", 4)
 def _steady_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process holds is 100 MiB, whatever other tests made it hold."""
     for measured in ("rss", "before_placement"):
-        monkeypatch.setattr(machine, measured, lambda: 100 << 20)
+        monkeypatch.setattr(devices, measured, lambda: 100 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +40,10 @@ def test_row_24_memory_is_planned_within_the_control_groups_limit(
     model: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run("--model", model, *WORK).record["policy"]["weights"] == {"cpu": 1.0}
-    monkeypatch.setattr(machine, "cgroup_limit", lambda: int((103 << 20) / 0.9))
+    monkeypatch.setattr(devices, "cgroup_limit", lambda: int((103 << 20) / 0.9))
     squeezed = run("--model", model, *WORK).record
     assert squeezed["policy"]["weights"]["disk"] > 0
-    monkeypatch.setattr(machine, "cgroup_limit", lambda: 50 << 20)
+    monkeypatch.setattr(devices, "cgroup_limit", lambda: 50 << 20)
     ran = run("--model", model, *WORK)
     assert ran.code == 5
     assert "on the cpu tier, and its cap is 45 MiB" in ran.err
@@ -59,13 +60,13 @@ def test_row_24_memory_that_comes_free_serves_the_next_call(model: Path, monkeyp
         least = fresh.plan(Workload(5, 3, 2)).footprint.total("cpu")
         expected = tokens(fresh, *many)
     with LLM(str(model)) as engine:
-        monkeypatch.setattr(machine, "cgroup_limit", lambda: int(least / 0.9) + 2)
+        monkeypatch.setattr(devices, "cgroup_limit", lambda: int(least / 0.9) + 2)
         first = tokens(engine, *few)
         loaded = engine._loaded
         assert loaded is not None
-        monkeypatch.setattr(machine, "cgroup_limit", lambda: 1 << 30)
+        monkeypatch.setattr(devices, "cgroup_limit", lambda: 1 << 30)
         assert tokens(engine, *many) == expected
-        monkeypatch.setattr(machine, "cgroup_limit", lambda: int(least / 0.9) + 2)
+        monkeypatch.setattr(devices, "cgroup_limit", lambda: int(least / 0.9) + 2)
         assert tokens(engine, *few) == first
         assert engine._loaded is loaded, "nothing was loaded anew"
         assert engine.last_plan is not None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.engine.executor import Executor
+from h2o_flexgen.engine.execution.executor import Executor
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.disk import Syscalls

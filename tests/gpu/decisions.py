@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 
 from h2o_flexgen.cache.kv_cache import KVCache
-from h2o_flexgen.engine.sequence import RequestOutput
+from h2o_flexgen.engine.requests.sequence import RequestOutput
 
 CLOSE = 2e-3
 """Of log-probabilities: sums in another order."""

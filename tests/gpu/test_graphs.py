@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from h2o_flexgen import SamplingParams
-from h2o_flexgen.engine import graphs
+from h2o_flexgen.engine.execution import cuda_graphs
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.sequence import RequestOutput
+from h2o_flexgen.engine.requests.sequence import RequestOutput
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import prompts_of
 
@@ -26,13 +26,13 @@ NEW = [20, 20, 20, 12, 30, 30, 20, 20]
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """One for every graph that is launched."""
     launched: list[None] = []
-    replay = graphs.CudaGraph.replay
+    replay = cuda_graphs.CudaGraph.replay
 
-    def noted(graph: graphs.CudaGraph) -> None:
+    def noted(graph: cuda_graphs.CudaGraph) -> None:
         launched.append(None)
         replay(graph)
 
-    monkeypatch.setattr(graphs.CudaGraph, "replay", noted)
+    monkeypatch.setattr(cuda_graphs.CudaGraph, "replay", noted)
     return launched
 
 
@@ -56,10 +56,10 @@ def test_graphs_change_nothing(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """All rows in one lane, then two lanes whose rows leave while others come."""
+    """All rows in one GPU batch, then two GPU batches whose rows leave while others come."""
     folder = checkpoint(name)[1]
     for shape in ({"gpu_batch_size": 8}, {"gpu_batch_size": 2, "num_gpu_batches": 2}):
-        with caplog.at_level(logging.WARNING, graphs.__name__):
+        with caplog.at_level(logging.WARNING, cuda_graphs.__name__):
             recorded = answers(folder, policy, shape, dtype="float32")
         assert not caplog.records
         assert len(replays) > 10

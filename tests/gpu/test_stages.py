@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine import machine
 from h2o_flexgen.engine.llm import LLM
 from tests.tiny import prompts_of
 
@@ -30,7 +29,7 @@ def test_the_tokens_of_one_device(name: str, place: str, devices: tuple[int, int
     if max(devices) >= torch.cuda.device_count():
         pytest.skip("needs two CUDA devices")
     found = [torch.device("cuda", index) for index in devices]
-    monkeypatch.setattr(machine, "resolve_devices", lambda config, first: found)
+    monkeypatch.setattr(devices, "resolve_devices", lambda config, first: found)
     folder, settings = checkpoint(name)[1], {"max_new_tokens": 20, "ignore_eos": True}
     engine: dict[str, Any] = {"dtype": "float32", "eviction": EvictionConfig("h2o", ratio=0.3), "device": "cuda"}
     with LLM(folder, policy={**PLACES["resident"], "gpu_batch_size": 8}, **engine) as llm:

@@ -14,7 +14,7 @@ import pytest
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.sequence import RequestOutput
+from h2o_flexgen.engine.requests.sequence import RequestOutput
 from tests.gpu.decisions import CLOSE, Run, fault, watched
 from tests.gpu.device import CUDA, engine_settings, on_a_gpu
 from tests.policy_matrix import POLICIES, PolicyRow

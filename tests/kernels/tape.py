@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from h2o_flexgen.engine.graphs import Read, Result, Run
+from h2o_flexgen.engine.execution.cuda_graphs import Read, Result, Run
 
 HOST_WORK = {"lift_fresh", "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal"}
 """Operations that on a GPU send it numbers of the host, or wait for numbers of its own."""

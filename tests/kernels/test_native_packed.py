@@ -11,8 +11,8 @@ from torch import Tensor
 from h2o_flexgen.cache import CacheShape, KVCache, make_policy
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
-from h2o_flexgen.engine.path import PromptAttention, PromptPath
-from h2o_flexgen.engine.segments import Chunk, Segment, chunks_of, segments_of
+from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment, chunks_of, segments_of
+from h2o_flexgen.engine.batching.prompt_attention import PrefixPath, PromptAttention
 from h2o_flexgen.kernels import KeysValues
 from h2o_flexgen.kernels.native import build, prompt
 from h2o_flexgen.kernels.native.keep import keep_prompts
@@ -190,7 +190,7 @@ def test_chunks_of_prompts_are_those_of_segments(
             monkeypatch.setattr(KVCache, "packing", lambda *_: None)
         cache = KVCache(shape, budgets, make_policy(policy.eviction()), layer=2, row_ids=range(len(lengths)))
         cache.attach(*shape.buffers(torch.bfloat16))
-        attention = PromptAttention(cache, PromptPath(), 0.3, cache.wants_column_sums, rolling=rolling)
+        attention = PromptAttention(cache, PrefixPath(), 0.3, cache.wants_column_sums, rolling=rolling)
         out = torch.empty(tokens, 4, D, dtype=torch.bfloat16)
         for chunk in chunks_of(segments, 48):
             span = slice(chunk.start, chunk.stop)
@@ -201,13 +201,13 @@ def test_chunks_of_prompts_are_those_of_segments(
 
 
 def test_segments_are_left_where_they_follow_others() -> None:
-    whole, shared = Segment(0, 4, 0, 0, range(0, 2), 0), Segment(8, 3, 0, 0, range(0, 0), 2)
-    later = Segment(11, 2, 3, 1, range(2, 4), 2)
+    whole, shared = PromptSegment(0, 4, 0, 0, range(0, 2), 0), PromptSegment(8, 3, 0, 0, range(0, 0), 2)
+    later = PromptSegment(11, 2, 3, 1, range(2, 4), 2)
     budgets = [Budget(9, 0, 9, 0, True)] * 4
     shape = CacheShape.of(budgets, 1, D)
     cache = KVCache(shape, budgets, make_policy(EvictionConfig()), layer=0, row_ids=range(4))
     cache.attach(*shape.buffers(torch.bfloat16))
     x = torch.randn(15, 1, D).bfloat16()
-    attention = PromptAttention(cache, PromptPath(), 0.3, False)
-    left = attention._packed(Chunk(0, 15, (whole, shared, later)), (x, x, x), x, torch.empty_like(x))
+    attention = PromptAttention(cache, PrefixPath(), 0.3, False)
+    left = attention._packed(PromptChunk(0, 15, (whole, shared, later)), (x, x, x), x, torch.empty_like(x))
     assert left == [shared, later]

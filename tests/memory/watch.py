@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from h2o_flexgen.engine import host, host_fill
+from h2o_flexgen.engine.execution import host_attention, host_fill
 from h2o_flexgen.memory import device_copies
 from h2o_flexgen.memory.disk import DirectFile
 from h2o_flexgen.memory.jobs import Job, Ticket
@@ -121,7 +121,7 @@ def order_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
 
     around(device_copies, "_move", moved, None)
 
-    attend = host._attend
+    attend = host_attention._attend
 
     def attended(attention: Any, parts: list[Tensor], answer: Tensor) -> None:
         for part in parts:  # kernels in C read them unseen
@@ -129,7 +129,7 @@ def order_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         with Computes(device):
             attend(attention, parts, answer)
 
-    patch.setattr(host, "_attend", attended)
+    patch.setattr(host_attention, "_attend", attended)
     fill = host_fill._fill
 
     def filled(*what: Any) -> None:

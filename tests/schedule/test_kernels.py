@@ -17,7 +17,7 @@ from h2o_flexgen.config.placement import place
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.request import SearchRequest
 from h2o_flexgen.cost.search import search
-from h2o_flexgen.engine.plan import Caps, Plan, PlanRequest, automatic, make_plan
+from h2o_flexgen.engine.limits.plan import Caps, Plan, PlanRequest, automatic, make_plan
 from h2o_flexgen.kernels import KeysValues, prompt, torch_cpu
 from h2o_flexgen.schedule import workspace
 from h2o_flexgen.schedule.workspace import BlockShape

@@ -10,7 +10,7 @@ import pytest
 from h2o_flexgen.cli import planning
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.hardware import HardwareProfile
-from h2o_flexgen.engine import machine
+from h2o_flexgen.engine.limits import devices
 from tests.cost.machines import profile
 from tests.programs import write_model
 
@@ -24,7 +24,7 @@ RATES = profile(name="a made-up machine", dtype="float32")
 def _steady_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What this process holds is 100 MiB, and nothing was ever calibrated."""
     for measured in ("rss", "before_placement"):
-        monkeypatch.setattr(machine, measured, lambda: 100 << 20)
+        monkeypatch.setattr(devices, measured, lambda: 100 << 20)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("H2O_FLEXGEN_CALIBRATE")
 

@@ -13,7 +13,7 @@ from h2o_flexgen.cli.arguments import parse_arguments
 from h2o_flexgen.cli.planning import Planning
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.engine import machine
+from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.models.decoder import Decoder
 from tests.cli.planning.conftest import RATES, TIGHT, WORK
@@ -186,14 +186,14 @@ def test_memory_that_stays_away_ends_in_5(model: Path, run: Run, monkeypatch) ->
 
 
 def test_limits_and_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "cgroup_limit", lambda: 1 << 30)
-    assert machine.cpu_limit() == (int(0.9 * (1 << 30)), "90% of 1 GiB that the control group may use")
-    monkeypatch.setattr(machine, "cgroup_limit", lambda: None)
-    assert machine.cpu_limit().why.endswith("available")
-    free = machine.disk_limit(tmp_path / "not" / "there", 0)
+    monkeypatch.setattr(devices, "cgroup_limit", lambda: 1 << 30)
+    assert devices.cpu_limit() == (int(0.9 * (1 << 30)), "90% of 1 GiB that the control group may use")
+    monkeypatch.setattr(devices, "cgroup_limit", lambda: None)
+    assert devices.cpu_limit().why.endswith("available")
+    free = devices.disk_limit(tmp_path / "not" / "there", 0)
     assert free.why.endswith(f"free in {tmp_path}")
     assert not (tmp_path / "not").exists()
-    assert machine.disk_limit(tmp_path, 1 << 40).nbytes - free.nbytes == pytest.approx(1 << 40, rel=0.01)
+    assert devices.disk_limit(tmp_path, 1 << 40).nbytes - free.nbytes == pytest.approx(1 << 40, rel=0.01)
 
 
 def test_caps_of_an_engine(model: Path, tmp_path: Path) -> None:

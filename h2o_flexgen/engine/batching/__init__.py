@@ -1,0 +1,1 @@
+"""GPU batches: which sequences a step computes, and how their prompts are packed."""

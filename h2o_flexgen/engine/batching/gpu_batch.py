@@ -1,0 +1,202 @@
+"""A GPU batch: the places of one GPU batch of the schedule, the rows in them, and how a step's tokens are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment, chunks_of
+from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.models.rotary import Angles, Rotary
+
+
+class AttentionPart(NamedTuple):
+    """Tokens of a step that go through the attention half at once: `span` of the packed hidden states.
+
+    The first `rows` of them are decode rows, the others the prompts of `chunk`, if there is one.
+    """
+
+    span: slice
+    rows: int
+    chunk: PromptChunk | None
+
+
+@dataclass
+class GpuBatch:
+    """The sequences that go through a unit together. Rows leave and come between two steps, see `Refill`.
+
+    In the step of their prompts rows are `fresh`, afterwards they are decode rows. Packed are first one token of each
+    decode row, then the fresh prompts one after another, prefixes that they share only once: `hidden` is (tokens,
+    hidden_width), and after the last attention half of a step (rows, hidden_width). Padding exists nowhere, whatever
+    the lengths. `rolling`: the caches hold keys that are not rotated. Owned and mutated by one block.
+    """
+
+    index: int
+    chunk: int
+    device: torch.device
+    rolling: bool = False
+    rows: list[Sequence] = field(default_factory=list)
+    """In the order of their places: decode rows, then fresh ones."""
+    kept: list[int] | None = None
+    """In a step before which rows left or came: the place that each decode row had until then, its own or a later."""
+    hidden: Tensor | None = None
+    ahead: bool = False
+    """Whether the next step is under way before this one's tokens are known: rows stay where they are for it."""
+
+    def __post_init__(self) -> None:
+        self._host_numbers = torch.empty(0)
+        self._next: list[int] = []  # position of each row's next token
+        self._planned: list[int] = []
+        self._angles: dict[tuple[int, torch.dtype], Angles] = {}
+        self._numbers = torch.empty(0)
+        self._positions = self._lengths = self._totals = self._numbers
+        self.go_on()
+
+    def go_on(self) -> None:
+        """A step without changes: every row decodes."""
+        self.kept, self.fresh, self.segments = None, list[Sequence](), list[PromptSegment]()
+        self.decoding, self.prompt_tokens, self.packed = len(self.rows), 0, False
+        self._parts = [AttentionPart(slice(0, self.decoding), self.decoding, None)]
+
+    def change(self, kept: list[int], fresh: list[Sequence], segments: list[PromptSegment]) -> None:
+        """A step that the rows at the places `kept` and `fresh` ones with their prompts take part in."""
+        self.kept, self.fresh, self.segments = kept, fresh, segments
+        self.rows = [*(self.rows[i] for i in kept), *fresh]
+        self.decoding, self.packed = len(kept), bool(segments)
+        self.prompt_tokens = segments[-1].stop if segments else 0
+        lengths = [len(row.prompt_ids) for row in fresh]
+        # Two sets of factors, for short and for long sequences, cannot both be in one cache: a sequence has from its
+        # first token on the one that all it is planned to compute calls for. Its last token is sampled, not computed.
+        planned = [n + (0 if self.rolling else row.steps - 1) for n, row in zip(lengths, fresh, strict=True)]
+        self._next = [*(self._next[i] for i in kept), *lengths]
+        self._planned = [*(self._planned[i] for i in kept), *planned]
+        self._parts = self._cut()
+
+    @property
+    def finished(self) -> bool:
+        return all(row.finished for row in self.rows)
+
+    @property
+    def prompt_share(self) -> float:
+        """How much of what is in `hidden` now is prompts."""
+        return self.prompt_tokens / max(1, self.decoding + self.prompt_tokens)
+
+    @property
+    def parts(self) -> list[AttentionPart]:
+        """What goes through an attention half one after the other."""
+        return self._parts
+
+    def take_hidden(self) -> Tensor:
+        """The current hidden states, which a unit's forward updates in place; RuntimeError while they are parked."""
+        if self.hidden is None:
+            raise RuntimeError(f"GPU batch {self.index}: hidden states are not on the compute tier")
+        return self.hidden
+
+    def keep_last_tokens(self) -> None:
+        """Nothing after the last attention looks back: of each prompt only the last token goes on."""
+        ends = list(range(self.decoding))
+        for segment in self.segments:
+            first = self.decoding + segment.start - 1
+            ends.extend(first + (i + 1) * segment.length for i in range(len(segment.rows)))
+        self.hidden = self.take_hidden()[torch.tensor(ends, device=self.device)]
+        self.prompt_tokens, self.packed = len(self.fresh), False
+
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """Token ids and absolute positions of this step, both (T,) int64; a finished row idles on its last token.
+
+        In a step without changes they are the tensors of the step before, with other numbers in them.
+        """
+        self.forget_angles()
+        tokens = [row.last_token for row in self.rows[: self.decoding]]
+        positions = torch.tensor(self._next[: self.decoding], dtype=torch.int64)
+        lengths, totals = positions + 1, torch.tensor(self._planned[: self.decoding], dtype=torch.int64)
+        if self.segments:
+            tokens, positions, lengths, totals = self._with_prompts(tokens, positions, lengths, totals)
+        for row in range(self.decoding):
+            self._next[row] += 1
+        numbers = torch.stack([torch.tensor(tokens, dtype=torch.int64), positions, lengths, totals])
+        if self.kept is None and self._numbers.shape == numbers.shape:
+            self._numbers.copy_(numbers, non_blocking=True)
+        else:
+            self._numbers = numbers.to(self.device, non_blocking=True)
+        self._host_numbers = numbers
+        ids, self._positions, self._lengths, self._totals = self._numbers.unbind(0)
+        return ids, self._positions
+
+    def follow(self, tokens: Tensor) -> None:
+        """On the device, a step of nothing but decode rows ends by making the next one's inputs: `tokens` (rows,)."""
+        self._numbers[0].copy_(tokens)
+        self._numbers[1:3].add_(1)
+
+    def advance(self) -> None:
+        """Instead of `inputs`, in a step whose inputs are what the one before has left."""
+        self._next = [position + 1 for position in self._next]
+
+    def enter(self, device: torch.device) -> None:
+        """What is computed from now on is computed on `device`."""
+        if device == self.device:
+            return
+        self.device = device
+        self.forget_angles()
+        _, self._positions, self._lengths, self._totals = self._host_numbers.to(device, non_blocking=True).unbind(0)
+
+    def forget_angles(self) -> None:
+        """They were computed for another step, or in a way that came to nothing."""
+        self._angles.clear()
+
+    def angles(self, rotary: Rotary, dtype: torch.dtype) -> Angles:
+        """What `rotary` turns this step's queries and keys by; made once per step. Where positions roll, only those
+        of the prompts: decode rows turn theirs by their places in the cache."""
+        key = (id(rotary), dtype)
+        if key not in self._angles:
+            first = self.decoding if self.rolling else 0
+            lengths = self._totals if rotary.spec.scaling == "longrope" else self._lengths
+            self._angles[key] = rotary.angles(self._positions[first:], lengths[first:], dtype)
+        return self._angles[key]
+
+    def rows_at(self) -> Iterator[tuple[slice, list[Sequence]]]:
+        """Spans of `hidden` as it is now, and the rows whose tokens they hold."""
+        single = self.decoding if self.packed else len(self.rows)
+        for i, row in enumerate(self.rows[:single]):
+            yield slice(i, i + 1), [row]
+        for segment in self.segments if self.packed else ():
+            first = self.decoding + segment.start
+            for i, index in enumerate(segment.rows):
+                start = first + i * segment.length
+                yield slice(start, start + segment.length), [self.fresh[index]]
+            if not segment.rows:
+                ids = self.fresh[segment.source].prompt_ids[: segment.past + segment.length]
+                members = [row for row in self.fresh if row.prompt_ids[: len(ids)] == ids]
+                yield slice(first, first + segment.length), members
+
+    def _cut(self) -> list[AttentionPart]:
+        """Decode rows go with the first prompts, where those leave them room in a chunk."""
+        rows, parts = self.decoding, list[AttentionPart]()
+        for chunk in chunks_of(self.segments, self.chunk):
+            span = slice(rows + chunk.start, rows + chunk.stop)
+            if rows and not parts:
+                if rows + chunk.stop > self.chunk:
+                    parts.append(AttentionPart(slice(0, rows), rows, None))
+                else:
+                    parts.append(AttentionPart(slice(0, span.stop), rows, chunk))
+                    continue
+            parts.append(AttentionPart(span, 0, chunk))
+        return parts or [AttentionPart(slice(0, rows), rows, None)]
+
+    def _with_prompts(
+        self, tokens: list[int], positions: Tensor, lengths: Tensor, totals: Tensor
+    ) -> tuple[list[int], Tensor, Tensor, Tensor]:
+        """Ids, positions and lengths of the decode rows, and after them those of the prompts as they are packed."""
+        ids, places, ends, planned = list(tokens), [positions], [lengths], [totals]
+        for segment in self.segments:
+            for row in segment.rows or (segment.source,):
+                prompt, stop = self.fresh[row].prompt_ids, segment.past + segment.length
+                ids.extend(prompt[segment.past : stop])
+                places.append(torch.arange(segment.past, stop))
+                ends.append(torch.full((segment.length,), len(prompt)))
+                planned.append(torch.full((segment.length,), self._planned[self.decoding + row]))
+        return ids, torch.cat(places), torch.cat(ends), torch.cat(planned)

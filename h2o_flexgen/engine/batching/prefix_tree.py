@@ -1,0 +1,187 @@
+"""In which order the prompts of a block are computed: prefixes that rows share once, long prompts in parts.
+
+The rows of a block are ordered so that rows with a common prefix are neighbours (`shared_first`). Their prompts then
+form a tree, and the block computes it depth first: a segment that several rows continue, or that is one part of a long
+prompt, leaves its keys and values on a *path*; what follows attends to the path and to itself. Whatever the tree looks
+like, the path holds no more than one prompt, and every token is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+MIN_SHARED = 16
+"""Tokens from which on a common prefix is worth a segment of its own."""
+
+
+class PromptSegment(NamedTuple):
+    """Tokens of a GPU batch's packed prompts that go through attention together.
+
+    start, length   `max(1, len(rows))` times `length` packed tokens from `start` on
+    past            tokens before them in their prompts: the path up to `depth`
+    depth           segments on that path
+    rows            rows of the GPU batch that end with this segment, with `length` tokens each; none for a segment
+                    that goes onto the path
+    source          a row that has these tokens in its prompt
+    """
+
+    start: int
+    length: int
+    past: int
+    depth: int
+    rows: range
+    source: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + max(1, len(self.rows)) * self.length
+
+
+class PromptChunk(NamedTuple):
+    """Segments whose tokens, [start, stop) of the packed batch, go through a unit at once."""
+
+    start: int
+    stop: int
+    segments: tuple[PromptSegment, ...]
+
+
+def shared_first(prompts: Sequence[Sequence[int]], share: bool = True) -> list[int]:
+    """An order of `prompts`: those with a common prefix of MIN_SHARED tokens are neighbours, otherwise as they are.
+
+    A group comes where its first member would; the order stays among the rows that share a prefix, too.
+    """
+    if not share:
+        return list(range(len(prompts)))
+    by_text = sorted(range(len(prompts)), key=lambda i: (list(prompts[i]), i))
+    common = [shared_tokens(prompts[a], prompts[b]) for a, b in pairwise(by_text)]
+    order: list[int] = []
+    todo = [(0, len(by_text), 0)] if by_text else []  # rows [low, high), with `past` tokens in common
+    while todo:
+        low, high, past = todo.pop()
+        if high - low == 1:
+            order.append(by_text[low])
+            continue
+        least = min(common[low : high - 1])
+        parts = _cut(common, low, high, max(least, past + MIN_SHARED - 1))
+        past = least if least - past >= MIN_SHARED else past
+        first = {part: min(by_text[i] for i in range(*part)) for part in parts}
+        todo.extend((*part, past) for part in sorted(parts, key=lambda part: -first[part]))
+    return order
+
+
+def _cut(common: Sequence[int], low: int, high: int, at_most: int) -> list[tuple[int, int]]:
+    """The parts of [low, high) between neighbours that have `at_most` tokens in common."""
+    cuts = [low, *(i + 1 for i in range(low, high - 1) if common[i] <= at_most), high]
+    return list(pairwise(cuts))
+
+
+def shared_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first tokens are the same, but for the last of each: every row computes at least that one itself.
+
+    Where that cannot reach MIN_SHARED it may be 0.
+    """
+    limit = min(len(a), len(b)) - 1
+    if limit < MIN_SHARED or a[0] != b[0]:
+        return 0
+    low, high = 0, limit  # the first difference by bisection: comparing slices is fast, looping over tokens is not
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass
+class _Batch:
+    """One GPU batch's segments while they are collected."""
+
+    first_row: int
+    segments: list[PromptSegment]
+    tokens: int = 0
+
+    def add(self, length: int, past: int, depth: int, rows: range, source: int) -> None:
+        shifted = range(rows.start - self.first_row, rows.stop - self.first_row)
+        segment = PromptSegment(self.tokens, length, past, depth, shifted, source - self.first_row)
+        self.segments.append(segment)
+        self.tokens = segment.stop
+
+
+def segments_of(
+    batches: Sequence[Sequence[Sequence[int]]], chunk: int, share: bool = True
+) -> list[list[PromptSegment]]:
+    """The segments of each GPU batch of a block, given the token ids of its rows; all segments depth first.
+
+    A segment has at most `chunk` tokens per row. A path may reach from one GPU batch into the next. `share`: whether
+    equal tokens have equal keys; if not, only long prompts are parted.
+    """
+    prompts = [ids for batch in batches for ids in batch]
+    home = [index for index, batch in enumerate(batches) for _ in batch]
+    common = [shared_tokens(a, b) if share else 0 for a, b in pairwise(prompts)]
+    out = [_Batch(home.index(index), []) for index in range(len(batches))]
+    todo = [(0, len(prompts), 0, 0)]  # rows [low, high) have `past` tokens, in `depth` segments, in common
+    while todo:
+        low, high, past, depth = todo.pop()
+        inside = common[low : high - 1]
+        if max(inside, default=0) - past < MIN_SHARED:
+            for rows in _alike(prompts, home, range(low, high)):
+                _add_rows(out[home[rows.start]], rows, len(prompts[rows.start]), past, depth, chunk)
+            continue
+        if min(inside) - past >= MIN_SHARED:
+            for length in _parts(min(inside) - past, chunk):
+                out[home[low]].add(length, past, depth, range(low, low), low)
+                past, depth = past + length, depth + 1
+        parts = _families(_cut(common, low, high, past + MIN_SHARED - 1))
+        todo.extend((*part, past, depth) for part in reversed(parts))
+    return [batch.segments for batch in out]
+
+
+def _families(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """`parts`, with neighbours of one row each put together: they have nothing in common, and go side by side."""
+    runs = [list(run) for _, run in groupby(parts, key=lambda part: part[1] - part[0] > 1)]
+    return [part for run in runs for part in (run if run[0][1] - run[0][0] > 1 else [(run[0][0], run[-1][1])])]
+
+
+def _alike(prompts: Sequence[Sequence[int]], home: Sequence[int], rows: range) -> Iterator[range]:
+    """Runs of neighbouring rows of one GPU batch whose prompts have one length."""
+    for _, run in groupby(rows, key=lambda row: (home[row], len(prompts[row]))):
+        members = list(run)
+        yield range(members[0], members[-1] + 1)
+
+
+def _add_rows(batch: _Batch, rows: range, length: int, past: int, depth: int, chunk: int) -> None:
+    """The own tokens of `rows`, `length` - `past` each; a row with more than a chunk of them goes alone, in parts."""
+    if length - past <= chunk:
+        # Rows that fill more than a chunk are several segments, so that a chunk is never much larger than it should be.
+        fitting = max(1, chunk // (length - past))
+        for start in range(rows.start, rows.stop, fitting):
+            part = range(start, min(start + fitting, rows.stop))
+            batch.add(length - past, past, depth, part, start)
+        return
+    for row in rows:
+        *parts, last = _parts(length - past, chunk)
+        before, level = past, depth
+        for part_length in parts:
+            batch.add(part_length, before, level, range(row, row), row)
+            before, level = before + part_length, level + 1
+        batch.add(last, before, level, range(row, row + 1), row)
+
+
+def _parts(length: int, chunk: int) -> list[int]:
+    return [min(chunk, length - start) for start in range(0, length, chunk)]
+
+
+def chunks_of(segments: Sequence[PromptSegment], chunk: int) -> list[PromptChunk]:
+    """Neighbouring segments, as many as `chunk` tokens hold and at least one."""
+    chunks: list[PromptChunk] = []
+    for segment in segments:
+        last = chunks[-1] if chunks else None
+        if last is None or segment.stop - last.start > chunk:
+            chunks.append(PromptChunk(segment.start, segment.stop, (segment,)))
+        else:
+            chunks[-1] = PromptChunk(last.start, segment.stop, (*last.segments, segment))
+    return chunks

@@ -1,0 +1,110 @@
+"""Which rows a step computes: finished ones leave their GPU batch, and waiting prompts take their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
+from h2o_flexgen.engine.batching.prefix_tree import MIN_SHARED, PromptSegment, segments_of, shared_first, shared_tokens
+from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.engine.requests.waiting import WaitingQueue
+
+SOON = 4
+"""A GPU batch changes at once when one in so many of its rows is finished."""
+
+
+class BatchScheduler:
+    """The rows of GPU batches that go through the units together, step by step; `active` and `last` are what their
+    schedule asks.
+
+    A change of a GPU batch costs at most about one step of it: rows are copied down to close the gaps, which is a read
+    and a write of their K and V where a step reads all once, and every layer's books are made anew. A finished row that
+    stays costs its share of every step. So a GPU batch changes as soon as finished rows have idled for as many steps,
+    counted over rows, as it has rows: what waiting has cost by then is what the change costs, and nobody who knew
+    the future would have paid less than half of both. Where a SOON-th of the rows is finished, that is at most so many
+    steps away, and it changes at once.
+
+    A prefix that the waiting prompts share with those before them is computed anew for every change, so its tokens
+    are part of the price. With all rows finished there is nothing to copy and nothing to wait for.
+    """
+
+    def __init__(
+        self, gpu_batches: list[GpuBatch], first: list[list[Sequence]], waiting: WaitingQueue, chunk: int, share: bool
+    ) -> None:
+        """`first`: the rows that each GPU batch starts with. `waiting`: what is left of it when the block is over is
+        another's work. `chunk`, `share`: as for `segments_of`."""
+        self._gpu_batches, self._waiting, self._chunk, self._share = gpu_batches, waiting, chunk, share
+        self._places = [len(rows) for rows in first]
+        self._idle = [0] * len(gpu_batches)
+        self._newest = first[-1][-1]
+        self._begin({i: ([], rows) for i, rows in enumerate(first)})
+
+    def active(self, step: int) -> list[int]:
+        """The GPU batches that still have rows to compute, made ready for `step`."""
+        if step > 0:
+            self._begin(
+                {
+                    i: self._exchange(i)
+                    for i, gpu_batch in enumerate(self._gpu_batches)
+                    if gpu_batch.rows and self._pays(i)
+                }
+            )
+        return [gpu_batch.index for gpu_batch in self._gpu_batches if not gpu_batch.finished]
+
+    def last(self, step: int) -> bool:
+        """Whether every row is done after this step: prompts that still wait then start a block of their own, which
+        costs no more than filling empty GPU batches, and nothing is read ahead for rows that may not come."""
+        return all(row.finished or row.remaining == 1 for gpu_batch in self._gpu_batches for row in gpu_batch.rows)
+
+    def _pays(self, index: int) -> bool:
+        gpu_batch = self._gpu_batches[index]
+        rows, finished = len(gpu_batch.rows), sum(row.finished for row in gpu_batch.rows)
+        self._idle[index] += finished
+        if finished in (0, rows):
+            return finished > 0
+        if gpu_batch.ahead:
+            return False
+        again = self._again()
+        return self._idle[index] >= rows + again or (not again and SOON * finished >= rows)
+
+    def _again(self) -> int:
+        """Tokens of the next prompt that were computed for the newest row, too."""
+        if not self._share or not self._waiting:
+            return 0
+        shared = shared_tokens(self._newest.prompt_ids, self._waiting.first.prompt_ids)
+        return shared if shared >= MIN_SHARED else 0
+
+    def _exchange(self, index: int) -> tuple[list[int], list[Sequence]]:
+        """Where the rows that stay are now, place by place, and as many waiting ones as there is room for."""
+        staying = [place for place, row in enumerate(self._gpu_batches[index].rows) if not row.finished]
+        kept = list(range(len(staying)))
+        # Only the last rows move, to where finished ones were.
+        movers = (place for place in staying if place >= len(kept))
+        for place in sorted(set(kept) - set(staying)):
+            kept[place] = next(movers)
+        fresh = self._waiting.take(self._places[index] - len(kept))
+        self._newest = fresh[-1] if fresh else self._newest
+        return kept, fresh
+
+    def _begin(self, changes: dict[int, tuple[list[int], list[Sequence]]]) -> None:
+        """A step in which these GPU batches change."""
+        filled = [index for index, (_, fresh) in changes.items() if fresh]
+        prompts = [[row.prompt_ids for row in changes[index][1]] for index in filled]
+        packed = dict(zip(filled, segments_of(prompts, self._chunk, self._share), strict=True))
+        for i, gpu_batch in enumerate(self._gpu_batches):
+            if i not in changes:
+                gpu_batch.go_on()
+                continue
+            gpu_batch.change(*changes[i], packed.get(i, list[PromptSegment]()))
+            self._idle[i] = 0
+
+
+def in_order(sequences: Iterable[Sequence], share_prefixes: bool) -> list[Sequence]:
+    """The order in which sequences are run: those that may run longest first, but neighbours where they share a prefix.
+
+    What comes last should be short: while it ends there is nobody to take the places of finished rows. Among rows of
+    equal steps the longest prompts come first, which shows at once whether memory suffices, makes the estimate of a
+    progress bar pessimistic, and lets prompts of one length go through attention together.
+    """
+    longest = sorted(sequences, key=lambda s: (-s.steps, -len(s.prompt_ids), s.row_id))
+    return [longest[i] for i in shared_first([row.prompt_ids for row in longest], share_prefixes)]

@@ -1,0 +1,168 @@
+"""Decode attention over caches in host memory, while the GPU computes other GPU batches: see `schedule.host_attention`.
+
+Queries, keys and values of a GPU batch go down beside what is computed, a thread attends to them, and the answer goes
+up when somebody needs the hidden states: among what is computed, not behind weights that are queued on their way up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.config.model import ModelSpec, UnitSpec
+from h2o_flexgen.config.tensors import TENSOR_ALIGN, round_up
+from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
+from h2o_flexgen.engine.execution.attention import TickAttention
+from h2o_flexgen.engine.metrics.trace import Trace
+from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.pinned import Pin
+from h2o_flexgen.memory.tiers import Tiers
+from h2o_flexgen.models.decoder import Decoder, Weights
+from h2o_flexgen.schedule.host_attention import HOST_ATTENTION, answer_bytes, is_output, output_bytes, query_bytes
+from h2o_flexgen.schedule.tasks import Task
+
+Place = tuple[int, int]  # (layer, GPU batch)
+
+
+class _Desk(NamedTuple):
+    """What one GPU batch sends and gets, on the device and on the host: flat uint8 each."""
+
+    queries: Tensor
+    heard: Tensor
+    said: Tensor
+    answer: Tensor
+
+
+@dataclass
+class _Late:
+    """The second half of an attention unit that is yet to be computed."""
+
+    task: Task
+    unit: UnitSpec
+    weights: Weights
+    rows: int
+    attended: Ticket
+
+
+class HostAttention:
+    """The decode attention of one block's caches in host memory. Called by the executor in schedule order.
+
+    `begin` computes the first half of a unit for a GPU batch, `finish` the second, before anybody looks at the GPU
+    batch's hidden states. Between them the cache belongs to the thread that attends, and the hidden states are not
+    parked. Where the weights of the unit go in between, `keep` copies those that the second half needs. What fails on
+    the thread is raised by `finish`.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        copies: CopyEngine,
+        decoder: Decoder,
+        trace: Trace,
+        places: Mapping[Place, int],
+        dtype: torch.dtype,
+        streamed: frozenset[str],
+        stage: int = 0,
+    ) -> None:
+        """`places`: the rows of each (layer, GPU batch) whose cache is attended to here; `streamed`: the weight groups
+        that do not stay; `stage`: the number of the one that computes the rest."""
+        self.places, self._stage = frozenset(places), stage
+        self._copies, self._decoder, self._trace, self._dtype = copies, decoder, trace, dtype
+        spec, name, compute = decoder.spec, str(dtype).removeprefix("torch."), tiers.compute
+        self._heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        self._down, self._up = f"{compute.name}->cpu", f"cpu->{compute.name}"
+        self._late: dict[int, _Late] = {}
+        with ExitStack() as stack:
+            self._desks: dict[int, _Desk] = {}
+            for gpu_batch, rows in sorted({gpu_batch: rows for (_, gpu_batch), rows in places.items()}.items()):
+                sizes = query_bytes(spec, rows, name), answer_bytes(spec, rows, name)
+                tensors = [
+                    stack.enter_context(tier.allocate(nbytes, "queries for the cpu", Pin.FIRST)).tensor
+                    for nbytes in sizes
+                    for tier in (compute, tiers.cpu)
+                ]
+                self._desks[gpu_batch] = _Desk(*tensors)
+            nbytes = _most_output_bytes(spec, name, {layer for layer, _ in places}, streamed)
+            self._kept = torch.empty(0)
+            if nbytes:
+                self._kept = stack.enter_context(compute.allocate(nbytes, "output projection")).tensor
+            self._resources = stack.pop_all()
+
+    def serves(self, layer: int, gpu_batch: GpuBatch) -> bool:
+        """Whether this step's attention of (layer, GPU batch) is to `begin` here: nothing but decode rows."""
+        return (layer, gpu_batch.index) in self.places and not gpu_batch.fresh
+
+    def pending(self, gpu_batch: GpuBatch) -> bool:
+        """Whether the second half of the GPU batch's attention is to come: then its hidden states stay where they
+        are."""
+        return gpu_batch.index in self._late
+
+    def begin(
+        self, task: Task, unit: UnitSpec, gpu_batch: GpuBatch, weights: Weights, attention: TickAttention
+    ) -> None:
+        """The first half: queries, keys and values, on their way to the thread that attends."""
+        rows, name = gpu_batch.decoding, f"{unit.name} step {task.step} batch {task.batch}"
+        parts = attention.turned(*self._decoder.queries(weights, gpu_batch.take_hidden()))
+        desk = self._desks[gpu_batch.index]
+        queries, heard = (self._view(flat, rows, sum(self._heads)) for flat in (desk.queries, desk.heard))
+        torch.cat(parts, dim=1, out=queries)
+        down = self._copies.copy(heard, queries, self._down, label=f"queries {name}")
+        answer = self._view(desk.answer, rows, self._heads[0])
+        attend = partial(_attend, attention, list(heard.split(self._heads, dim=1)), answer)
+        attended = self._copies.run(attend, HOST_ATTENTION, after=down, label=name)
+        self._late[gpu_batch.index] = _Late(task, unit, weights, rows, attended)
+
+    def finish(self, gpu_batch: GpuBatch) -> None:
+        """The second half, if it is to come: the GPU batch's hidden states are what the unit makes of them."""
+        late = self._late.pop(gpu_batch.index, None)
+        if late is None:
+            return
+        late.attended.wait()
+        desk, heads = self._desks[gpu_batch.index], self._heads[0]
+        said, answer = (self._view(flat, late.rows, heads) for flat in (desk.said, desk.answer))
+        with self._trace.record(late.task, late.unit, 0.0, " output", self._stage):
+            name = f"{late.unit.name} step {late.task.step} batch {late.task.batch}"
+            self._copies.copy_in_turn(said, answer, self._up, label=f"answer {name}")
+            self._decoder.output(late.weights, gpu_batch.take_hidden(), said)
+
+    def keep(self, key: str) -> None:
+        """The weights of group `key` are about to go: what is still to be computed with them is copied."""
+        waiting = [late for late in self._late.values() if late.unit.weights == key]
+        if not waiting:
+            return
+        kept: dict[str, Tensor] = {}
+        start = 0
+        for name, tensor in waiting[0].weights.items():
+            if is_output(name):
+                nbytes = tensor.numel() * tensor.element_size()
+                kept[name] = self._kept[start : start + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                start += round_up(nbytes, TENSOR_ALIGN)
+        for late in waiting:
+            late.weights = kept
+
+    def close(self) -> None:
+        """Gives all memory back. Nothing may be under way."""
+        self._late.clear()
+        self._resources.close()
+
+    def _view(self, flat: Tensor, rows: int, heads: int) -> Tensor:
+        shape = (rows, heads, self._decoder.spec.head_dim)
+        return flat[: rows * heads * shape[2] * self._dtype.itemsize].view(self._dtype).view(shape)
+
+
+def _attend(attention: TickAttention, parts: list[Tensor], answer: Tensor) -> None:
+    """On the thread that attends. `parts`: q, k and v."""
+    with torch.inference_mode():
+        answer.copy_(attention.attend(*parts))
+
+
+def _most_output_bytes(spec: ModelSpec, dtype: str, layers: set[int], streamed: frozenset[str]) -> int:
+    """Of any streamed attention unit of `layers`."""
+    keys = {unit.weights for unit in spec.units if unit.kind == "attn" and unit.layer in layers} & streamed
+    return max((output_bytes(spec.groups_by_key[key], dtype) for key in keys), default=0)

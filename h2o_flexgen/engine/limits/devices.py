@@ -1,0 +1,234 @@
+"""What this machine has to give: memory within its limits, and the dtype its processor is fast in."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from functools import cache
+from operator import itemgetter
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.kernels.large import LARGE
+from h2o_flexgen.units import format_bytes
+
+DEFAULT_OFFLOAD_DIR = "~/.cache/h2o_flexgen/offload"
+_SHARE = 0.9  # of what is available: the rest is for the system and for allocator slack
+_LATER = 20 << 20  # pages of libraries that only the first products and the first search touch: 17 and 18 MiB measured
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+class Limit(NamedTuple):
+    """Bytes that a run may use of a tier, and where the number comes from."""
+
+    nbytes: int
+    why: str
+
+
+class _Hierarchy(NamedTuple):
+    """Where the kernel shows control groups. `controller`: as /proc/self/cgroup names it, empty in v2. `cache`: the
+    parts of `usage` in memory.stat that the kernel takes back before it ends anybody: what it calls available."""
+
+    mount: str
+    controller: str
+    limit: str
+    usage: str
+    cache: tuple[bytes, ...]
+
+
+_HIERARCHIES = (
+    _Hierarchy(".", "", "memory.max", "memory.current", (b"inactive_file", b"active_file", b"slab_reclaimable")),
+    _Hierarchy(
+        "memory",
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        (b"total_inactive_file", b"total_active_file"),
+    ),
+)
+
+
+class _MemoryGroup(NamedTuple):
+    """A control group that has a limit: that, and what may still be taken within it. In bytes."""
+
+    limit: int
+    room: int
+
+
+def cgroup_limit() -> int | None:
+    """Memory limit of this process's own control group or one that it lies in, v2 or v1, in bytes; None without any."""
+    return min((group.limit for group in _limited_groups()), default=None)
+
+
+def cgroup_room() -> int | None:
+    """Bytes that may still be taken within each of those limits, whoever holds the rest; None without any."""
+    return min((group.room for group in _limited_groups()), default=None)
+
+
+def _limited_groups() -> list[_MemoryGroup]:
+    paths = _own_groups()
+    groups: list[_MemoryGroup] = []
+    for hierarchy in _HIERARCHIES:
+        own = PurePath(paths.get(hierarchy.controller, "."))
+        # In a container that may be the host's path, which is not there, and the group be what is mounted: the last.
+        for folder in (_CGROUPS / hierarchy.mount / path for path in (own, *own.parents)):
+            limit = _read_number(folder / hierarchy.limit)
+            if limit is not None:
+                used = (_read_number(folder / hierarchy.usage) or 0) - _cache_bytes(folder, hierarchy.cache)
+                groups.append(_MemoryGroup(limit, max(0, limit - max(0, used))))
+    return groups
+
+
+def _own_groups() -> dict[str, str]:
+    """The path of this process's control group by controller."""
+    try:
+        lines = _OWN_CGROUPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return {}
+    fields = [line.split(":", 2) for line in lines if line.count(":") > 1]
+    return {name: path.lstrip("/") for _, controllers, path in fields for name in controllers.split(",")}
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        number = int(path.read_bytes())
+    except (OSError, ValueError):  # v2 writes "no limit" as "max"
+        return None
+    # v1 writes it as the largest page-aligned 63-bit number.
+    return number if 0 <= number < 1 << 60 else None
+
+
+def _cache_bytes(folder: Path, names: tuple[bytes, ...]) -> int:
+    """Of what is used in a control group, what the kernel takes back when memory gets short."""
+    try:
+        lines = (folder / "memory.stat").read_bytes().splitlines()
+    except OSError:
+        return 0
+    fields = [line.split() for line in lines if line.startswith(names)]
+    return sum(int(words[1]) for words in fields if len(words) == 2 and words[0] in names and words[1].isdigit())
+
+
+def rss() -> int:
+    """Resident bytes of this process."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def before_placement() -> int:
+    """Host bytes that this process holds, whatever it places: what is resident now, and libraries as they wake up."""
+    return rss() + _LATER
+
+
+def peak_rss() -> int:
+    """The most bytes this process ever had resident."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def return_free_pages() -> None:
+    """Gives pages of host memory that was freed back to the system, some milliseconds' work.
+
+    glibc keeps activations that were freed below others that were not, and what comes later may not fit between: after
+    prompts of many lengths a process held 120 MiB more than it used. Nothing happens with another C library.
+    """
+    LARGE.trim()
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _malloc_trim() -> Any:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def offload_folder(named: str | None) -> Path:
+    """Where packed weights and the disk tier go: the folder `named`, else the environment's; an empty name is none."""
+    return Path(named or os.environ.get("H2O_FLEXGEN_OFFLOAD_DIR") or DEFAULT_OFFLOAD_DIR).expanduser()
+
+
+def cpu_limit() -> Limit:
+    """Host memory a run may use in all, this process included: available, within what the control group allows it."""
+    held = rss()
+    limits = [(psutil.virtual_memory().available + held, "available")]
+    limit, room = cgroup_limit(), cgroup_room()
+    if limit is not None:
+        limits.append((limit, "that the control group may use"))
+        if room is not None:
+            limits.append((room + held, "that others in the control group leave"))
+    return _share_of(*min(limits, key=itemgetter(0)))
+
+
+def disk_limit(folder: Path, there: int) -> Limit:
+    """Disk space for a run whose offload folder is `folder`: what is free, and the bytes of weights that are `there`
+    already and take no more. Nothing is made."""
+    # Path.exists raises where a parent cannot be searched, or a name is too long.
+    while not os.path.exists(folder) and folder != folder.parent:
+        folder = folder.parent
+    try:
+        info = os.statvfs(folder)
+    except OSError:
+        return Limit(there, f"nothing can be written to {folder}")
+    limit = _share_of(info.f_bavail * info.f_frsize, f"free in {folder}")
+    beside = f", and {format_bytes(there)} of weights that are on disk" if there else ""
+    return Limit(limit.nbytes + there, limit.why + beside)
+
+
+def _share_of(nbytes: int, what: str) -> Limit:
+    return Limit(int(_SHARE * nbytes), f"{_SHARE:.0%} of {format_bytes(nbytes)} {what}")
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 natively; else bfloat16 is emulated and float32 is faster."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags or " bf16" in flags
+
+
+def resolve_dtype(wanted: str, stored: str, device: torch.device) -> str:
+    """The dtype to compute in: the checkpoint's on a GPU; on a CPU bfloat16 where it is native, else float32.
+
+    float32 checkpoints stay float32: nothing is rounded unasked.
+    """
+    if wanted != "auto":
+        return wanted
+    if device.type == "cuda" or stored == "float32":
+        return stored
+    return "bfloat16" if cpu_has_bfloat16() else "float32"
+
+
+def resolve_devices(config: EngineConfig, first: torch.device) -> list[torch.device]:
+    """The devices of all stages, of which `first` computes the first one. UsageError where there are too few."""
+    if config.num_gpus == 1:
+        return [first]
+    if first.type == "cuda":
+        there = torch.cuda.device_count()
+        if there < config.num_gpus:
+            raise UsageError(f"--num-gpus is {config.num_gpus}, and torch finds {there}", f"needed 1 to {there}")
+        return [torch.device("cuda", index) for index in range(config.num_gpus)]
+    if config.emulate_gpu is None:
+        raise UsageError(
+            f"--num-gpus is {config.num_gpus}, and this run computes on the CPU",
+            change="leave --num-gpus out, or give --emulate-gpu, which makes so many of that size in host memory",
+        )
+    return [first] * config.num_gpus
+
+
+def resolve_device(config: EngineConfig) -> torch.device:
+    """CUDA where there is one and it was not refused, else the CPU. UsageError for a CUDA that is not there."""
+    if config.emulate_gpu is not None or config.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if config.device == "cuda":
+        raise UsageError(
+            "device is 'cuda', and torch finds no CUDA device", change="leave --device out, or install torch for CUDA"
+        )
+    return torch.device("cpu")

@@ -1,0 +1,118 @@
+"""When memory runs out in the middle of a call: plan anew within less, and run what is not finished from its start."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.engine.limits.plan import Caps, Plan, Planner, PlanRequest
+from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.errors import PlanError, is_out_of_memory
+from h2o_flexgen.units import format_bytes
+
+log = logging.getLogger(__name__)
+
+TRIES = 3
+"""How often a call is planned anew before it fails."""
+LESS = 0.8
+"""Of what the plan took of the exhausted tier, for the next one."""
+_SHAPE = frozenset({"gpu_batch_size", "num_gpu_batches"})
+
+
+class OomRetry:
+    """What running out of memory has taught an engine: caps that hold from then on, and what this call has tried.
+
+    Rows that were finished stay so; the others are run again from their prompts, and give the same tokens.
+    """
+
+    def __init__(self) -> None:
+        self._caps: dict[str, int] = {}
+        self._tried: list[str] = []
+        self.warnings: list[str] = []
+
+    def begin(self) -> None:
+        """A new call: its tries are its own, what is known about memory stays."""
+        self._tried, self.warnings = [], []
+
+    def within(self, planner: Planner) -> Planner:
+        """`planner`, within the caps that were learnt. A block shape that does not fit them is chosen anew, even one
+        that was fixed: that is the least that can give way. PlanError saying what was tried where nothing fits."""
+        if not self._caps:
+            return planner
+
+        def plan(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Plan:
+            smaller = replace(request, caps=self._lowered(request.caps))
+            try:
+                try:
+                    return planner(smaller, fixed, free)
+                except PlanError:
+                    if free >= _SHAPE:
+                        raise
+                return planner(smaller, fixed, free | _SHAPE)
+            except PlanError as error:
+                if not self._tried:
+                    # The lesson was another call's. What fits its memory is not known to fail.
+                    self._caps.clear()
+                    return planner(request, fixed, free)
+                raise self._given_up(str(error).partition("\n")[0]) from error
+
+        return plan
+
+    def learn(self, error: Exception, plan: Plan, waiting: Collection[Sequence]) -> None:
+        """Takes `error` of a run of `plan` for a lesson, and readies the rows of `waiting` to be run again.
+
+        Raises `error` itself where it is no lack of memory, and PlanError after too many tries.
+        """
+        if not is_out_of_memory(error):
+            raise error
+        tier = _exhausted(error, plan)
+        self._tried.append(f"{plan.policy.num_gpu_batches} x {plan.policy.gpu_batch_size} sequences")
+        if len(self._tried) > TRIES:
+            raise self._given_up(f"{type(error).__name__} {str(error).partition(chr(10))[0]}".strip()) from error
+        held = plan.request.baseline if tier == "cpu" else 0
+        taken = max(0, plan.footprint.total(tier) - held)
+        self._caps[tier] = held + int(LESS * taken)
+        for row in waiting:
+            row.restart()
+        message = (
+            f"memory of the {tier} tier ran out under a plan for {format_bytes(taken)} of it: planned anew for at most "
+            f"{format_bytes(LESS * taken)}, and {len(waiting)} unfinished sequences run again from their prompts"
+        )
+        self.warnings.append(message)
+        log.warning(message)
+
+    def _lowered(self, caps: Caps) -> Caps:
+        def least(tier: str) -> int | None:
+            return min((cap for cap in (caps.of(tier), self._caps.get(tier)) if cap is not None), default=None)
+
+        why = {**caps.why, **dict.fromkeys(self._caps, "after memory ran out")}
+        return replace(caps, gpu=least("gpu"), cpu=least("cpu"), disk=least("disk"), why=why)
+
+    def _given_up(self, why: str) -> PlanError:
+        return PlanError(
+            f"out of memory: {why.rstrip(':')}",
+            f"tried blocks of {', then '.join(self._tried)}",
+            "free some memory, or lower --gpu-mem, --cpu-mem, --gpu-batch-size or --hh-ratio",
+        )
+
+
+def _exhausted(error: Exception, plan: Plan) -> str:
+    """The tier whose memory ran out. On an emulated gpu both are host memory, and the one that holds more gives way."""
+    emulated, on_gpu = plan.request.caps.emulated, plan.request.compute_tier == "gpu"
+    if on_gpu and not emulated:
+        told = f"{type(error).__name__} {error}"
+        return "gpu" if any(word in told for word in ("OutOfMemoryError", "CUDA", "CUBLAS", "GPU")) else "cpu"
+    shares = {"cpu": plan.footprint.total("cpu") - plan.request.baseline, "gpu": plan.footprint.total("gpu")}
+    return max(shares, key=lambda tier: shares[tier]) if emulated else "cpu"
+
+
+def forget() -> None:
+    """Gives back what only garbage still holds, and what torch keeps of a GPU's memory."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

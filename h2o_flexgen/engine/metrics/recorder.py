@@ -1,0 +1,257 @@
+"""The physics of a run: from counted bytes and measured seconds to a RunRecord."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.record import RunRecord, eviction_entry
+from h2o_flexgen.config.work import Work, unpriced
+from h2o_flexgen.cores import CoreCount, sharing_warning
+from h2o_flexgen.engine.limits import devices
+from h2o_flexgen.engine.limits.plan import Plan
+from h2o_flexgen.engine.metrics.trace import Trace
+from h2o_flexgen.engine.model import Model
+from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.engine.state.loader import Loaded
+from h2o_flexgen.kernels import triton_available
+from h2o_flexgen.units import format_bytes
+
+
+@dataclass
+class BlockTotals:
+    """What the blocks of a call added up to."""
+
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    """Prefixes that several prompts share counted once."""
+    generated_tokens: int = 0
+    sequences: int = 0
+    kv_bytes: int = 0
+    graph_launches: int = 0
+    """Decode steps of GPU batches that were launched as CUDA graphs."""
+    not_recorded: str | None = None
+    """Why such a graph could not be recorded, the first time of all; None where none failed."""
+    work: Work = field(default_factory=Work)
+    """Counted step by step; of sequences that a failed block left unfinished without what decode read from caches."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the clocks and counters of one call say. Busy and compute seconds are this call's own."""
+
+    totals: BlockTotals
+    load_seconds: float
+    total_seconds: float
+    bytes_moved: dict[str, int]
+    busy_seconds: dict[str, float]
+    compute_seconds: dict[str, float]
+    peak_bytes: dict[str, int]
+    gpu_peaks: tuple[int, ...] = ()
+    """Of each stage's gpu tier, where there are several."""
+    shared: dict[str, float] | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class RunMetrics:
+    """What one call adds to counters that only ever grow, over all the placements it runs on."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.totals = BlockTotals()
+        self.load_seconds = 0.0
+        self._trace, self._computed = trace, dict(trace.compute_seconds)
+        self._moved, self._peaks, self._busy = dict[str, int](), dict[str, int](), dict[str, float]()
+        self._seconds, self._cores = 0.0, CoreCount()
+        self._gpus: list[int] = []
+
+    @contextmanager
+    def over(self, loaded: Loaded) -> Iterator[None]:
+        """Counts what `loaded` does meanwhile."""
+        started = time.perf_counter()
+        moved, busy = dict(loaded.bytes_moved), dict(loaded.busy_seconds)
+        self._cores.start()
+        try:
+            yield
+        finally:
+            self._cores.stop()
+            self._seconds += time.perf_counter() - started
+            for link, nbytes in loaded.bytes_moved.items():
+                self._moved[link] = self._moved.get(link, 0) + nbytes - moved.get(link, 0)
+            for link, seconds in loaded.busy_seconds.items():
+                self._busy[link] = self._busy.get(link, 0.0) + seconds - busy.get(link, 0.0)
+            peaks = [stage.tiers.compute.peak for stage in loaded.stages]
+            self._gpus = [max(pair) for pair in zip_longest(self._gpus, peaks, fillvalue=0)]
+            for tier, peak in loaded.peaks().items():
+                self._peaks[tier] = max(peak, self._peaks.get(tier, 0))
+
+    def measured(self, warnings: Iterable[str] = ()) -> Measured:
+        """The sums so far."""
+        computed = self._trace.compute_seconds
+        return Measured(
+            totals=self.totals,
+            load_seconds=self.load_seconds,
+            total_seconds=self._seconds,
+            bytes_moved=dict(self._moved),
+            busy_seconds=dict(self._busy),
+            compute_seconds={key: value - self._computed.get(key, 0.0) for key, value in computed.items()},
+            peak_bytes={**self._peaks, "rss": devices.peak_rss()},
+            gpu_peaks=tuple(self._gpus),
+            shared=self._cores.shared,
+            warnings=tuple(warnings),
+        )
+
+
+def make_record(
+    config: EngineConfig, model: Model, plan: Plan, rows: SequenceOf[Sequence], measured: Measured
+) -> RunRecord:
+    """The record of one call of `LLM.generate`, `stream` or `score`."""
+    totals, policy = measured.totals, plan.policy
+    achieved = plan.placement.achieved(model.spec, model.dtype)
+    return RunRecord(
+        model=model.spec.name,
+        dtype=model.dtype,
+        device=_device(plan, config),
+        weights="dummy" if model.dummy else "checkpoint",
+        eviction=_eviction(config, rows),
+        policy={
+            "gpu_batch_size": policy.gpu_batch_size,
+            "num_gpu_batches": policy.num_gpu_batches,
+            **{kind: achieved[kind] for kind in ("weights", "cache", "hidden")},
+            "cpu_cache_compute": policy.cpu_cache_compute,
+            "overlap": policy.overlap,
+            "lookahead": policy.lookahead,
+            "prefill_chunk": policy.chunk,
+            # A planner that searched says so itself.
+            "chosen": "rule" if config.free_fields else "given",
+            **_divided(plan, measured),
+        },
+        prompt_len=plan.request.workload.prompt_len,
+        gen_len=plan.request.workload.gen_len,
+        sequences=totals.sequences,
+        prompt_tokens=totals.prompt_tokens,
+        generated_tokens=totals.generated_tokens,
+        load_s=measured.load_seconds,
+        prefill_s=totals.prefill_seconds,
+        decode_s=totals.decode_seconds,
+        total_s=measured.total_seconds,
+        bytes_moved=measured.bytes_moved,
+        bandwidth={
+            link: n / measured.busy_seconds[link] if measured.busy_seconds.get(link) else None
+            for link, n in measured.bytes_moved.items()
+        },
+        flops=totals.work.flops(model.spec),
+        peak_bytes={"gpu": None, "cpu": None, "disk": None, **measured.peak_bytes},
+        kv_bytes=totals.kv_bytes,
+        computed_prompt_tokens=totals.computed_prompt_tokens,
+        bound=_bound(measured),
+        roofline=unpriced(
+            totals.work,
+            model.spec,
+            model.dtype,
+            plan.request.compute_tier,
+            {"prefill": totals.prefill_seconds, "decode": totals.decode_seconds},
+        ),
+        predicted=None if plan.predicted is None else dict(plan.predicted),
+        shared=measured.shared,
+        warnings=_warnings(config, plan, achieved, measured),
+    )
+
+
+def _warnings(
+    config: EngineConfig, plan: Plan, achieved: Mapping[str, Mapping[str, float]], measured: Measured
+) -> list[str]:
+    """All that is to be said of a run."""
+    return [
+        *measured.warnings,
+        *_unrealised(config, plan, achieved),
+        *_above_cap(plan, measured),
+        *_slow_kernels(_device(plan, config)),
+        *_not_recorded(measured.totals.not_recorded),
+        *filter(None, [sharing_warning(measured.shared)]),
+    ]
+
+
+def _divided(plan: Plan, measured: Measured) -> dict[str, Any]:
+    """Of several GPUs: the units of each, the bytes of their weights, wherever these live, and what it held at most."""
+    request = plan.request
+    if request.num_gpus == 1:
+        return {}
+    spec, groups = request.spec, request.spec.groups_by_key
+    stages = []
+    for units, peak in zip(request.stages, measured.gpu_peaks, strict=True):
+        keys = {spec.units[unit].weights for unit in units}
+        weights = sum(groups[key].nbytes(request.dtype) for key in keys)
+        first, last = spec.units[units[0]].name, spec.units[units[-1]].name
+        stages.append({"first": first, "last": last, "weight_bytes": weights, "peak_bytes": peak})
+    return {"num_gpus": request.num_gpus, "stages": stages}
+
+
+def _device(plan: Plan, config: EngineConfig) -> str:
+    if plan.request.compute_tier == "cpu":
+        return "cpu"
+    return "emulated gpu" if config.emulate_gpu is not None else "cuda"
+
+
+def _eviction(config: EngineConfig, rows: SequenceOf[Sequence]) -> dict[str, Any]:
+    """Resolved tokens, and the budget as a share of prompt and of whole sequence; [least, most] where rows differ."""
+    entry = eviction_entry(config.eviction.name, [row.budget for row in rows])
+    entry["share_of_prompt"] = _span(row.budget.total / row.prompt_tokens for row in rows)
+    entry["share_of_sequence"] = _span(row.budget.total / (row.prompt_tokens + row.max_new_tokens) for row in rows)
+    return entry
+
+
+def _span(values: Iterable[float]) -> float | list[float]:
+    ordered = sorted(values)
+    return ordered[0] if ordered[0] == ordered[-1] else [ordered[0], ordered[-1]]
+
+
+def _bound(measured: Measured) -> dict[str, Any] | None:
+    """The resource that was busy longest, and in which phase most time went."""
+    totals = measured.totals
+    phase = "prefill" if totals.prefill_seconds >= totals.decode_seconds else "decode"
+    busy = {**measured.busy_seconds, "compute": sum(measured.compute_seconds.values())}
+    resource, seconds = max(busy.items(), key=lambda item: item[1])
+    return {"phase": phase, "resource": resource, "seconds": seconds, "busy": busy}
+
+
+def _unrealised(config: EngineConfig, plan: Plan, achieved: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Shares that were asked for and came to nothing, and why."""
+    alone = plan.policy.num_gpu_batches == 1
+    why = {"hidden": "one GPU batch alone is never parked"} if alone else {}
+    return [
+        f"{share:.1%} of {kind} was asked for on {tier}, and none of it is there: "
+        + why.get(kind, "units are placed whole")
+        for kind in ("weights", "cache", "hidden")
+        if kind not in config.free_fields
+        for tier, share in getattr(plan.policy, kind).items()
+        if tier not in achieved[kind]
+    ]
+
+
+def _above_cap(plan: Plan, measured: Measured) -> list[str]:
+    cap, peak = plan.request.caps.cpu, measured.peak_bytes.get("rss", 0)
+    if cap is not None and peak > cap:
+        return [
+            f"peak resident memory of {format_bytes(peak)} is above the cap of {format_bytes(cap)}: "
+            "the working space was underestimated"
+        ]
+    return []
+
+
+def _slow_kernels(device: str) -> list[str]:
+    """What a GPU had to do without."""
+    reason = triton_available.why_not(device) if device == "cuda" else None
+    return [] if reason is None else [f"attention on the GPU was computed by torch, which takes longer: {reason}"]
+
+
+def _not_recorded(reason: str | None) -> list[str]:
+    what = "decode steps could not be recorded as CUDA graphs, and were launched one by one, which is slower"
+    return [] if reason is None else [f"{what}: {reason}"]

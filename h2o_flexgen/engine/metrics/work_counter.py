@@ -1,0 +1,178 @@
+"""Counts what a block has to compute, read and move while it runs: the amounts of a roofline."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
+
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.work import PHASES, PhaseWork, Window, Work
+from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
+from h2o_flexgen.engine.limits.plan import Plan
+from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.schedule.traffic import links
+
+
+class _CacheCounts(NamedTuple):
+    """Layers whose caches are alike: what their queries see, where attention is computed, where the caches live."""
+
+    window: Window
+    device: str
+    home: str
+
+
+class WorkCounter:
+    """Adds one block to `work`. `step` is told of every step before it is computed, `finished` of every row."""
+
+    def __init__(self, spec: ModelSpec, plan: Plan, work: Work) -> None:
+        self._spec, self._plan, self._work = spec, plan, work
+        self._tier = plan.request.compute_tier
+        self._token = spec.kv_bytes_per_token_and_layer(plan.request.dtype)
+        self._caches: dict[int, Counter[_CacheCounts]] = {}
+        self._lane_of: dict[int, int] = {}
+        groups = spec.groups_by_key
+        self._streamed = Counter[str]()
+        for key, home in plan.placement.weights.items():
+            for link in links(home, self._tier, inward=True):
+                self._streamed[link] += groups[key].nbytes(plan.request.dtype)
+
+    def step(self, gpu_batches: SequenceOf[GpuBatch]) -> None:
+        """The GPU batches that a step computes, as it finds them."""
+        prompts = sum(gpu_batch.prompt_tokens for gpu_batch in gpu_batches)
+        share = prompts / max(1, prompts + sum(gpu_batch.decoding for gpu_batch in gpu_batches))
+        for work, part in self._parts(share):
+            work.steps += part
+            for link, nbytes in self._streamed.items():
+                work.moved[link, "weights"] += part * nbytes
+        for gpu_batch in gpu_batches:
+            going = [row for row in gpu_batch.rows[: gpu_batch.decoding] if not row.finished]
+            for row in gpu_batch.fresh:
+                self._lane_of[row.row_id] = gpu_batch.index
+            self._products(gpu_batch, len(going))
+            self._reads(gpu_batch, going)
+            if len(gpu_batches) > 1:
+                self._hidden(gpu_batch, len(going))
+
+    def finished(self, row: Sequence) -> None:
+        """A row that takes part in no further step: its prompt's kept tokens, and its decode steps."""
+        steps = max(0, len(row.fed) + len(row.token_ids) - 1)
+        if not steps:
+            return
+        for caches, layers in self._caches_of(self._lane_of[row.row_id]).items():
+            budget = row.budget.within(caches.window)
+            kept = min(len(row.prompt_ids), budget.total)
+            room = budget.total + (not budget.full)  # the newest token comes in before another goes
+            self._add(self._work.decode, caches, layers * _summed(kept, steps, room))
+            self._move(self._work.decode, caches, layers * _summed(kept - 1, steps, budget.total), inward=True)
+            # What the last step adds is wanted by nobody.
+            self._move(self._work.prefill, caches, layers * kept, inward=False)
+            self._move(self._work.decode, caches, layers * (steps - 1), inward=False)
+
+    def _products(self, gpu_batch: GpuBatch, going: int) -> None:
+        """`going`: decode rows that are not finished."""
+        idle, layers = gpu_batch.decoding - going, self._spec.num_layers
+        tokens, ends = going + gpu_batch.prompt_tokens, going + len(gpu_batch.fresh)
+        for work, part in self._parts(gpu_batch.prompt_share):
+            work.products["embed", tokens] += part
+            for each in gpu_batch.parts:
+                rows = each.span.stop - each.span.start - (idle if each.rows else 0)
+                if rows:
+                    work.products["attn", rows] += part * layers
+            for rows in _split(tokens, gpu_batch.chunk):
+                work.products["mlp", rows] += part * (layers - 1)
+        # After the last attention only each prompt's last token goes on.
+        for work, part in self._parts(len(gpu_batch.fresh) / max(1, gpu_batch.decoding + len(gpu_batch.fresh))):
+            for rows in _split(ends, gpu_batch.chunk):
+                work.products["mlp", rows] += part
+            work.products["head", ends] += part
+
+    def _reads(self, gpu_batch: GpuBatch, going: list[Sequence]) -> None:
+        """What attention reads; of decode rows that is added when they are finished, but for what goes to prompts."""
+        share, windows = gpu_batch.prompt_share, {caches.window for caches in self._caches_of(gpu_batch.index)}
+        for segment in gpu_batch.segments:
+            queries, keys = segment.stop - segment.start, segment.past + segment.length
+            for window in windows:
+                seen = keys if window is None else min(keys, window)
+                for work, part in self._parts(share):
+                    work.prompt_pairs[window, seen] += part * queries * seen
+        if not going:
+            return
+        for caches, layers in self._caches_of(gpu_batch.index).items():
+            for work, part in self._parts(share):
+                work.cache_calls[caches.window, caches.device] += part * layers
+            if not gpu_batch.segments:
+                continue
+            held = before = 0
+            for row in going:
+                budget, new = row.budget.within(caches.window), row.steps - row.remaining
+                kept = min(len(row.prompt_ids), budget.total)
+                held += min(kept + new, budget.total + (not budget.full))
+                before += min(kept + new - 1, budget.total)
+            for work, sign in ((self._work.prefill, share), (self._work.decode, -share)):
+                self._add(work, caches, sign * layers * held)
+                self._move(work, caches, sign * layers * before, inward=True)
+
+    def _hidden(self, gpu_batch: GpuBatch, going: int) -> None:
+        """Of a GPU batch among others: between all units of a GPU its hidden states leave and come back."""
+        home = self._plan.placement.hidden[gpu_batch.index]
+        spec, dtype = self._spec, self._plan.request.dtype
+        # Behind the embedding and all halves but the last two; behind these, each prompt's last token only.
+        passed = [spec.units[stage[-1]] for stage in self._plan.request.stages[:-1]]
+        late = sum(unit.index >= len(spec.units) - 3 for unit in passed)
+        first, last = 2 * spec.num_layers - 1 - len(passed) + late, 2 - late
+        if not gpu_batch.fresh:
+            sent = {unit.layer for unit in passed if unit.kind == "attn"}
+            layers = range(spec.num_layers)
+            beside = [layer not in sent and self._attends_beside(layer, gpu_batch.index) for layer in layers]
+            first, last = first - sum(beside[:-1]), last - beside[-1]
+        before = first * spec.hidden_bytes(going + gpu_batch.prompt_tokens, dtype)
+        behind = last * spec.hidden_bytes(going + len(gpu_batch.fresh), dtype)
+        for inward in (True, False):
+            for link in links(home, self._tier, inward=inward):
+                for nbytes, share in (
+                    (before, gpu_batch.prompt_share),
+                    (behind, len(gpu_batch.fresh) / max(1, gpu_batch.decoding + len(gpu_batch.fresh))),
+                ):
+                    for work, part in self._parts(share):
+                        work.moved[link, "hidden"] += part * nbytes
+
+    def _parts(self, share: float) -> list[tuple[PhaseWork, float]]:
+        """The phases that have a share in something of which `share` is prompts."""
+        both = zip((self._work.phases[phase] for phase in PHASES), (share, 1 - share), strict=True)
+        return [(work, part) for work, part in both if part]
+
+    def _add(self, work: PhaseWork, caches: _CacheCounts, tokens: float) -> None:
+        work.cache_tokens[caches.window, caches.device] += tokens
+
+    def _move(self, work: PhaseWork, caches: _CacheCounts, tokens: float, *, inward: bool) -> None:
+        for link in links(caches.home, caches.device, inward=inward) if tokens else ():
+            work.moved[link, "cache"] += tokens * self._token
+
+    def _caches_of(self, gpu_batch: int) -> Counter[_CacheCounts]:
+        """How many layers there are of each kind."""
+        if gpu_batch not in self._caches:
+            self._caches[gpu_batch] = Counter(self._kind(layer, gpu_batch) for layer in range(self._spec.num_layers))
+        return self._caches[gpu_batch]
+
+    def _attends_beside(self, layer: int, gpu_batch: int) -> bool:
+        """Whether hidden states wait for decode attention on the host, and do not move: see
+        `engine.execution.host_attention`."""
+        beside = self._plan.policy.overlap and self._plan.policy.num_gpu_batches > 1
+        return beside and self._kind(layer, gpu_batch).device != self._tier
+
+    def _kind(self, layer: int, gpu_batch: int) -> _CacheCounts:
+        home = self._plan.placement.cache[layer, gpu_batch]
+        device = "cpu" if self._plan.policy.cpu_cache_compute and home == "cpu" else self._tier
+        return _CacheCounts(self._spec.arch.window_of(layer), device, home)
+
+
+def _summed(start: int, steps: int, most: int) -> int:
+    """The sum of min(start + k, most) for k = 1 .. steps."""
+    growing = max(0, min(steps, most - start))
+    return growing * start + growing * (growing + 1) // 2 + (steps - growing) * most
+
+
+def _split(tokens: int, chunk: int) -> list[int]:
+    """`tokens` in parts of `chunk`, and a rest."""
+    return [chunk] * (tokens // chunk) + ([tokens % chunk] if tokens % chunk else [])

@@ -1,0 +1,80 @@
+"""Conversations to prompts, by the chat template that comes with a model's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING, Any
+
+from h2o_flexgen.errors import UsageError
+
+if TYPE_CHECKING:
+    from h2o_flexgen.engine.requests.tokenizer import TextCodec
+
+Message = dict[str, Any]
+Conversation = str | SequenceOf[Mapping[str, Any]]
+"""Messages {"role": ..., "content": ...} in order, or what a user says first."""
+
+_MESSAGE = '{"role": "user", "content": "..."}'
+
+
+def chat_prompts(codec: TextCodec | None, model: str, conversations: SequenceOf[Conversation]) -> list[list[int]]:
+    """The token ids of each conversation, ready for the model's answer. UsageError as `chat_prompt` raises it."""
+    if isinstance(conversations, str) or (conversations and isinstance(conversations[0], Mapping)):
+        raise UsageError("conversations is one conversation", "needed a list of them", "wrap it: [conversation]")
+    return [chat_prompt(codec, model, talk, f"conversation {index}") for index, talk in enumerate(conversations)]
+
+
+def chat_prompt(codec: TextCodec | None, model: str, conversation: Conversation, where: str) -> list[int]:
+    """The token ids of a conversation by the template of `model`, up to where the model's answer begins.
+
+    The template writes BOS where the model wants it, so none is added. UsageError naming `where` for what is no
+    conversation or does not suit the template, and for a model that has none. The template is run in transformers'
+    sandbox.
+    """
+    messages = checked_messages(conversation, where)
+    if codec is None:
+        raise UsageError(f"{model} has no tokenizer", "needed a tokenizer with a chat template beside its config.json")
+    tokenizer = codec.transformed
+    template = None if tokenizer is None else tokenizer.chat_template
+    if isinstance(template, dict) and "default" not in template:
+        names = ", ".join(sorted(template))
+        raise UsageError(f"{model} has no chat template of the name default, only {names}")
+    if not template:
+        raise UsageError(
+            f"{model} has no chat template",
+            "needed chat_template in its tokenizer_config.json, or a file chat_template.jinja beside that",
+            "take a model that was trained on conversations, or complete plain text: generate(), or run without --chat",
+        )
+    return codec.encode_bare(_rendered(tokenizer, messages, f"{where} does not suit the chat template of {model}"))
+
+
+def checked_messages(conversation: Any, where: str) -> list[Message]:
+    """The messages of a conversation; a string is one message of the user. UsageError where it is none."""
+    if isinstance(conversation, str):
+        return [{"role": "user", "content": conversation}]
+    if not isinstance(conversation, SequenceOf) or not conversation:
+        raise UsageError(f"{where} has no messages", f"needed a string or [{_MESSAGE}, ...]")
+    for number, message in enumerate(conversation):
+        if not isinstance(message, Mapping):
+            raise UsageError(f"message {number} of {where} is {message!r}", f"needed {_MESSAGE}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise UsageError(f"message {number} of {where} has no {key} that is text", f"needed {_MESSAGE}")
+    return [dict(message) for message in conversation]
+
+
+def with_system(messages: list[Message], system: str) -> list[Message]:
+    """`messages` after the system message `system`, unless they start with one of their own."""
+    if messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _rendered(tokenizer: Any, messages: list[Message], complaint: str) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"{complaint}: {error}") from error

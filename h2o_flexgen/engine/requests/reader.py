@@ -1,0 +1,153 @@
+"""From what a user passes to rows of GPU batches: token ids, checks at the edge, the order in which they are run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from h2o_flexgen.config.context import first_pass
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.engine.requests.tokenizer import TextCodec
+from h2o_flexgen.errors import UsageError
+
+Prompt = str | SequenceOf[int]
+
+_ANY_TEXT = "x"  # any: special tokens do not depend on it
+
+
+@dataclass(frozen=True)
+class RequestReader:
+    """Makes sequences of prompts for one model. `codec` is None where there is no tokenizer."""
+
+    spec: ModelSpec
+    eviction: EvictionConfig
+    codec: TextCodec | None
+    seed: int
+
+    def read(self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams]) -> list[Sequence]:
+        """One sequence per prompt and sample, in order. UsageError naming the prompt where one cannot be run."""
+        if isinstance(prompts, str):
+            raise UsageError("prompts is one string", "needed a list of prompts", "wrap it: [prompt]")
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise UsageError(f"{len(each)} SamplingParams for {len(prompts)} prompts", "needed one, or one per prompt")
+        sequences: list[Sequence] = []
+        for index, (prompt, settings) in enumerate(zip(prompts, each, strict=True)):
+            ids = self.token_ids(prompt, f"prompt {index}")
+            for sample in range(settings.num_return_sequences):
+                sequences.append(self._sequence(index, sample, len(sequences), ids, settings))
+        return sequences
+
+    def read_scored(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Sequence]:
+        """One sequence per (context, continuation); the continuation is forced and its length counts as gen_len."""
+        sequences = []
+        for index, (context, continuation) in enumerate(pairs):
+            ids, forced = self._split(context, continuation, index)
+            params = SamplingParams(max_new_tokens=len(forced))
+            sequences.append(replace(self._sequence(index, 0, index, ids, params), forced=forced))
+        return sequences
+
+    def _split(self, context: Prompt, continuation: Prompt, index: int) -> tuple[list[int], list[int]]:
+        """Token ids of a pair. Strings are encoded together, so that the boundary is tokenised as in running text.
+
+        Of the special tokens that a tokenizer adds to a text, those before it open the context; none stands between the
+        two, and what would end the text is not scored.
+        """
+        where = f"pair {index}"
+        ids, forced = self._bare(context, where), self._bare(continuation, where)
+        if isinstance(context, str) and isinstance(continuation, str):
+            whole = self._bare(context + continuation, where)
+            if whole[: len(ids)] == ids:
+                forced = whole[len(ids) :]
+        if not forced:
+            raise UsageError(f"{where} has an empty continuation", "needed at least one token to score")
+        opening = self._opening if isinstance(context, str) else []
+        return [*opening, *ids] or [self.spec.bos_token_id], forced
+
+    def token_ids(self, prompt: Prompt, where: str) -> list[int]:
+        """Ids of one prompt, special tokens as the tokenizer adds them; an empty one becomes BOS."""
+        if isinstance(prompt, str):
+            return self._known(self._tokenizer(where).encode(prompt), where) or [self.spec.bos_token_id]
+        return self._bare(prompt, where) or [self.spec.bos_token_id]
+
+    def _bare(self, prompt: Prompt, where: str) -> list[int]:
+        """Ids of one prompt without special tokens, but for those that are spelt out in it."""
+        if isinstance(prompt, str):
+            return self._known(self._tokenizer(where).encode_bare(prompt), where)
+        try:
+            tokens = iter(prompt)
+        except TypeError as error:
+            raise UsageError(
+                f"{where}: {prompt!r} is no prompt",
+                "needed a string or a list of token ids",
+                "wrap the token ids of one prompt: [[1, 2, 3]]",
+            ) from error
+        return self._known([_as_int(token, where) for token in tokens], where)
+
+    @cached_property
+    def _opening(self) -> list[int]:
+        """The special tokens that the tokenizer puts before a text."""
+        codec = self._tokenizer("a text")
+        whole, bare = codec.encode(_ANY_TEXT), codec.encode_bare(_ANY_TEXT)
+        starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+        return self._known(whole[: next(starts, 0)], "what opens a text")
+
+    def _tokenizer(self, where: str) -> TextCodec:
+        if self.codec is None:
+            raise UsageError(
+                f"{where} is text, and this model has no tokenizer",
+                "needed lists of token ids, or a tokenizer.json beside its config.json",
+            )
+        return self.codec
+
+    def _known(self, ids: list[int], where: str) -> list[int]:
+        for token in ids:
+            if not 0 <= token < self.spec.vocab_size:
+                raise UsageError(f"{where} holds token id {token}", f"needed 0 to {self.spec.vocab_size - 1}")
+        return ids
+
+    def _sequence(self, index: int, sample: int, row_id: int, ids: list[int], params: SamplingParams) -> Sequence:
+        if params.stop_strings and self.codec is None:
+            raise UsageError("stop_strings are given, and this model has no tokenizer", "needed eos_token_id instead")
+        params.check_vocabulary(self.spec.vocab_size)
+        budget = self.eviction.resolve(len(ids), params.max_new_tokens)
+        # With rolling positions the end of a prompt past the context goes through decode steps.
+        first = first_pass(self.spec, self.eviction, len(ids), params.max_new_tokens, f"prompt {index}")
+        return Sequence(
+            index=index,
+            sample=sample,
+            row_id=row_id,
+            prompt_ids=ids[:first],
+            fed=ids[first:],
+            params=params,
+            budget=budget,
+            eos=_eos(params, self.spec),
+            seed=self.seed if params.seed is None else params.seed,
+        )
+
+
+def _as_int(token: Any, where: str) -> int:
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        raise UsageError(f"{where} holds {token!r}", "needed a string or a list of token ids")
+    return int(token)
+
+
+def _eos(params: SamplingParams, spec: ModelSpec) -> frozenset[int]:
+    eos = spec.eos_token_ids if params.eos_token_id is None else params.eos_token_id
+    return frozenset((eos,) if isinstance(eos, int) else eos)
+
+
+def workload_of(sequences: SequenceOf[Sequence]) -> Workload:
+    """The largest lengths and the count: what a plan is made for."""
+    return Workload(
+        prompt_len=max(len(s.prompt_ids) for s in sequences),
+        gen_len=max(s.steps for s in sequences),
+        num_sequences=len(sequences),
+    )

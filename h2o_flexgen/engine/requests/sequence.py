@@ -1,0 +1,197 @@
+"""One prompt with its generated tokens, and what is handed back for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "error"]
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""(ids so far (1, n) int64, scores (1, vocab) float32) to scores: the protocol of transformers' logits processors."""
+Criterion = Callable[[Tensor, Any], Any]
+"""(ids so far (1, n), the scores of every step or None) to whether to stop: transformers' stopping criteria."""
+
+
+@dataclass
+class Hooks:
+    """What `generate_ids` adds to a row that no SamplingParams can say.
+
+    `context`: the prompt as its caller padded it, of which the first `padding` ids are padding: what processors and
+    criteria see, and what lengths are counted from. `prefix` allows the tokens of prefix_allowed_tokens_fn only,
+    `processors` run before temperature and its kin. `logits` and `scores`, where not None, get a (vocab,) float32 host
+    tensor per step: before and after all processors.
+    """
+
+    context: list[int]
+    padding: int = 0
+    prefix: Processor | None = None
+    processors: list[Processor] = field(default_factory=list)
+    criteria: list[Criterion] = field(default_factory=list)
+    on_token: Callable[[int], None] | None = None
+    told: int = 0
+    """Tokens that `on_token` has heard of: a row that is run again does not tell them twice."""
+    logits: list[Tensor] | None = None
+    scores: list[Tensor] | None = None
+
+
+@dataclass
+class Sequence:
+    """The state of one row while it runs. Mutated by the sampler only.
+
+    `index` is the prompt's place in the call, `sample` counts its num_return_sequences, `row_id` numbers all sequences
+    of a call; policies and generators are seeded by these, so that neighbours never matter. `forced` replaces
+    sampling: the tokens are appended as they are and their log-probabilities recorded (`LLM.score`).
+    """
+
+    index: int
+    sample: int
+    row_id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    budget: Budget
+    eos: frozenset[int]
+    seed: int = 0
+    forced: list[int] | None = None
+    fed: list[int] = field(default_factory=list)
+    """The end of a prompt that is longer than the context: with rolling positions it goes through decode steps."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
+    greedy: list[bool] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_string: str | None = None
+    error: str | None = None
+    hooks: Hooks | None = None
+    chooser: Any = field(default=None, repr=False)
+    """What the sampler chooses by, and keeps from step to step; of its own types."""
+    prepared: bool = field(default=False, repr=False)
+    """Whether `chooser` has been made; None then means that the largest logit is the answer."""
+    _taken: int = 0
+    _generator: torch.Generator | None = field(default=None, repr=False)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return len(self.forced) if self.forced is not None else self.params.max_new_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.fed)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the schedule that the row takes part in, that of its prompt included."""
+        return len(self.fed) + self.max_new_tokens
+
+    @property
+    def remaining(self) -> int:
+        """Steps that are still to come, at most: it may stop before."""
+        return self.steps - self._taken - len(self.token_ids)
+
+    @property
+    def last_token(self) -> int:
+        """What the next decode step starts from."""
+        if self.token_ids:
+            return self.token_ids[-1]
+        return self.fed[self._taken - 1] if self._taken else self.prompt_ids[-1]
+
+    def take_fed(self) -> bool:
+        """Whether the next token is one of the prompt's own, which is taken then: nothing is to be sampled."""
+        waiting = self._taken < len(self.fed)
+        self._taken += waiting
+        return waiting
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether its further tokens are the likeliest ones, and nothing else is asked of logits."""
+        chooses = self.forced is not None or self.params.logprobs is not None or self._taken < len(self.fed)
+        return self.prepared and self.chooser is None and not chooses
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The row's own random stream, made once: depends on (seed, prompt index, sample index) and nothing else."""
+        if self._generator is None:
+            # SplitMix-style mixing, so that neighbouring indices do not give related streams.
+            mixed = (
+                self.seed * 0x9E3779B97F4A7C15 + self.index * 0xBF58476D1CE4E5B9 + self.sample * 0x94D049BB133111EB
+            ) & ((1 << 63) - 1)
+            self._generator = torch.Generator(device=device).manual_seed(mixed)
+        return self._generator
+
+    def restart(self) -> None:
+        """Forgets everything since the prompt: run again, the row gives the same tokens."""
+        recorded = (self.hooks.logits, self.hooks.scores) if self.hooks is not None else ()
+        for kept in (self.token_ids, self.logprobs, self.top_logprobs, self.greedy, *recorded):
+            if kept is not None:
+                kept.clear()
+        self.finish_reason = self.stop_string = self.error = self.chooser = self._generator = None
+        self.prepared, self._taken = False, 0
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What a finished sequence gives back.
+
+    `token_ids` are the new tokens only, with the eos that stopped the row; `text` is without special tokens and
+    without the stop string (None without a tokenizer). `logprobs` are those of the chosen tokens, if asked for.
+    """
+
+    index: int
+    sample: int
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+    error: str | None = None
+
+    @classmethod
+    def of(cls, row: Sequence, text: str | None) -> RequestOutput:
+        """Of a finished sequence, whose new tokens read `text`."""
+        if row.finish_reason is None:
+            raise RuntimeError(f"sequence {row.row_id} is not finished")
+        return cls(
+            row.index,
+            row.sample,
+            row.prompt_ids + row.fed,
+            row.token_ids,
+            text,
+            row.finish_reason,
+            row.logprobs if row.params.logprobs is not None else None,
+            row.top_logprobs if row.params.logprobs else None,
+            row.error,
+        )
+
+
+@dataclass(frozen=True)
+class Score:
+    """`LLM.score` of one (context, continuation): natural-log probabilities with eviction active.
+
+    `token_is_greedy` says of each token of the continuation whether it is the likeliest; `is_greedy`, whether all are.
+    `error` says why a pair could not be scored, None of all others: its `logprob` is NaN, `is_greedy` False, and its
+    lists end where it failed.
+    """
+
+    logprob: float
+    is_greedy: bool
+    token_logprobs: list[float]
+    token_is_greedy: list[bool] = field(default_factory=list)
+    error: str | None = None
+
+    @classmethod
+    def of(cls, row: Sequence) -> Score:
+        """Of a finished sequence whose tokens were given."""
+        if row.error is not None:
+            return cls(math.nan, False, row.logprobs, row.greedy, row.error)
+        return cls(sum(row.logprobs), all(row.greedy), row.logprobs, row.greedy)

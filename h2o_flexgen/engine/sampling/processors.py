@@ -1,0 +1,320 @@
+"""From logits to the next token: the processors of transformers' `generate`, in its order.
+
+The usual ones are here, in plain torch, and serve all rows with equal settings together. The rare ones are
+transformers' own classes, imported when a row asks for one, and go row by row. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine.requests.sequence import Hooks, Processor, Sequence
+
+NOTHING = float("-inf")
+"""The score of a token that cannot be chosen."""
+_CHUNK = 1 << 20  # scores of rows that are processed together: sorting them takes some 25 bytes each
+
+
+def sent(numbers: list[Any], device: torch.device) -> Tensor:
+    """Whole numbers of the host as a tensor on `device`, which nobody waits for."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+
+
+class LogitsStep(NamedTuple):
+    """A processor under the name of transformers' class: a caller's own processor of that class takes its place."""
+
+    name: str
+    apply: Processor
+
+
+class Library:
+    """transformers' processors by name. Those that depend on settings alone are made once and serve many rows."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], LogitsStep] = {}
+
+    def make(self, name: str, *args: Any, **options: Any) -> LogitsStep:
+        """A new one of class `name`."""
+        from transformers.generation import logits_process
+
+        return LogitsStep(name, getattr(logits_process, name)(*args, **options))
+
+    def shared(self, key: tuple[Any, ...], name: str, *args: Any, **options: Any) -> LogitsStep:
+        """The one made before under `key` and `name`, else a new one: some hold a bias as large as the vocabulary."""
+        if (name, *key) not in self._made:
+            self._made[name, *key] = self.make(name, *args, **options)
+        return self._made[name, *key]
+
+
+class Usual(NamedTuple):
+    """What decides about the tokens of most rows that want more than their largest logit."""
+
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    renormalize_logits: bool
+    repetition_penalty: float
+    min_new_tokens: int
+    eos: tuple[int, ...]
+    """Tokens that are forbidden before there are `min_new_tokens`."""
+
+    @classmethod
+    def of(cls, row: Sequence) -> Usual | None:
+        """None for a row with other settings, or hooks that look at its scores."""
+        if not row.params.usual or _watched(row.hooks):
+            return None
+        values = [getattr(row.params, name) for name in cls._fields[:-1]]
+        return cls._make([*values, tuple(sorted(token for token in row.eos if token >= 0))])
+
+    def after(self, tokens: int) -> Usual | None:
+        """What is left to decide once a row has so many new tokens; None: the largest logit is the answer."""
+        rest = self._replace(min_new_tokens=0, eos=()) if tokens >= self.min_new_tokens or not self.eos else self
+        return rest if rest.do_sample or rest.repetition_penalty != 1.0 or rest.eos else None
+
+
+class Group:
+    """Chooses the tokens of rows with equal usual settings, each as if it were alone.
+
+    Owns their ids on the logits' device where a repetition penalty asks for them. Rows may come and go.
+    """
+
+    def __init__(self, usual: Usual, params: SamplingParams, device: torch.device) -> None:
+        self._usual, self._device = usual, device
+        self._eos = torch.tensor(usual.eos, dtype=torch.int64, device=device)
+        self._shaping = list(_shaping(params, Library(), device))
+        self._known: list[tuple[int, int]] = []  # of each row: which it is, and its number of new tokens
+        self._ids = torch.empty(0)
+
+    def choose(self, rows: SequenceOf[Sequence], logits: Tensor) -> Tensor:
+        """Tokens (n,) int64 for `logits` (n, vocab) float32, which stay as they are; negative where there is none."""
+        penalised = self._usual.repetition_penalty != 1.0
+        if penalised:
+            self._find(rows)
+        many = max(1, _CHUNK // logits.shape[1])
+        tokens = [self._choose(rows, logits, slice(i, min(i + many, len(rows)))) for i in range(0, len(rows), many)]
+        found = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
+        if penalised:
+            self._ids = torch.cat([self._ids, found.clamp(min=0).unsqueeze(1)], dim=1)
+            self._known = [(row, new + 1) for row, new in self._known]
+        return found
+
+    def _choose(self, rows: SequenceOf[Sequence], logits: Tensor, part: slice) -> Tensor:
+        scores, ids = logits[part], self._ids[part]
+        if self._usual.repetition_penalty != 1.0:
+            scores = penalise(self._usual.repetition_penalty, 0, ids, scores)
+        if self._usual.eos:
+            scores = scores.index_fill(1, self._eos, NOTHING)
+        for step in self._shaping:
+            scores = step.apply(ids, scores)
+        return pick(scores, rows[part] if self._usual.do_sample else None)
+
+    def _find(self, rows: SequenceOf[Sequence]) -> None:
+        """`_ids` (n, most) of `rows`, in any order, an id of the row's own wherever it has fewer."""
+        wanted = [(row.row_id, len(row.token_ids)) for row in rows]
+        if wanted == self._known:
+            return
+        known = {key: place for place, key in enumerate(self._known)}
+        if all(key in known for key in wanted):
+            self._ids = self._ids.index_select(0, sent([known[key] for key in wanted], self._device))
+        else:
+            seen = [sorted({*(_context(row)), *row.token_ids}) for row in rows]
+            most = max(map(len, seen))
+            self._ids = sent([ids + ids[:1] * (most - len(ids)) for ids in seen], self._device)
+        self._known = wanted
+
+
+def pick(scores: Tensor, rows: SequenceOf[Sequence] | None) -> Tensor:
+    """The likeliest token of each row of `scores` (n, vocab), or one drawn with the generators of `rows`: (n,) int64,
+    negative where no token is allowed."""
+    if rows is not None:
+        # As torch.multinomial does it for one row, which would wait for the device and take one generator for all.
+        noise = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        for row, values in zip(rows, noise, strict=True):
+            values.exponential_(1, generator=row.generator(scores.device))
+        scores = torch.div(scores.softmax(-1), noise, out=noise)
+    best, tokens = torch.max(scores, dim=-1)
+    allowed = best.isfinite() if rows is None else ~best.isnan()
+    return torch.where(allowed, tokens, -1)
+
+
+class Chooser:
+    """Picks the tokens of one row with settings of its own. Owns the row's ids on the logits' device."""
+
+    def __init__(self, row: Sequence, library: Library, device: torch.device) -> None:
+        self._hooks = row.hooks
+        context = row.hooks.context if row.hooks else row.prompt_ids + row.fed
+        self._given = len(context)
+        known = torch.tensor(context + row.token_ids, dtype=torch.int64)
+        self._ids = torch.zeros(1, self._given + row.max_new_tokens, dtype=torch.int64, device=device)
+        self._ids[0, : known.numel()] = known.to(device)
+        self._steps = [*_corrected(row, context, library, device), *_shaping(row.params, library, device)]
+
+    def choose(self, row: Sequence, logits: Tensor) -> Tensor:
+        """A token (1,) for `logits` (1, vocab) float32, which stay as they are; negative where none is allowed."""
+        scores, ids = logits, self._ids[:, : self._given + len(row.token_ids)]
+        for step in self._steps:
+            scores = step.apply(ids, scores)
+        if self._hooks is not None:
+            self._record(self._hooks, logits[0], scores[0])
+        return pick(scores, [row] if row.params.do_sample else None)
+
+    def chosen(self, row: Sequence) -> bool:
+        """Notes the token that the row got last; whether one of the caller's criteria stops the row with it."""
+        self._ids[0, self._given + len(row.token_ids) - 1] = row.token_ids[-1]
+        if self._hooks is None or not self._hooks.criteria:
+            return False
+        ids = self._ids[:, : self._given + len(row.token_ids)]
+        recorded = self._hooks.scores
+        scores = None if recorded is None else tuple(step.unsqueeze(0) for step in recorded)
+        # Each of them sees every token, whatever the others say.
+        answers = [criterion(ids, scores) for criterion in self._hooks.criteria]
+        return any(bool(torch.as_tensor(answer).any()) for answer in answers)
+
+    @staticmethod
+    def _record(hooks: Hooks, logits: Tensor, scores: Tensor) -> None:
+        for kept, values in ((hooks.logits, logits), (hooks.scores, scores)):
+            if kept is not None:
+                kept.append(values.detach().to("cpu", torch.float32, copy=True))
+
+
+def _watched(hooks: Hooks | None) -> bool:
+    """Whether the caller's own code sees or changes what tokens are chosen from."""
+    if hooks is None:
+        return False
+    own = hooks.prefix is not None or hooks.processors or hooks.criteria
+    return bool(own or hooks.logits is not None or hooks.scores is not None)
+
+
+def _context(row: Sequence) -> list[int]:
+    """The prompt, without padding."""
+    return row.hooks.context[row.hooks.padding :] if row.hooks else row.prompt_ids + row.fed
+
+
+def _corrected(row: Sequence, context: list[int], library: Library, device: torch.device) -> list[LogitsStep]:
+    """`_corrections` and then the caller's own processors, each in place of ours of the same class if there is one."""
+    steps = list(_corrections(row, context, library, device))
+    own = list(row.hooks.processors) if row.hooks else []
+    for i, step in enumerate(steps):
+        same = next((processor for processor in own if type(processor).__name__ == step.name), None)
+        if same is not None:
+            steps[i] = LogitsStep(step.name, same)
+    placed = [step.apply for step in steps]
+    return steps + [LogitsStep(type(processor).__name__, processor) for processor in own if processor not in placed]
+
+
+def _corrections(row: Sequence, context: list[int], library: Library, device: torch.device) -> Iterator[LogitsStep]:
+    """What applies to greedy and sampled rows alike. `context`: the prompt as the caller padded it."""
+    params, given = row.params, len(context)
+    eos = sorted(token for token in row.eos if token >= 0)
+    make, shared = library.make, partial(library.shared, (params, row.eos, device))
+    if params.sequence_bias:
+        bias = {word: float(value) for word, value in params.sequence_bias}
+        yield shared("SequenceBiasLogitsProcessor", sequence_bias=bias)
+    prompt = torch.tensor([context], device=device)
+    if params.encoder_repetition_penalty != 1.0:
+        penalty = float(params.encoder_repetition_penalty)
+        yield make("EncoderRepetitionPenaltyLogitsProcessor", penalty, encoder_input_ids=prompt)
+    if params.repetition_penalty != 1.0:
+        padding = row.hooks.padding if row.hooks else 0
+        yield LogitsStep("RepetitionPenaltyLogitsProcessor", partial(penalise, params.repetition_penalty, padding))
+    if params.no_repeat_ngram_size:
+        yield make("NoRepeatNGramLogitsProcessor", params.no_repeat_ngram_size)
+    if params.encoder_no_repeat_ngram_size:
+        yield make("EncoderNoRepeatNGramLogitsProcessor", params.encoder_no_repeat_ngram_size, prompt)
+    # An eos alone is no bad word: it is what ends the sequence.
+    if bad := [list(word) for word in params.bad_words_ids if word not in {(token,) for token in eos}]:
+        yield shared("NoBadWordsLogitsProcessor", bad)
+    if params.min_new_tokens and eos:
+        until = given + params.min_new_tokens
+        yield LogitsStep("MinNewTokensLengthLogitsProcessor", partial(forbid, torch.tensor(eos, device=device), until))
+    if row.hooks is not None and row.hooks.prefix is not None:
+        yield LogitsStep("PrefixConstrainedLogitsProcessor", row.hooks.prefix)
+    if params.forced_bos_token_id is not None:
+        yield make("ForcedBOSTokenLogitsProcessor", params.forced_bos_token_id)
+    if params.forced_eos_token_id is not None:
+        forced = params.forced_eos_token_id
+        tokens = [forced] if isinstance(forced, int) else list(forced)
+        yield make("ForcedEOSTokenLogitsProcessor", given + params.max_new_tokens, tokens, device=str(device))
+    if params.remove_invalid_values:
+        yield make("InfNanRemoveLogitsProcessor")
+    if params.exponential_decay_length_penalty is not None and eos:
+        yield make("ExponentialDecayLengthPenalty", params.exponential_decay_length_penalty, eos, given)
+    if params.suppress_tokens:
+        yield shared("SuppressTokensLogitsProcessor", params.suppress_tokens, device=str(device))
+    if params.begin_suppress_tokens:
+        begin = given + (given == 1 and params.forced_bos_token_id is not None)
+        yield make("SuppressTokensAtBeginLogitsProcessor", params.begin_suppress_tokens, begin, device=str(device))
+
+
+def _shaping(params: SamplingParams, library: Library, device: torch.device) -> Iterator[LogitsStep]:
+    """What comes last. The part for sampling shapes the distribution, and always leaves some token that was there."""
+    if params.do_sample:
+        yield from _warpers(params, library, device)
+    if params.renormalize_logits:
+        yield LogitsStep("LogitNormalization", lambda ids, scores: scores.log_softmax(-1))
+
+
+def _warpers(params: SamplingParams, library: Library, device: torch.device) -> Iterator[LogitsStep]:
+    if params.temperature != 1.0:
+        yield LogitsStep("TemperatureLogitsWarper", lambda ids, scores: scores / params.temperature)
+    if params.top_h is not None:
+        yield library.make("TopHLogitsWarper", params.top_h)
+    for wanted, name, warp, amount in (
+        (params.top_k > 0, "TopKLogitsWarper", top_k, params.top_k),
+        (params.top_p < 1.0, "TopPLogitsWarper", top_p, params.top_p),
+        (params.min_p > 0.0, "MinPLogitsWarper", min_p, params.min_p),
+    ):
+        if wanted:
+            yield LogitsStep(name, _ignoring_ids(warp, amount))
+    if params.typical_p < 1.0:
+        yield library.make("TypicalLogitsWarper", params.typical_p)
+    if 0.0 < params.epsilon_cutoff < 1.0:
+        yield library.make("EpsilonLogitsWarper", params.epsilon_cutoff)
+    if 0.0 < params.eta_cutoff < 1.0:
+        yield library.make("EtaLogitsWarper", params.eta_cutoff, device=str(device))
+
+
+def _ignoring_ids(warp: Callable[[Any, Tensor], Tensor], amount: float) -> Processor:
+    return lambda ids, scores: warp(amount, scores)
+
+
+def penalise(penalty: float, padding: int, ids: Tensor, scores: Tensor) -> Tensor:
+    """`scores` (b, vocab), those of the tokens in `ids` (b, n) after the first `padding` pushed down by `penalty`."""
+    seen = ids[:, padding:]
+    values = scores.gather(1, seen)
+    return scores.scatter(1, seen, torch.where(values < 0, values * penalty, values / penalty))
+
+
+def forbid(tokens: Tensor, until: int, ids: Tensor, scores: Tensor) -> Tensor:
+    """`scores` (1, vocab) without `tokens` (m,), while `ids` (1, n) are fewer than `until`."""
+    return scores.index_fill(1, tokens, NOTHING) if ids.shape[1] < until else scores
+
+
+def top_k(count: int, scores: Tensor) -> Tensor:
+    """The `count` highest of `scores` (b, vocab), with all that equal the last of them."""
+    if count >= scores.shape[-1]:
+        return scores
+    return scores.masked_fill(scores < torch.topk(scores, count).values[..., -1:], NOTHING)
+
+
+def top_p(mass: float, scores: Tensor) -> Tensor:
+    """The likeliest of `scores` (b, vocab) that hold `mass` of the probability together, at least one."""
+    ordered, order = scores.sort(descending=False)
+    tail = ordered.softmax(-1).cumsum(-1) <= 1.0 - mass
+    tail[..., -1].zero_()
+    return scores.masked_fill(tail.scatter(1, order, tail), NOTHING)
+
+
+def min_p(share: float, scores: Tensor) -> Tensor:
+    """Those of `scores` (b, vocab) that are at least `share` times as likely as the likeliest."""
+    probabilities = scores.softmax(-1)
+    return scores.masked_fill(probabilities < share * probabilities.amax(-1, keepdim=True), NOTHING)

@@ -1,0 +1,182 @@
+"""Chooses the next token of every row of a GPU batch and decides which rows are done."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.engine.requests.tokenizer import Decode, find_stop
+from h2o_flexgen.engine.sampling.processors import Chooser, Group, Library, Usual, sent
+
+_CHUNK = 1 << 20  # log-probabilities that are alive at once
+
+
+class Sampler:
+    """Appends one token per unfinished row, in place. A row's choice depends on its own logits and generator.
+
+    A step asks the device once for the likeliest tokens and for what rows with equal usual settings choose together.
+    Rows with settings of their own, and log-probabilities, cost one more question each.
+
+    One serves one call of the engine: `max_time` counts from its first `start`.
+    """
+
+    def __init__(self, decode: Decode | None = None) -> None:
+        self._decode = decode
+        self._library = Library()
+        self._groups: dict[Usual, Group] = {}
+        self._started: float | None = None
+
+    def start(self) -> None:
+        """The clock of `max_time` runs from now on, if it does not yet."""
+        self._started = self._started or time.perf_counter()
+
+    def step(self, rows: SequenceOf[Sequence], logits: Tensor) -> list[Sequence]:
+        """`logits` (b, vocab) float32, one row per sequence. Returns the sequences that finished in this step."""
+        self.start()
+        going, together, own = list[int](), dict[Usual, list[int]](), dict[int, Chooser]()
+        for r, row in enumerate(rows):
+            if row.finished or row.take_fed():
+                continue
+            going.append(r)
+            chooser = self._chooser(row, logits.device)
+            if isinstance(chooser, Usual):
+                together.setdefault(chooser, []).append(r)
+            elif chooser is not None:
+                own[r] = chooser
+        asked = list(torch.max(logits, dim=-1))
+        for usual, members in together.items():
+            if usual not in self._groups:
+                self._groups[usual] = Group(usual, rows[members[0]].params, logits.device)
+            asked.append(self._groups[usual].choose([rows[r] for r in members], _rows_of(logits, members)))
+        best, tokens, *drawn = lists(asked)
+        for members, chosen in zip(together.values(), drawn, strict=True):
+            for r, token in zip(members, chosen, strict=True):
+                tokens[r] = token
+        own = {r: chooser for r, chooser in own.items() if _usable(rows[r], best[r])}
+        if own:
+            (chosen,) = lists([torch.cat([each.choose(rows[r], logits[r : r + 1]) for r, each in own.items()])])
+            for r, token in zip(own, chosen, strict=True):
+                tokens[r] = token
+        return self._settle(rows, going, best, tokens, logits)
+
+    def take(self, rows: SequenceOf[Sequence], best: list[float], tokens: list[int]) -> list[Sequence]:
+        """`step` of rows that all take the likeliest token: the largest logits, and whose they are."""
+        self.start()
+        return self._settle(rows, [r for r, row in enumerate(rows) if not row.finished], best, tokens, None)
+
+    def _chooser(self, row: Sequence, device: torch.device) -> Chooser | Usual | None:
+        """What chooses for `row` at this step, None where the largest logit is the answer, or none is asked for."""
+        if not row.prepared:
+            row.prepared = True
+            if row.forced is None:
+                row.chooser = Usual.of(row) or Chooser(row, self._library, device)
+        if isinstance(row.chooser, Usual):
+            row.chooser = row.chooser.after(len(row.token_ids))
+        return row.chooser
+
+    def _settle(
+        self,
+        rows: SequenceOf[Sequence],
+        going: SequenceOf[int],
+        best: list[float],
+        tokens: list[int],
+        logits: Tensor | None,
+    ) -> list[Sequence]:
+        """Of all rows the largest logits and the tokens chosen, negative where none is allowed; `logits` None: nobody
+        asks for log-probabilities."""
+        taken: dict[int, int] = {}
+        for r in going:
+            row, token = rows[r], tokens[r]
+            if not _usable(row, best[r]):
+                row.finish_reason, row.error = "error", "the model produced logits that are not finite"
+                continue
+            if row.forced is not None:
+                row.greedy.append(row.forced[len(row.token_ids)] == token)
+                token = row.forced[len(row.token_ids)]
+            if token < 0:
+                row.finish_reason, row.error = "error", "its settings forbid every token"
+            else:
+                taken[r] = int(token)
+        if logits is not None:
+            _record_logprobs(rows, taken, logits)
+        for r, token in taken.items():
+            self._append(rows[r], token)
+        return [rows[r] for r in going if rows[r].finished]
+
+    def _append(self, row: Sequence, token: int) -> None:
+        row.token_ids.append(token)
+        stopped = isinstance(row.chooser, Chooser) and row.chooser.chosen(row)
+        if row.hooks is not None and row.hooks.on_token is not None and len(row.token_ids) > row.hooks.told:
+            row.hooks.told = len(row.token_ids)
+            row.hooks.on_token(token)
+        self._finish(row, token, stopped)
+
+    def _finish(self, row: Sequence, token: int, stopped: bool) -> None:
+        params = row.params
+        if row.forced is None:
+            stopped = stopped or (token in row.eos and not params.ignore_eos)
+            if params.stop_strings and self._decode is not None and not stopped:
+                row.stop_string = find_stop(self._decode, row)
+            if stopped or row.stop_string is not None:
+                row.finish_reason = "stop"
+                return
+        late = params.max_time is not None and time.perf_counter() - (self._started or 0.0) > params.max_time
+        if late or len(row.token_ids) >= row.max_new_tokens:
+            row.finish_reason = "length"
+
+
+def lists(tensors: SequenceOf[Tensor]) -> list[list[Any]]:
+    """What is in tensors of one device, by one copy. From a GPU whole numbers come as floats."""
+    if tensors[0].device.type == "cpu":
+        return [tensor.tolist() for tensor in tensors]
+    return unpacked(pack(tensors).cpu(), tensors)
+
+
+def pack(tensors: SequenceOf[Tensor]) -> Tensor:
+    """Numbers one after the other as float64, which holds every float32 and every token id."""
+    return torch.cat([tensor.reshape(-1).double() for tensor in tensors])
+
+
+def unpacked(packed: Tensor, tensors: SequenceOf[Tensor]) -> list[list[Any]]:
+    """The numbers of `pack`, in the shapes of `tensors`."""
+    parts = packed.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).tolist() for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _usable(row: Sequence, best: float) -> bool:
+    """Whether a token can be chosen from logits whose largest is `best`."""
+    return math.isfinite(best) or row.params.remove_invalid_values
+
+
+def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
+    """Some rows, ascending; without a copy where they are neighbours."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return logits[rows[0] : rows[-1] + 1]
+    return logits.index_select(0, sent(rows, logits.device))
+
+
+def _record_logprobs(rows: SequenceOf[Sequence], tokens: Mapping[int, int], logits: Tensor) -> None:
+    """Log-probabilities under the model itself, before penalties and temperature, of `tokens` by row."""
+    wanted: dict[int, list[int]] = {}
+    for r in tokens:
+        if rows[r].forced is not None or rows[r].params.logprobs is not None:
+            wanted.setdefault(rows[r].params.logprobs or 0, []).append(r)
+    many = max(1, _CHUNK // logits.shape[1])
+    for count, members in wanted.items():
+        found = list[list[Tensor]]()
+        for part in (members[i : i + many] for i in range(0, len(members), many)):
+            logprobs = _rows_of(logits, part).log_softmax(-1)
+            chosen = logprobs.gather(1, sent([[tokens[r]] for r in part], logits.device))
+            found.append([chosen, *(logprobs.topk(count) if count else ())])
+        for r, (logprob,), *top in zip(members, *lists([torch.cat(x) for x in zip(*found, strict=True)]), strict=True):
+            rows[r].logprobs.append(logprob)
+            if count:
+                values, ids = top
+                rows[r].top_logprobs.append(dict(zip(map(int, ids), values, strict=True)))

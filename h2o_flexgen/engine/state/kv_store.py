@@ -1,0 +1,303 @@
+"""KV caches while a block runs: rows come and go, resident, or moving between the compute tier and their backing
+store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.cache.clock import RowClock, chooses
+from h2o_flexgen.cache.eviction.base import EvictionPolicy
+from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
+from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.engine.state.backing import BackingFactory, BackingStore, BufferRing
+from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.handle import page_ceil
+from h2o_flexgen.memory.pinned import Pin
+from h2o_flexgen.memory.tiers import Tiers
+from h2o_flexgen.schedule.footprint import REWRITE_EVERY, STATE_BUFFERS
+
+Place = tuple[int, int]  # (layer, GPU batch)
+
+
+def kv_views(buffer: Tensor, shape: CacheShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """K and V of `shape`, one after the other in a flat uint8 `buffer`."""
+    dims = (shape.batch, shape.kv_heads, shape.capacity, shape.head_dim)
+    half = dims[0] * dims[1] * dims[2] * dims[3] * dtype.itemsize
+    k, v = (buffer[i * half : (i + 1) * half].view(dtype).view(dims) for i in (0, 1))
+    return k, v
+
+
+def kv_bytes(shape: CacheShape, dtype: torch.dtype) -> int:
+    """Bytes of K and V together."""
+    return 2 * shape.batch * shape.kv_heads * shape.capacity * shape.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class CacheMaker:
+    """Makes the caches of rows that enter a GPU batch. `slots`: capacity of each (layer, GPU batch), of all rows it may
+    hold."""
+
+    spec: ModelSpec
+    eviction: EvictionPolicy
+    slots: Mapping[Place, int]
+    devices: Mapping[Place, torch.device]
+    _clocks: dict[tuple[object, ...], tuple[SequenceOf[Sequence], RowClock]] = field(default_factory=dict)
+    """By GPU batch, window, capacity and device: the last rows, and what their caches have in common."""
+
+    def make(self, layer: int, gpu_batch: int, rows: SequenceOf[Sequence]) -> KVCache:
+        """An empty cache for the prompts of `rows`."""
+        spec, window = self.spec, self.spec.arch.window_of(layer)
+        slots, device = self.slots[layer, gpu_batch], self.devices[layer, gpu_batch]
+        alike = gpu_batch, window, slots, device
+        known, clock = self._clocks.get(alike, (None, None))
+        budgets = self.budgets(layer, rows) if clock is None or known is not rows else clock.twin()
+        shape, ids = CacheShape(len(rows), spec.num_kv_heads, spec.head_dim, slots), [row.row_id for row in rows]
+        cache = KVCache(shape, budgets, self.eviction, layer=layer, row_ids=ids, device=device, window=window)
+        if known is not rows:
+            self._clocks[alike] = rows, cache.clock_for_twin()
+        return cache
+
+    def budgets(self, layer: int, rows: SequenceOf[Sequence]) -> list[Budget]:
+        """What each of `rows` may keep in a layer."""
+        window = self.spec.arch.window_of(layer)
+        return [row.budget.within(window) for row in rows]
+
+    def wants_column_sums(self, layer: int, rows: SequenceOf[Sequence]) -> bool:
+        """Whether the cache of `rows` needs the column sums of its prompts' attention."""
+        return self.eviction.statistic == "column_sums" and chooses(self.budgets(layer, rows))
+
+
+class BatchCache:
+    """K and V of one (layer, GPU batch), in one buffer for all its places, and the record over them.
+
+    `rows` is the cache of the decode rows, `fresh` that of rows whose prompts are under way; `join` makes one of both.
+    Rows lie at their places in the GPU batch, from the first on: K of all, then V of all. `shrinks`: with fewer rows K
+    and V move together, so that fewer bytes are to be moved between tiers.
+    """
+
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, shrinks: bool) -> None:
+        self.shape, self._dtype, self._shrinks = shape, dtype, shrinks
+        self.rows: KVCache | None = None
+        self.fresh: KVCache | None = None
+        self.filling: Ticket | None = None
+        """Of another thread that fills `fresh`; until it is through nobody else may touch the caches."""
+        self._buffer: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of K and V, in whole pages."""
+        return page_ceil(kv_bytes(self.shape, self._dtype))
+
+    def attach(self, buffer: Tensor) -> None:
+        """Work on this flat uint8 buffer of `nbytes` or more from now on."""
+        self._buffer = buffer
+        if self.rows is not None:
+            self.rows.attach(*self._places(0, self.rows.shape.batch))
+
+    def detach(self) -> None:
+        """Let go of the buffer."""
+        self._buffer = None
+        for cache in (self.rows, self.fresh):
+            if cache is not None and cache.k is not None:
+                cache.detach()
+
+    def change(self, kept: list[int], fresh: KVCache | None) -> None:
+        """The decode rows at the places `kept` stay, each where it is or further down; `fresh` follows."""
+        old, count = self.rows, len(kept)
+        rows = count + (0 if fresh is None else fresh.shape.batch)
+        if self._shrinks:
+            self.shape = replace(self.shape, batch=rows)
+        self.rows = None if old is None or not kept else KVCache.joined([(old, kept)], *self._places(0, count))
+        self.fresh = fresh
+        if fresh is not None:
+            fresh.attach(*self._places(count, rows))
+
+    def join(self) -> None:
+        """The prompts of the fresh rows are in, or `filling`: from now on they are decode rows like the others."""
+        rows, fresh = self.rows, self.fresh
+        if fresh is None or self.filling is not None:
+            return
+        if rows is not None:
+            parts = [(cache, list(range(cache.shape.batch))) for cache in (rows, fresh)]
+            fresh = KVCache.joined(parts, *self._places(0, rows.shape.batch + fresh.shape.batch))
+        self.rows, self.fresh = fresh, None
+
+    def settled(self) -> BatchCache:
+        """The cache, once nobody is filling it."""
+        ticket, self.filling = self.filling, None
+        if ticket is not None:
+            ticket.wait()
+            self.join()
+        return self
+
+    def _places(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """K and V of the places [start, stop)."""
+        if self._buffer is None:
+            raise RuntimeError("the cache is not attached")
+        k, v = kv_views(self._buffer, self.shape, self._dtype)
+        return k[start:stop], v[start:stop]
+
+
+class _MovingCache:
+    """One GPU batch's cache that does not live where it is used. Tokens newer than its backing store's copy wait in
+    `_news`."""
+
+    def __init__(self, cache: BatchCache, backing: BackingStore) -> None:
+        self.cache, self.backing = cache, backing
+        self.slot: int | None = None
+        self.ticket: Ticket | None = None
+        self._written: KVCache | None = None  # what the backing store's copy is of
+        self._news: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def save(self, buffer: Tensor) -> Ticket | None:
+        """Writes everything when rows have come or gone and every REWRITE_EVERY steps, else only remembers the new
+        tokens.
+
+        A sixteenth of the writes for a little memory; a load applies what is remembered.
+        """
+        rows = self._rows()
+        if rows is self._written and len(self._news) + 1 < REWRITE_EVERY:
+            slots = rows.last_slots.clone()
+            self._news.append((*self._at(slots), slots))
+            return None
+        self._written = rows
+        self._news.clear()
+        return self.backing.save(buffer)
+
+    def apply_news(self) -> None:
+        """Brings freshly loaded K and V up to date; later tokens overwrite earlier ones in a reused slot."""
+        for k, v, slots in self._news:
+            index = slots.unsqueeze(-1).unsqueeze(-1).expand(-1, -1, 1, k.shape[-1])
+            for buffer, new in zip(self._buffers(), (k, v), strict=True):
+                buffer.scatter_(2, index, new)
+
+    def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        index = slots.unsqueeze(-1).unsqueeze(-1).expand(-1, -1, 1, self.cache.shape.head_dim)
+        k, v = (buffer.gather(2, index) for buffer in self._buffers())
+        return k, v
+
+    def _buffers(self) -> tuple[Tensor, Tensor]:
+        rows = self._rows()
+        if rows.k is None or rows.v is None:
+            raise RuntimeError("the cache is not attached")
+        return rows.k, rows.v
+
+    def _rows(self) -> KVCache:
+        if self.cache.rows is None:
+            raise RuntimeError("the cache has no rows yet")
+        return self.cache.rows
+
+
+class CacheStore:
+    """The caches of one block. `load`, `wait` and `store` are called by the executor in schedule order."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        copies: CopyEngine,
+        shapes: Mapping[Place, CacheShape],
+        backing: Mapping[Place, str],
+        dtype: torch.dtype,
+        stays_on_cpu: bool,
+    ) -> None:
+        """`shapes`: of all places of each (layer, GPU batch); `backing`: the tier of each. `stays_on_cpu`: attention of
+        caches on cpu is computed there."""
+        resident = {tiers.compute.name, "cpu"} if stays_on_cpu else {tiers.compute.name}
+        moving = {place for place in shapes if backing[place] not in resident}
+        self._caches = {place: BatchCache(shape, dtype, place in moving) for place, shape in shapes.items()}
+        beside = stays_on_cpu and tiers.gpu is not None
+        self.on_host = {place: shape.batch for place, shape in shapes.items() if beside and backing[place] == "cpu"}
+        """Rows at most of each (layer, GPU batch) whose cache is attended to in host memory, beside a gpu."""
+        self._moving: dict[Place, _MovingCache] = {}
+        self._used: list[_MovingCache] = []
+        self.most_slots = max((shape.capacity for shape in shapes.values()), default=0)
+        """Slots of the largest cache."""
+        self.nbytes = sum(kv_bytes(shape, dtype) for shape in shapes.values())
+        """Of K and V of all places."""
+        largest = max((self._caches[place].nbytes for place in moving), default=0)
+        with ExitStack() as stack:
+            count = STATE_BUFFERS if moving else 0
+            self._ring = stack.enter_context(closing(BufferRing(tiers.compute, largest, count, "cache buffers")))
+            new_backing = BackingFactory(
+                tiers, copies, "kv cache", largest, {backing[place] for place in moving}, stack
+            )
+            for place, cache in self._caches.items():
+                if place in moving:
+                    self._moving[place] = _MovingCache(cache, new_backing(backing[place], cache.nbytes))
+                else:
+                    # Attention is computed where it lies: no GPU copies it.
+                    tier = tiers.memory(backing[place])
+                    buffer = stack.enter_context(tier.allocate(cache.nbytes, "kv cache", Pin.NEVER))
+                    cache.attach(buffer.tensor)
+            self._resources = stack.pop_all()
+        if tiers.pins is not None:
+            tiers.pins.warn()
+
+    @property
+    def moves(self) -> frozenset[Place]:
+        """(layer, GPU batch) of the caches that the schedule must load and store."""
+        return frozenset(self._moving)
+
+    def load(self, layer: int, gpu_batch: int) -> None:
+        """Starts bringing a cache to the compute tier."""
+        moving = self._moving[layer, gpu_batch]
+        self._make_room()
+        moving.slot, ready = self._ring.take()
+        moving.ticket = moving.backing.fetch(self._bytes(moving), ready)
+
+    def wait(self, layer: int, gpu_batch: int) -> BatchCache:
+        """The cache, with K and V where attention is computed."""
+        if (layer, gpu_batch) not in self._moving:
+            return self._caches[layer, gpu_batch].settled()
+        moving = self._moving[layer, gpu_batch]
+        if moving.slot is None:
+            if moving.cache.rows is not None:
+                raise RuntimeError(f"cache of layer {layer}, GPU batch {gpu_batch} was not loaded")
+            self._make_room()
+            moving.slot = self._ring.take_now()
+        loaded = moving.ticket is not None
+        if moving.ticket is not None:
+            moving.ticket.wait_on_device()
+            moving.ticket = None
+        moving.cache.attach(self._ring.buffers[moving.slot].tensor)
+        if loaded:
+            moving.apply_news()
+        self._used.append(moving)
+        return moving.cache
+
+    def store(self, layer: int, gpu_batch: int) -> None:
+        """Starts saving a cache that the step used; its buffer is free once that is done."""
+        moving = self._moving[layer, gpu_batch]
+        self._release(moving, moving.save(self._bytes(moving)))
+
+    def _release(self, moving: _MovingCache, ticket: Ticket | None) -> None:
+        self._used.remove(moving)
+        if moving.slot is not None:
+            self._ring.give_back(moving.slot, ticket)
+        moving.slot = None
+        moving.cache.detach()
+
+    def _make_room(self) -> None:
+        # What was used and has no store coming (the last step has none) makes room: its store would be issued by now.
+        for moving in list(self._used):
+            self._release(moving, None)
+
+    def _bytes(self, moving: _MovingCache) -> Tensor:
+        if moving.slot is None:
+            raise RuntimeError("this cache holds no transfer buffer")
+        return self._ring.buffers[moving.slot].tensor[: moving.cache.nbytes]
+
+    def close(self) -> None:
+        """Gives all memory and files back. No copy may be under way."""
+        for cache in self._caches.values():
+            cache.detach()
+        self._resources.close()
+        self._moving.clear()

@@ -1,0 +1,316 @@
+"""Brings a model onto its tiers: memory groups filled from the checkpoint, disk groups found in it or packed once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from h2o_flexgen.checkpoint.pack import PackedUnit, ensure_packed, packed_bytes
+from h2o_flexgen.checkpoint.source import WeightSource
+from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.config.tensors import WeightGroup
+from h2o_flexgen.engine.limits.plan import Plan
+from h2o_flexgen.engine.limits.process_memory import note_tiers
+from h2o_flexgen.engine.state.weights import WeightLocation, WeightStore
+from h2o_flexgen.errors import PlanError
+from h2o_flexgen.memory.copies import CopyEngine, TraceCallback
+from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
+from h2o_flexgen.memory.handle import Location, direct_layout, direct_obstacle, packed_layout, torch_dtype, views
+from h2o_flexgen.memory.pinned import PinnedPool
+from h2o_flexgen.memory.rundir import OffloadDir
+from h2o_flexgen.memory.tiers import Tier, Tiers, another_gpu, make_tiers
+from h2o_flexgen.schedule.stages import stages_of
+from h2o_flexgen.schedule.timeline import on_stage
+from h2o_flexgen.schedule.weight_room import streamed_sizes, weight_room
+
+Progress = Callable[[str, int, int], None]
+"""(what, bytes done, bytes in all)"""
+
+
+@dataclass(frozen=True)
+class LoadedStage:
+    """The units that one device computes, and what they run on. All of it outlives blocks."""
+
+    units: range
+    tiers: Tiers
+    copies: CopyEngine
+    weights: WeightStore
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are computed."""
+        return self.tiers.device
+
+    def computing(self) -> AbstractContextManager[None]:
+        """What is launched within goes to this stage's device."""
+        gpu = self.tiers.accelerator
+        return nullcontext() if gpu is None else gpu.chosen()
+
+
+@dataclass(eq=False)
+class Loaded:
+    """A model on its tiers. Owns tiers, copy threads, weights and the run folder; `close` gives all of it back."""
+
+    placement: Placement
+    lookahead: int
+    stages: tuple[LoadedStage, ...]
+    folder: OffloadDir | None
+    resources: ExitStack
+    seconds: float = 0.0
+    """That loading took."""
+
+    def serves(self, plan: Plan) -> bool:
+        """Whether `plan` wants the weights where they are, and all of them can be used; caches and hidden states are
+        placed per block anyway."""
+        used = {*plan.placement.cache.values(), *plan.placement.hidden.values()}
+        same = plan.placement.weights == self.placement.weights and plan.policy.lookahead == self.lookahead
+        whole = not any(stage.weights.damaged for stage in self.stages)
+        return same and whole and ("disk" not in used or self.folder is not None)
+
+    def recap(self, plan: Plan) -> None:
+        """Keeps the tiers to the caps of `plan`, which finds the weights where it wants them: what the machine has free
+        may be another amount by now, and less or more may be known of it."""
+        caps = plan.request.caps
+        for tiers in (stage.tiers for stage in self.stages):
+            tiers.cpu.capacity, tiers.disk.capacity = _cpu_capacity(plan), caps.disk
+            if tiers.gpu is not None:
+                tiers.gpu.capacity = caps.gpu
+
+    @property
+    def bytes_moved(self) -> Counter[str]:
+        """Bytes per link so far, of all stages."""
+        return sum((stage.copies.bytes_moved for stage in self.stages), Counter())
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """Seconds per link in which it was busy, added up over the stages."""
+        links = [stage.copies.busy_seconds for stage in self.stages]
+        return {link: sum(each.get(link, 0.0) for each in links) for link in dict.fromkeys(chain(*links))}
+
+    def peaks(self) -> dict[str, int]:
+        """Peak bytes per tier, fastest first; of the gpu that held most."""
+        peaks = [stage.tiers.peaks() for stage in self.stages]
+        return {tier: max(each[tier] for each in peaks) for tier in peaks[0]}
+
+    @contextmanager
+    def keeping_memory(self) -> Iterator[None]:
+        """Within, each block gets the host memory that the one before it had, where it asks for as much."""
+        with ExitStack() as stack:
+            for tier in {stage.tiers.cpu for stage in self.stages} | {stage.tiers.compute for stage in self.stages}:
+                stack.enter_context(tier.keeping())
+            yield
+
+    def close(self) -> None:
+        self.resources.close()
+
+
+def load(
+    plan: Plan,
+    source: WeightSource,
+    config: EngineConfig,
+    devices: SequenceOf[torch.device],
+    offload_dir: str,
+    trace: TraceCallback,
+    progress: Progress,
+    pins: PinnedPool | None = None,
+) -> Loaded:
+    """Places every weight group as `plan` says and verifies that this is what happened.
+
+    Peak host memory is the cpu tier's own share and one weight group. `devices`: one per stage; `pins`: of the GPUs,
+    where there are real ones. From then on no more than --gpu-mem is allocated on each. ModelError, PlanError or
+    StorageError where it fails; nothing stays behind then.
+    """
+    spec, dtype = plan.request.spec, plan.request.dtype
+    placed = {*plan.placement.weights.values(), *plan.placement.cache.values(), *plan.placement.hidden.values()}
+    with ExitStack() as stack:
+        folder = stack.enter_context(OffloadDir(offload_dir)) if "disk" in placed else None
+        if folder is not None and _state_on_disk(plan):
+            folder.require_free(_state_on_disk(plan), "the KV cache of a block")
+        parts = list(
+            zip(stages_of(spec, len(devices)), _tiers(plan, config, folder, devices, pins, stack), strict=True)
+        )
+        engines = [
+            stack.enter_context(_copies(tiers, partial(_traced, trace, number), number))
+            for number, (_, tiers) in enumerate(parts)
+        ]
+        locations = _fill_memory(spec, plan.placement, source, dtype, parts, progress)
+        on_disk = [group for group in spec.weight_groups if plan.placement.weights[group.key] == "disk"]
+        for key, unit in _disk_units(on_disk, source, dtype, folder, _state_on_disk(plan), progress).items():
+            for (units, _), own in zip(parts, locations, strict=True):
+                own.update({key: WeightLocation("disk", unit.layout, unit=unit)} if key in _keys(spec, units) else {})
+        _verify_placement(plan.placement, locations)
+        stages = []
+        for (units, tiers), own, copies in zip(parts, locations, engines, strict=True):
+            for unit in (location.unit for location in own.values() if location.unit is not None):
+                # From here on a file that changes under the run is an error, not other weights.
+                copies.watch((extent.path for extent in unit.extents), ours=unit.checksum is not None)
+            streamed = streamed_sizes(
+                spec, {key: location.tier for key, location in own.items()}, dtype, tiers.compute.name
+            )
+            room = weight_room(streamed, plan.policy.lookahead)
+            weights = WeightStore(own, tiers, copies, room, config.verify)
+            stack.callback(weights.close)
+            stages.append(LoadedStage(units, tiers, copies, weights))
+        # The copy threads stop before the buffers they write to go.
+        for copies in engines:
+            stack.callback(copies.close)
+        if pins is not None:
+            pins.warn()
+        loaded = Loaded(plan.placement, plan.policy.lookahead, tuple(stages), folder, stack.pop_all())
+        note_tiers(loaded, (tier for _, tiers in parts for tier in (tiers.cpu, tiers.compute)))
+        return loaded
+
+
+def _tiers(
+    plan: Plan,
+    config: EngineConfig,
+    folder: OffloadDir | None,
+    devices: SequenceOf[torch.device],
+    pins: PinnedPool | None,
+    stack: ExitStack,
+) -> list[Tiers]:
+    """The tiers of each stage: a gpu of its own, and the same host memory and disk. `stack` closes them."""
+    caps, emulated = plan.request.caps, config.emulate_gpu is not None
+    first = stack.enter_context(
+        make_tiers(caps.gpu, _cpu_capacity(plan), caps.disk, emulated, folder, device=devices[0], pins=pins)
+    )
+    tiers = [first]
+    for number in range(1, len(devices)):
+        gpu = None if first.pins is None else first.pins.devices[number]
+        tiers.append(stack.enter_context(another_gpu(first, caps.gpu, gpu)))
+    if first.pins is not None:
+        on_cpu = [item for item in plan.footprint.items if item.tier == "cpu"]
+        first.pins.keep(sum(each.nbytes for each in on_cpu if "staging" in each.what or "for the cpu" in each.what))
+    for gpu in (each.accelerator for each in tiers):
+        if gpu is not None:
+            gpu.cap(config.gpu_mem)
+            stack.callback(gpu.cap, None)
+            with gpu.chosen():
+                gpu.warm_up(torch_dtype(plan.request.dtype))
+    return tiers
+
+
+def _copies(tiers: Tiers, trace: TraceCallback, number: int) -> CopyEngine:
+    """Of a stage, whose pageable memory goes through locked buffers of its own."""
+    bounce = None if tiers.pins is None else tiers.pins.bounce
+    own = None if bounce is None else bounce[number * BOUNCE_BYTES : (number + 1) * BOUNCE_BYTES]
+    return CopyEngine(trace=trace, device=tiers.accelerator, bounce=own)
+
+
+def _traced(trace: TraceCallback, stage: int, task: str, start: float, end: float, resource: str) -> None:
+    trace(task, start, end, on_stage(resource, stage))
+
+
+def _keys(spec: ModelSpec, units: range) -> set[str]:
+    """The weight groups that a stage uses; those of tied embeddings are at both ends."""
+    return {spec.units[unit].weights for unit in units}
+
+
+def bytes_on_disk(spec: ModelSpec, source: WeightSource, dtype: str, folder: Path) -> int:
+    """Of the weights in `dtype`, what a run would find on disk: in the user's files, or packed in `folder` before."""
+    direct = sum(group.nbytes(dtype) for group in spec.weight_groups if _direct(group, source, dtype) is not None)
+    return direct + packed_bytes(source, dtype, folder)
+
+
+def _cpu_capacity(plan: Plan) -> int | None:
+    """What the cpu tier may hand out: the cap less what the process held before anything was placed."""
+    cap = plan.request.caps.cpu
+    return None if cap is None else max(0, cap - plan.request.baseline)
+
+
+def _fill_memory(
+    spec: ModelSpec,
+    placement: Placement,
+    source: WeightSource,
+    dtype: str,
+    stages: SequenceOf[tuple[range, Tiers]],
+    progress: Progress,
+) -> list[dict[str, WeightLocation]]:
+    """The groups in memory, stage by stage; those on the host are there once, whoever uses them."""
+    locations: list[dict[str, WeightLocation]] = [{} for _ in stages]
+    groups = [group for group in spec.weight_groups if placement.weights[group.key] != "disk"]
+    total, done = sum(group.nbytes(dtype) for group in groups), 0
+    for group in groups:
+        layout, name = packed_layout(group, dtype), placement.weights[group.key]
+        made: dict[Tier, WeightLocation] = {}
+        for (units, tiers), own in zip(stages, locations, strict=True):
+            if group.key not in _keys(spec, units):
+                continue
+            tier = tiers.memory(name)
+            if tier not in made:
+                buffer = tier.allocate(layout.nbytes, "weights")
+                for tensor, view in views(layout, buffer.tensor).items():
+                    source.read_into(tensor, view)
+                made[tier] = WeightLocation(name, layout, buffer=buffer)
+            own[group.key] = made[tier]
+        done += group.nbytes(dtype)
+        progress("loading weights", done, total)
+    return locations
+
+
+def _state_on_disk(plan: Plan) -> int:
+    """Bytes of caches and hidden states that a block will want on disk beside the weights."""
+    return sum(item.nbytes for item in plan.footprint.items if item.tier == "disk" and item.what != "weights")
+
+
+def _disk_units(
+    groups: list[WeightGroup],
+    source: WeightSource,
+    dtype: str,
+    folder: OffloadDir | None,
+    reserve: int,
+    progress: Progress,
+) -> dict[str, PackedUnit]:
+    """Straight out of the user's files where dtype and layout allow, else from our own packed files, made once.
+
+    `reserve`: bytes that packing must leave free.
+    """
+    if not groups:
+        return {}
+    if folder is None:
+        raise PlanError("weights are placed on disk, and there is no offload folder")
+    units: dict[str, PackedUnit] = {}
+    packed = []
+    for group in groups:
+        locations = _direct(group, source, dtype)
+        if locations is not None:
+            layout, extents = direct_layout(group, dtype, locations)
+            units[group.key] = PackedUnit(layout, extents, None)
+        else:
+            packed.append(group)
+    if packed:
+        note = partial(progress, "packing weights")
+        units.update(ensure_packed(packed, source, dtype, folder, note, reserve))
+    return units
+
+
+def _direct(group: WeightGroup, source: WeightSource, dtype: str) -> dict[str, Location] | None:
+    """Where the group's tensors lie in the user's files, None where they cannot be read there as they are."""
+    if source.dtype != dtype:
+        return None
+    found = {tensor.name: source.location(tensor.name) for tensor in group.tensors}
+    known = {name: place for name, place in found.items() if place is not None}
+    return known if len(known) == len(found) and direct_obstacle(group, dtype, known) is None else None
+
+
+def _verify_placement(placement: Placement, locations: SequenceOf[Mapping[str, WeightLocation]]) -> None:
+    """A share that was asked for and not realised is an error, never a silent no-op."""
+    wrong = {
+        key: location.tier
+        for own in locations
+        for key, location in own.items()
+        if placement.weights[key] != location.tier
+    }
+    missing = placement.weights.keys() - {key for own in locations for key in own}
+    if wrong or missing:
+        raise PlanError(f"weights are not where the plan put them: {wrong or sorted(missing)}")

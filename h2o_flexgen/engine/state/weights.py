@@ -1,0 +1,165 @@
+"""Weights while a model runs: resident groups, and a buffer through which the others stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from h2o_flexgen.checkpoint.pack import PackedUnit, discard
+from h2o_flexgen.errors import H2OFlexGenError, StorageError
+from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.handle import UnitLayout, views
+from h2o_flexgen.memory.pinned import Pin
+from h2o_flexgen.memory.tiers import Buffer, Tiers
+from h2o_flexgen.models.decoder import bind
+from h2o_flexgen.schedule.weight_room import WeightRoom
+
+
+@dataclass(frozen=True)
+class WeightLocation:
+    """Where a weight group lives: a buffer on gpu or cpu, or extents on disk. Exactly one of the two is set."""
+
+    tier: str
+    layout: UnitLayout
+    buffer: Buffer | None = None
+    unit: PackedUnit | None = None
+
+
+class WeightStore:
+    """Hands bound weights of a group to the executor, streaming the groups that do not live on the compute tier.
+
+    Owns the locations and the buffer that streamed groups take places of by turns, as `room` has them; between disk and
+    a GPU, a second one in host memory with the same places. `load`, `get` and `free` are called by the executor in the
+    schedule's order; the copies run on the engine's threads.
+    """
+
+    def __init__(
+        self,
+        locations: Mapping[str, WeightLocation],
+        tiers: Tiers,
+        copies: CopyEngine,
+        room: WeightRoom,
+        verify: str = "first",
+    ) -> None:
+        """`room`: of all groups whose locations are not on the compute tier, in the order of their use."""
+        self._locations, self._tiers, self._copies = dict(locations), tiers, copies
+        compute = tiers.compute.name
+        self.streamed = frozenset(key for key, location in locations.items() if location.tier != compute)
+        self._resident = {
+            key: bind(views(location.layout, location.buffer.tensor))
+            for key, location in locations.items()
+            if location.tier == compute and location.buffer is not None
+        }
+        for place in room.cycle:
+            if locations[place.key].layout.nbytes > place.nbytes:
+                raise RuntimeError(f"{place.key} takes more than the {place.nbytes} bytes that were planned")
+        self._cycle, self._first = room.cycle, {key: room.first(key) for key in self.streamed}
+        self._buffer = tiers.compute.allocate(room.nbytes, "weight buffers") if self.streamed else None
+        staged = compute != "cpu" and any(locations[key].tier == "disk" for key in self.streamed)
+        self._staging = tiers.cpu.allocate(room.nbytes, "staging buffers", Pin.FIRST) if staged else None
+        self._staged: dict[int, Ticket] = {}  # the last copy out of each place of the staging buffer, the latest last
+        self._turn = 0  # the place in the cycle of the load after this one
+        self._bound: dict[int, dict[str, Tensor]] = {}
+        self._loading: dict[str, tuple[int, Ticket]] = {}
+        self._verify = verify
+        self._verified: set[str] = set(locations) if verify == "never" else set()
+        self.damaged = False
+        """Whether a packed file could not be used and was removed: what is still open of it must not be read again."""
+
+    def load(self, key: str) -> None:
+        """Starts bringing a streamed group to the compute tier."""
+        index, location = self._take(key), self._locations[key]
+        target, up = self._at(self._buffer, index), f"{location.tier}->{self._tiers.compute.name}"
+        if location.unit is None:
+            ticket = self._copies.copy(target, _data(location), up)
+        elif self._staging is None:
+            ticket = self._read(key, location.unit, target)
+        else:
+            staging = self._at(self._staging, index)
+            read = self._read(key, location.unit, staging, self._left(index))
+            ticket = self._copies.copy(target, staging, f"cpu->{self._tiers.compute.name}", after=read)
+            self._staged.pop(index, None)  # so that it comes last
+            self._staged[index] = ticket
+        self._loading[key] = (index, ticket)
+
+    def _take(self, key: str) -> int:
+        """The index of the next place, which is for `key`; where nothing is there, a pass may begin anywhere."""
+        index = self._turn if self._loading else self._first[key]
+        if self._cycle[index].key != key:
+            raise RuntimeError(f"{key} is loaded where {self._cycle[index].key} was to be")
+        self._turn = (index + 1) % len(self._cycle)
+        return index
+
+    def _at(self, buffer: Buffer | None, index: int) -> Tensor:
+        """The bytes of the group of a place."""
+        if buffer is None:
+            raise RuntimeError("no weight group streams")
+        place = self._cycle[index]
+        return buffer.tensor[place.start : place.start + self._locations[place.key].layout.nbytes]
+
+    def _left(self, index: int) -> Ticket | None:
+        """The last copy out of any of a place's bytes of the staging buffer. Those before it have ended when it has."""
+        place = self._cycle[index]
+        tickets = reversed(self._staged.items())
+        return next((ticket for other, ticket in tickets if self._cycle[other].overlaps(place)), None)
+
+    def _read(self, key: str, unit: PackedUnit, target: Tensor, after: Ticket | None = None) -> Ticket:
+        """A disk read; unless told otherwise those of a packed group are checked until one was found to be good."""
+        digest = None if key in self._verified else unit.checksum
+        return self._copies.read_extents(unit.extents, target, digest=digest, after=after)
+
+    def get(self, key: str) -> dict[str, Tensor]:
+        """The bound tensors of a group, for what is computed from now on; waits for its load if it streams."""
+        if key in self._resident:
+            return self._resident[key]
+        index, ticket = self._loading[key]
+        try:
+            ticket.wait_on_device()
+        except StorageError as error:
+            raise self._distrust(key, error) from error
+        if self._verify == "first":
+            # Not before: of a load that failed, or that nobody waited for, nothing is known. What a GPU is given has
+            # been read and checked when the wait ends, even if it is still being copied.
+            self._verified.add(key)
+        if index not in self._bound:
+            self._bound[index] = bind(views(self._locations[key].layout, self._at(self._buffer, index)))
+        return self._bound[index]
+
+    def _distrust(self, key: str, error: StorageError) -> StorageError:
+        """A packed file of ours that is damaged or cannot be read is removed: the next run packs it anew."""
+        unit = self._locations[key].unit
+        if unit is None or unit.checksum is None:
+            return error
+        self.damaged = True
+        discard(unit)
+        return StorageError(error.found, error.needed, "the damaged file was removed; run again to have it packed anew")
+
+    def free(self, key: str) -> None:
+        """Gives a streamed group's place back. Waits for a load that was never used, whether it fails or not."""
+        index, ticket = self._loading.pop(key)
+        try:
+            ticket.wait_on_device()
+        except H2OFlexGenError:
+            self._staged.pop(index, None)
+
+    def reset(self) -> None:
+        """Forgets loads that an interrupted block left behind. No copy may be under way."""
+        self._loading.clear()
+        self._staged.clear()
+
+    def close(self) -> None:
+        """Releases every buffer. The views handed out must not be used afterwards."""
+        self._resident.clear()
+        self._bound.clear()
+        for buffer in (self._buffer, self._staging, *(location.buffer for location in self._locations.values())):
+            if buffer is not None:
+                buffer.release()
+        self._buffer, self._staging, self._locations = None, None, {}
+
+
+def _data(location: WeightLocation) -> Tensor:
+    if location.buffer is None:
+        raise RuntimeError(f"{location.layout.key}: no buffer")
+    return location.buffer.tensor[: location.layout.nbytes]
