@@ -127,7 +127,7 @@ def test_row_30_what_is_printed_is_where_things_are(model: Path, run: Run, monke
     original = LLM._runner
 
     def look(self: LLM, loaded: Any, *rest: Any) -> Any:
-        for home in loaded.stages[0].weights._homes.values():
+        for home in loaded.stages[0].weights._locations.values():
             held = home.buffer.nbytes if home.buffer is not None else home.layout.nbytes
             seen[home.tier] = seen.get(home.tier, 0) + held
         return original(self, loaded, *rest)
