@@ -15,8 +15,8 @@ from torch import Tensor
 
 from h2o_flexgen.calibration.bench import Spreads, touch
 from h2o_flexgen.calibration.timing import Sample, Timer
-from h2o_flexgen.config.hardware import LinkRate
-from h2o_flexgen.config.tensors import PAGE
+from h2o_flexgen.config.hardware.rates import LinkRate
+from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.copies import CopyEngine, Ticket
 from h2o_flexgen.memory.cuda import open_device

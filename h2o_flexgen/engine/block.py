@@ -11,7 +11,7 @@ import torch
 
 from h2o_flexgen.cache.eviction.base import EvictionPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape
-from h2o_flexgen.config.model import ModelSpec, UnitSpec
+from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.config.work import Work
 from h2o_flexgen.engine.caches import CacheMaker, CacheStore, Place
 from h2o_flexgen.engine.executor import Executor, Machinery

@@ -14,7 +14,7 @@ from h2o_flexgen.cache.clock import RowClock, chooses
 from h2o_flexgen.cache.eviction.base import EvictionPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
 from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.homes import BufferRing, Home, HomeMaker
 from h2o_flexgen.engine.sequence import Sequence
 from h2o_flexgen.memory.copies import CopyEngine, Ticket

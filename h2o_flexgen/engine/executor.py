@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.kv_cache import KVCache
-from h2o_flexgen.config.model import UnitSpec
+from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.attention import TickAttention
 from h2o_flexgen.engine.caches import CacheMaker, LaneCache
 from h2o_flexgen.engine.finite import FiniteCheck

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.config.model import ModelSpec, UnitSpec
-from h2o_flexgen.config.tensors import TENSOR_ALIGN, round_up
+from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
+from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.engine.attention import TickAttention
 from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.trace import Trace

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.kv_cache import KVCache
-from h2o_flexgen.config.tensors import TENSOR_ALIGN, round_up
+from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.engine.caches import LaneCache
 from h2o_flexgen.memory.copies import CopyEngine, Ticket
 from h2o_flexgen.memory.pinned import Pin

@@ -16,9 +16,9 @@ import torch
 from h2o_flexgen.checkpoint.pack import PackedUnit, ensure_packed, packed_bytes
 from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.config.placement import Placement
-from h2o_flexgen.config.tensors import WeightGroup
 from h2o_flexgen.engine.held import note_tiers
 from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.engine.stages import LoadedStage

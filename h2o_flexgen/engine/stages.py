@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from h2o_flexgen.cache.kv_cache import CacheShape
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.caches import CacheStore, Place
 from h2o_flexgen.engine.handover import Handover
 from h2o_flexgen.engine.hidden import HiddenStore

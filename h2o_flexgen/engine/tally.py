@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.work import PHASES, PhaseWork, Window, Work
 from h2o_flexgen.engine.lane import Lane
 from h2o_flexgen.engine.plan import Plan

@@ -16,8 +16,8 @@ from h2o_flexgen.calibration.links import Disk, Link, link_rate
 from h2o_flexgen.calibration.products import general_rate
 from h2o_flexgen.calibration.ticks import MOST_STEPS
 from h2o_flexgen.calibration.timing import Sample, Timer
-from h2o_flexgen.config.hardware import Curve, GemmShape
-from h2o_flexgen.config.products import Product
+from h2o_flexgen.config.hardware.rates import Curve, GemmShape
+from h2o_flexgen.config.model.products import Product
 from h2o_flexgen.engine.block import BlockTotals
 from h2o_flexgen.engine.plan import Plan
 from h2o_flexgen.engine.trace import Trace
