@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement, place
-from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.engine.model import open_model
 from h2o_flexgen.schedule.tasks import ScheduleShape
 from h2o_flexgen.schedule.traffic import expected_loads

@@ -26,9 +26,9 @@ from typing import Any
 from benchmarks.records import default_output, provenance, repeat, run_json, save_picture, shown, spread
 from h2o_flexgen.baselines.memcap import cap_command, read_report
 from h2o_flexgen.baselines.store import Record, RecordFile
-from h2o_flexgen.config.known import known_config
-from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.config.model.known import known_config
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 

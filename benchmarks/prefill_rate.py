@@ -26,9 +26,9 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.records import default_output, provenance, repeat, run_json, shown, spread
 from h2o_flexgen.baselines.store import Record, RecordFile
-from h2o_flexgen.config.known import known_config
-from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.products import products
+from h2o_flexgen.config.model.known import known_config
+from h2o_flexgen.config.model.products import products
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.work import PhaseWork
 
 LARGE = 4096

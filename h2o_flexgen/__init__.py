@@ -13,7 +13,7 @@ from h2o_flexgen.openmp import spin_briefly
 if TYPE_CHECKING:
     from h2o_flexgen.config.eviction import EvictionConfig
     from h2o_flexgen.config.offload import OffloadPolicy
-    from h2o_flexgen.config.record import RunRecord
+    from h2o_flexgen.config.reports.record import RunRecord
     from h2o_flexgen.config.sampling import SamplingParams
     from h2o_flexgen.engine.llm import LLM
     from h2o_flexgen.engine.requests.sequence import RequestOutput
@@ -28,7 +28,7 @@ _HOMES = {
     "OffloadPolicy": "config.offload",
     "EvictionConfig": "config.eviction",
     "RequestOutput": "engine.requests.sequence",
-    "RunRecord": "config.record",
+    "RunRecord": "config.reports.record",
 }
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        value: Any = import_module("h2o_flexgen.config.record").package_version()
+        value: Any = import_module("h2o_flexgen.config.reports.record").package_version()
     elif name in _HOMES:
         value = getattr(import_module(f"h2o_flexgen.{_HOMES[name]}"), name)
     else:

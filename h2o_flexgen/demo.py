@@ -17,7 +17,7 @@ from h2o_flexgen.cli.prompts import demo_prompts
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace, given
-from h2o_flexgen.config.quality import SideBySide
+from h2o_flexgen.config.reports.quality import SideBySide
 from h2o_flexgen.evaluation.sources import RecallCase, read_cases
 from h2o_flexgen.reporting.side_by_side import answers_text, evicted_name, figures_table, warnings_text
 

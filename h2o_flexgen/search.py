@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from h2o_flexgen.cli.program import exit_on_errors, print_error, write_json, write_result
 from h2o_flexgen.cli.search_arguments import SearchArguments, parse_search
-from h2o_flexgen.config.profiles import misfits
+from h2o_flexgen.config.hardware.profile import misfits
 from h2o_flexgen.cost.explain import explain, to_json
 from h2o_flexgen.cost.search import SearchResult, search
 from h2o_flexgen.errors import StorageError

@@ -107,7 +107,7 @@ def child(text: str) -> int:
     from h2o_flexgen import LLM
     from h2o_flexgen.cli.planning import Planning
     from h2o_flexgen.cli.prompts import random_prompts
-    from h2o_flexgen.config.hardware import HardwareProfile
+    from h2o_flexgen.config.hardware.profile import HardwareProfile
 
     hardware = HardwareProfile.load(Path(work["profile"]))
     with LLM(**setting.engine) as llm:

@@ -20,7 +20,7 @@ from typing import Any
 from gpu_check_records import ROOT, Failed, run_json, section_arguments, tiny_model
 from gpu_check_warm import Steps, warm_up
 
-from h2o_flexgen.config.known import known_config
+from h2o_flexgen.config.model.known import known_config
 
 CHILD = "one"
 RATIO = 0.2

@@ -20,7 +20,7 @@ import psutil
 from gpu_check_records import Failed, scratch_folder
 
 from h2o_flexgen.baselines.flexgen_gpu import GPU_BATCH
-from h2o_flexgen.config.known import known_config
+from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.units import format_bytes, parse_bytes
 

@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from h2o_flexgen.config.record import host_facts, utc_now  # noqa: E402
+from h2o_flexgen.config.reports.record import host_facts, utc_now  # noqa: E402
 
 SCHEMA = 1
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "flexgen", "numpy")

@@ -162,6 +162,35 @@ def test_the_rooms_of_the_engine_have_one_direction() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_module_of_the_package_imports_itself_in_a_circle() -> None:
+    """Imports for annotations alone count too: two modules that name each other are one idea."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    names = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    graph = {name: _imported(path, names) - {name} for name, path in names.items() if name != "h2o_flexgen"}
+    done: set[str] = set()
+    for start in graph:
+        _refuse_circle(graph, start, [], done)
+
+
+def _imported(path: Path, names: Mapping[str, Path]) -> set[str]:
+    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names} & names.keys()
+            plain |= inner or {node.module}
+    return plain & (names.keys() - {"h2o_flexgen"})
+
+
+def _refuse_circle(graph: Mapping[str, set[str]], name: str, way: list[str], done: set[str]) -> None:
+    assert name not in way, f"a circle: {' -> '.join([*way[way.index(name) :], name])}"
+    if name in done:
+        return
+    for target in sorted(graph.get(name, ())):
+        _refuse_circle(graph, target, [*way, name], done)
+    done.add(name)
+
+
 def test_nothing_imports_a_program() -> None:
     libraries = [f for f in IMPORTS if f.source in PACKAGES - PROGRAM_PACKAGES]
     assert len(libraries) > 50, "the imports were not found"

@@ -11,7 +11,7 @@ import pytest
 import h2o_flexgen
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.record import RunRecord, package_version
+from h2o_flexgen.config.reports.record import RunRecord, package_version
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests.sequence import RequestOutput

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from h2o_flexgen.baselines.origin import KEYS
-from h2o_flexgen.config.rates import DERIVED, Rates
+from h2o_flexgen.config.reports.record import DERIVED, Throughput
 
 SCHEMA = 2
 _ADDED = ("shared", "peak_cgroup_bytes", "disk_read_bytes", "process_read_bytes", "bytes_moved")  # since the first
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement(Rates):
+class Measurement(Throughput):
     """One run of one system. Seconds, bytes, tokens per second; rates are None where no time was spent.
 
     date                of its start, ISO 8601

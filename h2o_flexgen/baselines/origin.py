@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.record import host_facts, package_version
+from h2o_flexgen.config.reports.record import host_facts, package_version
 
 _ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("version", "commit", "host")

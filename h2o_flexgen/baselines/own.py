@@ -16,7 +16,7 @@ import torch
 
 from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, Outcome, Work, disk_bytes, give, run
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.record import RunRecord, package_version
+from h2o_flexgen.config.reports.record import RunRecord, package_version
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.llm import LLM
 

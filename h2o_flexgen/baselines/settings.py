@@ -12,7 +12,7 @@ from h2o_flexgen.baselines.systems import PEERS, SYSTEMS
 from h2o_flexgen.config.checks import share, whole
 from h2o_flexgen.config.flags import flag
 from h2o_flexgen.config.folder import read_config
-from h2o_flexgen.config.known import SHIPPED, known_config, known_names
+from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.registry import suggestion
 from h2o_flexgen.units import parse_bytes

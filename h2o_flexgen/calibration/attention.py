@@ -13,7 +13,7 @@ from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
 from h2o_flexgen.calibration.bench import Bench, largest_cache
 from h2o_flexgen.calibration.timing import Sample
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
-from h2o_flexgen.config.hardware import Curve
+from h2o_flexgen.config.hardware.rates import Curve
 from h2o_flexgen.kernels import prefill_attention
 
 SLOTS = (128, 512)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from h2o_flexgen.calibration.timing import FEWEST_SAMPLES, Sample, Timer
 from h2o_flexgen.config.kernels import Kernels
-from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.tensors import TENSOR_ALIGN, round_up
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.memory.cuda import open_device
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.memory.pages import Block, DeviceMemory, HostMemory

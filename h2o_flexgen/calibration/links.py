@@ -15,13 +15,14 @@ from torch import Tensor
 
 from h2o_flexgen.calibration.bench import Spreads, touch
 from h2o_flexgen.calibration.timing import Sample, Timer
-from h2o_flexgen.config.hardware import LinkRate
-from h2o_flexgen.config.tensors import PAGE
+from h2o_flexgen.config.hardware.rates import LinkRate
+from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.errors import StorageError
-from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.cuda import open_device
 from h2o_flexgen.memory.disk_tier import DiskTier, Region
 from h2o_flexgen.memory.handle import Extent
+from h2o_flexgen.memory.jobs import Ticket
 from h2o_flexgen.memory.pages import DeviceMemory, HostMemory
 from h2o_flexgen.memory.pinned import PinnedPool, lockable_memory
 from h2o_flexgen.memory.rundir import OffloadDir

@@ -23,10 +23,11 @@ from h2o_flexgen.calibration.sampling import sample_seconds
 from h2o_flexgen.calibration.stored import keep_profile, machine_facts, profile_key
 from h2o_flexgen.calibration.ticks import unexplained_ticks
 from h2o_flexgen.calibration.timing import WIDE, Repeats, TimeBudget, Timer
-from h2o_flexgen.config.hardware import UNIT_KINDS, ComputeRates, HardwareProfile, LinkRate
-from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.products import products
-from h2o_flexgen.config.record import utc_now
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.hardware.rates import UNIT_KINDS, ComputeRates, LinkRate
+from h2o_flexgen.config.model.products import products
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.reports.record import utc_now
 from h2o_flexgen.cores import CoreCount, sharing_warning
 from h2o_flexgen.engine.limits.devices import cgroup_limit
 from h2o_flexgen.errors import UsageError
@@ -67,7 +68,7 @@ _REPEATED = 2 / 3  # of the seconds: what measuring again may take beside them
 class Calibration:
     """What is measured, and where. `emulated`: a gpu tier in host memory; `file_bytes`: of the file read at most.
 
-    dtype: a word of config.tensors. budget_s: seconds in all, about; measuring everything once may take longer.
+    dtype: a word of config.model.tensors. budget_s: seconds in all, about; measuring everything once may take longer.
     Beside that, two thirds of it at most go to measuring again what something disturbed.
     """
 

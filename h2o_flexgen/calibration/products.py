@@ -8,8 +8,8 @@ import torch
 
 from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.calibration.timing import Sample
-from h2o_flexgen.config.hardware import Curve, GemmShape
-from h2o_flexgen.config.products import Product, all_products, products
+from h2o_flexgen.config.hardware.rates import Curve, GemmShape
+from h2o_flexgen.config.model.products import Product, all_products, products
 from h2o_flexgen.kernels import linear
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -11,7 +11,7 @@ import torch
 from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.calibration.ticks import LEAST, MOST_STEPS, ROWS, priced, run_block, short_run
 from h2o_flexgen.calibration.timing import Clock, sample_of
-from h2o_flexgen.config.hardware import ComputeRates, Curve
+from h2o_flexgen.config.hardware.rates import ComputeRates, Curve
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.state.loader import Loaded

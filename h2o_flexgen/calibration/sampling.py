@@ -8,7 +8,7 @@ import torch
 
 from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.reader import RequestReader
 from h2o_flexgen.engine.requests.sequence import Sequence

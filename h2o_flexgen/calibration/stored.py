@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from h2o_flexgen.config.hardware import HardwareProfile
-from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.profiles import kept_file, load_kept
-from h2o_flexgen.config.record import host_facts
+from h2o_flexgen.config.hardware.profile import HardwareProfile, kept_file, load_kept
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.reports.record import host_facts
 from h2o_flexgen.engine.execution.cuda_graphs import recorder
 from h2o_flexgen.kernels.native.build import why_not
 from h2o_flexgen.kernels.triton_available import serves

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from h2o_flexgen.config.hardware import ComputeRates, Curve, HardwareProfile
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.hardware.rates import ComputeRates, Curve
 from h2o_flexgen.cores import sharing_warning
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 

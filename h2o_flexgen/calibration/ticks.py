@@ -25,8 +25,9 @@ from h2o_flexgen.calibration.timing import Clock, sample_of
 from h2o_flexgen.checkpoint.dummy import DummySource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware import UNIT_KINDS, ComputeRates, Curve, HardwareProfile
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.hardware.rates import UNIT_KINDS, ComputeRates, Curve
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.compute import Compute

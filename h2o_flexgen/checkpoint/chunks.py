@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from h2o_flexgen.checkpoint.parts import Part, Span
-from h2o_flexgen.config.tensors import PAGE
+from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.memory.pages import HostMemory

@@ -13,7 +13,7 @@ from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.handle import Location, torch_dtype
 
 if TYPE_CHECKING:
-    from h2o_flexgen.config.model import ModelSpec
+    from h2o_flexgen.config.model.spec import ModelSpec
 
 _POOL = 4_194_319  # numbers; prime, so that no two rows of a matrix are the same stretch of it
 _STD = 0.02

@@ -13,7 +13,7 @@ from h2o_flexgen.checkpoint.download import HubFailure, cache_folder, cached_fol
 from h2o_flexgen.checkpoint.problems import Problems
 from h2o_flexgen.checkpoint.shards import find_shards
 from h2o_flexgen.config.folder import read_config
-from h2o_flexgen.config.known import SHIPPED, known_config, known_names
+from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.registry import suggestion
 

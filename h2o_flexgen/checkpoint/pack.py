@@ -20,7 +20,7 @@ import torch
 from h2o_flexgen.checkpoint.files import CheckpointFile
 from h2o_flexgen.checkpoint.problems import strict_json
 from h2o_flexgen.checkpoint.source import WeightSource
-from h2o_flexgen.config.tensors import WeightGroup
+from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.copies import checksum
 from h2o_flexgen.memory.disk import DirectFile, host_view

@@ -11,7 +11,7 @@ from h2o_flexgen.checkpoint.tables import Entry
 from h2o_flexgen.models.stored import Stored
 
 if TYPE_CHECKING:
-    from h2o_flexgen.config.model import ModelSpec
+    from h2o_flexgen.config.model.spec import ModelSpec
 
 Span = tuple[int, int]
 """[start, stop)"""

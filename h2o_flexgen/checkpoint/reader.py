@@ -30,7 +30,7 @@ from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.models.stored import Stored
 
 if TYPE_CHECKING:
-    from h2o_flexgen.config.model import ModelSpec
+    from h2o_flexgen.config.model.spec import ModelSpec
 
 
 def open_checkpoint(

@@ -19,10 +19,9 @@ from h2o_flexgen.cli.prompts import checked_text
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import from_namespace, given
-from h2o_flexgen.config.hardware import HardwareProfile
+from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.planning import PlanningConfig
-from h2o_flexgen.config.profiles import find_profile
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.errors import UsageError
 

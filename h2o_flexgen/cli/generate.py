@@ -22,7 +22,7 @@ from h2o_flexgen.cli.prompts import (
     random_prompts,
     read_prompts,
 )
-from h2o_flexgen.config.record import RunRecord, eviction_entry
+from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.llm import LLM

@@ -14,10 +14,9 @@ from typing import Any
 from h2o_flexgen.calibration.stored import cached_profile
 from h2o_flexgen.cli.program import print_error
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.hardware import HardwareProfile
+from h2o_flexgen.config.hardware.profile import HardwareProfile, misfits
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.profiles import misfits
-from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.bound import io_lower_bound
 from h2o_flexgen.cost.explain import bound_text

@@ -20,11 +20,10 @@ from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.config.folder import read_config
-from h2o_flexgen.config.hardware import HardwareProfile
-from h2o_flexgen.config.known import SHIPPED, known_config, known_names
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile, kept_profile, profile_names
+from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.profiles import find_profile, kept_profile, profile_names
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.lp import SOLVERS
 from h2o_flexgen.cost.request import SearchRequest

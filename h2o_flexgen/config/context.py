@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import UsageError
 
 

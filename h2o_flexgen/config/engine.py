@@ -10,8 +10,8 @@ from typing import Any
 from h2o_flexgen.config.checks import known_keys, whole
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import flag
+from h2o_flexgen.config.model.tensors import DTYPES
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.tensors import DTYPES
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 from h2o_flexgen.units import MIB, parse_bytes

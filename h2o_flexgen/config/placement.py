@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.products import products
-from h2o_flexgen.config.tensors import dtype_bytes
+from h2o_flexgen.config.model.products import products
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import dtype_bytes
 
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("prefill", "decode")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.tensors import dtype_bytes
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import dtype_bytes
 from h2o_flexgen.config.workload import Workload
 
 

@@ -9,11 +9,11 @@ from functools import cached_property
 from typing import Self
 
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
-from h2o_flexgen.config.hardware import HardwareProfile
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import dtype_bytes
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement, cache_slots
-from h2o_flexgen.config.tensors import dtype_bytes
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.schedule.recorded import recordable
 from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind

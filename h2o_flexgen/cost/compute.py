@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from h2o_flexgen.config.hardware import ComputeRates
+from h2o_flexgen.config.hardware.rates import ComputeRates
 from h2o_flexgen.config.kernels import Kernels
-from h2o_flexgen.config.model import UnitSpec
-from h2o_flexgen.config.products import products
+from h2o_flexgen.config.model.products import products
+from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.cost.case import Case
 from h2o_flexgen.cost.moves import Moves
 from h2o_flexgen.cost.segments import Segment, chunks, prompt_segments

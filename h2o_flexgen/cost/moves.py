@@ -6,7 +6,7 @@ from collections import Counter
 from functools import cached_property
 from typing import NamedTuple
 
-from h2o_flexgen.config.tensors import PAGE, round_up
+from h2o_flexgen.config.model.tensors import PAGE, round_up
 from h2o_flexgen.cost.case import Case
 from h2o_flexgen.cost.segments import prompt_segments
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from h2o_flexgen.config.rates import DERIVED, Rates
+from h2o_flexgen.config.reports.record import DERIVED, Throughput
 from h2o_flexgen.cost.case import block_rows
 from h2o_flexgen.cost.simulate import Bound, Simulation, bound_of, simulate
 from h2o_flexgen.cost.terms import CostModel
 
 
 @dataclass(frozen=True)
-class Prediction(Rates):
+class Prediction(Throughput):
     """What a run of the whole workload will report; the same names and units as a RunRecord.
 
     block: the first block, which is as large as any.

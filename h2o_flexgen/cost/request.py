@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware import HardwareProfile
+from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.kernels import Kernels
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 from h2o_flexgen.config.placement import Placement, cache_slots, place
 from h2o_flexgen.config.workload import Workload

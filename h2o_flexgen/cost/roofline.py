@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware import ComputeRates, HardwareProfile
-from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.products import products
-from h2o_flexgen.config.tensors import dtype_bytes
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.hardware.rates import ComputeRates
+from h2o_flexgen.config.model.products import products
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import dtype_bytes
 from h2o_flexgen.config.work import ARITHMETIC, READS, PhaseWork, Window, Work, reads_of
 from h2o_flexgen.config.workload import Workload
 

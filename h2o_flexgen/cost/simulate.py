@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import NamedTuple
 
-from h2o_flexgen.config.rates import Rates
+from h2o_flexgen.config.reports.record import Throughput
 from h2o_flexgen.cost.resources import Span
 from h2o_flexgen.cost.terms import CostModel
 from h2o_flexgen.cost.walk import Walk
@@ -35,7 +35,7 @@ class Bound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Simulation(Rates):
+class Simulation(Throughput):
     """One block, simulated. Seconds and bytes are of all its steps, those included that were extrapolated.
 
     steps: which steps were simulated; `timeline` shows them one after the other. busy: by resource, "compute" or link.

@@ -16,7 +16,7 @@ import torch
 from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.config.context import check_positions
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.work import Work
 from h2o_flexgen.config.workload import Workload

@@ -12,7 +12,7 @@ from h2o_flexgen.checkpoint.hub import resolve_model
 from h2o_flexgen.checkpoint.reader import open_checkpoint
 from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.limits.devices import resolve_dtype
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.engine.requests.tokenizer_files import read_json

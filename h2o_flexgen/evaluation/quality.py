@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.quality import QualityReport, QualityRow
-from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.config.reports.quality import QualityReport, QualityRow
+from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.evaluation.perplexity import Windows, cut_windows, likelihood
 from h2o_flexgen.evaluation.recall import recall

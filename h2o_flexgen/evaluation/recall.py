@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from h2o_flexgen.config.quality import RecallTally
+from h2o_flexgen.config.reports.quality import RecallTally
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.errors import UsageError

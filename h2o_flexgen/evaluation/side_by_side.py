@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.quality import AnswerPair, SideBySide
-from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.config.reports.quality import AnswerPair, SideBySide
+from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.evaluation.recall import answered

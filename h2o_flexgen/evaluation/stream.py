@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.stream import Positions, StreamReport, StreamRow
+from h2o_flexgen.config.reports.stream import Positions, StreamReport, StreamRow
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.errors import UsageError

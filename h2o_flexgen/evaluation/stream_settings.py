@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import flag
-from h2o_flexgen.config.stream import POSITIONS, Positions
+from h2o_flexgen.config.reports.stream import POSITIONS, Positions
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 import xxhash
 
-from h2o_flexgen.config.tensors import PAGE
+from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.cuda import Device
 from h2o_flexgen.memory.device_copies import DeviceCopies

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from h2o_flexgen.config.tensors import PAGE
+from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.errors import ModelError, StorageError
 from h2o_flexgen.memory.handle import page_ceil, page_floor
 from h2o_flexgen.memory.locks import storage_error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from h2o_flexgen.config.tensors import PAGE
+from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.errors import PlanError, StorageError
 from h2o_flexgen.memory.disk import DirectFile, Syscalls
 from h2o_flexgen.memory.handle import page_ceil

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from h2o_flexgen.config.tensors import PAGE, TENSOR_ALIGN, WeightGroup, round_up
+from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, WeightGroup, round_up
 from h2o_flexgen.errors import ModelError
 
 

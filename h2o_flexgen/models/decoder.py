@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.config.arch import ArchSpec
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.arch import ArchSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, rms_norm
 from h2o_flexgen.models.rotary import Rotary
 

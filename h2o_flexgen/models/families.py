@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models import gemma3, gpt_neox, llama, llama_like, mistral, opt, phi3, qwen2, qwen3
 from h2o_flexgen.models.fields import ConfigReader

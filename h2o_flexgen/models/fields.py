@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from h2o_flexgen.config.arch import Activation
-from h2o_flexgen.config.tensors import DTYPES
+from h2o_flexgen.config.model.arch import Activation
+from h2o_flexgen.config.model.tensors import DTYPES
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.registry import suggestion
 

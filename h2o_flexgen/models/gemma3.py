@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from h2o_flexgen.config.arch import RotarySpec
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.arch import RotarySpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import PARTS, Defaults, plain_names, read_spec
 from h2o_flexgen.models.rope_fields import check_whole, rotary_spec

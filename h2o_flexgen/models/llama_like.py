@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from h2o_flexgen.config.arch import ArchSpec, RotarySpec
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ACTIVATIONS, ConfigReader
 from h2o_flexgen.models.rope_fields import context, read_rotary
 from h2o_flexgen.models.stored import Names

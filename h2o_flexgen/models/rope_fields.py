@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from h2o_flexgen.config.arch import RotarySpec
+from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.models.fields import ConfigReader
 
 

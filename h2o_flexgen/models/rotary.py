@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.config.arch import RotarySpec
+from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.kernels.rotate import rotate_halves
 

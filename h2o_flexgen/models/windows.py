@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from h2o_flexgen.config.arch import ArchSpec
+from h2o_flexgen.config.model.arch import ArchSpec
 from h2o_flexgen.models.fields import ConfigReader
 
 _WINDOWED = {"full_attention": False, "sliding_attention": True}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.units import GIB
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.quality import QualityReport, QualityRow, RecallTally
+from h2o_flexgen.config.reports.quality import QualityReport, QualityRow, RecallTally
 from h2o_flexgen.errors import StorageError, UsageError
 
 SUFFIXES = (".png", ".svg", ".pdf")

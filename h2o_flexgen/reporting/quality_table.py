@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from h2o_flexgen.config.quality import QualityReport, QualityRow
+from h2o_flexgen.config.reports.quality import QualityReport, QualityRow
 from h2o_flexgen.reporting.tables import markdown_table
 from h2o_flexgen.units import format_bytes
 

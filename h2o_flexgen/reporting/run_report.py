@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.reporting.roofline import roofline_lines
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 

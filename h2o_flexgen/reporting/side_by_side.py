@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
-from h2o_flexgen.config.quality import AnswerPair, SideBySide
-from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.config.reports.quality import AnswerPair, SideBySide
+from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.reporting.quality_table import span
 from h2o_flexgen.reporting.tables import markdown_table
 from h2o_flexgen.units import format_bytes, format_seconds

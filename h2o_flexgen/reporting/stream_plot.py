@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.stream import Positions, StreamReport
+from h2o_flexgen.config.reports.stream import Positions, StreamReport
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.reporting.quality_plot import LOOKS, SPARE_LOOK, log_if_wide
 

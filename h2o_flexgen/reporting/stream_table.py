@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from h2o_flexgen.config.stream import StreamReport, StreamRow
+from h2o_flexgen.config.reports.stream import StreamReport, StreamRow
 from h2o_flexgen.reporting.quality_table import span
 from h2o_flexgen.reporting.tables import markdown_table
 from h2o_flexgen.units import format_bytes

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.kernels import Kernels
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import PAGE, round_up
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 from h2o_flexgen.config.placement import Placement
-from h2o_flexgen.config.tensors import PAGE, round_up
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.schedule import host_attention, workspace
 from h2o_flexgen.schedule.recorded import recordable

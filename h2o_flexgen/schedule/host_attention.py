@@ -8,8 +8,8 @@ same thread, while the GPU goes on with the next ones.
 
 from __future__ import annotations
 
-from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.tensors import PAGE, TENSOR_ALIGN, WeightGroup, dtype_bytes, round_up
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, WeightGroup, dtype_bytes, round_up
 
 HOST_ATTENTION = "cpu attention"
 """The resource, beside "compute" and the links."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from h2o_flexgen.config.model import UnitSpec
+from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind
 
 

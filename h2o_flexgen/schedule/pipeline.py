@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
-from h2o_flexgen.config.model import UnitSpec
+from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.schedule.moves import WeightStream, state_loads, state_stores, still_active
 from h2o_flexgen.schedule.tasks import GroupBatches, GroupLast, ScheduleShape, Task, TaskKind, Tick
 

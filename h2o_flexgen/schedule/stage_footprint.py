@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from h2o_flexgen.config.model.tensors import PAGE, round_up
 from h2o_flexgen.config.placement import Placement
-from h2o_flexgen.config.tensors import PAGE, round_up
 from h2o_flexgen.schedule.footprint import Footprint, Item, items_of
 from h2o_flexgen.schedule.tasks import groups_of
 from h2o_flexgen.schedule.workspace import BlockShape

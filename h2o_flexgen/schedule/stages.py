@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import accumulate, pairwise
 
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import UsageError
 
 

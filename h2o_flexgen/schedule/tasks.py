@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import TypeAlias
 
-from h2o_flexgen.config.model import UnitSpec
+from h2o_flexgen.config.model.spec import UnitSpec
 
 NO_BATCH = -1  # the batch index of tasks that move weights: they serve every GPU batch of a pass
 

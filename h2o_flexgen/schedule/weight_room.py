@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.tensors import PAGE, WeightGroup, round_up
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import PAGE, WeightGroup, round_up
 
 
 class Place(NamedTuple):

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.kernels import Kernels
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import dtype_bytes
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.tensors import dtype_bytes
 from h2o_flexgen.config.workload import Workload
 
 _MIN_CHUNK = 16  # queries whose logits torch's prompt kernel has alive at once, at least

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.offload_check import check, planned_disk_bytes
-from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.engine.llm import LLM
 from tests.tiny import opt_config, prompts_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import prefill_rate
-from h2o_flexgen.config.known import known_config
+from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.models.families import spec_from_config
 
 FACTS = {"host": {"cpu": "a CPU", "cores": 2, "memory_bytes": 2**34}, "threads": 2, "torch": "2", "commit": "abc"}

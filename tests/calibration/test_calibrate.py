@@ -21,10 +21,11 @@ from h2o_flexgen.calibration import measure as measuring
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
 from h2o_flexgen.calibration.table import profile_table
 from h2o_flexgen.calibration.timing import Repeats, Sample, TimeBudget, Timer
-from h2o_flexgen.config.hardware import ComputeRates, Curve, HardwareProfile
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.hardware.rates import ComputeRates, Curve
+from h2o_flexgen.config.model.products import all_products
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.products import all_products
 from h2o_flexgen.cores import CoreTimes
 from h2o_flexgen.cost.predict import predict
 from h2o_flexgen.errors import StorageError, UsageError

@@ -16,10 +16,10 @@ from h2o_flexgen.calibration.links import Disk, Link, link_rate
 from h2o_flexgen.calibration.products import general_rate
 from h2o_flexgen.calibration.ticks import MOST_STEPS
 from h2o_flexgen.calibration.timing import Sample, Timer
-from h2o_flexgen.config.hardware import Curve, GemmShape
-from h2o_flexgen.config.products import Product
-from h2o_flexgen.engine.execution.block import BlockTotals
+from h2o_flexgen.config.hardware.rates import Curve, GemmShape
+from h2o_flexgen.config.model.products import Product
 from h2o_flexgen.engine.limits.plan import Plan
+from h2o_flexgen.engine.metrics.recorder import BlockTotals
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.schedule.recorded import FIRST_REPLAYED

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from h2o_flexgen.checkpoint.reader import CheckpointSource, open_checkpoint
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.families import checkpoint_names, ignored_names, spec_from_config
 from tests.seeds import torch_generator
 

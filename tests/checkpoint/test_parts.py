@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from h2o_flexgen.checkpoint.pack import ensure_packed
 from h2o_flexgen.checkpoint.reader import CheckpointSource, open_checkpoint
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import direct_layout, views

@@ -11,7 +11,7 @@ import pytest
 
 from h2o_flexgen import calibrate
 from h2o_flexgen.calibration import links, measure
-from h2o_flexgen.config.hardware import HardwareProfile
+from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.units import MIB
 from tests import programs
 from tests.programs import Child, Ran, left_in, on_a_terminal, until

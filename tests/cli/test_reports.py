@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import cores
-from h2o_flexgen.config.quality import SideBySide
-from h2o_flexgen.config.record import RunRecord
+from h2o_flexgen.config.reports.quality import SideBySide
+from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.cores import CoreTimes
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.reporting.run_report import run_report

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.config.hardware import ComputeRates, Curve, GemmShape, HardwareProfile
-from h2o_flexgen.config.products import all_products
-from h2o_flexgen.config.profiles import METHOD, find_profile, kept_file, profile_names
+from h2o_flexgen.config.hardware.profile import METHOD, HardwareProfile, find_profile, kept_file, profile_names
+from h2o_flexgen.config.hardware.rates import ComputeRates, Curve, GemmShape
+from h2o_flexgen.config.model.products import all_products
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.search import main
 from h2o_flexgen.units import GIB

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.config.hardware import UNIT_KINDS, ComputeRates, Curve, GemmShape, HardwareProfile, LinkRate
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.hardware.rates import UNIT_KINDS, ComputeRates, Curve, GemmShape, LinkRate
 from h2o_flexgen.errors import UsageError
 from tests.cost.machines import profile, rates
 

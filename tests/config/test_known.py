@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.config import known
-from h2o_flexgen.config.known import known_config, known_names
+from h2o_flexgen.config.model import known
+from h2o_flexgen.config.model.known import known_config, known_names
 from h2o_flexgen.models.families import spec_from_config
 
 PARAMETERS = {
@@ -185,9 +185,9 @@ def test_configs_are_found_where_they_are_installed(
     place: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Installed, they lie inside the package; another package's `configs` beside it is not ours."""
-    source = Path(known.__file__).parents[2] / "configs"
+    source = Path(known.__file__).parents[3] / "configs"
     shutil.copytree(source / "models", tmp_path / place / "models")
-    monkeypatch.setattr(known, "__file__", str(tmp_path / "h2o_flexgen" / "config" / "known.py"))
+    monkeypatch.setattr(known, "__file__", str(tmp_path / "h2o_flexgen" / "config" / "model" / "known.py"))
     known._models.cache_clear()
     try:
         assert (known_config("opt-30b") is not None) == bool(known_names()) == found
@@ -196,7 +196,7 @@ def test_configs_are_found_where_they_are_installed(
 
 
 def test_configuration_loads_no_torch() -> None:
-    names = ["model", "workload", "offload", "placement", "eviction", "record", "flags", "known"]
+    names = ["model.spec", "workload", "offload", "placement", "eviction", "reports.record", "flags", "model.known"]
     imports = [f"h2o_flexgen.config.{name}" for name in names] + ["h2o_flexgen.models.families"]
     code = f"import sys, {', '.join(imports)}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -204,7 +204,7 @@ def test_configuration_loads_no_torch() -> None:
 
 def test_names_have_one_order_in_every_process() -> None:
     """Equal sizes too: hashes of strings, and with them the order of sets, differ from process to process."""
-    code = "from h2o_flexgen.config.known import known_names; print(*known_names())"
+    code = "from h2o_flexgen.config.model.known import known_names; print(*known_names())"
     orders = {
         subprocess.run(
             [sys.executable, "-c", code],

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from h2o_flexgen.config.arch import ArchSpec
-from h2o_flexgen.config.model import ModelSpec
-from h2o_flexgen.config.products import products
-from h2o_flexgen.config.tensors import PAGE, TENSOR_ALIGN, TensorSpec, WeightGroup
+from h2o_flexgen.config.model.arch import ArchSpec
+from h2o_flexgen.config.model.products import products
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, TensorSpec, WeightGroup
 from h2o_flexgen.errors import ModelError, UsageError
 
 SPEC = ModelSpec(

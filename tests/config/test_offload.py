@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.config.arch import ArchSpec
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.arch import ArchSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy, Shares, parse_shares
 from h2o_flexgen.config.placement import cache_slots, place
 from h2o_flexgen.config.workload import Workload

@@ -10,7 +10,7 @@ import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.record import RunRecord, eviction_entry, host_facts
+from h2o_flexgen.config.reports.record import RunRecord, eviction_entry, host_facts
 from h2o_flexgen.errors import UsageError
 
 KEYS = [

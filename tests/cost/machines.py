@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from h2o_flexgen.config.arch import ArchSpec
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware import ComputeRates, Curve, HardwareProfile, LinkRate
-from h2o_flexgen.config.known import known_config
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.hardware.rates import ComputeRates, Curve, LinkRate
+from h2o_flexgen.config.model.arch import ArchSpec
+from h2o_flexgen.config.model.known import known_config
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import place
 from h2o_flexgen.config.workload import Workload

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware import HardwareProfile, LinkRate
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.hardware.rates import LinkRate
 from h2o_flexgen.config.offload import OffloadPolicy
 from tests.cost.machines import LINKS, profile
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware import UNIT_KINDS, Curve
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.hardware.rates import UNIT_KINDS, Curve
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.config.workload import Workload

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from h2o_flexgen.config.hardware import LinkRate
+from h2o_flexgen.config.hardware.rates import LinkRate
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.predict import predict

@@ -8,7 +8,8 @@ from itertools import product
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware import Curve, HardwareProfile
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.hardware.rates import Curve
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.linear import Programs

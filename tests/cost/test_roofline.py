@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware import Curve, GemmShape, HardwareProfile
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.hardware.rates import Curve, GemmShape
 from h2o_flexgen.config.work import Work, unpriced
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.roofline import HERE, Ran, Rooflines, peak_flops

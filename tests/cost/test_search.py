@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.cli.arguments import parse_arguments
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware import Curve, HardwareProfile
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.hardware.rates import Curve
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost import search as searching

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware import Curve
+from h2o_flexgen.config.hardware.rates import Curve
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost import search as searching
 from h2o_flexgen.cost.request import SearchRequest

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware import HardwareProfile, LinkRate
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.hardware.rates import LinkRate
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.config.workload import Workload

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.config.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.hardware import Curve
-from h2o_flexgen.config.known import known_names
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.hardware.rates import Curve
+from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
+from h2o_flexgen.config.model.known import known_names
+from h2o_flexgen.config.model.products import all_products, products
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.products import all_products, products
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.case import block_rows
 from h2o_flexgen.cost.segments import prompt_segments

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.model import UnitSpec
+from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.execution import block
 from h2o_flexgen.engine.limits import gpu
 from h2o_flexgen.engine.llm import LLM

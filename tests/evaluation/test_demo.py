@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.quality import AnswerPair
+from h2o_flexgen.config.reports.quality import AnswerPair
 from h2o_flexgen.demo import main
 from h2o_flexgen.evaluation.side_by_side import side_by_side
 from h2o_flexgen.evaluation.sources import read_cases

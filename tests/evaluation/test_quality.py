@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.config.quality import QualityReport, QualityRow, RecallTally
+from h2o_flexgen.config.reports.quality import QualityReport, QualityRow, RecallTally
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluate import main
 from h2o_flexgen.evaluation.quality import evaluate

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.quality import RecallTally
+from h2o_flexgen.config.reports.quality import RecallTally
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.errors import UsageError

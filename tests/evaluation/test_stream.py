@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from h2o_flexgen.config.stream import StreamReport, StreamRow
+from h2o_flexgen.config.reports.stream import StreamReport, StreamRow
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluate import main

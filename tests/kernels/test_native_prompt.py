@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.config.arch import ArchSpec
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.arch import ArchSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.kernels import KeysValues, reference, torch_cpu

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.memory.jobs import Ticket
 from h2o_flexgen.memory.tiers import Tiers, make_tiers
 from tests.memory.buffers import padded, random_bytes, whole
 

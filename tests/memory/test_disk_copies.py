@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from h2o_flexgen.config.tensors import TensorSpec, WeightGroup
+from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup
 from h2o_flexgen.errors import ModelError, StorageError
 from h2o_flexgen.memory.copies import CopyEngine, checksum
 from h2o_flexgen.memory.disk import Syscalls

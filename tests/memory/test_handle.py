@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.config.tensors import DTYPES, TensorSpec, WeightGroup
+from h2o_flexgen.config.model.tensors import DTYPES, TensorSpec, WeightGroup
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.handle import (
     Location,

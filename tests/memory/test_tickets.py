@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.errors import StorageError
-from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.memory.jobs import Ticket
 from tests.memory.buffers import padded, whole
 from tests.memory.conftest import Faulty, engine_threads
 

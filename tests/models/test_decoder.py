@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, Gemma3TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from h2o_flexgen.config.arch import ArchSpec, RotarySpec
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.kernels import rms_norm
 from h2o_flexgen.models.decoder import Decoder, bind
 from h2o_flexgen.models.rotary import rotate

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import FAMILIES, checkpoint_names, spec_from_config
 from h2o_flexgen.models.rope_fields import KINDS

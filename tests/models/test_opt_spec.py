@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import OPTConfig, OPTForCausalLM
 
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.work import PhaseWork
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models import opt

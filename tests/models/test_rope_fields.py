@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.rotary import Rotary

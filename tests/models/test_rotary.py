@@ -11,7 +11,7 @@ from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbeddin
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from h2o_flexgen.config.arch import RotarySpec
+from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.models.rotary import Angles, Rotary, rotate
 
 HEADS, HEAD_DIM, CONTEXT = 2, 32, 64

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import place
 from h2o_flexgen.config.workload import Workload

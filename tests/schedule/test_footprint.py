@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.config.arch import ArchSpec
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model.arch import ArchSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 from h2o_flexgen.config.placement import place
 from h2o_flexgen.config.workload import Workload

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.config.tensors import PAGE
+from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.schedule.weight_room import WeightRoom, weight_room
 
 pages = st.integers(1, 40).map(lambda count: count * PAGE)

@@ -11,14 +11,14 @@ import torch
 
 from h2o_flexgen.cache.eviction.base import EvictionPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape
-from h2o_flexgen.config.model import ModelSpec, UnitSpec
+from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.scheduler import BatchScheduler
 from h2o_flexgen.engine.execution.executor import ExecutionContext, Executor
 from h2o_flexgen.engine.execution.finite import FiniteCheck
 from h2o_flexgen.engine.execution.host_attention import HostAttention
 from h2o_flexgen.engine.execution.host_fill import HostFill
-from h2o_flexgen.engine.execution.stages import BlockSize, LoadedStage, Stage, open_stages
+from h2o_flexgen.engine.execution.stages import BlockSize, Stage, open_stages
 from h2o_flexgen.engine.limits.devices import return_free_pages
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.metrics.recorder import BlockTotals
@@ -28,6 +28,7 @@ from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.waiting import WaitingQueue
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.kv_store import CacheMaker, CacheStore, Place
+from h2o_flexgen.engine.state.loader import LoadedStage
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.host_attention import prompt_bytes

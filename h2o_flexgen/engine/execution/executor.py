@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.kv_cache import KVCache
-from h2o_flexgen.config.model import UnitSpec
+from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.prompt_attention import PrefixPath, PromptAttention
 from h2o_flexgen.engine.execution.attention import TickAttention

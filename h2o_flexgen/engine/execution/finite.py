@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from h2o_flexgen.config.model import UnitSpec
+from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.requests.sequence import Sequence
 

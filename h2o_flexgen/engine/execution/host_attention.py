@@ -15,12 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.config.model import ModelSpec, UnitSpec
-from h2o_flexgen.config.tensors import TENSOR_ALIGN, round_up
+from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
+from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.execution.attention import TickAttention
 from h2o_flexgen.engine.metrics.trace import Trace
-from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.memory.jobs import Ticket
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.models.decoder import Decoder, Weights

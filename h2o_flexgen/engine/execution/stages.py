@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from h2o_flexgen.cache.kv_cache import CacheShape
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.execution.host_attention import HostAttention
 from h2o_flexgen.engine.execution.host_fill import HostFill

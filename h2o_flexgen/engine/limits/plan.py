@@ -14,7 +14,7 @@ from typing import Any
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.kernels import Kernels
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement, cache_slots, place
 from h2o_flexgen.config.workload import Workload

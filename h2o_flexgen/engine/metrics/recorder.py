@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.record import RunRecord, eviction_entry
+from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
 from h2o_flexgen.config.work import Work, unpriced
 from h2o_flexgen.cores import CoreCount, sharing_warning
 from h2o_flexgen.engine.limits import devices

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from h2o_flexgen.config.model import UnitSpec
+from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.memory.cuda import Device, Mark, Stream
 from h2o_flexgen.schedule.tasks import Task
 from h2o_flexgen.schedule.timeline import Row, Timeline, on_stage

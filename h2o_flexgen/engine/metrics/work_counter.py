@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.work import PHASES, PhaseWork, Window, Work
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.limits.plan import Plan

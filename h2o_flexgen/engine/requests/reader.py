@@ -10,7 +10,7 @@ from typing import Any
 
 from h2o_flexgen.config.context import first_pass
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.requests.sequence import Sequence

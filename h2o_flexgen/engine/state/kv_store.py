@@ -15,11 +15,12 @@ from h2o_flexgen.cache.clock import RowClock, chooses
 from h2o_flexgen.cache.eviction.base import EvictionPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
 from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.state.backing import BackingFactory, BackingStore, BufferRing
-from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import page_ceil
+from h2o_flexgen.memory.jobs import Ticket
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY, STATE_BUFFERS

@@ -16,16 +16,17 @@ import torch
 from h2o_flexgen.checkpoint.pack import PackedUnit, ensure_packed, packed_bytes
 from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.model import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.config.placement import Placement
-from h2o_flexgen.config.tensors import WeightGroup
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.limits.process_memory import note_tiers
 from h2o_flexgen.engine.state.weights import WeightLocation, WeightStore
 from h2o_flexgen.errors import PlanError
-from h2o_flexgen.memory.copies import CopyEngine, TraceCallback
+from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
 from h2o_flexgen.memory.handle import Location, direct_layout, direct_obstacle, packed_layout, torch_dtype, views
+from h2o_flexgen.memory.jobs import TraceCallback
 from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Tier, Tiers, another_gpu, make_tiers

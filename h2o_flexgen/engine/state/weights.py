@@ -9,8 +9,9 @@ from torch import Tensor
 
 from h2o_flexgen.checkpoint.pack import PackedUnit, discard
 from h2o_flexgen.errors import H2OFlexGenError, StorageError
-from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import UnitLayout, views
+from h2o_flexgen.memory.jobs import Ticket
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Buffer, Tiers
 from h2o_flexgen.models.decoder import bind

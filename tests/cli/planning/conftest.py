@@ -9,7 +9,7 @@ import pytest
 
 from h2o_flexgen.cli import planning
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.hardware import HardwareProfile
+from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.engine.limits import devices
 from tests.cost.machines import profile
 from tests.programs import write_model

@@ -59,7 +59,7 @@ def _models() -> dict[str, _Model]:
 
 def configs_folder(kind: str) -> Path | None:
     """configs/models or another, as installed inside the package, or beside it in a checkout of the sources."""
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parents[2]
     installed, checkout = package / "configs" / kind, package.parent / "configs" / kind
     if installed.is_dir():
         return installed

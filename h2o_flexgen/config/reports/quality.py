@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from h2o_flexgen.config.checks import known_keys, share, whole
-from h2o_flexgen.config.record import RunRecord, host_facts, package_version, utc_now
+from h2o_flexgen.config.reports.record import RunRecord, host_facts, package_version, utc_now
 from h2o_flexgen.errors import UsageError
 
 MAX_NLL = 100.0

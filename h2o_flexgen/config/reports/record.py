@@ -15,8 +15,10 @@ from typing import Any
 
 from h2o_flexgen.config.checks import known_keys, truth, whole
 from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.config.rates import DERIVED, Rates
 from h2o_flexgen.errors import UsageError
+
+DERIVED = ("gen_throughput", "total_token_throughput", "prefill_throughput", "decode_throughput")
+"""Keys of a record that are computed from others."""
 
 _NESTED: dict[str, tuple[str, ...]] = {
     "eviction": ("name", "budget", "heavy", "recent", "sinks"),
@@ -75,8 +77,44 @@ def utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
+class Throughput:
+    """Mixin of everything that is timed, ours and the peers': tokens per second, None where no time was spent."""
+
+    sequences: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def gen_throughput(self) -> float | None:
+        """Generated tokens per second of prefill and decode together (FlexGen's definition)."""
+        return _rate(self.generated_tokens, self.prefill_s + self.decode_s)
+
+    @property
+    def total_token_throughput(self) -> float | None:
+        """Prompt and generated tokens per second of prefill and decode together (vLLM's definition)."""
+        return _rate(self.prompt_tokens + self.generated_tokens, self.prefill_s + self.decode_s)
+
+    @property
+    def prefill_throughput(self) -> float | None:
+        """Prompt tokens per second of prefill."""
+        return _rate(self.prompt_tokens, self.prefill_s)
+
+    @property
+    def decode_throughput(self) -> float | None:
+        """Generated tokens per second of decode; the first of each sequence is prefill's."""
+        return _rate(max(0, self.generated_tokens - self.sequences), self.decode_s)
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    """`count` per second, None where that says nothing: no time, or too little to divide by."""
+    rate = count / seconds if seconds > 0 else math.inf
+    return rate if math.isfinite(rate) else None
+
+
 @dataclass(frozen=True, kw_only=True)
-class RunRecord(Rates):
+class RunRecord(Throughput):
     """What ran, what it moved, how fast, predicted and measured: seconds, bytes, tokens per second.
 
     Everything is a plain JSON value; a number that is not finite, an unknown key or a negative count raises UsageError.

@@ -6,16 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from h2o_flexgen.config.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.checks import whole
-from h2o_flexgen.config.tensors import (
-    WeightGroup,
-    attn_tensors,
-    dtype_bytes,
-    embed_tensors,
-    head_tensors,
-    mlp_tensors,
-)
+from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
+from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup, dtype_bytes
 from h2o_flexgen.errors import ModelError, UsageError
 
 
@@ -103,12 +96,12 @@ class ModelSpec:
     @cached_property
     def weight_groups(self) -> tuple[WeightGroup, ...]:
         """What the units need, each group once, in the order of first use."""
-        embed, head = embed_tensors(self), head_tensors(self)
+        embed, head = _embed_tensors(self), _head_tensors(self)
         tied = self.arch.tied_head
         groups = [WeightGroup("vocab", embed + head) if tied else WeightGroup("embed", embed)]
         for layer in range(self.num_layers):
-            groups.append(WeightGroup(f"layers.{layer}.attn", attn_tensors(self, f"layers.{layer}.attn")))
-            groups.append(WeightGroup(f"layers.{layer}.mlp", mlp_tensors(self, f"layers.{layer}.mlp")))
+            groups.append(WeightGroup(f"layers.{layer}.attn", _attn_tensors(self, f"layers.{layer}.attn")))
+            groups.append(WeightGroup(f"layers.{layer}.mlp", _mlp_tensors(self, f"layers.{layer}.mlp")))
         return (*groups,) if tied else (*groups, WeightGroup("head", head))
 
     @cached_property
@@ -143,3 +136,65 @@ class ModelSpec:
     def bridged(self) -> bool:
         """Whether project_in and project_out are there."""
         return self.embed_dim != self.hidden_size
+
+
+def _embed_tensors(spec: ModelSpec) -> tuple[TensorSpec, ...]:
+    """Of the input embedding."""
+    tensors = [TensorSpec("embed.tokens", (spec.vocab_size, spec.embed_dim))]
+    if spec.arch.positions == "learned":
+        rows = spec.max_positions + spec.arch.position_offset
+        tensors.append(TensorSpec("embed.positions", (rows, spec.hidden_size)))
+    if spec.bridged:
+        tensors.append(TensorSpec("embed.project_in", (spec.hidden_size, spec.embed_dim)))
+    return tuple(tensors)
+
+
+def _head_tensors(spec: ModelSpec) -> tuple[TensorSpec, ...]:
+    """Of the output head, without the token embedding that a tied head uses."""
+    tensors = [TensorSpec("head.project_out", (spec.embed_dim, spec.hidden_size))] if spec.bridged else []
+    if spec.arch.final_norm:
+        tensors.extend(_norm(spec, "head.norm"))
+    if not spec.arch.tied_head:
+        tensors.append(TensorSpec("head.vocab", (spec.vocab_size, spec.embed_dim)))
+    if spec.arch.head_bias:
+        tensors.append(TensorSpec("head.vocab_bias", (spec.vocab_size,)))
+    return tuple(tensors)
+
+
+def _attn_tensors(spec: ModelSpec, prefix: str) -> tuple[TensorSpec, ...]:
+    """Of a layer's attention half, named from `prefix` on."""
+    arch, query, kv = spec.arch, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    widths = (("q", query), ("k", kv), ("v", kv))
+    # q, k and v lie side by side, so that one view of the buffer is the fused projection.
+    tensors = [TensorSpec(f"{prefix}.{name}.weight", (width, spec.hidden_size)) for name, width in widths]
+    if arch.qkv_bias:
+        tensors.extend(TensorSpec(f"{prefix}.{name}.bias", (width,)) for name, width in widths)
+    tensors.append(TensorSpec(f"{prefix}.o.weight", (spec.hidden_size, query)))
+    if arch.output_bias:
+        tensors.append(TensorSpec(f"{prefix}.o.bias", (spec.hidden_size,)))
+    if arch.qk_norm:
+        tensors.extend(TensorSpec(f"{prefix}.{name}_norm.weight", (spec.head_dim,)) for name in "qk")
+    return (*_half_norms(spec, prefix), *tensors)
+
+
+def _mlp_tensors(spec: ModelSpec, prefix: str) -> tuple[TensorSpec, ...]:
+    """Of a layer's MLP half, named from `prefix` on."""
+    wide = ("up", "gate") if spec.arch.gated_mlp else ("up",)
+    tensors = [TensorSpec(f"{prefix}.{name}.weight", (spec.ffn_size, spec.hidden_size)) for name in wide]
+    tensors.append(TensorSpec(f"{prefix}.down.weight", (spec.hidden_size, spec.ffn_size)))
+    if spec.arch.mlp_bias:
+        tensors.extend(TensorSpec(f"{prefix}.{name}.bias", (spec.ffn_size,)) for name in wide)
+        tensors.append(TensorSpec(f"{prefix}.down.bias", (spec.hidden_size,)))
+    return (*_half_norms(spec, prefix), *tensors)
+
+
+def _half_norms(spec: ModelSpec, prefix: str) -> tuple[TensorSpec, ...]:
+    post = _norm(spec, f"{prefix}.post_norm") if spec.arch.post_norms else ()
+    return (*_norm(spec, f"{prefix}.norm"), *post)
+
+
+def _norm(spec: ModelSpec, name: str) -> tuple[TensorSpec, ...]:
+    if not spec.arch.norm_affine:
+        return ()
+    parts = ("weight", "bias") if spec.arch.norm == "layernorm" else ("weight",)
+    return tuple(TensorSpec(f"{name}.{part}", (spec.hidden_size,)) for part in parts)

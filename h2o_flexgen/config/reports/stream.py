@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from h2o_flexgen.config.checks import known_keys, whole
-from h2o_flexgen.config.quality import MAX_NLL, Report
+from h2o_flexgen.config.reports.quality import MAX_NLL, Report
 from h2o_flexgen.errors import UsageError
 
 Positions = Literal["recomputed", "rolling", "absolute"]

@@ -1,23 +1,17 @@
-"""How fast a machine is: what `calibrate` measures and the cost model predicts from. No torch.
+"""Rates of links and compute devices: what `calibrate` measures and the cost model predicts from. No torch.
 
 Everything is in SI units: bytes, seconds, FLOP/s (a multiply-add counts two).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from h2o_flexgen.config.checks import known_keys, truth, whole
-from h2o_flexgen.config.offload import TIERS
-from h2o_flexgen.config.tensors import dtype_bytes
+from h2o_flexgen.config.checks import truth, whole
 from h2o_flexgen.errors import UsageError
 
 Points = tuple[tuple[float, float], ...]
@@ -106,7 +100,7 @@ class ComputeRates:
 
     gemm_flops          FLOP/s over the number of rows, weights large and not in any cache: for shapes not in `shapes`
     memory_bytes_per_s  of streaming reads: no product is faster than its weight can be read
-    shapes              products at the shapes of a model (`config.products`), where they were measured
+    shapes              products at the shapes of a model (`config.model.products`), where they were measured
     decode_attention    seconds of one `KVCache.attend` (all rows and heads of a GPU batch in one layer), its fixed cost
                         included, over the bytes of K and V it reads. `scored`: by a policy that evicts by score, so
                         with probability rows, their sum, and the choice of what goes
@@ -177,110 +171,6 @@ class ComputeRates:
                 return shape.seconds.time_at(rows)
         reading = out_features * in_features * itemsize / self.memory_bytes_per_s
         return max(reading, 2 * rows * out_features * in_features / self.gemm_flops.at(rows))
-
-
-@dataclass(frozen=True)
-class HardwareProfile:
-    """One machine as the cost model sees it.
-
-    dtype      what the compute rates were measured in
-    links      by name: "disk->cpu", "cpu->disk", and with a GPU "cpu->gpu", "gpu->cpu"; a transfer from disk to the GPU
-               crosses both
-    compute    by device: "cpu", "gpu"
-    slowdown   slowdown[a][b], at least 1: how many times as long `a` takes while `b` is busy all the time, both either
-               "compute" or the name of a link. Pairs left out do not disturb each other; factors of several b multiply
-    sources    where each figure comes from: "measured", or a data sheet
-    memory     bytes per tier that the machine has, where known
-    """
-
-    name: str
-    date: str
-    dtype: str
-    links: Mapping[str, LinkRate]
-    compute: Mapping[str, ComputeRates]
-    slowdown: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    memory: Mapping[str, int] = field(default_factory=dict)
-    host: Mapping[str, Any] = field(default_factory=dict)
-    sources: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        dtype_bytes(self.dtype)
-        for name in ("memory", "host", "sources"):
-            if not isinstance(getattr(self, name), Mapping):
-                raise UsageError(f"{name} is {getattr(self, name)!r}", "needed values by name")
-        for tier, nbytes in self.memory.items():
-            if tier not in TIERS:
-                raise UsageError(f"memory names {tier}", f"needed names among {', '.join(TIERS)}")
-            whole(nbytes, f"the memory of {tier}", 0)
-        known = {"compute", *self.links}
-        for slowed, factors in self.slowdown.items():
-            for beside, factor in factors.items():
-                if unknown := {slowed, beside} - known:
-                    raise UsageError(
-                        f"slowdown names {', '.join(sorted(unknown))}", f"needed names among {', '.join(sorted(known))}"
-                    )
-                if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < math.inf:
-                    raise UsageError(
-                        f"the slowdown of {slowed} by {beside} is {factor!r}", "needed a number, at least 1"
-                    )
-
-    def link(self, name: str) -> LinkRate:
-        """The rate of link `name`; UsageError where the profile does not have it."""
-        if name not in self.links:
-            raise UsageError(f"the hardware profile {self.name} has no link {name}", f"found {', '.join(self.links)}")
-        return self.links[name]
-
-    def rates(self, device: str) -> ComputeRates:
-        """The rates of a compute device, "cpu" or "gpu"; UsageError where the profile does not have it."""
-        if device not in self.compute:
-            raise UsageError(
-                f"the hardware profile {self.name} has no rates of the {device}", f"found {', '.join(self.compute)}"
-            )
-        return self.compute[device]
-
-    def to_json(self) -> dict[str, Any]:
-        """Every field, as plain JSON values."""
-        plain: dict[str, Any] = _plain(self)
-        return plain
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> HardwareProfile:
-        """The profile of `to_json`; UsageError for keys that are unknown or missing, and for impossible numbers."""
-        fields = known_keys(data, cls)
-        links = {name: LinkRate(**known_keys(rate, LinkRate)) for name, rate in fields.pop("links").items()}
-        compute = {name: _rates(rate) for name, rate in fields.pop("compute").items()}
-        return cls(links=links, compute=compute, **fields)
-
-    @classmethod
-    def load(cls, path: str | Path) -> HardwareProfile:
-        """The profile in a JSON file; UsageError naming the file where it cannot be used."""
-        try:
-            return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
-            raise UsageError(f"{path} is no hardware profile: {error}", "needed what calibrate writes") from error
-
-
-def _rates(data: Mapping[str, Any]) -> ComputeRates:
-    fields = known_keys(data, ComputeRates)
-    for name in ("decode_attention", "prefill_attention"):
-        fields[name] = {kind: Curve(points) for kind, points in fields[name].items()}
-    ticks: Mapping[str, Any] = fields["tick_s"]
-    fields["tick_s"] = {kind: Curve(tuple(t)) if isinstance(t, list) else t for kind, t in ticks.items()}
-    shapes = [known_keys(shape, GemmShape) for shape in fields.get("shapes", ())]
-    fields["shapes"] = tuple(GemmShape(**{**shape, "seconds": Curve(shape["seconds"])}) for shape in shapes)
-    if fields.get("graph_tick_s") is not None:
-        fields["graph_tick_s"] = Curve(tuple(fields["graph_tick_s"]))
-    return ComputeRates(**{**fields, "gemm_flops": Curve(fields["gemm_flops"])})
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Curve):
-        return value.to_json()
-    if dataclasses.is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def _positive(value: float, name: str) -> None:

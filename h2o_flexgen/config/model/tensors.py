@@ -1,0 +1,75 @@
+"""Tensors by name and shape, their sizes in bytes, and how those of a weight group lie in a buffer. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.registry import suggestion
+
+DTYPES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per number."""
+
+TENSOR_ALIGN = 64
+"""Where a tensor may start in its unit's buffer: a cache line, and any SIMD load."""
+PAGE = 4096
+"""What a unit's buffer is rounded up to: a memory page, and the unit of O_DIRECT."""
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes per number of `dtype`; a dtype that is not in DTYPES raises UsageError."""
+    if dtype not in DTYPES:
+        raise UsageError(f"unknown dtype {dtype!r}", f"needed one of {', '.join(DTYPES)}", suggestion(dtype, DTYPES))
+    return DTYPES[dtype]
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One weight by its canonical name; linear weights have the shape (out, in) of nn.Linear."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it holds."""
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
+
+    def nbytes(self, dtype: str) -> int:
+        """Its bytes in `dtype`."""
+        return self.numel * dtype_bytes(dtype)
+
+
+@dataclass(frozen=True)
+class WeightGroup:
+    """The tensors that are loaded at once, as one contiguous buffer, in the order of that buffer."""
+
+    key: str
+    tensors: tuple[TensorSpec, ...]
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """How many numbers each tensor holds: all that sizes depend on."""
+        return tuple(tensor.numel for tensor in self.tensors)
+
+    def nbytes(self, dtype: str) -> int:
+        """The bytes of the tensors alone."""
+        return sum(self.numels) * dtype_bytes(dtype)
+
+    def buffer_bytes(self, dtype: str) -> int:
+        """The bytes of the buffer: tensors start at multiples of TENSOR_ALIGN, the whole is a multiple of PAGE."""
+        return _buffer_bytes(self.numels, dtype_bytes(dtype))
+
+
+@cache  # a search asks for the sizes of the same few shapes many thousand times
+def _buffer_bytes(numels: tuple[int, ...], size: int) -> int:
+    return round_up(sum(round_up(numel * size, TENSOR_ALIGN) for numel in numels), PAGE)

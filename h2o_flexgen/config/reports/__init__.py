@@ -1,0 +1,1 @@
+"""What runs and measurements report, as JSON. No torch."""
