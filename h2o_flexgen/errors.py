@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Self
 
@@ -52,6 +53,13 @@ class StorageError(H2OFlexGenError, OSError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def storage_error(found: str, error: OSError) -> StorageError:
+    """The StorageError for what the file system answered, with advice that fits."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    change = "free some space, or name another folder with --offload-dir" if full else "name another with --offload-dir"
+    return StorageError(f"{found}: {error.strerror or error}", change=change)
 
 
 _REFUSALS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")

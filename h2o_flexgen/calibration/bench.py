@@ -20,7 +20,7 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.memory.cuda import open_device
 from h2o_flexgen.memory.handle import torch_dtype
-from h2o_flexgen.memory.pages import Block, DeviceMemory, HostMemory
+from h2o_flexgen.memory.pages import Allocation, DeviceMemory, HostMemory
 from h2o_flexgen.units import GIB, MIB, format_bytes
 
 _CACHES = "/sys/devices/system/cpu/cpu0/cache"
@@ -100,7 +100,7 @@ class Bench:
         self.spreads = Spreads()
         gpu = open_device(device)
         memory = HostMemory() if gpu is None else DeviceMemory(gpu)
-        self._block: Block = memory.allocate(arena_bytes or arena_size())
+        self._block: Allocation = memory.allocate(arena_bytes or arena_size())
         self.arena = self._block.tensor
         # The first touch of memory can take longer than anything that is measured: all of it is written here.
         self._tile_over(self.arena.view(self.dtype))
@@ -156,7 +156,7 @@ class Bench:
     def close(self) -> None:
         """Give the arena back."""
         del self.arena
-        self._block.release()
+        self._block.free()
 
     def __enter__(self) -> Bench:
         return self

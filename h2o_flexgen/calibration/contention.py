@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from itertools import combinations
 
 from h2o_flexgen.calibration.links import Link
-from h2o_flexgen.memory.jobs import Ticket
+from h2o_flexgen.memory.transfers import Ticket
 
 COMPUTE = "compute"
 NOTICED = 1.05

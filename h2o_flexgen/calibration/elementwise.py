@@ -8,7 +8,7 @@ from torch import Tensor
 from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.calibration.timing import sample_of
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, rms_norm
-from h2o_flexgen.memory.pages import Block, HostMemory
+from h2o_flexgen.memory.pages import Allocation, HostMemory
 from h2o_flexgen.units import MIB
 
 _PIECE = 32 * MIB
@@ -61,7 +61,7 @@ def fresh_rate(bench: Bench, seconds: float) -> float | None:
     Nothing is given back before the end: what the system has just got back it would hand out again.
     """
     source = bench.noise(min(_PIECE, len(bench.arena)) // bench.itemsize)
-    pages, blocks = HostMemory(), list[Block]()
+    pages, blocks = HostMemory(), list[Allocation]()
     first: list[float] = []
     again: list[float] = []
     start = bench.timer.clock()
@@ -73,6 +73,6 @@ def fresh_rate(bench: Bench, seconds: float) -> float | None:
                 taken.append(bench.timer.once(lambda piece=piece: piece.copy_(source)))  # type: ignore[misc]
     finally:
         for block in blocks:
-            block.release()
+            block.free()
     longer = bench.spreads.note(f"{bench.name} fresh memory", sample_of(first)).seconds - sample_of(again).seconds
     return source.nbytes / longer if longer > 0 else None

@@ -21,11 +21,10 @@ from h2o_flexgen.checkpoint.files import CheckpointFile
 from h2o_flexgen.checkpoint.problems import strict_json
 from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.model.tensors import WeightGroup
-from h2o_flexgen.errors import StorageError
+from h2o_flexgen.errors import StorageError, storage_error
 from h2o_flexgen.memory.copies import checksum
 from h2o_flexgen.memory.disk import DirectFile, host_view
 from h2o_flexgen.memory.handle import Extent, UnitLayout, packed_layout, views
-from h2o_flexgen.memory.locks import storage_error
 from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.memory.rundir import OffloadDir, packed_name
 
@@ -87,7 +86,7 @@ def ensure_packed(
                         found[layout.key] = folder.add(layout, buffer.tensor[: layout.nbytes], advance)
                         done += layout.nbytes
                 finally:
-                    buffer.release()
+                    buffer.free()
         except StorageError:
             raise
         except OSError as error:

@@ -14,13 +14,11 @@ import xxhash
 from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.cuda import Device
-from h2o_flexgen.memory.device_copies import DeviceCopies
+from h2o_flexgen.memory.device_copies import DeviceCopies, move
 from h2o_flexgen.memory.disk import DirectFile, HostView, Syscalls, host_view
-from h2o_flexgen.memory.disk_tier import Region
-from h2o_flexgen.memory.handle import Extent
-from h2o_flexgen.memory.jobs import Job, Piece, Ticket, TraceCallback, many_pieces, one_piece
-from h2o_flexgen.memory.pieces import convert, cuts_of, move
-from h2o_flexgen.memory.workers import Workers
+from h2o_flexgen.memory.handle import Extent, page_floor
+from h2o_flexgen.memory.tiers import Region
+from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, TraceCallback, Workers, WorkItem
 
 __all__ = ["CopyEngine", "Ticket", "TraceCallback", "checksum"]
 
@@ -51,36 +49,33 @@ class CopyEngine:
     """
 
     def __init__(
-        self,
-        *,
-        read_threads: int = READ_THREADS,
-        chunk: int = CHUNK,
-        trace: TraceCallback | None = None,
-        direct: bool = True,
-        syscalls: Syscalls | None = None,
-        device: Device | None = None,
+        self, *, read_threads: int = READ_THREADS, chunk: int = CHUNK, trace: TraceCallback | None = None,
+        direct: bool = True, syscalls: Syscalls | None = None, device: Device | None = None,
         bounce: torch.Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if read_threads < 1 or chunk < PAGE or chunk % PAGE:
             raise ValueError(f"{read_threads} reader threads with chunks of {chunk} bytes: needed >= 1 and whole pages")
         self._read_threads, self._chunk = read_threads, chunk
         self._direct, self._sys = direct, syscalls or Syscalls()
-        self._workers = Workers(trace)
+        self._meters = LinkMeters()
+        self._workers = Workers(self._meters, trace)
         self._files: dict[str, DirectFile] = {}
         self._files_lock = threading.Lock()
-        self._on_device = None if device is None else DeviceCopies(device, self._workers, trace, bounce)
+        self._on_device: DeviceCopies | None = None
+        if device is not None:
+            self._on_device = DeviceCopies(device, self._workers, self._meters, trace, bounce)
 
     @property
     def bytes_moved(self) -> Counter[str]:
         """Bytes per link ("disk->cpu", ...) so far."""
-        moved = Counter({link: nbytes for link, nbytes in self._workers.meters()[0].items() if "->" in link})
-        return moved if self._on_device is None else moved + self._on_device.meters()[0]
+        self._collect()
+        return Counter({link: nbytes for link, nbytes in self._meters.read()[0].items() if "->" in link and nbytes})
 
     @property
     def busy_seconds(self) -> dict[str, float]:
         """Seconds per link, or other name of `run`, in which at least one transfer was running."""
-        busy = self._workers.meters()[1]
-        return busy if self._on_device is None else {**busy, **self._on_device.meters()[1]}
+        self._collect()
+        return self._meters.read()[1]
 
     def watch(self, paths: Iterable[str], *, ours: bool = False) -> None:
         """Open files now: from here on a change of theirs is an error, ModelError or (if `ours`) StorageError."""
@@ -88,15 +83,9 @@ class CopyEngine:
             self._file(path, ours)
 
     def read_extents(
-        self,
-        extents: Sequence[Extent],
-        buffer: torch.Tensor,
-        *,
-        link: str = "disk->cpu",
-        digest: bytes | None = None,
-        after: After = None,
+        self, extents: Sequence[Extent], buffer: torch.Tensor, *, digest: bytes | None = None, after: After = None,
         label: str = "",
-    ) -> Ticket:
+    ) -> Ticket:  # fmt: skip
         """Fill the extents' places in `buffer` (1-D uint8, host); in place by O_DIRECT where it starts on a page.
 
         `digest`: the `checksum` of the extents' bytes in order. The ticket raises StorageError where it differs, or
@@ -107,94 +96,61 @@ class CopyEngine:
             if not 0 <= extent.buffer_offset <= extent.buffer_offset + extent.nbytes <= len(out.view):
                 raise ValueError(f"{extent.name} does not fit into a buffer of {len(out.view)} bytes")
         label = label or (extents[0].name if extents else "nothing")
-        pieces = (
-            Piece(partial(self._read, out, extent, *cut), cut[1]) for extent in extents for cut in self._cuts(extent)
+
+        def check() -> None:
+            for path in dict.fromkeys(extent.path for extent in extents):
+                self._file(path).check()
+            spans = (buffer[extent.buffer_offset : extent.buffer_offset + extent.nbytes] for extent in extents)
+            if digest is not None and checksum(spans) != digest:
+                raise _bit_flip(label, extents[0].path, extents[0].file_offset)
+
+        operations = (
+            Operation(partial(self._read, out, extent, start, size), size)
+            for extent in extents
+            for start, size in _cuts(extent.file_offset, extent.nbytes, self._chunk)
         )
-        job = Job(
-            Ticket(label, link, sum(extent.nbytes for extent in extents)),
-            many_pieces(pieces),
-            _tickets(after),
-            partial(self._check_extents, tuple(extents), buffer, digest, label),
-        )
-        return self._workers.submit("disk-read", job, self._read_threads)
+        ticket = Ticket(label, "disk->cpu", sum(extent.nbytes for extent in extents))
+        return self._submit("disk-read", ticket, operations, after, check)
 
     def read_region(
-        self,
-        region: Region,
-        out: torch.Tensor,
-        *,
-        link: str = "disk->cpu",
-        digest: bytes | None = None,
-        after: After = None,
-        label: str = "",
+        self, region: Region, out: torch.Tensor, *, digest: bytes | None = None, after: After = None
     ) -> Ticket:
         """Fill `out` (contiguous, host) from the start of `region`; checked against `digest`, or the last write's."""
-        target = host_view(out)
-        nbytes = _fitting(region, target)
-        label = label or region.what
 
-        def finish() -> None:
-            expected = digest if digest is not None else region.digest_of(nbytes)
+        def check() -> None:
+            expected = digest if digest is not None else region.digest_of(out.nbytes)
             if expected is not None and checksum((out,)) != expected:
-                raise _bit_flip(label, region.file.path, region.offset)
+                raise _bit_flip(region.what, region.file.path, region.offset)
 
-        pieces = self._region_pieces(region, region.file.read, target, label)
-        job = Job(Ticket(label, link, nbytes), pieces, _tickets(after), finish)
-        return self._workers.submit("disk-read", job, self._read_threads)
+        operations = self._in_region(region, region.file.read, out)
+        return self._submit("disk-read", Ticket(region.what, "disk->cpu", out.nbytes), operations, after, check)
 
-    def write(
-        self,
-        region: Region,
-        data: torch.Tensor,
-        *,
-        link: str = "cpu->disk",
-        after: After = None,
-        label: str = "",
-    ) -> Ticket:
+    def write(self, region: Region, data: torch.Tensor, *, after: After = None) -> Ticket:
         """Write `data` (contiguous, host) to the start of `region`, which remembers its digest."""
-        source = host_view(data)
-        nbytes = _fitting(region, source)
-        label = label or region.what
-        pieces = self._region_pieces(region, region.file.write, source, label)
-        ticket = Ticket(label, link, nbytes)
-        job = Job(ticket, pieces, _tickets(after), lambda: region.remember(nbytes, checksum((data,))))
-        return self._workers.submit("disk-write", job)
-
-    def _region_pieces(
-        self, region: Region, transfer: Callable[[HostView, int, int, int, str], None], view: HostView, label: str
-    ) -> deque[Piece]:
-        """`transfer` between all of `view` and the start of `region`, a piece per chunk."""
-        cuts = cuts_of(0, len(view.view), self._chunk)
-        return many_pieces(
-            Piece(partial(transfer, view, start, region.offset + start, size, label), size) for start, size in cuts
+        operations = self._in_region(region, region.file.write, data)
+        ticket = Ticket(region.what, "cpu->disk", data.nbytes)
+        return self._submit(
+            "disk-write", ticket, operations, after, lambda: region.remember(data.nbytes, checksum((data,)))
         )
 
     def copy(
-        self,
-        dst: torch.Tensor,
-        src: torch.Tensor,
-        link: str,
-        *,
-        after: After = None,
-        label: str = "",
+        self, dst: torch.Tensor, src: torch.Tensor, link: str, *, after: After = None, label: str = "",
         sender: Device | None = None,
-    ) -> Ticket:
+    ) -> Ticket:  # fmt: skip
         """dst[...] = src. A plain memory copy on the host; to or from the device after the work queued there so far.
 
         `sender`: another device, that `src` lies on, while `dst` lies on this engine's.
         """
         if dst.shape != src.shape:
             raise ValueError(f"cannot copy {tuple(src.shape)} to {tuple(dst.shape)}")
-        label, before, nbytes = label or link, _tickets(after), dst.numel() * dst.element_size()
+        label = label or link
         if self._on_device is not None and any(map(self._on_device.device.owns, (dst, src))):
-            return self._on_device.submit(dst, src, link, before, label, sender)
+            return self._on_device.submit(dst, src, link, _tickets(after), label, sender)
+        operations = [Operation(partial(_convert, dst, src), dst.nbytes)]
         if dst.dtype == src.dtype and dst.is_contiguous() and src.is_contiguous():
-            to, source = dst.data_ptr(), src.data_ptr()
-            cuts = cuts_of(0, nbytes, self._chunk)
-            pieces = many_pieces(Piece(partial(move, dst, src, to + at, source + at, size), size) for at, size in cuts)
-        else:
-            pieces = one_piece(partial(convert, dst, src), nbytes)
-        return self._workers.submit(link, Job(Ticket(label, link, nbytes), pieces, before))
+            parts = (tensor.view(-1).view(torch.uint8).split(self._chunk) for tensor in (dst, src))
+            operations = [Operation(partial(move, *pair), len(pair[0])) for pair in zip(*parts, strict=True)]
+        return self._submit(link, Ticket(label, link, dst.nbytes), operations, after)
 
     def copy_in_turn(self, dst: torch.Tensor, src: torch.Tensor, link: str, *, label: str = "") -> None:
         """dst[...] = src, host memory, for what is computed from now on, ahead of what `copy` was given: for little.
@@ -203,9 +159,8 @@ class CopyEngine:
         if self._on_device is not None and self._on_device.device.owns(dst):
             self._on_device.in_turn(dst, src, link, label or link)
             return
-        nbytes = dst.numel() * dst.element_size()
-        job = Job(Ticket(label or link, link, nbytes), one_piece(partial(convert, dst, src), nbytes))
-        self._workers.submit(f"{link} in turn", job).wait()
+        operations = [Operation(partial(_convert, dst, src), dst.nbytes)]
+        self._submit(f"{link} in turn", Ticket(label or link, link, dst.nbytes), operations, None).wait()
 
     def run(
         self, fn: Callable[[], None], link: str, nbytes: int = 0, *, after: After = None, label: str = ""
@@ -214,17 +169,13 @@ class CopyEngine:
 
         What is no link, without an arrow in its name, has a thread and busy seconds, and no bytes.
         """
-        lane, threads = ("disk-read", self._read_threads) if link.startswith("disk->") else (link, 1)
-        lane = "disk-write" if link.endswith("->disk") else lane
-        return self._workers.submit(
-            lane, Job(Ticket(label or link, link, nbytes), one_piece(fn, nbytes), _tickets(after)), threads
-        )
+        queue = "disk-write" if link.endswith("->disk") else "disk-read" if link.startswith("disk->") else link
+        return self._submit(queue, Ticket(label or link, link, nbytes), [Operation(fn, nbytes)], after)
 
     def drain(self) -> None:
         """Wait until nothing is under way; errors stay with their tickets."""
         self._workers.drain()
-        if self._on_device is not None:
-            self._on_device.drain()
+        self._collect(wait=True)
 
     def close(self) -> None:
         """Drop what has not started, let running chunks end, join the threads, close the files. May be called again."""
@@ -248,20 +199,32 @@ class CopyEngine:
                 self._files[path] = DirectFile.open(path, ours=ours, direct=self._direct, syscalls=self._sys)
             return self._files[path]
 
-    def _cuts(self, extent: Extent) -> Iterator[tuple[int, int]]:
-        return cuts_of(extent.file_offset, extent.nbytes, self._chunk)
+    def _collect(self, wait: bool = False) -> None:
+        if self._on_device is not None:
+            self._on_device.collect(wait)
+
+    def _submit(
+        self, queue: str, ticket: Ticket, operations: Iterable[Operation], after: After,
+        finish: Callable[[], None] | None = None,
+    ) -> Ticket:  # fmt: skip
+        threads = self._read_threads if queue == "disk-read" else 1
+        return self._workers.submit(queue, WorkItem(ticket, deque(operations), _tickets(after), finish), threads)
+
+    def _in_region(
+        self, region: Region, transfer: Callable[[HostView, int, int, int, str], None], tensor: torch.Tensor
+    ) -> Iterable[Operation]:
+        """`transfer` between all of `tensor` and the start of `region`, chunk by chunk."""
+        view = host_view(tensor)
+        if tensor.nbytes > region.nbytes:
+            raise ValueError(f"{tensor.nbytes} bytes do not fit into the {region.nbytes} bytes of {region.what}")
+        return [
+            Operation(partial(transfer, view, start, region.offset + start, size, region.what), size)
+            for start, size in _cuts(0, tensor.nbytes, self._chunk)
+        ]
 
     def _read(self, out: HostView, extent: Extent, offset: int, nbytes: int) -> None:
         at = extent.buffer_offset + offset - extent.file_offset
         self._file(extent.path).read(out, at, offset, nbytes, extent.name)
-
-    def _check_extents(self, extents: Sequence[Extent], buffer: torch.Tensor, digest: bytes | None, label: str) -> None:
-        for path in dict.fromkeys(extent.path for extent in extents):
-            self._file(path).check()
-        if digest is not None:
-            spans = (buffer[extent.buffer_offset : extent.buffer_offset + extent.nbytes] for extent in extents)
-            if checksum(spans) != digest:
-                raise _bit_flip(label, extents[0].path, extents[0].file_offset)
 
 
 def _tickets(after: After) -> tuple[Ticket, ...]:
@@ -270,16 +233,25 @@ def _tickets(after: After) -> tuple[Ticket, ...]:
     return tuple(ticket for ticket in after if ticket is not None)
 
 
+def _cuts(offset: int, nbytes: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """[offset, offset + nbytes) as (start, size) pairs that meet on page boundaries."""
+    start, end = offset, offset + nbytes
+    while start < end:
+        stop = min(page_floor(start) + chunk, end)
+        yield start, stop - start
+        start = stop
+
+
+def _convert(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """One thread's copy between dtypes and layouts, by torch."""
+    with torch.inference_mode():
+        dst.copy_(src)
+
+
 def _flat(buffer: torch.Tensor) -> HostView:
     if buffer.dtype != torch.uint8 or buffer.dim() != 1:
         raise ValueError(f"needed a flat uint8 buffer, got {buffer.dtype} of shape {tuple(buffer.shape)}")
     return host_view(buffer)
-
-
-def _fitting(region: Region, view: HostView) -> int:
-    if len(view.view) > region.nbytes:
-        raise ValueError(f"{len(view.view)} bytes do not fit into the {region.nbytes} bytes of {region.what}")
-    return len(view.view)
 
 
 def _bit_flip(label: str, path: str, offset: int) -> StorageError:

@@ -1,7 +1,7 @@
 """Copies between host memory and a GPU: queued at once where nothing has to happen on the host first.
 
 A copy runs on its direction's stream, behind what was computed when it was asked for and behind the copies that it is
-to come after. Nobody waits for it on the host, unless the host itself reads what it wrote.
+to come after. The host waits for it only where the host itself reads what it wrote.
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from h2o_flexgen.memory.cuda import Device, Mark, Stream
-from h2o_flexgen.memory.jobs import Job, Ticket, TraceCallback, one_piece
-from h2o_flexgen.memory.workers import Workers
+from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, TraceCallback, Workers, WorkItem
 
 _POLL = 0.0005  # seconds between looks at a copy that is waited for with a time limit
 BOUNCE_CHUNK = 4 << 20
@@ -74,11 +73,6 @@ class _Copy(NamedTuple):
     ticket: DeviceTicket
 
     @property
-    def host(self) -> Tensor:
-        """The side that is host memory."""
-        return self.src if self.stream is Stream.UP else self.dst
-
-    @property
     def plain(self) -> bool:
         """Whether it is one run of bytes."""
         dst, src = self.dst, self.src
@@ -94,19 +88,25 @@ class _Flight(NamedTuple):
 
 
 class DeviceCopies:
-    """Queues copies on the streams of `device`, and keeps the books of those that are done.
+    """Queues copies on the streams of `device`, and counts those that are done.
 
     `bounce`: page-locked memory of BOUNCE_BYTES, through which pageable memory is copied in chunks; None: CUDA does
     that. Threads of `workers` queue what has to wait for the host.
     """
 
-    def __init__(self, device: Device, workers: Workers, trace: TraceCallback | None, bounce: Tensor | None) -> None:
-        self.device, self._workers, self._trace = device, workers, trace
+    def __init__(
+        self,
+        device: Device,
+        workers: Workers,
+        meters: LinkMeters,
+        trace: TraceCallback | None,
+        bounce: Tensor | None,
+    ) -> None:
+        self.device, self._workers, self._meters, self._trace = device, workers, meters, trace
         self._lock = threading.Lock()
         self._queueing = threading.Lock()
         self._closed = False
-        self._flights: dict[Stream, deque[_Flight]] = {stream: deque() for stream in Stream}
-        self._bytes, self._seconds = Counter[str](), dict[str, float]()
+        self._under_way: dict[Stream, deque[_Flight]] = {stream: deque() for stream in Stream}
         parts = [] if bounce is None else list(bounce[:BOUNCE_BYTES].split(BOUNCE_CHUNK))
         self._bounces = {Stream.UP: parts[:2], Stream.DOWN: parts[2:]}
 
@@ -125,19 +125,15 @@ class DeviceCopies:
             stream = Stream.ACROSS
             ready.append(sender.record(Stream.COMPUTE))
         copy = _Copy(dst, src, stream, tuple(ready), tuple(after), ticket)
-        direct = stream is Stream.ACROSS or (copy.plain and self.device.locked(copy.host))
-        if not direct:
-            move = self._bounced if copy.plain and self._bounces[stream] else self._slow
-            return self._workers.submit(
-                link, Job(ticket, one_piece(partial(move, copy), 0), copy.after, on_device=True)
-            )
+        host = src if stream is Stream.UP else dst
+        if stream is not Stream.ACROSS and not (copy.plain and self.device.locked(host)):
+            return self._later(link, copy, self._by_the_host)
         if not all(before.issued() for before in copy.after):
-            job = Job(ticket, one_piece(partial(self._queue, copy), 0), copy.after, on_device=True)
-            return self._workers.submit(f"{link} queue", job)
+            return self._later(f"{link} queue", copy, self._direct)
         error: BaseException | None = next((t.error for t in copy.after if t.error is not None), None)
         if error is None:
             try:
-                self._queue(copy)
+                self._direct(copy)
             except Exception as caught:
                 error = caught
         ticket.resolve(error)
@@ -146,117 +142,97 @@ class DeviceCopies:
     def in_turn(self, dst: Tensor, src: Tensor, link: str, label: str) -> None:
         """dst[...] = src among what this thread computes; the host has written `src`, or nothing has yet."""
         ticket = DeviceTicket(label, link, dst.numel() * dst.element_size(), self.device)
-        start = self.device.record(Stream.COMPUTE)
-        self.device.copy(Stream.COMPUTE, dst, src)
-        ticket.end = self.device.record(Stream.COMPUTE)
+        self._between_marks(_Copy(dst, src, Stream.COMPUTE, (), (), ticket), self._queue)
         ticket.resolve(None)
-        with self._lock:
-            self._flights[Stream.COMPUTE].append(_Flight(ticket, start, ticket.end))
         self.collect()
 
-    def collect(self) -> None:
-        """Book the copies that are done; waits for none."""
-        for flights in self._flights.values():
-            while (flight := self._next(flights, done=True)) is not None:
-                self._book(flight)
-
-    def drain(self) -> None:
-        """Wait for all copies that are queued, and book them. What failed on the device is left to the tickets."""
-        for flights in self._flights.values():
-            while (flight := self._next(flights, done=False)) is not None:
-                try:
-                    self.device.synchronize(flight.end)
-                except RuntimeError as error:
-                    flight.ticket.resolve(error)
-                else:
-                    self._book(flight)
+    def collect(self, wait: bool = False) -> None:
+        """Count the copies that are done; with `wait` all that are queued, of which the tickets tell what failed."""
+        for flights in self._under_way.values():
+            while (flight := self._next(flights, wait)) is not None:
+                ticket, start, end = flight
+                if wait:
+                    try:
+                        self.device.synchronize(end)
+                    except RuntimeError as error:
+                        ticket.resolve(error)
+                        continue
+                ticket.seconds = self.device.seconds(start, end)
+                self._meters.add(ticket.link, ticket.nbytes, ticket.seconds)
+                if self._trace is not None:
+                    begun = self.device.clock(start)
+                    self._trace(ticket.label, begun, begun + ticket.seconds, ticket.link)
 
     def close(self) -> None:
         """Wait for what is queued, and take no more. To be called when the threads have ended."""
         self._closed = True
-        self.drain()
+        self.collect(wait=True)
 
-    def meters(self) -> tuple[Counter[str], dict[str, float]]:
-        """(bytes moved, busy seconds) per link, of the copies that are done."""
-        self.collect()
+    def _next(self, flights: deque[_Flight], wait: bool) -> _Flight | None:
+        """Takes out the first of `flights`, if there is one, and it is done or to be waited for."""
         with self._lock:
-            return Counter(self._bytes), dict(self._seconds)
-
-    def _next(self, flights: deque[_Flight], done: bool) -> _Flight | None:
-        """Takes out the first of `flights`, if there is one, and it is through where it has to be `done`."""
-        with self._lock:
-            if not flights or (done and not self.device.passed(flights[0].end)):
+            if not flights or not (wait or self.device.passed(flights[0].end)):
                 return None
             return flights.popleft()
 
-    def _queue(self, copy: _Copy) -> None:
-        """The copy on the device's stream, in pieces between two marks; what it comes after may be under way there."""
-        with self._queueing:  # two threads at once would mix up what lies between their marks
-            self._begin(copy, copy.after)
-            start = self.device.record(copy.stream)
-            for dst, src in _pieces(copy):
-                self.device.copy(copy.stream, dst, src)
-            self._end(copy, start)
+    def _later(self, queue: str, copy: _Copy, run: Callable[[_Copy], None]) -> Ticket:
+        """Have a thread of `queue` run it."""
+        operations = deque([Operation(partial(run, copy), 0)])
+        return self._workers.submit(queue, WorkItem(copy.ticket, operations, copy.after, on_device=True))
 
-    def _slow(self, copy: _Copy) -> None:
+    def _direct(self, copy: _Copy) -> None:
+        """A copy that needs no help of the host; what it comes after may be under way on the device."""
+        with self._queueing:  # two threads at once would mix up what lies between their marks
+            self._between_marks(copy, self._queue)
+
+    def _by_the_host(self, copy: _Copy) -> None:
         """A copy that CUDA needs the host for: from or to pageable memory, or of another layout or dtype."""
         for before in copy.after:
             before.wait()
-        self._begin(copy, ())
-        start = self.device.record(copy.stream)
-        self.device.copy(copy.stream, copy.dst, copy.src)
-        self.device.synchronize(self._end(copy, start))
+        bounced = copy.plain and self._bounces[copy.stream]
+        end = self._between_marks(copy, self._bounce if bounced else self._queue)
+        if not bounced:
+            self.device.synchronize(end)
 
-    def _bounced(self, copy: _Copy) -> None:
-        """A copy of pageable memory in chunks: while the host fills or empties one buffer, the other is copied."""
-        for before in copy.after:
-            before.wait()
-        self._begin(copy, ())
+    def _between_marks(self, copy: _Copy, queue: Callable[[_Copy], None]) -> Mark:
+        """`queue` behind what the copy comes after; the mark behind it."""
+        marks = [before.end for before in copy.after if isinstance(before, DeviceTicket)]
+        for mark in (*copy.ready, *marks):
+            if mark is not None:
+                self.device.wait(copy.stream, mark)
         start = self.device.record(copy.stream)
+        queue(copy)
+        end = copy.ticket.end = self.device.record(copy.stream)
+        with self._lock:
+            self._under_way[copy.stream].append(_Flight(copy.ticket, start, end))
+        return end
+
+    def _queue(self, copy: _Copy) -> None:
+        for dst, src in _pieces(copy):
+            self.device.copy(copy.stream, dst, src)
+
+    def _bounce(self, copy: _Copy) -> None:
+        """Chunk by chunk: while the host fills or empties one locked buffer, the other is copied."""
         to, source = copy.dst.view(-1), copy.src.view(-1)
         step = BOUNCE_CHUNK // copy.dst.element_size()
         marks: deque[tuple[Mark, Tensor, Tensor]] = deque()  # behind the chunks that still have a buffer, and these
         for number, (dst, src) in enumerate(zip(to.split(step), source.split(step), strict=True)):
             if len(marks) == 2:
-                self._free_bounce(copy.stream, *marks.popleft())
-            bounce = self._bounces[copy.stream][number % 2].view(dst.dtype)[: dst.numel()]
+                self._free_buffer(copy.stream, *marks.popleft())
+            buffer = self._bounces[copy.stream][number % 2].view(dst.dtype)[: dst.numel()]
             if copy.stream is Stream.UP:
-                _move(bounce, src)
-                self.device.copy(copy.stream, dst, bounce)
+                move(buffer, src)
+                self.device.copy(copy.stream, dst, buffer)
             else:
-                self.device.copy(copy.stream, bounce, src)
-            marks.append((self.device.record(copy.stream), dst, bounce))
+                self.device.copy(copy.stream, buffer, src)
+            marks.append((self.device.record(copy.stream), dst, buffer))
         for mark in marks:
-            self._free_bounce(copy.stream, *mark)
-        self._end(copy, start)
+            self._free_buffer(copy.stream, *mark)
 
-    def _free_bounce(self, stream: Stream, mark: Mark, dst: Tensor, bounce: Tensor) -> None:
+    def _free_buffer(self, stream: Stream, mark: Mark, dst: Tensor, buffer: Tensor) -> None:
         self.device.synchronize(mark)
         if stream is Stream.DOWN:
-            _move(dst, bounce)
-
-    def _begin(self, copy: _Copy, after: Sequence[Ticket]) -> None:
-        for mark in copy.ready:
-            self.device.wait(copy.stream, mark)
-        for before in after:
-            if isinstance(before, DeviceTicket) and before.end is not None:
-                self.device.wait(copy.stream, before.end)
-
-    def _end(self, copy: _Copy, start: Mark) -> Mark:
-        end = copy.ticket.end = self.device.record(copy.stream)
-        with self._lock:
-            self._flights[copy.stream].append(_Flight(copy.ticket, start, end))
-        return end
-
-    def _book(self, flight: _Flight) -> None:
-        ticket, seconds = flight.ticket, self.device.seconds(flight.start, flight.end)
-        with self._lock:
-            ticket.seconds = seconds
-            self._bytes[ticket.link] += ticket.nbytes
-            self._seconds[ticket.link] = self._seconds.get(ticket.link, 0.0) + seconds
-        if self._trace is not None:
-            start = self.device.clock(flight.start)
-            self._trace(ticket.label, start, start + seconds, ticket.link)
+            move(dst, buffer)
 
 
 def _pieces(copy: _Copy) -> Iterable[tuple[Tensor, Tensor]]:
@@ -267,6 +243,9 @@ def _pieces(copy: _Copy) -> Iterable[tuple[Tensor, Tensor]]:
     return zip(copy.dst.view(-1).split(step), copy.src.view(-1).split(step), strict=True)
 
 
-def _move(dst: Tensor, src: Tensor) -> None:
-    """One thread's memmove between contiguous host tensors of one size, without the GIL."""
+def move(dst: Tensor, src: Tensor) -> None:
+    """One thread's memmove between contiguous host tensors of one size, without the GIL.
+
+    Not torch's own copy, which would start a second team of threads beside the compute.
+    """
     ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.numel() * src.element_size())

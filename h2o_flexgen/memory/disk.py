@@ -20,9 +20,8 @@ from typing import NamedTuple
 import torch
 
 from h2o_flexgen.config.model.tensors import PAGE
-from h2o_flexgen.errors import ModelError, StorageError
+from h2o_flexgen.errors import ModelError, StorageError, storage_error
 from h2o_flexgen.memory.handle import page_ceil, page_floor
-from h2o_flexgen.memory.locks import storage_error
 from h2o_flexgen.units import format_bytes
 
 RETRIES = 3

@@ -16,20 +16,21 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from h2o_flexgen.errors import StorageError, UsageError
-from h2o_flexgen.memory.locks import OPEN_LOCK, flock, holder, locked, sign, storage_error
+from h2o_flexgen.errors import StorageError, UsageError, storage_error
 from h2o_flexgen.units import format_bytes
 
 log = logging.getLogger(__name__)
 
 _RUN_NAME = re.compile(r"run-\d+-[0-9a-f]{16}")
 _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN_LOCK = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -55,7 +56,7 @@ class OffloadDir:
         self._fd = _open_root(self.path)
         self._run_fd = self._lock_fd = -1
         try:
-            with locked(self._fd, "lock", f"offload folder {self.path}"):
+            with _locked(self._fd, "lock", f"offload folder {self.path}"):
                 self._remove_stale_runs()
                 self._make_run_folder()
         except OSError as error:
@@ -106,7 +107,7 @@ class OffloadDir:
             raise storage_error(f"cannot use {path} as a folder", error) from error
         try:
             _refuse_strangers(path, os.fstat(folder))
-            with locked(folder, "lock", f"packed weights {path}"):
+            with _locked(folder, "lock", f"packed weights {path}"):
                 yield path
         finally:
             os.close(folder)
@@ -144,9 +145,9 @@ class OffloadDir:
         self._run_name = f"run-{os.getpid()}-{secrets.token_hex(8)}"
         os.mkdir(self._run_name, 0o700, dir_fd=self._fd)
         self._run_fd = os.open(self._run_name, _OPEN_DIR, dir_fd=self._fd)
-        self._lock_fd = os.open("lock", OPEN_LOCK | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._run_fd)
-        flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, str(self.run_path))
-        sign(self._lock_fd)
+        self._lock_fd = os.open("lock", _OPEN_LOCK | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._run_fd)
+        _flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, str(self.run_path))
+        _sign(self._lock_fd)
 
     def _remove_stale_runs(self) -> None:
         """Remove run folders whose lock nobody holds. The folder lock is held, so none of them is just being made."""
@@ -236,13 +237,13 @@ def _make_folder(name: str, dir_fd: int | None) -> None:
 def _left_by(folder: int) -> str | None:
     """Who left the run folder behind, or None while its run lives."""
     try:
-        fd = os.open("lock", OPEN_LOCK, dir_fd=folder)
+        fd = os.open("lock", _OPEN_LOCK, dir_fd=folder)
     except FileNotFoundError:
         return "a run that left no name"
     except OSError:
         return None
     try:
-        return holder(fd) if flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, "run folder") else None
+        return _holder(fd) if _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, "run folder") else None
     finally:
         os.close(fd)
 
@@ -258,3 +259,44 @@ def _remove_tree(name: str, folder: int, path: Path) -> None:
         except OSError as error:
             log.warning("could not remove %s: %s", path / name, error.strerror or error)
             return
+
+
+@contextmanager
+def _locked(folder: int, name: str, what: str) -> Iterator[None]:
+    """Hold the lock file `name` of an open folder exclusively, signed with our pid and host."""
+    try:
+        fd = os.open(name, _OPEN_LOCK | os.O_CREAT, 0o600, dir_fd=folder)
+    except OSError as error:
+        raise storage_error(f"cannot open the lock of the {what}", error) from error
+    try:
+        if not _flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, what):
+            log.warning("waiting for the %s, held by %s", what, _holder(fd))
+            _flock(fd, fcntl.LOCK_EX, what)
+        _sign(fd)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _flock(fd: int, operation: int, what: str) -> bool:
+    """True with the lock, False where another process has it (LOCK_NB); StorageError where there are no locks."""
+    try:
+        fcntl.flock(fd, operation)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise storage_error(f"the file system cannot lock the {what}", error) from error
+    return True
+
+
+def _sign(fd: int) -> None:
+    """Write our pid and host into a lock file. The lock holds without it, so a full disk is no reason to fail."""
+    with suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+
+
+def _holder(fd: int) -> str:
+    """Who signed a lock file: "pid 123 on node7"."""
+    words = os.pread(fd, 300, 0).decode(errors="replace").split()
+    return f"pid {words[0]} on {words[1]}" if len(words) == 2 else "a run that left no name"

@@ -2,47 +2,108 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
-from h2o_flexgen.errors import PlanError
+from h2o_flexgen.config.model.tensors import PAGE
+from h2o_flexgen.errors import PlanError, StorageError, storage_error
 from h2o_flexgen.memory.cuda import Device, open_device
-from h2o_flexgen.memory.disk_tier import DiskTier, Region
+from h2o_flexgen.memory.disk import DirectFile, Syscalls
 from h2o_flexgen.memory.handle import page_ceil
-from h2o_flexgen.memory.ledger import Ledger
-from h2o_flexgen.memory.pages import Block, DeviceMemory, HostMemory, Memory
+from h2o_flexgen.memory.pages import Allocation, BufferPool, DeviceMemory, HostMemory
 from h2o_flexgen.memory.pinned import Pin, PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
-from h2o_flexgen.memory.spare import Spare
+from h2o_flexgen.units import format_bytes
 
-__all__ = ["Buffer", "DiskTier", "Ledger", "Region", "Tier", "Tiers", "make_tiers"]
+
+class Ledger:
+    """Counts bytes against a capacity (None: no limit), itemised by what they are for. Owns no memory. Thread safe."""
+
+    def __init__(self, name: str, capacity: int | None) -> None:
+        if capacity is not None and capacity < 0:
+            raise ValueError(f"the capacity of the {name} tier is negative: {capacity}")
+        self.name, self.capacity = name, capacity
+        self.used = self.peak = 0
+        """Bytes in use now, and the most that were in use at once. Changed by `charge` and `refund` alone."""
+        self._lock = threading.Lock()
+        self._items: dict[str, int] = {}
+
+    @property
+    def free(self) -> int | None:
+        """Bytes left, None without a capacity."""
+        return None if self.capacity is None else self.capacity - self.used
+
+    def usage(self) -> dict[str, int]:
+        """Bytes in use by what they are for, largest first."""
+        with self._lock:
+            return dict(sorted(self._items.items(), key=lambda item: -item[1]))
+
+    def charge(self, nbytes: int, what: str) -> None:
+        """Count `nbytes` made elsewhere. PlanError, and nothing counted, where they do not fit."""
+        if nbytes < 0:
+            raise ValueError(f"cannot charge {nbytes} bytes for {what}")
+        with self._lock:
+            if self.capacity is not None and self.used + nbytes > self.capacity:
+                raise PlanError(
+                    f"{what} needs {format_bytes(nbytes)} on the {self.name} tier, which has "
+                    f"{format_bytes(self.capacity - self.used)} free of {format_bytes(self.capacity)}",
+                    f"{format_bytes(self.used + nbytes)} would hold what is there and this",
+                    f"raise --{self.name}-mem, or move a share of it to another tier",
+                )
+            self._items[what] = self._items.get(what, 0) + nbytes
+            self.used += nbytes
+            self.peak = max(self.peak, self.used)
+
+    def refund(self, nbytes: int, what: str) -> None:
+        """Give back what was charged for `what`; ValueError for more than that."""
+        with self._lock:
+            held = self._items.get(what, 0)
+            if not 0 <= nbytes <= held:
+                raise ValueError(f"cannot refund {nbytes} bytes of {what}: {held} are charged to the {self.name} tier")
+            self.used -= nbytes
+            self._items[what] = held - nbytes
+            if held == nbytes:
+                del self._items[what]
+
+    @contextmanager
+    def charged(self, nbytes: int, what: str) -> Iterator[None]:
+        """Charges whole pages for what is made within, and refunds them where that fails."""
+        self.charge(page_ceil(nbytes), what)
+        try:
+            yield
+        except BaseException:
+            self.refund(page_ceil(nbytes), what)
+            raise
 
 
 class Buffer:
     """A lease on bytes of a tier: `tensor` is 1-D uint8 of `nbytes`, page-aligned on the host, zeroed there.
 
-    `release` (or leaving the `with` block) gives the memory back to the system at once, whoever still holds a view; or
+    `release` (or leaving the `with` block) gives the memory back to the system at once, even if views of it live on; or
     to the tier, see `Tier.keeping`.
     """
 
-    def __init__(self, tier: Tier, nbytes: int, what: str, block: Block) -> None:
+    def __init__(self, tier: Tier, nbytes: int, what: str, allocation: Allocation) -> None:
         self.tier, self.nbytes, self.what = tier, nbytes, what
-        self._block: Block | None = block
+        self._allocation: Allocation | None = allocation
 
     @property
     def tensor(self) -> torch.Tensor:
         """The bytes; RuntimeError after the release."""
-        if self._block is None:
+        if self._allocation is None:
             raise RuntimeError(f"the buffer of {self.what} was released")
-        return self._block.tensor
+        return self._allocation.tensor
 
     def release(self) -> None:
         """Return the memory; a second call does nothing."""
-        block, self._block = self._block, None
-        if block is not None:
-            self.tier.give_back(self, block)
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            self.tier.give_back(self, allocation)
 
     def __enter__(self) -> Buffer:
         return self
@@ -57,56 +118,54 @@ class Tier(Ledger):
     Every allocation is counted in whole pages before it is made. `pins` page-locks what a GPU copies. Thread safe.
     """
 
-    def __init__(self, name: str, capacity: int | None, memory: Memory, pins: PinnedPool | None = None) -> None:
+    def __init__(
+        self, name: str, capacity: int | None, memory: HostMemory | DeviceMemory, pins: PinnedPool | None = None
+    ) -> None:
         super().__init__(name, capacity)
         self.device = memory.device
         self._memory, self._pins = memory, pins
         self._live: set[Buffer] = set()
-        self._spare = Spare()
+        self._pool = BufferPool()
 
     def allocate(self, nbytes: int, what: str, pin: Pin = Pin.IF_ROOM) -> Buffer:
         """`nbytes` for `what`. PlanError naming tier, what, needed and free where they do not fit.
 
         `pin`: whether host memory beside a GPU is page-locked.
         """
-        self.charge(page_ceil(nbytes), what)
-        try:
-            block = self._spare.take(nbytes)
-            if block is None:
+        with self.charged(nbytes, what):
+            allocation = self._pool.take(nbytes)
+            if allocation is None:
                 most = self.peak if self.capacity is None else min(self.peak, self.capacity)
-                self._spare.shrink(most - self.used)
-                block = self._memory.allocate(nbytes)
-            buffer = Buffer(self, nbytes, what, self._locked(block, pin))
-        except BaseException:
-            self.refund(page_ceil(nbytes), what)
-            raise
+                self._pool.shrink(most - self.used)
+                allocation = self._memory.allocate(nbytes)
+            buffer = Buffer(self, nbytes, what, self._locked(allocation, pin))
         self._live.add(buffer)
         return buffer
 
-    def give_back(self, buffer: Buffer, block: Block) -> None:
+    def give_back(self, buffer: Buffer, allocation: Allocation) -> None:
         """Called by Buffer.release."""
         self._live.discard(buffer)
-        if block.lock is not None and not block.lock.held:
-            block.lock.undo()
-            block = block._replace(lock=None)
-        if not self._spare.put(buffer.nbytes, block):
-            block.free()
+        if allocation.lock is not None and not allocation.lock.held:
+            allocation.lock.undo()
+            allocation = allocation._replace(lock=None)
+        if not self._pool.put(buffer.nbytes, allocation):
+            allocation.free()
         self.refund(page_ceil(buffer.nbytes), buffer.what)
 
-    def _locked(self, block: Block, pin: Pin) -> Block:
-        """`block`, page-locked as far as `pin` wants it and there is room: one that waited so stays as it is."""
+    def _locked(self, allocation: Allocation, pin: Pin) -> Allocation:
+        """Page-locked as far as `pin` wants it and there is room; one that waited so stays as it is."""
         if self._pins is None:
-            return block
-        if block.lock is not None:
-            if block.lock.pin is pin:
-                return block
-            block.lock.undo()
-        return block._replace(lock=self._pins.lock(block.tensor, pin, self._spare.give_way))
+            return allocation
+        if allocation.lock is not None:
+            if allocation.lock.pin is pin:
+                return allocation
+            allocation.lock.undo()
+        return allocation._replace(lock=self._pins.lock(allocation.tensor, pin, partial(self._pool.shrink, 0)))
 
     @property
     def held(self) -> int:
         """Bytes that the system has given: in use, or waiting for the next buffer of their size."""
-        return self.used + self._spare.nbytes
+        return self.used + self._pool.nbytes
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -117,17 +176,106 @@ class Tier(Ledger):
         """
         # A GPU's memory is kept by torch, which also knows what its streams are still using.
         if self.device.type == "cpu":
-            self._spare.open()
+            self._pool.open()
         try:
             yield
         finally:
-            self._spare.close()
+            self._pool.close()
 
     def close(self) -> None:
         """Release whatever is still allocated."""
         for buffer in tuple(self._live):
             buffer.release()
-        self._spare.close()
+        self._pool.close()
+
+
+class Region:
+    """A span of a preallocated file: bytes [offset, offset + nbytes), on pages that belong to it alone.
+
+    `part` gives views that share the file; releasing the whole region closes and removes it. A region remembers the
+    digest of the last write through it, a part of its own writes only.
+    """
+
+    def __init__(self, file: DirectFile, offset: int, nbytes: int, what: str, tier: DiskTier | None = None) -> None:
+        self.file, self.offset, self.nbytes, self.what = file, offset, nbytes, what
+        self._tier = tier
+        self._written: tuple[int, bytes] | None = None
+
+    def remember(self, nbytes: int, digest: bytes) -> None:
+        """Called after a write of `nbytes` from the start of the region."""
+        self._written = (nbytes, digest)
+
+    def digest_of(self, nbytes: int) -> bytes | None:
+        """The digest of the region's first `nbytes`, None unless the last write was of just those."""
+        return self._written[1] if self._written is not None and self._written[0] == nbytes else None
+
+    def part(self, offset: int, nbytes: int) -> Region:
+        """The sub-span [offset, offset + nbytes); `offset` is a multiple of PAGE. It owns nothing."""
+        if offset % PAGE or not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise ValueError(f"bytes {offset} + {nbytes} are no part of the {self.nbytes} bytes of {self.what}")
+        return Region(self.file, self.offset + offset, nbytes, self.what)
+
+    def release(self) -> None:
+        """Remove the file and give its bytes back; nothing for a part, or a second time."""
+        tier, self._tier = self._tier, None
+        if tier is not None:
+            tier.give_back(self)
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class DiskTier(Ledger):
+    """Regions in `folder` (None: a run without an offload folder), under a capacity. Owns the files it makes."""
+
+    def __init__(self, capacity: int | None, folder: OffloadDir | None, syscalls: Syscalls | None = None) -> None:
+        super().__init__("disk", capacity)
+        self._folder, self._sys = folder, syscalls or Syscalls()
+        self._live: set[Region] = set()
+
+    def allocate(self, nbytes: int, what: str) -> Region:
+        """A region of `nbytes` in a file of its own, its blocks reserved now.
+
+        PlanError over the capacity or without an offload folder; StorageError where the file system has no room.
+        """
+        if self._folder is None:
+            raise PlanError(f"{what} needs {format_bytes(nbytes)} on disk, and there is no offload folder",
+                            change="name one with --offload-dir")  # fmt: skip
+        size = page_ceil(nbytes)
+        with self.charged(nbytes, what):
+            self._folder.require_free(size, what)
+            region = self._make(self._folder, size, nbytes, what)
+        self._live.add(region)
+        return region
+
+    def give_back(self, region: Region) -> None:
+        """Called by Region.release."""
+        self._live.discard(region)
+        region.file.close()
+        if self._folder is not None:
+            self._folder.remove_file(region.file.path)
+        self.refund(page_ceil(region.nbytes), region.what)
+
+    def close(self) -> None:
+        """Release whatever is still allocated."""
+        for region in tuple(self._live):
+            region.release()
+
+    def _make(self, folder: OffloadDir, size: int, nbytes: int, what: str) -> Region:
+        path, fd = folder.new_file("region")
+        try:
+            if size:
+                self._sys.fallocate(fd, size)
+            return Region(DirectFile(path, fd, writable=True, ours=True, syscalls=self._sys), 0, nbytes, what, self)
+        except OSError as error:
+            os.close(fd)
+            folder.remove_file(path)
+            if isinstance(error, StorageError):
+                raise
+            raise storage_error(f"{what} needs {format_bytes(size)} at {path}", error) from error
 
 
 class Tiers:

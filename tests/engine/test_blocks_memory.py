@@ -11,7 +11,7 @@ import torch
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.limits import gpu
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.memory.pages import Block, HostMemory
+from h2o_flexgen.memory.pages import Allocation, HostMemory
 from h2o_flexgen.memory.pinned import PinnedPool
 from tests.memory.fake_cuda import FakeDevice
 from tests.tiny import prompts_of
@@ -27,7 +27,7 @@ def test_later_blocks_ask_the_system_for_no_memory(
     asked: list[int] = []
     allocate = HostMemory.allocate
 
-    def counted(memory: HostMemory, nbytes: int) -> Block:
+    def counted(memory: HostMemory, nbytes: int) -> Allocation:
         asked.append(nbytes)
         return allocate(memory, nbytes)
 

@@ -21,9 +21,9 @@ from h2o_flexgen.engine.limits import gpu
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.state.kv_store import BatchCache
 from h2o_flexgen.memory.copies import CopyEngine
-from h2o_flexgen.memory.jobs import Ticket
-from h2o_flexgen.memory.ledger import Ledger
 from h2o_flexgen.memory.pinned import PinnedPool
+from h2o_flexgen.memory.tiers import Ledger
+from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
 from tests.memory.fake_cuda import FakeDevice
 from tests.memory.watch import order_threads, watched

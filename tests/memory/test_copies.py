@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from h2o_flexgen.memory.copies import CopyEngine
-from h2o_flexgen.memory.jobs import Ticket
 from h2o_flexgen.memory.tiers import Tiers, make_tiers
+from h2o_flexgen.memory.transfers import Ticket
 from tests.memory.buffers import padded, random_bytes, whole
 
 

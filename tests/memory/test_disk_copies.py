@@ -16,10 +16,9 @@ from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup
 from h2o_flexgen.errors import ModelError, StorageError
 from h2o_flexgen.memory.copies import CopyEngine, checksum
 from h2o_flexgen.memory.disk import Syscalls
-from h2o_flexgen.memory.disk_tier import DiskTier
 from h2o_flexgen.memory.handle import Extent, Location, direct_layout, views
 from h2o_flexgen.memory.rundir import OffloadDir
-from h2o_flexgen.memory.tiers import Tiers
+from h2o_flexgen.memory.tiers import DiskTier, Tiers
 from tests.memory.buffers import padded, random_bytes, whole
 from tests.memory.conftest import Faulty
 

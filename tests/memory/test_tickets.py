@@ -15,7 +15,7 @@ import pytest
 
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.copies import CopyEngine
-from h2o_flexgen.memory.jobs import Ticket
+from h2o_flexgen.memory.transfers import Ticket
 from tests.memory.buffers import padded, whole
 from tests.memory.conftest import Faulty, engine_threads
 
@@ -47,7 +47,7 @@ def test_what_comes_after_a_failure_fails_without_running() -> None:
     assert ran == [3]
 
 
-def test_a_blocked_ticket_does_not_hold_up_the_lane() -> None:
+def test_a_blocked_ticket_does_not_hold_up_the_queue() -> None:
     gate = threading.Event()
     order = []
     with CopyEngine() as engine:
@@ -192,11 +192,10 @@ def test_a_forgotten_engine_does_not_hang_the_exit() -> None:
     script = """
 import threading
 from collections import deque
-from h2o_flexgen.memory.jobs import Job, Piece, Ticket
-from h2o_flexgen.memory.workers import Workers
-workers = Workers()
+from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, WorkItem, Workers
+workers = Workers(LinkMeters())
 gate = threading.Event()
-workers.submit("lane", Job(Ticket("t", "cpu->gpu", 1), deque([Piece(lambda: None, 1)]))).wait()
+workers.submit("queue", WorkItem(Ticket("t", "cpu->gpu", 1), deque([Operation(lambda: None, 1)]))).wait()
 print("done")
 """
     done = subprocess.run(

@@ -11,12 +11,10 @@ import torch
 
 from h2o_flexgen.errors import PlanError, StorageError
 from h2o_flexgen.memory import pages
-from h2o_flexgen.memory.disk_tier import DiskTier
-from h2o_flexgen.memory.ledger import Ledger
 from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
-from h2o_flexgen.memory.tiers import Tier, make_tiers
+from h2o_flexgen.memory.tiers import DiskTier, Ledger, Tier, make_tiers
 from tests.memory.conftest import Faulty
 from tests.memory.fake_cuda import FakeDevice
 

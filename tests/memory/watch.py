@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from h2o_flexgen.engine.execution import host_attention, host_fill
 from h2o_flexgen.memory import device_copies
 from h2o_flexgen.memory.disk import DirectFile
-from h2o_flexgen.memory.jobs import Job, Ticket
-from h2o_flexgen.memory.workers import Workers
+from h2o_flexgen.memory.transfers import Operation, Ticket, Workers, WorkItem, WorkQueue
 from tests.memory.fake_cuda import FakeDevice, extent
 from tests.memory.races import Clock
 
@@ -54,7 +53,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def order_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
-    """Teaches the races what threads know of each other: by tickets, and by jobs that are handed over."""
+    """Teaches the races what threads know of each other: by tickets, and by work items that are handed over."""
     races = device.races
     told: dict[int, Clock] = {}  # by what the clock belongs to; nothing that is told of goes before the test ends
     alive: list[object] = []
@@ -81,24 +80,25 @@ def order_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(owner, name, call)
 
-    def claimed(claim: Any, *_: object) -> None:
+    def claimed(claim: tuple[WorkItem, Operation] | None, *_: object) -> None:
         if claim is not None:
-            for thing in (claim.job, *claim.job.after):
+            item, _operation = claim
+            for thing in (item, *item.after):
                 hear(thing)
 
-    def settled(_: object, lane: Any, claim: Any, error: Any) -> None:
-        tell(claim.job)
+    def settled(_: object, queue: WorkQueue, item: WorkItem, *rest: object) -> None:
+        tell(item)
 
     def resolved(ticket: Ticket, error: Any) -> None:
         tell(ticket)
 
-    def submitted(_: object, lane: str, job: Job, threads: int = 1) -> None:
-        tell(job)
+    def submitted(_: object, queue: str, item: WorkItem, threads: int = 1) -> None:
+        tell(item)
 
     around(Workers, "submit", submitted, None)
     around(Workers, "_claim", None, claimed)
     around(Workers, "_settle", settled, None)
-    around(Workers, "_finish", lambda _, job: hear(job), None)
+    around(Workers, "_finish", lambda _, item: hear(item), None)
     around(Workers, "drain", None, lambda *_: races.meet(races.host()))
     around(Workers, "close", None, lambda *_: races.meet(races.host()))
     around(Ticket, "resolve", resolved, None)
@@ -119,7 +119,7 @@ def order_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
         for tensor, write in ((dst, True), (src, False)):
             races.access(races.host(), *extent(tensor), write, "a move on the host")
 
-    around(device_copies, "_move", moved, None)
+    around(device_copies, "move", moved, None)
 
     attend = host_attention._attend
 

@@ -21,9 +21,9 @@ from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.execution.attention import TickAttention
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.memory.copies import CopyEngine
-from h2o_flexgen.memory.jobs import Ticket
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
+from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.models.decoder import Decoder, Weights
 from h2o_flexgen.schedule.host_attention import HOST_ATTENTION, answer_bytes, is_output, output_bytes, query_bytes
 from h2o_flexgen.schedule.tasks import Task

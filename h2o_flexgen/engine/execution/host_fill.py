@@ -13,9 +13,9 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.engine.state.kv_store import BatchCache
 from h2o_flexgen.memory.copies import CopyEngine
-from h2o_flexgen.memory.jobs import Ticket
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
+from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.schedule.host_attention import FILL_BUFFERS, HOST_ATTENTION
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import page_ceil
-from h2o_flexgen.memory.jobs import Ticket
 from h2o_flexgen.memory.tiers import Tiers
+from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.schedule.stage_footprint import LEAVING
 
 

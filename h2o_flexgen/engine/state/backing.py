@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from h2o_flexgen.memory.copies import CopyEngine
-from h2o_flexgen.memory.jobs import Ticket
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Buffer, Tier, Tiers
+from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.schedule.footprint import STAGING_BUFFERS
 
 

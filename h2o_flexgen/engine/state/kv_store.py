@@ -20,9 +20,9 @@ from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.state.backing import BackingFactory, BackingStore, BufferRing
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import page_ceil
-from h2o_flexgen.memory.jobs import Ticket
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
+from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY, STATE_BUFFERS
 
 Place = tuple[int, int]  # (layer, GPU batch)

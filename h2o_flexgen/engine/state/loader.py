@@ -26,10 +26,10 @@ from h2o_flexgen.errors import PlanError
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
 from h2o_flexgen.memory.handle import Location, direct_layout, direct_obstacle, packed_layout, torch_dtype, views
-from h2o_flexgen.memory.jobs import TraceCallback
 from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Tier, Tiers, another_gpu, make_tiers
+from h2o_flexgen.memory.transfers import TraceCallback
 from h2o_flexgen.schedule.stages import stages_of
 from h2o_flexgen.schedule.timeline import on_stage
 from h2o_flexgen.schedule.weight_room import streamed_sizes, weight_room

@@ -11,9 +11,9 @@ from h2o_flexgen.checkpoint.pack import PackedUnit, discard
 from h2o_flexgen.errors import H2OFlexGenError, StorageError
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import UnitLayout, views
-from h2o_flexgen.memory.jobs import Ticket
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Buffer, Tiers
+from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.models.decoder import bind
 from h2o_flexgen.schedule.weight_room import WeightRoom
 

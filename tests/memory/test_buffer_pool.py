@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.memory.pages import HostMemory
+from h2o_flexgen.memory.pages import BufferPool, HostMemory
 from h2o_flexgen.memory.pinned import Pin, PinnedPool
-from h2o_flexgen.memory.spare import Spare
 from h2o_flexgen.memory.tiers import Tier
 from tests.memory.fake_cuda import FakeDevice
 from tests.memory.test_tiers import resident
@@ -81,17 +80,17 @@ def test_several_sizes_wait_side_by_side() -> None:
 
 
 def test_outside_of_it_nothing_waits() -> None:
-    spare, memory = Spare(), HostMemory()
-    block = memory.allocate(4096)
-    assert not spare.put(4096, block)
-    spare.open()
-    assert spare.put(4096, block)
-    assert not spare.put(0, memory.allocate(0)), "nothing is worth nothing"
-    assert spare.nbytes == 4096
-    assert spare.take(8192) is None
-    spare.close()
-    assert spare.nbytes == 0
-    assert spare.take(4096) is None
+    pool, memory = BufferPool(), HostMemory()
+    allocation = memory.allocate(4096)
+    assert not pool.put(4096, allocation)
+    pool.open()
+    assert pool.put(4096, allocation)
+    assert not pool.put(0, memory.allocate(0)), "nothing is worth nothing"
+    assert pool.nbytes == 4096
+    assert pool.take(8192) is None
+    pool.close()
+    assert pool.nbytes == 0
+    assert pool.take(4096) is None
 
 
 def test_an_error_within_gives_everything_back() -> None:

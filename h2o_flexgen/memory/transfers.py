@@ -1,0 +1,283 @@
+"""Tickets that callers wait on, and queues of threads that move bytes. Knows nothing of files or tensors."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from h2o_flexgen.memory.cuda import Device
+
+TraceCallback = Callable[[str, float, float, str], None]
+"""(task, start, end, resource); times are `time.perf_counter` readings. Called on the worker threads."""
+
+_IDLE = 0.5  # seconds between an idle worker's looks at whether the program has ended
+
+
+class Ticket:
+    """One transfer under way. Made by the copy engine; any thread but the engine's own may wait.
+
+    `seconds` is the time from its first byte to its last, checks included, once it is done.
+    """
+
+    def __init__(self, label: str, link: str, nbytes: int) -> None:
+        self.label, self.link, self.nbytes = label, link, nbytes
+        self.seconds = 0.0
+        self.error: BaseException | None = None
+        """What went wrong, None while under way or when all went well."""
+        self._finished = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once all bytes are there; raise what went wrong, every time. A signal may interrupt the wait.
+
+        TimeoutError after `timeout` seconds; the transfer goes on.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"{self.label} ({self.link}) is still under way after {timeout} s")
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        """True once nothing of it is running any more, whether it went well or not."""
+        return self._finished.is_set()
+
+    def wait_on_device(self, device: Device | None = None) -> None:
+        """What is computed from now on finds the bytes there, or the source read. Raises what is known to be wrong.
+
+        For a copy to or from a GPU the host waits only until it is queued, and the GPU's compute does the rest; any
+        other transfer is waited for. To be called by the thread that computes. `device`: which GPU's compute is meant,
+        if it is not the one that the copy was asked of.
+        """
+        self.wait()
+
+    def wait_issued(self) -> None:
+        """Return once `issued`."""
+        self._finished.wait()
+
+    def issued(self) -> bool:
+        """Whether no thread has anything left to do for it, well or not: a GPU may still be copying."""
+        return self._finished.is_set()
+
+    def resolve(self, error: BaseException | None) -> None:
+        """Called once, by whoever carries out the transfer."""
+        self.error = error
+        self._finished.set()
+
+
+class Operation(NamedTuple):
+    """A part of a transfer that one thread does in one go."""
+
+    run: Callable[[], None]
+    nbytes: int
+
+
+@dataclass(eq=False)
+class WorkItem:
+    """A ticket's operations. They may run in any order, and in parallel; `finish` runs once after all went well.
+
+    `after`: what has to be done before. With `on_device` the operations queue work on a GPU, whose order and bytes are
+    not kept here: they start as soon as all of `after` is issued.
+    """
+
+    ticket: Ticket
+    operations: deque[Operation]
+    after: tuple[Ticket, ...] = ()
+    finish: Callable[[], None] | None = None
+    on_device: bool = False
+    running: int = 0
+    started: float = 0.0
+    error: BaseException | None = None
+
+
+@dataclass
+class WorkQueue:
+    """Items that use the same resource, and the threads that take them."""
+
+    wake: threading.Condition
+    items: deque[WorkItem] = field(default_factory=deque)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+
+class LinkMeters:
+    """Bytes moved per link, and the seconds in which at least one operation was running on it. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._moved, self._busy = Counter[str](), dict[str, float]()
+        self._active, self._since = Counter[str](), dict[str, float]()
+
+    def start(self, link: str, now: float) -> None:
+        """An operation starts."""
+        with self._lock:
+            if not self._active[link]:
+                self._since[link] = now
+            self._active[link] += 1
+
+    def stop(self, link: str, now: float, nbytes: int) -> None:
+        """An operation ends that moved `nbytes`."""
+        with self._lock:
+            self._active[link] -= 1
+            self._add(link, nbytes, 0.0 if self._active[link] else now - self._since[link])
+
+    def add(self, link: str, nbytes: int, seconds: float) -> None:
+        """Count a transfer that a device timed."""
+        with self._lock:
+            self._add(link, nbytes, seconds)
+
+    def read(self) -> tuple[Counter[str], dict[str, float]]:
+        """(bytes moved, busy seconds) per link, operations that are still running left out."""
+        with self._lock:
+            return Counter(self._moved), dict(self._busy)
+
+    def _add(self, link: str, nbytes: int, seconds: float) -> None:
+        self._moved[link] += nbytes
+        self._busy[link] = self._busy.get(link, 0.0) + seconds
+
+
+class Workers:
+    """Runs work items on queues of threads, started when first needed and joined by `close`.
+
+    A queue prefers earlier items; one whose `after` is not issued is passed over, and fails if that fails. For what a
+    GPU is still copying the thread waits. A ticket is done only when none of its operations runs, so that its buffer is
+    the caller's again even after an error.
+    """
+
+    def __init__(self, meters: LinkMeters, trace: TraceCallback | None = None) -> None:
+        self._meters, self._trace = meters, trace
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._queues: dict[str, WorkQueue] = {}
+        self._pending = 0
+        self._closing = False
+
+    def submit(self, name: str, item: WorkItem, threads: int = 1) -> Ticket:
+        """Put `item` in the queue called `name`, of up to `threads` threads. RuntimeError after `close`."""
+        if not item.operations:  # an empty transfer still resolves its ticket
+            item.operations.append(Operation(lambda: None, 0))
+        with self._lock:
+            if self._closing:
+                raise RuntimeError(f"the copy engine is closed: {item.ticket.label} cannot start")
+            queue = self._queues.get(name)
+            if queue is None:
+                queue = self._queues[name] = WorkQueue(threading.Condition(self._lock))
+            if len(queue.threads) < threads:
+                thread = threading.Thread(target=self._work, args=(queue,), name=f"h2o-{name}-{len(queue.threads)}")
+                queue.threads.append(thread)  # first, so that `close` joins it even if a signal interrupts the start
+                thread.start()
+            self._pending += 1
+            queue.items.append(item)
+            queue.wake.notify(len(item.operations))
+        return item.ticket
+
+    def drain(self) -> None:
+        """Wait until nothing is under way. Errors stay with their tickets."""
+        with self._lock:
+            while self._pending:
+                self._idle.wait()
+
+    def close(self) -> None:
+        """Drop what has not started, let running operations end, join every thread. May be called again."""
+        with self._lock:
+            self._closing = True
+            self._drop_all()
+            threads = [thread for queue in self._queues.values() for thread in queue.threads]
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+    def _work(self, queue: WorkQueue) -> None:
+        while (claim := self._claim(queue)) is not None:
+            (item, operation), error = claim, None
+            try:
+                for before in () if item.on_device else item.after:
+                    before.wait()
+                operation.run()
+            except BaseException as caught:
+                error = caught
+            if self._settle(queue, item, operation, error):
+                self._finish(item)
+            del claim, item, operation, error  # a thread that waits for work keeps no buffer alive
+
+    def _claim(self, queue: WorkQueue) -> tuple[WorkItem, Operation] | None:
+        """The next operation for a thread of `queue`; waits for one. None when the thread must end."""
+        with self._lock:
+            while not self._closing:
+                item = self._next_item(queue)
+                if item is None:
+                    queue.wake.wait(_IDLE)
+                    if not threading.main_thread().is_alive():  # nobody closed us, and the interpreter waits for us
+                        self._closing = True
+                        self._drop_all()
+                    continue
+                now = time.perf_counter()
+                item.started = item.started or now
+                if not item.on_device:
+                    self._meters.start(item.ticket.link, now)
+                item.running += 1
+                operation = item.operations.popleft()
+                if not item.operations:
+                    queue.items.remove(item)
+                return item, operation
+        return None
+
+    def _next_item(self, queue: WorkQueue) -> WorkItem | None:
+        for item in tuple(queue.items):
+            if all(before.issued() for before in item.after):
+                error = next((before.error for before in item.after if before.error is not None), None)
+                if error is None:
+                    return item
+                queue.items.remove(item)
+                self._complete(item, error)
+        return None
+
+    def _settle(self, queue: WorkQueue, item: WorkItem, operation: Operation, error: BaseException | None) -> bool:
+        """Book an operation that ended; True if it was the last of its item."""
+        with self._lock:
+            if not item.on_device:
+                self._meters.stop(item.ticket.link, time.perf_counter(), 0 if error else operation.nbytes)
+            item.running -= 1
+            if error is not None:
+                item.error = item.error or error
+                if item.operations:
+                    item.operations.clear()
+                    queue.items.remove(item)
+            return not item.operations and not item.running
+
+    def _finish(self, item: WorkItem) -> None:
+        ticket = item.ticket
+        try:
+            if item.error is None and item.finish is not None:
+                item.finish()
+            if not item.on_device:
+                ticket.seconds = time.perf_counter() - item.started
+                if self._trace is not None:
+                    self._trace(ticket.label, item.started, item.started + ticket.seconds, ticket.link)
+        except BaseException as error:
+            item.error = item.error or error
+        with self._lock:
+            self._complete(item, item.error)
+
+    def _complete(self, item: WorkItem, error: BaseException | None) -> None:
+        """Resolve the ticket and wake the threads whose items may start now. The lock is held."""
+        item.finish, item.after = None, ()
+        item.ticket.resolve(error)
+        self._pending -= 1
+        if not self._pending:
+            self._idle.notify_all()
+        for queue in self._queues.values():
+            if queue.items:
+                queue.wake.notify_all()
+
+    def _drop_all(self) -> None:
+        """Fail every item that still has unstarted operations; those with running ones resolve when these end."""
+        for queue in self._queues.values():
+            items, queue.items = queue.items, deque()
+            for item in items:
+                item.error = item.error or RuntimeError(f"{item.ticket.label}: dropped, the copy engine was closed")
+                item.operations.clear()
+                if not item.running:
+                    self._complete(item, item.error)
+            queue.wake.notify_all()
