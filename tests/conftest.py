@@ -17,7 +17,7 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # which Triton reads when it is imported, by whomever
 
-from h2o_flexgen.kernels.native import build
+from h2o_flexgen.kernels import native
 from tests.seeds import SEED, moved
 
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start and interrupt.
@@ -44,10 +44,10 @@ def _seeded(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Programs that tests start find the kernels that this machine has compiled before: none compiles them again."""
-    if build.library() is not None:
+    if native.library() is not None:
         folder = tmp_path_factory.getbasetemp() / "cache" / "h2o_flexgen"
         folder.mkdir(parents=True)
-        (folder / "native").symlink_to(build._cache_folder())
+        (folder / "native").symlink_to(native._cache_folder())
 
 
 @pytest.fixture(autouse=True)

@@ -8,18 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.clock import RowClock, slots_needed
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.fused import FusedStep
-from h2o_flexgen.cache.prompts import fill_alike, packed
-from h2o_flexgen.cache.ranked import RankedSlots
-from h2o_flexgen.cache.slots import ArrivalSlots, SlotBook
-from h2o_flexgen.cache.vectors import move_down, rolled, zero_after
+from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
+from h2o_flexgen.cache.slots import CacheSlots, RingSlots, ScoredSlots
+from h2o_flexgen.cache.vectors import index_of, move_down, rolled, select, zero_after
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels import decode_attention
-from h2o_flexgen.kernels.native.attend import available
-from h2o_flexgen.kernels.native.keep import keep_prompts, keeps
-from h2o_flexgen.kernels.types import KeysValues, PackedPrompts
+from h2o_flexgen.kernels.decode import available
+from h2o_flexgen.kernels.prompt import keep_prompts, keeps
+from h2o_flexgen.kernels.types import KeysValues, PackedPrompts, PackedRow
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class KVCache:
     def __init__(
         self,
         shape: CacheShape,
-        budgets: Sequence[Budget] | RowClock,
+        budgets: Sequence[Budget] | CacheLengths,
         policy: EvictionPolicy,
         *,
         layer: int,
@@ -69,23 +67,23 @@ class KVCache:
         device: torch.device | str = "cpu",
         window: int | None = None,
     ) -> None:
-        """`budgets`: or a clock of these rows, that of no other cache. ValueError for what does not fit together."""
+        """`budgets`: or the lengths of these rows, which no other cache uses. ValueError if sizes do not fit."""
         self.device = torch.empty(0, device=device).device  # by its full name, as tensors have it
-        if not isinstance(budgets, RowClock):
-            budgets = RowClock(budgets, shape.capacity, self.device, window)
-        self._clock, limits = budgets, budgets.limits
+        if not isinstance(budgets, CacheLengths):
+            budgets = CacheLengths(budgets, shape.capacity, self.device, window)
+        self._lengths, limits = budgets, budgets.limits
         if not len(limits) == len(row_ids) == shape.batch:
             raise ValueError(f"{len(limits)} budgets and {len(row_ids)} row ids for {shape.batch} rows")
         if shape.capacity < max(limits):
             raise ValueError(f"{shape.capacity} slots are too few, these budgets need {max(limits)}")
         self.shape = shape
-        self.statistic = policy.statistic if self._clock.chooses else "none"
+        self.statistic = policy.statistic if self._lengths.chooses else "none"
         self._policy, self._layer, self._row_ids = policy, layer, list(row_ids)
-        self._book: SlotBook
-        if isinstance(policy, RankedPolicy) and self._clock.chooses:
-            self._book = RankedSlots(self._clock, policy, shape.kv_heads, shape.capacity, layer, row_ids)
+        self._slots: CacheSlots
+        if isinstance(policy, RankedPolicy) and self._lengths.chooses:
+            self._slots = ScoredSlots(self._lengths, policy, shape.kv_heads, shape.capacity, layer, row_ids)
         else:
-            self._book = ArrivalSlots(self._clock, shape.kv_heads, shape.capacity)
+            self._slots = RingSlots(self._lengths, shape.kv_heads, shape.capacity)
         self._fused: FusedStep | None = None
         self._last: int | Tensor | None = None
         self._reads_occupied = False  # steps read nothing but occupied slots, unless positions roll
@@ -100,10 +98,10 @@ class KVCache:
         of the parts are: every row may stay or move down, none up. The parts must not be used afterwards.
         """
         first = parts[0][0]
-        clock = RowClock.joined([(cache._clock, rows) for cache, rows in parts])
+        lengths = CacheLengths.joined([(cache._lengths, rows) for cache, rows in parts])
         joined = cls(
-            replace(first.shape, batch=len(clock.budgets)),
-            clock,
+            replace(first.shape, batch=len(lengths.budgets)),
+            lengths,
             first._policy,
             layer=first._layer,
             row_ids=[cache._row_ids[row] for cache, rows in parts for row in rows],
@@ -116,13 +114,13 @@ class KVCache:
                 move_down(cache._buffers()[i], rows, target[start : start + len(rows)], used)
                 start += len(rows)
         joined.attach(k, v)
-        joined._book.resume([(cache._book, rows) for cache, rows in parts])
+        joined._slots.resume([(cache._slots, rows) for cache, rows in parts])
         return joined
 
-    def clock_for_twin(self) -> RowClock:
+    def lengths_for_another_layer(self) -> CacheLengths:
         """For a cache of the same rows in another layer with the same window and capacity: what follows from budgets
         and lengths alone is then worked out once."""
-        return self._clock.twin()
+        return self._lengths.for_another_layer()
 
     @property
     def wants_column_sums(self) -> bool:
@@ -163,15 +161,37 @@ class KVCache:
         float32 (n, kv_heads, P + S). Keeps what each row's own budget allows, in time order from slot 0. Its other
         slots are zeroed where something may read them: torch reads all slots of a cache on a CPU.
         """
-        for row in rows:
-            self._clock.fill(row, k.shape[2] + (0 if past is None else past[0].shape[1]))
-        budgets = [(row, self._clock.budgets[row]) for row in rows]
-        fill_alike(self._book, self._buffers(), budgets, (k, v), past, column_sums, not self._reads_occupied)
+        before = 0 if past is None else past[0].shape[1]
+        length, same_budget = before + k.shape[2], dict[Budget, list[int]]()
+        for index, row in enumerate(rows):
+            self._lengths.fill(row, length)
+            same_budget.setdefault(self._lengths.budgets[row], []).append(index)
+        for budget, members in same_budget.items():
+            source, target = (index_of(part, k.device) for part in (members, [rows[index] for index in members]))
+            kept = self._slots.fill(target, length, budget, None if column_sums is None else column_sums[source])
+            held = length if kept is None else kept.shape[-1]
+            for i, (buffer, own) in enumerate(zip(self._buffers(), (k, v), strict=True)):
+                shared = None if past is None else past[i]
+                if kept is not None:
+                    buffer[target, :, :held] = select(own[source], shared, kept)
+                else:
+                    buffer[target, :, before:held] = own[source]
+                    if shared is not None:
+                        buffer[target, :, :before] = shared
+                if not self._reads_occupied:
+                    buffer[target, :, held:] = 0
 
     def packing(self, spans: Sequence[tuple[int, int, int]]) -> PackedPrompts | None:
         """What `fill_packed` takes, for prompts as (row, first token, length); None where no kernel does that."""
-        takes = self._book.packs and self._reads_occupied and keeps(*self._buffers())
-        return packed(spans, self._clock.budgets) if takes else None
+        if not (self._slots.packs and self._reads_occupied and keeps(*self._buffers())):
+            return None
+        budgets = [self._lengths.budgets[row] for row, _, _ in spans]
+        return PackedPrompts.of(
+            [
+                PackedRow(first, length, row, budget.total, budget.heavy, budget.recent, budget.sinks)
+                for (row, first, length), budget in zip(spans, budgets, strict=True)
+            ]
+        )
 
     def fill_packed(self, prompts: PackedPrompts, k: Tensor, v: Tensor, column_sums: Tensor | None = None) -> None:
         """As `fill`, of prompts of any lengths at once: k, v (T, kv_heads, head_dim) of packed tokens.
@@ -179,8 +199,8 @@ class KVCache:
         column_sums: float32 (T kv_heads,), (kv_heads, length) of a prompt from its `first` x kv_heads on.
         """
         for row in prompts.rows:
-            self._clock.fill(row.place, row.length)
-        keep_prompts(prompts, KeysValues(k, v), self._buffers(), self._clock.window, column_sums, self._book.table)
+            self._lengths.fill(row.place, row.length)
+        keep_prompts(prompts, KeysValues(k, v), self._buffers(), self._lengths.window, column_sums, self._slots.table)
 
     def _buffers(self) -> KeysValues:
         if self.k is None or self.v is None:
@@ -200,7 +220,7 @@ class KVCache:
         Either all steps have one or none.
         """
         buffers = self._buffers()
-        if not self._clock.started:
+        if not self._lengths.started:
             self._start(*buffers, q.shape[1], table is not None)
         if self._fused is not None:
             if table is not None:
@@ -209,7 +229,7 @@ class KVCache:
             self._last = self._fused.used
         else:
             out = self._attend(q, k, v, scale, table)
-        self._clock.tick()
+        self._lengths.tick()
         return out
 
     @property
@@ -219,53 +239,53 @@ class KVCache:
 
     def repeat(self, steps: int = 1) -> None:
         """Steps that others launch, from a recording of one; -1: the last was only recorded, and is yet to be done."""
-        self._clock.tick(steps)
+        self._lengths.tick(steps)
 
     def _start(self, k: Tensor, v: Tensor, heads: int, rolling: bool) -> None:
         """All prompts are in: which way the steps go is settled for good."""
-        self._clock.start()
-        self._book.start(rolling)
-        self._fused = None if rolling else FusedStep.of(self._clock, self._book, k, heads)
+        self._lengths.start()
+        self._slots.start(rolling)
+        self._fused = None if rolling else FusedStep.of(self._lengths, self._slots, k, heads)
         if self._fused is not None:
             self._fused.attach(k, v)
         elif self._reads_occupied:  # so that nothing was zeroed
-            zero_after(list(map(min, self._clock.held, self._clock.limits)), k, v)
+            zero_after(list(map(min, self._lengths.held, self._lengths.limits)), k, v)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: tuple[Tensor, Tensor] | None) -> Tensor:
         """A step in torch operations, on any device."""
         buffers = self._buffers()
-        slot = self._last = self._book.take()
+        slot = self._last = self._slots.allocate()
         if isinstance(slot, int):
             buffers.k.select(2, slot).copy_(k)
             buffers.v.select(2, slot).copy_(v)
         else:
             self._flat_k.index_copy_(0, slot, k.reshape(self._flat_k.shape[0] // self.shape.capacity, -1))
             self._flat_v.index_copy_(0, slot, v.reshape(self._flat_v.shape[0] // self.shape.capacity, -1))
-        length, width, valid = self._clock.occupied()
+        length, width, valid = self._lengths.occupied()
         if valid is not None:
             valid = valid.expand(self.shape.batch, self.shape.kv_heads, -1)
         keys = buffers.k.narrow(2, 0, width)
         if table is not None:
-            q, keys = rolled(q, keys, table, self._clock.newest_ranks.view(-1, 1), self._book.ranks(width))
-        out, row = decode_attention(q, keys, buffers.v.narrow(2, 0, width), scale, valid, self._book.needs_rows)
-        self._book.settle(None if row is None else row[..., :length], length)
+            q, keys = rolled(q, keys, table, self._lengths.newest_ranks.view(-1, 1), self._slots.ranks(width))
+        out, row = decode_attention(q, keys, buffers.v.narrow(2, 0, width), scale, valid, self._slots.needs_rows)
+        self._slots.evict(None if row is None else row[..., :length], length)
         return out
 
     @property
     def counts(self) -> list[int]:
         """Tokens held by each row, the same for all its heads."""
-        return self._clock.counts
+        return self._lengths.counts
 
     @property
     def next_pos(self) -> list[int]:
         """Absolute position of each row's next token."""
-        return self._clock.next_pos
+        return self._lengths.next_pos
 
     @property
     def occupied(self) -> int:
         """Slots from the first on that any row has ever used: what a copy of the cache must contain."""
-        clock = self._clock
-        return max(min(held + clock.step, limit) for held, limit in zip(clock.held, clock.limits, strict=True))
+        lengths = self._lengths
+        return max(min(held + lengths.step, limit) for held, limit in zip(lengths.held, lengths.limits, strict=True))
 
     @property
     def last_slots(self) -> Tensor:
@@ -280,12 +300,12 @@ class KVCache:
     @property
     def pos(self) -> Tensor:
         """Absolute position of the token in each slot, (b, kv_heads, capacity) int32, -1 where empty. A copy."""
-        return self._book.positions()
+        return self._slots.positions()
 
     @property
     def score(self) -> Tensor | None:
         """Scores, (b, kv_heads, capacity) float32, +inf for sinks and unused slots; None for policies without."""
-        return self._book.score
+        return self._slots.score
 
     def kept(self, row: int, head: int) -> list[int]:
         """Positions held by one row and KV head, ascending."""
@@ -294,4 +314,4 @@ class KVCache:
     @property
     def state_bytes(self) -> int:
         """Bytes on the device beside K and V."""
-        return self._book.nbytes
+        return self._slots.nbytes

@@ -1,23 +1,30 @@
-"""Slots in the order of arrival: everything, or sinks and a ring. No scores, no positions, next to no state."""
+"""Which token of a cache sits in which slot: in the order of arrival, or by score."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.clock import RowClock
+from h2o_flexgen.cache.eviction.base import RankedPolicy, Tokens
+from h2o_flexgen.cache.eviction.h2o import H2OPolicy
+from h2o_flexgen.cache.lengths import NEVER, CacheLengths
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.kernels.types import Ranking
 
 Rows = slice | Tensor
+_BEST = 0x7FFFFFFF  # as score bits: above every number
+_WORST = -1  # and below
 
 
-class SlotBook(ABC):
+class CacheSlots(ABC):
     """Which token sits in which slot, and which slot the next one takes.
 
-    One step: `take` names the slot of the new token, attention runs, `settle` frees the slot of the token that goes.
+    One step: `allocate` names the slot of the new token, attention runs, `evict` frees the slot of the token that goes.
     """
 
     score: Tensor | None = None  # (b, kv_heads, capacity) float32
@@ -35,10 +42,10 @@ class SlotBook(ABC):
         """
 
     @abstractmethod
-    def resume(self, parts: Sequence[tuple[SlotBook, Sequence[int]]]) -> None:
-        """Instead of `fill`: rows of other books go on in this one, in this order, with K and V in the same slots.
+    def resume(self, parts: Sequence[tuple[CacheSlots, Sequence[int]]]) -> None:
+        """Instead of `fill`: rows of other caches go on in this one, in this order, with K and V in the same slots.
 
-        The clock has them already.
+        The lengths have them already.
         """
 
     @abstractmethod
@@ -50,18 +57,18 @@ class SlotBook(ABC):
         """All prompts are in. `rolling`: `ranks` will be asked for."""
 
     @abstractmethod
-    def take(self) -> int | Tensor:
+    def allocate(self) -> int | Tensor:
         """The new token's slot: one for all, or indices (b * kv_heads,) into the flattened (b, kv_heads, capacity)."""
 
     @abstractmethod
     def ranks(self, width: int) -> Tensor:
-        """How many older tokens are held beside the one in each of the first `width` slots, from `take` to `settle`.
+        """How many older tokens are held beside the one in each of the first `width` slots, from `allocate` to `evict`.
 
         Whole numbers that broadcast to (b, kv_heads, width); anything from 0 to capacity - 1 where no token is.
         """
 
     @abstractmethod
-    def settle(self, row: Tensor | None, length: int) -> None:
+    def evict(self, row: Tensor | None, length: int) -> None:
         """Attention over the first `length` slots gave `row` (b, kv_heads, length): score, let one per row go."""
 
     @abstractmethod
@@ -74,79 +81,80 @@ class SlotBook(ABC):
         """Bytes of state on the device."""
 
 
-class ArrivalSlots(SlotBook):
-    """The first `sinks` slots are for ever, the others are a ring of `recent` + 1 whose oldest goes.
+class RingSlots(CacheSlots):
+    """The first `sinks` slots stay, the others are a ring of `recent` + 1 whose oldest goes. Next to no state.
 
     A full row is the same with a ring of one: slots in order, and only a row past its end comes back to its last slot.
     """
 
-    def __init__(self, clock: RowClock, kv_heads: int, capacity: int) -> None:
-        scored = [budget for budget in clock.budgets if budget.heavy and not budget.full]
+    def __init__(self, lengths: CacheLengths, kv_heads: int, capacity: int) -> None:
+        scored = [budget for budget in lengths.budgets if budget.heavy and not budget.full]
         if scored:
             raise ValueError(f"{scored[0]} has heavy tokens, which need a policy with scores")
-        self._clock, self._kv_heads, self._capacity = clock, kv_heads, capacity
-        self._first = [limit - 1 if b.full else b.sinks for b, limit in zip(clock.budgets, clock.limits, strict=True)]
+        self._lengths, self._kv_heads, self._capacity = lengths, kv_heads, capacity
+        rows = zip(lengths.budgets, lengths.limits, strict=True)
+        self._first = [limit - 1 if budget.full else budget.sinks for budget, limit in rows]
         self._slot: int | None = None
-        self._flat = torch.empty(0, dtype=torch.int64, device=clock.device)
+        self._flat = torch.empty(0, dtype=torch.int64, device=lengths.device)
 
     def fill(self, rows: Rows, length: int, budget: Budget, column_sums: Tensor | None) -> Tensor | None:
         if length <= budget.total:
             return None
-        kept = torch.arange(budget.total, device=self._clock.device)
+        kept = torch.arange(budget.total, device=self._lengths.device)
         kept[budget.sinks :] += length - budget.total
         return kept
 
-    def resume(self, parts: Sequence[tuple[SlotBook, Sequence[int]]]) -> None:
-        """Nothing to take over: where no score decides, every book has a row's tokens in the same slots."""
+    def resume(self, parts: Sequence[tuple[CacheSlots, Sequence[int]]]) -> None:
+        """Nothing to take over: where no score decides, every cache has a row's tokens in the same slots."""
 
     def free(self) -> Tensor:
-        slots = torch.tensor(self._next_slots(), device=self._clock.device)
+        slots = torch.tensor(self._next_slots(), device=self._lengths.device)
         return slots.unsqueeze(1).expand(-1, self._kv_heads)
 
     def start(self, rolling: bool) -> None:
-        clock, slots = self._clock, self._next_slots()
-        if len(set(zip(slots, self._first, clock.limits, strict=True))) == 1:
+        lengths, slots = self._lengths, self._next_slots()
+        if len(set(zip(slots, self._first, lengths.limits, strict=True))) == 1:
             self._slot = slots[0]
             return
-        base = torch.arange(len(clock.budgets) * self._kv_heads, device=clock.device) * self._capacity
-        columns = (torch.tensor(x, device=clock.device) for x in (slots, self._first, clock.limits))
+        base = torch.arange(len(lengths.budgets) * self._kv_heads, device=lengths.device) * self._capacity
+        columns = (torch.tensor(x, device=lengths.device) for x in (slots, self._first, lengths.limits))
         self._flat, self._wrap, self._end = (x.repeat_interleave(self._kv_heads) + base for x in columns)
 
-    def take(self) -> int | Tensor:
+    def allocate(self) -> int | Tensor:
         return self._flat if self._slot is None else self._slot
 
     def ranks(self, width: int) -> Tensor:
-        return self._clock.at_step(f"ranks of {width} slots", lambda: self._ranks(width))
+        return self._lengths.at_step(f"ranks of {width} slots", lambda: self._ranks(width))
 
     def _ranks(self, width: int) -> Tensor:
-        clock, rows = self._clock, slice(None) if self._slot is None else slice(1)
-        numbers = [clock.held[rows], self._first[rows], clock.limits[rows]]
-        held, first, limit = clock.once(
-            "rings", lambda: torch.tensor(numbers, device=clock.device).view(3, -1, 1, 1).unbind(0)
+        lengths, rows = self._lengths, slice(None) if self._slot is None else slice(1)
+        numbers = [lengths.held[rows], self._first[rows], lengths.limits[rows]]
+        held, first, limit = lengths.once(
+            "rings", lambda: torch.tensor(numbers, device=lengths.device).view(3, -1, 1, 1).unbind(0)
         )
         # Until a ring is full its slots are in order, as are those of sinks and of full rows.
-        order = held + clock.step
+        order = held + lengths.step
         newest = torch.where(order < limit, order, first + (order - first) % (limit - first))
         start = torch.where(order < limit, self._capacity, first)
         ring = torch.where(order < limit, 1, limit - first)
-        slots = torch.arange(width, device=clock.device)
+        slots = torch.arange(width, device=lengths.device)
         return torch.where(slots < start, slots, (slots - 1 - newest) % ring + start)
 
-    def settle(self, row: Tensor | None, length: int) -> None:
+    def evict(self, row: Tensor | None, length: int) -> None:
         if self._slot is None:
             following = self._flat + 1
             self._flat = torch.where(following == self._end, self._wrap, following)
         else:
             self._slot += 1
-            if self._slot == self._clock.limits[0]:
+            if self._slot == self._lengths.limits[0]:
                 self._slot = self._first[0]
 
     def positions(self) -> Tensor:
-        clock = self._clock
+        lengths = self._lengths
         table = []
-        for row, (budget, now, arrived) in enumerate(zip(clock.budgets, clock.next_pos, clock.held, strict=True)):
-            steps = clock.before[row] + clock.step
-            prompt, held = now - steps, arrived - clock.before[row]
+        for row, (budget, now, arrived) in enumerate(zip(lengths.budgets, lengths.next_pos, lengths.held, strict=True)):
+            steps = lengths.before[row] + lengths.step
+            prompt, held = now - steps, arrived - lengths.before[row]
             lasting = range(min(max(self._first[row] - held, 0), steps))  # before the ring: nothing comes after
             recent = range(max(steps - self._capacity, 0), steps)
             slots = [slot if slot < budget.sinks else slot + prompt - held for slot in range(held)]
@@ -156,16 +164,309 @@ class ArrivalSlots(SlotBook):
             if not budget.full:
                 slots[self._slot_of(row, held + steps)] = -1  # what the last step let go
             table.append(slots)
-        positions = torch.tensor(table, dtype=torch.int32, device=clock.device)
+        positions = torch.tensor(table, dtype=torch.int32, device=lengths.device)
         return positions[:, None].expand(-1, self._kv_heads, -1)
 
     def _next_slots(self) -> list[int]:
-        return [self._slot_of(row, held + self._clock.step) for row, held in enumerate(self._clock.held)]
+        return [self._slot_of(row, held + self._lengths.step) for row, held in enumerate(self._lengths.held)]
 
     def _slot_of(self, row: int, order: int) -> int:
-        first, limit = self._first[row], self._clock.limits[row]
+        first, limit = self._first[row], self._lengths.limits[row]
         return order if order < limit else first + (order - first) % (limit - first)
 
     @property
     def nbytes(self) -> int:
         return self._flat.nbytes
+
+
+def rank_keys(score_bits: Tensor, positions: Tensor) -> Tensor:
+    """(score, position) as one int64 that orders like them: higher is better, equal scores favour the lower position.
+
+    `score_bits` are float32 scores viewed as int32; no score is negative, so they order like the scores. All keys of a
+    (row, head) differ: what is chosen by key is exact, and the same on every device.
+    """
+    return score_bits.to(torch.int64).bitwise_left_shift_(32).sub_(positions.to(torch.int64))
+
+
+class _StepPlan(NamedTuple):
+    """What steps in torch count by, the same in all layers. Numbers of rows are (b, 1, 1) int32."""
+
+    first: Tensor
+    """Positions of the first step's tokens, for each head: (b * kv_heads,) int32."""
+    last: Tensor
+    """The last slot of each row and head, (b * kv_heads,) int64."""
+    evicts_at: Tensor
+    """The first step that evicts, (b * kv_heads,) int64."""
+    bound: Tensor
+    """Of the first step: later positions than this are protected."""
+    leaving: Tensor
+    """Of the first step: the position that has just left the window."""
+    sinks: Tensor
+    protects: bool
+    """Whether any row has recent tokens."""
+    leaves_from: int
+    """No token has left the window before this step."""
+    sink_steps: int
+    """New tokens below `sinks`, which come only after prompts shorter than that, come before this step."""
+
+
+class ScoredSlots(CacheSlots):
+    """Keeps score and position of every slot: 8 bytes; with rolling positions its rank in time, too: 12.
+
+    Evicting changes nothing but the index of the free slot; the next token overwrites K, V, score and position there.
+    Sinks and empty slots have the score +inf, whatever is added to it, so that they are never the lowest.
+    """
+
+    score: Tensor
+
+    def __init__(
+        self,
+        lengths: CacheLengths,
+        policy: RankedPolicy,
+        kv_heads: int,
+        capacity: int,
+        layer: int,
+        row_ids: Sequence[int],
+    ) -> None:
+        self._lengths, self._policy, self._layer = lengths, policy, layer
+        self.needs_rows = policy.needs_rows
+        device = lengths.device
+        rows = len(lengths.budgets)
+        self._shape = (rows, kv_heads, capacity)
+        self.score = torch.empty(self._shape, device=device)
+        self._pos = torch.empty(self._shape, dtype=torch.int32, device=device)
+        if not lengths.resumed:
+            self.score.fill_(torch.inf)
+            self._pos.fill_(-1)
+        self.table = self.score, self._pos
+        self.packs = type(policy).prompt_scores is H2OPolicy.prompt_scores
+        self._flat_score, self._flat_pos = self.score.view(-1), self._pos.view(-1)
+        self._rows = row_ids
+        self._base = torch.arange(rows * kv_heads, device=device) * capacity
+        self._rank: Tensor | None = None
+        self._resumed: Tensor | None = None  # free slots (b, kv_heads) of rows that come from other caches
+
+    def fill(self, rows: Rows, length: int, budget: Budget, column_sums: Tensor | None) -> Tensor | None:
+        positions = torch.arange(length, device=self._lengths.device)
+        score = self._policy.prompt_scores(self._tokens(positions, self._row_ids[rows]), column_sums)
+        kept = None
+        if length > budget.total:
+            kept = _choose(score, positions, budget, self._lengths.window)
+            score, positions = score.gather(-1, kept), kept
+        held = score.shape[-1]
+        self.score[rows, :, :held] = score
+        self.score[rows, :, : min(budget.sinks, held)] = torch.inf
+        self._pos[rows, :, :held] = positions.to(torch.int32)
+        return kept
+
+    def resume(self, parts: Sequence[tuple[CacheSlots, Sequence[int]]]) -> None:
+        pos, score, free = [], [], []
+        for slots, rows in parts:
+            index = _index_of(rows, len(slots.free()), self._lengths.device)
+            free.append(_rows_of(slots.free(), index))
+            if isinstance(slots, ScoredSlots):
+                pos.append(_rows_of(slots._pos, index))
+                score.append(_rows_of(slots.score, index))
+            else:
+                # No score decides in these rows: only what must not go has to stand out.
+                pos.append(_rows_of(slots.positions(), index))
+                sinks = torch.tensor([b.sinks for b in self._lengths.budgets], device=self._lengths.device)
+                first = sum(map(len, free)) - len(rows)
+                lasting = pos[-1] < sinks[first : first + len(rows)].view(-1, 1, 1)
+                score.append(torch.zeros_like(pos[-1], dtype=torch.float32).masked_fill_(lasting, torch.inf))
+        torch.cat(pos, out=self._pos)
+        torch.cat(score, out=self.score)
+        self._resumed = torch.cat(free)
+        freed = self._freed((self._resumed.view(-1) + self._base).view(self._shape[:2]))
+        self._flat_pos.index_fill_(0, freed, -1)
+        self._flat_score.index_fill_(0, freed, torch.inf)
+
+    def free(self) -> Tensor:
+        if self._lengths.started:
+            return (self._free - self._base).view(self._shape[:2])
+        return self._first_free()
+
+    def start(self, rolling: bool) -> None:
+        self._free = self._base + self._first_free().reshape(-1)
+        self._rank = self._ranks_in_time() if rolling else None
+
+    @property
+    def _plan(self) -> _StepPlan:
+        return self._lengths.once("plan of scored slots", self._make_plan)
+
+    def _make_plan(self) -> _StepPlan:
+        lengths, window, now = self._lengths, self._lengths.window, self._now
+        budgets = list(zip(lengths.budgets, now, lengths.held, strict=True))
+        width = 1 << 32 if window is None else window
+        # Of a window that nothing ever leaves the first position may be beyond int32.
+        numbers = [(n - b.recent, max(n + 1 - width, -(1 << 31)), b.sinks) for b, n, _ in budgets]
+        bound, leaving, sinks = torch.tensor(numbers, dtype=torch.int32, device=lengths.device).T[..., None, None]
+        return _StepPlan(
+            first=self._per_head(now).to(torch.int32),
+            last=self._base + self._per_head([limit - 1 for limit in lengths.limits]),
+            evicts_at=self._per_head([NEVER if b.full else b.total - held for b, _, held in budgets]),
+            bound=bound,
+            leaving=leaving,
+            sinks=sinks,
+            protects=any(budget.recent for budget in lengths.budgets),
+            leaves_from=NEVER if window is None else window - 1 - max(now),
+            sink_steps=max(b.sinks - n for b, n, _ in budgets),
+        )
+
+    @property
+    def _now(self) -> list[int]:
+        """Positions of the first step's tokens, by row."""
+        return [now - self._lengths.step for now in self._lengths.next_pos]
+
+    @cached_property
+    def _row_ids(self) -> Tensor:
+        return torch.tensor(self._rows, device=self._lengths.device).view(-1, 1, 1)
+
+    @cached_property
+    def _heads(self) -> Tensor:
+        return torch.arange(self._shape[1], device=self._lengths.device).view(1, -1, 1)
+
+    @cached_property
+    def _first_new(self) -> Tensor:
+        """Positions of the first step's tokens, (b, 1, 1)."""
+        return torch.tensor(self._now, device=self._lengths.device).view(-1, 1, 1)
+
+    @property
+    def ranking(self) -> Ranking:
+        """The state that a kernel changes which does the work of `allocate` and `evict` itself; after `start`."""
+        return Ranking(self.score, self._pos, self._free)
+
+    @property
+    def adds(self) -> bool | None:
+        """Whether scores grow by the probabilities of every step; None: the policy has something else in mind."""
+        if not self.needs_rows:
+            return False
+        return True if type(self._policy).accumulate is RankedPolicy.accumulate else None
+
+    def fresh(self, step: int | Tensor) -> Tensor | None:
+        """Scores of the tokens of `step`, (b, kv_heads, 1) float32; None: zero.
+
+        On a device the number may be counted there, as (b, kv_heads).
+        """
+        if type(self._policy).new_scores is RankedPolicy.new_scores:
+            return None
+        past = step.unsqueeze(-1) if isinstance(step, Tensor) else step
+        return self._policy.new_scores(self._tokens(self._first_new + past, self._row_ids))
+
+    def allocate(self) -> Tensor:
+        plan, free, step = self._plan, self._free, self._lengths.step
+        new = self._lengths.at_step("new positions by head", lambda: plan.first + step)
+        score = self.fresh(step)
+        if step < plan.sink_steps:
+            # By a mask, not by an index of those that are sinks: how many there are only the device knows.
+            first = torch.zeros(self._shape[:2], device=free.device) if score is None else score.squeeze(-1)
+            first = first.masked_fill(new.view(self._shape[:2]) < plan.sinks.squeeze(-1), torch.inf)
+            self._flat_score.index_copy_(0, free, first.view(-1))
+        elif score is None:
+            self._flat_score.index_fill_(0, free, 0.0)
+        else:
+            self._flat_score.index_copy_(0, free, score.view(-1))
+        self._flat_pos.index_copy_(0, free, new)
+        if self._rank is not None:
+            self._rank.view(-1).index_copy_(0, free, self._lengths.at_step("newest ranks by head", self._newest))
+        return free
+
+    def _newest(self) -> Tensor:
+        """The rank of each row's newest token, for each of its heads: (b * kv_heads,) int32."""
+        return self._lengths.newest_ranks.to(torch.int32).repeat_interleave(self._shape[1])
+
+    def ranks(self, width: int) -> Tensor:
+        if self._rank is None:
+            raise RuntimeError("this cache was started without rolling positions")
+        return self._rank[..., :width]
+
+    def evict(self, row: Tensor | None, length: int) -> None:
+        if row is not None:
+            self._policy.accumulate(self.score[..., :length], row)
+        self._free = self._next_free(length)
+        if self._rank is not None:
+            # What is newer than the token that goes moves up by one: minus one where the difference is negative. A free
+            # slot has the highest rank of all until it is taken.
+            gone = self._rank.view(-1).index_select(0, self._free).view(*self._shape[:2], 1)
+            self._rank += (gone - self._rank).bitwise_right_shift_(31)
+
+    def positions(self) -> Tensor:
+        table = self._pos.clone()
+        if self._lengths.started:
+            table.view(-1).index_fill_(0, self._freed(self._free.view(self._shape[:2])), -1)
+        return table
+
+    def _freed(self, free: Tensor) -> Tensor:
+        """Of the slots (b, kv_heads) that the next tokens take, those that are empty: a full row's may be its last."""
+        full = [budget.full for budget in self._lengths.budgets]
+        if any(full):
+            free = free[[row for row, held in enumerate(full) if not held]]
+        return free.reshape(-1)
+
+    @property
+    def nbytes(self) -> int:
+        return self.score.nbytes + self._pos.nbytes + (0 if self._rank is None else self._rank.nbytes)
+
+    def _first_free(self) -> Tensor:
+        if self._resumed is not None:
+            return self._resumed
+        slots = [min(held, limit - 1) for held, limit in zip(self._lengths.held, self._lengths.limits, strict=True)]
+        return self._per_head(slots).view(self._shape[:2])
+
+    def _ranks_in_time(self) -> Tensor:
+        """Ranks (b, kv_heads, capacity) int32 before the first step; free slots come last."""
+        last = self._shape[2] - 1
+        order = self._pos.masked_fill(self._pos < 0, torch.iinfo(torch.int32).max).argsort(-1).argsort(-1)
+        return order.masked_fill_(self._pos < 0, last).to(torch.int32)
+
+    def _next_free(self, length: int) -> Tensor:
+        step, lengths = self._lengths.step, self._lengths
+        if step >= lengths.all_evict:
+            return self._victims(length)
+        following = torch.minimum(self._free + 1, self._plan.last)
+        if step < lengths.first_eviction:
+            return following
+        return torch.where(self._plan.evicts_at <= step, self._victims(length), following)
+
+    def _victims(self, length: int) -> Tensor:
+        plan, step = self._plan, self._lengths.step
+        bits, pos = self.score.view(torch.int32)[..., :length], self._pos[..., :length]
+        if step >= plan.leaves_from:
+            # The budget is smaller than the window: what leaves it goes at once, one token at a time, unless a sink.
+            leaving = plan.leaving + step
+            bits = bits.masked_fill((pos == leaving) & (leaving >= plan.sinks), _WORST)
+        if plan.protects:
+            # All ones where protected, by arithmetic: `where` branches on every slot and mispredicts half of them.
+            protected = torch.sub(plan.bound + step, pos).bitwise_right_shift_(31)
+            bits = protected.bitwise_and_(_BEST).bitwise_or_(bits)
+        return rank_keys(bits, pos).min(-1).indices.view(-1).add_(self._base)
+
+    def _per_head(self, values: Sequence[int]) -> Tensor:
+        """One number per row, for each of its heads: (b * kv_heads,) int64."""
+        return torch.tensor(values, device=self._lengths.device).repeat_interleave(self._shape[1])
+
+    def _tokens(self, positions: Tensor, row_ids: Tensor) -> Tokens:
+        return Tokens(positions, row_ids, self._heads, self._layer)
+
+
+def _index_of(rows: Sequence[int], count: int, device: torch.device) -> Tensor | None:
+    """What selects these of `count` rows; None where they are all, in order."""
+    return None if list(rows) == list(range(count)) else torch.tensor(rows, device=device)
+
+
+def _rows_of(table: Tensor, index: Tensor | None) -> Tensor:
+    return table if index is None else table.index_select(0, index)
+
+
+def _choose(score: Tensor, positions: Tensor, budget: Budget, window: int | None) -> Tensor:
+    """Ascending positions (n, kv_heads, budget) kept of prompts with `score` (n, kv_heads, S): sinks, heavy, recent.
+
+    Heavy tokens are those that the next query sees: a budget within the window always finds enough of them.
+    """
+    length = score.shape[-1]
+    first = budget.sinks if window is None else max(budget.sinks, length - window + 1)
+    start = length - budget.recent
+    keys = rank_keys(score[..., first:start].view(torch.int32), positions[first:start])
+    heavy = keys.topk(budget.heavy, sorted=False).indices + first  # in order of position below
+    sinks, recent = (part.expand(*score.shape[:2], -1) for part in (positions[: budget.sinks], positions[start:]))
+    return torch.cat([sinks, heavy.sort(-1).values, recent], dim=-1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels import triton_available
-from h2o_flexgen.kernels.rotate import rotate_halves
+from h2o_flexgen.kernels.layers import rotate_halves
 
 
 def index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
@@ -26,7 +26,7 @@ def zero_after(held: Sequence[int], *buffers: Tensor) -> None:
 
 
 def select(own: Tensor, shared: Tensor | None, kept: Tensor) -> Tensor:
-    """The positions `kept`, as `SlotBook.fill` returns them, of K or V: `shared` (kv_heads, P, d), then `own`.
+    """The positions `kept`, as `CacheSlots.fill` returns them, of K or V: `shared` (kv_heads, P, d), then `own`.
 
     own: (n, kv_heads, S, d). Returns (n, kv_heads, c, d).
     """
@@ -109,7 +109,7 @@ def rolled(
 
     query = rotate_halves(q, *at(newest))
     if triton_available.serves(keys.device):
-        from h2o_flexgen.kernels.triton_rolled import turned  # imports Triton, which is not there on every machine
+        from h2o_flexgen.kernels import triton_rotate  # imports Triton, which is not there on every machine
 
-        return query, turned(keys, ranks, cos, sin)
+        return query, triton_rotate.rotate_cached(keys, ranks, cos, sin)
     return query, rotate_halves(keys, *at(ranks))

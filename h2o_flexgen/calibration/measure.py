@@ -31,8 +31,8 @@ from h2o_flexgen.config.reports.record import utc_now
 from h2o_flexgen.cores import CoreCount, sharing_warning
 from h2o_flexgen.engine.limits.devices import cgroup_limit
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.kernels.native.attend import available
-from h2o_flexgen.kernels.native.build import library, why_not
+from h2o_flexgen.kernels.decode import available
+from h2o_flexgen.kernels.native import library, why_not
 from h2o_flexgen.kernels.prompt import by_triton
 from h2o_flexgen.kernels.triton_available import serves
 from h2o_flexgen.units import MIB, format_bytes, format_rate

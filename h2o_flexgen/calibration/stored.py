@@ -16,7 +16,7 @@ from h2o_flexgen.config.hardware.profile import HardwareProfile, kept_file, load
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.reports.record import host_facts
 from h2o_flexgen.engine.execution.cuda_graphs import recorder
-from h2o_flexgen.kernels.native.build import why_not
+from h2o_flexgen.kernels.native import why_not
 from h2o_flexgen.kernels.triton_available import serves
 from h2o_flexgen.units import GIB
 

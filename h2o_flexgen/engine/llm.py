@@ -39,7 +39,7 @@ from h2o_flexgen.engine.sampling.hf_generate import Generator
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.loader import Loaded, Progress, bytes_on_disk, load
 from h2o_flexgen.errors import PlanError, UsageError
-from h2o_flexgen.kernels.native.build import library
+from h2o_flexgen.kernels.native import library
 from h2o_flexgen.kernels.prompt import by_triton
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.timeline import Timeline

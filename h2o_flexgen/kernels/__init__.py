@@ -1,10 +1,8 @@
 """Attention, score accumulation, products and norms: one signature each, several implementations."""
 
-from h2o_flexgen.kernels.native.gate import gated
-from h2o_flexgen.kernels.native.linear import linear
-from h2o_flexgen.kernels.native.norm import layer_norm, rms_norm
+from h2o_flexgen.kernels.layers import ACTIVATIONS, gated, layer_norm, linear, rms_norm
 from h2o_flexgen.kernels.prompt import prefill_attention
-from h2o_flexgen.kernels.torch_cpu import ACTIVATIONS, decode_attention
+from h2o_flexgen.kernels.torch_attention import decode_attention
 from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttention
 
 __all__ = [

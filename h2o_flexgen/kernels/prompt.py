@@ -1,21 +1,57 @@
-"""Attention of prompts by whichever kernel serves the device: Triton's, the one in C, or torch's."""
+"""Attention of prompts, by Triton, in C or by torch, whichever serves; and what of prompts goes into a cache, in C."""
 
 from __future__ import annotations
+
+from ctypes import Structure, byref
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels import triton_available
-from h2o_flexgen.kernels.native import prompt as native
-from h2o_flexgen.kernels.types import KeysValues, PrefillAttention
+from h2o_flexgen.kernels import torch_attention, triton_available
+from h2o_flexgen.kernels.large import LARGE
+from h2o_flexgen.kernels.native import fields, function, library
+from h2o_flexgen.kernels.types import KeysValues, PackedPrompts, PrefillAttention
 
-_MAX_DIM = 256
-"""Of Triton's kernel."""
+_TRITON_MAX_DIM = 256
+_TILE = 6  # rows of queries that are multiplied together (4 with AVX2): a block fills whole ones
+_ROWS = 24  # of a block: each reads the keys and values once, and all of them see what the last one sees
+_MOST_ROWS = 48
+_LANES, _MAX_DIM = 16, 256  # a head's dimensions in C: a multiple, and at most
+_TASKS = 32  # wanted, where a few long prompts have less heads than that
+_BLOCKS = 8  # in a task, at least: it packs the keys and values for itself
+_ALIGNMENT = 64
+_SCRATCH_PER_LOGIT, _LOGITS, _LOGITS_PER_KEY = 14, 1 << 20, 16
+"""Bytes of scratch for all workers: what torch's kernel has alive of as many logits, see `schedule/workspace.py`."""
+
+
+class _PromptTask(Structure):
+    """The arguments of `prompt_attention`, as prompt.c describes them."""
+
+    _fields_ = fields(
+        "P q k v past_k past_v out sums scratch",
+        "q q_row q_head q_token k_row k_head k_token v_row v_head v_token",
+        "q past_k_head past_k_token past_v_head past_v_token",
+        "q rows kv_heads group length before d window queries parts workers prompts",
+        "d scale",
+        "P packed",
+    )
+
+
+class _KeepTask(Structure):
+    """The arguments of `keep_prompts`, as keep.c describes them."""
+
+    _fields_ = fields(
+        "P k v",
+        "q k_token k_head v_token v_head",
+        "P to_k to_v sums score pos rows",
+        "q count kv_heads capacity bytes window threads",
+    )
 
 
 def by_triton(device: torch.device, dim: int) -> bool:
-    """Whether prompts on `device` are attended to by Triton's kernels, with `dim` numbers per head."""
-    return dim <= _MAX_DIM and triton_available.serves(device)
+    """Whether Triton's kernels attend to prompts on `device`, with `dim` numbers per head."""
+    return dim <= _TRITON_MAX_DIM and triton_available.serves(device)
 
 
 def prefill_attention(
@@ -28,9 +64,182 @@ def prefill_attention(
     past: KeysValues | None = None,
     window: int | None = None,
 ) -> PrefillAttention:
-    """Causal attention and column sums; shapes and meaning as `reference.prefill_attention`."""
+    """Causal attention of whole prompts, or ends of prompts, of one length, and how much attention each key received.
+
+    q: (n, heads, S, d); k, v: (n, kv_heads, S, d); past: keys and values (kv_heads, P, d) of P earlier tokens that all
+    n rows have in common. Query i has position P + i and sees the keys up to there, with a window only the last
+    `window` of them. `column_sums` (n, kv_heads, P + S): the sum over these S queries of the softmax probability of
+    each key, averaged over the query heads that share a KV head (H2O section 3; accumulated score).
+
+    In C, any strides will do where the last dimension is contiguous. Weights are rounded to bfloat16 before they
+    multiply the values, column sums come from what they were in float32: as torch's kernel has it. Equal inputs give
+    equal bits, whatever the number of threads.
+    """
     if q.numel() and by_triton(q.device, q.shape[-1]):
         from h2o_flexgen.kernels import triton_prompt  # imports Triton, which is not there on every machine
 
         return triton_prompt.prefill_attention(q, k, v, scale, column_sums, past=past, window=window)
-    return native.prefill_attention(q, k, v, scale, column_sums, past=past, window=window)
+    if not _fits(q, k, v, scale, past):
+        return torch_attention.prefill_attention(q, k, v, scale, column_sums, past=past, window=window)
+    n, heads, length, d = q.shape
+    task = _task(q, k, v, past, window)
+    out = LARGE.empty(n, length, heads, d, dtype=q.dtype)
+    size = task.parts, n, task.kv_heads, task.before + length
+    sums = LARGE.empty(*size, dtype=torch.float32) if column_sums else None
+    _run(task, scale, out, sums, n * length)
+    joined = None if sums is None else sums[0] if task.parts == 1 else sums.sum(0)
+    return PrefillAttention(out.transpose(1, 2), joined)
+
+
+def takes_packed(q: Tensor, k: Tensor, v: Tensor, scale: float, prompts: PackedPrompts) -> bool:
+    """Whether `packed_attention` computes this, and there is nothing in it that is better divided."""
+    if not _fits(q, k, v, scale, None):
+        return False
+    return _parts(prompts.longest, _queries(q.shape[1] // k.shape[1]), len(prompts.table) * k.shape[1]) == 1
+
+
+def packed_attention(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    prompts: PackedPrompts,
+    scale: float,
+    column_sums: bool,
+    out: Tensor,
+    *,
+    window: int | None = None,
+) -> Tensor | None:
+    """Attention of many prompts to themselves in one call, to the bit what `prefill_attention` gives for each.
+
+    qkv: q (T, heads, d), k and v (T, kv_heads, d) of packed tokens, which `takes_packed` must accept. out: receives the
+    answers, contiguous, like q; tokens of no prompt are left alone. Returns the column sums, (T kv_heads,) float32:
+    (kv_heads, length) of a prompt from its `first` x kv_heads on; None if they are not asked for. Raises ValueError
+    where there is no kernel, or `out` is of another kind.
+    """
+    q = qkv[0]
+    if library() is None or out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"q {tuple(q.shape)}, out {tuple(out.shape)} {out.dtype}: no kernel for prompts packed like that"
+        )
+    if min(len(x) for x in qkv) < prompts.tokens:
+        raise ValueError(f"{[len(x) for x in qkv]} tokens, and prompts up to the {prompts.tokens}th")
+    heads_first = [x.transpose(0, 1).unsqueeze(0) for x in qkv]
+    task = _task(heads_first[0], heads_first[1], heads_first[2], None, window)
+    task.length, task.parts, task.prompts = prompts.longest, 1, len(prompts.table)
+    task.packed = prompts.table.data_ptr()
+    sums = LARGE.empty(len(q) * task.kv_heads, dtype=torch.float32) if column_sums else None
+    _run(task, scale, out, sums, prompts.tokens)
+    return sums
+
+
+def _run(task: _PromptTask, scale: float, out: Tensor, sums: Tensor | None, tokens: int) -> None:
+    """Computes `task` into `out` and `sums`, in scratch memory of what `tokens` queries are allowed, sums of parts
+    included."""
+    each = function("prompt_scratch", "P", "q")(byref(task))
+    taken = sums.nbytes if sums is not None and task.parts > 1 else 0
+    tasks = task.prompts * task.rows * task.kv_heads * task.parts
+    task.workers = max(1, min(torch.get_num_threads(), tasks, (_allowed(task, tokens) - taken) // each))
+    scratch = LARGE.empty(task.workers * each + _ALIGNMENT, dtype=torch.uint8)
+    task.scratch = -(-scratch.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+    task.out, task.sums, task.scale = out.data_ptr(), None if sums is None else sums.data_ptr(), scale
+    function("prompt_attention", "P")(byref(task))
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor, scale: float, past: KeysValues | None) -> bool:
+    """Whether prompt.c computes this."""
+    tensors = (q, k, v, *(past or ()))
+    return (
+        all(t.dtype == torch.bfloat16 and t.device.type == "cpu" and t.stride(-1) == 1 for t in tensors)
+        and q.numel() > 0
+        and k.shape == v.shape
+        and (len(k), k.shape[2:]) == (len(q), q.shape[2:])
+        and q.shape[-1] % _LANES == 0
+        and q.shape[-1] <= _MAX_DIM
+        and scale > 0
+        and library() is not None
+    )
+
+
+def _task(q: Tensor, k: Tensor, v: Tensor, past: KeysValues | None, window: int | None) -> _PromptTask:
+    """What is asked, how it lies in memory, and how it is divided."""
+    n, heads, length, d = q.shape
+    task = _PromptTask(q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr())
+    task.q_row, task.q_head, task.q_token, _ = q.stride()
+    task.k_row, task.k_head, task.k_token, _ = k.stride()
+    task.v_row, task.v_head, task.v_token, _ = v.stride()
+    if past is not None:
+        task.past_k, task.past_v, task.before = past[0].data_ptr(), past[1].data_ptr(), past[0].shape[1]
+        task.past_k_head, task.past_k_token, _ = past[0].stride()
+        task.past_v_head, task.past_v_token, _ = past[1].stride()
+    task.rows, task.kv_heads, task.length, task.d = n, k.shape[1], length, d
+    # C counts in 32 bits from a window's edge, and one that nothing has left hides nothing.
+    task.window = window if window is not None and window < task.before + length else 0
+    task.group, task.prompts = heads // task.kv_heads, 1
+    task.queries = _queries(task.group)
+    task.parts = _parts(length, task.queries, n * task.kv_heads)
+    return task
+
+
+def _parts(length: int, queries: int, heads: int) -> int:
+    """Into how many tasks the blocks of `queries` tokens of a prompt are divided, where so many heads are computed."""
+    return max(1, min(-(-_TASKS // heads), -(-length // queries) // _BLOCKS))
+
+
+@cache
+def _queries(group: int) -> int:
+    """Tokens of a block: `_ROWS` rows or a little more, such that few are needed to fill whole tiles."""
+    fewest = -(-_ROWS // group)
+    counts = range(fewest, max(fewest, _MOST_ROWS // group) + 1)
+    return min(counts, key=lambda count: -(-count * group // _TILE) * _TILE / (count * group))
+
+
+def _allowed(task: _PromptTask, tokens: int) -> int:
+    """Bytes that the scratch of all workers may take for so many queries, if one alone does not need more."""
+    keys = task.kv_heads * task.group * (task.before + task.length)
+    return _SCRATCH_PER_LOGIT * min(max(_LOGITS, _LOGITS_PER_KEY * keys), tokens * keys)
+
+
+def keeps(*tensors: Tensor) -> bool:
+    """Whether `keep_prompts` can be had, and takes these keys and values, or those of a cache."""
+    return library() is not None and all(x.device.type == "cpu" and x.stride(-1) == 1 for x in tensors)
+
+
+def keep_prompts(
+    prompts: PackedPrompts,
+    packed: KeysValues,
+    cache: KeysValues,
+    window: int | None,
+    sums: Tensor | None = None,
+    ranks: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Chooses what stays of `prompts`, and moves it into the first slots of their rows of a cache, in time order.
+
+    packed: K and V (T, kv_heads, d), the last dimension contiguous; cache: K and V (rows, kv_heads, capacity, d) of the
+    same dtype, contiguous; nothing is written behind what stays. window: tokens that a query sees, itself included.
+    sums (T kv_heads,) float32: scores, (kv_heads, length) of a prompt from its `first` x kv_heads on; None: none has
+    heavy tokens to choose. ranks, with sums: score and position of every slot, (rows, kv_heads, capacity) float32 and
+    int32; those of these rows are overwritten, with +inf and -1 in empty slots, and +inf for sinks.
+
+    Raises ValueError where that does not fit together, MemoryError where a few KiB are not to be had.
+    """
+    rows, kv_heads, capacity, dim = cache.k.shape
+    fits = all(x.shape[1:] == (kv_heads, dim) and x.dtype == cache.k.dtype for x in packed)
+    alike = cache.v.shape == cache.k.shape and cache.v.dtype == cache.k.dtype
+    if library() is None or not (fits and alike) or min(map(len, packed)) < prompts.tokens:
+        raise ValueError(f"K {tuple(packed.k.shape)} for a cache of {tuple(cache.k.shape)}, {prompts.tokens} tokens")
+    if prompts.places > rows or prompts.slots > capacity or (sums is None) != (ranks is None):
+        raise ValueError(f"{prompts.slots} slots of {prompts.places} rows for a cache of {tuple(cache.k.shape)}")
+    if sums is not None and (sums.dtype != torch.float32 or sums.numel() < prompts.tokens * kv_heads):
+        raise ValueError(f"{sums.numel()} sums of {sums.dtype} for {prompts.tokens} tokens of {kv_heads} heads")
+    if ranks is not None and any(rank.shape != cache.k.shape[:3] for rank in ranks):
+        raise ValueError(f"ranks {[tuple(rank.shape) for rank in ranks]} for a cache of {tuple(cache.k.shape)}")
+    k, v = packed
+    size = k.itemsize
+    task = _KeepTask(k=k.data_ptr(), v=v.data_ptr(), to_k=cache.k.data_ptr(), to_v=cache.v.data_ptr())
+    task.k_token, task.k_head = (step * size for step in k.stride()[:2])
+    task.v_token, task.v_head = (step * size for step in v.stride()[:2])
+    if sums is not None and ranks is not None:
+        task.sums, task.score, task.pos = sums.data_ptr(), ranks[0].data_ptr(), ranks[1].data_ptr()
+    task.rows, task.count = prompts.table.data_ptr(), len(prompts.table)
+    task.kv_heads, task.capacity = kv_heads, capacity
+    task.bytes, task.window, task.threads = dim * size, window or 0, torch.get_num_threads()
+    if function("keep_prompts", "P", "i")(byref(task)):
+        raise MemoryError("no memory for the positions that stay")

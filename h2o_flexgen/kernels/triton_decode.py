@@ -1,6 +1,6 @@
 """The decode step of a KV cache on a GPU: write the new token, attend, add to the scores, free a slot. In one launch.
 
-Imports Triton; see `triton_available`. What it takes and does is what `native.attend` takes and does on a CPU.
+Imports Triton; see `triton_available`. What it takes and does is what `decode.NativeAttend` takes and does on a CPU.
 
 One program does the step of one row and KV head, a task. A processor is busy with about three programs at a time: where
 tasks are fewer and slots are many, several programs share the slots of each task, and a second launch joins their parts
@@ -31,11 +31,20 @@ import triton
 from torch import Tensor
 
 from h2o_flexgen.kernels.triton_available import interpreting
-from h2o_flexgen.kernels.triton_decode_kernels import New, Results, join_kernel, split_kernel, step_kernel
-from h2o_flexgen.kernels.triton_quant import Packed
-from h2o_flexgen.kernels.triton_slots import Extent, Slots
-from h2o_flexgen.kernels.triton_tiles import QUANT_GROUP, Form, Held
+from h2o_flexgen.kernels.triton_decode_kernels import (
+    QUANT_GROUP,
+    DecodeForm,
+    DecodeSizes,
+    Held,
+    New,
+    Results,
+    Slots,
+    join_kernel,
+    split_kernel,
+    step_kernel,
+)
 from h2o_flexgen.kernels.triton_tune import Config, fastest
+from h2o_flexgen.kernels.types import Quantised
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Of queries and of new keys and values; K and V have the same one unless packed."""
@@ -95,7 +104,7 @@ class TritonAttend:
                 raise ValueError(f"{x.dtype} {tuple(x.shape)}: needed contiguous {self._size}, of one of {DTYPES}")
         self._held, self._dtype = Held(k, v), k.dtype
 
-    def attach_packed(self, k: Packed, v: Packed) -> None:
+    def attach_packed(self, k: Quantised, v: Quantised) -> None:
         """As `attach`, of K and V in 4 bits and groups of 64: see `triton_quant`. New tokens are packed as they come.
 
         What is attended to is what is held, the new token included.
@@ -273,25 +282,25 @@ class _Launch:
         tasks, form = rows * kv_heads, self._form(config)
         chunk = triton.cdiv(triton.cdiv(self._most, self._splits), form.block) * form.block
         splits = triton.cdiv(self._most, chunk)
-        extent = Extent(kv_heads, capacity, self._width, chunk, self._window)
+        sizes = DecodeSizes(kv_heads, capacity, self._width, chunk, self._window)
         results = Results(self.out, self._probs, self._scratch, None, None, None)
         options: dict[str, Any] = {"warmup": compile_only, "num_warps": config.warps}
         whole = self._new, self._held, slots
         if splits == 1:
-            step_kernel.run(*whole, results, extent, self._step, self._scale, form, grid=(tasks,), **options)
+            step_kernel.run(*whole, results, sizes, self._step, self._scale, form, grid=(tasks,), **options)
             return
         parts = self._rows_of_heads * splits
         results = results._replace(mixed=self._empty(parts, form.dim), top=self._empty(parts), total=self._empty(parts))
-        split_kernel.run(*whole, results, extent, self._step, self._scale, form, grid=(tasks, splits), **options)
+        split_kernel.run(*whole, results, sizes, self._step, self._scale, form, grid=(tasks, splits), **options)
         # One join for all configurations: tiles are none of its business.
         form, options["num_warps"] = form._replace(block=0, stages=0, scan=2 * SCAN), _JOIN_WARPS
-        join_kernel.run(slots, results, extent, self._step, form, grid=(tasks,), **options)
+        join_kernel.run(slots, results, sizes, self._step, form, grid=(tasks,), **options)
 
-    def _form(self, config: Config) -> Form:
+    def _form(self, config: Config) -> DecodeForm:
         packed, dim, group = self._held.k_scale is not None, self._size[3], self._group
         g = 1 if group == 1 else 16
         d = max(triton.next_power_of_2(dim), 16)
-        return Form(dim, d, group, g, config.block, SCAN, config.stages, packed, self._adds, interpreting())
+        return DecodeForm(dim, d, group, g, config.block, SCAN, config.stages, packed, self._adds, interpreting())
 
 
 def _programs_wanted(tasks: int, slots: int, device: torch.device) -> int:

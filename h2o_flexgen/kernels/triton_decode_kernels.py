@@ -12,8 +12,13 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from h2o_flexgen.kernels.triton_slots import finish, locate, number_of, settle
-from h2o_flexgen.kernels.triton_tiles import put, tile, wide_product
+from h2o_flexgen.kernels.triton_quant import bytes_to_pairs, groups_to_codes, pairs_to_bytes
+
+QUANT_GROUP = 64  # of packed K and V
+_GROUP = tl.constexpr(QUANT_GROUP)
+_BEST = tl.constexpr(0x7FFFFFFF)  # as score bits: above every number
+_LAST = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+_RULE = tl.constexpr(8)  # numbers per rule: held, limit, prompt, ring, sinks, hides, recent, evicts
 
 
 class New(NamedTuple):
@@ -41,32 +46,87 @@ class Results(NamedTuple):
     total: Any
 
 
+class Held(NamedTuple):
+    """K and V (rows, kv_heads, capacity, dim); packed: codes (.., dim / 2) with scales and lows (.., groups)."""
+
+    k: Any
+    v: Any
+    k_scale: Any = None
+    k_low: Any = None
+    v_scale: Any = None
+    v_low: Any = None
+
+
+class DecodeForm(NamedTuple):
+    """What a kernel is compiled for."""
+
+    dim: int
+    d: int  # dim, as a power of two
+    group: int
+    g: int  # query heads per KV head as tiles have them: 1, or 16 for matrix products
+    block: int  # slots per tile
+    scan: int  # slots at a time when scores are added to
+    stages: int  # tiles on the way
+    packed: bool
+    adds: bool
+    wide: bool  # see `product`
+
+
+class Slots(NamedTuple):
+    """State of the slots, as `types.Ranking` has it. Writes go to the tensors named `.._out`, and to `pos` and `used`.
+
+    `now`, (tasks,) int64, is the number of the step where that is not an argument of the launch.
+    """
+
+    rules: Any
+    used: Any
+    score: Any = None
+    score_out: Any = None
+    pos: Any = None
+    free: Any = None
+    free_out: Any = None
+    given: Any = None
+    fresh: Any = None
+    now: Any = None
+    now_out: Any = None
+
+
+class DecodeSizes(NamedTuple):
+    """Sizes: KV heads per row; slots per task, per row of `probs` and `logits`, per split, of the window."""
+
+    kv_heads: int
+    capacity: int
+    width: int
+    chunk: int
+    window: int
+
+
 @triton.jit(do_not_specialize=["step"])
-def step_kernel(new, held, slots, results, extent, step, scale, form: tl.constexpr):
+def step_kernel(new, held, slots, results, sizes, step, scale, form: tl.constexpr):
     """A whole step of one task by one program."""
     task = tl.program_id(0)
     step = number_of(slots, task, step)
-    where = locate(slots, extent, task, step)
+    where = locate(slots, sizes, task, step)
     begin = where[1] // form.block * form.block
-    top, total, mixed = _attend(new, held, results, extent, (task, begin, where[2]), where, scale, form)
+    top, total, mixed = _attend(new, held, results, sizes, (task, begin, where[2]), where, scale, form)
     _write_out(results.out, task, mixed / total[:, None], form)
     if results.logits is not None:
         tl.debug_barrier()  # what one thread wrote of the logits, others read
     if (results.logits is not None) or (slots.score is not None):
-        settle(slots, results, extent, task, where, (top, total), step, form)
+        evict(slots, results, sizes, task, where, (top, total), step, form)
     finish(slots, task, where[0], step)
 
 
 @triton.jit(do_not_specialize=["step"])
-def split_kernel(new, held, slots, results, extent, step, scale, form: tl.constexpr):
-    """The attention of one task to `extent.chunk` of its slots."""
+def split_kernel(new, held, slots, results, sizes, step, scale, form: tl.constexpr):
+    """The attention of one task to `sizes.chunk` of its slots."""
     task, split = tl.program_id(0), tl.program_id(1)
     step = number_of(slots, task, step)
-    where = locate(slots, extent, task, step)
-    begin = tl.maximum(split * extent.chunk, where[1] // form.block * form.block)
-    end = tl.minimum(split * extent.chunk + extent.chunk, where[2])
+    where = locate(slots, sizes, task, step)
+    begin = tl.maximum(split * sizes.chunk, where[1] // form.block * form.block)
+    end = tl.minimum(split * sizes.chunk + sizes.chunk, where[2])
     if begin < end:
-        top, total, mixed = _attend(new, held, results, extent, (task, begin, end), where, scale, form)
+        top, total, mixed = _attend(new, held, results, sizes, (task, begin, end), where, scale, form)
         heads, dims = tl.arange(0, form.g), tl.arange(0, form.d)
         at = (split * tl.num_programs(0) + task) * form.group + heads
         tl.store(results.top + at, top, mask=heads < form.group)
@@ -76,17 +136,17 @@ def split_kernel(new, held, slots, results, extent, step, scale, form: tl.conste
 
 
 @triton.jit(do_not_specialize=["step"])
-def join_kernel(slots, results, extent, step, form: tl.constexpr):
+def join_kernel(slots, results, sizes, step, form: tl.constexpr):
     """Makes one of the splits of one task, and does what is left of the step."""
     task = tl.program_id(0)
     step = number_of(slots, task, step)
-    where = locate(slots, extent, task, step)
+    where = locate(slots, sizes, task, step)
     heads, dims = tl.arange(0, form.g), tl.arange(0, form.d)
     inside = (heads < form.group)[:, None] & (dims < form.dim)[None, :]
     top = tl.full((form.g,), float("-inf"), tl.float32)
     total = tl.full((form.g,), 0.0, tl.float32)
     mixed = tl.full((form.g, form.d), 0.0, tl.float32)
-    for split in range(where[1] // extent.chunk, (where[2] + extent.chunk - 1) // extent.chunk):
+    for split in range(where[1] // sizes.chunk, (where[2] + sizes.chunk - 1) // sizes.chunk):
         at = (split * tl.num_programs(0) + task) * form.group + heads
         other = tl.load(results.top + at, mask=heads < form.group, other=0.0)
         peak = tl.maximum(top, other)
@@ -97,20 +157,20 @@ def join_kernel(slots, results, extent, step, form: tl.constexpr):
         top = peak
     _write_out(results.out, task, mixed / total[:, None], form)
     if (results.logits is not None) or (slots.score is not None):
-        settle(slots, results, extent, task, where, (top, total), step, form)
+        evict(slots, results, sizes, task, where, (top, total), step, form)
     finish(slots, task, where[0], step)
 
 
 @triton.jit
-def _attend(new, held, results, extent, part, where, scale, form: tl.constexpr):
+def _attend(new, held, results, sizes, part, where, scale, form: tl.constexpr):
     """Attention of a task to slots from `begin`, a multiple of the block, to `end`: top and total (g,), mixed (g, d).
 
     Writes the new token into its slot, if that is one of them, and logits where they are asked for.
     """
     task, begin, end = part
     slot, first, _ = where
-    row, head = (task // extent.kv_heads).to(tl.int64), task % extent.kv_heads
-    base = task.to(tl.int64) * extent.capacity
+    row, head = (task // sizes.kv_heads).to(tl.int64), task % sizes.kv_heads
+    base = task.to(tl.int64) * sizes.capacity
     heads, dims = tl.arange(0, form.g), tl.arange(0, form.d)
     asked = new.q + row * new.q_row + (head * form.group + heads)[:, None] * new.q_head + dims[None, :]
     q = tl.load(asked, mask=(heads < form.group)[:, None] & (dims < form.dim)[None, :], other=0.0)
@@ -130,7 +190,7 @@ def _attend(new, held, results, extent, part, where, scale, form: tl.constexpr):
         v = tl.where(is_new, new_v.to(q.dtype)[None, :], v.to(q.dtype))
         x = tl.where(seen[None, :], _logits(q, k, form) * scale, float("-inf"))
         if results.logits is not None:
-            to = results.logits + (task.to(tl.int64) * form.group + heads[:, None]) * extent.width + at[None, :]
+            to = results.logits + (task.to(tl.int64) * form.group + heads[:, None]) * sizes.width + at[None, :]
             tl.store(to, x, mask=(heads < form.group)[:, None] & seen[None, :])
         peak = tl.maximum(top, tl.max(x, 1))
         p, shrink = tl.exp2(x - peak[:, None]), tl.exp2(top - peak)
@@ -145,10 +205,8 @@ def _logits(q, k, form: tl.constexpr):
     """q (g, d) times k (block, d): (g, block) float32."""
     if form.g == 1:
         x = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
-    elif form.wide:
-        x = wide_product(q, tl.trans(k))
     else:
-        x = tl.dot(q, tl.trans(k), input_precision="tf32x3")
+        x = product(q, tl.trans(k), form.wide)
     return x
 
 
@@ -157,10 +215,22 @@ def _mix(p, v, form: tl.constexpr):
     """p (g, block) times v (block, d): (g, d) float32; p in the dtype of v, unless g is 1."""
     if form.g == 1:
         x = tl.sum(tl.trans(p) * v.to(tl.float32), 0)[None, :]
-    elif form.wide:
-        x = wide_product(p.to(v.dtype), v)
     else:
-        x = tl.dot(p.to(v.dtype), v, input_precision="tf32x3")
+        x = product(p.to(v.dtype), v, form.wide)
+    return x
+
+
+@triton.jit
+def product(a, b, wide: tl.constexpr):
+    """a (m, k) times b (k, n) in float32.
+
+    `wide`, for Triton's interpreter: its `dot` is numpy's matmul, which has no bfloat16 and rounds differently from
+    lane to lane; here, as in a GPU's matrix units, every element is summed the same way.
+    """
+    if wide:
+        x = tl.sum(a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :], 1)
+    else:
+        x = tl.dot(a, b, input_precision="tf32x3")
     return x
 
 
@@ -170,3 +240,174 @@ def _write_out(out, task, mixed, form: tl.constexpr):
     heads, dims = tl.arange(0, form.g), tl.arange(0, form.d)
     to = out + (task.to(tl.int64) * form.group + heads[:, None]) * form.dim + dims[None, :]
     tl.store(to, mixed.to(out.dtype.element_ty), mask=(heads < form.group)[:, None] & (dims < form.dim)[None, :])
+
+
+# ---- K and V in the slots of a task, as tiles: read, unpacked and written
+
+
+@triton.jit
+def tile(kept, scale, low, base, at, old, form: tl.constexpr):
+    """K or V (block, d) of slots `at`; 0 where not `old`, of which nothing is read."""
+    if not form.packed:
+        dims = tl.arange(0, form.d)
+        mask = old[:, None] & (dims < form.dim)[None, :]
+        loaded = tl.load(kept + base * form.dim + at[:, None] * form.dim + dims[None, :], mask=mask, other=0.0)
+    else:
+        loaded = _unpacked(kept, scale, low, base, at, old, form)
+    return loaded
+
+
+@triton.jit
+def _unpacked(kept, scale, low, base, at, old, form: tl.constexpr):
+    """As `tile`, float32, of K or V in codes."""
+    wide: tl.constexpr = form.dim // 2
+    groups: tl.constexpr = (form.dim + _GROUP - 1) // _GROUP
+    each: tl.constexpr = min(_GROUP, form.d)
+    bytes_, group = tl.arange(0, form.d // 2), tl.arange(0, form.d // each)
+    mask = old[:, None] & (bytes_ < wide)[None, :]
+    codes = tl.load(kept + base * wide + at[:, None] * wide + bytes_[None, :], mask=mask, other=0)
+    values = tl.reshape(bytes_to_pairs(codes, form.block, form.d).to(tl.float32), (form.block, form.d // each, each))
+    mask = old[:, None] & (group < groups)[None, :]
+    of = base * groups + at[:, None] * groups + group[None, :]
+    scales = tl.load(scale + of, mask=mask, other=0.0).to(tl.float32)
+    lows = tl.load(low + of, mask=mask, other=0.0).to(tl.float32)
+    return tl.reshape(lows[:, :, None] + values * scales[:, :, None], (form.block, form.d))
+
+
+@triton.jit
+def put(source, kept, scale, low, slot, mine, form: tl.constexpr):
+    """The new token's K or V (d,) as its slot will hold it; if `mine`, puts it there."""
+    dims = tl.arange(0, form.d)
+    if not form.packed:
+        x = tl.load(source + dims, mask=dims < form.dim, other=0.0)
+        tl.store(kept + slot * form.dim + dims, x, mask=dims < tl.where(mine, form.dim, 0))
+    else:
+        x = _put_packed(source, kept, scale, low, slot, mine, form)
+    return x
+
+
+@triton.jit
+def _put_packed(source, kept, scale, low, slot, mine, form: tl.constexpr):
+    """As `put`, float32, of K or V in codes."""
+    dims = tl.arange(0, form.d)
+    wide: tl.constexpr = form.dim // 2
+    groups: tl.constexpr = (form.dim + _GROUP - 1) // _GROUP
+    each: tl.constexpr = min(_GROUP, form.d)
+    n: tl.constexpr = form.d // each
+    # What a short group lacks repeats its last number.
+    x = tl.load(source + tl.minimum(dims, form.dim - 1)).to(tl.float32)
+    codes, scales, lows = groups_to_codes(tl.reshape(x, (n, each)), 15)
+    bytes_, group = tl.arange(0, form.d // 2), tl.arange(0, n)
+    packed = tl.reshape(pairs_to_bytes(codes, n, each), (form.d // 2,))
+    tl.store(kept + slot * wide + bytes_, packed, mask=bytes_ < tl.where(mine, wide, 0))
+    tl.store(scale + slot * groups + group, scales.to(tl.bfloat16), mask=group < tl.where(mine, groups, 0))
+    tl.store(low + slot * groups + group, lows.to(tl.bfloat16), mask=group < tl.where(mine, groups, 0))
+    return tl.reshape(lows[:, None] + codes.to(tl.float32) * scales[:, None], (form.d,))
+
+
+# ---- which slots are seen, which one is taken, and which one is next
+
+
+@triton.jit
+def number_of(slots, task, step):
+    """Of this step: what the launch says, or the task's own count."""
+    if slots.now is not None:
+        step = tl.load(slots.now + task)
+    return step
+
+
+@triton.jit
+def finish(slots, task, slot, step):
+    """What every step leaves: the slot of its token, and the count of the next step."""
+    tl.store(slots.used + task, slot.to(tl.int64))
+    if slots.now_out is not None:
+        tl.debug_barrier()  # nobody has yet to read the count
+        tl.store(slots.now_out + task, step + 1)
+
+
+@triton.jit
+def locate(slots, sizes, task, step):
+    """The new token's slot, the first slot that is seen and the end of those occupied, int32."""
+    rule = slots.rules + task // sizes.kv_heads * _RULE
+    arrivals, limit = tl.load(rule) + step, tl.load(rule + 1)
+    leaving = tl.load(rule + 2) + step + 1 - sizes.window
+    first = tl.minimum(tl.maximum(leaving, 0), tl.load(rule + 5))
+    if slots.given is not None:
+        slot = tl.load(slots.given + task) - task.to(tl.int64) * sizes.capacity
+    elif slots.free is not None:
+        slot = tl.load(slots.free + task) - task.to(tl.int64) * sizes.capacity
+    else:
+        ring = tl.load(rule + 3)
+        slot = tl.where(arrivals < limit, arrivals, ring + (arrivals - ring) % (limit - ring))
+    return slot.to(tl.int32), first.to(tl.int32), tl.minimum(arrivals + 1, limit).to(tl.int32)
+
+
+@triton.jit
+def evict(slots, results, sizes, task, where, sums, step, form: tl.constexpr):
+    """Probabilities, scores and the slot of the next token, of a task with the logits' `top` and `total` (g,)."""
+    slot, first, count = where
+    base = task.to(tl.int64) * sizes.capacity
+    rule = slots.rules + task // sizes.kv_heads * _RULE
+    now, sinks = tl.load(rule + 2) + step, tl.load(rule + 4)
+    start_score = tl.where(now < sinks, float("inf"), 0.0)
+    if slots.fresh is not None:
+        start_score = tl.where(now < sinks, float("inf"), tl.load(slots.fresh + task))
+    best = tl.full((form.scan,), _LAST, tl.int64)
+    best_at = tl.full((form.scan,), 0, tl.int32)
+    end = count
+    if results.probs is not None:
+        end = sizes.width
+    for start in range(0, end, form.scan):
+        at = start + tl.arange(0, form.scan)
+        used = at < count
+        p = tl.full((form.scan,), 0.0, tl.float32)
+        if results.logits is not None:
+            p = _probabilities(results.logits, sizes, task, (at, used & (at >= first)), sums, form)
+        if results.probs is not None:
+            tl.store(results.probs + task.to(tl.int64) * sizes.width + at, p, mask=at < sizes.width)
+        if slots.score is not None:
+            score = tl.where(at == slot, start_score, tl.load(slots.score + base + at, mask=used, other=0.0))
+            written = at == slot
+            if form.adds:
+                score, written = score + p, used
+            tl.store(slots.score_out + base + at, score, mask=written)
+            pos = tl.where(at == slot, now, tl.load(slots.pos + base + at, mask=used, other=0).to(tl.int64))
+            key = tl.where(used, _rank(score, pos, rule, now, sizes), _LAST)
+            best_at = tl.where(key < best, at, best_at)
+            best = tl.minimum(key, best)
+    if slots.score is not None:
+        victim = tl.max(tl.where(best == tl.min(best, 0), best_at, -1), 0)
+        following = tl.where(slot + 1 == tl.load(rule + 1), tl.load(rule + 3), slot + 1)
+        following = tl.where(step >= tl.load(rule + 7), victim, following)
+        tl.debug_barrier()  # nobody has yet to read the free slot
+        tl.store(slots.pos + base + slot, now.to(tl.int32))
+        tl.store(slots.free_out + task, base + following)
+
+
+@triton.jit
+def _probabilities(logits, sizes, task, slots, sums, form: tl.constexpr):
+    """(scan,) of the slots `at`: means over the query heads, 0 where not `seen`.
+
+    Head by head, so that a program has the slots in its registers and not the heads' copies of them; what heads there
+    are is known when this is compiled, and their loads do not wait for each other.
+    """
+    at, seen = slots
+    top, total = sums
+    heads = tl.arange(0, form.g)
+    count: tl.constexpr = form.group
+    p = tl.full((form.scan,), 0.0, tl.float32)
+    for head in tl.static_range(count):
+        peak, norm = tl.sum(tl.where(heads == head, top, 0.0), 0), tl.sum(tl.where(heads == head, total, 0.0), 0)
+        of = logits + (task.to(tl.int64) * form.group + head) * sizes.width + at
+        p += tl.exp2(tl.load(of, mask=seen, other=float("-inf")) - peak) / norm
+    return p / form.group
+
+
+@triton.jit
+def _rank(score, pos, rule, now, sizes):
+    """Score and position as one int64: the lowest goes first, of equal scores the highest position."""
+    bits = score.to(tl.int32, bitcast=True)
+    leaving = now + 1 - sizes.window
+    bits = tl.where((pos == leaving) & (leaving >= tl.load(rule + 4)), -1, bits)
+    bits = tl.where(pos > now - tl.load(rule + 6), bits | _BEST, bits)
+    return (bits.to(tl.int64) << 32) - pos

@@ -14,19 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from h2o_flexgen.kernels.types import Quantised
+
 LOWER_HALF = tl.constexpr(0xFFFF)
 TILE = 4096  # numbers per program: 32 per thread
 
 
-class Packed(NamedTuple):
-    """Numbers (..., d): codes (..., d * bits / 8) uint8, scale and low (..., groups) bfloat16."""
-
-    codes: Tensor
-    scale: Tensor
-    low: Tensor
-
-
-class _Form(NamedTuple):
+class _QuantForm(NamedTuple):
     """What a kernel is compiled for: numbers per row, numbers per group, their bits, rows per program."""
 
     size: int
@@ -35,7 +29,7 @@ class _Form(NamedTuple):
     rows: int
 
 
-def quantise(x: Tensor, bits: int = 4, group: int = 64) -> Packed:
+def quantise(x: Tensor, bits: int = 4, group: int = 64) -> Quantised:
     """x (..., d) as `groupwise.quantise` has it. `group`: a power of two; d: even with 4 bits.
 
     Reads x once, writes its codes once; x is made contiguous first if it is not.
@@ -43,21 +37,21 @@ def quantise(x: Tensor, bits: int = 4, group: int = 64) -> Packed:
     size = x.shape[-1]
     _check(size, bits, group)
     groups, lead = -(-size // group), x.shape[:-1]
-    packed = Packed(
+    packed = Quantised(
         torch.empty(*lead, size * bits // 8, dtype=torch.uint8, device=x.device),
         torch.empty(*lead, groups, dtype=torch.bfloat16, device=x.device),
         torch.empty(*lead, groups, dtype=torch.bfloat16, device=x.device),
     )
-    _launch(_quantise, x.contiguous(), packed, _Form(size, group, bits, max(1, TILE // group)))
+    _launch(_quantise, x.contiguous(), packed, _QuantForm(size, group, bits, max(1, TILE // group)))
     return packed
 
 
-def dequantise(packed: Packed, dtype: torch.dtype, bits: int = 4, group: int = 64) -> Tensor:
+def dequantise(packed: Quantised, dtype: torch.dtype, bits: int = 4, group: int = 64) -> Tensor:
     """What `packed`, contiguous, stands for, (..., d) in `dtype`."""
     size = packed.codes.shape[-1] * 8 // bits
     _check(size, bits, group)
     x = torch.empty(*packed.codes.shape[:-1], size, dtype=dtype, device=packed.codes.device)
-    _launch(_dequantise, x, packed, _Form(size, group, bits, max(1, TILE // group)))
+    _launch(_dequantise, x, packed, _QuantForm(size, group, bits, max(1, TILE // group)))
     return x
 
 
@@ -66,10 +60,10 @@ def _check(size: int, bits: int, group: int) -> None:
         raise ValueError(f"{size} numbers of {bits} bits in groups of {group}: needed 4 or 8 bits, a power of two")
 
 
-def _launch(kernel: triton.JITFunction, x: Tensor, packed: Packed, form: _Form) -> None:
+def _launch(kernel: triton.JITFunction, x: Tensor, packed: Quantised, form: _QuantForm) -> None:
     rows = x.numel() // max(form.size, 1)
     if rows:
-        kernel[(triton.cdiv(rows, form.rows), packed.scale.shape[-1])](x, Packed(*packed), rows, form, num_warps=4)
+        kernel[(triton.cdiv(rows, form.rows), packed.scale.shape[-1])](x, packed, rows, form, num_warps=4)
 
 
 @triton.jit

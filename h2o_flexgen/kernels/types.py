@@ -67,6 +67,22 @@ class PackedPrompts(NamedTuple):
         )
 
 
+class Quantised(NamedTuple):
+    """Numbers (..., d) of some bits each in groups of neighbours, as `quant.groupwise` lays them out."""
+
+    codes: Tensor
+    """(..., bytes) uint8."""
+    scale: Tensor
+    """(..., groups) bfloat16, never negative; 0 where all numbers of the group are `low`."""
+    low: Tensor
+    """(..., groups) bfloat16."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all three."""
+        return self.codes.nbytes + self.scale.nbytes + self.low.nbytes
+
+
 class DecodeAttention(NamedTuple):
     """`out` (b, heads, d) in the dtype of q; `row` (b, kv_heads, N) float32, or None if not asked for."""
 

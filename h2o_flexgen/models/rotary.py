@@ -24,7 +24,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.kernels import triton_available
-from h2o_flexgen.kernels.rotate import rotate_halves
+from h2o_flexgen.kernels.layers import rotate_halves
 
 
 class Angles(NamedTuple):

@@ -14,29 +14,14 @@ bits with and without fused multiply-add.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from h2o_flexgen.kernels.types import Quantised
+
 _LOWER_HALF = 0xFFFF  # the bits of a float32 that bfloat16 lacks
-
-
-class Quantised(NamedTuple):
-    """Numbers (..., d) in a `GroupFormat`."""
-
-    codes: Tensor
-    """(..., bytes) uint8."""
-    scale: Tensor
-    """(..., groups) bfloat16, never negative; 0 where all numbers of the group are `low`."""
-    low: Tensor
-    """(..., groups) bfloat16."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all three."""
-        return self.codes.nbytes + self.scale.nbytes + self.low.nbytes
 
 
 @dataclass(frozen=True)
@@ -113,7 +98,7 @@ def dequantise(packed: Quantised, dtype: torch.dtype, form: GroupFormat = DEFAUL
 def _to_bfloat16(x: Tensor, *, up: bool) -> Tensor:
     """x (float32) as the nearest number that bfloat16 has and that is not below x, or with `up` false not above it."""
     bits = x.contiguous().view(torch.int32)
-    # Whoever lacks bits is nearer to zero; to go away from zero, count one up in what is left.
+    # Cutting bits off goes towards zero; to go away from zero, count one up in what is left.
     away = (bits >= 0) if up else (bits < 0)
     bits = torch.where(away, bits + _LOWER_HALF, bits).bitwise_and_(~_LOWER_HALF)
     return bits.view(torch.float32)

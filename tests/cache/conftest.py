@@ -12,7 +12,7 @@ from torch import Tensor
 from h2o_flexgen.cache import kv_cache
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.kernels import DecodeAttention, decode_attention
-from h2o_flexgen.kernels.native.attend import NativeAttend, available
+from h2o_flexgen.kernels.decode import NativeAttend, available
 
 needs_native = pytest.mark.skipif(
     not available(torch.float32, 4, torch.device("cpu")), reason="no compiler, or a processor without AVX-512 bfloat16"

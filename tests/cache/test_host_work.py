@@ -79,7 +79,7 @@ def test_nor_do_rolling_positions(policy: PolicyRow, window: int | None) -> None
         with nullcontext() if first else NoHostWork():
             cache.attend(*new, 0.3, table)
         # Sinks that leave the window are the first thing that is hidden: what that takes is made then.
-        first = cache._clock.step < 7 and window is not None
+        first = cache._lengths.step < 7 and window is not None
     assert cache._fused is None
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.cache import CacheShape, EvictionPolicy, KVCache, make_policy
-from h2o_flexgen.cache.clock import RowClock, slots_needed
+from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
 from h2o_flexgen.cache.vectors import move_down
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import prefill_attention
@@ -73,9 +73,9 @@ class GpuBatch:
     def admit(self, rows: list[int]) -> None:
         first, count = len(self.rows), len(self.rows) + len(rows)
         shape = CacheShape(len(rows), 2, D, self.shape.capacity)
-        budgets: list[Budget] | RowClock = [self.budgets[row] for row in rows]
+        budgets: list[Budget] | CacheLengths = [self.budgets[row] for row in rows]
         if self.like is not None:
-            budgets = self.like.fresh.clock_for_twin()
+            budgets = self.like.fresh.lengths_for_another_layer()
         fresh = self.fresh = KVCache(shape, budgets, self.policy, layer=1, row_ids=rows, window=self.window)
         fresh.attach(self.k[first:count], self.v[first:count])
         for place, row in enumerate(rows):
@@ -144,17 +144,17 @@ def test_rows_do_not_notice(policy: PolicyRow, window: int | None, turning: Turn
 
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("name", ["full", "h2o", "streaming"])
-def test_layers_of_the_same_rows_have_one_clock_worked_out(name: str, window: int | None, monkeypatch) -> None:
+def test_lengths_of_the_same_rows_are_worked_out_once(name: str, window: int | None, monkeypatch) -> None:
     """Three layers: the first, its twin with other keys and values, and one like the twin that shares nothing."""
     settled = 0
 
-    def counted(self: RowClock) -> object:
+    def counted(self: CacheLengths) -> object:
         nonlocal settled
         settled += 1
         return settle(self)
 
-    settle = RowClock._settle
-    monkeypatch.setattr(RowClock, "_settle", counted)
+    settle = CacheLengths._find_milestones
+    monkeypatch.setattr(CacheLengths, "_find_milestones", counted)
     policy = next(row for row in POLICIES if row.name == name)
     budgets, chooser = _budgets(policy, window), make_policy(EvictionConfig(name))
     streams = [
@@ -178,7 +178,7 @@ def test_layers_of_the_same_rows_have_one_clock_worked_out(name: str, window: in
         assert all(torch.equal(outs[1][row], outs[2][row]) for row in outs[2])
         assert twin.cache.counts == alone.cache.counts
         assert twin.cache.next_pos == alone.cache.next_pos
-    assert settled == 2 * 8 + 1, "once for first and twin, once for the other; the very first step is that of prompts"
+    assert settled == 2 * 8, "once for first and twin, once for the other"
 
 
 @settings(max_examples=100, deadline=None)

@@ -148,12 +148,12 @@ def test_order_of_slots_changes_nothing(policy: PolicyRow) -> None:
     plain, permuted = (rolling_run(policy, [stream], [10], 60) for _ in range(2))
     plain.steps(20)
     permuted.steps(20)
-    book: Any = permuted.cache._book
+    slots: Any = permuted.cache._slots
     order = torch.randperm(11, generator=torch_generator(1))
-    for tensor in (permuted.cache.k, permuted.cache.v, book._pos, book.score, book._rank):
+    for tensor in (permuted.cache.k, permuted.cache.v, slots._pos, slots.score, slots._rank):
         assert isinstance(tensor, Tensor)
         tensor.copy_(tensor[:, :, order])
-    book._free.copy_(order.argsort()[book._free % 11] + book._free // 11 * 11)
+    slots._free.copy_(order.argsort()[slots._free % 11] + slots._free // 11 * 11)
     for _ in range(40):
         assert plain.kept() == permuted.kept()
         torch.testing.assert_close(plain.step(), permuted.step(), atol=1e-6, rtol=1e-5)

@@ -114,13 +114,13 @@ def test_trap_08_order_of_slots_changes_nothing() -> None:
     plain, permuted = (CacheRun([stream], [Budget(10, 5, 5, 0, False)], H2OPolicy()) for _ in range(2))
     plain.steps(20)
     permuted.steps(20)
-    book: Any = permuted.cache._book
+    slots: Any = permuted.cache._slots
     order = torch.randperm(11, generator=torch_generator(1))
-    for tensor in (permuted.cache.k, permuted.cache.v, book._pos, book.score):
+    for tensor in (permuted.cache.k, permuted.cache.v, slots._pos, slots.score):
         assert tensor is not None
         tensor.copy_(tensor[:, :, order])
     place = order.argsort()
-    book._free.copy_(place[book._free % 11] + book._free // 11 * 11)
+    slots._free.copy_(place[slots._free % 11] + slots._free // 11 * 11)
     for _ in range(40):
         assert plain.kept() == permuted.kept()
         torch.testing.assert_close(plain.step(), permuted.step(), atol=1e-6, rtol=1e-5)

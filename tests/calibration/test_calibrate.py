@@ -29,7 +29,7 @@ from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.cores import CoreTimes
 from h2o_flexgen.cost.predict import predict
 from h2o_flexgen.errors import StorageError, UsageError
-from h2o_flexgen.kernels.native.build import why_not
+from h2o_flexgen.kernels.native import why_not
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.units import MIB

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.cache import ranked
+from h2o_flexgen.cache import slots
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from tests.gpu import test_tokens
@@ -53,12 +53,12 @@ def test_what_the_engine_really_held(checkpoint: Any, monkeypatch: pytest.Monkey
     assert sorted(alone.kept) == list(range(len(test_tokens.LENGTHS)))
     for row, length in enumerate(test_tokens.LENGTHS):
         assert sorted(alone.kept[row]) == list(range(length, length + test_tokens.NEW - 1))
-    choose = ranked._choose
+    choose = slots._choose
 
     def worst(score: Any, *args: Any) -> Any:
         return choose(score.max() - score, *args)
 
-    monkeypatch.setattr(ranked, "_choose", worst)
+    monkeypatch.setattr(slots, "_choose", worst)
     broken = test_tokens.run(*work, {"device": "cpu"}, {"gpu_batch_size": 7})
     assert "not close" in (fault(broken, together) or "")
 

@@ -9,19 +9,19 @@ import pytest
 
 from h2o_flexgen.calibration import measure
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.kernels.native import build
+from h2o_flexgen.kernels import native
 from tests.tiny import prompts_of
 
-pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=f"no native kernels: {build.why_not()}")
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=f"no native kernels: {native.why_not()}")
 
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where kernels go: a machine on which none has been built."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build.library.cache_clear()
+    native.library.cache_clear()
     yield tmp_path / "h2o_flexgen" / "native"
-    build.library.cache_clear()  # what a test made of it is its own
+    native.library.cache_clear()  # what a test made of it is its own
 
 
 def _built(folder: Path) -> set[str]:
@@ -29,7 +29,7 @@ def _built(folder: Path) -> set[str]:
 
 
 def test_everything_is_built(fresh: Path) -> None:
-    assert build.library() is not None
+    assert native.library() is not None
     assert _built(fresh) == {"kernels"}
 
 
@@ -56,6 +56,6 @@ def test_kernels_are_there_before_anything_is_measured(fresh: Path, monkeypatch:
 
 
 def test_without_native_kernels_nothing_is_built(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "why_not", lambda: "not today")
-    assert build.library() is None
+    monkeypatch.setattr(native, "why_not", lambda: "not today")
+    assert native.library() is None
     assert not fresh.exists()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.cache.clock import slots_needed
 from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.cache.lengths import slots_needed
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.batching.scheduler import in_order

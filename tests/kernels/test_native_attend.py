@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from h2o_flexgen.kernels import reference
-from h2o_flexgen.kernels.native.attend import NativeAttend, available
+from h2o_flexgen.kernels.decode import NativeAttend, available
 from h2o_flexgen.kernels.types import Ranking, SlotRule
 from tests.cache.conftest import needs_native
+from tests.oracles import attention as reference
 from tests.seeds import torch_generator
 
 CPU = torch.device("cpu")

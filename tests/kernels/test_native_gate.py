@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels import ACTIVATIONS, gated, rms_norm, torch_cpu
-from h2o_flexgen.kernels.native.build import why_not
+from h2o_flexgen.kernels import ACTIVATIONS, gated, layers, rms_norm
+from h2o_flexgen.kernels.native import why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -22,8 +22,8 @@ def noise(*shape: int) -> Tensor:
 @pytest.fixture
 def native_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was left to torch would pass every comparison: there is nothing to leave it to."""
-    monkeypatch.setattr(torch_cpu, "rms_norm", None)
-    monkeypatch.setattr(torch_cpu, "gated", None)
+    monkeypatch.setattr(layers, "_rms_norm_by_torch", None)
+    monkeypatch.setattr(layers, "ACTIVATIONS", {})
 
 
 @pytest.mark.usefixtures("native_only")
@@ -83,8 +83,8 @@ def test_threads_change_nothing() -> None:
 
 def test_what_is_left_to_torch() -> None:
     x, up = noise(3, 8), noise(3, 8)
-    assert torch.equal(rms_norm(x.float(), None, EPS), torch_cpu.rms_norm(x.float(), None, EPS))
-    assert torch.equal(gated(x.clone(), up, "gelu"), torch_cpu.gated(x.clone(), up, "gelu"))
-    assert torch.equal(gated(x.float(), up.float(), "silu"), torch_cpu.gated(x.float(), up.float(), "silu"))
+    assert torch.equal(rms_norm(x.float(), None, EPS), layers._rms_norm_by_torch(x.float(), None, EPS))
+    assert torch.equal(gated(x.clone(), up, "gelu"), ACTIVATIONS["gelu"](x.clone()) * up)
+    assert torch.equal(gated(x.float(), up.float(), "silu"), ACTIVATIONS["silu"](x.float()) * up)
     with pytest.raises(RuntimeError):
         gated(x, noise(3, 9), "silu")

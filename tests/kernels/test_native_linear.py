@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.kernels import linear, torch_cpu
-from h2o_flexgen.kernels.native import linear as native
-from h2o_flexgen.kernels.native.build import why_not
+from h2o_flexgen.kernels import layers, linear
+from h2o_flexgen.kernels.native import why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -34,7 +33,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.fixture
 def native_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that was left to torch would pass every comparison: it has none."""
-    monkeypatch.setattr(torch_cpu.F, "linear", None)
+    monkeypatch.setattr(layers.F, "linear", None)
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many products were left to torch: as many as there are items."""
     found: list[int] = []
     original = F.linear
-    monkeypatch.setattr(torch_cpu.F, "linear", lambda *args: (found.append(1), original(*args))[1])
+    monkeypatch.setattr(layers.F, "linear", lambda *args: (found.append(1), original(*args))[1])
     return found
 
 
@@ -222,7 +221,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 
 
 def test_without_native_kernels_it_is_torch(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
-    monkeypatch.setattr(native, "_native", lambda: None)
+    monkeypatch.setattr(layers, "library", lambda: None)
     x, weight = noise(2, 8), noise(4, 8)
     y = linear(x, weight, wide=True)
     assert len(calls) == 1

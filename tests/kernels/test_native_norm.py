@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels import layer_norm, torch_cpu
-from h2o_flexgen.kernels.native.build import why_not
+from h2o_flexgen.kernels import layer_norm, layers
+from h2o_flexgen.kernels.native import why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -34,7 +34,7 @@ def near(y: Tensor, expected: Tensor) -> bool:
 @pytest.fixture
 def native_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was left to torch would pass every comparison: there is nothing to leave it to."""
-    monkeypatch.setattr(torch_cpu, "layer_norm", None)
+    monkeypatch.setattr(layers.F, "layer_norm", None)
 
 
 @pytest.mark.usefixtures("native_only")

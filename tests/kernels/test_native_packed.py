@@ -13,14 +13,13 @@ from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment, chunks_of, segments_of
 from h2o_flexgen.engine.batching.prompt_attention import PrefixPath, PromptAttention
-from h2o_flexgen.kernels import KeysValues
-from h2o_flexgen.kernels.native import build, prompt
-from h2o_flexgen.kernels.native.keep import keep_prompts
+from h2o_flexgen.kernels import KeysValues, native, prompt
+from h2o_flexgen.kernels.prompt import keep_prompts
 from h2o_flexgen.kernels.types import PackedPrompts, PackedRow
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import moved, torch_generator
 
-pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=f"no native kernels: {build.why_not()}")
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=f"no native kernels: {native.why_not()}")
 D = 16
 
 

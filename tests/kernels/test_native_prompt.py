@@ -13,14 +13,15 @@ from h2o_flexgen.config.model.arch import ArchSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.kernels import KeysValues, reference, torch_cpu
-from h2o_flexgen.kernels.native import build, prompt
+from h2o_flexgen.kernels import KeysValues, prompt, torch_attention
+from h2o_flexgen.kernels.native import why_not
 from h2o_flexgen.kernels.types import PrefillAttention
 from h2o_flexgen.schedule import workspace
+from tests.oracles import attention as reference
 from tests.schedule.test_workspace import Live
 from tests.seeds import torch_generator
 
-native = pytest.mark.skipif(build.why_not() is not None, reason=f"no native kernels: {build.why_not()}")
+native = pytest.mark.skipif(why_not() is not None, reason=f"no native kernels: {why_not()}")
 GROUPS = [(2, 2), (4, 2), (3, 1), (4, 1), (5, 1), (12, 2), (7, 1), (8, 1)]
 
 
@@ -31,7 +32,7 @@ def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> PrefillAttention:
         raise AssertionError("this went to torch")
 
-    monkeypatch.setattr(torch_cpu, "prefill_attention", refuse)
+    monkeypatch.setattr(torch_attention, "prefill_attention", refuse)
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_every_size_of_a_head(d: int) -> None:
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_long_prompt_is_divided_and_threads_change_no_bit(window: int | None) -> None:
     qkv, past = make(1, 4, 2, 1100, 16), make_past(2, 40, 16)
-    assert prompt._shape(*qkv, past, window).parts > 1
+    assert prompt._task(*qkv, past, window).parts > 1
     check(qkv, 0.25, past, window)
     found = []
     for count in (1, 2, 3):
@@ -194,13 +195,13 @@ def test_what_is_no_number_stays_visible(value: float) -> None:
 
 def test_torch_has_what_is_not_for_this_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    in_torch = torch_cpu.prefill_attention
+    in_torch = torch_attention.prefill_attention
 
     def spy(*args, **kwargs) -> PrefillAttention:
         seen.append(args[0])
         return in_torch(*args, **kwargs)
 
-    monkeypatch.setattr(torch_cpu, "prefill_attention", spy)
+    monkeypatch.setattr(torch_attention, "prefill_attention", spy)
     odd = [t[..., :24] for t in make(1, 2, 2, 20, 32)]
     single = [t.float() for t in make(1, 2, 2, 20, 32)]
     turned = [t.transpose(-1, -2).contiguous().transpose(-1, -2) for t in make(1, 2, 2, 20, 32)]
@@ -209,7 +210,7 @@ def test_torch_has_what_is_not_for_this_kernel(monkeypatch: pytest.MonkeyPatch) 
         fast = prompt.prefill_attention(*qkv, 0.2, True)
         assert seen.pop() is qkv[0]
         torch.testing.assert_close(fast.column_sums, slow.column_sums, atol=0.02, rtol=0.02)
-    monkeypatch.setattr(prompt, "_library", lambda: None)
+    monkeypatch.setattr(prompt, "library", lambda: None)
     qkv = make(1, 2, 2, 20, 32)
     prompt.prefill_attention(*qkv, 0.2, True)
     assert seen.pop() is qkv[0]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels import linear, torch_cpu
-from h2o_flexgen.kernels.native.build import why_not
+from h2o_flexgen.kernels import layers, linear
+from h2o_flexgen.kernels.native import why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -29,7 +29,7 @@ def four_threads() -> Iterator[None]:
 
 @pytest.fixture
 def native_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_cpu.F, "linear", None)
+    monkeypatch.setattr(layers.F, "linear", None)
 
 
 def whole(rows: int, outs: int, ins: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,12 +10,12 @@ import torch
 
 from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
 
-from h2o_flexgen.kernels import reference, triton_decode
+from h2o_flexgen.kernels import triton_decode
 from h2o_flexgen.kernels.triton_decode import SCAN, TritonAttend, candidates
-from h2o_flexgen.kernels.triton_quant import Packed
 from h2o_flexgen.quant import Quantised, dequantise, quantise
 from tests.cache.harness import budget_of, compare, make_stream
 from tests.kernels.triton_pair import CLOSE, Pair, Row, copies, holds, keeps
+from tests.oracles import attention as reference
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import moved, torch_generator
 
@@ -108,13 +108,13 @@ def test_ties_go_by_position(seed: int) -> None:
     """Equal keys at a zero query: every probability is the same, and scores of a few values, so that ties abound."""
     pair = Pair([(50, keeps(40, 7)), (45, keeps(30, 0))], splits=1 + seed % 2)
     pair.random.manual_seed(moved(seed))
-    few = torch.randint(0, 3, pair.book.score.shape, generator=pair.random).float()
-    occupied = pair.book.score.isfinite()
-    pair.book.score[occupied] = few[occupied]
+    few = torch.randint(0, 3, pair.slots.score.shape, generator=pair.random).float()
+    occupied = pair.slots.score.isfinite()
+    pair.slots.score[occupied] = few[occupied]
     shuffled = torch.rand(*pair.size[:2], 30, generator=pair.random).argsort(-1)
-    pos = pair.book._pos[..., :30]
+    pos = pair.slots._pos[..., :30]
     pos.copy_(pos.gather(-1, shuffled))
-    for ours, theirs in zip(pair.state, pair.book.ranking, strict=True):
+    for ours, theirs in zip(pair.state, pair.slots.ranking, strict=True):
         ours.copy_(theirs)
     pair.new = lambda: tuple(torch.zeros_like(x) for x in Pair.new(pair))  # type: ignore[method-assign]
     for _ in range(4):
@@ -176,7 +176,7 @@ def test_packed_keys_and_values(dim: int, group: int, splits: int) -> None:
     rules = [(39, 40, 60, 0, 0, 0, 3, 0)] * 2
     state = copies(score, pos, free)
     kernel = TritonAttend(rules, size, DEVICE, ranking=state, adds=True, splits=splits)
-    packed = [Packed(*copies(*one)) for one in held]
+    packed = [Quantised(*copies(*one)) for one in held]
     kernel.attach_packed(*packed)
     q, *new = (torch.randn(2, n, dim, generator=random) for n in (group, 1, 1))
     out = kernel.step(0, copies(q, *new), 0.3).cpu()

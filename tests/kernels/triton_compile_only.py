@@ -20,7 +20,6 @@ from triton.runtime import driver
 
 from h2o_flexgen.kernels import triton_prompt, triton_quant, triton_rotate
 from h2o_flexgen.kernels.triton_decode import TritonAttend
-from h2o_flexgen.kernels.triton_quant import Packed
 from h2o_flexgen.kernels.types import KeysValues
 
 SHARED_BYTES = 232448  # that one program may have: 227 KiB
@@ -73,7 +72,7 @@ def decode(group: int, *, packed: bool = False, splits: int = 1) -> None:
     kernel = TritonAttend(rules, size, "cpu", ranking=ranking, adds=True, splits=splits, tune=False)
     k, v = torch.randn(2, *size).bfloat16().unbind(0)
     if packed:
-        kernel.attach_packed(*(Packed(*triton_quant.quantise(x)) for x in (k, v)))
+        kernel.attach_packed(*(triton_quant.quantise(x) for x in (k, v)))
     else:
         kernel.attach(k, v)
     # Counted on the device, as the engine has it, or told.

@@ -8,12 +8,12 @@ from torch import Tensor
 from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
 
 from h2o_flexgen.cache import make_policy
-from h2o_flexgen.cache.clock import RowClock, slots_needed
 from h2o_flexgen.cache.fused import slot_rules
-from h2o_flexgen.cache.ranked import RankedSlots
+from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
+from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.kernels import reference
 from h2o_flexgen.kernels.triton_decode import TritonAttend
+from tests.oracles import attention as reference
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import torch_generator
 
@@ -54,19 +54,19 @@ class Pair:
         budgets = [budget for _, budget in rows]
         capacity = slots_needed(budgets)
         self.size, self.heads = (len(rows), kv_heads, capacity, dim), kv_heads * group
-        self.clock = RowClock(budgets, capacity, torch.device("cpu"), window)
+        self.lengths = CacheLengths(budgets, capacity, torch.device("cpu"), window)
         policy = make_policy(PolicyRow("h2o", POLICIES[1].oracle).eviction())
-        self.book = RankedSlots(self.clock, policy, kv_heads, capacity, 0, range(len(rows)))
+        self.slots = ScoredSlots(self.lengths, policy, kv_heads, capacity, 0, range(len(rows)))
         for index, (prompt, budget) in enumerate(rows):
-            self.clock.fill(index, prompt)
-            self.book.fill(slice(index, index + 1), prompt, budget, torch.rand(1, kv_heads, prompt))
-        self.clock.start()
-        self.book.start(rolling=False)
+            self.lengths.fill(index, prompt)
+            self.slots.fill(slice(index, index + 1), prompt, budget, torch.rand(1, kv_heads, prompt))
+        self.lengths.start()
+        self.slots.start(rolling=False)
         self.seen_k, self.seen_v = self.draw(*self.size, dtype=dtype), self.draw(*self.size, dtype=dtype)
         self.k, self.v = copies(self.seen_k, self.seen_v)
-        self.state = copies(*self.book.ranking)
+        self.state = copies(*self.slots.ranking)
         self.kernel = TritonAttend(
-            slot_rules(self.clock, ranked=True),
+            slot_rules(self.lengths, ranked=True),
             self.size,
             DEVICE,
             window=window,
@@ -89,9 +89,9 @@ class Pair:
     def step(self) -> None:
         """One step of both, compared."""
         q, k, v = self.new()
-        number = self.clock.step if self.count is None else self.count
+        number = self.lengths.step if self.count is None else self.count
         out = self.kernel.step(number, copies(q, k, v), self.scale).cpu()
-        flat, (rows, kv_heads, capacity, dim) = self.book.take(), self.size
+        flat, (rows, kv_heads, capacity, dim) = self.slots.allocate(), self.size
         for held, one in ((self.seen_k, k), (self.seen_v, v)):
             held.view(-1, dim).index_copy_(0, flat, one.reshape(-1, dim))
         assert torch.equal(self.kernel.used.cpu(), (flat % capacity).view(rows, kv_heads))
@@ -100,27 +100,27 @@ class Pair:
         close = CLOSE[self.dtype]
         torch.testing.assert_close(out, exact.out, atol=close, rtol=close)
         score, pos, free = (part.cpu() for part in self.state)
-        expected = self.book.score + exact.row
+        expected = self.slots.score + exact.row
         assert torch.equal(score == torch.inf, expected == torch.inf)
         # What lies in slots that nobody reads any more is of no interest; there is none as yet that had a token.
         torch.testing.assert_close(score, expected, atol=1e-5, rtol=1e-5)
-        assert torch.equal(pos, self.book._pos)
+        assert torch.equal(pos, self.slots._pos)
         # With the same scores, to the bit, the same slot goes.
-        self.book.score.copy_(score)
-        self.book.settle(None, self.clock.length)
-        assert torch.equal(free, self.book._free)
-        self.clock.tick()
-        assert self.count is None or (self.count == self.clock.step).all()
+        self.slots.score.copy_(score)
+        self.slots.evict(None, self.lengths.length)
+        assert torch.equal(free, self.slots._free)
+        self.lengths.tick()
+        assert self.count is None or (self.count == self.lengths.step).all()
 
     def valid(self) -> Tensor:
         """Slots that the query sees, by the positions in them."""
         rows, kv_heads, capacity, _ = self.size
         valid = torch.zeros(rows, kv_heads, capacity, dtype=torch.bool)
-        limits = zip(self.clock.held, self.clock.limits, self.clock.next_pos, strict=True)
+        limits = zip(self.lengths.held, self.lengths.limits, self.lengths.next_pos, strict=True)
         for row, (held, limit, now) in enumerate(limits):
-            count = min(held + self.clock.step + 1, limit)
+            count = min(held + self.lengths.step + 1, limit)
             first = 0 if self.window is None else now + 1 - self.window
-            valid[row, :, :count] = self.book._pos[row, :, :count] >= first
+            valid[row, :, :count] = self.slots._pos[row, :, :count] >= first
         return valid
 
     def check_contents(self) -> None:

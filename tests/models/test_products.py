@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.kernels.native.build import why_not
+from h2o_flexgen.kernels.native import why_not
 from h2o_flexgen.models.decoder import Decoder, bind
 from h2o_flexgen.schedule.tasks import Task, TaskKind
 from tests.cost.machines import model_of, profile, rates

@@ -18,7 +18,7 @@ from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.request import SearchRequest
 from h2o_flexgen.cost.search import search
 from h2o_flexgen.engine.limits.plan import Caps, Plan, PlanRequest, automatic, make_plan
-from h2o_flexgen.kernels import KeysValues, prompt, torch_cpu
+from h2o_flexgen.kernels import KeysValues, prompt, torch_attention
 from h2o_flexgen.schedule import workspace
 from h2o_flexgen.schedule.workspace import BlockShape
 from tests.cost.machines import TINY, profile, rates
@@ -115,8 +115,8 @@ def test_an_engine_knows_whether_triton_serves_its_gpu(
 
 
 def test_the_kernels_and_the_plans_mean_the_same_logits() -> None:
-    assert Kernels.CPU.logits == torch_cpu._CHUNK_ELEMENTS
-    assert Kernels.TORCH.logits == torch_cpu._CHUNK_ELEMENTS_ON_GPU
+    assert Kernels.CPU.logits == torch_attention._CHUNK_ELEMENTS
+    assert Kernels.TORCH.logits == torch_attention._CHUNK_ELEMENTS_ON_GPU
 
 
 # ---- what prompt attention takes on a GPU, as far as it shows without one
@@ -155,7 +155,7 @@ def test_torch_on_a_gpu_starts_few_kernels_within_what_is_allowed(rows: int, len
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "softmax", noted)
-        live = attended(torch_cpu.prefill_attention, rows, length, before, "meta")
+        live = attended(torch_attention.prefill_attention, rows, length, before, "meta")
     assert live.peak <= workspace._prompt_kernel(block(rows, length, before, Kernels.TORCH))
     largest = max(Kernels.TORCH.logits, 16 * LARGE.num_heads * (before + length))
     assert max(started) <= largest

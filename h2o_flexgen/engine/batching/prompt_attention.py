@@ -12,7 +12,7 @@ from torch import Tensor
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment
 from h2o_flexgen.kernels import KeysValues, prefill_attention
-from h2o_flexgen.kernels.native.prompt import packed_attention, takes_packed
+from h2o_flexgen.kernels.prompt import packed_attention, takes_packed
 from h2o_flexgen.models.rotary import Angles, rotate_both
 
 

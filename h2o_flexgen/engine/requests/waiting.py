@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 
-from h2o_flexgen.cache.clock import slots_needed
+from h2o_flexgen.cache.lengths import slots_needed
 from h2o_flexgen.engine.requests.sequence import Sequence
 
 

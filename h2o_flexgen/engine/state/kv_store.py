@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.clock import RowClock, chooses
 from h2o_flexgen.cache.eviction.base import EvictionPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
+from h2o_flexgen.cache.lengths import CacheLengths, chooses
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.requests.sequence import Sequence
@@ -50,7 +50,7 @@ class CacheMaker:
     eviction: EvictionPolicy
     slots: Mapping[Place, int]
     devices: Mapping[Place, torch.device]
-    _clocks: dict[tuple[object, ...], tuple[SequenceOf[Sequence], RowClock]] = field(default_factory=dict)
+    _lengths: dict[tuple[object, ...], tuple[SequenceOf[Sequence], CacheLengths]] = field(default_factory=dict)
     """By GPU batch, window, capacity and device: the last rows, and what their caches have in common."""
 
     def make(self, layer: int, gpu_batch: int, rows: SequenceOf[Sequence]) -> KVCache:
@@ -58,12 +58,12 @@ class CacheMaker:
         spec, window = self.spec, self.spec.arch.window_of(layer)
         slots, device = self.slots[layer, gpu_batch], self.devices[layer, gpu_batch]
         alike = gpu_batch, window, slots, device
-        known, clock = self._clocks.get(alike, (None, None))
-        budgets = self.budgets(layer, rows) if clock is None or known is not rows else clock.twin()
+        known, lengths = self._lengths.get(alike, (None, None))
+        budgets = self.budgets(layer, rows) if lengths is None or known is not rows else lengths.for_another_layer()
         shape, ids = CacheShape(len(rows), spec.num_kv_heads, spec.head_dim, slots), [row.row_id for row in rows]
         cache = KVCache(shape, budgets, self.eviction, layer=layer, row_ids=ids, device=device, window=window)
         if known is not rows:
-            self._clocks[alike] = rows, cache.clock_for_twin()
+            self._lengths[alike] = rows, cache.lengths_for_another_layer()
         return cache
 
     def budgets(self, layer: int, rows: SequenceOf[Sequence]) -> list[Budget]:

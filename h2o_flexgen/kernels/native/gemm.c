@@ -26,31 +26,19 @@ static void pack(const Product *p, int64_t out, bf16 *packed) {
     for (int64_t col = 0; col < COLS; col += LANES) {
         const bf16 *rows[LANES];
         for (int i = 0; i < LANES; i++) rows[i] = p->w + (out + least(col + i, outs - 1)) * p->ins;
-        for (int64_t in = 0; in < p->ins; in += 2 * LANES) {
-            const int pairs = (int)least(LANES, (p->ins - in) / 2);
-            __m512i r[LANES];
-            for (int i = 0; i < LANES; i++)
-                r[i] = _mm512_maskz_loadu_epi32((__mmask16)((1u << pairs) - 1), rows[i] + in);
-            transpose(r);
-            bf16 *to = packed + in * COLS + 2 * col;
-            for (int i = 0; i < pairs; i++) _mm512_store_si512(to + 2 * COLS * i, r[i]);
-        }
+        pack_rows(rows, p->ins, 2 * COLS, packed + 2 * col);
     }
 }
 
 /* sums (TILE, COLS) = or += a times packed weights b. */
 INLINE void tile(const int first, const bf16 *a, int64_t lda, const bf16 *b, int64_t pairs, float *sums) {
     __m512 acc[TILE][WIDEST];
-#pragma GCC unroll 6
-    for (int i = 0; i < TILE; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < VECTORS; j++)
+    UNROLL for (int i = 0; i < TILE; i++)
+        UNROLL for (int j = 0; j < VECTORS; j++)
             acc[i][j] = first ? _mm512_setzero_ps() : _mm512_load_ps(sums + i * COLS + j * LANES);
     multiply(VECTORS, acc, a, lda, b, 2 * COLS, 2 * LANES, pairs);
-#pragma GCC unroll 6
-    for (int i = 0; i < TILE; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < VECTORS; j++) _mm512_store_ps(sums + i * COLS + j * LANES, acc[i][j]);
+    UNROLL for (int i = 0; i < TILE; i++)
+        UNROLL for (int j = 0; j < VECTORS; j++) _mm512_store_ps(sums + i * COLS + j * LANES, acc[i][j]);
 }
 
 /* Memory that will be read later, asked for bit by bit. */

@@ -8,11 +8,12 @@
 #include <string.h>
 
 #include "packed.h"
+#include "simd.h"
 #include "team.h"
 
 enum { FEW_BYTES = 1 << 16, DIGITS = 256 };
 
-/* `_Keep` in keep.py has the same fields in the same order. */
+/* `_KeepTask` in prompt.py has the same fields in the same order. */
 typedef struct {
     const char *k, *v;      /* the first head of the first token */
     int64_t k_token, k_head, v_token, v_head; /* bytes from one to the next */
@@ -25,8 +26,6 @@ typedef struct {
     int64_t window; /* tokens that a query sees, itself included; 0: all */
     int64_t threads;
 } Keep;
-
-static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* The bits of a score, in the order of whole numbers without a sign. */
 static inline uint32_t order_of(float score) {

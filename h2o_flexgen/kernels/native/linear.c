@@ -18,8 +18,6 @@
 #include "product.h"
 #include "team.h"
 
-#define UNROLL _Pragma("GCC unroll 32")
-
 enum {
     STEP = 32,        /* inputs of one dot product instruction */
     LINE = 64,        /* bytes of a cache line: as many as a step has */

@@ -3,9 +3,6 @@
 #define PRODUCT_H
 
 #include "simd.h"
-#include <stdint.h>
-
-typedef uint16_t bf16;
 
 typedef struct {
     const bf16 *x, *w, *bias; /* (rows, ins), (outs, ins) contiguous, (outs) or NULL */
@@ -17,15 +14,11 @@ typedef struct {
     int onto;                /* the rounded product is added to what y holds; not with `wide` */
 } Product;
 
-static inline __m512 widened(__m256i short_numbers) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(short_numbers), 16));
-}
-
 /* Writes y for `rows` and `outs` from `row` and `out` on; rows of sums are `pitch` apart. Bias is added, results are
    rounded to nearest even, NaN stays NaN. Row by row: whole cache lines are written at once. */
 static inline void finish(const Product *p, const float *sums, long pitch, long row, long rows, long out, long outs) {
     for (long r = 0; r < rows; r++)
-        for (long o = 0; o < outs; o += 16) {
+        for (long o = 0; o < outs; o += LANES) {
             const __mmask16 mask = first_lanes(outs - o);
             const long to = (row + r) * p->y_stride + out + o;
             __m512 v = _mm512_maskz_loadu_ps(mask, sums + r * pitch + o);
@@ -36,12 +29,8 @@ static inline void finish(const Product *p, const float *sums, long pitch, long 
                 continue;
             }
             bf16 *y = (bf16 *)p->y + to;
-            __m256i rounded = (__m256i)_mm512_cvtneps_pbh(v);
-            if (p->onto) {
-                v = _mm512_add_ps(widened(_mm256_maskz_loadu_epi16(mask, y)), widened(rounded));
-                rounded = (__m256i)_mm512_cvtneps_pbh(v);
-            }
-            _mm256_mask_storeu_epi16(y, mask, rounded);
+            if (p->onto) v = _mm512_add_ps(widened(_mm256_maskz_loadu_epi16(mask, y)), widened(rounded(v)));
+            _mm256_mask_storeu_epi16(y, mask, rounded(v));
         }
 }
 

@@ -10,8 +10,146 @@
  *
  * "Rows" of a block are queries of one token after the other, the query heads that share the KV head side by side.
  */
-#include "prompt_task.h"
+#include "packed.h"
 #include "team.h"
+#include "tiles.h"
+
+#define CHUNK 128 /* keys whose weights in bfloat16 stay in the first cache, with their values */
+#define MAX_DIM 256
+
+/* Strides in elements. `_PromptTask` in prompt.py has the same fields in the same order. */
+typedef struct {
+    const bf16 *q, *k, *v, *past_k, *past_v;
+    bf16 *out;     /* (rows, length, kv_heads x group, d), contiguous */
+    float *sums;   /* (parts, rows, kv_heads, before + length), or NULL */
+    char *scratch; /* workers x prompt_scratch() bytes, at a multiple of 64 */
+    int64_t q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token;
+    int64_t past_k_head, past_k_token, past_v_head, past_v_token;
+    int64_t rows, kv_heads, group, length, before, d;
+    int64_t window;  /* keys that a query sees at most; 0: all up to itself */
+    int64_t queries; /* tokens per block */
+    int64_t parts;   /* tasks that the blocks of a row and head are divided into */
+    int64_t workers; /* that have scratch */
+    int64_t prompts; /* that are packed, if `packed` says where: `rows` is 1 then, and `length` that of the longest */
+    double scale;    /* positive */
+    const PackedRow *packed; /* sums of each lie from `first` x kv_heads on, (kv_heads, its length) */
+} Prompt;
+
+/* One thread's buffers, and what is packed in them: blocks of LANES keys. */
+typedef struct {
+    bf16 *k, *v, *q, *p;
+    float *x, *o, *sums, *top, *total;
+    int64_t stride; /* of x */
+    int64_t head, row, past_from, own_from, own_to;
+    int64_t next_head, next_row;
+} Worker;
+
+/* One of those that are packed, by itself. */
+static Prompt prompt_of(const Prompt *p, int64_t index) {
+    Prompt one = *p;
+    if (p->packed == NULL) return one;
+    int64_t first = p->packed[index].first;
+    one.length = p->packed[index].length;
+    one.q += first * p->q_token, one.k += first * p->k_token, one.v += first * p->v_token;
+    one.out += first * p->kv_heads * p->group * p->d;
+    if (p->sums != NULL) one.sums += first * p->kv_heads;
+    return one;
+}
+
+/* Cuts the buffers of one worker out of `at`; returns the bytes they take, a multiple of 64. */
+static int64_t buffers(const Prompt *p, Worker *w, char *at) {
+    int64_t room = up(p->before + p->length, LANES), d = p->d, rows = up(p->queries * p->group, TILE);
+    char *start = at;
+    w->stride = room + LANES; /* rows of logits do not all begin in one set of the cache */
+    w->k = (bf16 *)at, at += room * d * sizeof(bf16);
+    w->v = (bf16 *)at, at += room * d * sizeof(bf16);
+    w->q = (bf16 *)at, at += rows * d * sizeof(bf16);
+    w->p = (bf16 *)at, at += rows * CHUNK * sizeof(bf16);
+    w->x = (float *)at, at += rows * w->stride * sizeof(float);
+    w->o = (float *)at, at += rows * d * sizeof(float);
+    w->sums = (float *)at, at += room * sizeof(float);
+    w->top = (float *)at, at += rows * LANES * sizeof(float);
+    w->total = (float *)at, at += rows * LANES * sizeof(float);
+    return at - start;
+}
+
+/* ---- tokens packed in the order in which products read them, and weights of a softmax */
+
+/* Keys or values of one head: `before` shared ones, the row's own, and zeros. */
+typedef struct {
+    const bf16 *past, *own;
+    int64_t past_token, own_token, before, total;
+} Tokens;
+
+static const bf16 ZEROS[MAX_DIM];
+
+INLINE const bf16 *token(const Tokens *t, int64_t j) {
+    if (j < t->before) return t->past + j * t->past_token;
+    return j < t->total ? t->own + (j - t->before) * t->own_token : ZEROS;
+}
+
+/* Keys of the blocks [from, to) as (block, pair of dimensions, key, 2). */
+static void pack_keys(const Tokens *t, int64_t d, int64_t from, int64_t to, bf16 *packed) {
+    for (int64_t block = from; block < to; block++) {
+        const bf16 *rows[LANES];
+        for (int i = 0; i < LANES; i++) rows[i] = token(t, block * LANES + i);
+        pack_rows(rows, d, 2 * LANES, packed + block * d * LANES);
+    }
+}
+
+/* Vectors of dimensions from `dim` on that are mixed together: as even a division of all of them as there is. */
+INLINE int64_t slice(int64_t d, int64_t dim) {
+    int64_t vectors = d / LANES, slices = (vectors + VECTORS - 1) / VECTORS, wide = vectors % slices;
+    return vectors / slices + (dim / LANES < wide * (vectors / slices + 1));
+}
+
+/* Values of the blocks [from, to) as (slice, pair of keys, dimension of the slice, 2); a slice holds `room` keys. */
+static void pack_values(const Tokens *t, int64_t d, int64_t from, int64_t to, int64_t room, bf16 *packed) {
+    for (int64_t key = from * LANES; key < to * LANES; key += 2) {
+        const bf16 *a = token(t, key), *b = token(t, key + 1);
+        for (int64_t dim = 0, width; dim < d; dim += width) {
+            width = slice(d, dim) * LANES;
+            bf16 *to_here = packed + dim * room + key * width;
+            for (int64_t i = 0; i < width; i += LANES) {
+                __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(a + dim + i)));
+                __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(b + dim + i)));
+                _mm512_store_si512(to_here + 2 * i, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+            }
+        }
+    }
+}
+
+/* 2^y for y <= 0: a polynomial for the fraction, whose relative error is below 2e-7. */
+INLINE __m512 exp2_of(__m512 y) {
+    __m512 f = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512 e = _mm512_set1_ps(1.877576675e-03f);
+    e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(8.989340090e-03f));
+    e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(5.582631805e-02f));
+    e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(2.401536170e-01f));
+    e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(6.931530732e-01f));
+    e = _mm512_fmadd_ps(e, f, _mm512_set1_ps(9.999999251e-01f));
+    return _mm512_scalef_ps(e, y);
+}
+
+/* Weights 2^((x - top) factor) of n keys of one row: rounded to `weights`, and in place of the logits x if
+   column sums want them. */
+INLINE void weigh(float *x, bf16 *weights, int64_t n, __m512 factor, __m512 top, int keep, float *total) {
+    __m512 sum = _mm512_load_ps(total);
+    for (int64_t i = 0; i < n; i += LANES) {
+        __m512 e = exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x + i), top), factor));
+        if (keep) _mm512_store_ps(x + i, e);
+        sum = _mm512_add_ps(sum, e);
+        _mm256_store_si256((__m256i *)(weights + i), rounded(e));
+    }
+    _mm512_store_ps(total, sum);
+}
+
+/* n numbers from `at` on will be read soon. */
+INLINE void expect(const bf16 *at, int64_t n) {
+    for (int64_t i = 0; i < n; i += 64 / (int64_t)sizeof(bf16)) __builtin_prefetch(at + i, 0, 2);
+}
+
+/* ---- one block of queries */
 
 /* Tokens [first, stop) are the queries of a block; it sees the keys [from, to), multiples of LANES. */
 typedef struct {
@@ -22,20 +160,16 @@ typedef struct {
 INLINE void logits_tile(const int n, const int edge, const Prompt *p, const Worker *w, const Block *b, int64_t row,
                         int64_t key) {
     __m512 acc[TILE][WIDEST];
-#pragma GCC unroll 6
-    for (int i = 0; i < TILE; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) acc[i][j] = _mm512_setzero_ps();
+    UNROLL for (int i = 0; i < TILE; i++)
+        UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_setzero_ps();
     multiply(n, acc, w->q + row * p->d, p->d, w->k + key * p->d, 2 * LANES, LANES * p->d, p->d / 2);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-#pragma GCC unroll 6
-    for (int i = 0; i < TILE; i++) {
+    UNROLL for (int i = 0; i < TILE; i++) {
         int64_t place = p->before + b->first + least(row + i, b->rows - 1) / p->group;
         __m512i last = _mm512_set1_epi32((int)(place - key));
         __m512i first = _mm512_set1_epi32((int)(p->window ? place - key - p->window + 1 : -key));
         __m512 top = _mm512_load_ps(w->top + (row + i) * LANES);
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) {
+        UNROLL for (int j = 0; j < n; j++) {
             if (edge) {
                 __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32(j * LANES));
                 __mmask16 seen = _mm512_mask_cmpge_epi32_mask(_mm512_cmple_epi32_mask(at, last), at, first);
@@ -70,15 +204,11 @@ static void logits(const Prompt *p, const Worker *w, const Block *b) {
 /* o (TILE rows, of which n vectors) += weights times values of `keys` keys. */
 INLINE void mix_tile(const int n, float *o, int64_t d, const bf16 *weights, const bf16 *values, int64_t keys) {
     __m512 acc[TILE][WIDEST];
-#pragma GCC unroll 6
-    for (int i = 0; i < TILE; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) acc[i][j] = _mm512_load_ps(o + i * d + j * LANES);
+    UNROLL for (int i = 0; i < TILE; i++)
+        UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_load_ps(o + i * d + j * LANES);
     multiply(n, acc, weights, CHUNK, values, 2 * LANES * n, 2 * LANES, keys / 2);
-#pragma GCC unroll 6
-    for (int i = 0; i < TILE; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) _mm512_store_ps(o + i * d + j * LANES, acc[i][j]);
+    UNROLL for (int i = 0; i < TILE; i++)
+        UNROLL for (int j = 0; j < n; j++) _mm512_store_ps(o + i * d + j * LANES, acc[i][j]);
 }
 
 static void mix(const Prompt *p, const Worker *w, const Block *b, int64_t room) {
@@ -124,7 +254,7 @@ static void finish(const Prompt *p, const Worker *w, const Block *b) {
         bf16 *out = place_of(p, w, b, i);
         for (int64_t dim = 0; dim < d; dim += LANES) {
             __m512 o = _mm512_mul_ps(_mm512_load_ps(w->o + i * d + dim), _mm512_set1_ps(inverse));
-            _mm256_storeu_si256((__m256i *)(out + dim), (__m256i)_mm512_cvtneps_pbh(o));
+            _mm256_storeu_si256((__m256i *)(out + dim), rounded(o));
         }
         _mm512_store_ps(w->total + i * LANES, _mm512_set1_ps(inverse));
     }

@@ -10,6 +10,14 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 32")
+#define LANES 16 /* float32 numbers of a vector */
+
+typedef uint16_t bf16;
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 #ifdef __AVX512BF16__
 /* The second, first, fourth and third lane of 128 bits: of x, y, x and y. */
@@ -266,6 +274,11 @@ INLINE __m256 first_pairs(f512 x) {
 
 /* The first n of 16 numbers, all where there are more. */
 INLINE __mmask16 first_lanes(int64_t n) { return n >= 16 ? (__mmask16)-1 : (__mmask16)((1u << n) - 1); }
+
+INLINE __m512 widened(__m256i numbers) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+}
+INLINE __m256i rounded(__m512 numbers) { return (__m256i)_mm512_cvtneps_pbh(numbers); } /* to nearest even */
 
 /* exp of x <= 88 to a relative error below 1e-6, exactly 1 at 0, 0 below -104; NaN stays NaN. */
 INLINE __m512 exp_of(__m512 x) {

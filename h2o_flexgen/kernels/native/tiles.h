@@ -1,14 +1,10 @@
 /* Products that stay in registers: TILE rows x up to VECTORS vectors of 16 columns at a time, of pairs of bfloat16
- * numbers. Sums are float32.
- */
+   numbers. Sums are float32. */
 #ifndef TILES_H
 #define TILES_H
 
 #include "simd.h"
-#include <stdint.h>
-#include <string.h>
 
-#define LANES 16
 #define WIDEST 4 /* vectors */
 #ifdef __AVX512BF16__
 #define TILE 6
@@ -17,12 +13,6 @@
 #define TILE 4
 #define VECTORS 2
 #endif
-
-typedef uint16_t bf16;
-
-INLINE int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* 16 x 16 numbers of 32 bits: columns become rows. */
 INLINE void transpose(__m512i r[LANES]) {
@@ -46,20 +36,28 @@ INLINE void transpose(__m512i r[LANES]) {
     }
 }
 
+/* 16 rows of n numbers, an even count, as (pair of numbers, row, 2); pairs lie `apart` elements apart. */
+INLINE void pack_rows(const bf16 *const rows[LANES], int64_t n, int64_t apart, bf16 *packed) {
+    for (int64_t at = 0; at < n; at += 2 * LANES) {
+        const int pairs = (int)least(LANES, (n - at) / 2);
+        __m512i r[LANES];
+        for (int i = 0; i < LANES; i++) r[i] = _mm512_maskz_loadu_epi32(first_lanes(pairs), rows[i] + at);
+        transpose(r);
+        for (int i = 0; i < pairs; i++) _mm512_store_si512(packed + (at / 2 + i) * apart, r[i]);
+    }
+}
+
 /* acc += a (TILE rows of pairs, `lda` apart) times b, whose vectors lie `apart`, and pairs `step`, elements apart. */
 INLINE void multiply(const int n, __m512 acc[TILE][WIDEST], const bf16 *a, int64_t lda, const bf16 *b, int64_t step,
                      int64_t apart, int64_t pairs) {
     for (int64_t p = 0; p < pairs; p++) {
         __m512i column[WIDEST];
-#pragma GCC unroll 4
-        for (int j = 0; j < n; j++) column[j] = _mm512_load_si512(b + p * step + j * apart);
-#pragma GCC unroll 6
-        for (int i = 0; i < TILE; i++) {
+        UNROLL for (int j = 0; j < n; j++) column[j] = _mm512_load_si512(b + p * step + j * apart);
+        UNROLL for (int i = 0; i < TILE; i++) {
             int32_t pair;
             memcpy(&pair, a + i * lda + 2 * p, sizeof pair);
             __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 4
-            for (int j = 0; j < n; j++) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], (__m512bh)column[j], both);
+            UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], (__m512bh)column[j], both);
         }
     }
 }

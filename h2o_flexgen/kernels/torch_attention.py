@@ -1,6 +1,6 @@
-"""The kernels in plain torch operations, arranged for a CPU's caches. They run on any device; Triton has its own.
+"""Attention in plain torch operations, on any device, arranged for a CPU's caches.
 
-Two facts decide the shape of this file (bfloat16, two AVX-512 cores). Batched GEMMs run near the peak rate as long as
+Two facts decide its form (bfloat16, two AVX-512 cores). Batched GEMMs run near the peak rate as long as
 their output stays in the last-level cache, while torch's fused CPU attention reaches a sixth of it and gives no column
 sums. So prompts go through in chunks of queries whose logits fit the cache, and the softmax weights of a chunk serve
 both the output and the column sums: memory is O(S) per head, and no second pass over Q K^T is needed.
@@ -9,10 +9,8 @@ both the output and the column sums: memory is O(S) per head, and no second pass
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttention
@@ -20,69 +18,6 @@ from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PrefillAttent
 _CHUNK_ELEMENTS = 1 << 20  # float32 logits alive at once: 4 MiB
 _CHUNK_ELEMENTS_ON_GPU = 1 << 24  # 64 MiB: of fewer, starting the kernels would take longer than they do
 _MIN_CHUNK = 16
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    wide: bool = False,
-    relu: bool = False,
-    onto: Tensor | None = None,
-) -> Tensor:
-    """x (T, in) times weight (out, in) transposed, plus bias; the rest as `native.linear.linear` has it.
-
-    On a GPU the product ends with ReLU, or starts from what it is added to, where cuBLAS does that: not with a bias and
-    something to add to, which is one launch more either way.
-    """
-    fused = _has_epilogues(x)
-    if fused and onto is not None and bias is None and not relu:
-        return onto.addmm_(x, weight.t())
-    if fused and relu and bias is not None:
-        y = torch._addmm_activation(bias, x, weight.t())
-    else:
-        y = F.linear(x, weight, bias)
-        y = y.relu_() if relu else y
-    if onto is not None:
-        return onto.add_(y)
-    return y.float() if wide else y
-
-
-def _has_epilogues(x: Tensor) -> bool:
-    return x.is_cuda
-
-
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """As `native.norm.layer_norm`."""
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
-    """As `native.norm.rms_norm`."""
-    if offset and weight is not None:
-        return rms_norm(x.float(), weight.float() + offset, eps).to(x.dtype)
-    if x.is_cuda:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    # On a CPU F.rms_norm is no single kernel and writes all squares down; this takes 0.6 of its time.
-    wide = x.float()
-    inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    normed = (wide * inverse if wide is x else wide.mul_(inverse)).to(x.dtype)
-    return normed if weight is None else normed.mul_(weight)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": torch.relu_,
-    "gelu": torch.ops.aten.gelu_,
-    "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
-    "silu": lambda x: F.silu(x, inplace=True),
-}
-"""All in place: what goes in is the output of a projection, which nothing else reads."""
-
-
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """As `native.gate.gated`."""
-    return ACTIVATIONS[activation](gate).mul_(up)
 
 
 def _block_shape(n: int, heads: int, length: int, total: int, device: torch.device) -> tuple[int, int]:
@@ -106,7 +41,7 @@ def prefill_attention(
     past: KeysValues | None = None,
     window: int | None = None,
 ) -> PrefillAttention:
-    """Causal attention and column sums; shapes and meaning as `reference.prefill_attention`."""
+    """Causal attention and column sums; shapes and meaning as `prompt.prefill_attention`."""
     n, heads, length, d = q.shape
     kv_heads = k.shape[1]
     group, before = heads // kv_heads, 0 if past is None else past[0].shape[1]
@@ -195,7 +130,11 @@ def _mix(probs: Tensor, past: KeysValues | None, own: KeysValues) -> Tensor:
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, want_row: bool
 ) -> DecodeAttention:
-    """One query per sequence over the kept slots; shapes and meaning as `reference.decode_attention`."""
+    """One query per sequence over the kept slots.
+
+    q: (b, heads, d); k, v: (b, kv_heads, N, d); valid: (b, kv_heads, N) bool, or None where every slot is occupied.
+    `row` is the softmax probability of each slot, averaged over the query heads of its KV head, 0 where not valid.
+    """
     b, heads, d = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads

@@ -1,4 +1,4 @@
-"""The slow, obvious kernels that every other implementation is compared with: float32 and fully materialised."""
+"""Attention, slow and obvious, that every kernel is compared with: float32 and fully materialised."""
 
 from __future__ import annotations
 

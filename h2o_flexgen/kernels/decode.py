@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from h2o_flexgen.kernels.native.build import library
+from h2o_flexgen.kernels.native import fields, function, library
 from h2o_flexgen.kernels.types import Ranking, SlotRule
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -16,23 +16,23 @@ DTYPES = (torch.float32, torch.bfloat16)
 MAX_DIM = 256
 """Numbers per head."""
 
-_Pointer, _Count = ctypes.c_void_p, ctypes.c_int64
-
-
-class _Vectors(ctypes.Structure):
-    _fields_ = (("at", _Pointer), ("row", _Count), ("head", _Count))
-
 
 class _Step(ctypes.Structure):
-    _fields_ = (
-        *((name, _Count) for name in ("rows", "kv_heads", "group", "capacity", "dim", "bf16", "threads")),
-        *((name, _Count) for name in ("step", "window", "adds")),
-        ("scale", ctypes.c_double),
-        *((name, _Pointer) for name in ("k", "v", "out")),
-        *((name, _Vectors) for name in ("new_q", "new_k", "new_v")),
-        *((name, _Pointer) for name in ("rule", "used", "given", "probs")),
-        ("width", _Count),
-        *((name, _Pointer) for name in ("next", "score", "pos", "fresh")),
+    """The argument of `attend_step`, as attend.c describes it."""
+
+    _fields_ = fields(
+        "q rows kv_heads group capacity dim bf16 threads step window adds",
+        "d scale",
+        "P k v out",
+        "P new_q",
+        "q new_q_row new_q_head",
+        "P new_k",
+        "q new_k_row new_k_head",
+        "P new_v",
+        "q new_v_row new_v_head",
+        "P rule used given probs",
+        "q width",
+        "P next score pos fresh",
     )
 
 
@@ -57,11 +57,9 @@ class NativeAttend:
         adds: bool = False,
     ) -> None:
         """As `DecodeStep` says; rules may be (rows, 8) int64. ValueError where there is no kernel, see `available`."""
-        found = library()
-        if found is None or len(rules) != size[0] or size[3] > MAX_DIM:
+        if library() is None or len(rules) != size[0] or size[3] > MAX_DIM:
             raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: see `available`")
-        self._call = found.attend_step
-        self._call.argtypes, self._call.restype = (ctypes.POINTER(_Step),), ctypes.c_int
+        self._call = function("attend_step", "P", "i")
         rows, kv_heads, self.capacity, dim = size
         self._rules = rules if isinstance(rules, Tensor) else torch.tensor(rules, dtype=torch.int64)
         self._ranking = ranking
@@ -114,11 +112,12 @@ class NativeAttend:
             raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} for new tokens {self._new}")
         strides = (q.stride(), k.stride(), v.stride())
         if strides != self._strides:
-            self._strides = strides
-            for vectors, stride in zip((step.new_q, step.new_k, step.new_v), strides, strict=True):
-                vectors.row, vectors.head = (count * self._dtype.itemsize for count in stride[:2])
+            self._strides, size = strides, self._dtype.itemsize
+            step.new_q_row, step.new_q_head = q.stride(0) * size, q.stride(1) * size
+            step.new_k_row, step.new_k_head = k.stride(0) * size, k.stride(1) * size
+            step.new_v_row, step.new_v_head = v.stride(0) * size, v.stride(1) * size
         out = torch.empty(q.shape, dtype=self._dtype)
-        step.new_q.at, step.new_k.at, step.new_v.at = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        step.new_q, step.new_k, step.new_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         step.out, step.step, step.group, step.scale = out.data_ptr(), number, heads // self._new[1], scale
         step.threads = torch.get_num_threads()
         step.fresh = None if fresh is None else fresh.data_ptr()

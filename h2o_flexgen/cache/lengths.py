@@ -1,4 +1,4 @@
-"""What follows from prompt lengths, budgets and the step number alone."""
+"""The lengths of a cache's rows, and everything that follows from them, the budgets and the step number alone."""
 
 from __future__ import annotations
 
@@ -42,49 +42,44 @@ def _limit(budget: Budget) -> int:
     return budget.total if budget.full else budget.total + 1
 
 
-class _Settled(NamedTuple):
-    """What is known of all steps once the prompts are in."""
+class _Milestones(NamedTuple):
+    """Steps at which something changes for good, known once the prompts are in."""
 
     first_eviction: int
     """No row evicts before this step."""
     all_evict: int
     """Every row evicts from this step on."""
     saturated: int
-    """From this step on no row occupies one more slot."""
+    """From this step on no row occupies one more slot, and no sink leaves the window."""
     end: int
     """The step in which every row is beyond its length."""
     leaving: list[tuple[int, int]]
     """By row (sinks out of the window at step 0, or less; sinks); empty where none leave."""
     growth: list[tuple[int, int]]
     """By row (slots occupied before step 0, slots occupied at most)."""
-    slots: Tensor
-    """(1, 1, capacity) int64: 0, 1, ..."""
-    made: dict[str, Any]
-    """By name what `RowClock.once` was asked for."""
 
 
 @dataclass(eq=False)
-class _Kin:
-    """What clocks of the same rows share: those of layers with the same window, see `RowClock.twin`."""
+class _SharedMetadata:
+    """What the caches of the same rows in all layers with one window have in common, made by whichever is first."""
 
-    settled: _Settled | None = None
-    of_step: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """By name what `RowClock.at_step` was asked for last: in which state, and the answer."""
-    joined: tuple[list[Any], RowClock] | None = None
-    """The last that was joined of these and others: of which and in what state, and the outcome."""
-
-
-def _state(clock: RowClock, rows: Sequence[int]) -> tuple[Any, ...]:
-    return clock.step, tuple(clock.prompts), clock.before, tuple(rows)
+    milestones: _Milestones | None = None
+    once: dict[str, Any] = field(default_factory=dict)
+    """By name what `CacheLengths.once` was asked for."""
+    at_step: dict[str, tuple[int, Any]] = field(default_factory=dict)
+    """By name what `CacheLengths.at_step` was asked for last: in which step, and the answer."""
+    joined: tuple[list[Any], CacheLengths] | None = None
+    """The last that was joined of these and others: of which, and the outcome."""
 
 
-class RowClock:
-    """How many tokens each row has seen and holds, now and at every later step.
+class CacheLengths:
+    """How many tokens each row of a cache has seen and holds, now and at every later step.
 
     A row starts with what it kept of its prompt and takes one more slot per step, in order, until it occupies `limit`
     slots: the occupied slots are always a prefix. A full row never evicts; one that is fed beyond its length (it has
     finished, its GPU batch goes on) keeps overwriting its last slot. Per-row numbers live on the host, so that nothing
-    waits for a device. Rows of other clocks may go on in a new one, see `joined`.
+    waits for a device. Rows may go on in another cache, see `joined`. The lengths of the same rows in other layers, see
+    `for_another_layer`, share what is worked out from them.
 
     In a layer with a `window` the query at position p sees tokens after p - window. Budgets are within the window, so
     that only sinks are ever held unseen: everything else goes by the time it leaves the window. Sinks stay in the first
@@ -104,39 +99,37 @@ class RowClock:
         self.prompts: list[int | None] = [None] * len(self.budgets)
         self.before = [0] * len(self.budgets)  # steps that a row has taken in other caches
         self.step = 0
-        self.started = False
-        self._held: list[int] | None = None  # once all prompts are in, it is settled
-        self._occupied: Occupied | None = None
-        self.resumed = False
-        self._kin = _Kin()
+        self.started = self.resumed = False
+        self._held: list[int] | None = None  # once all prompts are in
+        self._shared = _SharedMetadata()
 
     @classmethod
-    def joined(cls, parts: Sequence[tuple[RowClock, Sequence[int]]]) -> RowClock:
-        """The given rows of these clocks go on in this one, in this order, each where it is.
+    def joined(cls, parts: Sequence[tuple[CacheLengths, Sequence[int]]]) -> CacheLengths:
+        """The given rows of these caches go on in one cache, in this order, each where it is.
 
-        All have the same capacity, device and window. Where twins of these have been joined in the same way, it is a
-        twin of what came of that: a lane's rows change in all layers alike, and there may be many.
+        All have the same capacity, device and window. Layers that join the same rows in the same step share metadata
+        again: the rows of a GPU batch change in all layers alike, and there may be many.
         """
-        kin = parts[0][0]._kin
-        how = [(clock._kin, _state(clock, rows)) for clock, rows in parts[1:]]
-        key = [_state(*parts[0]), *how]
-        if kin.joined is not None and kin.joined[0] == key:
-            return kin.joined[1].twin()
-        first, members = parts[0][0], [(clock, row) for clock, rows in parts for row in rows]
-        joined = cls([clock.budgets[row] for clock, row in members], first.capacity, first.device, first.window)
-        joined.prompts = [clock.prompts[row] for clock, row in members]
-        joined.before = [clock.before[row] + clock.step for clock, row in members]
+        shared = parts[0][0]._shared
+        others = [(lengths._shared, lengths.step, tuple(rows)) for lengths, rows in parts[1:]]
+        key = [parts[0][0].step, tuple(parts[0][1]), *others]
+        if shared.joined is not None and shared.joined[0] == key:
+            return shared.joined[1].for_another_layer()
+        first, members = parts[0][0], [(lengths, row) for lengths, rows in parts for row in rows]
+        joined = cls([lengths.budgets[row] for lengths, row in members], first.capacity, first.device, first.window)
+        joined.prompts = [lengths.prompts[row] for lengths, row in members]
+        joined.before = [lengths.before[row] + lengths.step for lengths, row in members]
         joined.resumed = True
-        kin.joined = key, joined
+        shared.joined = key, joined
         return joined
 
-    def twin(self) -> RowClock:
-        """A clock for the same rows in another layer with the same window, as this one was when it was made."""
-        twin = copy(self)
-        twin.step, twin.started, twin._occupied = 0, False, None
+    def for_another_layer(self) -> CacheLengths:
+        """For the same rows in another layer with the same window, as these were when they were made."""
+        other = copy(self)
+        other.step, other.started = 0, False
         if not self.resumed:
-            twin.prompts, twin._held = [None] * len(self.budgets), None
-        return twin
+            other.prompts, other._held = [None] * len(self.budgets), None
+        return other
 
     @property
     def all_full(self) -> bool:
@@ -145,7 +138,7 @@ class RowClock:
     @property
     def next_pos(self) -> list[int]:
         """Position of each row's next token."""
-        return [prompt + before + self.step for prompt, before in zip(self._lengths(), self.before, strict=True)]
+        return [prompt + before + self.step for prompt, before in zip(self._filled(), self.before, strict=True)]
 
     @property
     def counts(self) -> list[int]:
@@ -167,9 +160,15 @@ class RowClock:
         """Tokens of each row that came into its slots before the first step: those kept of its prompt, and one for
         each step in another cache."""
         if self._held is None:
-            rows = zip(self._lengths(), self.budgets, self.before, strict=True)
+            rows = zip(self._filled(), self.budgets, self.before, strict=True)
             self._held = [min(prompt, budget.total) + before for prompt, budget, before in rows]
         return self._held
+
+    def _filled(self) -> list[int]:
+        missing = [row for row, prompt in enumerate(self.prompts) if prompt is None]
+        if missing:
+            raise RuntimeError(f"rows {missing} have no prompt yet")
+        return [prompt for prompt in self.prompts if prompt is not None]
 
     def fill(self, row: int, length: int) -> None:
         """Row `row` has a prompt of `length` tokens. RuntimeError if it is its second, ValueError if too long."""
@@ -180,15 +179,14 @@ class RowClock:
         self.prompts[row] = length
 
     def start(self) -> None:
-        """All prompts are in: settle which steps grow, which evict, and whether all rows stay alike."""
-        settled = self._kin.settled if self.resumed else None
-        self._settled = self._settle() if settled is None else settled
-        if self.resumed:
-            self._kin.settled = self._settled
-        self.first_eviction, self.all_evict = self._settled.first_eviction, self._settled.all_evict
+        """All prompts are in: find out which steps grow, which evict, and whether all rows stay alike."""
+        if self._shared.milestones is None:
+            self._shared.milestones = self._find_milestones()
+        self._milestones = self._shared.milestones
+        self.first_eviction, self.all_evict = self._milestones.first_eviction, self._milestones.all_evict
         self.started = True
 
-    def _settle(self) -> _Settled:
+    def _find_milestones(self) -> _Milestones:
         held = self.held
         growth = [limit - h for limit, h in zip(self.limits, held, strict=True)]
         evicting = [b.total - h for b, h in zip(self.budgets, held, strict=True) if not b.full]
@@ -197,52 +195,48 @@ class RowClock:
             sinks = [0 if b.full else b.sinks for b in self.budgets]
             leaving = [(now - self.window + 1, s) for now, s in zip(self.next_pos, sinks, strict=True)]
             saturated = max(saturated, *(s - gone for gone, s in leaving))
-        return _Settled(
+        return _Milestones(
             first_eviction=min(evicting, default=NEVER),
             all_evict=NEVER if len(evicting) < len(held) else max(evicting),
             saturated=saturated,
             end=max(growth) if self.all_full else NEVER,
             leaving=leaving,
             growth=list(zip(held, self.limits, strict=True)),
-            slots=torch.arange(self.capacity, device=self.device).view(1, 1, -1),
-            made={},
         )
 
     def once(self, name: str, make: Callable[[], _Made]) -> _Made:
-        """What `make` makes of this clock alone, as it is before its first step; of twins that go on, one is asked."""
-        made = self._settled.made
+        """What `make` makes of these lengths as they are before the first step; once for all layers."""
+        made = self._shared.once
         if name not in made:
             made[name] = make()
         return cast(_Made, made[name])
 
-    def at_step(self, name: str, make: Callable[[], _Made]) -> _Made:
-        """What `make` makes of this clock alone, as it is now; of twins in the same step one is asked."""
-        now = _state(self, ())
-        known = self._kin.of_step.get(name)
+    def at_step(self, name: str, make: Callable[[], _Made], step: int | None = None) -> _Made:
+        """What `make` makes of these lengths as they are now; once for all layers. `step`: an earlier one, since which
+        it has not changed."""
+        now = self.step if step is None else step
+        known = self._shared.at_step.get(name)
         if known is None or known[0] != now:
-            known = self._kin.of_step[name] = now, make()
+            known = self._shared.at_step[name] = now, make()
         return cast(_Made, known[1])
 
     @property
     def length(self) -> int:
         """Slots from the first on that some row occupies at this step, the new token included."""
-        return max(min(held + self.step + 1, limit) for held, limit in self._settled.growth)
+        return max(min(held + self.step + 1, limit) for held, limit in self._milestones.growth)
 
     def occupied(self) -> Occupied:
         """What attention reads at this step, the new token included."""
-        if self._occupied is not None:
-            return self._occupied
-        occupied = self.at_step("occupied", self._now_occupied)
-        if self.step >= self._settled.saturated:
-            self._occupied = occupied
-        return occupied
+        return self.at_step("occupied", self._occupied_now, min(self.step, self._milestones.saturated))
 
-    def _now_occupied(self) -> Occupied:
-        counts = [min(held + self.step + 1, limit) for held, limit in self._settled.growth]
+    def _occupied_now(self) -> Occupied:
+        counts = [min(held + self.step + 1, limit) for held, limit in self._milestones.growth]
         length = max(counts)
-        width = self._width(length)
-        slots, valid = self._settled.slots[:, :, :width], None
-        leaving = self._settled.leaving
+        # On a CPU attention gets all slots: a prefix of every (row, head)'s slots is not contiguous, and GEMMs there
+        # copy such operands before every use, which takes longer than reading some free slots.
+        width = self.capacity if self.device.type == "cpu" else length
+        slots = self.once("slots", lambda: torch.arange(self.capacity, device=self.device).view(1, 1, -1))[..., :width]
+        valid, leaving = None, self._milestones.leaving
         if any(gone + self.step > 0 and sinks for gone, sinks in leaving):
             gone, sinks = self.once("leaving", lambda: torch.tensor(leaving, device=self.device).T[..., None, None])
             hidden = torch.minimum((gone + self.step).clamp(min=0), sinks)
@@ -251,22 +245,8 @@ class RowClock:
             valid = slots < counts[0] if len(set(counts)) == 1 else slots <= self.newest_ranks[:, None, None]
         return Occupied(length, width, valid)
 
-    def _width(self, length: int) -> int:
-        """How many slots to hand to attention: those in use, or on a CPU all of them.
-
-        A prefix of every (row, head)'s slots is not contiguous, and GEMMs on a CPU copy such operands before every use,
-        which takes longer than reading some free slots: K and V are never copied.
-        """
-        return self.capacity if self.device.type == "cpu" else length
-
     def tick(self, steps: int = 1) -> None:
         """A step is over; -1: it was not. Raises RuntimeError when every row was at its end before it."""
-        if steps > 0 and self.step >= self._settled.end:
+        if steps > 0 and self.step >= self._milestones.end:
             raise RuntimeError(f"step {self.step}: every row of this cache has reached its full length")
         self.step += steps
-
-    def _lengths(self) -> list[int]:
-        missing = [row for row, prompt in enumerate(self.prompts) if prompt is None]
-        if missing:
-            raise RuntimeError(f"rows {missing} have no prompt yet")
-        return [prompt for prompt in self.prompts if prompt is not None]

@@ -7,8 +7,8 @@ import torch
 
 from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
 
-from h2o_flexgen.kernels.rotate import rotate_halves
-from h2o_flexgen.kernels.triton_rolled import BLOCK, turned
+from h2o_flexgen.kernels.layers import rotate_halves
+from h2o_flexgen.kernels.triton_rotate import BLOCK, rotate_cached
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -25,7 +25,7 @@ def test_as_torch_turns_them(dim: int, half: int, dtype: torch.dtype) -> None:
         for shape, kind in (((3, 2, width), torch.int32), ((3, 1, width), torch.int64), ((1, 1, width), torch.int64)):
             ranks = torch.randint(0, 50, shape, dtype=kind, device=DEVICE)
             expected = rotate_halves(keys.float(), cos[ranks.long()].float(), sin[ranks.long()].float()).to(dtype)
-            found = turned(keys, ranks, cos, sin)
+            found = rotate_cached(keys, ranks, cos, sin)
             assert found.is_contiguous()
             torch.testing.assert_close(found, expected)
 
@@ -34,4 +34,4 @@ def test_what_it_does_not_take_is_refused() -> None:
     keys, ranks = torch.zeros(1, 1, 4, 8, device=DEVICE), torch.zeros(1, 1, 4, dtype=torch.int64, device=DEVICE)
     wide = torch.zeros(9, 5, device=DEVICE)
     with pytest.raises(ValueError, match="keys of 8 numbers"):
-        turned(keys, ranks, wide, wide)
+        rotate_cached(keys, ranks, wide, wide)

@@ -1,0 +1,183 @@
+"""Products, norms, gates and rotations of a decoder layer: in C for bfloat16 on a CPU, else by torch on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from h2o_flexgen.kernels.large import LARGE, LEAST
+from h2o_flexgen.kernels.native import function, library
+
+MOST_ROWS = 128
+"""Up to so many rows a bfloat16 product reads its weights as they lie (`linear.c`), beyond that it packs them first
+(`gemm.c`). Measured over shapes of OPT-125M and 1.3B on two cores of an AMD EPYC with AVX-512 bfloat16: torch took 1.4
+to 2.3 times as long up to 8 rows, 1.05 to 1.5 times at 32, and from 64 to 2,048 rows 0.96 to 1.08 times."""
+
+_MANY = LEAST // 4  # numbers that may be large
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": torch.relu_,
+    "gelu": torch.ops.aten.gelu_,
+    "gelu_tanh": lambda x: torch.ops.aten.gelu_(x, approximate="tanh"),
+    "silu": lambda x: F.silu(x, inplace=True),
+}
+"""All in place: the input is the output of a projection, which nothing else reads."""
+_NATIVE_GATES = {"silu": False, "gelu_tanh": True}
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    wide: bool = False,
+    relu: bool = False,
+    onto: Tensor | None = None,
+) -> Tensor:
+    """x (T, in) times weight (out, in) transposed, plus bias (out): newly made (T, out), in x's dtype.
+
+    `wide`: in float32. A native product then keeps the sums as they are, where torch's are rounded to x's dtype first.
+    `relu`: negative results become 0. `onto` (T, out), in x's dtype: the product is added to it in place, and it is
+    returned; not with `wide`. Sums are float32 either way. Gradients do not flow through native products. Raises
+    RuntimeError for shapes that do not fit together, as F.linear does.
+    """
+    # Written out, and in this order, because it is done some fifty times per step: 2 microseconds.
+    if x.dtype is weight.dtype is torch.bfloat16 and x.is_cpu and weight.is_cpu and x.ndim == weight.ndim == 2:
+        (rows, ins), (outs, same), (stride, one) = x.shape, weight.shape, x.stride()
+        fits = rows and outs and ins and ins == same and one == 1 and weight.is_contiguous() and library()
+        if fits and _is_vector(bias, outs) and (onto is None or _takes(onto, rows, outs)):
+            call = function("linear" if rows <= MOST_ROWS or ins % 2 else "gemm", "PPPPllllliiii", "i")
+            y = _new(rows, outs, torch.float32 if wide else torch.bfloat16) if onto is None else onto
+            places = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
+            kind = wide, relu, onto is not None, torch.get_num_threads()
+            if call(*places, rows, outs, ins, stride, y.stride(0), *kind):
+                raise MemoryError(f"no memory to pack weights of {ins} inputs")
+            return y
+    return _linear_by_torch(x, weight, bias, wide, relu, onto)
+
+
+def _new(rows: int, outs: int, dtype: torch.dtype) -> Tensor:
+    return LARGE.empty(rows, outs, dtype=dtype) if rows * outs >= _MANY else torch.empty(rows, outs, dtype=dtype)
+
+
+def _is_vector(x: Tensor | None, n: int) -> bool:
+    """Whether the kernels in C read this as a bias or the weight of a norm over n numbers; None is none."""
+    return x is None or (x.dtype is torch.bfloat16 and x.is_cpu and x.shape == (n,) and x.is_contiguous())
+
+
+def _takes(onto: Tensor, rows: int, outs: int) -> bool:
+    """Whether the kernels in C can add to this."""
+    return onto.dtype is torch.bfloat16 and onto.is_cpu and onto.shape == (rows, outs) and onto.stride(1) == 1
+
+
+def _linear_by_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, wide: bool, relu: bool, onto: Tensor | None
+) -> Tensor:
+    """On a GPU the product ends with ReLU, or starts from `onto`, where cuBLAS does that: not with both a bias and
+    `onto`, which is one launch more either way."""
+    fused = _has_epilogues(x)
+    if fused and onto is not None and bias is None and not relu:
+        return onto.addmm_(x, weight.t())
+    if fused and relu and bias is not None:
+        y = torch._addmm_activation(bias, x, weight.t())
+    else:
+        y = F.linear(x, weight, bias)
+        y = y.relu_() if relu else y
+    if onto is not None:
+        return onto.add_(y)
+    return y.float() if wide else y
+
+
+def _has_epilogues(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """x (T, n) less its mean over its standard deviation, row by row, times weight (n) plus bias (n): a new (T, n).
+
+    In x's dtype; statistics and intermediate results are float32. Raises RuntimeError for shapes that do not fit.
+    """
+    y = _native_norm(x, weight, bias, eps) if x.ndim == 2 else None
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps) if y is None else y
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    """x (..., n) over its root mean square, times weight (n) + offset; newly made, in the dtype of x.
+
+    Statistics are float32. With an offset everything is, up to the last rounding; without, the product with the weight
+    is of rounded numbers, as transformers has it. Zhang and Sennrich, arXiv 1910.07467.
+    """
+    if x.dtype is torch.bfloat16 and x.is_cpu:
+        y = _native_norm(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]), weight, None, eps, offset, rms=True)
+        if y is not None:
+            return y.view(x.shape)
+    return _rms_norm_by_torch(x, weight, eps, offset)
+
+
+def _native_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float = 0.0, rms: bool = False
+) -> Tensor | None:
+    """x (T, n) normed by `rows.c`; None where that cannot be had, or does not take this."""
+    if not (x.dtype is torch.bfloat16 and x.is_cpu and x.stride(1) == 1 and x.numel() and library()):
+        return None
+    rows, n = x.shape
+    if not _is_vector(weight, n) or not _is_vector(bias, n):
+        return None
+    y = LARGE.empty(rows, n, dtype=torch.bfloat16)
+    scale, added = (None if each is None else each.data_ptr() for each in (weight, bias))
+    places = x.data_ptr(), scale, added, y.data_ptr()
+    kind = eps, offset, rms, torch.get_num_threads()
+    function("norm", "PPPPlllddii")(*places, rows, n, x.stride(0), *kind)
+    return y
+
+
+def _rms_norm_by_torch(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    if offset and weight is not None:
+        return _rms_norm_by_torch(x.float(), weight.float() + offset, eps).to(x.dtype)
+    if x.is_cuda:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    # On a CPU F.rms_norm is no single kernel and writes all squares down; this takes 0.6 of its time.
+    wide = x.float()
+    inverse = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    normed = (wide * inverse if wide is x else wide.mul_(inverse)).to(x.dtype)
+    return normed if weight is None else normed.mul_(weight)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) times up, both (T, n) of one dtype: `gate`, which is overwritten, in that dtype.
+
+    activation: a key of `ACTIVATIONS`, computed in float32, then rounded. Raises RuntimeError for shapes that do not
+    fit together.
+    """
+    fits = gate.shape == up.shape and gate.numel() and _is_matrix(gate) and _is_matrix(up)
+    if fits and activation in _NATIVE_GATES and library():
+        strides, kind = (gate.stride(0), up.stride(0)), (_NATIVE_GATES[activation], torch.get_num_threads())
+        function("gate_up", "PPllllii")(gate.data_ptr(), up.data_ptr(), *gate.shape, *strides, *kind)
+        return gate
+    return ACTIVATIONS[activation](gate).mul_(up)
+
+
+def _is_matrix(x: Tensor) -> bool:
+    return x.dtype is torch.bfloat16 and x.is_cpu and x.ndim == 2 and x.stride(1) == 1
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns dimension i of x (..., head_dim) together with dimension i + m by the angle of pair i, i < m.
+
+    cos, sin (..., m) in the dtype of x, 2 m <= head_dim, broadcast to x; dimensions from 2 m on pass through. The
+    result is new and contiguous, whatever the strides of x. Su et al., arXiv 2104.09864.
+    """
+    half = cos.shape[-1]
+    dim = 2 * half
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    pairs, turned = (t[..., :dim].unflatten(-1, (2, half)) for t in (x, out))
+    # One product of all and two fused multiply-adds: no temporary, and half the time of other orders.
+    torch.mul(pairs, cos.unsqueeze(-2), out=turned)
+    turned[..., 0, :].addcmul_(pairs[..., 1, :], sin, value=-1)
+    turned[..., 1, :].addcmul_(pairs[..., 0, :], sin)
+    if dim < x.shape[-1]:
+        out[..., dim:] = x[..., dim:]
+    return out

@@ -1,0 +1,109 @@
+/* What is done to rows of bfloat16 numbers one by one, in float32, each read from memory once: LayerNorm, RMSNorm (Zhang
+   and Sennrich, arXiv 1910.07467), and the middle of a gated MLP (Shazeer, arXiv 2002.05202). */
+
+#include <math.h>
+
+#include "simd.h"
+#include "team.h"
+
+enum {
+    ALONE = 1 << 14, /* numbers that one thread does sooner than two can agree on it */
+    TURNS = 4,       /* of a thread */
+};
+
+typedef struct Rows {
+    void (*one)(const struct Rows *, const bf16 *x, bf16 *y);
+    const bf16 *x;
+    bf16 *y;
+    long rows, n, x_stride, y_stride; /* elements from row to row */
+    const bf16 *weight, *bias;        /* of norms, (n) or NULL */
+    float eps, offset;
+    int tanh_gelu; /* of a gate: which activation */
+    long turn;     /* rows taken at a time */
+    int64_t next;  /* row that no thread has taken */
+} Rows;
+
+static void take_rows(void *task, int member) {
+    Rows *all = task;
+    (void)member;
+    for (long first; (first = claim(&all->next, all->turn)) < all->rows;)
+        for (long row = first; row < all->rows && row < first + all->turn; row++)
+            all->one(all, all->x + row * all->x_stride, all->y + row * all->y_stride);
+}
+
+static void run(Rows *all, int threads) {
+    all->turn = all->rows / (TURNS * threads) + 1;
+    team_run(take_rows, all, all->rows * all->n < ALONE ? 1 : threads);
+}
+
+INLINE __m512 read(const bf16 *at, long i, long n) {
+    return widened(_mm256_maskz_loadu_epi16(first_lanes(n - i), at + i));
+}
+
+INLINE void write(bf16 *at, long i, long n, __m512 v) {
+    _mm256_mask_storeu_epi16(at + i, first_lanes(n - i), rounded(v));
+}
+
+static void layer_norm(const Rows *p, const bf16 *x, bf16 *y) {
+    const long n = p->n;
+    __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
+    for (long i = 0; i < n; i += LANES) sum = _mm512_add_ps(sum, read(x, i, n));
+    const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / (float)n);
+    for (long i = 0; i < n; i += LANES) {
+        __m512 off = _mm512_maskz_sub_ps(first_lanes(n - i), read(x, i, n), mean);
+        squares = _mm512_fmadd_ps(off, off, squares);
+    }
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)n + p->eps));
+    for (long i = 0; i < n; i += LANES) {
+        __m512 v = _mm512_mul_ps(_mm512_sub_ps(read(x, i, n), mean), scale);
+        if (p->weight) v = _mm512_mul_ps(v, read(p->weight, i, n));
+        if (p->bias) v = _mm512_add_ps(v, read(p->bias, i, n));
+        write(y, i, n, v);
+    }
+}
+
+/* x over its root mean square, rounded, times weight. With an offset to the weight nothing is rounded in between. */
+static void rms_norm(const Rows *p, const bf16 *x, bf16 *y) {
+    const long n = p->n;
+    __m512 squares = _mm512_setzero_ps();
+    for (long i = 0; i < n; i += LANES) squares = _mm512_fmadd_ps(read(x, i, n), read(x, i, n), squares);
+    const __m512 scale = _mm512_set1_ps(1.0f / sqrtf(_mm512_reduce_add_ps(squares) / (float)n + p->eps));
+    for (long i = 0; i < n; i += LANES) {
+        __m512 v = _mm512_mul_ps(read(x, i, n), scale);
+        if (p->weight && p->offset == 0) v = widened(rounded(v));
+        if (p->weight) v = _mm512_mul_ps(v, _mm512_add_ps(read(p->weight, i, n), _mm512_set1_ps(p->offset)));
+        write(y, i, n, v);
+    }
+}
+
+/* x (rows, n) with `stride` elements from row to row, y (rows, n); weight and bias (n) or NULL. `rms`: RMSNorm, which
+   knows no bias, but an offset to its weight. */
+void norm(const bf16 *x, const bf16 *weight, const bf16 *bias, bf16 *y, long rows, long n, long stride, double eps,
+          double offset, int rms, int threads) {
+    Rows all = {rms ? rms_norm : layer_norm, x, y, rows, n, stride, n, weight, bias, (float)eps, (float)offset, 0, 0, 0};
+    run(&all, threads);
+}
+
+/* x / (1 + exp(-x)); the tanh form of GELU is the same of another argument (Hendrycks and Gimpel, arXiv 1606.08415). */
+INLINE __m512 activated(__m512 x, int tanh_gelu) {
+    __m512 s = x;
+    if (tanh_gelu) {
+        const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+        s = _mm512_mul_ps(_mm512_set1_ps(1.5957691216f), _mm512_fmadd_ps(_mm512_set1_ps(0.044715f), cube, x));
+    }
+    const __m512 minus = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_sub_ps(_mm512_setzero_ps(), s));
+    return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), exp_of(minus)));
+}
+
+static void gate(const Rows *p, const bf16 *x, bf16 *y) {
+    for (long i = 0; i < p->n; i += LANES) {
+        __m512 v = widened(rounded(activated(read(y, i, p->n), p->tanh_gelu))); /* as it would be written down */
+        write(y, i, p->n, _mm512_mul_ps(v, read(x, i, p->n)));
+    }
+}
+
+/* values = activation(values) * up, both (rows, n), `stride` and `up_stride` elements from row to row. */
+void gate_up(bf16 *values, const bf16 *up, long rows, long n, long stride, long up_stride, int tanh_gelu, int threads) {
+    Rows all = {gate, up, values, rows, n, up_stride, stride, NULL, NULL, 0, 0, tanh_gelu, 0, 0};
+    run(&all, threads);
+}
