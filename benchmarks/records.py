@@ -19,9 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from h2o_flexgen.baselines.origin import origin
 from h2o_flexgen.baselines.process import RunFailed, run_command
-from h2o_flexgen.baselines.store import Record, RecordFile
+from h2o_flexgen.baselines.store import Record, RecordFile, origin
 from h2o_flexgen.config.reports.record import host_facts, utc_now
 
 ROOT = Path(__file__).resolve().parents[1]

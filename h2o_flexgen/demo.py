@@ -18,8 +18,8 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace, given
 from h2o_flexgen.config.reports.quality import SideBySide
-from h2o_flexgen.evaluation.sources import RecallCase, read_cases
-from h2o_flexgen.reporting.side_by_side import answers_text, evicted_name, figures_table, warnings_text
+from h2o_flexgen.evaluation.sources import Question, read_cases
+from h2o_flexgen.reporting.tables import answers_text, evicted_name, figures_table, warnings_text
 
 DEFAULTS: dict[str, Any] = {"name": "h2o", "ratio": 0.2}
 QUESTIONS = {"used": 2, "once": 1}
@@ -45,7 +45,7 @@ def _run(argv: Sequence[str] | None) -> int:
     prompts: list[tuple[str, str | None]] = [(prompt, None) for prompt in demo_prompts()]
     prompts += [(case.prompt, case.answer) for case in _questions()]
     # torch takes seconds to import: --help does without it.
-    from h2o_flexgen.evaluation.side_by_side import side_by_side
+    from h2o_flexgen.evaluation.quality import side_by_side
 
     def stage(name: str) -> None:
         print_error(f"running {len(prompts)} prompts: {name} ...")
@@ -56,7 +56,7 @@ def _run(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def _questions() -> list[RecallCase]:
+def _questions() -> list[Question]:
     """A few of the long prompts, of every kind that is wanted."""
     # Codes only: an answer of one token comes from the prompt's own attention, whatever is evicted after it.
     codes = [case for case in read_cases(None) if case.answer.isdigit()]

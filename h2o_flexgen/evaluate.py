@@ -15,7 +15,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from h2o_flexgen.cli.files import output_file
@@ -23,12 +23,9 @@ from h2o_flexgen.cli.program import add_json, exit_on_errors, print_error, write
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace, given
 from h2o_flexgen.errors import StorageError, UsageError
-from h2o_flexgen.evaluation.settings import EvaluationSettings
-from h2o_flexgen.evaluation.stream_settings import StreamSettings
-from h2o_flexgen.reporting.quality_plot import check_plot, plot_quality
-from h2o_flexgen.reporting.quality_table import quality_line, quality_table
-from h2o_flexgen.reporting.stream_plot import plot_stream
-from h2o_flexgen.reporting.stream_table import stream_line, stream_table
+from h2o_flexgen.evaluation.settings import EvaluationSettings, StreamSettings
+from h2o_flexgen.reporting.plots import check_plot, plot_quality, plot_stream
+from h2o_flexgen.reporting.tables import quality_line, quality_table, stream_line, stream_table
 
 STREAM_READS = {"policies", "text", "context"}
 """The fields of EvaluationSettings that a measurement of streams reads."""
@@ -47,15 +44,29 @@ def _run(argv: Sequence[str] | None) -> int:
         _one_kind(args, streams.stream is not None)
         from_namespace(EngineConfig, args)  # a setting that makes no sense is said before torch is imported
     engine = given(EngineConfig, args)
+    model = engine.pop("model", "demo")
     output = output_file("--output", args.output, keep=not args.overwrite)
     plot = output_file("--plot", args.plot, keep=not args.overwrite)
     if plot is not None:
         check_plot(plot)
-    model = engine.pop("model", "demo")
+    # torch takes seconds to import: --help and usage errors do without it.
     if streams.stream is None:
-        table, data = _measure(settings, model, engine, output, plot)
+        from h2o_flexgen.evaluation.quality import evaluate
+
+        quality = evaluate(settings, model, engine, lambda row: print_error(quality_line(row)))
+        data, table, draw = quality.to_json(), quality_table(quality), partial(plot_quality, quality)
     else:
-        table, data = _measure_streams(streams, settings, model, engine, output, plot)
+        from h2o_flexgen.evaluation.stream import evaluate_streams
+
+        curves = evaluate_streams(streams, settings, model, engine, lambda row: print_error(stream_line(row)))
+        data, table, draw = curves.to_json(), stream_table(curves), partial(plot_stream, curves)
+    if output is not None:
+        try:
+            output.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"cannot write {output}: {error.strerror}") from None
+    if plot is not None:
+        draw(plot)
     write_result(table + "\n")
     write_json(json.dumps(data, allow_nan=False), args.json)
     return 0
@@ -74,37 +85,6 @@ def _one_kind(args: Namespace, streaming: bool) -> None:
         )
 
 
-def _measure(
-    settings: EvaluationSettings, model: str, engine: dict[str, Any], output: Path | None, plot: Path | None
-) -> tuple[str, dict[str, Any]]:
-    """The table, and the object behind it."""
-    # torch takes seconds to import: --help and usage errors do without it.
-    from h2o_flexgen.evaluation.quality import evaluate
-
-    report = evaluate(settings, model, engine, lambda row: print_error(quality_line(row)))
-    _write(report.to_json(), output)
-    if plot is not None:
-        plot_quality(report, plot)
-    return quality_table(report), report.to_json()
-
-
-def _measure_streams(
-    streams: StreamSettings,
-    settings: EvaluationSettings,
-    model: str,
-    engine: dict[str, Any],
-    output: Path | None,
-    plot: Path | None,
-) -> tuple[str, dict[str, Any]]:
-    from h2o_flexgen.evaluation.stream import evaluate_streams
-
-    report = evaluate_streams(streams, settings, model, engine, lambda row: print_error(stream_line(row)))
-    _write(report.to_json(), output)
-    if plot is not None:
-        plot_stream(report, plot)
-    return stream_table(report), report.to_json()
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog=called("evaluate"),
@@ -121,14 +101,6 @@ def _parser() -> Parser:
     out.add_argument("--overwrite", action="store_true", help="replace existing --output and --plot files")
     add_json(out)
     return parser
-
-
-def _write(data: dict[str, Any], output: Path | None) -> None:
-    if output is not None:
-        try:
-            output.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"cannot write {output}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -24,4 +24,4 @@ elif [ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ]; then
   python=.venv/bin/python
 fi
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
-exec "$python" scripts/gpu_check.py "${rest[@]}"
+exec "$python" -m benchmarks.gpu.check "${rest[@]}"

@@ -67,7 +67,7 @@ def test_a_file_is_an_idea() -> None:
     assert set(long) == set(LONG_FILES), f"over {FILE_LINES} lines: {long}"
 
 
-@pytest.mark.parametrize("folder", ["tests", "benchmarks", "training", "scripts"])
+@pytest.mark.parametrize("folder", ["tests", "benchmarks", "training"])
 def test_so_is_a_file_beside_the_package(folder: str) -> None:
     files = (ROOT / folder).rglob("*.py")
     long = {path.name: lines for path in files if (lines := len(path.read_text().splitlines())) > FILE_LINES}

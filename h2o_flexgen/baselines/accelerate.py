@@ -17,19 +17,14 @@ import accelerate
 import torch
 import transformers
 
-from h2o_flexgen.baselines.generation import kv_token_bytes, saved_checkpoint, start, timed, use_cuda
-from h2o_flexgen.baselines.work import Work, give, run
+from h2o_flexgen.baselines.transformers import kv_token_bytes, prepare, saved_checkpoint, start, timed, use_cuda
+from h2o_flexgen.baselines.work import AdapterWork, Outcome, run
 
 PROCESS_BYTES = 3 << 27
 """Of host memory for the interpreter and the libraries."""
 
 
-def prepare(folder: str) -> None:
-    """Saves random weights, where there is no checkpoint."""
-    saved_checkpoint(start(folder), folder)
-
-
-def main(folder: str) -> int:
+def measure(folder: str) -> Outcome:
     """Runs the work in `folder`."""
     work = start(folder)
     checkpoint = saved_checkpoint(work, folder)
@@ -44,10 +39,10 @@ def main(folder: str) -> int:
     load_s = time.perf_counter() - started
     places = Counter(str(place) for place in getattr(model, "hf_device_map", {"": "cpu"}).values())
     detail = {"attention": model.config._attn_implementation, "modules_by_place": dict(places)}
-    return give(timed(model, work, load_s, {"accelerate": accelerate.__version__}, detail))
+    return timed(model, work, load_s, {"accelerate": accelerate.__version__}, detail)
 
 
-def _device_map(work: Work, checkpoint: str) -> Any:
+def _device_map(work: AdapterWork, checkpoint: str) -> Any:
     """A place for every module: the GPU first, then host memory, then disk, by accelerate's own arithmetic."""
     config = transformers.AutoConfig.from_pretrained(checkpoint)
     with accelerate.init_empty_weights():
@@ -57,20 +52,18 @@ def _device_map(work: Work, checkpoint: str) -> Any:
     if use_cuda(work):
         free, _ = torch.cuda.mem_get_info()
         limits = {0: max(0, (work.gpu_mem or free) - _working(work, config)), "cpu": work.cpu_mem or limits["cpu"]}
-    places = accelerate.infer_auto_device_map(
-        model, max_memory=limits, no_split_module_classes=list(model._no_split_modules), dtype=model.dtype
-    )
-    return places
+    kept_whole = list(model._no_split_modules)
+    return accelerate.infer_auto_device_map(model, limits, no_split_module_classes=kept_whole, dtype=model.dtype)
 
 
-def _room(work: Work, config: Any) -> int:
+def _room(work: AdapterWork, config: Any) -> int:
     """Bytes of host memory for weights: what is allowed, less the process, the KV cache and the work on it."""
     if work.cpu_mem is None:
         return 1 << 62
     return max(1, work.cpu_mem - PROCESS_BYTES - _working(work, config))
 
 
-def _working(work: Work, config: Any) -> int:
+def _working(work: AdapterWork, config: Any) -> int:
     """Bytes of KV cache, of a prompt's activations in the widest layer, of logits, and of two tables on their way."""
     wide, batch, prompt = getattr(torch, work.dtype).itemsize, len(work.prompts), len(work.prompts[0])
     tokens, layers = prompt + max(work.gen_len, work.room_len), config.num_hidden_layers
@@ -81,4 +74,4 @@ def _working(work: Work, config: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, prepare))
+    sys.exit(run(measure, prepare))

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.baselines.work import CannotRun, Work, give, run
+from h2o_flexgen.baselines.work import AdapterWork, CannotRun, Outcome, run
 
 _ONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 _ROOM = 0.6
@@ -22,25 +22,24 @@ _ROOM = 0.6
 
 def prepare(folder: str) -> None:
     """Saves random weights, where there is no checkpoint."""
-    from h2o_flexgen.baselines.generation import saved_checkpoint, start
+    from h2o_flexgen.baselines import transformers
 
-    saved_checkpoint(start(folder), folder)
+    transformers.prepare(folder)
 
 
-def main(folder: str) -> int:
+def measure(folder: str) -> Outcome:
     """Runs the work in `folder`."""
     os.environ.update(_ONE)
     os.environ["MASTER_PORT"] = str(_free_port())
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
-    work = Work.read(Path(folder))
-    if work.device == "cpu":
+    if AdapterWork.read(Path(folder)).device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed  # it looks at the environment as it is imported
     import torch
     import transformers
     from transformers.integrations import HfDeepSpeedConfig
 
-    from h2o_flexgen.baselines.generation import saved_checkpoint, start, timed
+    from h2o_flexgen.baselines.transformers import saved_checkpoint, start, timed
 
     work = start(folder)
     checkpoint = saved_checkpoint(work, folder)
@@ -56,10 +55,10 @@ def main(folder: str) -> int:
     detail = {"offload_param": offload, "attention": model.config._attn_implementation}
     outcome = timed(engine.module, work, load_s, {"deepspeed": deepspeed.__version__}, detail)
     del keep
-    return give(outcome)
+    return outcome
 
 
-def _settings(work: Work, checkpoint: str) -> dict[str, Any]:
+def _settings(work: AdapterWork, checkpoint: str) -> dict[str, Any]:
     """Its configuration; CannotRun where parameters would have to go to the disk and cannot."""
     nbytes = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors"))
     offload: dict[str, Any] = {"device": "cpu"}
@@ -92,4 +91,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, prepare))
+    sys.exit(run(measure, prepare))

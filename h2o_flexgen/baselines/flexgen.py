@@ -1,12 +1,15 @@
 """Adapter of FlexGen 0.1.8: `python -m h2o_flexgen.baselines.flexgen FOLDER`. OPT only; weights of ones for measuring.
 
-The published package, driven as its own benchmark drives it. On a GPU by a policy like its authors': `flexgen_gpu`.
-Without one it is shimmed (`flexgen_cpu`): one GPU batch of all prompts, cache and hidden states on what stands for the
-GPU, weights there as far as they fit and the rest on the disk.
+The published package, driven as its own benchmark drives it. On a GPU by a policy like its authors'
+(`flexgen_placement`). Without one it runs on host memory, by replacing at run time what asks for a GPU; nothing of it
+is copied. Its GPU becomes host memory, so a copy to it costs a copy in memory; its streams do nothing; its float16
+becomes bfloat16 or float32, as float16 on a CPU would be an order of magnitude slower and flatter whoever is beside it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import sys
 import time
 from dataclasses import asdict
@@ -16,16 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from flexgen import flex_opt, pytorch_backend
+import transformers
+from flexgen import flex_opt, pytorch_backend, utils
 from flexgen.compression import CompressionConfig
+from flexgen.opt_config import OptConfig
 from flexgen.timer import timers
 from flexgen.utils import ExecutionEnv
 
-from h2o_flexgen.baselines import flexgen_cpu
-from h2o_flexgen.baselines.flexgen_gpu import Placed, place
-from h2o_flexgen.baselines.flexgen_opt import config_of, converted
-from h2o_flexgen.baselines.generation import start, use_cuda
-from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, CannotRun, Outcome, Work, disk_bytes, give, run
+from h2o_flexgen.baselines.flexgen_placement import Placed, place, place_in_memory
+from h2o_flexgen.baselines.transformers import start, use_cuda
+from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, AdapterWork, CannotRun, Outcome, disk_bytes, run
 from h2o_flexgen.cores import CoreCount
 
 _PROCESS_BYTES = 3 << 28  # the interpreter, its libraries, and a layer or two in flight
@@ -39,21 +42,21 @@ def prepare(folder: str) -> None:
         converted(work, config)
 
 
-def main(folder: str) -> int:
+def measure(folder: str) -> Outcome:
     """Runs the work in `folder`."""
     work = start(folder)
     on_gpu, dtype = use_cuda(work), getattr(torch, work.dtype)
     config = config_of(folder)
     if on_gpu and dtype != torch.float16:
         raise CannotRun(f"FlexGen computes in float16 on a GPU, not in {work.dtype}: --dtype float16")
-    placed = _on_gpu(work, config) if on_gpu else _in_memory(work, config)
+    placed = _placed(work, config, on_gpu, dtype)
     if placed.weights_gpu < 100 and dtype.itemsize != 2:
         raise CannotRun(f"shimmed to the CPU, FlexGen's disk holds numbers of two bytes, not {work.dtype}")
     path = "_DUMMY_" if work.folder is None else converted(work, config)
     if not on_gpu:
-        flexgen_cpu.without_gpu(dtype)
+        without_gpu(dtype)
     started = time.perf_counter()
-    gpu = pytorch_backend.TorchDevice("cuda:0") if on_gpu else flexgen_cpu.gpu_in_memory()
+    gpu = pytorch_backend.TorchDevice("cuda:0") if on_gpu else gpu_in_memory()
     cpu = pytorch_backend.TorchDevice("cpu")
     disk = pytorch_backend.TorchDisk(str(Path(work.scratch) / "offloaded"))
     env = ExecutionEnv(gpu=gpu, cpu=cpu, disk=disk, mixed=pytorch_backend.TorchMixedDevice([gpu, cpu, disk]))
@@ -61,46 +64,24 @@ def main(folder: str) -> int:
         model = flex_opt.OptLM(config, env, path, _policy(placed))
         load_s = time.perf_counter() - started
         detail = {"placed": asdict(placed), "gpu": "cuda" if on_gpu else "host memory", "dtype": work.dtype}
-        outcome = _timed(model, work, load_s, detail)
+        return _timed(model, work, load_s, detail)
     finally:
         disk.close_copy_threads()
-    return give(outcome)
 
 
-def _on_gpu(work: Work, config: Any) -> Placed:
-    """On a GPU: within its cap and host memory's, or what is free of them."""
-    gpu = work.gpu_mem or torch.cuda.mem_get_info()[0]
-    host = work.cpu_mem or _available()
-    rows, prompt_len = len(work.prompts), len(work.prompts[0])
-    return place(config, rows, prompt_len, work.gen_len, gpu, host - _PROCESS_BYTES)
+def _placed(work: AdapterWork, config: Any, on_gpu: bool, dtype: torch.dtype) -> Placed:
+    """Within the caps; where a GPU has none, within what is free of it and of host memory."""
+    shape = (config, len(work.prompts), len(work.prompts[0]), work.gen_len)
+    if on_gpu:
+        gpu, host = work.gpu_mem or torch.cuda.mem_get_info()[0], work.cpu_mem or _available()
+        return place(*shape, gpu, host - _PROCESS_BYTES)
+    return place_in_memory(*shape, dtype.itemsize, None if work.cpu_mem is None else work.cpu_mem - _PROCESS_BYTES)
 
 
 def _available() -> int:
     """Bytes of host memory that may be taken without swapping."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-
-
-def _in_memory(work: Work, config: Any) -> Placed:
-    """Without a GPU: all prompts at once, and the weights that host memory has no room for on the disk."""
-    return Placed(len(work.prompts), 1, _share_in_memory(work, config), 0, cache_on_gpu=True)
-
-
-def _share_in_memory(work: Work, config: Any) -> int:
-    """Percent of the weights that host memory has room for beside the cache."""
-    if work.cpu_mem is None:
-        return 100
-    wide, rows = getattr(torch, work.dtype).itemsize / 2, len(work.prompts)
-    length = len(work.prompts[0]) + work.gen_len
-    # Of a prompt's attention it holds the scores of all heads three times over, and of its output all logits.
-    scores = 3 * rows * config.n_head * len(work.prompts[0]) ** 2 * 2
-    logits = rows * len(work.prompts[0]) * config.vocab_size * 2
-    held = config.cache_bytes(rows, length) + 8 * config.hidden_bytes(rows, length) + max(scores, logits)
-    table = 2 * config.vocab_size * config.input_dim
-    weights = config.model_bytes() + table  # the head is a second copy
-    # Its four copy threads each keep a relay that grows to the largest tensor; two tables may be on their way at once.
-    room = work.cpu_mem - _PROCESS_BYTES - int(wide * (held + 6 * table))
-    return max(0, min(100, int(100 * room / (wide * weights))))
 
 
 def _policy(placed: Placed) -> Any:
@@ -126,7 +107,7 @@ def _policy(placed: Placed) -> Any:
     )
 
 
-def _timed(model: Any, work: Work, load_s: float, detail: dict[str, Any]) -> Outcome:
+def _timed(model: Any, work: AdapterWork, load_s: float, detail: dict[str, Any]) -> Outcome:
     model.generate([prompt[:WARMUP_PROMPT] for prompt in work.prompts], max_new_tokens=WARMUP_NEW)
     timers("generate").reset()
     cores = CoreCount()
@@ -148,5 +129,114 @@ def _timed(model: Any, work: Work, load_s: float, detail: dict[str, Any]) -> Out
     )
 
 
+def config_of(folder: str) -> Any:
+    """FlexGen's own configuration of the model; CannotRun where it is none that FlexGen knows."""
+    given = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    hidden, wide = given["hidden_size"], given.get("ffn_dim")
+    if given.get("model_type") != "opt":
+        raise CannotRun(f"FlexGen 0.1.8 runs OPT models only, and this is a {given.get('model_type')}")
+    if not given.get("do_layer_norm_before", True) or wide != 4 * hidden:
+        raise CannotRun("FlexGen 0.1.8 knows OPT with norms before its blocks and 4 x hidden size in between only")
+    return OptConfig(
+        name="model",
+        num_hidden_layers=given["num_hidden_layers"],
+        max_seq_len=given["max_position_embeddings"],
+        hidden_size=hidden,
+        n_head=given["num_attention_heads"],
+        input_dim=hidden,
+        ffn_embed_dim=wide,
+        vocab_size=given["vocab_size"],
+        pad_token_id=given["pad_token_id"],
+    )
+
+
+def converted(work: AdapterWork, config: Any) -> str:
+    """The folder in which FlexGen finds the checkpoint as numpy files, made from it once."""
+    target = Path(work.scratch) / "numpy" / f"{config.name}-np"
+    if not (target / "done").exists():
+        target.mkdir(parents=True, exist_ok=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(str(work.folder), dtype=torch.float32)
+        for name, tensor in model.model.named_parameters():
+            stored = name.replace("decoder.final_layer_norm", "decoder.layer_norm")
+            with (target / stored).open("wb") as file:  # np.save with a name would add .npy
+                np.save(file, tensor.detach().numpy())
+        (target / "done").touch()
+    return str(target.parent)
+
+
+class _Stream:
+    """In the place of a CUDA stream; a type, as others name it in annotations."""
+
+
+def without_gpu(dtype: torch.dtype) -> None:
+    """Has FlexGen, imported already, run on host memory in `dtype`; for the whole process, before it makes anything."""
+    for name in ("synchronize", "set_device"):
+        setattr(torch.cuda, name, lambda *arguments: None)
+    setattr(torch.cuda, "Stream", _Stream)  # noqa: B010  by name: mypy knows better what these are
+    setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())  # noqa: B010
+    _plain_tensors(dtype)
+    utils.np_dtype_to_torch_dtype[np.float16] = dtype
+    utils.torch_dtype_to_np_dtype[dtype] = np.float16
+    utils.torch_dtype_to_num_bytes[dtype] = dtype.itemsize
+    pytorch_backend.map_to_torch_tensor = _mapped(pytorch_backend.map_to_torch_tensor, dtype)
+    _stored_tensors(dtype)
+
+
+def gpu_in_memory() -> Any:
+    """FlexGen's GPU, in host memory. To be made before its CPU device."""
+    device = pytorch_backend.TorchDevice("cpu")
+    device.name, device.device_type = "cuda:0", pytorch_backend.DeviceType.CUDA
+    return device
+
+
+def _plain_tensors(dtype: torch.dtype) -> None:
+    """Tensors that are never pinned, answer to .cuda(), and are of `dtype` where FlexGen says half."""
+    empty = torch.empty
+
+    def made(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.float16:
+            options["dtype"] = dtype
+        return empty(*shape, **options)
+
+    replaced: dict[str, Any] = {
+        "is_pinned": lambda self: True,  # then nothing is copied once more on the way
+        "pin_memory": lambda self: self,
+        "cuda": lambda self: self,
+        "half": lambda self: self.to(dtype),
+        "is_cuda": property(lambda self: True),  # else attention would go through float32, as on FlexGen's CPU
+    }
+    setattr(torch, "empty", made)  # noqa: B010
+    for name, value in replaced.items():
+        setattr(torch.Tensor, name, value)
+
+
+def _mapped(original: Any, dtype: torch.dtype) -> Any:
+    """FlexGen's view of a stored tensor, its two bytes taken for what they are: numpy has no bfloat16."""
+
+    def view(tensor: Any, indices: Any) -> torch.Tensor:
+        if tensor.device.device_type != pytorch_backend.DeviceType.DISK or torch.is_tensor(indices):
+            return original(tensor, indices)
+        stored = np.lib.format.open_memmap(tensor.data)
+        data = torch.from_numpy(stored)
+        data = data.view(dtype) if data.dtype == torch.float16 else data
+        return data[indices] if indices else data
+
+    return view
+
+
+def _stored_tensors(dtype: torch.dtype) -> None:
+    """Weights written to the disk in `dtype`'s bits, under numpy's name for two bytes."""
+    tensor_type = pytorch_backend.TorchTensor
+    in_memory = tensor_type.load_from_np
+
+    def load(self: Any, array: np.ndarray) -> None:
+        if self.device.device_type == pytorch_backend.DeviceType.DISK and array.dtype.kind == "f":
+            array = torch.from_numpy(array).to(dtype).view(torch.float16).numpy()
+        in_memory(self, array)
+
+    tensor_type.load_from_np = load
+    tensor_type.load_from_np_file = lambda self, name: load(self, np.load(name))
+
+
 if __name__ == "__main__":
-    sys.exit(run(main, prepare))
+    sys.exit(run(measure, prepare))

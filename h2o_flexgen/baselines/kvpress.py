@@ -19,11 +19,11 @@ import torch
 from kvpress import ObservedAttentionPress
 from transformers import DynamicCache
 
-from h2o_flexgen.baselines.generation import Clock, model_in_memory, start
-from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, CannotRun, give, run
+from h2o_flexgen.baselines.transformers import GenerationTimer, model_in_memory, start
+from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, CannotRun, Outcome, run
 
 
-def main(folder: str) -> int:
+def measure(folder: str) -> Outcome:
     """Runs the work in `folder`."""
     work = start(folder)
     started = time.perf_counter()
@@ -35,15 +35,15 @@ def main(folder: str) -> int:
     # The press keeps int(length x (1 - ratio)) tokens: half a token more makes that `kept` whatever the rounding.
     press = ObservedAttentionPress(compression_ratio=max(0.0, 1 - (kept + 0.5) / length) if kept < length else 0.0)
     _generate(model, prompts[:, :WARMUP_PROMPT], WARMUP_NEW, press)
-    clock = Clock(prompts.device)
-    tokens, cached = _generate(model, prompts, work.gen_len, press, clock)
+    timer = GenerationTimer(prompts.device)
+    tokens, cached = _generate(model, prompts, work.gen_len, press, timer)
     detail = {"press": type(press).__name__, "kept_of_prompt": kept, "cached_at_the_end": cached, "attention": "eager"}
-    return give(clock.outcome(tokens, load_s, {"kvpress": version("kvpress")}, detail))
+    return timer.outcome(tokens, load_s, {"kvpress": version("kvpress")}, detail)
 
 
 @torch.inference_mode()
 def _generate(
-    model: Any, prompts: torch.Tensor, new_tokens: int, press: Any, clock: Clock | None = None
+    model: Any, prompts: torch.Tensor, new_tokens: int, press: Any, timer: GenerationTimer | None = None
 ) -> tuple[torch.Tensor, int]:
     """`new_tokens` greedy tokens for each row of `prompts` (n, S), as (n, new_tokens), and the tokens in the cache.
 
@@ -58,8 +58,8 @@ def _generate(
             step = output.logits[:, -1].argmax(dim=-1, keepdim=True)
             positions = positions[:, -1:] + 1
             tokens.append(step)
-            if clock is not None and clock.first is None:
-                clock.first = clock.now()
+            if timer is not None and timer.first is None:
+                timer.first = timer.now()
     return torch.cat(tokens, dim=1), cache.get_seq_length()
 
 
@@ -90,4 +90,4 @@ def _with_weights(module: Any, arguments: Any, named: dict[str, Any]) -> tuple[A
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run(measure))

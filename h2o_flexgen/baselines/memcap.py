@@ -72,7 +72,7 @@ def read_report(report: Path) -> dict[str, Any]:
     return seen
 
 
-class _Group:
+class ControlGroup:
     """A control group of a version of its own, with its limit; removed, with all that runs in it, by `remove`."""
 
     def __init__(self, limit: int) -> None:
@@ -165,7 +165,7 @@ def _drop_cache(path: Path) -> None:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _run(command: Sequence[str], group: _Group) -> int:
+def _run(command: Sequence[str], group: ControlGroup) -> int:
     """Runs a command in the group from its first instruction; its exit code as the shell has it."""
     child: subprocess.Popen[bytes] | None = None
     early: list[int] = []
@@ -232,7 +232,7 @@ def main(argv: Sequence[str]) -> int:
         _fail("needs root, to make a control group")
     for path in args.cold:
         _drop_cache(path)
-    group = _Group(limit)
+    group = ControlGroup(limit)
     try:
         code = _run(command, group)
         seen = group.seen()

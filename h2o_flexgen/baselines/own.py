@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, Outcome, Work, disk_bytes, give, run
+from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, AdapterWork, Outcome, disk_bytes, run
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.record import RunRecord, package_version
 from h2o_flexgen.engine.limits.plan import Plan
@@ -34,38 +34,36 @@ def by_rule(llm: LLM) -> Complete:
     return lambda record, prompt_len, generated: record
 
 
-def main(folder: str, attach: Attach = by_rule) -> int:
+def measure(folder: str, attach: Attach = by_rule) -> Outcome:
     """Runs the work in `folder` through `LLM.generate`, as `run` does, planned by what `attach` gives the engine."""
-    work = Work.read(Path(folder))
+    work = AdapterWork.read(Path(folder))
     with engine_of(work) as llm:
         attach(llm)
         llm.generate([prompt[:WARMUP_PROMPT] for prompt in work.prompts], max_new_tokens=WARMUP_NEW, ignore_eos=True)
         load_s = llm.last_record.load_s if llm.last_record else 0.0
-        complete, planning = attach(llm), _Clock(llm)
+        complete, planning = attach(llm), _PlanTimer(llm)
         read, started = disk_bytes(), time.perf_counter()
         outputs = llm.generate(work.prompts, max_new_tokens=work.gen_len, ignore_eos=True)
         total_s, read = time.perf_counter() - started, disk_bytes() - read
         if llm.last_record is None:
             raise RuntimeError("the run left no record")
         record = complete(llm.last_record, min(len(prompt) for prompt in work.prompts), work.gen_len)
-    return give(
-        Outcome(
-            prefill_s=record.prefill_s,
-            decode_s=record.decode_s,
-            # A second plan may place the weights anew: that is loading, and planning is no generation either.
-            total_s=total_s - record.load_s - planning.seconds,
-            load_s=load_s + record.load_s,
-            token_ids=[output.token_ids for output in outputs],
-            versions={"h2o_flexgen": package_version(), "torch": torch.__version__},
-            detail={**record.to_json(), "plan_s": planning.seconds},
-            disk_read_bytes=read,
-            bytes_moved=record.bytes_moved,
-            shared=record.shared,
-        )
+    return Outcome(
+        prefill_s=record.prefill_s,
+        decode_s=record.decode_s,
+        # A second plan may place the weights anew: that is loading, and planning is no generation either.
+        total_s=total_s - record.load_s - planning.seconds,
+        load_s=load_s + record.load_s,
+        token_ids=[output.token_ids for output in outputs],
+        versions={"h2o_flexgen": package_version(), "torch": torch.__version__},
+        detail={**record.to_json(), "plan_s": planning.seconds},
+        disk_read_bytes=read,
+        bytes_moved=record.bytes_moved,
+        shared=record.shared,
     )
 
 
-def engine_of(work: Work) -> LLM:
+def engine_of(work: AdapterWork) -> LLM:
     """The engine for `work`; unless everything is to be planned, its prompts are one GPU batch."""
     policy = {} if work.plan == "all" else {"gpu_batch_size": len(work.prompts), "num_gpu_batches": 1}
     return LLM(
@@ -87,7 +85,7 @@ def within(cap: int) -> int:
     return int(cap - max(cap * SPARED, LEAST_SPARED))
 
 
-class _Clock:
+class _PlanTimer:
     """The seconds that an engine's planner takes from now on."""
 
     def __init__(self, llm: LLM) -> None:
@@ -103,4 +101,4 @@ class _Clock:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run(measure))

@@ -65,7 +65,7 @@ class Finished(NamedTuple):
         """Whether it looks as if it had wanted more memory than there was."""
         if self.timed_out:
             return False
-        said = self._last_error.lower()
+        said = self.last_error.lower()
         return self.exit_code in (_KILLED, -signal.SIGKILL) or any(text in said for text in _OUT_OF_MEMORY)
 
     @property
@@ -74,9 +74,9 @@ class Finished(NamedTuple):
         if self.timed_out:
             return f"gave up after {self.seconds:.0f} s"
         if self.exit_code == REFUSED:
-            return self._last_error
+            return self.last_error
         ended = f"signal {-self.exit_code}" if self.exit_code < 0 else f"exit code {self.exit_code}"
-        return f"{'out of memory: ' if self.out_of_memory else ''}{ended}: {self._last_error}"
+        return f"{'out of memory: ' if self.out_of_memory else ''}{ended}: {self.last_error}"
 
     def checked(self) -> Finished:
         """This. RunFailed where it is a failure."""
@@ -95,7 +95,8 @@ class Finished(NamedTuple):
         return found
 
     @property
-    def _last_error(self) -> str:
+    def last_error(self) -> str:
+        """What it said last, without the lines of memcap that are no reason."""
         lines = [line.strip() for line in (self.errors or self.output).splitlines() if line.strip()]
         own = [line for line in lines if not line.startswith("memcap: ")]
         told = next((number for number, line in enumerate(own) if line.startswith(_TOLD)), -1)

@@ -1,21 +1,21 @@
-"""One run of one system at one batch size, in its environment and under the cap; what came of it."""
+"""Runs of systems, each in a process of its own: one at a time, or in turn for a comparison."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.baselines.measurement import Measurement
 from h2o_flexgen.baselines.memcap import cap_command, cap_problem, read_report
-from h2o_flexgen.baselines.origin import origin
 from h2o_flexgen.baselines.process import Finished, RunFailed, run_process
 from h2o_flexgen.baselines.settings import BenchModel, BenchSettings
+from h2o_flexgen.baselines.store import Failure, Measurement, NextRun, Store, origin
 from h2o_flexgen.baselines.systems import SYSTEMS, System
-from h2o_flexgen.baselines.work import Outcome, Work
+from h2o_flexgen.baselines.work import AdapterWork, Outcome
 
 Prompts = Callable[[int], Sequence[Sequence[int]]]
 """From a batch size to that many prompts, the first ones the same for every size."""
@@ -78,23 +78,14 @@ class Runner:
             repetition=repetition,
             date=date,
             load_average=load,
-            prefill_s=outcome.prefill_s,
-            decode_s=outcome.decode_s,
-            total_s=outcome.total_s,
-            load_s=outcome.load_s,
+            **vars(outcome),
             process_s=finished.seconds,
             peak_rss_bytes=finished.peak_rss_bytes,
             peak_cgroup_bytes=None if report is None else read_report(report).get("peak_bytes"),
-            disk_read_bytes=outcome.disk_read_bytes,
             process_read_bytes=finished.read_bytes,
-            bytes_moved=outcome.bytes_moved,
-            shared=outcome.shared,
             sequences=batch,
             prompt_tokens=batch * self.settings.prompt_len,
             generated_tokens=batch * gen_len,
-            versions=outcome.versions,
-            token_ids=outcome.token_ids,
-            detail=outcome.detail,
             origin=came_from,
         )
 
@@ -104,7 +95,7 @@ class Runner:
         folder, scratch = self._work / name, self._files / system.scratch
         scratch.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
-        work = Work(
+        work = AdapterWork(
             model=settings.model,
             folder=None if checkpoint is None else str(checkpoint.resolve()),
             weights=settings.weights,
@@ -130,12 +121,9 @@ class Runner:
         if capped is not None and self.settings.cpu_mem is not None:
             files = [path for path in (*cold, self._model.folder) if path is not None]
             prefix = cap_command(self.settings.cpu_mem, files, capped)
-        python = system.python(Path(self.settings.peers)) or ""
-        settings = self.settings
-        finished = run_process(
-            system.adapter, arguments, settings.threads, settings.timeout, python, prefix, own=system.own
-        )
-        return finished.checked()
+        settings, python = self.settings, system.python(Path(self.settings.peers)) or ""
+        done = run_process(system.adapter, arguments, settings.threads, settings.timeout, python, prefix, system.own)
+        return done.checked()
 
 
 def _outcome(finished: Finished, batch: int, gen_len: int) -> Outcome:
@@ -149,3 +137,113 @@ def _outcome(finished: Finished, batch: int, gen_len: int) -> Outcome:
         reason = f"generated {sorted(set(lengths))} tokens for {len(lengths)} prompts, not what was asked"
         raise RunFailed(reason, errors=finished.errors)
     return outcome
+
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Comparison:
+    """What came of it: measurements by system, in the order of repetitions, and why a system has none or too few.
+
+    batches   the batch size that each system ran with; one that could not run has none
+    runs      of earlier calls too, and of systems that only those had
+    """
+
+    settings: BenchSettings
+    batches: dict[str, int]
+    runs: dict[str, list[Measurement]]
+    failed: dict[str, str]
+    uncapped: str | None = None
+    tried: dict[str, list[dict[str, object]]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """The systems asked for, then others that there are records of."""
+        return list(dict.fromkeys([*self.settings.systems, *self.runs]))
+
+
+def compare(
+    runner: Runner,
+    batches: Mapping[str, int],
+    store: Store,
+    say: Say,
+    failed: Mapping[str, str] | None = None,
+    smaller: Mapping[str, Sequence[int]] | None = None,
+) -> Comparison:
+    """Runs each system of `batches` once per repetition, A B C A B C, so that a machine's drift meets all of them.
+
+    Runs what `store` does not hold yet, and puts it there as it is made. A system that fails is not run again, nor by
+    another call while the store has its failure, and is listed with its reason; one that runs out of memory before
+    it has run at all goes on with the next of its `smaller` batches. `failed` is known before.
+    """
+    settings, rest = runner.settings, dict(smaller or {})
+    names = settings.systems
+    runs = {**{name: [] for name in names}, **store.runs}
+    result = Comparison(settings, dict(batches), runs, dict(failed or {}), runner.uncapped)
+    store.runs = runs
+    for name in names:
+        problem = runner.missing(name)
+        if problem is not None:
+            result.failed.setdefault(name, problem)
+    for name in result.batches:
+        _settle(result, store, name, rest.get(name, []))
+        if (name, result.batches[name]) in store.failures:
+            path = store.failed_path(name, result.batches[name])
+            say(f"{name}: failed before, {result.failed[name]} (without {path} it would be tried again)")
+    while (step := _next(result, store)) is not None:
+        name = _go_on(result, runner, store, step, say)
+        _settle(result, store, name, rest.get(name, []))
+    result.batches = {name: runs[name][0].sequences for name in result.names if runs[name]}
+    return result
+
+
+def _next(result: Comparison, store: Store) -> NextRun | None:
+    names = [name for name in result.settings.systems if name in result.batches and name not in result.failed]
+    return store.next(names, result.settings.repetitions, datetime.datetime.now(datetime.UTC), origin())
+
+
+def _settle(result: Comparison, store: Store, name: str, smaller: Sequence[int]) -> None:
+    """Gives a system the batch that it goes on with, or the reason why it does not, by what has failed so far."""
+    runs = store.runs[name]
+    sizes = [runs[0].sequences] if runs else [result.batches[name], *smaller]
+    for size in sizes:
+        result.batches[name] = size
+        failure = store.failures.get((name, size))
+        if failure is None:
+            return
+        if not failure.out_of_memory or size == sizes[-1]:
+            said = f"in repetition {failure.repetition}: {failure.reason}" if runs else failure.reason
+            result.failed.setdefault(name, said)
+            return
+
+
+def _go_on(result: Comparison, runner: Runner, store: Store, step: NextRun, say: Say) -> str:
+    """Runs a system once and keeps what came of it, or prepares one; the system.
+
+    All are prepared before a repetition, and not within it: minutes between its runs would end it. Whether that has
+    taken too long for one that was begun is asked anew.
+    """
+    settings, name = result.settings, step.lacks[0]
+    try:
+        for name in step.lacks:
+            if runner.prepare(name, result.batches[name], settings.gen_len):
+                return name
+        name = step.lacks[0]
+        run = runner.run(name, result.batches[name], settings.gen_len, step.repetition)
+    except RunFailed as error:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        failure, batch = Failure(step.repetition, str(error), error.out_of_memory, now), result.batches[name]
+        path = store.add_failure(name, batch, failure, error.errors)
+        say(f"{_label(result, step, name)}: batch {batch} failed, {error} ({path.name})")
+        return name
+    store.add(run)
+    say(
+        f"{_label(result, step, name)}: batch {run.sequences}, prefill {run.prefill_s:.2f} s, decode "
+        f"{run.decode_s:.2f} s (load average before: {run.load_average:.1f})"
+    )
+    return name
+
+
+def _label(result: Comparison, step: NextRun, name: str) -> str:
+    return f"{name} {step.whole + 1}/{result.settings.repetitions}"

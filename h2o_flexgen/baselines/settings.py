@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.baselines.systems import PEERS, SYSTEMS
 from h2o_flexgen.config.checks import share, whole
-from h2o_flexgen.config.flags import flag
+from h2o_flexgen.config.flags import between_commas, option, with_commas
 from h2o_flexgen.config.folder import read_config
 from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names
 from h2o_flexgen.errors import ModelError, UsageError
@@ -21,7 +21,6 @@ DTYPES = ("bfloat16", "float32", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 WEIGHTS = ("auto", "dummy", "checkpoint")
 AUTO = "auto"
-_SYSTEMS = f"what to run, with commas: {', '.join(SYSTEMS.names())}"
 
 
 def usable_threads() -> int:
@@ -32,21 +31,17 @@ def usable_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def _sizes(text: str) -> tuple[int, ...]:
     """Batch sizes with commas in between; none for "auto"."""
     try:
-        return () if text.strip() == AUTO else tuple(int(size) for size in _names(text))
+        return () if text.strip() == AUTO else tuple(map(int, between_commas(text)))
     except ValueError:
         raise UsageError(f"--batch-size is {text!r}", "needed a number, numbers with commas, or auto") from None
 
 
 def _batches(text: str) -> dict[str, int]:
     """Batch sizes by system."""
-    pairs = [pair.partition("=") for pair in _names(text)]
+    pairs = [pair.partition("=") for pair in between_commas(text)]
     try:
         return {name.strip(): int(size) for name, _, size in pairs}
     except ValueError:
@@ -55,8 +50,9 @@ def _batches(text: str) -> dict[str, int]:
         ) from None
 
 
-def _size(flag_name: str, help: str) -> dict[str, Any]:
-    return flag(flag_name, help=f"{help}; 6 and 6GiB are the same", metavar="SIZE", parse=parse_bytes, unset="no cap")
+def _capacity(name: str, help: str) -> Any:
+    help = f"{help}; 6 and 6GiB are the same"
+    return option(None, name, help=help, metavar="SIZE", parse=parse_bytes, unset="no cap")
 
 
 @dataclass(frozen=True)
@@ -73,114 +69,87 @@ class BenchSettings:
     gpu_mem      bytes of GPU memory that every system is told
     """
 
-    systems: tuple[str, ...] = field(
-        default=("h2o", "full", "transformers"),
-        metadata=flag("--systems", help=_SYSTEMS, metavar="NAMES", parse=_names, show=",".join),
+    systems: tuple[str, ...] = option(
+        ("h2o", "full", "transformers"),
+        "--systems",
+        help=f"what to run, with commas: {', '.join(SYSTEMS.names())}",
+        metavar="NAMES",
+        parse=between_commas,
+        show=with_commas,
     )
-    reference: str = field(
-        default="",
-        metadata=flag(
-            "--reference",
-            help="the system to compare with",
-            metavar="NAME",
-            show=lambda name: name or "the first of ours, else the last",
-        ),
+    reference: str = option(
+        "",
+        "--reference",
+        help="the system to compare with",
+        metavar="NAME",
+        show=lambda name: name or "the first of ours, else the last",
     )
-    model: str = field(
-        default="opt-125m",
-        metadata=flag("--model", "-m", help="name (opt-125m), folder, or demo", metavar="MODEL"),
+    model: str = option("opt-125m", "--model", "-m", help="name (opt-125m), folder, or demo", metavar="MODEL")
+    weights: str = option(
+        AUTO,
+        "--weights",
+        "--load-format",
+        help="dummy: random, for speed; checkpoint: the same for all, text compared too; auto: what there is",
+        metavar="KIND",
     )
-    weights: str = field(
-        default=AUTO,
-        metadata=flag(
-            "--weights",
-            "--load-format",
-            help="dummy: random, for speed; checkpoint: the same for all, text compared too; auto: what there is",
-            metavar="KIND",
-        ),
+    batch_sizes: tuple[int, ...] = option(
+        (32,),
+        "--batch-size",
+        "-b",
+        help="sequences; 8,16,32 or auto tries several, for a common one and each system's best",
+        metavar="N",
+        parse=_sizes,
+        show=lambda sizes: with_commas(sizes) or AUTO,
     )
-    batch_sizes: tuple[int, ...] = field(
-        default=(32,),
-        metadata=flag(
-            "--batch-size",
-            "-b",
-            help="sequences; 8,16,32 or auto tries several, for a common one and each system's best",
-            metavar="N",
-            parse=_sizes,
-            show=lambda sizes: ",".join(map(str, sizes)) or AUTO,
-        ),
+    batch_of: dict[str, int] = option(
+        dict,
+        "--batch-of",
+        help="other sizes for some systems, whose best is known from before: h2o=128,accelerate=48",
+        metavar="NAME=N,...",
+        parse=_batches,
+        show=lambda sizes: with_commas(f"{name}={size}" for name, size in sizes.items()) or "none",
     )
-    batch_of: dict[str, int] = field(
-        default_factory=dict,
-        metadata=flag(
-            "--batch-of",
-            help="other sizes for some systems, whose best is known from before: h2o=128,accelerate=48",
-            metavar="NAME=N,...",
-            parse=_batches,
-            show=lambda sizes: ",".join(f"{name}={size}" for name, size in sizes.items()) or "none",
-        ),
+    search: bool = option(
+        True,
+        "--search",
+        help="our own rows run by the searched plan, as run does: placement, and with several batch sizes the block; "
+        "else by rule, all prompts in one GPU batch",
     )
-    search: bool = field(
-        default=True,
-        metadata=flag(
-            "--search",
-            help="our own rows run by the searched plan, as run does: placement, and with several batch sizes the "
-            "block; else by rule, all prompts in one GPU batch",
-        ),
+    prompt_len: int = option(512, "--prompt-len", "--input-len", "-p", help="tokens per prompt", metavar="N")
+    gen_len: int = option(64, "--gen-len", "--output-len", "-n", help="new tokens per sequence", metavar="N")
+    dtype: str = option("bfloat16", "--dtype", help=", ".join(DTYPES), metavar="DTYPE")
+    device: str = option("auto", "--device", help=", ".join(DEVICES), metavar="DEVICE")
+    hh_ratio: float = option(0.2, "--hh-ratio", help="KV budget of h2o as a share of the sequence", metavar="R")
+    cpu_mem: int | None = _capacity("--cpu-mem", "host memory of every system")
+    gpu_mem: int | None = _capacity("--gpu-mem", "GPU memory of every system")
+    repetitions: int = option(
+        3, "--repetitions", "-r", help="of all systems in turn, those that are in the folder included", metavar="N"
     )
-    prompt_len: int = field(
-        default=512, metadata=flag("--prompt-len", "--input-len", "-p", help="tokens per prompt", metavar="N")
+    threads: int = option(usable_threads, "--threads", help="compute threads of each system", metavar="N")
+    seed: int = option(0, "--seed", help="of prompts and random weights", metavar="N")
+    timeout: float = option(3600.0, "--timeout", help="seconds after which a run is given up", metavar="S")
+    search_tokens: int = option(
+        8, "--search-tokens", help="new tokens of a run that tries a batch; the rest is projected", metavar="N"
     )
-    gen_len: int = field(
-        default=64, metadata=flag("--gen-len", "--output-len", "-n", help="new tokens per sequence", metavar="N")
+    search_time: float = option(
+        900.0, "--search-time", help="seconds after which a system's batch grows no more", metavar="S"
     )
-    dtype: str = field(default="bfloat16", metadata=flag("--dtype", help=", ".join(DTYPES), metavar="DTYPE"))
-    device: str = field(default="auto", metadata=flag("--device", help=", ".join(DEVICES), metavar="DEVICE"))
-    hh_ratio: float = field(
-        default=0.2, metadata=flag("--hh-ratio", help="KV budget of h2o as a share of the sequence", metavar="R")
+    only_best: bool = option(
+        False, "--only-best", help="of several batch sizes: each system at its best, and no common one"
     )
-    cpu_mem: int | None = field(default=None, metadata=_size("--cpu-mem", "host memory of every system"))
-    gpu_mem: int | None = field(default=None, metadata=_size("--gpu-mem", "GPU memory of every system"))
-    repetitions: int = field(
-        default=3,
-        metadata=flag(
-            "--repetitions", "-r", help="of all systems in turn, those that are in the folder included", metavar="N"
-        ),
+    peers: str = option(
+        str(PEERS),
+        "--peers",
+        help="folder of the peers' environments",
+        metavar="DIR",
+        show=lambda _: ".venv-peers",
     )
-    threads: int = field(
-        default_factory=usable_threads, metadata=flag("--threads", help="compute threads of each system", metavar="N")
-    )
-    seed: int = field(default=0, metadata=flag("--seed", help="of prompts and random weights", metavar="N"))
-    timeout: float = field(
-        default=3600.0, metadata=flag("--timeout", help="seconds after which a run is given up", metavar="S")
-    )
-
-    search_tokens: int = field(
-        default=8,
-        metadata=flag(
-            "--search-tokens", help="new tokens of a run that tries a batch; the rest is projected", metavar="N"
-        ),
-    )
-    search_time: float = field(
-        default=900.0,
-        metadata=flag("--search-time", help="seconds after which a system's batch grows no more", metavar="S"),
-    )
-    only_best: bool = field(
-        default=False,
-        metadata=flag("--only-best", help="of several batch sizes: each system at its best, and no common one"),
-    )
-    peers: str = field(
-        default=str(PEERS),
-        metadata=flag("--peers", help="folder of the peers' environments", metavar="DIR", show=lambda _: ".venv-peers"),
-    )
-    scratch_dir: str | None = field(
-        default=None,
-        metadata=flag(
-            "--scratch-dir",
-            help="folder on the disk for offloaded tensors and random weights, kept for the next comparison",
-            metavar="DIR",
-            unset="a temporary one",
-        ),
+    scratch_dir: str | None = option(
+        None,
+        "--scratch-dir",
+        help="folder on the disk for offloaded tensors and random weights, kept for the next comparison",
+        metavar="DIR",
+        unset="a temporary one",
     )
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Folders of records: JSON objects, one a line or one a file, which are added to and never overwritten.
+"""Records of what was measured: JSON objects, one a line or one a file, added to and never overwritten.
 
-`RecordFile` holds what benchmarks measure, `Store` the runs of a comparison, and what is still missing in it.
+`RecordFile` holds what benchmarks and GPU checks measure, `Store` the runs of a comparison, and what it still lacks.
 
 A comparison goes on where its folder is given again. A repetition is whole when every system that can run has a record
 in it. Ratios are of runs side by side: a run belongs to a repetition where it follows the one before at once, on the
@@ -9,18 +9,123 @@ same machine and at the same commit. Otherwise that repetition is left as it is 
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import functools
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from h2o_flexgen.baselines.measurement import Measurement
-from h2o_flexgen.baselines.origin import place
+from h2o_flexgen.baselines.work import Outcome
+from h2o_flexgen.config.reports.record import DERIVED, Throughput, host_facts, package_version
 from h2o_flexgen.errors import StorageError, UsageError
+
+_ROOT = Path(__file__).resolve().parents[2]
+KEYS = ("version", "commit", "host")
+
+
+def origin() -> dict[str, Any]:
+    """What is true now of each of KEYS."""
+    return {"version": package_version(), "commit": commit(_ROOT), "host": _host()}
+
+
+@functools.cache
+def _host() -> dict[str, Any]:
+    """Of this process: the memory of a virtual machine may change while it runs, and it is the same machine yet."""
+    return host_facts()
+
+
+def commit(root: Path) -> str | None:
+    """The commit of a checkout, with a `+` where tracked files of what is measured, or measures,
+    differ from it; None where it is none."""
+    if not (root / ".git").exists():  # installed, perhaps below a repository that has nothing to do with it
+        return None
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        changes = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "h2o_flexgen", "benchmarks"], check=False)
+    except OSError:  # no git
+        return None
+    return f"{head.stdout.strip()}{'+' if changes.returncode else ''}" if head.returncode == 0 else None
+
+
+def place(record_origin: dict[str, Any]) -> tuple[Any, ...]:
+    """What two runs have in common whose speeds may be compared: commit and machine."""
+    return (record_origin.get("commit"), *machine(record_origin))
+
+
+def machine(record_origin: dict[str, Any]) -> tuple[Any, ...]:
+    """What makes two machines the same one for a comparison: processor, cores that may be used, memory."""
+    host = record_origin.get("host") or {}
+    return tuple(host.get(key) for key in ("cpu", "cores", "memory_bytes"))
+
+
+SCHEMA = 2
+_ADDED = ("shared", "peak_cgroup_bytes", "disk_read_bytes", "process_read_bytes", "bytes_moved")  # since the first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement(Outcome, Throughput):
+    """One run of one system: what its adapter measured, and what was seen from outside.
+
+    date                of its start, ISO 8601
+    peak_rss_bytes      of the whole process, imports and loading included, by the kernel's count
+    peak_cgroup_bytes   of its control group, page cache included; None where there was no cap
+    process_read_bytes  from its start to its end; None where the kernel, or a record of before, does not say
+    process_s           from the start of the process to its end
+    load_average        of the machine before the run: runs bring it to their threads, what is above is something else
+    token_ids           empty in a record that was read again and is of random weights
+    origin              version, commit and host, as `origin` gives them
+    """
+
+    system: str
+    repetition: int
+    date: str
+    load_average: float
+    process_s: float
+    peak_rss_bytes: int
+    peak_cgroup_bytes: int | None
+    process_read_bytes: int | None
+    sequences: int
+    prompt_tokens: int
+    generated_tokens: int
+    origin: dict[str, Any] = field(repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the control group where there was one, else of resident memory."""
+        return self.peak_rss_bytes if self.peak_cgroup_bytes is None else self.peak_cgroup_bytes
+
+    @property
+    def ended(self) -> datetime.datetime:
+        """When its process had ended."""
+        return datetime.datetime.fromisoformat(self.date) + datetime.timedelta(seconds=self.process_s)
+
+    def to_json(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The record as it is written. Tokens only where they mean something: those of random weights do not."""
+        data = dataclasses.asdict(self)
+        detail, tokens, origin = (data.pop(name) for name in ("detail", "token_ids", "origin"))
+        data.update((name, getattr(self, name)) for name in ("peak_bytes", *DERIVED))
+        if settings["weights"] == "checkpoint":
+            data["token_ids"] = tokens
+        return {"bench_run": SCHEMA, **data, **origin, "settings": settings, "detail": detail}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Measurement:
+        """What `to_json` made a record of; ValueError where something is missing."""
+        origin = {key: data[key] for key in KEYS if key in data}
+        known = {**dict.fromkeys(_ADDED), **data, "token_ids": data.get("token_ids", []), "origin": origin}
+        names = [item.name for item in dataclasses.fields(cls)]
+        missing = [name for name in names if name not in known]
+        if missing:
+            raise ValueError(f"has no {', '.join(missing)}")
+        return cls(**{name: known[name] for name in names})
+
 
 AT_ONCE = datetime.timedelta(minutes=2)
 """The longest time from the end of one run of a repetition to the start of the next."""
@@ -84,7 +189,7 @@ class Failure(NamedTuple):
     date: str
 
 
-class Step(NamedTuple):
+class NextRun(NamedTuple):
     """What is next: a repetition, the systems that it lacks, the first of which runs, and how many are whole."""
 
     repetition: int
@@ -143,7 +248,7 @@ class Store:
 
     def next(
         self, systems: Sequence[str], repetitions: int, now: datetime.datetime, here: dict[str, Any]
-    ) -> Step | None:
+    ) -> NextRun | None:
         """What to run so that there are so many whole repetitions of `systems`; None where nothing is missing.
 
         The run would start `now`, and its origin be `here`.
@@ -155,8 +260,8 @@ class Store:
         last = max((run.repetition for runs in self.runs.values() for run in runs), default=0)
         lacks = tuple(name for name, numbers in zip(systems, having, strict=True) if last not in numbers)
         if last and lacks and self._goes_on(last, now, here):
-            return Step(last, lacks, whole)
-        return Step(last + 1, tuple(systems), whole)
+            return NextRun(last, lacks, whole)
+        return NextRun(last + 1, tuple(systems), whole)
 
     def _goes_on(self, repetition: int, now: datetime.datetime, here: dict[str, Any]) -> bool:
         """Whether a run belongs to a repetition: it follows the last one there at once, and is made in its place."""

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from h2o_flexgen.baselines.compare import Comparison
-from h2o_flexgen.baselines.measurement import SCHEMA, Measurement
-from h2o_flexgen.baselines.origin import origin, place
+from h2o_flexgen.baselines.runner import Comparison
+from h2o_flexgen.baselines.store import SCHEMA, Measurement, origin, place
 from h2o_flexgen.cores import sharing_warning
 
 RATES = ("prefill_throughput", "decode_throughput", "gen_throughput")

@@ -24,7 +24,7 @@ class CannotRun(Exception):
 
 
 @dataclass(frozen=True)
-class Work:
+class AdapterWork:
     """Greedy generation of exactly `gen_len` tokens for each of `prompts`, which all have one length.
 
     model     the name as the user typed it
@@ -61,7 +61,7 @@ class Work:
         (folder / _WORK).write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> Work:
+    def read(cls, folder: Path) -> AdapterWork:
         """The work that `write` put there."""
         return cls(**json.loads((folder / _WORK).read_text(encoding="utf-8")))
 
@@ -106,13 +106,6 @@ class Outcome:
             raise ValueError(f"not the outcome of an adapter: {error}") from None
 
 
-def give(outcome: Outcome) -> int:
-    """Prints `outcome` as the last line of stdout; returns the exit code 0."""
-    sys.stdout.write(outcome.to_line() + "\n")
-    sys.stdout.flush()
-    return 0
-
-
 def disk_bytes() -> int:
     """Bytes that this process has had read from disks so far, page faults included; 0 where the kernel does not say."""
     return read_bytes_of(os.getpid()) or 0
@@ -127,16 +120,19 @@ def read_bytes_of(pid: int) -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
 
 
-def run(main: Callable[[str], int], prepare: Callable[[str], None] | None = None) -> int:
-    """`main` with the folder named on the command line, or `prepare` with it where the word "prepare" follows.
+def run(measure: Callable[[str], Outcome], prepare: Callable[[str], None] | None = None) -> int:
+    """Has `measure` do the work in the folder named on the command line, and prints its outcome as the last line.
 
-    Returns the exit code: REFUSED where either says that it cannot run.
+    Where the word "prepare" follows, `prepare` is called with it instead. Returns the exit code: REFUSED where either
+    says that it cannot run.
     """
     try:
         if prepare is not None and sys.argv[2:] == ["prepare"]:
             prepare(sys.argv[1])
-            return 0
-        return main(sys.argv[1])
+        else:
+            sys.stdout.write(measure(sys.argv[1]).to_line() + "\n")
+            sys.stdout.flush()
     except CannotRun as reason:
         sys.stderr.write(f"{reason}\n")
         return REFUSED
+    return 0

@@ -11,21 +11,21 @@ from functools import partial
 from pathlib import Path
 
 from h2o_flexgen.baselines import own
-from h2o_flexgen.baselines.work import Work, run
+from h2o_flexgen.baselines.work import AdapterWork, Outcome, run
 from h2o_flexgen.cli.planning import Planning
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.llm import LLM
 
 
-def main(folder: str) -> int:
+def measure(folder: str) -> Outcome:
     """Runs the work in `folder` by the plan that it asks for."""
-    searches = Work.read(Path(folder)).plan != "rule"
-    return own.main(folder, partial(_attach, calibrate=False) if searches else own.by_rule)
+    searches = AdapterWork.read(Path(folder)).plan != "rule"
+    return own.measure(folder, partial(_attach, calibrate=False) if searches else own.by_rule)
 
 
 def prepare(folder: str) -> None:
     """Calibrates this machine where `run` would, unless that was done before."""
-    work = Work.read(Path(folder))
+    work = AdapterWork.read(Path(folder))
     if work.plan == "rule":
         return
     with own.engine_of(work) as llm:
@@ -40,4 +40,4 @@ def _attach(llm: LLM, calibrate: bool | None) -> own.Complete:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, prepare))
+    sys.exit(run(measure, prepare))

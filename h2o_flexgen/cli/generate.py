@@ -28,8 +28,7 @@ from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests.chat import chat_prompt
 from h2o_flexgen.errors import StorageError, UsageError
-from h2o_flexgen.reporting.flexgen_log import flexgen_log
-from h2o_flexgen.reporting.run_report import run_report
+from h2o_flexgen.reporting.run_report import flexgen_log, run_report
 from h2o_flexgen.units import format_bytes
 
 DEFAULT_RANDOM = (512, 4)  # tokens and prompts of FlexGen's default workload

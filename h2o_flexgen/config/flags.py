@@ -10,7 +10,7 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -36,6 +36,22 @@ def flag(
     (bool, int, float or str) does not say how; `unset` is how `--help` prints a default of None.
     """
     return {"flags": names, "help": help, "metavar": metavar, "parse": parse, "show": show, "unset": unset}
+
+
+def option(default: Any, *names: str, **how: Any) -> Any:
+    """A field of a dataclass that is also a flag, as `flag` says; where `default` is a function, a call of it."""
+    given = {"default_factory": default} if callable(default) else {"default": default}
+    return dataclasses.field(**given, metadata=flag(*names, **how))
+
+
+def between_commas(text: str) -> tuple[str, ...]:
+    """The words of "a,b": the `parse` of a field that holds several."""
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def with_commas(values: Iterable[object]) -> str:
+    """The `show` of such a field."""
+    return ",".join(map(str, values))
 
 
 def called(program: str = "") -> str:

@@ -1,20 +1,185 @@
-"""Recall and perplexity of one model under several eviction policies and ratios."""
+"""Recall and perplexity of one model under several eviction policies and ratios, and texts side by side."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.reports.quality import QualityReport, QualityRow
+from h2o_flexgen.config.reports.quality import AnswerPair, QualityReport, QualityRow, RecallTally, SideBySide
 from h2o_flexgen.config.reports.record import RunRecord
+from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.evaluation.perplexity import Windows, cut_windows, likelihood
-from h2o_flexgen.evaluation.recall import recall
+from h2o_flexgen.engine.requests.sequence import Score
+from h2o_flexgen.errors import H2OFlexGenError, UsageError
 from h2o_flexgen.evaluation.settings import EvaluationSettings
-from h2o_flexgen.evaluation.sources import RECALL_FILE, TEXT_FILE, RecallCase, read_cases, read_text, spread
+from h2o_flexgen.evaluation.sources import RECALL_FILE, TEXT_FILE, Question, read_cases, read_text, spread
+
+LARGEST_CONTEXT, MOST_WINDOWS = 768, 32
+WARM_UP_TOKENS = 2
+SPARE_TOKENS = 2
+"""Generated beyond the answer, to see that it ends there: 4821 is not 48213."""
+HALF = math.log(0.5)
+
+Window = tuple[list[int], list[int]]
+"""Token ids: a context, and the continuation that is scored after it."""
+
+
+class Windows(NamedTuple):
+    """Pieces of one text, all of the same lengths."""
+
+    pairs: list[Window]
+    context: int
+    continuation: int
+
+
+def evicting(model: str, engine: Mapping[str, Any] | None, eviction: EvictionConfig) -> LLM:
+    """An engine with the settings `engine` and this eviction, which takes its seed from them."""
+    settings = dict(engine or {})
+    return LLM(model, **{**settings, "eviction": replace(eviction, seed=settings.get("seed", 0))})
+
+
+def record_of(llm: LLM) -> RunRecord:
+    """The record of the call before."""
+    if llm.last_record is None:
+        raise RuntimeError("a run of at least one sequence left no record")
+    return llm.last_record
+
+
+def encoded(llm: LLM, text: str) -> tuple[list[int], list[int]]:
+    """What every piece of `text` starts with (BOS, if the tokenizer adds one), and the tokens after it."""
+    if llm.model.codec is None:
+        raise UsageError(f"{llm.config.model} has no tokenizer", "needed one to score text")
+    ids = llm.model.codec.encode(text)
+    count = int(ids[:1] == [llm.model.spec.bos_token_id])
+    return ids[:count], ids[count:]
+
+
+class Likelihood(NamedTuple):
+    """Mean negative log-likelihood in nats, over `tokens`."""
+
+    nll: float
+    tokens: int
+
+
+def cut_windows(llm: LLM, text: str, settings: EvaluationSettings) -> Windows:
+    """Windows spread evenly over `text`, none of whose continuations overlap; UsageError where none fits.
+
+    Each starts as the tokenizer starts a text (with BOS, if it adds one), which counts as one token of the context.
+    """
+    head, body = encoded(llm, text)
+    context, continuation = _lengths(settings, llm.model.spec.max_positions)
+    inside = context - len(head)
+    last = len(body) - inside - continuation
+    if inside < 1 or last < 0:
+        raise UsageError(
+            f"the text has {len(body)} tokens",
+            f"needed {context} of context and {continuation} to score",
+            "give a longer text, or lower --context and --continuation",
+        )
+    starts = range(0, last + 1, continuation)
+    chosen = spread(starts, settings.limit or MOST_WINDOWS)
+    pairs = [(head + body[at : at + inside], body[at + inside : at + inside + continuation]) for at in chosen]
+    return Windows(pairs, context, continuation)
+
+
+def likelihood(llm: LLM, windows: Sequence[Window]) -> Likelihood:
+    """Scores every window's continuation through `llm`, at its eviction policy and budget."""
+    scores = whole(llm.score(windows))
+    tokens = sum(len(score.token_logprobs) for score in scores)
+    return Likelihood(-sum(score.logprob for score in scores) / tokens, tokens)
+
+
+def whole(scores: list[Score]) -> list[Score]:
+    """`scores`; H2OFlexGenError where one failed, so that there is no perplexity."""
+    for score in scores:
+        if score.error is not None:
+            raise H2OFlexGenError(score.error, "no perplexity can be given")
+    return scores
+
+
+def _lengths(settings: EvaluationSettings, limit: int) -> tuple[int, int]:
+    context = settings.context or min(LARGEST_CONTEXT, 3 * limit // 4)
+    continuation = settings.continuation or max(1, min(context // 3, limit - context))
+    if context + continuation > limit:
+        raise UsageError(
+            f"--context {context} and --continuation {continuation} are {context + continuation} tokens",
+            f"the model's context is {limit}",
+            "lower one of them",
+        )
+    return context, continuation
+
+
+def recall(llm: LLM, cases: Sequence[Question]) -> tuple[RecallTally, ...]:
+    """Asks every question in its prompt, and those that can be split off once more after it; a tally per kind.
+
+    `llm.last_record` is that of the first pass. UsageError where the model has no tokenizer.
+    """
+    lengths = [_answer_tokens(llm, case) for case in cases]
+    later = _asked_later(llm, cases, lengths)
+    asked = _asked_in_prompt(llm, cases, lengths)
+    tallies = []
+    for kind in dict.fromkeys(case.kind for case in cases):
+        mine = [index for index, case in enumerate(cases) if case.kind == kind]
+        long = [index for index in mine if lengths[index] > 1]
+        split = [index for index in mine if index in later]
+        tallies.append(
+            RecallTally(
+                kind,
+                sum(asked[index] for index in mine),
+                len(mine),
+                sum(asked[index] for index in long),
+                len(long),
+                sum(later[index] for index in split),
+                len(split),
+            )
+        )
+    return tuple(tallies)
+
+
+def answered(text: str, answer: str) -> bool:
+    """`text` starts with `answer`, as a whole word, whatever white space comes before it."""
+    text, answer = text.lstrip(), answer.strip()
+    return text.startswith(answer) and not text[len(answer) :][:1].isalnum()
+
+
+def _asked_in_prompt(llm: LLM, cases: Sequence[Question], lengths: Sequence[int]) -> list[bool]:
+    """Generates greedily after every prompt and compares."""
+    params = [SamplingParams(max_new_tokens=length + SPARE_TOKENS) for length in lengths]
+    outputs = llm.generate([case.prompt for case in cases], params)
+    return [answered(output.text or "", case.answer) for output, case in zip(outputs, cases, strict=True)]
+
+
+def _asked_later(llm: LLM, cases: Sequence[Question], lengths: Sequence[int]) -> dict[int, bool]:
+    """By index of the case: the passage is prefilled and pruned, question and answer are decoded as given.
+
+    An answer that could not be scored is not right.
+    """
+    split = [index for index, case in enumerate(cases) if case.question_at is not None]
+    pairs = [(cases[index].prompt[: cases[index].question_at], _rest(cases[index])) for index in split]
+    scores = llm.score(pairs)
+    return {
+        index: score.error is None and all(logprob > HALF for logprob in score.token_logprobs[-lengths[index] :])
+        for index, score in zip(split, scores, strict=True)
+    }
+
+
+def _rest(case: Question) -> str:
+    return case.prompt[case.question_at :] + _space(case) + case.answer
+
+
+def _space(case: Question) -> str:
+    return "" if case.prompt[-1].isspace() else " "
+
+
+def _answer_tokens(llm: LLM, case: Question) -> int:
+    if llm.model.codec is None:
+        raise UsageError(f"{llm.config.model} has no tokenizer", "needed one to ask questions in words")
+    encode = llm.model.codec.encode
+    return max(1, len(encode(case.prompt + _space(case) + case.answer)) - len(encode(case.prompt)))
 
 
 def evaluate(
@@ -31,10 +196,9 @@ def evaluate(
     text = read_text(settings.text)
     rows: list[QualityRow] = []
     for cell in settings.cells:
-        eviction = replace(cell, seed=(engine or {}).get("seed", 0))
-        with LLM(model, **{**(engine or {}), "eviction": eviction}) as llm:
+        with evicting(model, engine, cell) as llm:
             windows = cut_windows(llm, text, settings)
-            row, record = _measure(llm, eviction, cases, windows)
+            row, record = _measure(llm, cell, cases, windows)
         rows.append(row)
         on_row(row)
     return QualityReport(
@@ -51,13 +215,10 @@ def evaluate(
 
 
 def _measure(
-    llm: LLM, eviction: EvictionConfig, cases: list[RecallCase], windows: Windows
+    llm: LLM, eviction: EvictionConfig, cases: list[Question], windows: Windows
 ) -> tuple[QualityRow, RunRecord]:
     started = time.perf_counter()
-    tallies = recall(llm, cases)
-    record = llm.last_record
-    if record is None:
-        raise RuntimeError("a run of at least one question left no record")
+    tallies, record = recall(llm, cases), record_of(llm)
     nll, tokens = likelihood(llm, windows.pairs)
     row = QualityRow(
         policy=eviction.name,
@@ -70,3 +231,37 @@ def _measure(
         seconds=time.perf_counter() - started,
     )
     return row, record
+
+
+def side_by_side(
+    prompts: Sequence[tuple[str, str | None]],
+    eviction: EvictionConfig,
+    gen_len: int,
+    model: str = "demo",
+    engine: Mapping[str, Any] | None = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> SideBySide:
+    """Runs `prompts` (each with the right answer, or None) twice, greedily, `gen_len` new tokens at most.
+
+    Each engine is warmed up on the same prompts first, so that neither pays for what happens once in a process.
+    """
+    texts = [text for text, _ in prompts]
+    answers: list[list[str]] = []
+    records: list[RunRecord] = []
+    for config in (EvictionConfig(), eviction):
+        share = f"{config.ratio:.0%}" if config.budget is None else f"{config.budget} tokens"
+        on_stage("full cache" if config.name == "full" else f"{config.name} at {share}")
+        with evicting(model, engine, config) as llm:
+            llm.generate(texts, SamplingParams(max_new_tokens=WARM_UP_TOKENS))
+            outputs = llm.generate(texts, SamplingParams(max_new_tokens=gen_len))
+            answers.append([" ".join((output.text or "").split()) for output in outputs])
+            records.append(record_of(llm))
+    pairs = tuple(_pair(*prompt, *texts) for prompt, *texts in zip(prompts, *answers, strict=True))
+    ratio = eviction.ratio if eviction.budget is None else None
+    return SideBySide(full=records[0], evicted=records[1], ratio=ratio, budget=eviction.budget, pairs=pairs)
+
+
+def _pair(prompt: str, expected: str | None, full: str, evicted: str) -> AnswerPair:
+    if expected is None:
+        return AnswerPair(prompt, full, evicted)
+    return AnswerPair(prompt, full, evicted, expected, answered(full, expected), answered(evicted, expected))

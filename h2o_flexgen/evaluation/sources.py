@@ -15,7 +15,7 @@ T = TypeVar("T")
 RECALL_FILE, TEXT_FILE = "recall_prompts.jsonl", "heldout.txt"
 
 
-class RecallCase(NamedTuple):
+class Question(NamedTuple):
     """A prompt that ends where the answer must come, and that answer.
 
     kind: any name that questions are counted under. question_at: the passage without its question is
@@ -34,7 +34,7 @@ def spread(items: Sequence[T], count: int | None) -> list[T]:
     return [items[(2 * place + 1) * len(items) // (2 * wanted)] for place in range(wanted)]
 
 
-def read_cases(file: str | None) -> list[RecallCase]:
+def read_cases(file: str | None) -> list[Question]:
     """The questions in a .jsonl file, the demo's for None; UsageError naming the line where one cannot be used."""
     # Not splitlines(): a form feed or U+2028 belongs to the prompt in which it stands.
     name, lines = file or RECALL_FILE, _read(file, RECALL_FILE, "--recall").split("\n")
@@ -60,7 +60,7 @@ def _read(file: str | None, shipped: str, flag: str) -> str:
         raise UsageError(f"{flag} {file or shipped}: {error.strerror}", "needed a readable file") from None
 
 
-def _case(line: str, where: str) -> RecallCase:
+def _case(line: str, where: str) -> Question:
     needed = 'needed {"prompt": "...", "answer": "..."}'
     try:
         entry = json.loads(line)
@@ -75,4 +75,4 @@ def _case(line: str, where: str) -> RecallCase:
         raise UsageError(
             f"{where} has kind {kind!r} and question_at {question_at!r}", "needed text, and a place in the prompt"
         )
-    return RecallCase(prompt, answer, kind, question_at)
+    return Question(prompt, answer, kind, question_at)

@@ -7,19 +7,17 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.reports.stream import Positions, StreamReport, StreamRow
+from h2o_flexgen.config.reports.quality import Positions, StreamReport, StreamRow
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.evaluation.perplexity import Window, whole
-from h2o_flexgen.evaluation.settings import EvaluationSettings
+from h2o_flexgen.evaluation.quality import Window, encoded, evicting, record_of, whole
+from h2o_flexgen.evaluation.settings import EvaluationSettings, StreamSettings
 from h2o_flexgen.evaluation.sources import TEXT_FILE, read_text, spread
-from h2o_flexgen.evaluation.stream_settings import StreamSettings
 
 CONTEXT_KEY = "max_position_embeddings"
 
@@ -58,17 +56,16 @@ def evaluate_streams(
     eviction is active from then on. `engine` are further settings of LLM, `on_row` hears of each row. UsageError where
     the model has learned positions, and where the text is too short.
     """
-    given, rows = dict(engine or {}), list[StreamRow]()
-    with LLM(model, **given) as llm:
+    rows: list[StreamRow] = []
+    with LLM(model, **(engine or {})) as llm:
         folder = _checked_folder(llm.model, streams.positions)
         name, text = _text(settings.text, folder)
         context = llm.model.spec.max_positions
         parts = cut_streams(llm, text, streams, settings.context)
     with longer_context(folder, parts.length + 1) as longer:
         for positions, cell in streams.cells(settings.policies, context):
-            eviction = replace(cell, seed=given.get("seed", 0))
-            with LLM(longer if positions == "absolute" else model, **{**given, "eviction": eviction}) as llm:
-                row = _measure(llm, positions, eviction, parts, streams.window)
+            with evicting(longer if positions == "absolute" else model, engine, cell) as llm:
+                row = _measure(llm, positions, cell, parts, streams.window)
                 dtype, device = llm.model.dtype, llm.device.type
             rows.append(row)
             on_row(row)
@@ -92,13 +89,10 @@ def cut_streams(llm: LLM, text: str, settings: StreamSettings, prompt: int | Non
     `prompt` is how many tokens are read before the first is scored, None for as many as a window has. UsageError where
     the text has not one stream.
     """
-    if llm.model.codec is None:
-        raise UsageError(f"{llm.config.model} has no tokenizer", "needed one to score text")
+    head, body = encoded(llm, text)
     before = settings.window if prompt is None else prompt
     length = settings.rounded(before)
-    ids = llm.model.codec.encode(text)
-    head = ids[:1] if ids[:1] == [llm.model.spec.bos_token_id] else []
-    body, inside = ids[len(head) :], length - len(head)
+    inside = length - len(head)
     starts = range(0, len(body) - inside + 1, inside)
     if not starts:
         raise UsageError(
@@ -156,8 +150,7 @@ def _measure(llm: LLM, positions: Positions, eviction: EvictionConfig, parts: St
     started = time.perf_counter()
     again = positions == "recomputed"
     scores = whole(llm.score(parts.recomputed(window, llm.model.spec.max_positions) if again else parts.pairs))
-    if llm.last_record is None:
-        raise RuntimeError("a run of at least one stream left no record")
+    record = record_of(llm)
     logprobs = [logprob for score in scores for logprob in score.token_logprobs]
     scored = parts.length - parts.prompt
     total = [0.0] * (scored // window)
@@ -166,8 +159,8 @@ def _measure(llm: LLM, positions: Positions, eviction: EvictionConfig, parts: St
     return StreamRow(
         policy=eviction.name,
         positions=positions,
-        eviction=llm.last_record.eviction,
+        eviction=record.eviction,
         nll=tuple(value / (window * len(parts.pairs)) for value in total),
-        kv_bytes=llm.last_record.kv_bytes,
+        kv_bytes=record.kv_bytes,
         seconds=time.perf_counter() - started,
     )

@@ -1,15 +1,16 @@
-"""A RunRecord as a person reads it."""
+"""A RunRecord as a person reads it, and as FlexGen's log has it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.reports.record import RunRecord
-from h2o_flexgen.reporting.roofline import roofline_lines
-from h2o_flexgen.units import format_bytes, format_rate, format_seconds
+from h2o_flexgen.units import GIB, format_bytes, format_rate, format_seconds
 
 _WIDTH = 12
+ARITHMETIC = "arithmetic"  # the resource of a roofline that is counted in FLOPs, all others in bytes
 _KINDS = ("weights", "cache", "hidden")
 NOT_CALIBRATED = "nothing: this machine is not calibrated; --calibrate measures it, once, in about 45 s"
 ONE_GPU = "nothing: planned by rule, the cost model knows one GPU"
@@ -66,7 +67,7 @@ def _lines(record: RunRecord) -> Iterator[tuple[str, str]]:
         yield "roofline", line
     yield "KV cache", f"{format_bytes(record.kv_bytes)} per block"
     if record.flops and seconds:
-        yield "compute", f"{_scaled(record.flops)}FLOP, {_scaled(record.flops / seconds)}FLOP/s"
+        yield "compute", f"{_scaled(record.flops, 'FLOP')}, {_scaled(record.flops / seconds, 'FLOP/s')}"
     for link, nbytes in sorted(record.bytes_moved.items()):
         bandwidth = record.bandwidth.get(link)
         busy = f" at {format_rate(bandwidth)} while busy" if bandwidth else ""
@@ -83,11 +84,8 @@ def _predicted(record: RunRecord) -> str:
     """What was expected, beside what came of it."""
     if record.predicted is None:
         return ONE_GPU if "num_gpus" in record.policy else NOT_CALIBRATED
-    text, expected, measured = (
-        predicted_text(record.predicted),
-        record.predicted["gen_throughput"],
-        record.gen_throughput,
-    )
+    text = predicted_text(record.predicted)
+    expected, measured = record.predicted["gen_throughput"], record.gen_throughput
     work = tuple(record.predicted[name] for name in ("prompt_tokens", "generated_tokens"))
     if work != (record.prompt_tokens, record.generated_tokens):
         text += f", of {work[0]} prompt tokens and {work[1]} new ones"
@@ -142,10 +140,60 @@ def _rate(rate: float | None) -> str:
     return f"{rate:,.0f} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s"
 
 
-def _scaled(value: float) -> str:
-    """A number with a decimal prefix: 4.28 G."""
+def _scaled(value: float, unit: str) -> str:
+    """With a decimal prefix, as rates have it: "24.1 GB"."""
     for prefix in ("", "k", "M", "G", "T"):
         if abs(value) < 999.5:
-            return f"{value:.3g} {prefix}"
+            return f"{value:.3g} {prefix}{unit}"
         value /= 1000
-    return f"{value:.3g} P"
+    return f"{value:.3g} P{unit}"
+
+
+def roofline_lines(roofline: Mapping[str, Any]) -> Iterator[str]:
+    """Two lines for each phase that took time and whose rates are known: how near it came to its bound, and why."""
+    for phase, each in roofline.items():
+        if not each["resources"] or not each["measured_s"] or each["bound"] is None:
+            continue
+        measured = f"{phase}: {format_seconds(each['measured_s'])}"
+        name, seconds = each["bound"]["resource"], each["bound"]["seconds"]
+        found = each["resources"][name]
+        at = f"{_amount(name, found)} at {_resource_rate(name, _total(found) / seconds)}"
+        yield f"{measured}, bound {format_seconds(seconds)} by {name} ({at}), {each['achieved']:.0%}"
+        kernels = ", ".join(f"{kind} {format_seconds(took)}" for kind, took in each["kernels_s"].items() if took)
+        best = ", ".join(_at_best(name, found) for name, found in each["resources"].items())
+        yield f"{' ' * len(phase)}  kernels as calibrated: {kernels}; at best rates: {best}"
+
+
+def _at_best(name: str, found: Mapping[str, Any]) -> str:
+    if found["seconds"] is None:
+        return f"{name} {_amount(name, found)}"
+    return f"{name} {format_seconds(found['seconds'])} at {_resource_rate(name, found['rate'])}"
+
+
+def _total(found: Mapping[str, Any]) -> float:
+    return sum((found.get("bytes") or found["flops"]).values())
+
+
+def _amount(name: str, found: Mapping[str, Any]) -> str:
+    return _scaled(_total(found), "FLOP" if name == ARITHMETIC else "B")
+
+
+def _resource_rate(name: str, rate: float) -> str:
+    return _scaled(rate, "FLOP/s") if name == ARITHMETIC else format_rate(rate)
+
+
+def flexgen_log(record: RunRecord, spec: ModelSpec) -> str:
+    """Model, cache and hidden sizes, peak GPU memory, then latency and throughput of prefill, decode and both."""
+    tokens = record.sequences * (record.prompt_len + record.gen_len)
+    peak = record.peak_bytes.get("gpu") or 0
+    rows = [
+        f"model size: {spec.weight_bytes(record.dtype) / GIB:.3f} GB\t"
+        f"cache size: {record.kv_bytes / GIB:.3f} GB\t"
+        f"hidden size (p): {spec.hidden_bytes(tokens, record.dtype) / GIB:.3f} GB",
+        f"peak gpu mem: {peak / GIB:.3f} GB\tprojected: {record.projected}",
+        f"prefill latency: {record.prefill_s:.3f} s\tprefill throughput: {record.prefill_throughput or 0:.3f} token/s",
+        f"decode latency: {record.decode_s:.3f} s\tdecode throughput: {record.decode_throughput or 0:.3f} token/s",
+        f"total latency: {record.prefill_s + record.decode_s:.3f} s\t"
+        f"total throughput: {record.gen_throughput or 0:.3f} token/s",
+    ]
+    return "\n".join(rows) + "\n"

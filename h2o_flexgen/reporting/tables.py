@@ -1,8 +1,25 @@
-"""Tables as aligned Markdown: readable in a terminal, and where it is pasted."""
+"""Tables as aligned Markdown: readable in a terminal of 100 columns, and where they are pasted."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
+from typing import Any
+
+from h2o_flexgen.config.reports.quality import (
+    AnswerPair,
+    QualityReport,
+    QualityRow,
+    SideBySide,
+    StreamReport,
+    StreamRow,
+)
+from h2o_flexgen.config.reports.record import RunRecord
+from h2o_flexgen.units import format_bytes, format_seconds
+
+COLUMNS = 98
+"""Of prose: it fits a terminal of 100."""
+_LABEL = 12
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -18,3 +35,183 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], left: i
 
     rule = ["-" * width if column < left else "-" * max(0, width - 1) + ":" for column, width in enumerate(widths)]
     return "\n".join([line(header), line(rule), *(line(row) for row in rows)])
+
+
+def quality_table(report: QualityReport) -> str:
+    """A row per policy and ratio, and the lines that say what the columns are."""
+    header = ["policy", "ratio", "tokens", "KV cache", "recall"]
+    header += [column_name(tally.kind) for tally in report.rows[0].recall]
+    header += [column_name(tally.kind, later=True) for tally in report.rows[0].recall if tally.later_cases]
+    table = markdown_table([*header, "perplexity"], [_quality_cells(row) for row in report.rows])
+    return f"{table}\n\n{_filled(_quality_notes(report))}"
+
+
+def quality_line(row: QualityRow) -> str:
+    """One row as a line of a log."""
+    parts = [f"{column_name(tally.kind)} {_percent(tally.shown)}" for tally in row.recall]
+    parts += [
+        f"{column_name(tally.kind, later=True)} {_percent(tally.later)}" for tally in row.recall if tally.later_cases
+    ]
+    recall = f"recall {_percent(row.recall_accuracy)}, {', '.join(parts)}"
+    return f"{row.policy} {row.ratio:g}: {recall}, perplexity {row.perplexity:.4g} ({row.seconds:.0f} s)"
+
+
+def column_name(kind: str, later: bool = False) -> str:
+    """The name of a kind of question: "used", "used later", and "2+ tokens", "later" where a file knows no kinds."""
+    return f"{kind} later".strip() if later else kind or "2+ tokens"
+
+
+def span(value: Any) -> str:
+    """A number of a record, or the [smallest, largest] it has where sequences differ."""
+    return f"{value[0]}-{value[1]}" if isinstance(value, list) else str(value)
+
+
+def _quality_cells(row: QualityRow) -> list[str]:
+    cells = [row.policy, f"{row.ratio:g}", span(row.eviction["budget"]), format_bytes(row.kv_bytes)]
+    cells += [_percent(row.recall_accuracy), *(_percent(tally.shown) for tally in row.recall)]
+    return [*cells, *(_percent(tally.later) for tally in row.recall if tally.later_cases), _number(row.perplexity)]
+
+
+def _quality_notes(report: QualityReport) -> list[str]:
+    first = report.rows[0]
+    cases, later = (sum(getattr(tally, name) for tally in first.recall) for name in ("cases", "later_cases"))
+    long = ", ".join(f"{tally.long_cases} of {tally.cases} {tally.kind}".strip() for tally in first.recall)
+    notes = [
+        f"{report.model}, {report.dtype} on {report.device}. Ratio: the budget's share of prompt and generated tokens. "
+        "Tokens: kept per head, over the questions. KV cache: of the largest block of questions.",
+        f"Recall: right answers to the {cases} questions of {report.recall_file}, generated greedily. An answer's "
+        "first token comes from the prompt's own attention, before anything is evicted, so the columns beside it "
+        f"count the answers of two tokens or more ({long}).",
+        f"Perplexity: of {first.scored_tokens} tokens of {report.text_file}, in {report.windows} windows of which "
+        f"{report.context} tokens are read and evicted from, and {report.continuation} more scored one by one.",
+    ]
+    if later:
+        said = (
+            "Later: the question comes after the passage was read and evicted from; right is an answer each of whose "
+        )
+        notes.insert(2, said + "tokens has more than half of the probability.")
+    return notes
+
+
+def _filled(notes: Sequence[str]) -> str:
+    return "\n".join(textwrap.fill(note, COLUMNS + 2, subsequent_indent="  ") for note in notes)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _number(perplexity: float | None) -> str:
+    if perplexity is None:
+        return "-"
+    return f"{perplexity:,.2f}" if perplexity < 1e5 else f"{perplexity:.2g}"
+
+
+def stream_table(report: StreamReport) -> str:
+    """A row per policy and kind of positions, and the lines that say what the columns are."""
+    context, length = report.context, report.length
+    ranges = ((report.prompt, context), (context, length), (max(context, length - context), length))
+    header = ["policy", "positions", "tokens", "KV cache", f"within {context:,}", "beyond", f"last {context:,}"]
+    rows = [
+        [row.policy, row.positions, span(row.eviction["budget"]), _cache(row)]
+        + [_number(report.between(row, first, last)) for first, last in ranges]
+        for row in report.rows
+    ]
+    return f"{markdown_table(header, rows, left=2)}\n\n{_filled(_stream_notes(report))}"
+
+
+def stream_line(row: StreamRow) -> str:
+    """One row as a line of a log."""
+    first, last = _number(row.perplexity[0]), _number(row.perplexity[-1])
+    return f"{row.policy}, {row.positions} positions: perplexity {first} at first, {last} at last ({row.seconds:.0f} s)"
+
+
+def _cache(row: StreamRow) -> str:
+    """Bytes of the cache; windows that are recomputed have caches of their own, which say nothing about a stream."""
+    return "-" if row.positions == "recomputed" else format_bytes(row.kv_bytes)
+
+
+def _stream_notes(report: StreamReport) -> list[str]:
+    scored = report.length - report.prompt
+    return [
+        f"{report.model}, {report.dtype} on {report.device}. Tokens: kept per head. KV cache: of all streams together.",
+        f"Perplexity per token of {report.streams} streams of {report.length:,} tokens from {report.text_file}, "
+        f"{report.length / report.context:g} times the model's context of {report.context:,}: {report.prompt} tokens "
+        f"are read and evicted from, {scored:,} more scored one by one.",
+        "Positions: recomputed for each window, whose preceding tokens are read anew, as many as the context has room "
+        "for; rolling ones count within the cache; absolute ones in the stream, as if the context were longer.",
+    ]
+
+
+def answers_text(result: SideBySide) -> str:
+    """Every prompt's end, and below it what the two caches made of it."""
+    name = evicted_name(result)
+    return "\n\n".join(_pair_text(number, pair, name) for number, pair in enumerate(result.pairs, 1))
+
+
+def figures_table(result: SideBySide) -> str:
+    """Budget, bytes and speed of the two runs."""
+    full, evicted = _figures(result.full), _figures(result.evicted)
+    rows = [(label, full[label], evicted[label]) for label in full]
+    equal = sum(pair.equal for pair in result.pairs)
+    rows.append(("same text as the full cache", "-", f"{equal} of {len(result.pairs)}"))
+    asked = [pair for pair in result.pairs if pair.expected is not None]
+    if asked:
+        right = (sum(pair.full_right for pair in asked), sum(pair.evicted_right for pair in asked))
+        rows.append(("questions answered right", f"{right[0]} of {len(asked)}", f"{right[1]} of {len(asked)}"))
+    return markdown_table(("", "full cache", evicted_name(result)), rows)
+
+
+def warnings_text(result: SideBySide) -> str:
+    """The warnings of both runs, a paragraph each; "" for none."""
+    runs = {"full cache": result.full, evicted_name(result): result.evicted}
+    said = [f"warning, {name}: {text}" for name, record in runs.items() for text in record.warnings]
+    return "".join(textwrap.fill(text, COLUMNS, subsequent_indent="  ") + "\n" for text in said)
+
+
+def evicted_name(result: SideBySide) -> str:
+    """The eviction policy and its budget, short: "h2o 20 %", "h2o 64"."""
+    share = f"{result.budget}" if result.ratio is None else f"{100 * result.ratio:.3g} %"
+    return f"{result.evicted.eviction['name']} {share}"
+
+
+def _pair_text(number: int, pair: AnswerPair, evicted: str) -> str:
+    lines = [f"{number:>2}  {_tail(pair.prompt, COLUMNS - 4)}"]
+    lines += _labelled("full cache", pair.full + _mark(pair, pair.full_right))
+    lines += _labelled(evicted, "(the same)" if pair.equal else pair.evicted + _mark(pair, pair.evicted_right))
+    return "\n".join(lines)
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    first, rest = f"    {label:<{_LABEL}}", " " * (4 + _LABEL)
+    return textwrap.wrap(text or "(nothing)", COLUMNS, initial_indent=first, subsequent_indent=rest)
+
+
+def _mark(pair: AnswerPair, right: bool) -> str:
+    if pair.expected is None:
+        return ""
+    return "  [right]" if right else f"  [wrong: {pair.expected}]"
+
+
+def _tail(prompt: str, columns: int) -> str:
+    """The last words of `prompt` that fit into `columns`."""
+    text = " ".join(prompt.split())
+    if len(text) <= columns:
+        return text
+    return "... " + text[4 - columns :].partition(" ")[2]
+
+
+def _figures(record: RunRecord) -> dict[str, str]:
+    return {
+        "KV cache": format_bytes(record.kv_bytes),
+        "tokens kept per head, by prompt": span(record.eviction["budget"]),
+        "of them heavy hitters": span(record.eviction["heavy"]),
+        "prefill": _rate(record.prefill_throughput),
+        "decode": _rate(record.decode_throughput),
+        "generated, prefill and decode": _rate(record.gen_throughput),
+        "time, prefill and decode": format_seconds(record.prefill_s + record.decode_s),
+    }
+
+
+def _rate(tokens_per_second: float | None) -> str:
+    return "-" if tokens_per_second is None else f"{tokens_per_second:,.0f} tokens/s"

@@ -7,32 +7,32 @@ import sys
 import time
 from pathlib import Path
 
-from h2o_flexgen.baselines.work import CannotRun, Outcome, Work, give, run
+from h2o_flexgen.baselines.work import AdapterWork, CannotRun, Outcome, run
 from h2o_flexgen.openmp import SHORT_SPIN
 
 
 def prepare(folder: str) -> None:
     """Leaves a line in its scratch folder; option: unready (the reason why that cannot be)."""
-    work = Work.read(Path(folder))
+    work = AdapterWork.read(Path(folder))
     if "unready" in work.options:
         raise CannotRun(work.options["unready"])
     with (Path(work.scratch) / "prepared").open("a", encoding="utf-8") as file:
         file.write("once\n")
 
 
-def main(folder: str) -> int:
+def measure(folder: str) -> Outcome:
     """Options, beside what each says: speed (times are 1 s and 2 s divided by it), sleep (seconds), read (bytes)."""
-    work = Work.read(Path(folder))
+    work = AdapterWork.read(Path(folder))
     options, count = work.options, len(work.prompts)
     time.sleep(options.get("sleep", 0))
     if "fail" in options:  # with a message
         sys.stderr.write(f"Traceback\n{options['fail']}\n")
-        return 4
+        raise SystemExit(4)
     if "refuse" in options:  # with a reason
         raise CannotRun(options["refuse"])
     if count > options.get("room", count):  # sequences that its memory has room for
         sys.stderr.write("RuntimeError: DefaultCPUAllocator: can't allocate memory\n")
-        return 1
+        raise SystemExit(1)
     if "waste" in options:  # MiB
         held = [b"x" * (1 << 20) for _ in range(options["waste"])]
         sys.stderr.write(f"{len(held)}\n")
@@ -45,8 +45,8 @@ def main(folder: str) -> int:
     detail |= {"openmp": {name: os.environ.get(name) for name in SHORT_SPIN}, **options.get("detail", {})}
     times = (seconds, 2 * seconds, 3 * seconds, 0.5)
     counted = (options.get(name) for name in ("read", "moved", "shared"))
-    return give(Outcome(*times, tokens, {"fake": "1"}, detail, *counted))
+    return Outcome(*times, tokens, {"fake": "1"}, detail, *counted)
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, prepare))
+    sys.exit(run(measure, prepare))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import OPTForCausalLM, StaticCache
 
-from h2o_flexgen.baselines import generation, own, transformers
+from h2o_flexgen.baselines import own, transformers
 from h2o_flexgen.baselines.process import run_process
 from h2o_flexgen.baselines.systems import PEERS, SYSTEMS
-from h2o_flexgen.baselines.work import REFUSED, Outcome, Work
+from h2o_flexgen.baselines.work import REFUSED, AdapterWork, Outcome
 from tests.tiny import make_model, make_opt, prompts_of, save
 
 NEW = 12
@@ -32,7 +32,7 @@ def _maker(model: Any, tmp_path: Path) -> Any:
         settings |= {"dtype": "float32", "scratch": str(tmp_path / "scratch")}
         settings |= changes
         name = str(len(list(tmp_path.iterdir())))
-        Work(
+        AdapterWork(
             model=str(checkpoint),
             device="cpu",
             threads=1,
@@ -46,13 +46,12 @@ def _maker(model: Any, tmp_path: Path) -> Any:
     return make
 
 
-def _outcome(adapter: Any, folder: str, capsys: pytest.CaptureFixture[str]) -> Outcome:
-    assert adapter.main(folder) == 0
-    return Outcome.from_line(capsys.readouterr().out.splitlines()[-1])
+def _outcome(adapter: Any, folder: str) -> Outcome:
+    return Outcome.from_line(adapter.measure(folder).to_line())
 
 
-def test_both_give_the_same_tokens(work, capsys) -> None:
-    ours, theirs = (_outcome(adapter, work(), capsys) for adapter in (own, transformers))
+def test_both_give_the_same_tokens(work) -> None:
+    ours, theirs = (_outcome(adapter, work()) for adapter in (own, transformers))
     assert ours.token_ids == theirs.token_ids
     assert [len(tokens) for tokens in theirs.token_ids] == [NEW] * 3
     for outcome in (ours, theirs):
@@ -65,7 +64,7 @@ def test_both_give_the_same_tokens(work, capsys) -> None:
 
 
 @pytest.mark.parametrize("short_by", [0, 20])
-def test_a_static_cache_gives_the_same_tokens(short_by: int, work, capsys, monkeypatch) -> None:
+def test_a_static_cache_gives_the_same_tokens(short_by: int, work, monkeypatch) -> None:
     """It has the length of the full run in a short one, too, from the warm-up on, and nothing is compiled."""
     made: list[int] = []
 
@@ -76,9 +75,9 @@ def test_a_static_cache_gives_the_same_tokens(short_by: int, work, capsys, monke
 
     monkeypatch.setattr("transformers.generation.utils.StaticCache", Noted)
     settings = {"room_len": NEW + short_by}
-    dynamic = _outcome(transformers, work(**settings), capsys)
+    dynamic = _outcome(transformers, work(**settings))
     assert not made
-    static = _outcome(transformers, work(options=SYSTEMS.get("static").options(0.2), **settings), capsys)
+    static = _outcome(transformers, work(options=SYSTEMS.get("static").options(0.2), **settings))
     assert made == [24 + NEW + short_by - 1] * 2
     assert static.token_ids == dynamic.token_ids
     assert static.detail.items() >= {"cache_implementation": "static", "disable_compile": True}.items()
@@ -86,33 +85,33 @@ def test_a_static_cache_gives_the_same_tokens(short_by: int, work, capsys, monke
 
 
 def test_a_short_run_finds_memory_for_the_cache_of_the_full_one(work) -> None:
-    short = Work.read(Path(work(room_len=NEW + 20)))
-    model = generation.model_in_memory(short, work())
+    short = AdapterWork.read(Path(work(room_len=NEW + 20)))
+    model = transformers.model_in_memory(short, work())
     cache = model(torch.ones(len(short.prompts), 20, dtype=torch.long)).past_key_values
     grown = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert generation._room(model.config, short, torch.device("cpu")).nbytes == grown > 0
-    assert not generation._room(model.config, Work.read(Path(work(room_len=NEW))), torch.device("cpu")).nbytes
+    assert transformers._room(model.config, short, torch.device("cpu")).nbytes == grown > 0
+    assert not transformers._room(model.config, AdapterWork.read(Path(work(room_len=NEW))), torch.device("cpu")).nbytes
 
 
-def test_an_eos_of_the_model_ends_nothing(work, capsys, monkeypatch) -> None:
-    tokens = _outcome(transformers, work(), capsys).token_ids
-    folder = Work.read(Path(work())).folder
+def test_an_eos_of_the_model_ends_nothing(work, monkeypatch) -> None:
+    tokens = _outcome(transformers, work()).token_ids
+    folder = AdapterWork.read(Path(work())).folder
     assert folder is not None
     config = Path(folder) / "generation_config.json"
     config.write_text(config.read_text().replace('"eos_token_id": 2', f'"eos_token_id": {tokens[0][3]}'))
     assert f'"eos_token_id": {tokens[0][3]}' in config.read_text()
-    assert _outcome(transformers, work(), capsys).token_ids == tokens
+    assert _outcome(transformers, work()).token_ids == tokens
 
 
-def test_the_own_adapter_takes_an_eviction(work, capsys) -> None:
-    outcome = _outcome(own, work(options={"name": "h2o", "ratio": 0.25}), capsys)
+def test_the_own_adapter_takes_an_eviction(work) -> None:
+    outcome = _outcome(own, work(options={"name": "h2o", "ratio": 0.25}))
     assert outcome.detail["eviction"]["name"] == "h2o"
     assert outcome.detail["eviction"]["budget"] == 9
 
 
 @pytest.mark.parametrize(("adapter", "options"), [(own, {}), (transformers, {}), (transformers, {"static": True})])
-def test_random_weights(adapter: Any, options: dict[str, Any], work, capsys) -> None:
-    outcome = _outcome(adapter, work(weights="dummy", folder=None, options=options), capsys)
+def test_random_weights(adapter: Any, options: dict[str, Any], work) -> None:
+    outcome = _outcome(adapter, work(weights="dummy", folder=None, options=options))
     assert [len(tokens) for tokens in outcome.token_ids] == [NEW] * 3
 
 
@@ -126,16 +125,16 @@ def test_what_is_no_outcome() -> None:
 @pytest.mark.parametrize("shard", [1, 1 << 30])
 def test_random_weights_are_saved_once(shard: int, work, monkeypatch) -> None:
     """In one shard or one per tensor, so that a model larger than memory can be made."""
-    monkeypatch.setattr(generation, "SHARD_BYTES", shard)
+    monkeypatch.setattr(transformers, "SHARD_BYTES", shard)
     folder = work(weights="dummy", folder=None)
-    checkpoint = Path(generation.saved_checkpoint(Work.read(Path(folder)), folder))
+    checkpoint = Path(transformers.saved_checkpoint(AdapterWork.read(Path(folder)), folder))
     assert (len(list(checkpoint.glob("*.safetensors"))) > 1) == (shard == 1)
     model, info = OPTForCausalLM.from_pretrained(checkpoint, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert model.model.decoder.layers[0].fc1.weight.std().item() == pytest.approx(0.02, rel=0.1)
     written = {file: file.stat().st_mtime_ns for file in checkpoint.iterdir()}
-    assert generation.saved_checkpoint(Work.read(Path(folder)), folder) == str(checkpoint)
+    assert transformers.saved_checkpoint(AdapterWork.read(Path(folder)), folder) == str(checkpoint)
     assert {file: file.stat().st_mtime_ns for file in checkpoint.iterdir()} == written
 
 
@@ -149,19 +148,19 @@ def _peer(name: str, folder: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["accelerate", "flexgen", "deepspeed", "kvpress"])
-def test_installed_peers_give_our_tokens(name: str, work, capsys) -> None:
+def test_installed_peers_give_our_tokens(name: str, work) -> None:
     finished = _peer(name, work(options={"ratio": 1.0} if name == "kvpress" else {}))
     assert finished.exit_code == 0, finished.errors
-    assert Outcome.from_line(finished.last_line).token_ids == _outcome(own, work(), capsys).token_ids
+    assert Outcome.from_line(finished.last_line).token_ids == _outcome(own, work()).token_ids
 
 
 @pytest.mark.slow
-def test_accelerate_gives_our_tokens_from_the_disk(work, capsys) -> None:
+def test_accelerate_gives_our_tokens_from_the_disk(work) -> None:
     finished = _peer("accelerate", work(cpu_mem=1))
     assert finished.exit_code == 0, finished.errors
     outcome = Outcome.from_line(finished.last_line)
     assert set(outcome.detail["modules_by_place"]) == {"disk"}
-    assert outcome.token_ids == _outcome(own, work(), capsys).token_ids
+    assert outcome.token_ids == _outcome(own, work()).token_ids
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.baselines.origin import commit
 from h2o_flexgen.baselines.runner import Runner
+from h2o_flexgen.baselines.store import commit
 
 
 def _contents(folder: Path) -> dict[str, bytes]:

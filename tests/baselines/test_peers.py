@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.baselines import memcap
-from h2o_flexgen.baselines.batches import FIRST, Search, common, projected, search, smaller
+from h2o_flexgen.baselines.best import FIRST, Search, common, projected, search, smaller
 from h2o_flexgen.baselines.process import Finished, run_process
 from h2o_flexgen.baselines.runner import Runner
 from h2o_flexgen.baselines.settings import BenchSettings, find_model
@@ -245,7 +245,7 @@ def test_what_looks_like_too_little_memory() -> None:
 def test_adapters_of_peers_need_nothing_else_of_this_package() -> None:
     """Their environments have none of what the rest imports."""
     folder = Path(memcap.__file__).parent
-    allowed = {"work", "generation", "flexgen_cpu", "flexgen_gpu", "flexgen_opt"}
+    allowed = {"work", "transformers", "flexgen_placement"}
     standard = {"cores"}  # the standard library alone, and not in that folder
     for name in (*allowed, *(SYSTEMS.get(name).adapter.rpartition(".")[2] for name in SYSTEMS.names())):
         if name != "adapter":  # ours

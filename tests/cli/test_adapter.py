@@ -10,7 +10,7 @@ import pytest
 from h2o_flexgen.baselines.own import LEAST_SPARED
 from h2o_flexgen.baselines.settings import BenchSettings
 from h2o_flexgen.baselines.systems import SYSTEMS
-from h2o_flexgen.baselines.work import Outcome, Work
+from h2o_flexgen.baselines.work import AdapterWork, Outcome
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
 from h2o_flexgen.cli import adapter, planning
 from h2o_flexgen.config.engine import EngineConfig
@@ -61,7 +61,7 @@ def work(model: Path, tmp_path: Path):
         prompts = [[2, *range(4 + row, 23 + row)] for row in range(8)]
         options = {"name": "h2o", "ratio": 0.5}
         settings: dict[str, Any] = {"folder": str(model), "weights": "checkpoint", "dtype": "float32", "device": "cpu"}
-        Work(
+        AdapterWork(
             model=str(model), threads=1, seed=0, gen_len=4, prompts=prompts, options=options, cpu_mem=cpu_mem,
             scratch=str(tmp_path / "scratch"), plan=plan, **settings,
         ).write(folder, {})  # fmt: skip
@@ -76,16 +76,15 @@ def _keep_rates(model: Path, tmp_path: Path) -> None:
     assert keep_profile(RATES, key) is not None
 
 
-def _outcome(folder: str, capsys: pytest.CaptureFixture[str]) -> Outcome:
-    assert adapter.main(folder) == 0
-    return Outcome.from_line(capsys.readouterr().out.splitlines()[-1])
+def _outcome(folder: str) -> Outcome:
+    return Outcome.from_line(adapter.measure(folder).to_line())
 
 
 def test_every_plan_gives_the_same_tokens_and_says_how_it_was_chosen(
-    work, model: Path, tmp_path: Path, calibrations, capsys
+    work, model: Path, tmp_path: Path, calibrations
 ) -> None:
     _keep_rates(model, tmp_path)
-    found = {plan: _outcome(work(plan), capsys) for plan in ("rule", "placement", "all")}
+    found = {plan: _outcome(work(plan)) for plan in ("rule", "placement", "all")}
     policies = {plan: outcome.detail["policy"] for plan, outcome in found.items()}
     assert {plan: policy["chosen"] for plan, policy in policies.items()} == {
         "rule": "rule", "placement": "search", "all": "search",
@@ -104,8 +103,8 @@ def test_every_plan_gives_the_same_tokens_and_says_how_it_was_chosen(
     assert calibrations == []
 
 
-def test_what_is_measured_never_calibrates(work, calibrations, capsys) -> None:
-    assert _outcome(work("placement"), capsys).detail["policy"]["chosen"] == "rule"
+def test_what_is_measured_never_calibrates(work, calibrations) -> None:
+    assert _outcome(work("placement")).detail["policy"]["chosen"] == "rule"
     assert calibrations == []
 
 

@@ -12,8 +12,8 @@ from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluate import main
 from h2o_flexgen.evaluation.quality import evaluate
 from h2o_flexgen.evaluation.settings import EvaluationSettings
-from h2o_flexgen.reporting.quality_plot import check_plot, plot_quality
-from h2o_flexgen.reporting.quality_table import quality_table
+from h2o_flexgen.reporting.plots import check_plot, plot_quality
+from h2o_flexgen.reporting.tables import quality_table
 
 
 def test_cells_name_the_full_cache_once() -> None:
@@ -140,7 +140,7 @@ def test_rows_are_checked() -> None:
 
 
 def test_a_missing_matplotlib_is_said_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("h2o_flexgen.reporting.quality_plot.find_spec", lambda name: None)
+    monkeypatch.setattr("h2o_flexgen.reporting.plots.find_spec", lambda name: None)
     with pytest.raises(UsageError, match="needs matplotlib"):
         check_plot(Path("quality.png"))
 

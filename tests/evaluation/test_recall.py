@@ -12,8 +12,8 @@ from h2o_flexgen.config.reports.quality import RecallTally
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.evaluation.recall import answered, recall
-from h2o_flexgen.evaluation.sources import RecallCase, read_cases, read_text, spread
+from h2o_flexgen.evaluation.quality import answered, recall
+from h2o_flexgen.evaluation.sources import Question, read_cases, read_text, spread
 from tests.tiny import make_opt, save
 
 
@@ -79,7 +79,7 @@ def test_a_certain_answer_is_right_later(tiny: str, monkeypatch: pytest.MonkeyPa
         seen.extend(pairs)
         return [Score(0.0, False, [-9.0, -9.0, -0.6, -0.1]), Score(0.0, False, [-0.1, -0.1, -0.1, -0.8])]
 
-    case = RecallCase("w4 w5 w6 w7 w8", "w9 w10", "k", 8)
+    case = Question("w4 w5 w6 w7 w8", "w9 w10", "k", 8)
     with LLM(tiny) as llm:
         monkeypatch.setattr(llm, "score", score)
         (tally,) = recall(llm, [case, case])
@@ -98,7 +98,7 @@ def test_an_answer_that_could_not_be_scored_is_not_right(broken: str, files: tup
 def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     save(make_opt(), tmp_path)
     with LLM(str(tmp_path)) as llm, pytest.raises(UsageError, match="has no tokenizer"):
-        recall(llm, [RecallCase("a", "b")])
+        recall(llm, [Question("a", "b")])
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,14 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from h2o_flexgen.config.reports.stream import StreamReport, StreamRow
+from h2o_flexgen.config.reports.quality import StreamReport, StreamRow
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluate import main
-from h2o_flexgen.evaluation.settings import EvaluationSettings
+from h2o_flexgen.evaluation.settings import EvaluationSettings, StreamSettings
 from h2o_flexgen.evaluation.stream import cut_streams, evaluate_streams
-from h2o_flexgen.evaluation.stream_settings import StreamSettings
-from h2o_flexgen.reporting.stream_plot import plot_stream
-from h2o_flexgen.reporting.stream_table import stream_table
+from h2o_flexgen.reporting.plots import plot_stream
+from h2o_flexgen.reporting.tables import stream_table
 from tests.evaluation.conftest import random_words, write_tokenizer
 from tests.tiny import make_model, save
 

@@ -10,13 +10,9 @@ import sys
 from pathlib import Path
 
 import tests.kernels.triton_device  # noqa: F401  (skips without Triton)
+from benchmarks.gpu.check import pack, unpack
 
 ROOT = Path(__file__).parents[2]
-
-
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from gpu_check_compiled import pack, unpack  # noqa: E402
 
 
 def program(folder: Path, *command: str) -> list[dict[str, object]]:

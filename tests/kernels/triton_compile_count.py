@@ -1,4 +1,4 @@
-"""What scripts/gpu_check_kernels.py has compiled for its decode steps, on a GPU that is not there.
+"""What benchmarks/gpu/kernels.py has compiled for its decode steps, on a GPU that is not there.
 
     python -m tests.kernels.triton_compile_count              counts, compiles nothing: {"kernel": how many}
     python -m tests.kernels.triton_compile_count together     compiles one shape side by side, then launches it:
@@ -18,12 +18,9 @@ from typing import Any
 from triton import knobs
 from triton.runtime import driver
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import gpu_check_kernels
-from gpu_check_kernels import Shape, compile_decode, decode_cache
-from gpu_check_records import Section
-
+from benchmarks.gpu import kernels
+from benchmarks.gpu.kernels import Shape, compile_decode, decode_cache
+from benchmarks.gpu.section import Section
 from h2o_flexgen.kernels import triton_decode
 from tests.kernels.triton_compile_only import Machine, NoGpu
 
@@ -59,7 +56,7 @@ def together() -> dict[str, int]:
     """Compilations ahead, and those of the launches after it."""
     compiled: list[str] = []
     knobs.compilation.listener = lambda *, src, cache_hit, **_: None if cache_hit else compiled.append(src.name)
-    gpu_check_kernels.DECODE = (SMALL,)
+    kernels.DECODE = (SMALL,)
     with_scores = Section("kernels", Path("nowhere"), float("inf"), only=("bfloat16, with scores",))
     compile_decode(with_scores)
     ahead = len(compiled)

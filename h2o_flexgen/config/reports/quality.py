@@ -1,4 +1,4 @@
-"""What measuring an eviction policy's quality reports: one row per policy and ratio, and the frame around the rows."""
+"""What measuring an eviction policy's quality reports: recall and perplexity, curves along streams, answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, Literal, Self
 
 from h2o_flexgen.config.checks import known_keys, share, whole
 from h2o_flexgen.config.reports.record import RunRecord, host_facts, package_version, utc_now
@@ -51,6 +51,11 @@ class RecallTally:
         return ratio_of(self.later_right, self.later_cases)
 
 
+def perplexity_of(nll: float) -> float:
+    """Of a mean negative log-likelihood in nats per token."""
+    return math.exp(min(nll, MAX_NLL))
+
+
 def ratio_of(right: int, cases: int) -> float | None:
     """`right` of `cases`, None for none."""
     return right / cases if cases else None
@@ -89,7 +94,7 @@ class QualityRow:
     @property
     def perplexity(self) -> float:
         """Per token of the model's own tokenizer."""
-        return math.exp(min(self.nll, MAX_NLL))
+        return perplexity_of(self.nll)
 
     def to_json(self) -> dict[str, Any]:
         """Every field and what follows from them."""
@@ -116,11 +121,18 @@ class Report:
     model: str
     dtype: str
     device: str
+    ROW: ClassVar[type[Any]]
 
     def to_json(self) -> dict[str, Any]:
         """Every field."""
         data = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return {**data, "rows": [row.to_json() for row in data["rows"]]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The report of `to_json`; unknown keys raise UsageError with a suggestion."""
+        values = known_keys(data, cls)
+        return cls(**{**values, "rows": tuple(cls.ROW.from_json(row) for row in values["rows"])})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +147,7 @@ class QualityReport(Report):
     """Tokens scored after each context, one at a time, with eviction active."""
     windows: int
     rows: tuple[QualityRow, ...]
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> QualityReport:
-        """The report of `to_json`; unknown keys raise UsageError with a suggestion."""
-        values = known_keys(data, cls)
-        return cls(**{**values, "rows": tuple(QualityRow.from_json(row) for row in values["rows"])})
+    ROW: ClassVar[type[Any]] = QualityRow
 
 
 @dataclass(frozen=True)
@@ -190,3 +197,75 @@ class SideBySide:
             "full": self.full.to_json(),
             "evicted": self.evicted.to_json(),
         }
+
+
+Positions = Literal["recomputed", "rolling", "absolute"]
+POSITIONS: tuple[Positions, ...] = ("recomputed", "rolling", "absolute")
+"""recomputed: each window with a full cache made anew from the tokens before it, as many as the context has room for.
+rolling: within the cache. absolute: in the stream, past the context."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamRow:
+    """One eviction policy with one kind of positions, over all streams.
+
+    `nll` has the mean negative log-likelihood of each window of the stream in nats per token, first window first.
+    `eviction` is that of the run's record.
+    """
+
+    policy: str
+    positions: Positions
+    eviction: dict[str, Any]
+    nll: tuple[float, ...]
+    kv_bytes: int
+    """KV cache of the largest block."""
+    seconds: float
+
+    def __post_init__(self) -> None:
+        whole(self.kv_bytes, "kv_bytes", 0)
+        if self.positions not in POSITIONS:
+            raise UsageError(f"positions is {self.positions!r}", f"needed one of {', '.join(POSITIONS)}")
+        if not self.nll or any(not math.isfinite(value) or value < 0 for value in self.nll):
+            raise UsageError(f"nll is {self.nll}", "needed finite numbers, at least 0")
+
+    @property
+    def perplexity(self) -> tuple[float, ...]:
+        """Of each window, per token of the model's own tokenizer."""
+        return tuple(map(perplexity_of, self.nll))
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field and what follows from them."""
+        return {**dataclasses.asdict(self), "perplexity": self.perplexity}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StreamRow:
+        """The row of `to_json`; unknown keys raise UsageError with a suggestion."""
+        values = known_keys(data, cls, derived=("perplexity",))
+        return cls(**{**values, "nll": tuple(values["nll"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamReport(Report):
+    """Rows measured on one model and the same streams of one text."""
+
+    text_file: str
+    context: int
+    """Tokens that the model was made for."""
+    prompt: int
+    """First tokens of a stream, which are not scored: its prompt."""
+    length: int
+    """Tokens of a stream."""
+    window: int
+    """Scored tokens to a window: window i holds the positions from `prompt` + i * `window` on."""
+    streams: int
+    rows: tuple[StreamRow, ...]
+    ROW: ClassVar[type[Any]] = StreamRow
+
+    def starts(self) -> list[int]:
+        """Position of the first token of each window."""
+        return list(range(self.prompt, self.length, self.window))
+
+    def between(self, row: StreamRow, first: int, last: int) -> float | None:
+        """Perplexity of `row` over the windows that lie within positions `first` to `last`; None where none does."""
+        inside = [nll for at, nll in zip(self.starts(), row.nll, strict=True) if first <= at <= last - self.window]
+        return perplexity_of(sum(inside) / len(inside)) if inside else None

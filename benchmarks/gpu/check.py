@@ -1,33 +1,40 @@
 """Runs the sections of scripts/gpu_check.sh, each in a process of its own with a share of the time; writes the tables.
 
-    python scripts/gpu_check.py --sections kernels,decode --budget-s 300
-    python scripts/gpu_check.py --readme                 the README's GPU block, from the records in results/*-gpu-*
-    python scripts/gpu_check.py --readme --check         exit code 1 if the block is not what the records give
+    python -m benchmarks.gpu.check --sections kernels,decode --budget-s 300
+    python -m benchmarks.gpu.check --readme              the README's GPU block, from the records in results/*-gpu-*
+    python -m benchmarks.gpu.check --readme --check      exit code 1 if the block is not what the records give
 
 A section that crashes or runs out of time is recorded as failed, and the others go on. A call adds to the records in
---output: what is measured there already is not measured again, unless --again says so; what was compiled for it is not
-compiled again. Nothing is measured on a GPU that the Triton kernels cannot use: attention would be torch's.
+--output: what is measured there already is not measured again, unless --again says so. Nothing is measured on a GPU
+that the Triton kernels cannot use: attention would be torch's.
+
+Triton compiles into a folder of its own, or that of TRITON_CACHE_DIR. After every section it is packed into
+OUTPUT/kernels.tar.gz; a call that finds that file, here or on another machine, begins with what is in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import subprocess
+import json
+import os
 import sys
-import threading
+import tarfile
 import time
-from collections import deque
 from pathlib import Path
 
-from gpu_check_compiled import cache_folder, pack, unpack
-from gpu_check_records import ROOT, Failed, Section, end, hardware, run, say
-from gpu_check_table import WHOLE, readme_block, tables, with_block
+from benchmarks.gpu.section import Section, hardware, module_command, run, say, scratch_folder
+from benchmarks.gpu.tables import WHOLE, readme_block, tables, with_block
+from benchmarks.records import ROOT
+from h2o_flexgen.baselines.process import RunFailed
+from h2o_flexgen.baselines.store import commit
+from h2o_flexgen.config.flags import between_commas
 
 SHARES = {"kernels": 0.2, "decode": 0.15, "tests": 0.2, "cost": 0.2, "paper": 0.25}
 """In the order in which they run; the time that one leaves goes to those after it."""
 ENDING_S = 5.0  # for a section to end by itself when its time is over
 RESULTS = ROOT / "results"
+ARCHIVE = "kernels.tar.gz"
 
 
 def main() -> int:
@@ -64,55 +71,70 @@ def _without_triton(seconds: float) -> str | None:
         "sys.exit('TRITON_INTERPRET is set' if interpreting() else why_not('cuda'))"
     )
     try:
-        run([sys.executable, "-c", code], seconds)
-    except Failed as failed:
+        run([sys.executable, "-c", code], seconds).checked()
+    except RunFailed as failed:
         return str(failed)
     return None
 
 
 def _run(name: str, seconds: float, output: Path, args: argparse.Namespace) -> bool:
     """One section; whether it ended by itself, without an error of its own."""
-    command = [sys.executable, str(ROOT / "scripts" / f"gpu_check_{name}.py"), "--output", str(output.resolve())]
-    command += ["--seconds", str(max(1.0, seconds - ENDING_S)), "--only", args.only, "--commit", args.commit]
-    command += ["--peers", str(args.peers.resolve()), "--command", _said(args)]
-    command += ["--dry-run"] * args.dry_run + ["--again"] * args.again
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    last: deque[str] = deque(maxlen=5)
-    reader = threading.Thread(target=_pass_on, args=(process, last), daemon=True)
-    reader.start()
-    problem = None
-    try:
-        code = process.wait(seconds + ENDING_S)
-        if code:
-            problem = f"exit code {code}"
-    except subprocess.TimeoutExpired:
-        problem = f"not finished in {seconds:.0f} s"
-    finally:
-        end(process)
-        reader.join(ENDING_S)
-    if problem is None:
+    told = {"commit": args.commit, "command": _said(args), "dry_run": args.dry_run}
+    where = {"output": str(output.resolve()), "seconds": max(1.0, seconds - ENDING_S), "only": args.only}
+    asked = {**told, **where, "again": args.again, "peers": str(args.peers.resolve())}
+    done = run(module_command(name, name, asked), seconds + ENDING_S, loud=True)
+    if done.exit_code == 0 and not done.timed_out:
         return True
-    said = last[-1].strip()[:300] if last else "no message"
-    Section(name, output, 0.0, args.dry_run, commit=args.commit, command=_said(args)).keep(
-        WHOLE, failed=f"{problem}: {said}"
-    )
+    problem = f"not finished in {seconds:.0f} s: {done.last_error}" if done.timed_out else done.reason
+    Section(name, output, 0.0, **told).keep(WHOLE, failed=problem[:300])
     return False
 
 
-def _pass_on(process: subprocess.Popen[str], last: deque[str]) -> None:
-    for line in process.stdout or ():
-        last.append(line)
-        sys.stderr.write(line)
-        sys.stderr.flush()
+def cache_folder() -> Path:
+    """Where programs that are started from now on have Triton compile to. Only machine code is kept: a tenth of all."""
+    folder = os.environ.setdefault("TRITON_CACHE_DIR", str(scratch_folder() / "triton"))
+    os.environ.setdefault("TRITON_STORE_BINARY_ONLY", "1")
+    return Path(folder)
+
+
+def unpack(output: Path, folder: Path) -> None:
+    """Puts what `pack` left in `output` into `folder`; what cannot be read is compiled again."""
+    path = output / ARCHIVE
+    if not path.is_file():
+        return
+    try:
+        with tarfile.open(path) as archive:
+            archive.extractall(folder, filter="data")
+        _relocate(folder)
+    except (OSError, EOFError, tarfile.TarError, ValueError) as error:
+        say(f"{path} is of no use: {error}")
+
+
+def pack(folder: Path, output: Path) -> None:
+    """Leaves what `folder` holds in `output`, in place of what `unpack` found there."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "tmp.pid_" not in path.parent.name]
+    if not files:
+        return
+    made = output / f"{ARCHIVE}.new"
+    with tarfile.open(made, "w:gz", compresslevel=1) as archive:
+        for path in files:
+            archive.add(path, path.relative_to(folder))
+    made.replace(output / ARCHIVE)
+
+
+def _relocate(folder: Path) -> None:
+    """Triton keeps absolute paths of the files of a kernel, which lie side by side: now here."""
+    for path in folder.glob("*/__grp__*.json"):
+        children = json.loads(path.read_text(encoding="utf-8"))["child_paths"]
+        here = {name: str((path.parent / name).absolute()) for name in children}
+        path.write_text(json.dumps({"child_paths": here}), encoding="utf-8")
 
 
 def _said(args: argparse.Namespace) -> str:
     """The command, without the folders of this machine."""
     words = ["scripts/gpu_check.sh", "--sections", ",".join(args.sections), "--budget-s", f"{args.budget_s:g}"]
-    words += (["--only", args.only] if args.only else []) + ["--dry-run"] * args.dry_run + ["--again"] * args.again
-    return " ".join(words)
+    words += (["--only", ",".join(args.only)] if args.only else []) + ["--dry-run"] * args.dry_run
+    return " ".join(words + ["--again"] * args.again)
 
 
 def _default_output(dry_run: bool) -> Path:
@@ -144,9 +166,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on a CPU; marked, never in the README")
     parser.add_argument("--output", type=Path, help="folder of records (results/DATE-gpu-NAME)")
     parser.add_argument("--budget-s", type=float, default=540.0, help="seconds for all sections (540)")
-    parser.add_argument("--only", default="", help="parts of the names of what is measured, with commas")
+    parser.add_argument(
+        "--only", type=between_commas, default=(), help="parts of the names of what is measured, with commas"
+    )
     parser.add_argument("--again", action="store_true", help="measure what is recorded already, too")
-    parser.add_argument("--commit", default=_commit(), help="for the records, where there is no git")
+    parser.add_argument("--commit", default=commit(ROOT) or "unknown", help="for the records, where there is no git")
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers", help="folder of the peers' environments")
     parser.add_argument("--readme", action="store_true", help="write the README's GPU block, run nothing")
     parser.add_argument("--check", action="store_true", help="with --readme: only say whether it is right")
@@ -154,24 +178,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    names = tuple(name for name in text.split(",") if name)
+    names = between_commas(text)
     unknown = [name for name in names if name not in SHARES]
     if unknown or not names:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown) or 'nothing'}: needed sections of {', '.join(SHARES)}")
     return names
-
-
-def _commit() -> str:
-    """Of the checkout, with a + where files differ from it; "unknown" without git."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run(
-            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
-        ).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.stdout.strip() + "+" * bool(changed.strip())
 
 
 if __name__ == "__main__":

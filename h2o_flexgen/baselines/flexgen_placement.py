@@ -1,7 +1,8 @@
-"""Where FlexGen's weights and caches go on a GPU of limited memory, as its authors' own policies have it.
+"""Where FlexGen's weights and caches go: on a GPU of limited memory as its authors' own policies have it.
 
-Everything on the GPU where it fits. Else caches and hidden states in host memory, prompts in GPU batches, and on the
-GPU as much of the weights as a batch at work leaves room for; the rest of them in host memory, or on the disk.
+On a GPU everything where it fits. Else caches and hidden states in host memory, prompts in GPU batches, and on the
+GPU as much of the weights as a batch at work leaves room for; the rest of them in host memory, or on the disk. Without
+a GPU one GPU batch of all prompts, and the weights that host memory has no room for on the disk.
 Arithmetic alone: nothing of FlexGen is imported.
 """
 
@@ -30,7 +31,7 @@ class Placed:
 def place(config: Any, rows: int, prompt_len: int, gen_len: int, gpu: int, host: int) -> Placed:
     """For `rows` sequences, by FlexGen's configuration of the model; `gpu` and `host` in bytes."""
     length = prompt_len + gen_len
-    weights = config.model_bytes() + _table(config)  # the head is a second copy
+    weights = _weights(config)
     cache = config.cache_bytes(rows, length)
     if weights + cache + _working(config, rows, prompt_len, gen_len) <= USABLE * gpu:
         return Placed(rows, 1, 100, 0, cache_on_gpu=True)
@@ -38,11 +39,29 @@ def place(config: Any, rows: int, prompt_len: int, gen_len: int, gpu: int, host:
     # What is computed with, what comes and what goes: caches of three layers, weights of two.
     moving = 3 * config.cache_bytes(size, length) // config.num_hidden_layers
     moving += 2 * max(_table(config), 16 * config.hidden_size**2)
-    room = USABLE * gpu - _working(config, size, prompt_len, gen_len) - moving
-    share = max(0, min(100, int(100 * room / weights)))
+    share = _percent(USABLE * gpu - _working(config, size, prompt_len, gen_len) - moving, weights)
     rest = weights * (100 - share) / 100
     in_memory = 100 - share if rest + cache + config.hidden_bytes(rows, length) <= host else 0
     return Placed(size, rows // size, share, in_memory, cache_on_gpu=False)
+
+
+def place_in_memory(config: Any, rows: int, prompt_len: int, gen_len: int, itemsize: int, host: int | None) -> Placed:
+    """Without a GPU: host memory of `host` bytes (None: enough) stands for it, in numbers of `itemsize` bytes."""
+    if host is None:
+        return Placed(rows, 1, 100, 0, cache_on_gpu=True)
+    held = config.cache_bytes(rows, prompt_len + gen_len) + _working(config, rows, prompt_len, gen_len)
+    # Its four copy threads each keep a relay that grows to the largest tensor; two tables may be on their way at once.
+    wide = itemsize / 2
+    share = _percent(host - int(wide * (held + 6 * _table(config))), wide * _weights(config))
+    return Placed(rows, 1, share, 0, cache_on_gpu=True)
+
+
+def _percent(room: float, weights: float) -> int:
+    return max(0, min(100, int(100 * room / weights)))
+
+
+def _weights(config: Any) -> int:
+    return int(config.model_bytes() + _table(config))  # the head is a second copy of the table
 
 
 def _table(config: Any) -> int:

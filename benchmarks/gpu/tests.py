@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from collections import Counter
 from importlib import util
+from typing import Any
 
-from gpu_check_records import ROOT, Section, end, section_arguments
+from benchmarks.gpu.section import Section, run, serve
 
 OUTCOME = re.compile(r"(?:^|\s)(PASSED|FAILED|SKIPPED|ERROR)(?:\s|$)")
 FILES = ("tests/gpu", "tests/cache", "tests/memory", "tests/models", "tests/engine")
@@ -44,48 +42,21 @@ def summary(lines: list[str]) -> tuple[Counter[str], list[str]]:
     return counts, failures
 
 
-def main() -> int:
-    """Runs the section; 0 whatever failed, since the record says so."""
-    section = section_arguments("tests")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if section.dry_run:
-        environment["H2O_FLEXGEN_GPU_TESTS"] = "emulated"
-    started = time.monotonic()
-    process = subprocess.Popen(
-        command(section),
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-    def stop(*_: object) -> None:
-        os.killpg(process.pid, signal.SIGKILL)
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(max(1, int(section.left())))
-    lines = []
-    try:
-        for line in process.stdout or ():
-            lines.append(line.rstrip())
-            print(lines[-1], file=sys.stderr)
-        code = process.wait()
-    finally:
-        signal.alarm(0)
-        end(process)
+def measure(section: Section) -> None:
+    """Runs them in the time there is; what they print is shown as it comes."""
+    emulated = {"H2O_FLEXGEN_GPU_TESTS": "emulated"} if section.dry_run else {}
+    shown = ["sh", "-c", 'exec "$@" >&2', "sh", *command(section)]
+    done = run(shown, max(1.0, section.left()), loud=True, **emulated)
+    lines = done.errors.splitlines()
     counts, failures = summary(lines)
-    facts = {"outcomes": dict(counts), "failures": failures[:MOST_NAMED], "seconds": time.monotonic() - started}
+    facts: dict[str, Any] = {"outcomes": dict(counts), "failures": failures[:MOST_NAMED], "seconds": done.seconds}
     said = ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing ran"
-    if code == -signal.SIGKILL:
-        section.keep("pytest -m gpu", failed=f"not finished in {facts['seconds']:.0f} s: {said}", **facts)
-    elif code not in (0, 1):
-        section.keep("pytest -m gpu", failed=f"pytest ended with {code}: {lines[-1] if lines else ''}", **facts)
-    else:
-        section.keep("pytest -m gpu", said=said, **facts)
-    return 0
+    if done.timed_out:
+        facts["failed"] = f"not finished in {done.seconds:.0f} s: {said}"
+    elif done.exit_code not in (0, 1):
+        facts["failed"] = f"pytest ended with {done.exit_code}: {lines[-1] if lines else ''}"
+    section.keep("pytest -m gpu", said=said, **facts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(measure))

@@ -1,4 +1,4 @@
-"""Recall and perplexity against the KV budget, a line per policy. matplotlib is imported when a picture is drawn."""
+"""Pictures of what eviction costs. matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.reports.quality import QualityReport, QualityRow, RecallTally
+from h2o_flexgen.config.reports.quality import Positions, QualityReport, QualityRow, RecallTally, StreamReport
 from h2o_flexgen.errors import StorageError, UsageError
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -20,6 +20,9 @@ LOOKS = {
     "random": ("#7b6d8d", "v"),
 }
 SPARE_LOOK = ("#444444", "P")
+LINES: dict[Positions, str] = {"recomputed": "--", "rolling": "-", "absolute": ":"}
+MARKS = 16
+"""Markers to a line, at most."""
 
 
 def check_plot(path: Path) -> None:
@@ -53,10 +56,7 @@ def plot_quality(report: QualityReport, path: Path) -> None:
     else:
         figure.legend(*handles, loc="outside lower center", ncols=7, frameon=False)
     figure.suptitle(f"{report.model} ({report.dtype}): quality against the KV budget", fontsize=13)
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from None
+    _save(figure, path)
 
 
 def _recall_panel(
@@ -70,7 +70,7 @@ def _recall_panel(
 def _perplexity_panel(axes: Any, report: QualityReport) -> None:
     _panel(axes, report, lambda row: row.perplexity)
     axes.set(ylabel="perplexity per token", title=f"held-out text: {report.rows[0].scored_tokens:,} tokens")
-    log_if_wide(axes, [row.perplexity for row in report.rows])
+    _log_if_wide(axes, [row.perplexity for row in report.rows])
 
 
 def _panel(axes: Any, report: QualityReport, value: Callable[[QualityRow], float | None]) -> None:
@@ -94,7 +94,14 @@ def _panel(axes: Any, report: QualityReport, value: Callable[[QualityRow], float
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def log_if_wide(axes: Any, values: list[float]) -> None:
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _log_if_wide(axes: Any, values: list[float]) -> None:
     """A logarithmic axis, labelled in plain numbers, where the worst policy would flatten all others."""
     from matplotlib.ticker import LogLocator
 
@@ -103,3 +110,40 @@ def log_if_wide(axes: Any, values: list[float]) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.minorticks_off()
+
+
+def plot_stream(report: StreamReport, path: Path) -> None:
+    """Writes the picture to `path`, in the format of its suffix. StorageError where that fails."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 5.0), layout="constrained")
+    axes: Any = figure.subplots()
+    middles = [start + report.window / 2 for start in report.starts()]
+    for row in report.rows:
+        color, marker = LOOKS.get(row.policy, SPARE_LOOK)
+        name = "full cache" if row.policy == "full" else f"{row.policy}, {row.eviction['budget']} tokens"
+        axes.plot(
+            middles,
+            row.perplexity,
+            color=color,
+            marker=marker,
+            markevery=max(1, len(middles) // MARKS),
+            markersize=4.5,
+            linewidth=1.6,
+            zorder=3 if row.positions == "recomputed" else 2,
+            linestyle=LINES[row.positions],
+            alpha=0.9,
+            label=f"{name}, {row.positions}",
+        )
+    axes.axvline(report.context, color="grey", linestyle="--", linewidth=1)
+    axes.annotate(f" context: {report.context:,}", (report.context, 0.98), xycoords=("data", "axes fraction"), va="top")
+    axes.set(xlabel="position in the stream", ylabel=f"perplexity of {report.window} tokens", xlim=(0, report.length))
+    _log_if_wide(axes, [value for row in report.rows for value in row.perplexity])
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside right center", frameon=False, title="cache, positions"
+    )
+    times = f"{report.length / report.context:g} times its context"
+    figure.suptitle(f"{report.model} ({report.dtype}): {report.streams} streams of {times}", fontsize=12)
+    _save(figure, path)

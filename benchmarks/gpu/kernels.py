@@ -16,13 +16,13 @@ from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from gpu_check_records import Failed, Section, say, section_arguments
-
-import torch  # isort: skip  (the records say where the package is)
+import torch
 
 if not torch.cuda.is_available():  # before Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from benchmarks.gpu.section import Section, say, serve
+from h2o_flexgen.baselines.process import RunFailed
 from h2o_flexgen.kernels import triton_available
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -185,7 +185,7 @@ def decode_attention(section: Section, rate: float) -> None:
     """Every kind of decode step."""
     compile_decode(section)
     for name, *how in decode_kinds(section):
-        attempt(section, name, partial(_decode, *how, rate))
+        _attempt(section, name, partial(_decode, *how, rate))
 
 
 def _decode(shape: Shape, packed: bool, scored: bool, rate: float) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def column_sums(section: Section, rate: float) -> None:
     """Sums of the columns of a prompt's attention, beside torch's flash attention, which gives the output."""
     rows, heads, length, dim = (1, 2, 40, 16) if section.dry_run else (4, 32, 2048, 128)
 
-    def measure() -> dict[str, Any]:
+    def sums() -> dict[str, Any]:
         from h2o_flexgen.kernels import triton_prompt
 
         q, k, v = (_random((rows, heads, length, dim)) for _ in range(3))
@@ -210,14 +210,14 @@ def column_sums(section: Section, rate: float) -> None:
         facts |= {"flops_per_s": flops / facts["seconds"], "flash_seconds": flash}
         return {"kernel": "column sums", "shape": shape, **facts}
 
-    attempt(section, f"column sums, {rows} x {heads} heads x {length:,}", measure)
+    _attempt(section, f"column sums, {rows} x {heads} heads x {length:,}", sums)
 
 
 def quantisation(section: Section, rate: float) -> None:
     """Both directions of 4 bits in groups of 64."""
     size = (4, 128) if section.dry_run else (65536, 4096)
 
-    def measure(back: bool) -> dict[str, Any]:
+    def numbers(back: bool) -> dict[str, Any]:
         from h2o_flexgen.kernels import triton_quant
 
         x = _random(size)
@@ -227,36 +227,31 @@ def quantisation(section: Section, rate: float) -> None:
         return {"kernel": "dequantise" if back else "quantise", "shape": {"numbers": x.numel()}, **facts}
 
     for back in (True, False):
-        attempt(section, f"{'dequantise' if back else 'quantise'}, 4 bit", lambda back=back: measure(back))
+        _attempt(section, f"{'dequantise' if back else 'quantise'}, 4 bit", partial(numbers, back))
 
 
-def attempt(section: Section, name: str, measure: Callable[[], dict[str, Any]]) -> None:
-    """Records what `measure` gives, or why it gave nothing."""
-    if not section.wanted(name):
-        return
-    try:
+def _attempt(section: Section, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+    def in_time() -> dict[str, Any]:
         if section.left() < 5:
-            raise Failed("no time was left in the budget")
-        section.keep(name, **measure())
-    except Exception as error:
-        section.keep(name, failed=f"{type(error).__name__}: {error}".splitlines()[0][:400])
+            raise RunFailed("no time was left in the budget")
+        return measure()
+
+    section.attempt(name, in_time)
 
 
-def main() -> int:
-    """Runs the section; 0 whatever failed, since the records say so."""
-    section = section_arguments("kernels")
+def measure(section: Section) -> None:
+    """The bandwidth, then every kernel."""
     problem = triton_available.why_not(DEVICE)
     rates = bandwidth()
     section.keep("bandwidth", **rates, said=", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in rates.items()))
     if problem is not None:
         section.keep("Triton kernels", failed=problem)
-        return 0
+        return
     if DEVICE == "cpu":  # Triton's interpreter, with what it needs beside newer numpy
         import tests.kernels.triton_device  # noqa: F401
     for part in (quantisation, column_sums, decode_attention):
         part(section, best(rates))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(measure))

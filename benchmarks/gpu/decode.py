@@ -14,15 +14,14 @@ import math
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_check_records import ROOT, Failed, run_json, section_arguments, tiny_model
-from gpu_check_warm import Steps, warm_up
-
+from benchmarks.gpu.section import ONE, Section, module_command, run, serve, timed, tiny_model
+from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.config.model.known import known_config
 
-CHILD = "one"
 RATIO = 0.2
 
 
@@ -65,13 +64,12 @@ def works(folder: Path, dry_run: bool) -> list[Work]:
     return [Work(str(model), 24, 2048, 2048, 256, budget) for budget in (math.ceil(RATIO * 4096), None)]
 
 
-def child(text: str) -> int:
-    """Measures one Work, in a process of its own; prints its facts as a line of JSON."""
-    work = Work(**json.loads(text))
-    from gpu_check_kernels import bandwidth, best
-
+def one(told: dict[str, Any]) -> Record:
+    """Facts of one Work, measured in this process."""
+    from benchmarks.gpu.kernels import bandwidth, best
     from h2o_flexgen import LLM, EvictionConfig
 
+    work = Work(**told)
     rates = bandwidth()
     eviction = EvictionConfig() if work.budget is None else EvictionConfig("h2o", budget=work.budget)
     where = {kind: {"gpu": 1.0} for kind in ("weights", "cache", "hidden")}
@@ -85,12 +83,7 @@ def child(text: str) -> int:
             [4 + (7919 * row + 104729 * i) % (spec.vocab_size - 4) for i in range(work.prompt_len)]
             for row in range(work.batch)
         ]
-        load_s = warm_up(llm, prompts, work.generated)
-        steps = llm.on_progress = Steps()
-        llm.generate(prompts, max_new_tokens=work.generated, ignore_eos=True)
-        record = llm.last_record
-    if record is None:
-        raise Failed("the run left no record")
+        record, load_s, steady_step_s = timed(llm, prompts, work.generated)
     tensors = [tensor for group in spec.weight_groups for tensor in group.tensors]
     # Position tables are read by the row; everything else once per step.
     weights = sum(2 * math.prod(tensor.shape) for tensor in tensors if "position" not in tensor.name)
@@ -98,7 +91,8 @@ def child(text: str) -> int:
     cache = work.batch * slots * spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim * 2
     scores = 0 if work.budget is None else 12 * work.batch * slots * spec.num_layers * spec.num_kv_heads
     nbytes, step = weights + cache + scores, record.decode_s / (work.generated - 1)
-    facts: dict[str, Any] = {
+    bound = nbytes / best(rates)
+    return {
         "model": Path(work.model).name,
         "dtype": record.dtype,
         "batch": work.batch,
@@ -112,36 +106,28 @@ def child(text: str) -> int:
         "prefill_s": record.prefill_s,
         "decode_s": record.decode_s,
         "step_s": step,
-        "steady_step_s": steps.steady_s,
+        "steady_step_s": steady_step_s,
         "decode_tokens_per_s": record.decode_throughput,
         "bytes_per_step": nbytes,
         **rates,
-        "bound_step_s": nbytes / best(rates),
+        "bound_step_s": bound,
         "peak_bytes": record.peak_bytes,
         "kv_bytes": record.kv_bytes,
         "warnings": record.warnings,
+        "said": f"{step * 1e3:.2f} ms a step, bound {bound * 1e3:.2f} ms",
     }
-    facts["said"] = f"{step * 1e3:.2f} ms a step, bound {facts['bound_step_s'] * 1e3:.2f} ms"
-    print(json.dumps(facts))
-    return 0
 
 
-def main() -> int:
-    """Runs the section; 0 whatever failed, since the records say so."""
-    if sys.argv[1:2] == [CHILD]:
-        return child(sys.argv[2])
-    section = section_arguments("decode")
+def measure(section: Section) -> None:
+    """Every work."""
+
+    def measured(work: Work) -> Record:
+        return run(module_command("decode", ONE, vars(work)), section.left()).json()
+
     with tempfile.TemporaryDirectory() as folder:
         for work in works(Path(folder), section.dry_run):
-            if not section.wanted(work.name):
-                continue
-            try:
-                command = [sys.executable, str(ROOT / "scripts/gpu_check_decode.py"), CHILD, json.dumps(vars(work))]
-                section.keep(work.name, **run_json(command, section.left()))
-            except Failed as error:
-                section.keep(work.name, failed=str(error), ran=work.ran)
-    return 0
+            section.attempt(work.name, partial(measured, work), ran=work.ran)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(measure, one))

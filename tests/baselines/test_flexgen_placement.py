@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from h2o_flexgen.baselines.flexgen_gpu import GPU_BATCH, place
+from h2o_flexgen.baselines.flexgen_placement import GPU_BATCH, place
 
 GB = 10**9
 

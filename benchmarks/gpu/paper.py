@@ -2,7 +2,7 @@
 
 OPT-6.7B and 30B with random weights, prompts of 512 tokens, 32, 512 or 1,024 new ones, GPU memory capped at 16 GiB,
 host memory as it is (208 GB at most). Ours, with H2O at 20 % and with the full cache, by the policy that the search
-finds on the machine's calibrated rates; the others through h2o_flexgen.bench at the batches of gpu_check_peers.py.
+finds on the machine's calibrated rates; the others through h2o_flexgen.bench at the batches of `peers`.
 
 A cell first generates a few tokens, then all of them where its time allows, else as many as do; where even the first
 few take too long, it tries half the sequences. A cell that was cut in either way has no measured throughput: what it
@@ -12,24 +12,23 @@ runs is warmed up by its own first tokens; its first steps do not count for what
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_check_cost import Setting, calibrate
-from gpu_check_peers import PEERS, Peer, host_bytes, one_of
-from gpu_check_records import ROOT, Failed, Section, run_json, scratch_folder, section_arguments, tiny_model
-from gpu_check_warm import FEWEST, Steps, warm_up
-
+from benchmarks.gpu.cost import Setting, calibrate
+from benchmarks.gpu.peers import PEERS, Peer, host_bytes, one_of
+from benchmarks.gpu.section import FEWEST, ONE, Section, module_command, run, scratch_folder, serve, timed, tiny_model
+from h2o_flexgen.baselines.process import RunFailed
+from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
 
-CHILD = "one"
 RATIOS = {"h2o": 0.2, "full": 1.0}
 CELL_S = {"opt-30b": 200.0}
 """Seconds of a cell, loading included; OTHER_S for other models. Loading 60 GB takes much of it."""
@@ -93,8 +92,8 @@ class Ran:
         return self.sequences * gen_len / (self.prefill_s + self.step_s * (gen_len - 1))
 
 
-Run = Callable[[int, int, float], Ran]
-"""From sequences, new tokens and seconds to what that gave; raises Failed."""
+Attempt = Callable[[int, int, float], Ran]
+"""From sequences, new tokens and seconds to what that gave; raises RunFailed."""
 
 
 def cells(section: Section) -> list[Cell]:
@@ -107,39 +106,39 @@ def cells(section: Section) -> list[Cell]:
     return [Cell(*each, system) for each in work for system in systems]
 
 
-def measure(cell: Cell, sizes: list[int], run: Run, until: float) -> dict[str, Any]:
+def cell_facts(cell: Cell, sizes: list[int], attempt: Attempt, until: float) -> dict[str, Any]:
     """Facts of a cell: of the fastest of `sizes`, as many of its tokens as there is time for."""
-    probes = [_first(cell, size, run, until) for size in sizes]
+    probes = [_first(cell, size, attempt, until) for size in sizes]
     found = max(
         (ran for ran in probes if isinstance(ran, Ran)), key=lambda ran: ran.projected(cell.gen_len), default=None
     )
     if found is None:
-        raise Failed("; ".join(map(str, probes)))
+        raise RunFailed("; ".join(map(str, probes)))
     left = until - time.monotonic() - STARTING_S - found.load_s - found.prefill_s
     fitting = int(left / (found.step_s * GROWING)) if found.step_s > 0 else cell.gen_len
     note = None
     if found.generated < cell.gen_len and fitting > 2 * found.generated:
         try:
-            found = run(found.sequences, min(cell.gen_len, fitting), until - time.monotonic())
-        except Failed as error:
+            found = attempt(found.sequences, min(cell.gen_len, fitting), until - time.monotonic())
+        except RunFailed as error:
             note = f"a longer run failed: {error}"
     facts = _facts(cell, found, cut=found.sequences not in sizes)
-    tried = [str(ran) if isinstance(ran, Failed) else f"{ran.sequences}: {ran.tokens_per_s:.4g}" for ran in probes]
+    tried = [str(ran) if isinstance(ran, RunFailed) else f"{ran.sequences}: {ran.tokens_per_s:.4g}" for ran in probes]
     return {**facts, "tried": tried, **({"note": note} if note else {})}
 
 
-def _first(cell: Cell, size: int, run: Run, until: float) -> Ran | Failed:
+def _first(cell: Cell, size: int, attempt: Attempt, until: float) -> Ran | RunFailed:
     """A short run of `size` sequences, or of fewer where they are too many; what went wrong, where nothing ran."""
-    error = Failed("no time was left in the budget")
+    error = RunFailed("no time was left in the budget")
     for _ in range(3):
         left = until - time.monotonic()
         if left < STARTING_S and not cell.emulated:
             break
         try:
-            return run(size, cell.probe, 0.75 * left)
-        except Failed as failed:
+            return attempt(size, cell.probe, 0.75 * left)
+        except RunFailed as failed:
             error = failed
-            if size == 1 or not any(word in str(error).lower() for word in ("memory", "cap is", "given up", "gave up")):
+            if size == 1 or not any(word in str(error).lower() for word in ("memory", "cap is", "gave up")):
                 break
             size = size // 2
     return error
@@ -179,7 +178,7 @@ def ours(section: Section, cell: Cell) -> dict[str, Any]:
     command += ["--prompt-len", str(cell.prompt_len), "--gen-len", str(cell.gen_len), "--hh-ratio", str(ratio)]
     if cell.emulated:
         command += ["--num-prompts", "4"]
-    found = run_json(command, until - time.monotonic())
+    found = run(command, until - time.monotonic()).json()
     policy, predicted = found["policy"], found["predicted"]["gen_throughput"]
     whole = policy["gpu_batch_size"] * policy["num_gpu_batches"]
     budget = None if ratio == 1 else math.ceil(ratio * (cell.prompt_len + cell.gen_len))
@@ -188,11 +187,9 @@ def ours(section: Section, cell: Cell) -> dict[str, Any]:
         rows = min(policy["gpu_batch_size"], size)
         shape = {"gpu_batch_size": rows, "num_gpu_batches": size // rows}
         work = {**asdict(cell), "policy": {**policy, **shape}, "generated": generated, "budget": budget}
-        text = json.dumps({**work, "host": host_bytes()})
-        facts = run_json([sys.executable, str(ROOT / "scripts/gpu_check_paper.py"), CHILD, text], seconds)
-        return Ran(**facts)
+        return Ran(**run(module_command("paper", ONE, {**work, "host": host_bytes()}), seconds).json())
 
-    return {**measure(cell, [whole], once, until), "predicted_tokens_per_s": predicted, "budget": budget}
+    return {**cell_facts(cell, [whole], once, until), "predicted_tokens_per_s": predicted, "budget": budget}
 
 
 def deadline(section: Section, cell: Cell) -> float:
@@ -209,14 +206,13 @@ def theirs(section: Section, cell: Cell) -> dict[str, Any]:
     def once(size: int, generated: int, seconds: float) -> Ran:
         with tempfile.TemporaryDirectory() as folder:
             command = peer.command(section.peers, size, generated, seconds, Path(folder) / "bench")
-            return Ran(**one_of(run_json(command, seconds + 15), cell.system, size, generated))
+            return Ran(**one_of(run(command, seconds + 15).json(), cell.system, size, generated))
 
-    return {**measure(cell, sizes, once, until), "dtype": peer.dtype}
+    return {**cell_facts(cell, sizes, once, until), "dtype": peer.dtype}
 
 
-def child(text: str) -> int:
-    """One run of ours after a warm-up, in a process of its own; prints a Ran as a line of JSON."""
-    work = json.loads(text)
+def one(work: dict[str, Any]) -> Record:
+    """One run of ours after a warm-up, as the fields of a Ran."""
     from h2o_flexgen import LLM, EvictionConfig
     from h2o_flexgen.cli.prompts import random_prompts
     from h2o_flexgen.config.offload import OffloadPolicy
@@ -231,37 +227,20 @@ def child(text: str) -> int:
         work["model"], weights="dummy", dtype="bfloat16", eviction=eviction, policy=policy, disk_mem=0, **caps
     ) as llm:
         prompts = random_prompts(count, work["prompt_len"], llm.model.spec.vocab_size, 0)
-        load_s = warm_up(llm, prompts, work["generated"])
-        steps = llm.on_progress = Steps()
-        llm.generate(prompts, max_new_tokens=work["generated"], ignore_eos=True)
-        record = llm.last_record
-    if record is None:
-        raise Failed("the run left no record")
+        record, load_s, steady_s = timed(llm, prompts, work["generated"])
     kept = {key: record.to_json()[key] for key in ("dtype", "policy", "bytes_moved", "peak_bytes", "warnings")}
-    ran = Ran(record.prefill_s, record.decode_s, load_s, count, work["generated"], kept, steps.steady_s)
-    print(json.dumps(asdict(ran)))
-    return 0
+    return asdict(Ran(record.prefill_s, record.decode_s, load_s, count, work["generated"], kept, steady_s))
 
 
-def main() -> int:
-    """Runs the section; 0 whatever failed, since the records say so."""
-    if sys.argv[1:2] == [CHILD]:
-        return child(sys.argv[2])
-    section = section_arguments("paper")
+def measure(section: Section) -> None:
+    """Every cell that there is time for."""
     scratch_folder().mkdir(parents=True, exist_ok=True)
     for cell in cells(section):
-        if not section.wanted(cell.name):
-            continue
-        if section.left() < 2 * STARTING_S and not cell.emulated:
-            if not section.known(cell.name):
-                section.keep(cell.name, failed="not reached: no time was left in the budget")
-            continue
-        try:
-            section.keep(cell.name, **(ours if cell.system in RATIOS else theirs)(section, cell))
-        except Failed as error:
-            section.keep(cell.name, failed=str(error))
-    return 0
+        if section.left() >= 2 * STARTING_S or cell.emulated:
+            section.attempt(cell.name, partial(ours if cell.system in RATIOS else theirs, section, cell))
+        elif section.wanted(cell.name) and not section.records.done(name=cell.name):
+            section.keep(cell.name, failed="not reached: no time was left in the budget")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(measure, one))

@@ -15,26 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
-SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+from benchmarks.gpu import check, cost, decode, kernels, paper
+from benchmarks.gpu.check import ARCHIVE, cache_folder, pack, unpack
+from benchmarks.gpu.paper import OWN_PROBE, PROBE, Cell, Ran, cell_facts
+from benchmarks.gpu.peers import Peer, flexgen_sizes, one_of
+from benchmarks.gpu.section import FEWEST, WARM_UP, Section, Steps, run, tiny_model, warm_up
+from benchmarks.gpu.tables import BEGIN, END, NOTHING, WHOLE, latest, read, readme_block, tables, with_block
+from benchmarks.gpu.tests import summary
+from h2o_flexgen import LLM, EvictionConfig, OffloadPolicy
+from h2o_flexgen.baselines.process import Finished, RunFailed
+from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
 
-import gpu_check  # noqa: E402
-import gpu_check_cost  # noqa: E402
-import gpu_check_decode  # noqa: E402
-import gpu_check_kernels  # noqa: E402
-import gpu_check_paper  # noqa: E402
-from gpu_check_compiled import NAME, cache_folder, pack, unpack  # noqa: E402
-from gpu_check_paper import OWN_PROBE, PROBE, Cell, Ran, measure  # noqa: E402
-from gpu_check_peers import Peer, flexgen_sizes, one_of  # noqa: E402
-from gpu_check_records import Failed, Section, read, run, run_json, tiny_model  # noqa: E402
-from gpu_check_table import BEGIN, END, NOTHING, WHOLE, latest, readme_block, tables, with_block  # noqa: E402
-from gpu_check_tests import summary  # noqa: E402
-from gpu_check_warm import FEWEST, WARM_UP, Steps, warm_up  # noqa: E402
-
-from h2o_flexgen import LLM, EvictionConfig, OffloadPolicy  # noqa: E402
-from h2o_flexgen.schedule.recorded import FIRST_REPLAYED  # noqa: E402
-
+ROOT = Path(__file__).parents[2]
 GPU = {"name": "NVIDIA H200", "memory_bytes": 150 * 10**9, "cuda": "13.0"}
 HOST = {"cpu": "a CPU", "cores": 16, "memory_bytes": 128 << 30, "gpu": GPU}
 
@@ -45,7 +37,7 @@ def record(section: str, name: str, **facts: Any) -> dict[str, Any]:
     return {**made, "hardware": HOST, "versions": {"torch": "2.11.0"}, "command": "scripts/gpu_check.sh", **facts}
 
 
-def paper(name: str, **facts: Any) -> dict[str, Any]:
+def cell_record(name: str, **facts: Any) -> dict[str, Any]:
     """A cell of the paper's table, measured in full unless `facts` say otherwise."""
     made: dict[str, Any] = {"model": "opt-6.7b", "system": "h2o", "prompt_len": 512, "gen_len": 32, "sequences": 64}
     made |= {"generated": 32, "fewer_sequences": False, "gpu_mem": "16GiB", "measured_tokens_per_s": 123.4}
@@ -73,16 +65,16 @@ def test_without_records_the_readme_says_so(tmp_path: Path) -> None:
 
 
 def test_dry_runs_and_machines_without_a_gpu_never_get_there(tmp_path: Path) -> None:
-    dry, bare = {**paper("a"), "dry_run": True}, {**paper("b"), "hardware": {**HOST, "gpu": None}}
-    write(tmp_path / "2026-11-22-gpu-x", dry, bare, {**paper("c"), "failed": "why not"})
+    dry, bare = {**cell_record("a"), "dry_run": True}, {**cell_record("b"), "hardware": {**HOST, "gpu": None}}
+    write(tmp_path / "2026-11-22-gpu-x", dry, bare, {**cell_record("c"), "failed": "why not"})
     assert readme_block(tmp_path) == NOTHING
-    write(tmp_path / "2026-11-22-gpu-x", paper("d"))
+    write(tmp_path / "2026-11-22-gpu-x", cell_record("d"))
     assert readme_block(tmp_path).count("| opt-6.7b, 512+32") == 1
 
 
 def test_measured_short_and_projected_have_columns_of_their_own(tmp_path: Path) -> None:
     short = {"measured_tokens_per_s": None, "short_tokens_per_s": 77.0, "projected_tokens_per_s": 99.0, "generated": 4}
-    folder = write(tmp_path / "x-gpu-y", paper("a"), paper("b", system="flexgen", **short))
+    folder = write(tmp_path / "x-gpu-y", cell_record("a"), cell_record("b", system="flexgen", **short))
     rows = [line.split("|")[1:-1] for line in tables(folder).splitlines() if line.startswith("| opt")]
     cells = [[cell.strip() for cell in row] for row in rows]
     assert cells[0][4:7] == ["123.4", "", ""]
@@ -109,14 +101,14 @@ def test_tables_of_every_section(tmp_path: Path) -> None:
 
 
 def test_a_failure_does_not_hide_what_was_measured_before() -> None:
-    good, bad, better = paper("a"), {**paper("a"), "failed": "no"}, paper("a", sequences=65)
+    good, bad, better = cell_record("a"), {**cell_record("a"), "failed": "no"}, cell_record("a", sequences=65)
     assert latest([good, bad]) == [good]
     assert latest([bad, good, better, bad]) == [better]
     assert latest([bad]) == [bad]
 
 
 def test_that_a_section_crashed_is_told_until_it_is_run_again() -> None:
-    crashed, good = {**paper(WHOLE), "failed": "exit code 1"}, paper("a")
+    crashed, good = {**cell_record(WHOLE), "failed": "exit code 1"}, cell_record("a")
     assert latest([good, crashed]) == [good, crashed]
     assert latest([crashed, good]) == [good]
 
@@ -136,7 +128,7 @@ class System:
     def __call__(self, size: int, generated: int, seconds: float) -> Ran:
         self.asked.append((size, generated))
         if size > self.most:
-            raise Failed("exit code 1: CUDA out of memory")
+            raise RunFailed("exit code 1: CUDA out of memory")
         return Ran(1.0, 0.1 * (generated - 1), 5.0, size, generated, {})
 
 
@@ -150,14 +142,14 @@ def soon(seconds: float) -> float:
 
 def test_a_cell_that_fits_its_time_is_measured_in_full() -> None:
     steps = System()
-    facts = measure(cell(32), [8], steps, soon(1000))
+    facts = cell_facts(cell(32), [8], steps, soon(1000))
     assert steps.asked == [(8, PROBE), (8, 32)]
     assert facts["measured_tokens_per_s"] == pytest.approx(8 * 32 / (1.0 + 3.1))
     assert facts["short_tokens_per_s"] is facts["projected_tokens_per_s"] is None
 
 
 def test_one_that_does_not_is_cut_and_says_so() -> None:
-    facts = measure(cell(1024), [8], System(), soon(60))
+    facts = cell_facts(cell(1024), [8], System(), soon(60))
     generated = facts["generated"]
     assert PROBE < generated < 1024
     assert facts["measured_tokens_per_s"] is None
@@ -175,29 +167,29 @@ def test_our_first_run_is_long_enough_to_drop_its_first_steps() -> None:
 
     assert OWN_PROBE - 1 - FIRST_REPLAYED >= FEWEST
     steps = Ours()
-    facts = measure(cell(32, "h2o"), [8], steps, soon(1000))
+    facts = cell_facts(cell(32, "h2o"), [8], steps, soon(1000))
     assert steps.asked == [(8, OWN_PROBE), (8, 32)]
     assert facts["measured_tokens_per_s"] == pytest.approx(8 * 32 / (1.0 + 53.1)), "what was measured stays whole"
-    facts = measure(cell(1024, "h2o"), [8], Ours(), soon(100))
+    facts = cell_facts(cell(1024, "h2o"), [8], Ours(), soon(100))
     assert OWN_PROBE < facts["generated"] < 1024
     assert facts["projected_tokens_per_s"] == pytest.approx(8 * 1024 / (1.0 + 102.3))
     assert cell(8, "h2o").probe == 8
 
 
 def test_sequences_that_do_not_fit_are_halved_and_that_counts_as_cut() -> None:
-    facts = measure(cell(32), [64], System(most=16), soon(1000))
+    facts = cell_facts(cell(32), [64], System(most=16), soon(1000))
     assert (facts["sequences"], facts["fewer_sequences"], facts["measured_tokens_per_s"]) == (16, True, None)
 
 
 def test_the_faster_of_two_batches_is_taken() -> None:
-    facts = measure(cell(32), [2, 96], System(), soon(1000))
+    facts = cell_facts(cell(32), [2, 96], System(), soon(1000))
     assert facts["sequences"] == 96
     assert [tried.partition(":")[0] for tried in facts["tried"]] == ["2", "96"]
 
 
 def test_what_never_works_has_the_reason() -> None:
-    with pytest.raises(Failed, match="out of memory"):
-        measure(cell(32), [64], System(most=0), soon(1000))
+    with pytest.raises(RunFailed, match="out of memory"):
+        cell_facts(cell(32), [64], System(most=0), soon(1000))
 
 
 @pytest.mark.parametrize("row", [10**8, 10**9])
@@ -206,14 +198,14 @@ def test_flexgen_s_batches_fit(row: int) -> None:
     for size in flexgen_sizes(weights, row, row // 4, gpu, host):
         assert size > 0
         assert weights + size * row < host
-    with pytest.raises(Failed, match="no cache"):
+    with pytest.raises(RunFailed, match="no cache"):
         flexgen_sizes(weights, row, 0, 8 * 10**9, weights)
 
 
 def test_a_peer_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(Failed, match="not installed"):
+    with pytest.raises(RunFailed, match="not installed"):
         Peer("flexgen", "opt-6.7b", 512, 32, "16GiB", emulated=False).sizes(str(tmp_path))
-    with pytest.raises(Failed, match="libaio is missing"):
+    with pytest.raises(RunFailed, match="libaio is missing"):
         one_of({"systems": {}, "failed": {"deepspeed": "libaio\nis missing"}}, "deepspeed", 8, 4)
 
 
@@ -228,13 +220,15 @@ def test_outcomes_of_pytest() -> None:
 
 def test_programs_that_fail_or_hang() -> None:
     python = sys.executable
-    assert run_json([python, "-c", "print('x'); print('{\"a\": 1}')"], 60) == {"a": 1}
-    with pytest.raises(Failed, match="exit code 3: oh no"):
-        run([python, "-c", "import sys; print('oh no', file=sys.stderr); sys.exit(3)"], 60)
-    with pytest.raises(Failed, match="given up after 1 s"):
-        run([python, "-c", "import time; time.sleep(600)"], 1)
-    with pytest.raises(Failed, match="no JSON"):
-        run_json([python, "-c", "pass"], 60)
+    assert run([python, "-c", "print('x'); print('{\"a\": 1}')"], 60).json() == {"a": 1}
+    with pytest.raises(RunFailed, match="exit code 3: oh no"):
+        run([python, "-c", "import sys; print('oh no', file=sys.stderr); sys.exit(3)"], 60).checked()
+    with pytest.raises(RunFailed, match="gave up after 1 s"):
+        run([python, "-c", "import time; time.sleep(600)"], 1).checked()
+    with pytest.raises(RunFailed, match="no JSON"):
+        run([python, "-c", "pass"], 60).json()
+    with pytest.raises(RunFailed, match="no time is left"):
+        run([python, "-c", "pass"], 0)
 
 
 @pytest.mark.parametrize(
@@ -242,19 +236,17 @@ def test_programs_that_fail_or_hang() -> None:
     [("raise SystemExit('broken')", "exit code 1: broken"), ("import time; time.sleep(600)", "not finished")],
 )
 def test_a_section_that_crashes_or_hangs_is_recorded(code: str, why: str, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts/gpu_check_kernels.py").write_text(code)
-    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
-    monkeypatch.setattr(gpu_check, "ENDING_S", 0.5)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--dry-run", "--commit", "abc"])
-    assert not gpu_check._run("kernels", 2.0, tmp_path / "out", gpu_check._arguments())
-    (kept,) = read(tmp_path / "out/kernels.jsonl")
+    monkeypatch.setattr(check, "module_command", lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr(check, "ENDING_S", 0.5)
+    monkeypatch.setattr(sys, "argv", ["check.py", "--dry-run", "--commit", "abc"])
+    assert not check._run("kernels", 2.0, tmp_path / "out", check._arguments())
+    (kept,) = read(tmp_path / "out", "kernels")
     assert why in kept["failed"]
     assert (kept["dry_run"], kept["commit"]) == (True, "abc")
 
 
 def test_what_is_measured_is_not_measured_again(tmp_path: Path) -> None:
-    section = Section("paper", write(tmp_path, paper("a"), {**paper("b"), "failed": "no"}), 0.0)
+    section = Section("paper", write(tmp_path, cell_record("a"), {**cell_record("b"), "failed": "no"}), 0.0)
     assert [section.wanted(name) for name in "abc"] == [False, True, True]
     assert Section("paper", tmp_path, 0.0, again=True).wanted("a")
     assert [Section("paper", tmp_path, 0.0, only=("b", "d")).wanted(name) for name in "bcd"] == [True, False, True]
@@ -262,10 +254,10 @@ def test_what_is_measured_is_not_measured_again(tmp_path: Path) -> None:
 
 def test_a_gpu_without_triton_s_kernels_is_not_measured(tmp_path: Path, monkeypatch, capsys) -> None:
     why = "Triton cannot run the kernel quantise here: RuntimeError: no C compiler"
-    monkeypatch.setattr(gpu_check, "_run", lambda *_: pytest.fail("a section ran"))
-    monkeypatch.setattr(gpu_check, "run", lambda *_: (_ for _ in ()).throw(Failed(f"exit code 1: {why}")))
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--sections", "decode", "--output", str(tmp_path)])
-    assert gpu_check.main() == 1
+    monkeypatch.setattr(check, "_run", lambda *_: pytest.fail("a section ran"))
+    monkeypatch.setattr(check, "run", lambda *_: Finished(1, "", why, 1.0, 0, False))
+    monkeypatch.setattr(sys, "argv", ["check.py", "--sections", "decode", "--output", str(tmp_path)])
+    assert check.main() == 1
     assert why in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -273,11 +265,11 @@ def test_a_gpu_without_triton_s_kernels_is_not_measured(tmp_path: Path, monkeypa
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nor_is_a_machine_without_a_gpu(monkeypatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert "TRITON_INTERPRET is set" in str(gpu_check._without_triton(240))
+    assert "TRITON_INTERPRET is set" in str(check._without_triton(240))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert "torch finds no CUDA device" in str(gpu_check._without_triton(240))
+    assert "torch finds no CUDA device" in str(check._without_triton(240))
     monkeypatch.setenv("H2O_FLEXGEN_TRITON", "0")
-    assert "H2O_FLEXGEN_TRITON is 0" in str(gpu_check._without_triton(240))
+    assert "H2O_FLEXGEN_TRITON is 0" in str(check._without_triton(240))
 
 
 def test_compiled_kernels_are_carried_to_another_folder(tmp_path: Path, capsys) -> None:
@@ -297,10 +289,10 @@ def test_compiled_kernels_are_carried_to_another_folder(tmp_path: Path, capsys) 
     assert sorted(path.name for path in there.rglob("*") if path.is_file()) == sorted(files)
     children = json.loads((there / "KEY" / "__grp__k.json").read_text())["child_paths"]
     assert children == {name: str(there / "KEY" / name) for name in ("k.cubin", "k.json")}
-    assert [path.name for path in output.iterdir()] == [NAME]
+    assert [path.name for path in output.iterdir()] == [ARCHIVE]
     pack(tmp_path / "nothing", tmp_path)
-    assert not (tmp_path / NAME).exists()
-    (output / NAME).write_bytes(b"torn")
+    assert not (tmp_path / ARCHIVE).exists()
+    (output / ARCHIVE).write_bytes(b"torn")
     unpack(output, there)
     assert "of no use" in capsys.readouterr().err
 
@@ -323,8 +315,8 @@ def test_a_section_compiles_ahead_for_a_part_of_its_time(tmp_path: Path, monkeyp
     seconds, asked, compiling = list[float](), list[tuple[Any, ...]](), triton_tune.compiling
     kernel = SimpleNamespace(compile=lambda *arguments: asked.append(arguments))
     monkeypatch.setattr(triton_tune, "compiling", lambda most: compiling(seconds.append(most) or most))
-    monkeypatch.setattr(gpu_check_kernels, "decode_cache", lambda shape, *how: (kernel, how[:2]))
-    gpu_check_kernels.compile_decode(Section("kernels", tmp_path, soon(100.0), dry_run=True, only=("with scores",)))
+    monkeypatch.setattr(kernels, "decode_cache", lambda shape, *how: (kernel, how[:2]))
+    kernels.compile_decode(Section("kernels", tmp_path, soon(100.0), dry_run=True, only=("with scores",)))
     assert seconds == [pytest.approx(40.0, abs=0.5)]
     assert asked == [(0, (packed, True), 0.25) for packed in (False, True)]
 
@@ -386,7 +378,7 @@ def test_a_real_engine_is_warmed_up_with_real_lengths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("section", ["decode", "paper", "cost"])
-def test_sections_warm_up_with_what_they_run(section: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_sections_warm_up_with_what_they_run(section: str, tmp_path: Path, monkeypatch) -> None:
     """The same prompts, as many new tokens: what their children ask of an engine, first to warm up and then to time."""
     asked, model = list[tuple[int, int, int]](), tiny_model(tmp_path)
     generate = LLM.generate
@@ -397,19 +389,19 @@ def test_sections_warm_up_with_what_they_run(section: str, tmp_path: Path, monke
 
     monkeypatch.setattr(LLM, "generate", noted)
     if section == "decode":
-        work = gpu_check_decode.Work(model, 2, 32, 32, 12, 13, True)
-        assert gpu_check_decode.child(json.dumps(vars(work))) == 0
+        work = decode.Work(model, 2, 32, 32, 12, 13, True)
+        found = decode.one(vars(work))
     elif section == "paper":
         shares = {kind: {"gpu": 1.0} for kind in ("weights", "cache", "hidden")}
         policy = OffloadPolicy(gpu_batch_size=2, num_gpu_batches=1, **shares).to_json()
         facts = {**asdict(Cell(model, 32, "h2o", 32, "8MiB", emulated=True)), "policy": policy, "host": 0}
-        assert gpu_check_paper.child(json.dumps({**facts, "generated": 12, "budget": 13})) == 0
+        found = paper.one({**facts, "generated": 12, "budget": 13})
     else:
-        setting = gpu_check_cost.Setting(model, "", 2, 32, 12, 0.2, "64MiB")
+        setting = cost.Setting(model, "", 2, 32, 12, 0.2, "64MiB")
         profile = ROOT / "configs/hardware/t4-16gb.json"
-        assert gpu_check_cost.child(json.dumps({"setting": asdict(setting), "profile": str(profile)})) == 0
+        found = cost.one({"setting": asdict(setting), "profile": str(profile)})
     assert asked == [(2, 32, 12)] * 2
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = json.loads(json.dumps(found))
     if section == "cost":
         assert found["predicted"]["gen_throughput"] > 0 < found["gen_throughput"]
         assert (found["load_s"], found["generated_tokens"]) == (0.0, 24)
@@ -420,20 +412,18 @@ def test_sections_warm_up_with_what_they_run(section: str, tmp_path: Path, monke
 
 def test_a_reduced_dry_run(tmp_path: Path) -> None:
     """A part of two sections, from the command to the tables; all five take two minutes."""
-    command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--dry-run", "--sections", "decode,kernels"]
-    command += ["--only", "H2O,with scores"]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path), "--budget-s", "240"], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "benchmarks.gpu.check", "--dry-run", "--sections", "decode,kernels"]
+    command += ["--only", "H2O,with scores", "--output", str(tmp_path), "--budget-s", "240"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    decode, kernels = read(tmp_path / "decode.jsonl"), read(tmp_path / "kernels.jsonl")
-    assert [kept["name"] for kept in decode] == ["tiny-opt, 2 x 32+32, H2O 20%"]
-    for kept in (*decode, *kernels):
+    steps, kernel_times = read(tmp_path, "decode"), read(tmp_path, "kernels")
+    assert [kept["name"] for kept in steps] == ["tiny-opt, 2 x 32+32, H2O 20%"]
+    for kept in (*steps, *kernel_times):
         assert kept["dry_run"]
         assert {"hardware", "versions", "date", "commit", "command"} <= kept.keys()
-    assert not [kept for kept in decode if "failed" in kept], decode
-    assert all(kept["step_s"] > 0 and kept["projected"] is False for kept in decode)
-    assert kernels[0]["name"] == "bandwidth"
+    assert not [kept for kept in steps if "failed" in kept], steps
+    assert all(kept["step_s"] > 0 and kept["projected"] is False for kept in steps)
+    assert kernel_times[0]["name"] == "bandwidth"
     text = (tmp_path / "table.md").read_text(encoding="utf-8")
     assert text.startswith("**Dry run")
     assert text.strip() in done.stdout

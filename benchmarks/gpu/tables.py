@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from gpu_check_records import read
-
+from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.reporting.tables import markdown_table
 from h2o_flexgen.units import format_bytes
 
@@ -20,7 +18,6 @@ NOTHING = "No GPU figure has been measured yet: `scripts/gpu_check.sh` measures 
 SECTIONS = ("kernels", "decode", "paper", "cost", "tests")
 WHOLE = "section"
 """The name of the record of a section that crashed or ran out of time."""
-Record = dict[str, Any]
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
@@ -34,9 +31,14 @@ def latest(records: Iterable[Record]) -> list[Record]:
     return list(found.values())
 
 
+def read(folder: Path, section: str) -> list[Record]:
+    """The records of a section."""
+    return RecordFile.open(folder, f"{section}.jsonl").records
+
+
 def tables(folder: Path) -> str:
     """All tables of a folder's records, dry runs said to be such."""
-    records = {name: latest(read(folder / f"{name}.jsonl")) for name in SECTIONS}
+    records = {name: latest(read(folder, name)) for name in SECTIONS}
     every = [record for rows in records.values() for record in rows]
     dry = "**Dry run: tiny shapes, no GPU; not one of these figures means anything.**\n\n"
     text = "\n\n".join(_parts(records))
@@ -48,7 +50,7 @@ def readme_block(results: Path) -> str:
     records: dict[str, list[Record]] = {name: [] for name in SECTIONS}
     for folder in sorted(results.glob("*-gpu-*")):
         for name in SECTIONS:
-            records[name] += [r for r in read(folder / f"{name}.jsonl") if not r["dry_run"] and r["hardware"]["gpu"]]
+            records[name] += [r for r in read(folder, name) if not r["dry_run"] and r["hardware"]["gpu"]]
     shown = {name: [r for r in latest(rows) if not r.get("failed")] for name, rows in records.items()}
     if not any(shown.values()):
         return NOTHING

@@ -1,4 +1,4 @@
-"""The other systems of scripts/gpu_check_paper.py: what they need, at which batches they run, what bench says of them.
+"""The other systems of the section paper: what they need, at which batches they run, what bench says of them.
 
 FlexGen runs at two: as many sequences as fit with everything on the GPU, and as many as host memory holds the cache
 of, in GPU batches, as its authors' policies for 16 GB do. Accelerate and DeepSpeed keep caches on the GPU: the largest
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
@@ -17,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from gpu_check_records import Failed, scratch_folder
 
-from h2o_flexgen.baselines.flexgen_gpu import GPU_BATCH
+from benchmarks.gpu.section import scratch_folder
+from h2o_flexgen.baselines.flexgen_placement import GPU_BATCH
+from h2o_flexgen.baselines.process import RunFailed, run_command
 from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.units import format_bytes, parse_bytes
@@ -54,22 +54,22 @@ class Peer:
         return "float16" if self.name == "flexgen" and not self.emulated else "bfloat16"
 
     def sizes(self, peers: str) -> list[int]:
-        """Batches to try. Failed where the machine has no room for the work at all."""
+        """Batches to try. RunFailed where the machine has no room for the work at all."""
         problem = why_not(self.name, peers)
         if problem is not None:
-            raise Failed(problem)
+            raise RunFailed(problem)
         if self.emulated:
             return [2]
         config = known_config(self.model)
         if config is None:
-            raise Failed(f"{self.model} is not a model that is known by name")
+            raise RunFailed(f"{self.model} is not a model that is known by name")
         spec, host, gpu = spec_from_config(config, self.model), host_bytes(), parse_bytes(self.gpu_mem)
         weights = sum(group.nbytes("bfloat16") for group in spec.weight_groups)
         token = 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim
         row = token * (self.prompt_len + self.gen_len)
         inner = 8 * self.prompt_len * (spec.hidden_size + spec.ffn_size)
         if weights > host:
-            raise Failed(f"weights take {format_bytes(weights)}, and host memory has {format_bytes(host)}")
+            raise RunFailed(f"weights take {format_bytes(weights)}, and host memory has {format_bytes(host)}")
         if self.name == "flexgen":
             return flexgen_sizes(weights, row, inner, gpu, host)
         self._check_disk(weights)
@@ -82,7 +82,7 @@ class Peer:
             return
         free = shutil.disk_usage(scratch_folder()).free
         if free < 1.05 * weights:
-            raise Failed(f"a checkpoint takes {format_bytes(weights)}, and the disk has {format_bytes(free)} free")
+            raise RunFailed(f"a checkpoint takes {format_bytes(weights)}, and the disk has {format_bytes(free)} free")
 
     def command(self, peers: str, size: int, generated: int, seconds: float, output: Path) -> list[str]:
         """h2o_flexgen.bench with this system alone, once."""
@@ -114,10 +114,8 @@ def why_not(name: str, peers: str) -> str | None:
     path = Path(peers) / name / "bin" / "python"
     if not path.is_file():
         return f"{name} is not installed"
-    command = [str(path), "-c", f"import {MODULES[name]}"]
-    tried = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    said = tried.stderr.strip().splitlines() or ["no message"]
-    return f"{name} cannot be imported: {said[-1][:300]}" if tried.returncode else None
+    tried = run_command([str(path), "-c", f"import {MODULES[name]}"], 120)
+    return f"{name} cannot be imported: {tried.last_error[:300]}" if tried.exit_code else None
 
 
 def flexgen_sizes(weights: int, row: int, inner: int, gpu: int, host: int) -> list[int]:
@@ -129,14 +127,14 @@ def flexgen_sizes(weights: int, row: int, inner: int, gpu: int, host: int) -> li
     sizes = [min(beside, 16), offloaded]
     found = [size for size in dict.fromkeys(sizes) if size > 0]
     if not found:
-        raise Failed(f"host memory of {format_bytes(host)} holds the weights and no cache beside them")
+        raise RunFailed(f"host memory of {format_bytes(host)} holds the weights and no cache beside them")
     return found
 
 
 def one_of(summary: dict[str, Any], name: str, size: int, generated: int) -> dict[str, Any]:
-    """What a summary of bench says of its only system; Failed where that did not run."""
+    """What a summary of bench says of its only system; RunFailed where that did not run."""
     if name not in summary["systems"]:
-        raise Failed(" ".join(str(summary["failed"].get(name, "no reason is known")).split())[:400])
+        raise RunFailed(" ".join(str(summary["failed"].get(name, "no reason is known")).split())[:400])
     found = summary["systems"][name]
     seconds = {key: found[key]["median"] for key in ("prefill_s", "decode_s", "load_s")}
     facts = {"peer_versions": found["versions"], "peak_bytes": json.loads(json.dumps(found["peak_bytes"]["median"]))}

@@ -1,23 +1,21 @@
 """Section cost: calibrates the machine, then predicted beside measured throughput for four settings.
 
-As scripts/cost_check.py does it without a GPU: every run is a process of its own with random weights in bfloat16, its
+As benchmarks.cost_check does it without a GPU: every run is a process of its own with random weights in bfloat16, its
 policy chosen by the search. Here the cap is that of the GPU's memory, and a run is warmed up by its own first tokens.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_check_records import ROOT, Failed, Section, run, run_json, section_arguments, tiny_model
-from gpu_check_warm import warm_up
-
+from benchmarks.gpu.section import ONE, Section, module_command, run, serve, tiny_model, warm_up
+from h2o_flexgen.baselines.process import RunFailed
+from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.config.eviction import EvictionConfig
-
-CHILD = "one"
 
 
 @dataclass(frozen=True)
@@ -74,35 +72,29 @@ def calibrate(section: Section, setting: Setting, budget_s: float) -> Path:
     path = section.output / f"profile-{Path(setting.model).name}.json"
     if not path.is_file():
         command = [sys.executable, "-m", "h2o_flexgen.calibrate", *setting.machine, "--quiet"]
-        run([*command, "--budget-s", str(budget_s), "--output", str(path.resolve())], section.left())
+        run([*command, "--budget-s", str(budget_s), "--output", str(path.resolve())], section.left()).checked()
     return path.resolve()
 
 
-def measure(section: Section, setting: Setting) -> None:
-    """One run, recorded."""
-    try:
-        profile = calibrate(section, setting, 3 if section.dry_run else 40)
-        text = json.dumps({"setting": asdict(setting), "profile": str(profile)})
-        record = run_json([sys.executable, str(ROOT / "scripts/gpu_check_cost.py"), CHILD, text], section.left())
-    except Failed as error:
-        section.keep(setting.name, failed=str(error))
-        return
+def measured(section: Section, setting: Setting) -> Record:
+    """Facts of one run."""
+    profile = calibrate(section, setting, 3 if section.dry_run else 40)
+    work = {"setting": asdict(setting), "profile": str(profile)}
+    record = run(module_command("cost", ONE, work), section.left()).json()
     predicted, found = record["predicted"]["gen_throughput"], record["gen_throughput"]
     kept = ("model", "dtype", "eviction", "policy", "prompt_len", "gen_len", "sequences", "predicted")
     kept += ("prefill_s", "decode_s", "gen_throughput", "bytes_moved", "peak_bytes", "warnings")
-    section.keep(
-        setting.name,
-        **{key: json.loads(json.dumps(record[key])) for key in kept},
-        predicted_tokens_per_s=predicted,
-        measured_tokens_per_s=found,
-        error=predicted / found - 1,
-        said=f"predicted {predicted:.4g} tokens/s, measured {found:.4g}",
-    )
+    return {
+        **{key: record[key] for key in kept},
+        "predicted_tokens_per_s": predicted,
+        "measured_tokens_per_s": found,
+        "error": predicted / found - 1,
+        "said": f"predicted {predicted:.4g} tokens/s, measured {found:.4g}",
+    }
 
 
-def child(text: str) -> int:
-    """One run after a warm-up, in a process of its own, planned as `h2o_flexgen.run` plans; prints its record."""
-    work = json.loads(text)
+def one(work: dict[str, Any]) -> Record:
+    """The record of one run after a warm-up, planned as `h2o_flexgen.run` plans."""
     setting = Setting(**work["setting"])
     from h2o_flexgen import LLM
     from h2o_flexgen.cli.planning import Planning
@@ -119,21 +111,15 @@ def child(text: str) -> int:
         llm.generate(prompts, max_new_tokens=setting.gen_len, ignore_eos=True)
         record = llm.last_record
     if record is None:
-        raise Failed("the run left no record")
-    print(planning.completed(record, setting.prompt_len, setting.gen_len).to_line())
-    return 0
+        raise RunFailed("the run left no record")
+    return planning.completed(record, setting.prompt_len, setting.gen_len).to_json()
 
 
-def main() -> int:
-    """Runs the section; 0 whatever failed, since the records say so."""
-    if sys.argv[1:2] == [CHILD]:
-        return child(sys.argv[2])
-    section = section_arguments("cost")
+def measure(section: Section) -> None:
+    """Every setting."""
     for setting in settings(section):
-        if section.wanted(setting.name):
-            measure(section, setting)
-    return 0
+        section.attempt(setting.name, partial(measured, section, setting))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(measure, one))
