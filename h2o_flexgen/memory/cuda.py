@@ -11,12 +11,15 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import StrEnum
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for all devices, not only for the one that is asked
+
+Mark: TypeAlias = torch.cuda.Event
+"""A place in the queue of a stream."""
 
 
 class Stream(StrEnum):
@@ -28,79 +31,12 @@ class Stream(StrEnum):
     COMPUTE = "compute"
 
 
-class Mark(Protocol):
-    """A place in the queue of a stream: an event, recorded. Opaque but to the device that made it."""
+class Device:
+    """One CUDA device. Calls on UP and DOWN may come from any thread, the others from the one that computes.
 
-
-class Device(Protocol):
-    """One accelerator. Calls on UP and DOWN may come from any thread, the others from the one that computes."""
-
-    torch_device: torch.device
-    """Where tensors that are to be computed with are made."""
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """1-D uint8 on the device; torch.OutOfMemoryError where there is no room."""
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies on the device."""
-
-    def lock(self, tensor: Tensor) -> bool:
-        """Page-locks host memory, so that copies need no help of the host; False where the system refuses."""
-
-    def unlock(self, tensor: Tensor) -> None:
-        """Undoes `lock`."""
-
-    def locked(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in page-locked host memory."""
-
-    def record(self, stream: Stream) -> Mark:
-        """A mark behind all that is queued on `stream` so far."""
-
-    def release(self, mark: Mark) -> None:
-        """Nobody asks for `mark` any more: it may become another one."""
-
-    def wait(self, stream: Stream, mark: Mark) -> None:
-        """What is queued on `stream` from now on starts once `mark` is passed. The host does not wait."""
-
-    def copy(self, stream: Stream, dst: Tensor, src: Tensor) -> None:
-        """Queues dst[...] = src, one of which is on the device; RuntimeError where that fails at once.
-
-        On ACROSS `dst` is, and `src` is on another device.
-        """
-
-    def passed(self, mark: Mark) -> bool:
-        """Whether the device has come by."""
-
-    def synchronize(self, mark: Mark) -> None:
-        """The host waits until `mark` is passed; RuntimeError where work before it failed."""
-
-    def seconds(self, first: Mark, last: Mark) -> float:
-        """Between two marks that are passed."""
-
-    def clock(self, mark: Mark) -> float:
-        """When a mark was passed, as `time.perf_counter` reads."""
-
-    def capturing(self) -> bool:
-        """Whether what is queued on COMPUTE is being recorded for later, and does not run: no marks may be set then."""
-
-    def room(self) -> tuple[int, int]:
-        """Bytes that this process may still take or holds already, and bytes that the device has in all.
-
-        Less what others hold, the context, and what libraries hold.
-        """
-
-    def cap(self, nbytes: int | None) -> None:
-        """From now on the most that is allocated, activations included; None: no limit."""
-
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Makes what is made at first use: streams, handles and working memory of libraries."""
-
-    def chosen(self) -> AbstractContextManager[None]:
-        """What this thread launches within goes to the device."""
-
-
-class CudaDevice:
-    """See Device. Copies run beside computing where their host memory is page-locked."""
+    Copies run beside computing where their host memory is page-locked. `torch_device`: where tensors that are to be
+    computed with are made.
+    """
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -109,22 +45,23 @@ class CudaDevice:
         self._side: dict[Stream, torch.cuda.Stream] = {stream: _stream(self.torch_device) for stream in copying}
         self._far: dict[torch.device, torch.cuda.Stream] = {}
         self._spare: deque[Mark] = deque()
-        self._zero, self._zero_time = self._now()
+        self._zero = self.record(Stream.UP)
+        self.synchronize(self._zero)
+        self._zero_time = time.perf_counter()
 
     def allocate(self, nbytes: int) -> Tensor:
-        """See Device."""
+        """1-D uint8 on the device; torch.OutOfMemoryError where there is no room."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def owns(self, tensor: Tensor) -> bool:
-        """See Device."""
+        """Whether the tensor lies on the device."""
         return tensor.device == self.torch_device
 
     def lock(self, tensor: Tensor) -> bool:
-        """See Device."""
+        """Page-locks host memory, so that copies need no help of the host; False where the system refuses."""
         if not tensor.numel():
             return True
-        nbytes = tensor.numel() * tensor.element_size()
-        if not int(_cudart().cudaHostRegister(tensor.data_ptr(), nbytes, _PORTABLE)):
+        if not int(_cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, _PORTABLE)):
             return True
         # The refusal stays in CUDA's record of errors until something asks, and what asks fails: a kernel does, here.
         with suppress(RuntimeError):
@@ -132,16 +69,16 @@ class CudaDevice:
         return False
 
     def unlock(self, tensor: Tensor) -> None:
-        """See Device."""
+        """Undoes `lock`."""
         if tensor.numel():
             _cudart().cudaHostUnregister(tensor.data_ptr())
 
     def locked(self, tensor: Tensor) -> bool:
-        """See Device."""
+        """Whether the tensor lies in page-locked host memory."""
         return tensor.is_pinned()
 
     def record(self, stream: Stream) -> Mark:
-        """See Device."""
+        """A mark behind all that is queued on `stream` so far."""
         event: Any
         try:
             event = self._spare.pop()
@@ -151,15 +88,18 @@ class CudaDevice:
         return cast(Mark, event)
 
     def release(self, mark: Mark) -> None:
-        """See Device."""
+        """`mark` is needed no more: it may become another one."""
         self._spare.append(mark)
 
     def wait(self, stream: Stream, mark: Mark) -> None:
-        """See Device."""
-        self._of(stream).wait_event(cast(torch.cuda.Event, mark))
+        """What is queued on `stream` from now on starts once `mark` is passed. The host does not wait."""
+        self._of(stream).wait_event(mark)
 
     def copy(self, stream: Stream, dst: Tensor, src: Tensor) -> None:
-        """See Device."""
+        """Queues dst[...] = src, one of which is on the device; RuntimeError where that fails at once.
+
+        On ACROSS `dst` is, and `src` is on another device.
+        """
         # Between two devices torch copies on the current stream of the source's, and puts both devices' current streams
         # in order around that: neither may be the one that computes.
         far = torch.cuda.stream(self._far_from(src.device)) if stream is Stream.ACROSS else nullcontext()
@@ -167,38 +107,42 @@ class CudaDevice:
             dst.copy_(src, non_blocking=True)
 
     def passed(self, mark: Mark) -> bool:
-        """See Device."""
-        return bool(cast(torch.cuda.Event, mark).query())
+        """Whether the device has come by."""
+        return bool(mark.query())
 
     def synchronize(self, mark: Mark) -> None:
-        """See Device."""
-        cast(torch.cuda.Event, mark).synchronize()
+        """The host waits until `mark` is passed; RuntimeError where work before it failed."""
+        mark.synchronize()
 
     def seconds(self, first: Mark, last: Mark) -> float:
-        """See Device."""
-        return float(cast(torch.cuda.Event, first).elapsed_time(cast(torch.cuda.Event, last))) / 1000
+        """Between two marks that are passed."""
+        return float(first.elapsed_time(last)) / 1000
 
     def clock(self, mark: Mark) -> float:
-        """See Device. Right to a tenth of a millisecond in the first minutes, less so later."""
+        """When a mark was passed, as `time.perf_counter` reads: to a tenth of a millisecond in the first minutes."""
         return self._zero_time + self.seconds(self._zero, mark)
 
     def capturing(self) -> bool:
-        """See Device."""
+        """Whether what is queued on COMPUTE is being recorded for later, and does not run: no marks may be set then."""
         return bool(torch.cuda.is_current_stream_capturing())
 
     def room(self) -> tuple[int, int]:
-        """See Device."""
+        """Bytes that this process may still take or holds already, and bytes that the device has in all.
+
+        Less what others hold, the context, and what libraries hold.
+        """
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return free + torch.cuda.memory_reserved(self.torch_device), total
 
     def cap(self, nbytes: int | None) -> None:
-        """See Device. A limit of torch's allocator: what it would exceed is a torch.OutOfMemoryError."""
+        """From now on the most that torch allocates, activations included, and a torch.OutOfMemoryError beyond; None:
+        no limit."""
         _, total = self.room()
         share = 1.0 if nbytes is None else min(1.0, nbytes / total)
         torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """See Device."""
+        """Makes what is made at first use: streams, handles and working memory of libraries."""
         with torch.inference_mode():
             square = torch.ones(64, 64, dtype=dtype, device=self.torch_device)
             host = torch.empty(64, 64, dtype=dtype)
@@ -209,7 +153,7 @@ class CudaDevice:
                 self.synchronize(self.record(stream))
 
     def chosen(self) -> AbstractContextManager[None]:
-        """See Device."""
+        """What this thread launches within goes to the device."""
         return cast(AbstractContextManager[None], torch.cuda.device(self.torch_device))
 
     def _far_from(self, device: torch.device) -> torch.cuda.Stream:
@@ -222,16 +166,10 @@ class CudaDevice:
         side = self._side.get(stream)
         return torch.cuda.current_stream(self.torch_device) if side is None else side
 
-    def _now(self) -> tuple[Mark, float]:
-        """A mark that is passed, and when that was."""
-        mark = self.record(Stream.UP)
-        self.synchronize(mark)
-        return mark, time.perf_counter()
 
-
-def open_device(device: torch.device) -> CudaDevice | None:
+def open_device(device: torch.device) -> Device | None:
     """What copies to and from `device` go through; None for the CPU. Takes the device's context."""
-    return CudaDevice(device) if device.type == "cuda" else None
+    return Device(device) if device.type == "cuda" else None
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

@@ -11,7 +11,7 @@ import torch
 
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.metrics.trace import Trace
-from h2o_flexgen.memory.cuda import CudaDevice, Stream
+from h2o_flexgen.memory.cuda import Device, Stream
 from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind
 from h2o_flexgen.schedule.zigzag import zigzag
 from tests.cost.machines import TINY
@@ -84,7 +84,7 @@ def test_a_mark_that_was_given_back_is_set_again(monkeypatch: pytest.MonkeyPatch
         def record(self, stream: object) -> None: ...
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    device = CudaDevice.__new__(CudaDevice)
+    device = Device.__new__(Device)
     device._side, device._spare = {Stream.UP: object()}, deque()  # type: ignore[dict-item]
     first, second = device.record(Stream.UP), device.record(Stream.UP)
     device.release(first)
