@@ -20,6 +20,7 @@ from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement, place
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.engine.model import open_model
+from h2o_flexgen.reporting.tables import markdown_table
 from h2o_flexgen.schedule.tasks import ScheduleShape
 from h2o_flexgen.schedule.traffic import expected_loads
 from h2o_flexgen.units import format_bytes, format_rate
@@ -66,17 +67,15 @@ def main(argv: Sequence[str]) -> int:
     """Prints the table and the speed of the run; returns the exit code."""
     record = RunRecord.from_json(json.loads(Path(argv[0]).read_text(encoding="utf-8").strip().splitlines()[-1]))
     rows, good = check(record, _spec(record), json.loads(Path(argv[1]).read_text(encoding="utf-8")))
-    lines = ["| what | allowed or planned | measured | |", "| --- | ---: | ---: | --- |"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
+    head = ("what", "allowed or planned", "measured", "")
     decode, rate = record.decode_throughput, record.bandwidth.get("disk->cpu")
-    lines.append("")
-    lines.append(
+    print(markdown_table(head, rows), end="\n\n")
+    print(
         f"{record.model}, {record.weights} weights, {record.dtype}, {record.sequences} sequences, "
         f"{record.prompt_len}+{record.gen_len} tokens: prefill {record.prefill_s:.1f} s, decode {record.decode_s:.1f} s"
         + (f", {decode:.3g} tokens/s in decode" if decode else "")
         + (f", disk {format_rate(rate)} while busy" if rate else "")
     )
-    sys.stdout.write("\n".join(lines) + "\n")
     return 0 if good else 1
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.records import default_output, provenance, repeat, run_json, save_picture, shown, spread
+from benchmarks.records import arguments, provenance, repeat, report, run_json, save_picture, shown, spread, tidy
 from h2o_flexgen.baselines.memcap import cap_command, read_report
 from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.config.model.known import known_config
@@ -207,14 +207,14 @@ def picture(records: list[Record], path: Path) -> None:
     axes.tick_params(axis="y", labelsize=8, length=0)
     axes.invert_yaxis()
     axes.set_xlabel("seconds of generation")
-    axes.grid(alpha=0.25, axis="x")
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
+    axes.grid(visible=False, axis="y")
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
     save_picture(figure, path)
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "opt30b", 1, "runs")
     parser.add_argument("--model", default="opt-30b", help="a known model (default: opt-30b)")
     parser.add_argument("--layers", type=int, help="fewer than the model has (default: all that fit on the disk)")
     parser.add_argument("--limit", default="6G", help="of memory, page cache included (default: 6G)")
@@ -223,11 +223,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=8)
     parser.add_argument("--hh-ratio", type=float, default=0.2)
-    parser.add_argument("--repetitions", type=int, default=1, help="runs, in all (default: 1)")
     parser.add_argument("--keep", action="store_true", help="leave the weights on the disk")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and stop")
     parser.add_argument("--offload-dir", type=Path, default=Path("~/.cache/h2o_flexgen/opt30b").expanduser())
-    parser.add_argument("--output", type=Path, default=default_output("opt30b"))
     return parser.parse_args(argv)
 
 
@@ -247,10 +245,7 @@ def main(argv: list[str] | None = None) -> int:
         remove_weights(scratch)
     else:
         print(f"the weights stay in {shown(scratch)}", file=sys.stderr)
-    print(store.write(table(store.records)))
-    if store.records:
-        picture(store.records, store.folder / "opt30b.png")
-    print(f"records, table.md and opt30b.png are in {shown(store.folder)}", file=sys.stderr)
+    report(store, table, picture, "opt30b.png")
     return 1 if failed else 0
 
 

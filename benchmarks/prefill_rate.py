@@ -14,17 +14,17 @@ made of all of them. Deep models are given few layers, all alike: the name says 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from benchmarks.records import default_output, provenance, repeat, run_json, shown, spread
+from benchmarks.records import arguments, in_process, provenance, repeat, report, spread
 from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.config.model.products import products
@@ -122,7 +122,7 @@ def run(point: Record) -> int:
     return 0
 
 
-def report(records: list[Record]) -> Iterator[str]:
+def table(records: list[Record]) -> Iterator[str]:
     """Rates and shares of every setting: medians over all turns of all runs, and their range."""
     yield "| setting | prefill s | its GFLOP/s | model's GEMMs | large GEMM | share of model's GEMMs | of large GEMM |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
@@ -136,23 +136,18 @@ def report(records: list[Record]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=1, help="processes per setting")
+    parser = arguments(__doc__, "prefill-rate", 1, "processes per setting")
     parser.add_argument("--rounds", type=int, default=3, help="prefills in each")
     parser.add_argument("--only", help="numbers of settings, from 1, as 2,5")
-    parser.add_argument("--output", type=Path, default=default_output("prefill-rate"))
-    parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.run is not None:
-        return run(json.loads(args.run))
+    if args.run:
+        return run(args.run)
     chosen = points(args.rounds)
     if args.only is not None:
         chosen = [chosen[int(number) - 1] for number in args.only.split(",")]
     store = RecordFile.open(args.output)
-    own = [sys.executable, "-m", "benchmarks.prefill_rate", "--run"]
-    failed = repeat(store, chosen, args.repetitions, lambda p: run_json([*own, json.dumps(p)]), "title")
-    print(store.write(report(store.records)))
-    print(f"records: {shown(args.output)}", file=sys.stderr)
+    failed = repeat(store, chosen, args.repetitions, partial(in_process, "prefill_rate"), "title")
+    report(store, table)
     return 1 if failed else 0
 
 

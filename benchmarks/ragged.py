@@ -14,17 +14,18 @@ ratios are taken pair by pair. Records go to --output, a line each; table.md and
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
-from benchmarks.records import default_output, provenance, repeat, run_json, save_picture, shown, spread
+from benchmarks.records import arguments, in_process, provenance, repeat, report, save_picture, spread, tidy
 from h2o_flexgen.baselines.store import Record, RecordFile
+from h2o_flexgen.config.flags import between_commas
 
 KINDS = ("uniform", "known", "unforeseen")
 CACHES = {"full": 1.0, "h2o": 0.2}
@@ -183,28 +184,23 @@ def picture(records: list[Record], path: Path) -> None:
     right.set_xticks(range(len(groups)), [f"{NAMES[cache]}\n{kind}" for cache, kind in groups], fontsize=9)
     right.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     right.set(ylim=(0, None), xlim=(-0.6, len(groups) - 0.4), title="speed against uniform; dashed: the goal")
-    for axes in (left, right):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+    tidy(left, right)
     figure.suptitle(title, fontsize=11)
     save_picture(figure, path)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "ragged", 5, "pairs")
     parser.add_argument("--model", default="opt-125m")
     parser.add_argument("--sequences", type=int, default=192)
     parser.add_argument("--places", type=int, default=64, help="of the GPU batch (default: 64)")
     parser.add_argument("--prompt", type=int, default=32, help="mean prompt tokens (default: 32)")
     parser.add_argument("--new", type=int, default=32, help="mean generated tokens (default: 32)")
     parser.add_argument("--caches", default=",".join(CACHES), help="full, h2o or both (default)")
-    parser.add_argument("--repetitions", type=int, default=5, help="pairs, in all (default: 5)")
-    parser.add_argument("--output", type=Path, default=default_output("ragged"))
-    parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.run:
         return run(args.run)
-    caches = [name.strip() for name in args.caches.split(",")]
+    caches = between_commas(args.caches)
     if unknown := set(caches) - set(CACHES):
         parser.error(f"no cache is called {', '.join(sorted(unknown))}; there are {', '.join(CACHES)}")
     shape = {name: getattr(args, name) for name in ("model", "sequences", "places", "prompt", "new")}
@@ -217,16 +213,9 @@ def main(argv: list[str] | None = None) -> int:
         for cache in caches
         for kind in KINDS
     ]
-
-    def measure(point: Record) -> Record:
-        return run_json([sys.executable, "-m", "benchmarks.ragged", "--run", json.dumps(point)])
-
     store = RecordFile.open(args.output.resolve())
-    failed = repeat(store, points, args.repetitions, measure, "name")
-    print(store.write(table(store.records)))
-    if store.records:
-        picture(store.records, store.folder / "ragged.png")
-    print(f"records, table.md and ragged.png are in {shown(store.folder)}", file=sys.stderr)
+    failed = repeat(store, points, args.repetitions, partial(in_process, "ragged"), "name")
+    report(store, table, picture, "ragged.png")
     return 1 if failed else 0
 
 

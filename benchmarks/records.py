@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import datetime
 import io
+import json
 import os
 import shlex
 import sys
 import time
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +26,17 @@ from h2o_flexgen.baselines.store import Record, RecordFile, origin
 from h2o_flexgen.config.reports.record import host_facts, utc_now
 
 ROOT = Path(__file__).resolve().parents[1]
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "vocab_size": 32000,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
 
 
 def default_output(name: str) -> Path:
@@ -79,6 +92,28 @@ def run_json(command: Sequence[str], loud: bool = False) -> Record:
     return {**known, **result, "host": {**known["host"], **result.get("host", {})}}
 
 
+def arguments(text: str | None, name: str, repetitions: int, what: str = "runs of every point") -> ArgumentParser:
+    """The flags that all benchmarks have; `text` is the module's docstring. --run is one point, for a process of it."""
+    parser = ArgumentParser(description=text, formatter_class=RawDescriptionHelpFormatter)
+    said = f"{what}, in all (default: {repetitions})"
+    parser.add_argument("--repetitions", type=int, default=repetitions, help=said)
+    parser.add_argument("--output", type=Path, default=default_output(name), help="folder of the records")
+    parser.add_argument("--run", type=json.loads, help=SUPPRESS)
+    return parser
+
+
+def in_process(module: str, point: Record) -> Record:
+    """What `python -m benchmarks.MODULE --run POINT` prints last, with `facts`."""
+    return run_json([sys.executable, "-m", f"benchmarks.{module}", "--run", json.dumps(point)])
+
+
+def llama(folder: Path, **sizes: int | bool) -> Path:
+    """A folder with the config.json of a LLaMA of these sizes: random weights are as good, and its context is long."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **sizes}, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
 def engine(flags: Iterable[object]) -> list[str]:
     """The command of one run of the engine: random weights in bfloat16, everything in memory, nothing calibrated.
 
@@ -120,6 +155,27 @@ def repeat(
             print(f"interrupted: the same command goes on from here, in {shown(store.folder)}", file=sys.stderr)
             raise SystemExit(130) from None
     return failed
+
+
+def report(
+    store: RecordFile,
+    table: Callable[[list[Record]], Iterable[str]],
+    picture: Callable[[list[Record], Path], None] | None = None,
+    name: str = "",
+) -> None:
+    """Prints the table of all records that are there, writes it to table.md, and the picture to `name`."""
+    print(store.write(table(store.records)))
+    if picture is not None and store.records:
+        picture(store.records, store.folder / name)
+    made = "records, table.md and " + name if name else "records and table.md"
+    print(f"{made} are in {shown(store.folder)}", file=sys.stderr)
+
+
+def tidy(*panels: Any) -> None:
+    """A faint grid, and no frame above and on the right."""
+    for axes in panels:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
 
 
 def save_picture(figure: Any, path: Path) -> None:

@@ -15,34 +15,56 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
+from array import array
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from random import Random
+from statistics import fmean, median
+from typing import Any
 
-from benchmarks.records import default_output, engine, provenance, repeat, run_json, shown, spread
-from benchmarks.scaling_plot import draw
+import psutil
+
+from benchmarks.records import (
+    arguments,
+    engine,
+    in_process,
+    llama,
+    provenance,
+    repeat,
+    report,
+    run_json,
+    save_picture,
+    shown,
+    spread,
+)
 from h2o_flexgen.baselines.store import Record, RecordFile
+from h2o_flexgen.config.flags import between_commas
 
 LINES = {"full cache": [], "H2O 20 %": ["--hh-ratio", "0.2"]}
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+LLAMA_110M: dict[str, int | bool] = {
     "hidden_size": 768,
     "intermediate_size": 2048,
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
     "num_key_value_heads": 12,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
     "tie_word_embeddings": True,
-    "vocab_size": 32000,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "bfloat16",
 }
 """As many weights as OPT-125M has in its layers, and a context of 32,768."""
+LOOKS = {"full cache": ("black", "s"), "H2O 20 %": ("#c1121f", "o"), "H2O": ("#c1121f", "o")}
+LABELS = {
+    "batch": "sequences in the GPU batch",
+    "stream": "GPU batches per pass over the weights",
+    "prompt": "prompt tokens",
+    "generated": "generated tokens",
+    "budget": "KV budget, % of prompt and generated tokens",
+}
+RATES = {"decode": "-", "gen": ":", "prefill": "--"}
+NAMES = {"decode": "decode", "gen": "end to end", "prefill": "prefill"}
+SHOWN = {"prompt": ("decode", "prefill")}
+"""What a panel shows; all others decode and end to end."""
 
 
 def _work(model: str, rows: int, batches: int, prompt: int, new: int) -> list[str]:
@@ -116,7 +138,7 @@ def measure(point: Record) -> Record:
     """One run."""
     if point["panel"] != "long":
         return run_json(engine(point["flags"]))
-    return run_json([sys.executable, "-m", "benchmarks.scaling_long", json.dumps(point["settings"])])
+    return in_process("scaling", point["settings"])
 
 
 def table(records: list[Record]) -> Iterator[str]:
@@ -177,17 +199,147 @@ def trend(values: list[float]) -> float:
     return median(slopes) * (len(values) - 1) / median(values) if slopes else 0.0
 
 
+def picture(records: list[Record], path: Path) -> None:
+    """A panel for each panel and title among `records`: medians as points, least and most as bars."""
+    from matplotlib.figure import Figure
+
+    keys = list(dict.fromkeys((record["panel"], record["title"]) for record in records))
+    columns = min(3, len(keys))
+    rows = -(-len(keys) // columns)
+    figure = Figure(figsize=(4.6 * columns, 3.9 * rows), layout="constrained")
+    grid: Any = figure.subplots(rows, columns, squeeze=False)
+    for axes in grid.flat[len(keys) :]:
+        axes.axis("off")
+    for axes, key in zip(grid.flat, keys, strict=False):
+        runs = [record for record in records if (record["panel"], record["title"]) == key]
+        (_long if key[0] == "long" else _panel)(axes, runs)
+        what, _, rest = key[1].partition(", ")
+        axes.set_title(f"{what}\n{rest}", fontsize=9)
+        axes.grid(alpha=0.25)
+        axes.spines["top"].set_visible(False)
+    save_picture(figure, path)
+
+
+def _panel(axes: Any, runs: list[Record]) -> None:
+    panel = runs[0]["panel"]
+    xs = sorted({run["x"] for run in runs})
+    for line in dict.fromkeys(run["line"] for run in runs):
+        color, marker = LOOKS.get(line, ("#1f5fa8", "^"))
+        for rate in SHOWN.get(panel, ("decode", "gen")):
+            points = [
+                (x, sorted(values))
+                for x in xs
+                if (
+                    values := [run[f"{rate}_throughput"] or 0.0 for run in runs if (run["x"], run["line"]) == (x, line)]
+                )
+            ]
+            middles = [median(values) for _, values in points]
+            bars = [
+                [middle - values[0] for middle, (_, values) in zip(middles, points, strict=True)],
+                [values[-1] - middle for middle, (_, values) in zip(middles, points, strict=True)],
+            ]
+            axes.errorbar(
+                [x for x, _ in points],
+                middles,
+                yerr=bars,
+                color=color,
+                marker=marker,
+                markersize=4.5,
+                linestyle=RATES[rate],
+                linewidth=1.6,
+                capsize=2.5,
+                label=f"{line}, {NAMES[rate]}",
+            )
+    axes.set_xscale("log", base=2)
+    axes.minorticks_off()
+    axes.set_xticks(xs, [f"{x:,}" for x in xs])
+    axes.set_xlabel(LABELS[panel])
+    axes.set_ylabel("tokens per second")
+    axes.set_ylim(bottom=0)
+    axes.spines["right"].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _long(axes: Any, runs: list[Record]) -> None:
+    """Milliseconds per step on the left, resident memory on the right; a line for each run."""
+    memory = axes.twinx()
+    most, held = 0.0, 0.0
+    for index, run in enumerate(runs):
+        steps = [window["step"] for window in run["windows"]]
+        times = [window["median_s"] * 1e3 for window in run["windows"]]
+        resident = [(window["rss_bytes"] or float("nan")) / 2**20 for window in run["windows"]]
+        label = None if index else "a step (median of a window)"
+        axes.plot(steps, times, color="#c1121f", linewidth=1.4, alpha=0.8, label=label)
+        memory.plot(
+            steps, resident, color="#1f5fa8", linestyle="--", linewidth=1.4, label=None if index else "resident memory"
+        )
+        most, held = max(most, *times), max(held, *resident)
+    axes.set_ylim(0, 1.5 * most)
+    memory.set_ylim(0, 1.15 * held)
+    axes.set_xlabel("generated tokens of a sequence")
+    axes.set_ylabel("milliseconds per step", color="#c1121f")
+    memory.set_ylabel("resident memory, MiB", color="#1f5fa8")
+    memory.spines["top"].set_visible(False)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axes.xaxis.get_major_locator().set_params(nbins=5)
+    handles, labels = axes.get_legend_handles_labels()
+    more, others = memory.get_legend_handles_labels()
+    axes.legend(handles + more, labels + others, frameon=False, fontsize=8, loc="lower left")
+
+
+def run_long(settings: Record) -> int:
+    """One long generation at a fixed budget, in this process, so that its memory is its own; prints its record.
+
+    To the engine's record it adds `windows`: for each window of decode steps the step it ends with, the mean, median
+    and least seconds of a step, and the resident bytes of the process at its end. What is left over after the last
+    whole window is dropped.
+    """
+    from h2o_flexgen import LLM, EvictionConfig
+
+    process, draw = psutil.Process(), Random(0)
+    times, resident, window = array("d"), array("q"), settings["window"]
+
+    def note(what: str, done: int, total: int) -> None:
+        """Called before every step: before the prompts, then before each decode step."""
+        if what != "generating":
+            return
+        times.append(time.perf_counter())
+        if len(times) % window == 2 % window:  # before decode step 1, and then after every window
+            resident.append(process.memory_info().rss)
+            print(f"{done:,} of {total:,} tokens", file=sys.stderr, flush=True)
+
+    policy = {"gpu_batch_size": settings["batch"], "num_gpu_batches": 1, "weights": {"cpu": 1.0}, "cache": {"cpu": 1.0}}
+    eviction = EvictionConfig("h2o", budget=settings["budget"])
+    with LLM(settings["model"], weights="dummy", dtype="bfloat16", eviction=eviction, policy=policy) as llm:
+        vocabulary = llm.model.spec.vocab_size
+        prompts = [[draw.randrange(3, vocabulary) for _ in range(settings["prompt"])] for _ in range(settings["batch"])]
+        llm.on_progress = note
+        outputs = llm.generate(prompts, max_new_tokens=settings["new"], ignore_eos=True)
+        record = llm.last_record.to_json()
+    short = [output.index for output in outputs if len(output.token_ids) != settings["new"]]
+    if short:
+        raise RuntimeError(f"sequences {short} ended early: {outputs[short[0]].error}")
+    steps = [later - earlier for earlier, later in pairwise(times[1:])]
+    windows = []
+    for index, end in enumerate(range(window, len(steps) + 1, window)):
+        part = steps[end - window : end]
+        windows.append(
+            {"step": end, "mean_s": fmean(part), "median_s": median(part), "least_s": min(part)}
+            | {"rss_bytes": resident[index + 1] if index + 1 < len(resident) else None}
+        )
+    print(json.dumps({**record, "windows": windows}))
+    return 0
+
+
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "scaling", 3)
     parser.add_argument("--panels", default=",".join(PANELS), help="which, with commas (default: all)")
-    parser.add_argument("--repetitions", type=int, default=3, help="runs of every point, in all (default: 3)")
     parser.add_argument("--quick", action="store_true", help="few small points")
     parser.add_argument("--model", default="opt-125m", help="of batch, stream and budget (default: opt-125m)")
     parser.add_argument("--long-model", help="of the others, a rotary one (default: a LLaMA of that size)")
     parser.add_argument("--offload-dir", type=Path, help="of weights on disk (default: the engine's own)")
-    parser.add_argument("--output", type=Path, default=default_output("scaling"))
     args = parser.parse_args(argv)
-    args.panels = [name.strip() for name in args.panels.split(",") if name.strip()]
+    args.panels = between_commas(args.panels)
     if unknown := set(args.panels) - set(PANELS):
         parser.error(f"no panel is called {', '.join(sorted(unknown))}; there are {', '.join(PANELS)}")
     return args
@@ -195,22 +347,17 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
+    if args.run:
+        return run_long(args.run)
     store = RecordFile.open(args.output.resolve())
-    if args.long_model is None:
-        folder = store.folder / "llama-110m"
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(LLAMA, indent=2) + "\n", encoding="utf-8")
-        args.long_model = shown(folder)
+    args.long_model = args.long_model or shown(llama(store.folder / "llama-110m", **LLAMA_110M))
     points = [point for name in args.panels for point in PANELS[name](args)]
     for point in points:
         point["name"] = f"{point['panel']}: {point['title']}; {point['line']}, {point['x']}"
     if args.offload_dir:
         args.offload_dir.mkdir(parents=True, exist_ok=True)
     failed = repeat(store, points, args.repetitions, measure, "name")
-    print(store.write(table(store.records)))
-    if store.records:
-        draw(store.records, store.folder / "scaling.png")
-    print(f"records, table.md and scaling.png are in {shown(store.folder)}", file=sys.stderr)
+    report(store, table, picture, "scaling.png")
     return 1 if failed else 0
 
 

@@ -13,7 +13,6 @@ there already are not measured again; table.md is made of all of them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.records import default_output, facts, provenance, repeat, shown, spread
+from benchmarks.records import arguments, facts, llama, provenance, repeat, report, spread
 from h2o_flexgen.baselines.process import RunFailed
 from h2o_flexgen.baselines.runner import Runner
 from h2o_flexgen.baselines.settings import DTYPES, BenchSettings, find_model
@@ -33,23 +32,14 @@ from h2o_flexgen.cores import sharing_warning
 from h2o_flexgen.openmp import without_short_spin
 
 ALONE = "alone"
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+LLAMA_1B: dict[str, int | bool] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 16,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "hidden_act": "silu",
     "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
     "tie_word_embeddings": False,
-    "vocab_size": 32000,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "bfloat16",
 }
 """1.1 B parameters, called llama-1.1b."""
 SHAPES = "opt-125m:1,opt-125m:8,opt-125m:32,llama-1.1b:1,llama-1.1b:8"
@@ -177,15 +167,13 @@ def table(records: list[Record]) -> Iterator[str]:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "shared-cores", 3)
     parser.add_argument("--shapes", default=SHAPES, help=f"models and batches (default: {SHAPES})")
     parser.add_argument("--systems", default="full,transformers", help="of bench (default: full,transformers)")
     parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--gen-len", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16", choices=DTYPES)
     parser.add_argument("--threads", type=int, default=BenchSettings().threads, help="of each system")
-    parser.add_argument("--repetitions", type=int, default=3, help="runs of every point, in all (default: 3)")
-    parser.add_argument("--output", type=Path, default=default_output("shared-cores"))
     args = parser.parse_args(argv)
     args.systems = args.systems.split(",")
     if unknown := [name for name in args.systems if name not in SYSTEMS]:
@@ -202,12 +190,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     store = RecordFile.open(args.output.resolve())
-    models = store.folder / "models"
-    (models / "llama-1.1b").mkdir(parents=True, exist_ok=True)
-    (models / "llama-1.1b" / "config.json").write_text(json.dumps(LLAMA, indent=2) + "\n", encoding="utf-8")
+    models = llama(store.folder / "models" / "llama-1.1b", **LLAMA_1B).parent
     failed = repeat(store, points(args), args.repetitions, lambda point: measure(point, models), "name")
-    print(store.write(table(store.records)))
-    print(f"records and table.md are in {shown(store.folder)}", file=sys.stderr)
+    report(store, table)
     return 1 if failed else 0
 
 

@@ -220,7 +220,7 @@ class Trainer:
             optimizer.load_state_dict(saved)
         self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
 
-    def run(self, corpus: Corpus, out: Path, tokenizer: PreTrainedTokenizerFast, every: int = 200) -> None:
+    def run(self, corpus: Corpus, out: Path, tokenizer: PreTrainedTokenizerFast, every: int) -> None:
         """Train to the last step; a log line each 20 steps, a checkpoint, an export and an early look each `every`."""
         losses: list[float] = []
         while self.step < self.recipe.steps:
@@ -263,34 +263,46 @@ def load_tokenizer(folder: Path, corpus_args: argparse.Namespace) -> PreTrainedT
     return tokenizer
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", nargs="*", type=Path, default=[], help="text files, or folders of .rst files")
-    parser.add_argument("--out", type=Path, default=ROOT / "h2o_flexgen/data/demo", help="where the model goes")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs/demo", help="where training.json and loss.png go")
-    parser.add_argument("--work", type=Path, default=ROOT / "results/local/demo", help="checkpoint, unfinished export")
-    parser.add_argument("--steps", type=int, default=Recipe.steps)
-    parser.add_argument("--seed", type=int, default=Recipe.seed)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+def flags(text: str | None, recipe: type[Recipe], folder: str, out: Path, threads: int) -> argparse.ArgumentParser:
+    """The flags of both programs; `text` is the docstring of one, `folder` has its name in docs and in results."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    docs, work = ROOT / "docs" / folder, ROOT / "results/local" / folder
+    parser.add_argument("--out", type=Path, default=out, help="where the model goes")
+    parser.add_argument("--docs", type=Path, default=docs, help="where training.json and loss.png go")
+    parser.add_argument("--work", type=Path, default=work, help="checkpoint, unfinished exports")
+    parser.add_argument("--steps", type=int, default=recipe.steps)
+    parser.add_argument("--seed", type=int, default=recipe.seed)
+    parser.add_argument("--threads", type=int, default=threads)
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --work")
-    parser.add_argument("--evaluate", action="store_true", help="measure the model in --out, train nothing")
-    return parser.parse_args(argv)
+    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+def prepare(args: argparse.Namespace) -> None:
+    """Threads, seed and folder, before anything is drawn."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     args.work.mkdir(parents=True, exist_ok=True)
+
+
+def train(trainer: Trainer, corpus: Corpus, args: argparse.Namespace, every: int = 200) -> None:
+    """From the first step, or with --resume from the checkpoint, to the exported model."""
+    if args.resume:
+        trainer.load()
+    trainer.run(corpus, args.work / "export", corpus.tokenizer, every)
+    export(trainer.model, corpus.tokenizer, args.out)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = flags(__doc__, Recipe, "demo", ROOT / "h2o_flexgen/data/demo", os.cpu_count() or 1)
+    parser.add_argument("--text", nargs="*", type=Path, default=[], help="text files, or folders of .rst files")
+    parser.add_argument("--evaluate", action="store_true", help="measure the model in --out, train nothing")
+    args = parser.parse_args(argv)
+    prepare(args)
     recipe = Recipe(seed=args.seed, steps=args.steps)
     tokenizer = load_tokenizer(args.out if args.evaluate else args.work, args)
     corpus = Corpus(tokenizer, args.text)
     if not args.evaluate:
-        trainer = Trainer(recipe, new_model(recipe, len(tokenizer)), args.work)
-        if args.resume:
-            trainer.load()
-        trainer.run(corpus, args.work / "export", tokenizer)
-        export(trainer.model, tokenizer, args.out)
+        train(Trainer(recipe, new_model(recipe, len(tokenizer)), args.work), corpus, args)
     from training.evaluate import evaluate
 
     evaluate(args, recipe, corpus)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
 import torch
+from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from h2o_flexgen.config.reports.record import host_facts
 from training.generated import story
 from training.rows import BOS, CONTEXT, Corpus
 
@@ -86,58 +88,46 @@ def write_samples(corpus: Corpus, out: Path) -> None:
 
 def plot(history: list[dict], figures: dict, path: Path) -> None:
     """Loss over steps, and the recall accuracy of the early looks, on one page."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (top, low) = plt.subplots(2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 2), layout="constrained")
-    steps = [row["step"] for row in history]
-    top.plot(steps, [row["loss"] for row in history], color="#1f5fa8", linewidth=1.2)
+    figure = Figure(figsize=(8, 6.5), layout="constrained")
+    top, low = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    top.plot([row["step"] for row in history], [row["loss"] for row in history], color="#1f5fa8", linewidth=1.2)
     top.set_ylabel("training loss (answers weigh 5)")
-    sizes = f"{figures['parameters'] / 1e6:.1f} M parameters, {figures['tokens'] / 1e6:.0f} M tokens"
-    top.set_title(
-        f"Demo model: {sizes}, {figures['seconds'] / 60:.0f} min on {figures['threads']} CPU threads", fontsize=11
-    )
+    top.set_title(title("Demo model", figures), fontsize=11)
     switch = max((row["step"] for row in history if row["length"] < CONTEXT), default=None)
     looks = [row for row in history if "recall_100" in row]
+    steps = [row["step"] for row in looks]
     for far, colour in ((100, "#7fb069"), (300, "#e08e45"), (800, "#b23a48")):
-        low.plot(
-            [row["step"] for row in looks],
-            [row[f"recall_{far}"] for row in looks],
-            "o-",
-            color=colour,
-            markersize=3.5,
-            linewidth=1.2,
-            label=f"{far} tokens back",
-        )
+        recall = [row[f"recall_{far}"] for row in looks]
+        low.plot(steps, recall, "o-", color=colour, markersize=3.5, linewidth=1.2, label=f"{far} tokens back")
     low.set(ylabel="exact recall (24 held-out)", xlabel="step", ylim=(-0.04, 1.04))
     low.legend(frameon=False, fontsize=9)
-    for axes in (top, low):
+    if switch:
+        for axes in (top, low):
+            axes.axvline(switch, color="grey", linestyle=":", linewidth=1)
+        place, text = (switch, top.get_ylim()[1]), f" rows of 256 | rows of {CONTEXT}"
+        top.annotate(text, place, ha="center", va="top", fontsize=9, color="grey")
+    save(figure, path)
+
+
+def title(model: str, figures: dict) -> str:
+    """What it took to train a model, for its picture."""
+    size = f"{figures['parameters'] / 1e6:.1f} M parameters, {figures['tokens'] / 1e6:.1f} M tokens"
+    return f"{model}: {size}, {figures['seconds'] / 60:.0f} min on {figures['threads']} CPU thread(s)"
+
+
+def save(figure: Figure, path: Path) -> None:
+    """The figure as a PNG, its panels with a faint grid and without a frame above and on the right."""
+    for axes in figure.axes:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        if switch:
-            axes.axvline(switch, color="grey", linestyle=":", linewidth=1)
-    if switch:
-        top.annotate(
-            f" rows of 256 | rows of {CONTEXT}",
-            (switch, top.get_ylim()[1]),
-            ha="center",
-            va="top",
-            fontsize=9,
-            color="grey",
-        )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
 def processor() -> str:
-    """The CPU's name as Linux gives it, else what Python knows."""
-    try:
-        names = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-        return f"{names[0]}, {len(names)} logical cores"
-    except (OSError, IndexError):
-        return platform.processor() or platform.machine()
+    """The CPU's name, and how many cores may be used."""
+    host = host_facts()
+    return f"{host['cpu']}, {host['cores']} logical cores"
 
 
 def past_training(args: argparse.Namespace, recipe: Recipe) -> dict:
@@ -178,7 +168,7 @@ def figures_table(figures: dict) -> str:
 def evaluate(args: argparse.Namespace, recipe: Recipe, corpus: Corpus, cases: int = 200) -> None:
     """Measure the model in `args.out` in float32; write the samples, training.json, loss.png and the card's figures."""
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
-    figures = {"parameters": sum(param.numel() for param in model.parameters())} | past_training(args, recipe)
+    figures = figures_of(model, args, recipe)
     texts = heldout_texts(corpus, 120_000)
     figures["heldout"] = {name: perplexity(model, corpus, text) for name, text in texts.items()}
     figures["recall_cases"] = cases
@@ -186,11 +176,7 @@ def evaluate(args: argparse.Namespace, recipe: Recipe, corpus: Corpus, cases: in
         str(far): recall_accuracy(model, corpus, Random(HELD_SEED + far), far, cases) for far in DISTANCES
     }
     write_samples(corpus, args.out)
-    history = figures.pop("history")
-    plot(history, figures, args.docs / "loss.png")
-    rows = ",\n  ".join(json.dumps(row) for row in history)
-    body = json.dumps(figures, indent=1)[:-2]
-    (args.docs / "training.json").write_text(f'{body},\n "history": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
+    write_figures(figures, args.docs, plot)
     card = args.out / "README.md"
     if card.exists():
         text = re.sub(
@@ -199,4 +185,18 @@ def evaluate(args: argparse.Namespace, recipe: Recipe, corpus: Corpus, cases: in
             card.read_text(encoding="utf-8"),
         )
         card.write_text(text, encoding="utf-8")
+
+
+def figures_of(model: PreTrainedModel, args: argparse.Namespace, recipe: Recipe) -> dict:
+    """What is known of a model before it is measured: its size, and how it was trained."""
+    return {"parameters": sum(param.numel() for param in model.parameters())} | past_training(args, recipe)
+
+
+def write_figures(figures: dict, docs: Path, plot: Callable[[list[dict], dict, Path], None]) -> None:
+    """Writes loss.png and training.json, the history of the training a line per entry, and prints the rest."""
+    history = figures.pop("history")
+    plot(history, figures, docs / "loss.png")
+    rows = ",\n  ".join(json.dumps(row) for row in history)
+    body = json.dumps(figures, indent=1)[:-2]
+    (docs / "training.json").write_text(f'{body},\n "history": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
     print(json.dumps(figures))

@@ -17,21 +17,21 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import math
 import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
 import torch
+from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from training.demo import ROOT, Recipe, Trainer, export
-from training.evaluate import processor
+from training.demo import ROOT, Recipe, Trainer, flags, prepare, train
+from training.evaluate import figures_of, save, title, write_figures
 from training.generated import story
 from training.rows import BOS, PAD, Corpus, split_heldout
 
@@ -203,73 +203,37 @@ class StreamTrainer(Trainer):
         return {"heldout_by_position": by_position(self.model, self.mix, 24)}
 
 
-def record(args: argparse.Namespace, trainer: StreamTrainer) -> None:
+def record(args: argparse.Namespace, recipe: Recipe, mix: Mix) -> None:
     """Measure the exported model in float32 and write training.json and loss.png."""
     model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
-    figures = {
-        "parameters": sum(param.numel() for param in model.parameters()),
-        "recipe": asdict(trainer.recipe),
-        "seconds": round(trainer.seconds),
-        "tokens": trainer.recipe.tokens(trainer.step),
-        "hardware": processor(),
-        "threads": args.threads,
-        "torch": torch.__version__,
+    figures = figures_of(model, args, recipe) | {
         "positions_per_figure": PIECE,
-        "heldout_perplexity_by_position": by_position(model, trainer.mix, 128),
+        "heldout_perplexity_by_position": by_position(model, mix, 128),
     }
-    args.docs.mkdir(parents=True, exist_ok=True)
-    rows = ",\n  ".join(json.dumps(entry) for entry in trainer.history)
-    body = json.dumps(figures, indent=1)[:-2]
-    (args.docs / "training.json").write_text(f'{body},\n "history": [\n  {rows}\n ]\n}}\n', encoding="utf-8")
-    plot(trainer.history, figures, args.docs / "loss.png")
-    print(json.dumps(figures))
+    write_figures(figures, args.docs, plot)
 
 
 def plot(history: list[dict], figures: dict, path: Path) -> None:
     """Loss over steps beside the held-out perplexity by position."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
     left.plot([entry["step"] for entry in history], [entry["loss"] for entry in history], color="#1f5fa8")
     left.set(xlabel="step", ylabel="training loss, nats per token")
     pieces = figures["heldout_perplexity_by_position"]
     right.plot([PIECE * (at + 0.5) for at in range(len(pieces))], pieces, "o-", color="#b23a48", markersize=4)
     right.set(xlabel="position", ylabel="held-out perplexity", ylim=(1, None))
-    for axes in (left, right):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        f"Stream model: {figures['parameters'] / 1e6:.1f} M parameters, {figures['tokens'] / 1e6:.1f} M tokens, "
-        f"{figures['seconds'] / 60:.0f} min on {figures['threads']} CPU thread(s)",
-        fontsize=11,
-    )
-    figure.savefig(path, dpi=110)
-
-
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokenizer", type=Path, default=ROOT / "h2o_flexgen/data/demo", help="folder of a tokenizer")
-    parser.add_argument("--out", type=Path, default=ROOT / "results/local/stream/model", help="where the model goes")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs/stream", help="where training.json and loss.png go")
-    parser.add_argument("--work", type=Path, default=ROOT / "results/local/stream", help="checkpoint, early exports")
-    parser.add_argument("--steps", type=int, default=StreamRecipe.steps)
-    parser.add_argument("--seed", type=int, default=StreamRecipe.seed)
-    parser.add_argument("--sink", type=float, default=StreamRecipe.sink, help="of the planted sink, 0 for none")
-    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--text", action="store_true", help="write the held-out text, train nothing")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --work")
-    return parser.parse_args(argv)
+    figure.suptitle(title("Stream model", figures), fontsize=11)
+    save(figure, path)
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    torch.set_num_threads(args.threads)
-    torch.manual_seed(args.seed)
-    args.work.mkdir(parents=True, exist_ok=True)
+    parser = flags(__doc__, StreamRecipe, "stream", ROOT / "results/local/stream/model", 1)
+    parser.add_argument("--tokenizer", type=Path, default=ROOT / "h2o_flexgen/data/demo", help="folder of a tokenizer")
+    parser.add_argument("--sink", type=float, default=StreamRecipe.sink, help="of the planted sink, 0 for none")
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--text", action="store_true", help="write the held-out text, train nothing")
+    args = parser.parse_args(argv)
+    prepare(args)
     recipe = StreamRecipe(seed=args.seed, steps=args.steps, sink=args.sink)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(args.tokenizer, model_max_length=CONTEXT)
     corpus = Corpus(tokenizer, [])
@@ -277,12 +241,8 @@ def main(argv: list[str] | None = None) -> int:
     (args.work / "heldout.txt").write_text(mix.heldout(), encoding="utf-8")
     if args.text:
         return 0
-    trainer = StreamTrainer(recipe, new_model(recipe, len(tokenizer)), args.work, mix=mix)
-    if args.resume:
-        trainer.load()
-    trainer.run(corpus, args.work / "export", tokenizer, args.every)
-    export(trainer.model, tokenizer, args.out)
-    record(args, trainer)
+    train(StreamTrainer(recipe, new_model(recipe, len(tokenizer)), args.work, mix=mix), corpus, args, args.every)
+    record(args, recipe, mix)
     return 0
 
 

@@ -23,43 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.cost import Setting, calibrate
-from benchmarks.gpu.peers import PEERS, Peer, host_bytes, one_of
-from benchmarks.gpu.section import FEWEST, ONE, Section, module_command, run, scratch_folder, serve, timed, tiny_model
+from benchmarks.gpu.peers import PEERS, PROBE, RATIOS, Cell, command, host_bytes, one_of, sizes
+from benchmarks.gpu.section import ONE, Section, module_command, run, scratch_folder, serve, timed, tiny_model
 from h2o_flexgen.baselines.process import RunFailed
 from h2o_flexgen.baselines.store import Record
-from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
 
-RATIOS = {"h2o": 0.2, "full": 1.0}
 CELL_S = {"opt-30b": 200.0}
 """Seconds of a cell, loading included; OTHER_S for other models. Loading 60 GB takes much of it."""
 OTHER_S = 100.0
-PROBE = 4
-OWN_PROBE = FIRST_REPLAYED + FEWEST + 3
-"""New tokens of a cell's first run: of ours as many as tell what a step takes once it is a recorded one."""
 GROWING = 1.25  # what a step may take more when caches have grown
 STARTING_S = 20.0  # imports, CUDA
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One figure of the table."""
-
-    model: str
-    gen_len: int
-    system: str
-    prompt_len: int = 512
-    gpu_mem: str = "16GiB"
-    emulated: bool = False
-
-    @property
-    def name(self) -> str:
-        """For records and tables."""
-        return f"{Path(self.model).name}, {self.prompt_len}+{self.gen_len}, {self.system}"
-
-    @property
-    def probe(self) -> int:
-        """New tokens of the first run."""
-        return min(self.gen_len, OWN_PROBE if self.system in RATIOS else PROBE)
 
 
 @dataclass(frozen=True)
@@ -106,9 +79,9 @@ def cells(section: Section) -> list[Cell]:
     return [Cell(*each, system) for each in work for system in systems]
 
 
-def cell_facts(cell: Cell, sizes: list[int], attempt: Attempt, until: float) -> dict[str, Any]:
-    """Facts of a cell: of the fastest of `sizes`, as many of its tokens as there is time for."""
-    probes = [_first(cell, size, attempt, until) for size in sizes]
+def cell_facts(cell: Cell, batches: list[int], attempt: Attempt, until: float) -> dict[str, Any]:
+    """Facts of a cell: of the fastest of `batches`, as many of its tokens as there is time for."""
+    probes = [_first(cell, size, attempt, until) for size in batches]
     found = max(
         (ran for ran in probes if isinstance(ran, Ran)), key=lambda ran: ran.projected(cell.gen_len), default=None
     )
@@ -122,7 +95,7 @@ def cell_facts(cell: Cell, sizes: list[int], attempt: Attempt, until: float) -> 
             found = attempt(found.sequences, min(cell.gen_len, fitting), until - time.monotonic())
         except RunFailed as error:
             note = f"a longer run failed: {error}"
-    facts = _facts(cell, found, cut=found.sequences not in sizes)
+    facts = _facts(cell, found, cut=found.sequences not in batches)
     tried = [str(ran) if isinstance(ran, RunFailed) else f"{ran.sequences}: {ran.tokens_per_s:.4g}" for ran in probes]
     return {**facts, "tried": tried, **({"note": note} if note else {})}
 
@@ -173,12 +146,12 @@ def ours(section: Section, cell: Cell) -> dict[str, Any]:
     setting = Setting(cell.model, cell.gpu_mem, 1, cell.prompt_len, cell.gen_len, 1.0, cell.gpu_mem * cell.emulated)
     profile = calibrate(section, setting, 3 if cell.emulated else 30)
     ratio, until = RATIOS[cell.system], deadline(section, cell)
-    command = [sys.executable, "-m", "h2o_flexgen.search", "--model", cell.model, "--hardware", str(profile), "--quiet"]
-    command += ["--gpu-mem", cell.gpu_mem, "--cpu-mem", f"{host_bytes()}B", "--nvme-mem", "0", "--dtype", "bfloat16"]
-    command += ["--prompt-len", str(cell.prompt_len), "--gen-len", str(cell.gen_len), "--hh-ratio", str(ratio)]
+    search = [sys.executable, "-m", "h2o_flexgen.search", "--model", cell.model, "--hardware", str(profile), "--quiet"]
+    search += ["--gpu-mem", cell.gpu_mem, "--cpu-mem", f"{host_bytes()}B", "--nvme-mem", "0", "--dtype", "bfloat16"]
+    search += ["--prompt-len", str(cell.prompt_len), "--gen-len", str(cell.gen_len), "--hh-ratio", str(ratio)]
     if cell.emulated:
-        command += ["--num-prompts", "4"]
-    found = run(command, until - time.monotonic()).json()
+        search += ["--num-prompts", "4"]
+    found = run(search, until - time.monotonic()).json()
     policy, predicted = found["policy"], found["predicted"]["gen_throughput"]
     whole = policy["gpu_batch_size"] * policy["num_gpu_batches"]
     budget = None if ratio == 1 else math.ceil(ratio * (cell.prompt_len + cell.gen_len))
@@ -199,16 +172,15 @@ def deadline(section: Section, cell: Cell) -> float:
 
 def theirs(section: Section, cell: Cell) -> dict[str, Any]:
     """Runs a peer at each of its batches."""
-    peer = Peer(cell.system, cell.model, cell.prompt_len, cell.gen_len, cell.gpu_mem, cell.emulated)
-    sizes = peer.sizes(section.peers)
+    batches = sizes(cell, section.peers)
     until = deadline(section, cell)
 
     def once(size: int, generated: int, seconds: float) -> Ran:
         with tempfile.TemporaryDirectory() as folder:
-            command = peer.command(section.peers, size, generated, seconds, Path(folder) / "bench")
-            return Ran(**one_of(run(command, seconds + 15).json(), cell.system, size, generated))
+            bench = command(cell, section.peers, size, generated, seconds, Path(folder) / "bench")
+            return Ran(**one_of(run(bench, seconds + 15).json(), cell.system, size, generated))
 
-    return {**cell_facts(cell, sizes, once, until), "dtype": peer.dtype}
+    return {**cell_facts(cell, batches, once, until), "dtype": cell.dtype}
 
 
 def one(work: dict[str, Any]) -> Record:

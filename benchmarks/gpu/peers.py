@@ -1,4 +1,4 @@
-"""The other systems of the section paper: what they need, at which batches they run, what bench says of them.
+"""The cells of the section paper, and how the other systems run theirs: at which batches, and what bench says of them.
 
 FlexGen runs at two: as many sequences as fit with everything on the GPU, and as many as host memory holds the cache
 of, in GPU batches, as its authors' policies for 16 GB do. Accelerate and DeepSpeed keep caches on the GPU: the largest
@@ -17,13 +17,19 @@ from typing import Any
 
 import psutil
 
-from benchmarks.gpu.section import scratch_folder
+from benchmarks.gpu.section import FEWEST, scratch_folder
 from h2o_flexgen.baselines.flexgen_placement import GPU_BATCH
 from h2o_flexgen.baselines.process import RunFailed, run_command
 from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
 from h2o_flexgen.units import format_bytes, parse_bytes
 
+RATIOS = {"h2o": 0.2, "full": 1.0}
+"""Our systems, and their KV budgets."""
+PROBE = 4
+OWN_PROBE = FIRST_REPLAYED + FEWEST + 3
+"""New tokens of a cell's first run: of ours as many as tell what a step takes once it is a recorded one."""
 PEERS = ("flexgen", "accelerate", "deepspeed")
 MODULES = {"flexgen": "flexgen.flex_opt", "accelerate": "accelerate", "deepspeed": "deepspeed"}
 PAPER_HOST = 208 * 10**9
@@ -38,74 +44,87 @@ def host_bytes() -> int:
 
 
 @dataclass(frozen=True)
-class Peer:
-    """One system on one piece of work."""
+class Cell:
+    """One figure of the table."""
 
-    name: str
     model: str
-    prompt_len: int
     gen_len: int
-    gpu_mem: str
-    emulated: bool
+    system: str
+    prompt_len: int = 512
+    gpu_mem: str = "16GiB"
+    emulated: bool = False
+
+    @property
+    def name(self) -> str:
+        """For records and tables."""
+        return f"{Path(self.model).name}, {self.prompt_len}+{self.gen_len}, {self.system}"
+
+    @property
+    def probe(self) -> int:
+        """New tokens of the first run."""
+        return min(self.gen_len, OWN_PROBE if self.system in RATIOS else PROBE)
 
     @property
     def dtype(self) -> str:
         """FlexGen computes in float16 alone on a GPU."""
-        return "float16" if self.name == "flexgen" and not self.emulated else "bfloat16"
+        return "float16" if self.system == "flexgen" and not self.emulated else "bfloat16"
 
-    def sizes(self, peers: str) -> list[int]:
-        """Batches to try. RunFailed where the machine has no room for the work at all."""
-        problem = why_not(self.name, peers)
-        if problem is not None:
-            raise RunFailed(problem)
-        if self.emulated:
-            return [2]
-        config = known_config(self.model)
-        if config is None:
-            raise RunFailed(f"{self.model} is not a model that is known by name")
-        spec, host, gpu = spec_from_config(config, self.model), host_bytes(), parse_bytes(self.gpu_mem)
-        weights = sum(group.nbytes("bfloat16") for group in spec.weight_groups)
-        token = 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim
-        row = token * (self.prompt_len + self.gen_len)
-        inner = 8 * self.prompt_len * (spec.hidden_size + spec.ffn_size)
-        if weights > host:
-            raise RunFailed(f"weights take {format_bytes(weights)}, and host memory has {format_bytes(host)}")
-        if self.name == "flexgen":
-            return flexgen_sizes(weights, row, inner, gpu, host)
-        self._check_disk(weights)
-        fitting = max(1, int(CACHE_SHARE * gpu / (row + inner)))
-        return [min(MOST[self.name], 1 << (fitting.bit_length() - 1))]
 
-    def _check_disk(self, weights: int) -> None:
-        """These two load a checkpoint, so that random weights have to be written first."""
-        if any((scratch_folder() / self.model).rglob("model.safetensors.index.json")):
-            return
-        free = shutil.disk_usage(scratch_folder()).free
-        if free < 1.05 * weights:
-            raise RunFailed(f"a checkpoint takes {format_bytes(weights)}, and the disk has {format_bytes(free)} free")
+def sizes(cell: Cell, peers: str) -> list[int]:
+    """Batches to try. RunFailed where the machine has no room for the work at all."""
+    problem = why_not(cell.system, peers)
+    if problem is not None:
+        raise RunFailed(problem)
+    if cell.emulated:
+        return [2]
+    config = known_config(cell.model)
+    if config is None:
+        raise RunFailed(f"{cell.model} is not a model that is known by name")
+    spec, host, gpu = spec_from_config(config, cell.model), host_bytes(), parse_bytes(cell.gpu_mem)
+    weights = sum(group.nbytes("bfloat16") for group in spec.weight_groups)
+    token = 4 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    row = token * (cell.prompt_len + cell.gen_len)
+    inner = 8 * cell.prompt_len * (spec.hidden_size + spec.ffn_size)
+    if weights > host:
+        raise RunFailed(f"weights take {format_bytes(weights)}, and host memory has {format_bytes(host)}")
+    if cell.system == "flexgen":
+        return flexgen_sizes(weights, row, inner, gpu, host)
+    _check_disk(cell.model, weights)
+    fitting = max(1, int(CACHE_SHARE * gpu / (row + inner)))
+    return [min(MOST[cell.system], 1 << (fitting.bit_length() - 1))]
 
-    def command(self, peers: str, size: int, generated: int, seconds: float, output: Path) -> list[str]:
-        """h2o_flexgen.bench with this system alone, once."""
-        flags = {
-            "systems": self.name,
-            "model": self.model,
-            "weights": "dummy",
-            "dtype": self.dtype,
-            "batch-size": size,
-            "prompt-len": self.prompt_len,
-            "gen-len": generated,
-            "repetitions": 1,
-            "timeout": max(1.0, seconds),
-            "peers": peers,
-            "scratch-dir": scratch_folder() if not self.emulated else output.parent / "scratch",
-            "output-dir": output,
-        }
-        if not self.emulated:
-            flags |= {"gpu-mem": self.gpu_mem, "device": "cuda"}
-            if psutil.virtual_memory().available > PAPER_HOST:
-                flags["cpu-mem"] = f"{PAPER_HOST}B"
-        named = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        return [sys.executable, "-m", "h2o_flexgen.bench", *named]
+
+def _check_disk(model: str, weights: int) -> None:
+    """These two load a checkpoint, so that random weights have to be written first."""
+    if any((scratch_folder() / model).rglob("model.safetensors.index.json")):
+        return
+    free = shutil.disk_usage(scratch_folder()).free
+    if free < 1.05 * weights:
+        raise RunFailed(f"a checkpoint takes {format_bytes(weights)}, and the disk has {format_bytes(free)} free")
+
+
+def command(cell: Cell, peers: str, size: int, generated: int, seconds: float, output: Path) -> list[str]:
+    """h2o_flexgen.bench with this system alone, once."""
+    flags = {
+        "systems": cell.system,
+        "model": cell.model,
+        "weights": "dummy",
+        "dtype": cell.dtype,
+        "batch-size": size,
+        "prompt-len": cell.prompt_len,
+        "gen-len": generated,
+        "repetitions": 1,
+        "timeout": max(1.0, seconds),
+        "peers": peers,
+        "scratch-dir": scratch_folder() if not cell.emulated else output.parent / "scratch",
+        "output-dir": output,
+    }
+    if not cell.emulated:
+        flags |= {"gpu-mem": cell.gpu_mem, "device": "cuda"}
+        if psutil.virtual_memory().available > PAPER_HOST:
+            flags["cpu-mem"] = f"{PAPER_HOST}B"
+    named = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "h2o_flexgen.bench", *named]
 
 
 @cache

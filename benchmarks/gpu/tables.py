@@ -6,7 +6,7 @@ those of a machine without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from h2o_flexgen.baselines.store import Record, RecordFile
@@ -96,62 +96,38 @@ def _kernels(rows: list[Record]) -> Iterator[str]:
         if record["name"] == "bandwidth":
             rates = f"{record['copy_bytes_per_s'] / 1e12:.2f} TB/s, reading {record['read_bytes_per_s'] / 1e12:.2f}"
             yield f"Bandwidth: a copy on the device, read and written, {rates}; shares are of the faster."
-    table = [
-        [
-            record["name"],
-            f"{record['seconds'] * 1e6:.1f}",
-            format_bytes(record["bytes"]),
-            f"{record['bytes_per_s'] / 1e9:,.0f}",
-            f"{record['share_of_bandwidth']:.0%}",
-            f"{record['flops_per_s'] / 1e12:.3g}" if "flops_per_s" in record else "",
-            "graph" if record["cuda_graph"] else "launches",
-        ]
-        for record in rows
-        if "kernel" in record
-    ]
-    if table:
-        yield markdown_table(["kernel", "us", "bytes to move", "GB/s", "of bandwidth", "TFLOP/s", "timed as"], table)
+    timed = [record for record in rows if "kernel" in record]
+    if timed:
+        yield _table(timed, KERNELS)
 
 
 def _decode(rows: list[Record]) -> Iterator[str]:
-    table = [
-        [
-            record["name"],
-            record["ran"],
-            f"{record['step_s'] * 1e3:.2f}",
-            f"{record['bound_step_s'] * 1e3:.2f}",
-            f"{record['bound_step_s'] / record['step_s']:.0%}",
-            f"{record['decode_tokens_per_s']:,.0f}",
-            f"{record['prefill_s']:.2f}",
-        ]
-        for record in rows
-    ]
     yield "Everything on the GPU, random weights in bfloat16; the bound is bytes of a step over the bandwidth measured."
-    head = ["work", "what ran", "ms per step", "bound ms", "of bound", "decode tokens/s", "prefill s"]
-    yield markdown_table(head, table, left=2)
+    yield _table(rows, DECODE, left=2)
 
 
 def _paper(rows: list[Record]) -> Iterator[str]:
-    table = [
-        [
-            f"{record['model']}, {record['prompt_len']}+{record['gen_len']}",
-            record["system"],
-            record.get("dtype", ""),
-            f"{record['sequences']:,}",
-            _rate(record["measured_tokens_per_s"]),
-            "" if record["short_tokens_per_s"] is None else _short(record),
-            _rate(record["projected_tokens_per_s"]),
-            _rate(record.get("predicted_tokens_per_s")),
-        ]
-        for record in rows
-    ]
     yield (
         f"Generated tokens/s over prefill and decode, random weights, {rows[-1]['gpu_mem']} of GPU memory. Short runs "
         "generated fewer tokens or fewer sequences; projected is what their steps make of all tokens; predicted is the "
         "search's, before anything ran."
     )
-    head = ["work", "system", "dtype", "sequences", "measured", "short run", "projected", "predicted"]
-    yield markdown_table(head, table, left=3)
+    yield _table(rows, PAPER, left=3)
+
+
+def _cost(rows: list[Record]) -> Iterator[str]:
+    yield "Generated tokens/s, random weights in bfloat16, policy by the search, calibrated on this machine before."
+    yield _table(rows, COST)
+
+
+def _tests(rows: list[Record]) -> Iterator[str]:
+    for record in rows:
+        counts = ", ".join(f"{count} {name}" for name, count in record["outcomes"].items())
+        yield "\n".join([f"`{record['name']}`: {counts} in {record['seconds']:.0f} s.", *record["failures"]])
+
+
+def _table(rows: list[Record], columns: Columns, left: int = 1) -> str:
+    return markdown_table([*columns], [[cell(row) for cell in columns.values()] for row in rows], left)
 
 
 def _rate(value: float | None) -> str:
@@ -163,21 +139,39 @@ def _short(record: Record) -> str:
     return f"{record['short_tokens_per_s']:.4g} ({record['generated']} new{fewer})"
 
 
-def _cost(rows: list[Record]) -> Iterator[str]:
-    table = [
-        [
-            record["name"],
-            f"{record['predicted_tokens_per_s']:.4g}",
-            f"{record['measured_tokens_per_s']:.4g}",
-            f"{record['error']:+.0%}",
-        ]
-        for record in rows
-    ]
-    yield "Generated tokens/s, random weights in bfloat16, policy by the search, calibrated on this machine before."
-    yield markdown_table(["setting", "predicted", "measured", "error"], table)
-
-
-def _tests(rows: list[Record]) -> Iterator[str]:
-    for record in rows:
-        counts = ", ".join(f"{count} {name}" for name, count in record["outcomes"].items())
-        yield "\n".join([f"`{record['name']}`: {counts} in {record['seconds']:.0f} s.", *record["failures"]])
+Columns = dict[str, Callable[[Record], str]]
+"""What stands in each column of a table, by its head."""
+KERNELS: Columns = {
+    "kernel": lambda r: r["name"],
+    "us": lambda r: f"{r['seconds'] * 1e6:.1f}",
+    "bytes to move": lambda r: format_bytes(r["bytes"]),
+    "GB/s": lambda r: f"{r['bytes_per_s'] / 1e9:,.0f}",
+    "of bandwidth": lambda r: f"{r['share_of_bandwidth']:.0%}",
+    "TFLOP/s": lambda r: f"{r['flops_per_s'] / 1e12:.3g}" if "flops_per_s" in r else "",
+    "timed as": lambda r: "graph" if r["cuda_graph"] else "launches",
+}
+DECODE: Columns = {
+    "work": lambda r: r["name"],
+    "what ran": lambda r: r["ran"],
+    "ms per step": lambda r: f"{r['step_s'] * 1e3:.2f}",
+    "bound ms": lambda r: f"{r['bound_step_s'] * 1e3:.2f}",
+    "of bound": lambda r: f"{r['bound_step_s'] / r['step_s']:.0%}",
+    "decode tokens/s": lambda r: f"{r['decode_tokens_per_s']:,.0f}",
+    "prefill s": lambda r: f"{r['prefill_s']:.2f}",
+}
+PAPER: Columns = {
+    "work": lambda r: f"{r['model']}, {r['prompt_len']}+{r['gen_len']}",
+    "system": lambda r: r["system"],
+    "dtype": lambda r: r.get("dtype", ""),
+    "sequences": lambda r: f"{r['sequences']:,}",
+    "measured": lambda r: _rate(r["measured_tokens_per_s"]),
+    "short run": lambda r: "" if r["short_tokens_per_s"] is None else _short(r),
+    "projected": lambda r: _rate(r["projected_tokens_per_s"]),
+    "predicted": lambda r: _rate(r.get("predicted_tokens_per_s")),
+}
+COST: Columns = {
+    "setting": lambda r: r["name"],
+    "predicted": lambda r: f"{r['predicted_tokens_per_s']:.4g}",
+    "measured": lambda r: f"{r['measured_tokens_per_s']:.4g}",
+    "error": lambda r: f"{r['error']:+.0%}",
+}

@@ -46,78 +46,54 @@ class System:
         return str(folder / "bin" / "python") if (folder / _MADE).is_file() else None
 
 
-def _adapter(name: str) -> str:
-    return f"h2o_flexgen.baselines.{name}"
-
-
-def _ratio(ratio: float) -> dict[str, Any]:
-    return {"ratio": ratio}
-
-
 _OWN = "h2o_flexgen.cli.adapter"  # a program: it plans as `run` does
+_PEER = "h2o_flexgen.baselines."
 
 SYSTEMS: Registry[System] = Registry("system")
-SYSTEMS.register(
-    "h2o",
-    System(
+for _name, _system in {
+    "h2o": System(
         _OWN,
         "this package, KV cache at --hh-ratio",
         lambda ratio: {"name": "h2o", "ratio": ratio},
         own=True,
         prepares=True,
     ),
-)
-SYSTEMS.register("full", System(_OWN, "this package, full KV cache", own=True, prepares=True))
-SYSTEMS.register(
-    "transformers", System(_adapter("transformers"), "model.generate, SDPA attention, its default cache", scratch="hf")
-)
-SYSTEMS.register(
-    "static",
-    System(
-        _adapter("transformers"),
+    "full": System(_OWN, "this package, full KV cache", own=True, prepares=True),
+    "transformers": System(_PEER + "transformers", "model.generate, SDPA attention, its default cache", scratch="hf"),
+    "static": System(
+        _PEER + "transformers",
         "transformers with a static cache, allocated at full length and never copied to grow; nothing is compiled",
         lambda ratio: {"static": True},
         scratch="hf",
     ),
-)
-SYSTEMS.register(
-    "accelerate",
-    System(
-        _adapter("accelerate"),
+    "accelerate": System(
+        _PEER + "accelerate",
         "transformers with weights by device_map over GPU, memory and disk; SDPA attention, default cache",
         environment="accelerate",
         scratch="hf",
         prepares=True,
     ),
-)
-SYSTEMS.register(
-    "flexgen",
-    System(
-        _adapter("flexgen"),
+    "flexgen": System(
+        _PEER + "flexgen",
         "the published package, full KV cache; without a GPU shimmed to the CPU: host memory for its GPU, streams "
         "that do nothing, the dtype above for its float16",
         environment="flexgen",
         scratch="flexgen",
         prepares=True,
     ),
-)
-SYSTEMS.register(
-    "deepspeed",
-    System(
-        _adapter("deepspeed"),
+    "deepspeed": System(
+        _PEER + "deepspeed",
         "ZeRO-Inference: stage 3, parameters offloaded, transformers' model.generate; SDPA attention, default cache",
         environment="deepspeed",
         scratch="hf",
         prepares=True,
     ),
-)
-SYSTEMS.register(
-    "kvpress",
-    System(
-        _adapter("kvpress"),
+    "kvpress": System(
+        _PEER + "kvpress",
         "ObservedAttentionPress on the prompt, to the tokens that h2o keeps in all; eager attention",
-        _ratio,
+        lambda ratio: {"ratio": ratio},
         environment="kvpress",
         scratch="hf",
     ),
-)
+}.items():
+    SYSTEMS.register(_name, _system)

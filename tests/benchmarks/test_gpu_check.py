@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.gpu import check, cost, decode, kernels, paper
 from benchmarks.gpu.check import ARCHIVE, cache_folder, pack, unpack
-from benchmarks.gpu.paper import OWN_PROBE, PROBE, Cell, Ran, cell_facts
-from benchmarks.gpu.peers import Peer, flexgen_sizes, one_of
+from benchmarks.gpu.paper import Ran, cell_facts
+from benchmarks.gpu.peers import OWN_PROBE, PROBE, Cell, flexgen_sizes, one_of, sizes
 from benchmarks.gpu.section import FEWEST, WARM_UP, Section, Steps, run, tiny_model, warm_up
 from benchmarks.gpu.tables import BEGIN, END, NOTHING, WHOLE, latest, read, readme_block, tables, with_block
 from benchmarks.gpu.tests import summary
@@ -204,7 +204,7 @@ def test_flexgen_s_batches_fit(row: int) -> None:
 
 def test_a_peer_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="not installed"):
-        Peer("flexgen", "opt-6.7b", 512, 32, "16GiB", emulated=False).sizes(str(tmp_path))
+        sizes(cell(32), str(tmp_path))
     with pytest.raises(RunFailed, match="libaio is missing"):
         one_of({"systems": {}, "failed": {"deepspeed": "libaio\nis missing"}}, "deepspeed", 8, 4)
 

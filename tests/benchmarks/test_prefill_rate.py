@@ -28,7 +28,7 @@ def test_flops_are_those_that_are_computed() -> None:
 
 def test_shares_are_medians_of_turns() -> None:
     turns = [{"prefill_s": s, "prefill": 8e11 / s, "gemm": 4e11, "large": 5e11} for s in (2.0, 2.5, 4.0)]
-    lines = list(prefill_rate.report([{"title": "one", "turns": turns, "date": "2026-11-21", **FACTS}]))
+    lines = list(prefill_rate.table([{"title": "one", "turns": turns, "date": "2026-11-21", **FACTS}]))
     assert lines[2] == "| one | 2.5 | 320 | 400 | 500 | 80% (50% to 100%) | 64% (40% to 80%) |"
 
 

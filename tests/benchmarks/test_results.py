@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cost_check, opt30b, prefill_rate, ragged, scaling
+from benchmarks import cost_check, opt30b, prefill_rate, prompts, ragged, scaling
 from h2o_flexgen.baselines.store import RecordFile, Store
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -17,7 +17,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], Iterable[str]]] = {
     "cost-check": cost_check.report,
     "cost-grid": cost_check.report,
     "opt30b": opt30b.table,
-    "prefill-rate": prefill_rate.report,
+    "prefill-rate": prefill_rate.table,
     "ragged": ragged.table,
     "scaling": scaling.table,
     "scaling-later": scaling.table,
@@ -63,3 +63,15 @@ def test_a_folder_of_a_comparison(folder: Path) -> None:
 def test_nothing_is_left_out() -> None:
     assert len(LINES) > 8
     assert len(COMPARISONS) > 10
+
+
+@pytest.mark.parametrize(
+    ("folder", "table", "row"),
+    [
+        ("2026-11-21-shared-prefix", prompts.shared_table, "| opt-125m, KV 20%, prefix computed once | 4,048 | 5.42 s"),
+        ("2026-11-22-long-prompt", prompts.long_table, "| parts of 2,048 | "),
+    ],
+)
+def test_tables_about_prompts(folder: str, table: Callable[..., Iterable[str]], row: str) -> None:
+    lines = list(table(RecordFile.open(RESULTS / folder).records))
+    assert any(line.startswith(row) for line in lines), lines

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import scaling
-from benchmarks.scaling_plot import draw
+from benchmarks.records import LLAMA
 from h2o_flexgen.cli.arguments import parse_arguments
 from h2o_flexgen.models.families import spec_from_config
 from tests.tiny import config_of
@@ -27,7 +27,7 @@ def test_points_are_commands_that_exist(flags: tuple[str, ...]) -> None:
     points = _points(*flags)
     keys = [(point["panel"], point["line"], point["x"]) for point in points]
     assert len(keys) == len(set(keys))
-    context = spec_from_config(scaling.LLAMA, "llama").max_positions
+    context = spec_from_config({**LLAMA, **scaling.LLAMA_110M}, "llama").max_positions
     for point in points:
         if point["panel"] == "long":
             assert point["settings"]["prompt"] + point["settings"]["new"] <= context
@@ -80,14 +80,14 @@ def test_table_and_picture_of_all_panels(tmp_path: Path) -> None:
     said = "\n".join(scaling.table(records))
     assert "| 4 | full cache | 800 (400 to 1200) |" in said
     assert "10.00 | 10.00 (10.00 to 10.00) | 10.00 | +0.0% | 1,024 to 1,024 MiB (+0.0) |" in said
-    draw(records, tmp_path / "x.png")
+    scaling.picture(records, tmp_path / "x.png")
     assert 10_000 < (tmp_path / "x.png").stat().st_size < 100_000
 
 
 def test_a_long_answer_is_seen_window_by_window(tmp_path: Path) -> None:
     config_of("llama-gqa").save_pretrained(tmp_path)
     settings = {"model": str(tmp_path), "batch": 2, "prompt": 6, "budget": 6, "new": 42, "window": 8}
-    command = [sys.executable, "-m", "benchmarks.scaling_long", json.dumps(settings)]
+    command = [sys.executable, "-m", "benchmarks.scaling", "--run", json.dumps(settings)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     record = json.loads(done.stdout.splitlines()[-1])
     assert record["generated_tokens"] == 2 * 42

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks import shared_cores
-from benchmarks.records import facts
+from benchmarks.records import LLAMA, facts
 from h2o_flexgen.baselines.process import Finished
 from h2o_flexgen.baselines.work import Outcome
 from h2o_flexgen.models.families import spec_from_config
@@ -43,7 +43,8 @@ def test_what_makes_no_sense_is_refused(flags: tuple[str, str], capsys: pytest.C
 
 
 def test_the_llama_is_of_the_size_that_its_name_says() -> None:
-    assert spec_from_config(shared_cores.LLAMA, "llama-1.1b").num_parameters / 1e9 == pytest.approx(1.1, abs=0.05)
+    spec = spec_from_config({**LLAMA, **shared_cores.LLAMA_1B}, "llama-1.1b")
+    assert spec.num_parameters / 1e9 == pytest.approx(1.1, abs=0.05)
 
 
 def _neighbours() -> list[psutil.Process]:
@@ -79,7 +80,7 @@ def test_a_record_is_what_the_run_said(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("h2o_flexgen.baselines.runner.run_process", run)
     folder = tmp_path / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(shared_cores.LLAMA))
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **shared_cores.LLAMA_1B}))
     flags = ("--shapes", "tiny:2", "--systems", "full", "--prompt-len", "8", "--gen-len", "4", "--threads", "1")
     record = shared_cores.measure(_points(*flags)[0], tmp_path)
     assert (asked["model"], asked["plan"], asked["weights"]) == (str(folder), "rule", "dummy")
