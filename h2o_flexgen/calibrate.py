@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -30,7 +30,11 @@ from h2o_flexgen.cli.program import (
 )
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace
+from h2o_flexgen.config.hardware.profile import HardwareProfile, kept_file, load_kept
+from h2o_flexgen.config.hardware.rates import ComputeRates, Curve
+from h2o_flexgen.cores import sharing_warning
 from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 
 TAKEN = ("model", "path", "revision", "offline", "dtype", "device", "emulate_gpu", "offload_dir")
 """The settings of an engine that say what is measured, and where."""
@@ -53,10 +57,9 @@ def _run(argv: Sequence[str] | None) -> int:
     with leaving_at_once():
         from h2o_flexgen.calibration import calibrate
         from h2o_flexgen.calibration.stored import profile_text
-        from h2o_flexgen.calibration.table import profile_table
-    progress = Progress(args.quiet)
+    progress, calibration = PartProgress(args.quiet), _calibration(config, args)
     try:
-        profile = calibrate(_calibration(config, args), progress)
+        profile = calibrate(calibration, progress)
     finally:
         progress.close()
     if output is not None:
@@ -66,6 +69,9 @@ def _run(argv: Sequence[str] | None) -> int:
             raise StorageError(f"cannot write {output}: {error.strerror}") from None
     write_result(profile_table(profile) + "\n")
     write_json(json.dumps(profile.to_json(), allow_nan=False), args.json)
+    kept = kept_file(calibration.key)
+    if not args.quiet and load_kept(kept) == profile:  # where it could not be written, a warning said so
+        print_error(f"kept in {kept}: run, bench and search plan by it, for models of these shapes on this machine")
     return 0
 
 
@@ -108,7 +114,7 @@ def _parser() -> Parser:
     return parser
 
 
-class Progress:
+class PartProgress:
     """A bar of seconds on a terminal, a line for each part where stderr is a file, nothing with --quiet."""
 
     def __init__(self, quiet: bool) -> None:
@@ -136,6 +142,78 @@ class Progress:
         bar, self._bar = self._bar, None
         if bar is not None:
             bar.close()
+
+
+def profile_table(profile: HardwareProfile) -> str:
+    """Rates by device and link, what they were measured from, and how much they disturb each other."""
+    lines = [f"{profile.name}: {profile.dtype}, {profile.date}"]
+    for device, rates in profile.compute.items():
+        if device == "gpu" and rates == profile.compute.get("cpu"):
+            continue  # emulated: the CPU's own
+        lines += [*_device(device, rates)]
+    links = [(name, format_rate(r.bytes_per_s), format_seconds(r.latency_s)) for name, r in profile.links.items()]
+    lines += ["", *_aligned([("link", "rate", "latency"), *links])]
+    if profile.slowdown:
+        pairs = [(a, b, f"{factor:.2f} x as long") for a, row in profile.slowdown.items() for b, factor in row.items()]
+        lines += ["", *_aligned([("slowed down", "by", ""), *pairs])]
+    lines += ["", *_aligned([("figure", "source"), *profile.sources.items()])]
+    if (said := sharing_warning(profile.host.get("shared"))) is not None:
+        lines += ["", f"warning: {said}"]
+    return "\n".join(lines)
+
+
+def _device(device: str, rates: ComputeRates) -> Iterator[str]:
+    flops = {
+        f"{shape.out_features} x {shape.in_features}": {
+            n: 2 * n * shape.out_features * shape.in_features / seconds for n, seconds in shape.seconds.points
+        }
+        for shape in rates.shapes
+    }
+    flops["others"] = dict(rates.gemm_flops.points)
+    counts = sorted({n for known in flops.values() for n in known})
+    yield ""
+    yield from _aligned([
+        [f"{device}: products, TFLOP/s by rows", *(f"{n:g}" for n in counts)],
+        *([of, *(f"{known[n] / 1e12:.3g}" if n in known else "-" for n in counts)] for of, known in flops.items()),
+    ])  # fmt: skip
+    decode, prefill = rates.decode_attention, rates.prefill_attention
+    sizes = sorted({x for curve in decode.values() for x, _ in curve.points})
+    times = [[(x, decode[kind].time_at(x)) for x in sizes] for kind in ("plain", "scored")]
+    yield ""
+    yield from _aligned([
+        [f"{device}: attention of a decode step, by K and V", *map(format_bytes, sizes)],
+        *([f"  {kind}", *(f"{format_seconds(t)}, {format_rate(x / t)}" for x, t in row)]
+          for kind, row in zip(("plain", "scored"), times, strict=True)),
+    ])  # fmt: skip
+    keys = [x for x, _ in prefill["plain"].points]
+    yield ""
+    yield from _aligned([
+        [f"{device}: attention of prompts, TFLOP/s by keys", *(f"{n:g}" for n in keys)],
+        *([f"  {kind}", *(f"{prefill[kind].at(n) / 1e12:.3g}" for n in keys)] for kind in ("plain", "scored")),
+    ])  # fmt: skip
+    yield ""
+    memory, elementwise = format_rate(rates.memory_bytes_per_s), format_rate(rates.elementwise_bytes_per_s)
+    yield f"{device}: memory {memory}, elementwise {elementwise}; sampling {format_seconds(rates.sample_s)} per row"
+    if rates.fresh_bytes_per_s is not None:
+        yield f"{device}: first touch of new memory {format_rate(rates.fresh_bytes_per_s)}"
+    if rates.graph_tick_s is not None:
+        by = ", ".join(f"{x:g}" for x, _ in rates.graph_tick_s.points)
+        yield f"{device}: ticks of recorded steps beyond that by {by} rows: {_tick(rates.graph_tick_s)}"
+    curve = rates.tick_s["attn"]
+    by = f" by {', '.join(f'{x:g}' for x, _ in curve.points)} rows" if isinstance(curve, Curve) else ""
+    yield f"{device}: ticks beyond all that{by}: {', '.join(f'{k} {_tick(s)}' for k, s in rates.tick_s.items())}"
+
+
+def _tick(seconds: float | Curve) -> str:
+    """One figure, or those of the curve's points."""
+    points = seconds.points if isinstance(seconds, Curve) else ((1, seconds),)
+    return " ".join(format_seconds(y) for _, y in points)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their widest cell, the first to the left, the others to the right if all are numbers."""
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows]
 
 
 if __name__ == "__main__":

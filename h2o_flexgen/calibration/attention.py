@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,8 +28,6 @@ _BEYOND = 32  # tokens of a prompt that its budget does not hold
 _SURE_KEYS = 512  # measured however long it takes
 _KEPT = 5  # a fifth of a prompt is kept where it is ranked
 
-Points = tuple[tuple[float, float], ...]
-
 
 @torch.inference_mode()
 def decode_curves(bench: Bench, seconds: float) -> dict[str, Curve]:
@@ -47,15 +44,14 @@ def decode_curves(bench: Bench, seconds: float) -> dict[str, Curve]:
         by_bytes: dict[int, list[float]] = {}
         for batch, slots in places:
             share = budget.take(f"{kind} {(batch, slots)}")
-            sample = decode_sample(bench, batch, slots, share, scored=kind == "scored")
-            bench.spreads.note(f"{bench.name} attention, decode", sample)
+            sample = _decode_sample(bench, batch, slots, share, scored=kind == "scored")
             by_bytes.setdefault(batch * slots * token, []).append(sample.seconds)
         # As many bytes in few long caches and in many short ones: between the two.
         curves[kind] = Curve(tuple((size, math.prod(y) ** (1 / len(y))) for size, y in sorted(by_bytes.items())))
     return curves
 
 
-def decode_sample(bench: Bench, batch: int, slots: int, seconds: float, *, scored: bool) -> Sample:
+def _decode_sample(bench: Bench, batch: int, slots: int, seconds: float, *, scored: bool) -> Sample:
     """One `KVCache.attend` of `batch` rows whose buffers have `slots` slots.
 
     plain: a full cache a few tokens before its end. scored: H2O in the steady state, with a slot that is free.
@@ -63,71 +59,52 @@ def decode_sample(bench: Bench, batch: int, slots: int, seconds: float, *, score
     config = EvictionConfig("h2o", budget=slots - 1) if scored else EvictionConfig()
     length = slots + _BEYOND if scored else slots - _STEPS
     budget = config.resolve(length, 1 if scored else _STEPS)
-    prompts = _Caches(bench, config, [budget] * batch, length)
+    prompts = _PromptCaches(bench, config, [budget] * batch, length)
     q, k, v = _packed(bench, batch)
+    scale = bench.spec.head_dim**-0.5
     caches: list[KVCache] = []
 
     def prepare() -> None:  # a full cache comes to its end, one that evicts never does
-        caches[:] = prompts.filled()
+        caches[:] = [prompts.fill(prompts.empty(place)) for place in prompts.places]
 
     def steps() -> None:
         for _ in range(_STEPS):
             for cache in caches:
-                cache.attend(q, k, v, prompts.scale)
+                cache.attend(q, k, v, scale)
 
     if scored:
         prepare()
     per = _STEPS * len(prompts.places)
-    return bench.timer.measure(steps, seconds, per=per, prepare=None if scored else prepare)
+    return bench.measure("attention, decode", steps, seconds, per=per, prepare=None if scored else prepare)
 
 
-@dataclass
-class _Caches:
-    """Caches of one kind that take turns in the arena."""
+class _PromptCaches:
+    """Caches of one kind that take turns in the arena, and the prompts that fill them."""
 
-    bench: Bench
-    config: EvictionConfig
-    budgets: list[Budget]
-    length: int
-
-    def __post_init__(self) -> None:
-        spec, bench = self.bench.spec, self.bench
-        self.shape = CacheShape.of(self.budgets, spec.num_kv_heads, spec.head_dim)
-        shape = self.shape
-        self.numbers = shape.batch * shape.kv_heads * shape.capacity * shape.head_dim
-        nbytes = 2 * self.numbers * bench.itemsize
-        turns = min(_MOST_CACHES, 2 + _ROTATION * largest_cache() // nbytes)
-        self.places = bench.places(nbytes, turns)
-        self.scale = spec.head_dim**-0.5
-        self.policy = make_policy(self.config)
+    def __init__(self, bench: Bench, config: EvictionConfig, budgets: list[Budget], length: int) -> None:
+        spec = bench.spec
+        self._bench, self._budgets, self._policy = bench, budgets, make_policy(config)
+        self._shape = shape = CacheShape.of(budgets, spec.num_kv_heads, spec.head_dim)
+        self._size = (shape.batch, shape.kv_heads, shape.capacity, shape.head_dim)
+        nbytes = 2 * math.prod(self._size) * bench.itemsize
+        self.places = bench.places(nbytes, min(_MOST_CACHES, 2 + _ROTATION * largest_cache() // nbytes))
         # As the engine's prompts lie in memory: tokens first, then heads.
-        self.kv = [bench.noise(shape.batch, self.length, shape.kv_heads, shape.head_dim) for _ in "kv"]
-        self.sums = torch.rand(shape.batch, shape.kv_heads, self.length, device=bench.device)
+        kv = [bench.noise(shape.batch, length, shape.kv_heads, shape.head_dim) for _ in "kv"]
+        self._k, self._v = (part.transpose(1, 2) for part in kv)
+        self._sums = torch.rand(shape.batch, shape.kv_heads, length, device=bench.device)
 
-    def filled(self) -> list[KVCache]:
-        """New caches, with the prompts in them."""
-        return [self._filled(place) for place in self.places]
-
-    def empty(self) -> KVCache:
-        """One cache in the arena that waits for its prompts."""
-        return self._attached(self.places[0])
-
-    def fill(self, cache: KVCache) -> None:
-        """All rows' prompts at once."""
-        k, v = (part.transpose(1, 2) for part in self.kv)
-        cache.fill(range(self.shape.batch), k, v, self.sums if cache.wants_column_sums else None)
-
-    def _filled(self, place: Tensor) -> KVCache:
-        cache = self._attached(place)
-        self.fill(cache)
+    def empty(self, place: Tensor) -> KVCache:
+        """A cache in a place of the arena that waits for its prompts."""
+        rows, device = range(self._shape.batch), self._bench.device
+        cache = KVCache(self._shape, self._budgets, self._policy, layer=0, row_ids=rows, device=device)
+        k, v = place.view(self._bench.dtype).view(2, *self._size)
+        cache.attach(k, v)
         return cache
 
-    def _attached(self, place: Tensor) -> KVCache:
-        rows = range(self.shape.batch)
-        cache = KVCache(self.shape, self.budgets, self.policy, layer=0, row_ids=rows, device=self.bench.device)
-        size = (self.shape.batch, self.shape.kv_heads, self.shape.capacity, self.shape.head_dim)
-        k, v = place.view(self.bench.dtype).split(self.numbers)
-        cache.attach(k.view(size), v.view(size))
+    def fill(self, cache: KVCache) -> KVCache:
+        """The cache with all rows' prompts, which come at once."""
+        sums = self._sums if cache.wants_column_sums else None
+        cache.fill(range(self._shape.batch), self._k, self._v, sums)
         return cache
 
 
@@ -157,8 +134,7 @@ def prefill_curves(bench: Bench, seconds: float) -> dict[str, Curve]:
 def _kernel(bench: Bench, rows: int, keys: int, seconds: float, *, sums: bool) -> Sample:
     q, k, v = (part.unflatten(0, (rows, keys)).transpose(1, 2) for part in _packed(bench, rows * keys))
     scale = bench.spec.head_dim**-0.5
-    sample = bench.timer.measure(lambda: prefill_attention(q, k, v, scale, sums), seconds)
-    return bench.spreads.note(f"{bench.name} attention, prompts", sample)
+    return bench.measure("attention, prompts", lambda: prefill_attention(q, k, v, scale, sums), seconds)
 
 
 def _ranking(bench: Bench, rows: int, keys: int, seconds: float) -> float:
@@ -166,22 +142,21 @@ def _ranking(bench: Bench, rows: int, keys: int, seconds: float) -> float:
 
     Copying what is kept is no part of it: that is priced as any other copy.
     """
-    budgets = keys // _KEPT
     taken = []
     for name in ("h2o", "local"):
-        config = EvictionConfig(name, budget=budgets)
-        prompts = _Caches(bench, config, [config.resolve(keys, 1)] * rows, keys)
+        config = EvictionConfig(name, budget=keys // _KEPT)
+        prompts = _PromptCaches(bench, config, [config.resolve(keys, 1)] * rows, keys)
         taken.append(_filling(bench, prompts, seconds / 2))
     return max(0.0, taken[0] - taken[1])
 
 
-def _filling(bench: Bench, prompts: _Caches, seconds: float) -> float:
-    waiting: list[KVCache] = []
+def _filling(bench: Bench, prompts: _PromptCaches, seconds: float) -> float:
+    empty: list[KVCache] = []
 
     def prepare() -> None:
-        waiting[:] = [prompts.empty()]
+        empty[:] = [prompts.empty(prompts.places[0])]
 
-    return bench.timer.measure(lambda: prompts.fill(waiting[0]), seconds, prepare=prepare).seconds
+    return bench.timer.measure(lambda: prompts.fill(empty[0]), seconds, prepare=prepare).seconds
 
 
 def _packed(bench: Bench, tokens: int) -> list[Tensor]:

@@ -1,20 +1,27 @@
-"""The links of a machine, each with transfers of one size that can be queued without end, through the copy engine."""
+"""The links of a machine, each with transfers of one size that can be queued without end, through the copy engine.
+
+How fast each is alone, and how much links and computing slow each other down: each works alone, then every two at once.
+"""
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+import statistics
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from itertools import cycle
+from itertools import combinations, cycle
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.calibration.bench import Spreads, touch
-from h2o_flexgen.calibration.timing import Sample, Timer
+from h2o_flexgen.calibration.timing import Sample, Spreads, Timer
 from h2o_flexgen.config.hardware.rates import LinkRate
 from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.errors import StorageError
@@ -39,6 +46,16 @@ _QUEUED = 4  # transfers that are timed together
 _BUFFERS = 2  # that transfers go to in turns, as weights do
 _REWRITTEN = 8  # transfers of the region that is written again and again
 
+COMPUTE = "compute"
+NOTICED = 1.05
+"""A factor of slowing down below this is no more than the noise of measuring it."""
+_ROUNDS = 2
+_DEPTH = 3  # transfers that are queued at any time
+_FEWEST = 3  # times that each resource is seen to be done with something
+_NAP = 1e-3
+
+Factors = dict[str, dict[str, float]]
+
 
 class Link(NamedTuple):
     """A link in one direction. `submit` queues one more transfer of `nbytes`."""
@@ -53,18 +70,28 @@ class Link(NamedTuple):
             ticket.wait()
 
 
-class Turns:
-    """Buffers of a size that transfers take in turns; one that is still in use is waited for by the copy threads."""
+def _in_turns(name: str, buffers: list[Tensor], transfer: Callable[[Tensor, Ticket | None], Ticket]) -> Link:
+    """Transfers that take `buffers`, all of a size, in turns; the copy threads wait for one that is still in use.
 
-    def __init__(self, buffers: list[Tensor]) -> None:
-        self._buffers, self._next = buffers, 0
-        self._last: list[Ticket | None] = [None] * len(buffers)
+    `transfer(buffer, after)` queues one.
+    """
+    turns: deque[tuple[Tensor, Ticket | None]] = deque((buffer, None) for buffer in buffers)
 
-    def submit(self, transfer: Callable[[Tensor, Ticket | None], Ticket]) -> Ticket:
-        """`transfer(buffer, after)` with the next buffer."""
-        turn, self._next = self._next, (self._next + 1) % len(self._buffers)
-        ticket = self._last[turn] = transfer(self._buffers[turn], self._last[turn])
+    def submit() -> Ticket:
+        buffer, after = turns.popleft()
+        ticket = transfer(buffer, after)
+        turns.append((buffer, ticket))
         return ticket
+
+    return Link(name, len(buffers[0]), submit)
+
+
+def _touch(buffer: Tensor) -> Tensor:
+    """`buffer` (uint8), written all over with bytes that do not compress: the first touch of memory is slow."""
+    tile = torch.randint(0, 256, (MIB,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    for part in buffer.split(MIB):
+        part.copy_(tile[: part.numel()])
+    return buffer
 
 
 class Disk:
@@ -92,7 +119,7 @@ class Disk:
             self.copies = stack.enter_context(CopyEngine())
             memory = Tier("cpu", None, HostMemory())
             stack.enter_context(closing(memory))
-            self._buffers = [touch(memory.allocate(self.unit, "buffers").tensor) for _ in range(2 * _BUFFERS)]
+            self._buffers = [_touch(memory.allocate(self.unit, "buffers").tensor) for _ in range(2 * _BUFFERS)]
             self.free_bytes = offload.free_bytes()
             self.written = 0
             self._resources = stack.pop_all()
@@ -109,24 +136,24 @@ class Disk:
 
     def fresh_writes(self) -> Link:
         """Writes that go through the file once."""
-        parts = cycle(_parts(self._read, self.unit))
 
-        def write(buffer: Tensor, after: Ticket | None) -> Ticket:
+        def count() -> None:
             self.written = min(self.written + self.unit, self.blocks * self.unit)
-            return self.copies.write(next(parts), buffer, after=after)
 
-        turns = Turns(self._buffers[:_BUFFERS])
-        return Link("cpu->disk", self.unit, lambda: turns.submit(write))
+        return self._writes(self._read, self.unit, count)
 
     def rewrites(self, nbytes: int) -> Link:
         """Writes over what was written before."""
-        parts = cycle(_parts(self._rewritten, nbytes))
-        turns = Turns([buffer[:nbytes] for buffer in self._buffers[:_BUFFERS]])
-        return Link(
-            "cpu->disk",
-            nbytes,
-            lambda: turns.submit(lambda buffer, after: self.copies.write(next(parts), buffer, after=after)),
-        )
+        return self._writes(self._rewritten, nbytes)
+
+    def _writes(self, region: Region, nbytes: int, count: Callable[[], None] = lambda: None) -> Link:
+        parts = cycle([region.part(start, nbytes) for start in range(0, region.nbytes - nbytes + 1, nbytes)])
+
+        def write(buffer: Tensor, after: Ticket | None) -> Ticket:
+            count()
+            return self.copies.write(next(parts), buffer, after=after)
+
+        return _in_turns("cpu->disk", [buffer[:nbytes] for buffer in self._buffers[:_BUFFERS]], write)
 
     def settle(self) -> None:
         """Have all that was written on the disk, and none of it in the page cache."""
@@ -137,15 +164,15 @@ class Disk:
 
     def reads(self, nbytes: int) -> Link:
         """Reads of what `fresh_writes` wrote, as weights are read, in random order."""
-        places = cycle(_shuffled(self.written // nbytes))
-        path = self._read.file.path
+        places = list(range(0, self.written // nbytes * nbytes, nbytes))
+        random.Random(0).shuffle(places)
+        following = cycle(places)
 
         def read(buffer: Tensor, after: Ticket | None) -> Ticket:
-            extent = Extent(path, next(places) * nbytes, nbytes, 0, "calibration")
+            extent = Extent(self._read.file.path, next(following), nbytes, 0, "calibration")
             return self.copies.read_extents((extent,), buffer, after=after)
 
-        turns = Turns([buffer[:nbytes] for buffer in self._buffers[_BUFFERS:]])
-        return Link("disk->cpu", nbytes, lambda: turns.submit(read))
+        return _in_turns("disk->cpu", [buffer[:nbytes] for buffer in self._buffers[_BUFFERS:]], read)
 
     def close(self) -> None:
         """Stop the threads, remove the files."""
@@ -156,16 +183,6 @@ class Disk:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _parts(region: Region, nbytes: int) -> list[Region]:
-    return [region.part(start, nbytes) for start in range(0, region.nbytes - nbytes + 1, nbytes)]
-
-
-def _shuffled(count: int) -> list[int]:
-    order = list(range(count))
-    random.Random(0).shuffle(order)
-    return order
 
 
 class HostGpu:
@@ -182,31 +199,21 @@ class HostGpu:
             gpu = stack.enter_context(closing(Tier("gpu", None, HostMemory() if real is None else DeviceMemory(real))))
             cpu = stack.enter_context(closing(Tier("cpu", None, HostMemory(), pins)))
             self.unit = max(PAGE, min(unit_bytes, LARGEST, host_bytes // _BUFFERS) // PAGE * PAGE)
-            self._host = touch(cpu.allocate(host_bytes, "host memory").tensor)
-            self._gpu = [touch(gpu.allocate(self.unit, "buffers").tensor) for _ in range(_BUFFERS)]
+            self._host = _touch(cpu.allocate(host_bytes, "host memory").tensor)
+            self._gpu = [_touch(gpu.allocate(self.unit, "buffers").tensor) for _ in range(_BUFFERS)]
             self.copies = stack.enter_context(CopyEngine(device=real))
             self._resources = stack.pop_all()
 
-    def inward(self, nbytes: int) -> Link:
-        """cpu->gpu, from one place of host memory after the other."""
-        places, turns = self._places(nbytes), Turns([buffer[:nbytes] for buffer in self._gpu])
+    def link(self, name: str, nbytes: int) -> Link:
+        """ "cpu->gpu" from one place of host memory after the other, "gpu->cpu" to them."""
+        places = cycle(part for part in self._host.split(nbytes) if len(part) == nbytes)
 
         def copy(buffer: Tensor, after: Ticket | None) -> Ticket:
-            return self.copies.copy(buffer, next(places), "cpu->gpu", after=after)
+            place = next(places)
+            dst, src = (buffer, place) if name == "cpu->gpu" else (place, buffer)
+            return self.copies.copy(dst, src, name, after=after)
 
-        return Link("cpu->gpu", nbytes, lambda: turns.submit(copy))
-
-    def outward(self, nbytes: int) -> Link:
-        """gpu->cpu, to one place of host memory after the other."""
-        places, turns = self._places(nbytes), Turns([buffer[:nbytes] for buffer in self._gpu])
-
-        def copy(buffer: Tensor, after: Ticket | None) -> Ticket:
-            return self.copies.copy(next(places), buffer, "gpu->cpu", after=after)
-
-        return Link("gpu->cpu", nbytes, lambda: turns.submit(copy))
-
-    def _places(self, nbytes: int) -> Iterator[Tensor]:
-        return cycle(part for part in self._host.split(nbytes) if len(part) == nbytes)
+        return _in_turns(name, [buffer[:nbytes] for buffer in self._gpu], copy)
 
     def close(self) -> None:
         """Stop the threads, give the memory back."""
@@ -241,3 +248,76 @@ def measured_rate(
     unit = spreads.note(large.name, queued_sample(timer, large, seconds * 0.8, most))
     little = queued_sample(timer, small, seconds * 0.2)
     return link_rate((large.nbytes, unit.seconds), (small.nbytes, little.seconds))
+
+
+def _feed(link: Link, ends: list[float], stop: threading.Event) -> None:
+    """Keeps one link busy until `stop`, and notes when each transfer ended. For a thread of its own."""
+    queued: deque[Ticket] = deque()
+    while not stop.is_set() and threading.main_thread().is_alive():
+        while len(queued) < _DEPTH:
+            queued.append(link.submit())
+        queued.popleft().wait()
+        ends.append(time.perf_counter())
+    for ticket in queued:
+        ticket.wait()
+
+
+class Contest:
+    """Resources that can be kept busy: links by feeders, "compute" by calling `compute` on this thread.
+
+    `compute` returns only when its work is done.
+    """
+
+    def __init__(self, links: Mapping[str, Link], compute: Callable[[], object]) -> None:
+        self._links, self._compute = dict(links), compute
+
+    def slowdown(self, seconds: float) -> Factors:
+        """`slowdown` of a HardwareProfile: factors below NOTICED are left out."""
+        names = (COMPUTE, *self._links)
+        sets = [*((name,) for name in names), *combinations(names, 2)]
+        window = seconds / _ROUNDS / len(sets)
+        seen: defaultdict[tuple[str, ...], list[dict[str, float]]] = defaultdict(list)
+        for _ in range(_ROUNDS):  # alone and together in turns: what else the machine does falls on both alike
+            for busy in sets:
+                seen[busy].append(self.rates(busy, window))
+        rate = {
+            (busy, name): statistics.median(each[name] for each in found)
+            for busy, found in seen.items()
+            for name in busy
+        }
+        factors: Factors = {}
+        for pair in combinations(names, 2):
+            for name, beside in (pair, pair[::-1]):
+                factor = rate[(name,), name] / rate[pair, name]
+                if factor >= NOTICED:
+                    factors.setdefault(name, {})[beside] = factor
+        return factors
+
+    def rates(self, names: tuple[str, ...], seconds: float) -> dict[str, float]:
+        """Calls or transfers per second of each of `names` while all of them are busy."""
+        done: dict[str, list[float]] = {name: [] for name in names}
+        stop = threading.Event()
+        with ThreadPoolExecutor(len(names), thread_name_prefix="h2o-calibrate") as threads:
+            links = [name for name in names if name != COMPUTE]
+            feeding = [threads.submit(_feed, self._links[name], done[name], stop) for name in links]
+            start = time.perf_counter()
+            try:
+                while time.perf_counter() - start < seconds or min(map(len, done.values())) < _FEWEST:
+                    if COMPUTE in names:
+                        self._compute()
+                        done[COMPUTE].append(time.perf_counter())
+                    else:
+                        time.sleep(_NAP)
+                    if any(each.done() for each in feeding):  # it failed
+                        break
+                rates = {name: _rate(ends[:]) for name, ends in done.items()}
+            finally:
+                stop.set()
+        for each in feeding:
+            each.result()
+        return rates
+
+
+def _rate(ends: list[float]) -> float:
+    """How many per second, from the end of the first to that of the last."""
+    return (len(ends) - 1) / (ends[-1] - ends[0]) if len(ends) > 1 and ends[-1] > ends[0] else 1.0

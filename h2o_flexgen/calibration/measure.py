@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
 
+from h2o_flexgen.calibration import compute
 from h2o_flexgen.calibration.attention import decode_curves, prefill_curves
-from h2o_flexgen.calibration.bench import Bench, Spreads
-from h2o_flexgen.calibration.contention import NOTICED, Contest, Factors
-from h2o_flexgen.calibration.elementwise import elementwise_rate, fresh_rate
-from h2o_flexgen.calibration.links import FILE, SMALL, Disk, HostGpu, Link, measured_rate, queued_sample
-from h2o_flexgen.calibration.products import fastest_read, general_rate, product_call, product_shapes
-from h2o_flexgen.calibration.recorded import recorded_ticks
-from h2o_flexgen.calibration.sampling import sample_seconds
+from h2o_flexgen.calibration.bench import Bench
+from h2o_flexgen.calibration.links import (
+    FILE,
+    NOTICED,
+    SMALL,
+    Contest,
+    Disk,
+    Factors,
+    HostGpu,
+    Link,
+    measured_rate,
+    queued_sample,
+)
 from h2o_flexgen.calibration.stored import keep_profile, machine_facts, profile_key
-from h2o_flexgen.calibration.ticks import unexplained_ticks
-from h2o_flexgen.calibration.timing import WIDE, Repeats, TimeBudget, Timer
+from h2o_flexgen.calibration.ticks import recorded_ticks, unexplained_ticks
+from h2o_flexgen.calibration.timing import WIDE, Repeats, Spreads, TimeBudget, Timer
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.hardware.rates import UNIT_KINDS, ComputeRates, LinkRate
 from h2o_flexgen.config.model.products import products
@@ -54,11 +61,11 @@ COMPUTE_PARTS = {
 """Weights of what is measured on each compute device."""
 RECORDED, _RECORDED_WEIGHT = "recorded steps", 2.0
 DISK_PARTS = {"disk writes": 5.0, "disk reads": 4.0, "disk rewrites": 2.0}
-COPY_PARTS = {"copies to the GPU": 1.5, "copies from the GPU": 1.5}
+_COPIES = {"cpu->gpu": "copies to the GPU", "gpu->cpu": "copies from the GPU"}
+_COPIES_WEIGHT, _PAGEABLE_WEIGHT = 1.5, 0.5
 CONTENTION = "contention"
 _CONTENTION_WEIGHT = 1.0  # for each resource alone and each two of them
-_ROWS_BESIDE = 64  # of the product that contends with the links
-_BESIDE = 16 * MIB  # bytes of transfers there
+_BESIDE = 16 * MIB  # bytes of transfers that contend
 _HOST = 256 * MIB
 _BUSY = 0.5  # load average
 _REPEATED = 2 / 3  # of the seconds: what measuring again may take beside them
@@ -117,7 +124,7 @@ def calibrate(calibration: Calibration, on_progress: Progress = lambda what, spe
     if (busy := os.getloadavg()[0]) > _BUSY:
         log.warning("the machine is busy (load average %.1f): these figures will be too low", busy)
     library()
-    run = _Run(calibration, on_progress)
+    run = CalibrationRun(calibration, on_progress)
     profile = run.profile()
     for figure, spread in run.spreads.typical.items():
         if spread > WIDE:
@@ -128,7 +135,7 @@ def calibrate(calibration: Calibration, on_progress: Progress = lambda what, spe
     return profile
 
 
-class _Run:
+class CalibrationRun:
     """One calibration under way."""
 
     def __init__(self, calibration: Calibration, on_progress: Progress) -> None:
@@ -174,17 +181,12 @@ class _Run:
             sources={**self.spreads.sources(), "slowdown": f"measured; factors below {NOTICED} are left out"},
         )
 
-    @contextmanager
-    def _bench(self, device: torch.device) -> Iterator[Bench]:
-        with Bench(self._c.spec, self._c.dtype, device, self._c.arena_bytes) as bench:
-            bench.spreads, bench.timer.repeats = self.spreads, self._repeats
-            yield bench
+    def _bench(self, device: torch.device) -> Bench:
+        return Bench(self._c.spec, self._c.dtype, device, self._c.arena_bytes, self.spreads, self._repeats)
 
     def _start(self, part: str) -> float:
         self._on_progress(part, self._budget.elapsed, self._budget.seconds)
         return self._budget.take(part)
-
-    # ---- compute
 
     def _compile(self, bench: Bench) -> None:
         """Has Triton's kernels compiled and tuned, which happens when each is first used: every curve is taken once, in
@@ -202,16 +204,16 @@ class _Run:
         def seconds(part: str) -> float:
             return self._start(_on(bench.name, part))
 
-        shapes = product_shapes(bench, seconds("products"))
-        memory = fastest_read(bench, shapes, seconds("memory"))
+        shapes = compute.product_shapes(bench, seconds("products"))
+        memory = compute.fastest_read(bench, shapes, seconds("memory"))
         share = seconds("elementwise")
-        elementwise = elementwise_rate(bench, share * 0.6)
-        fresh = fresh_rate(bench, share * 0.4) if bench.name == "cpu" else None
+        elementwise = compute.elementwise_rate(bench, share * 0.6)
+        fresh = compute.fresh_rate(bench, share * 0.4) if bench.name == "cpu" else None
         decode = decode_curves(bench, seconds("attention of decode steps"))
         prefill = prefill_curves(bench, seconds("attention of prompts"))
-        sample = sample_seconds(bench, seconds("sampling"), elementwise)
+        sample = compute.sample_seconds(bench, seconds("sampling"), elementwise)
         rates = ComputeRates(
-            gemm_flops=general_rate(shapes, (*products(spec, "attn"), *products(spec, "mlp"))),
+            gemm_flops=compute.general_rate(shapes, (*products(spec, "attn"), *products(spec, "mlp"))),
             memory_bytes_per_s=memory,
             decode_attention=decode,
             prefill_attention=prefill,
@@ -227,22 +229,26 @@ class _Run:
         recorded = recorded_ticks(bench, rates, seconds(RECORDED)) if bench.name == "gpu" else None
         return replace(rates, tick_s=unexplained_ticks(bench, rates, seconds("ticks")), graph_tick_s=recorded)
 
-    # ---- links
-
     def _all_links(self, bench: Bench) -> Factors:
-        """Measures every link, and then all of them beside each other."""
+        """Measures every link, and then all of them beside each other, and beside products."""
         c = self._c
         with ExitStack() as stack:
             disk = stack.enter_context(Disk(c.offload_dir, c.unit_bytes, c.file_bytes))
             self._memory["disk"] = disk.free_bytes
             self._disk(disk)
-            beside = {link.name: link for link in self._beside(disk)}
+            size = min(disk.unit, _BESIDE)
+            beside = [disk.reads(size), disk.rewrites(size)]
             if c.has_gpu:
                 copies = stack.enter_context(HostGpu(c.device, c.unit_bytes, c.arena_bytes or _HOST))
-                beside |= {link.name: link for link in self._copies(copies)}
-                if c.device.type == "cuda":
-                    self._pageable()
-            return self._contention(bench, beside)
+                self._copies(copies)
+                beside += [copies.link(name, min(copies.unit, _BESIDE)) for name in _COPIES]
+            if c.device.type == "cuda":
+                self._pageable()
+            with torch.inference_mode():
+                call = compute.contending_product(bench)
+                call()
+                contest = Contest({link.name: link for link in beside}, lambda: bench.timer.once(call))
+                return contest.slowdown(self._start(CONTENTION))
 
     def _disk(self, disk: Disk) -> None:
         small = min(SMALL, disk.unit)
@@ -251,51 +257,35 @@ class _Run:
         if not disk.direct:
             log.warning("the file system of %s knows no O_DIRECT: its page cache is measured, too", self._c.offload_dir)
         way = "O_DIRECT" if disk.direct else "buffered"
-        share = self._start("disk reads")
         text = f"{format_bytes(disk.unit)} at a time from a file of {format_bytes(disk.written)}, {way}"
-        self.spreads.said["disk->cpu"] = text
-        self._links["disk->cpu"] = measured_rate(
-            self._timer, disk.reads(disk.unit), disk.reads(small), share, self.spreads, disk.written // disk.unit
-        )
-        share = self._start("disk rewrites")
-        rate = measured_rate(self._timer, disk.rewrites(disk.unit), disk.rewrites(small), share, self.spreads)
+        self._link("disk reads", disk.reads(disk.unit), disk.reads(small), text, disk.written // disk.unit)
+        self._link("disk rewrites", disk.rewrites(disk.unit), disk.rewrites(small), "")
         # The first write of a preallocated region is not like later ones: caches are written once and again.
+        rate = self._links["cpu->disk"]
         mean = (fresh.seconds + rate.seconds(disk.unit)) / 2
         first, later = (format_rate(disk.unit / each) for each in (fresh.seconds, rate.seconds(disk.unit)))
         said = f"{way}, with checksums, between first writes ({first}) and later ones ({later})"
         self.spreads.said["cpu->disk"] = said
         self._links["cpu->disk"] = LinkRate(disk.unit / max(mean - rate.latency_s, mean / 2), rate.latency_s)
 
-    def _beside(self, disk: Disk) -> tuple[Link, Link]:
-        size = min(disk.unit, _BESIDE)
-        return disk.reads(size), disk.rewrites(size)
-
-    def _copies(self, copies: HostGpu) -> tuple[Link, Link]:
-        small = min(SMALL, copies.unit)
-        for make, part in ((copies.inward, "copies to the GPU"), (copies.outward, "copies from the GPU")):
-            large = make(copies.unit)
-            how = "within host memory" if self._c.emulated else "page-locked"
-            self.spreads.said[large.name] = how
-            self._links[large.name] = measured_rate(self._timer, large, make(small), self._start(part), self.spreads)
-        size = min(copies.unit, _BESIDE)
-        return copies.inward(size), copies.outward(size)
+    def _copies(self, copies: HostGpu) -> None:
+        how = "within host memory" if self._c.emulated else "page-locked"
+        for name, part in _COPIES.items():
+            self._link(part, copies.link(name, copies.unit), copies.link(name, min(SMALL, copies.unit)), how)
 
     def _pageable(self) -> None:
         """For comparison only: the engine's host memory beside a GPU is page-locked."""
         c = self._c
         with HostGpu(c.device, c.unit_bytes, c.arena_bytes or _HOST, pinned=False) as copies:
-            for link, part in ((copies.inward(copies.unit), "to"), (copies.outward(copies.unit), "from")):
-                sample = queued_sample(self._timer, link, self._start(f"pageable copies {part} the GPU"))
-                self.spreads.said[link.name] += f" (pageable memory {format_rate(link.nbytes / sample.seconds)})"
+            for name, part in _COPIES.items():
+                sample = queued_sample(self._timer, copies.link(name, copies.unit), self._start(f"pageable {part}"))
+                self.spreads.said[name] += f" (pageable memory {format_rate(copies.unit / sample.seconds)})"
 
-    def _contention(self, bench: Bench, links: dict[str, Link]) -> Factors:
-        product = max(products(bench.spec, "mlp"), key=lambda each: each.out_features * each.in_features)
-        parts = -(-product.out_features * product.in_features * bench.itemsize // len(bench.arena))
-        product = product._replace(out_features=-(-product.out_features // parts))
-        with torch.inference_mode():
-            call = product_call(bench, product, _ROWS_BESIDE, biased=False)
-            call()
-            return Contest(links, lambda: bench.timer.once(call)).slowdown(self._start(CONTENTION))
+    def _link(self, part: str, large: Link, small: Link, said: str, most: int | None = None) -> None:
+        """Measures one link by transfers of two sizes; `most`: of the large ones."""
+        self.spreads.said[large.name] = said
+        seconds = self._start(part)
+        self._links[large.name] = measured_rate(self._timer, large, small, seconds, self.spreads, most)
 
 
 def _fuses(bench: Bench) -> bool:
@@ -314,13 +304,12 @@ def _weights(calibration: Calibration) -> dict[str, float]:
     weights: dict[str, float] = {}
     for device in calibration.devices:
         name = "gpu" if device.type == "cuda" else "cpu"
-        weights |= {_on(name, part): weight for part, weight in COMPUTE_PARTS.items()}
-        weights |= {_on(name, RECORDED): _RECORDED_WEIGHT} if name == "gpu" else {}
+        parts = COMPUTE_PARTS | ({RECORDED: _RECORDED_WEIGHT} if name == "gpu" else {})
+        weights |= {_on(name, part): weight for part, weight in parts.items()}
     weights |= DISK_PARTS
-    resources = 3
     if calibration.has_gpu:
-        weights |= COPY_PARTS
-        resources = 5
+        weights |= dict.fromkeys(_COPIES.values(), _COPIES_WEIGHT)
     if calibration.device.type == "cuda":
-        weights |= {"pageable copies to the GPU": 0.5, "pageable copies from the GPU": 0.5}
+        weights |= {f"pageable {part}": _PAGEABLE_WEIGHT for part in _COPIES.values()}
+    resources = 5 if calibration.has_gpu else 3
     return weights | {CONTENTION: _CONTENTION_WEIGHT * (resources + resources * (resources - 1) // 2)}

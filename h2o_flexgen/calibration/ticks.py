@@ -8,9 +8,10 @@ the tick. Caches are small ones that evict, as they are where such costs count.
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,17 +21,16 @@ import torch
 
 from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.calibration.bench import Bench, largest_cache
-from h2o_flexgen.calibration.sampling import greedy_sequences
-from h2o_flexgen.calibration.timing import Clock, sample_of
+from h2o_flexgen.calibration.compute import greedy_sequences
+from h2o_flexgen.calibration.timing import Sample, sample_of
 from h2o_flexgen.checkpoint.dummy import DummySource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.hardware.rates import UNIT_KINDS, ComputeRates, Curve
-from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.cost.compute import Compute
 from h2o_flexgen.cost.terms import CostModel
 from h2o_flexgen.engine.execution.block import BlockRunner
 from h2o_flexgen.engine.limits.plan import Caps, Plan, PlanRequest, make_plan
@@ -39,6 +39,7 @@ from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.loader import Loaded, load
 from h2o_flexgen.models.decoder import Decoder
+from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
 from h2o_flexgen.schedule.tasks import Task, TaskKind
 
 ROWS = (1, 8, 32)
@@ -48,10 +49,10 @@ _WARM = 2  # steps that nothing is taken from, the prompts' included
 _TURNS = 3  # times the largest cache of the processor that the short model's layers fill
 _LEAST_LAYERS, _MOST_LAYERS = 2, 12
 _MOST_BYTES = 2 << 30
-LEAST = 1e-7
+_LEAST = 1e-7
 
 
-def short_model(spec: ModelSpec, dtype: str) -> ModelSpec:
+def _short_model(spec: ModelSpec, dtype: str) -> ModelSpec:
     """`spec` with so few layers that they just leave the processor's caches before they come again.
 
     Where even that takes much memory the widths are tiny, too: what is left unexplained is small beside such layers.
@@ -83,18 +84,77 @@ def short_model(spec: ModelSpec, dtype: str) -> ModelSpec:
     )
 
 
+class _Timed(NamedTuple):
+    """Seconds that a tick took, and those that are known of it."""
+
+    lasted: float
+    known: float
+
+
+@dataclass(frozen=True)
+class ShortRun:
+    """A short model of random weights on one device, and a plan that keeps everything there."""
+
+    plan: Plan
+    loaded: Loaded
+
+    @property
+    def units(self) -> tuple[UnitSpec, ...]:
+        """The units of the short model."""
+        return self.plan.request.spec.units
+
+    def block(
+        self, rows: int, steps: int, trace: Trace, on_step: Callable[[int], None] = lambda tokens: None
+    ) -> BlockTotals:
+        """One block of `rows` rows through so many steps; `on_step` is called when each starts."""
+        request, totals = self.plan.request, BlockTotals()
+        spec, policy = request.spec, make_policy(request.eviction)
+        runner = BlockRunner(
+            spec, Decoder(spec), self.loaded.stages, policy, Sampler(), trace, request.dtype, on_tokens=on_step
+        )
+        sequences = greedy_sequences(spec, request.eviction, rows, (_PROMPT, steps))
+        for _ in runner.run(self.plan, [sequences], totals):
+            pass
+        return totals
+
+    def ticks(self, rows: int, steps: int) -> Iterator[tuple[UnitSpec, int, float]]:
+        """(unit, step, seconds to the next tick) of one block of `rows` rows, the last tick left out."""
+        trace, units = Trace(enabled=True), {unit.name: unit for unit in self.units}
+        self.block(rows, steps, trace)
+        for row, following in pairwise(row for row in trace.timeline().rows if row.resource == "compute"):
+            name, _, step, *_ = row.task.split()
+            yield units[name], int(step), following.start - row.start
+
+    def priced(self, rates: ComputeRates, rows: int) -> Callable[[UnitSpec, int], float]:
+        """Seconds of the tick of a unit in a step of a block of `rows` rows, as far as `rates` know them."""
+        plan = self.plan
+        request, tier = plan.request, plan.request.compute_tier
+        profile = HardwareProfile("being measured", "", request.dtype, {}, {tier: rates})
+        compute = CostModel(
+            request.spec,
+            request.workload,
+            plan.policy,
+            request.eviction,
+            plan.placement,
+            profile,
+            request.dtype,
+            tier,
+            (rows,),
+        ).compute
+        return lambda unit, step: compute.seconds(Task(TaskKind.COMPUTE, step, unit.index, 0))
+
+
 @contextmanager
-def short_run(bench: Bench) -> Iterator[tuple[Plan, Loaded]]:
-    """A short model of random weights on the bench's device, and a plan that keeps everything there."""
+def _short_run(bench: Bench) -> Iterator[ShortRun]:
     dtype = str(bench.dtype).removeprefix("torch.")
-    spec, tier = short_model(bench.spec, dtype), bench.name
+    spec, tier = _short_model(bench.spec, dtype), bench.name
     eviction = EvictionConfig("h2o", budget=_BUDGET)
     request = PlanRequest(spec, Workload(_PROMPT, MOST_STEPS), eviction, dtype, Caps(), tier)
     at_home = {tier: 1.0}
     plan = make_plan(request, OffloadPolicy(max(ROWS), weights=at_home, cache=at_home, hidden=at_home))
     source = DummySource(spec, dtype)
-    with closing(load(plan, source, EngineConfig(), [bench.device], "", _no_trace, _no_progress)) as loaded:
-        yield plan, loaded
+    with closing(load(plan, source, EngineConfig(), [bench.device], "", _ignore, _ignore)) as loaded:
+        yield ShortRun(plan, loaded)
 
 
 @torch.inference_mode()
@@ -103,113 +163,80 @@ def unexplained_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> dict
 
     By the kind of the unit. The first run of all, which warms up, is left out.
     """
-    repeats = bench.timer.repeats
-    beyond: dict[str, list[tuple[float, float]]] = {kind: [] for kind in UNIT_KINDS}
-    with short_run(bench) as (plan, loaded):
-        _one_run(plan, loaded, 1, _LEAST_STEPS)
-        budget = bench.timer.budget(seconds, dict.fromkeys(map(str, ROWS), 1.0))
-        for rows in ROWS:
-            compute, share = priced(plan, rates, rows), budget.take(str(rows))
-            take = partial(_measured, plan, loaded, compute, rows, share, bench.timer.clock)
-            measured = repeats.steadiest(take, _Measured.spread)
-            for kind, values in measured.beyond.items():
-                bench.spreads.note(f"{bench.name} ticks", sample_of(measured.lasting[kind]))
-                # The mean: what a run meets now and then, it pays for.
-                beyond[kind].append((rows, max(LEAST, statistics.fmean(values))))
+    clock = bench.timer.clock
+    with _short_run(bench) as run:
+
+        def take(rows: int, seconds: float) -> dict[str, list[_Timed]]:
+            known, begun = run.priced(rates, rows), clock()
+            steps = int(seconds / sum(known(unit, 1) for unit in run.units))
+            taken: dict[str, list[_Timed]] = {kind: [] for kind in UNIT_KINDS}
+            while not taken["attn"] or clock() - begun < seconds:
+                for unit, step, lasted in run.ticks(rows, min(MOST_STEPS, max(_LEAST_STEPS, steps))):
+                    if step >= _WARM:
+                        taken[unit.kind].append(_Timed(lasted, known(unit, step)))
+            return taken
+
+        list(run.ticks(1, _LEAST_STEPS))
+        return _beyond(bench, "ticks", seconds, take)
+
+
+@torch.inference_mode()
+def recorded_ticks(bench: Bench, rates: ComputeRates, seconds: float) -> Curve | None:
+    """Seconds of a tick of a decode step recorded as a CUDA graph beyond what `rates`, which know of no ticks, say.
+
+    Over its rows. A step is launched as a whole: what it takes beyond is divided evenly by its ticks, the choice of
+    tokens included. None where steps are not recorded: on a CPU, without Triton, or where recording failed.
+    """
+    clock = bench.timer.clock
+    with _short_run(bench) as run:
+        ticks = len(run.units)
+
+        def take(rows: int, seconds: float) -> dict[str, list[_Timed]]:
+            """Of steps that are launched as a whole; none where steps are not."""
+            price, start = run.priced(rates, rows), clock()
+            known = sum(price(unit, FIRST_REPLAYED) for unit in run.units) / ticks
+            taken, begun = list[_Timed](), list[float]()
+            while not taken or clock() - start < seconds:
+                begun.clear()
+                totals = run.block(rows, MOST_STEPS, Trace(), lambda tokens: begun.append(clock()))
+                if totals.graph_launches < MOST_STEPS - FIRST_REPLAYED:
+                    return {}
+                # Every step ends with a look at its tokens, so that the device is through with it when the next begins.
+                steps = [(later - earlier) / ticks for earlier, later in pairwise(begun)]
+                taken += [_Timed(step, known) for step in steps[FIRST_REPLAYED:]]
+            return {"step": taken}
+
+        return _beyond(bench, "recorded steps", seconds, take).get("step")
+
+
+def _beyond(
+    bench: Bench, figure: str, seconds: float, take: Callable[[int, float], dict[str, list[_Timed]]]
+) -> dict[str, Curve]:
+    """Seconds of ticks beyond those that are known, over the rows, by kind; nothing where `take` gives nothing.
+
+    `take(rows, seconds)` gives ticks by their kind.
+    """
+    budget = bench.timer.budget(seconds, dict.fromkeys(map(str, ROWS), 1.0))
+    beyond: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for rows in ROWS:
+        taken = bench.timer.repeats.steadiest(partial(take, rows, budget.take(str(rows))), _spread)
+        if not taken:
+            return {}
+        for kind, ticks in taken.items():
+            bench.spreads.note(f"{bench.name} {figure}", _sample(ticks))
+            # The mean: what a run meets now and then, it pays for.
+            beyond[kind].append((rows, max(_LEAST, statistics.fmean(tick.lasted - tick.known for tick in ticks))))
     return {kind: Curve(tuple(points)) for kind, points in beyond.items()}
 
 
-class _Measured(NamedTuple):
-    """Seconds of ticks by the kind of their unit: those beyond what is known, and all of them."""
-
-    beyond: dict[str, list[float]]
-    lasting: dict[str, list[float]]
-
-    def spread(self) -> float:
-        """Of the typical kind."""
-        return statistics.median(sample_of(lasting).spread for lasting in self.lasting.values())
+def _sample(ticks: list[_Timed]) -> Sample:
+    return sample_of([tick.lasted for tick in ticks])
 
 
-def _measured(plan: Plan, loaded: Loaded, compute: Compute, rows: int, seconds: float, clock: Clock) -> _Measured:
-    """Ticks of runs of `rows` rows, one after the other for about `seconds`; steps that warm up are left out."""
-    units = plan.request.spec.units
-    measured = _Measured({kind: [] for kind in UNIT_KINDS}, {kind: [] for kind in UNIT_KINDS})
-    begun, steps = clock(), _steps(plan, compute, seconds)
-    while not measured.lasting["attn"] or clock() - begun < seconds:
-        for index, step, lasted in _one_run(plan, loaded, rows, steps):
-            if step >= _WARM:
-                known = compute.seconds(Task(TaskKind.COMPUTE, step, index, 0))
-                measured.beyond[units[index].kind].append(lasted - known)
-                measured.lasting[units[index].kind].append(lasted)
-    return measured
+def _spread(taken: dict[str, list[_Timed]]) -> float:
+    """Of the typical kind."""
+    return statistics.median(_sample(ticks).spread for ticks in taken.values()) if taken else 0.0
 
 
-def priced(plan: Plan, rates: ComputeRates, rows: int) -> Compute:
-    """The prices of one block of `rows` rows, as far as `rates` know them."""
-    request, tier = plan.request, plan.request.compute_tier
-    profile = HardwareProfile("being measured", "", request.dtype, {}, {tier: rates})
-    return CostModel(
-        request.spec,
-        request.workload,
-        plan.policy,
-        request.eviction,
-        plan.placement,
-        profile,
-        request.dtype,
-        tier,
-        (rows,),
-    ).compute
-
-
-def _steps(plan: Plan, compute: Compute, seconds: float) -> int:
-    """As many steps as are expected to take so long, within limits."""
-    step = sum(compute.seconds(Task(TaskKind.COMPUTE, 1, unit.index, 0)) for unit in plan.request.spec.units)
-    return min(MOST_STEPS, max(_LEAST_STEPS, int(seconds / step)))
-
-
-def _one_run(plan: Plan, loaded: Loaded, rows: int, steps: int) -> list[tuple[int, int, float]]:
-    """(index of the unit, step, seconds) of the ticks of one block of `rows` rows, the last one left out."""
-    trace = Trace(enabled=True)
-    run_block(plan, loaded, rows, steps, trace)
-    return list(_ticks(plan.request.spec, trace))
-
-
-def run_block(
-    plan: Plan,
-    loaded: Loaded,
-    rows: int,
-    steps: int,
-    trace: Trace,
-    on_step: Callable[[int], None] = lambda tokens: None,
-) -> BlockTotals:
-    """One block of `rows` rows through so many steps, each of which `on_step` hears of when it starts."""
-    request, totals = plan.request, BlockTotals()
-    runner = BlockRunner(
-        request.spec,
-        Decoder(request.spec),
-        loaded.stages,
-        make_policy(request.eviction),
-        Sampler(),
-        trace,
-        request.dtype,
-        on_tokens=on_step,
-    )
-    sequences = greedy_sequences(request.spec, request.eviction, rows, (_PROMPT, steps))
-    for _ in runner.run(plan, [sequences], totals):
-        pass
-    return totals
-
-
-def _ticks(spec: ModelSpec, trace: Trace) -> Iterator[tuple[int, int, float]]:
-    places = {unit.name: unit.index for unit in spec.units}
-    for row, following in pairwise(row for row in trace.timeline().rows if row.resource == "compute"):
-        name, _, step, *_ = row.task.split()
-        yield places[name], int(step), following.start - row.start
-
-
-def _no_trace(task: str, start: float, end: float, resource: str) -> None:
-    """Nothing moves."""
-
-
-def _no_progress(what: str, done: int, total: int) -> None:
-    """There is next to nothing to load."""
+def _ignore(*_: object) -> None:
+    """Nothing moves, and there is next to nothing to load."""

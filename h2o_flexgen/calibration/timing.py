@@ -1,4 +1,4 @@
-"""Measuring within a time limit: how seconds are divided, and medians of repetitions. No torch."""
+"""Measuring within a time limit: how seconds are divided, medians of repetitions and how far they spread. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 Clock = Callable[[], float]
@@ -30,6 +31,43 @@ class Sample(NamedTuple):
     taken: int
 
 
+def sample_of(taken: list[float]) -> Sample:
+    """Median and spread of what was taken, none of it 0: a clock may be too coarse to see a call."""
+    median = max(statistics.median(taken), 1e-9)
+    if len(taken) < 2:
+        return Sample(median, 0.0, len(taken))
+    low, _, high = statistics.quantiles(taken, n=4, method="inclusive")
+    return Sample(median, (high - low) / median, len(taken))
+
+
+@dataclass
+class Spreads:
+    """How far the quartiles of what was measured lie apart, figure by figure, and what else is to be said of each."""
+
+    found: dict[str, list[float]] = field(default_factory=dict)
+    said: dict[str, str] = field(default_factory=dict)
+
+    def note(self, figure: str, sample: Sample) -> Sample:
+        """`sample` itself, remembered as one of those that `figure` is made of."""
+        spreads = self.found.setdefault(figure, [])
+        if sample.taken >= FEWEST_SAMPLES:
+            spreads.append(sample.spread)
+        return sample
+
+    @property
+    def typical(self) -> dict[str, float]:
+        """The median over the samples of each figure that has any with enough repetitions."""
+        return {figure: statistics.median(spreads) for figure, spreads in self.found.items() if spreads}
+
+    def sources(self) -> dict[str, str]:
+        """The `sources` of a HardwareProfile."""
+        typical, sources = self.typical, {}
+        for figure in self.found:
+            wide = f"quartiles {typical[figure]:.0%} apart" if figure in typical else "too few repetitions for a spread"
+            sources[figure] = "; ".join(filter(None, ["measured", self.said.get(figure), wide]))
+        return sources
+
+
 class TimeBudget:
     """Seconds divided over parts by weight.
 
@@ -38,7 +76,7 @@ class TimeBudget:
     """
 
     def __init__(self, seconds: float, weights: Mapping[str, float], clock: Clock = time.perf_counter) -> None:
-        self._seconds, self._clock = seconds, clock
+        self.seconds, self._clock = seconds, clock
         self._weights, self._left = dict(weights), dict(weights)
         self._start = clock()
 
@@ -46,18 +84,13 @@ class TimeBudget:
         """Seconds that `part`, which starts now, may take; KeyError for one that is unknown or was taken before."""
         waiting = sum(self._left.values())
         weight = self._left.pop(part)
-        least = _LEAST_SHARE * self._seconds * weight / sum(self._weights.values())
-        return max(least, (self._seconds - self.elapsed) * weight / waiting)
+        least = _LEAST_SHARE * self.seconds * weight / sum(self._weights.values())
+        return max(least, (self.seconds - self.elapsed) * weight / waiting)
 
     @property
     def elapsed(self) -> float:
         """Seconds since the budget was made."""
         return self._clock() - self._start
-
-    @property
-    def seconds(self) -> float:
-        """All of them."""
-        return self._seconds
 
 
 class Repeats:
@@ -68,10 +101,7 @@ class Repeats:
     """
 
     def __init__(
-        self,
-        seconds: float = 0.0,
-        clock: Clock = time.perf_counter,
-        sleep: Callable[[float], object] = time.sleep,
+        self, seconds: float = 0.0, clock: Clock = time.perf_counter, sleep: Callable[[float], object] = time.sleep
     ) -> None:
         self._most, self._clock, self._sleep = seconds, clock, sleep
         self._start, self._untimed = clock(), 0.0
@@ -127,11 +157,9 @@ class Timer:
     """
 
     def __init__(
-        self,
-        synchronise: Callable[[], object] = lambda: None,
-        clock: Clock = time.perf_counter,
+        self, synchronise: Callable[[], object] = lambda: None, clock: Clock = time.perf_counter,
         repeats: Repeats | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._synchronise, self.clock = synchronise, clock
         self.repeats = Repeats(0.0, clock) if repeats is None else repeats
 
@@ -148,14 +176,9 @@ class Timer:
         return self.clock() - start
 
     def measure(
-        self,
-        call: Callable[[], object],
-        seconds: float,
-        *,
-        per: int = 1,
-        prepare: Callable[[], object] | None = None,
-        most: int | None = None,
-    ) -> Sample:
+        self, call: Callable[[], object], seconds: float, *, per: int = 1,
+        prepare: Callable[[], object] | None = None, most: int | None = None,
+    ) -> Sample:  # fmt: skip
         """Seconds of one of the `per` operations that `call` does, measured for about `seconds`.
 
         One untimed call goes before: it touches memory, fills pools, and compiles what is compiled then; another one
@@ -214,12 +237,3 @@ class Timer:
                 call()
 
         return self.once(several)
-
-
-def sample_of(taken: list[float]) -> Sample:
-    """Median and spread of what was taken, none of it 0: a clock may be too coarse to see a call."""
-    median = max(statistics.median(taken), 1e-9)
-    if len(taken) < 2:
-        return Sample(median, 0.0, len(taken))
-    low, _, high = statistics.quantiles(taken, n=4, method="inclusive")
-    return Sample(median, (high - low) / median, len(taken))

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from h2o_flexgen import cores
-from h2o_flexgen.calibration import Calibration, cached_profile, calibrate, stored
+from h2o_flexgen.calibrate import profile_table
+from h2o_flexgen.calibration import Calibration, cached_profile, calibrate, links, stored
 from h2o_flexgen.calibration import measure as measuring
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
-from h2o_flexgen.calibration.table import profile_table
 from h2o_flexgen.calibration.timing import Repeats, Sample, TimeBudget, Timer
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.hardware.rates import ComputeRates, Curve
@@ -298,9 +298,10 @@ class TestTrouble:
         assert [thread.name for thread in threading.enumerate() if thread.name.startswith("h2o-")] == []
 
     def test_a_link_that_fails_beside_others(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from h2o_flexgen.calibration.contention import Feeder
+        def failing(*_: object) -> None:
+            raise StorageError("the disk failed")
 
-        monkeypatch.setattr(Feeder, "_feed", lambda self: setattr(self, "_error", StorageError("the disk failed")))
+        monkeypatch.setattr(links, "_feed", failing)
         with pytest.raises(StorageError, match="the disk failed"):
             calibrate(tiny(tmp_path / "offload"))
 
@@ -330,7 +331,7 @@ def test_compiling_kernels_is_no_part_of_the_budget(compiled: bool, tmp_path: Pa
     monkeypatch.setattr(measuring, "serves", lambda device: compiled)
     monkeypatch.setattr(measuring, "decode_curves", lambda bench, seconds: curves("decode", seconds))
     monkeypatch.setattr(measuring, "prefill_curves", lambda bench, seconds: curves("prefill", seconds))
-    run = measuring._Run(tiny(tmp_path), lambda what, spent, total: told.append(what))
+    run = measuring.CalibrationRun(tiny(tmp_path), lambda what, spent, total: told.append(what))
     run._repeats = Repeats(0.0, lambda: now[0])
     run._budget = TimeBudget(10.0, {"products": 1.0}, run._repeats.clock)
     run._compile(SimpleNamespace(device=CPU))

@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o_flexgen.calibration import recorded
-from h2o_flexgen.calibration.bench import Bench, Spreads
-from h2o_flexgen.calibration.contention import COMPUTE, Contest
-from h2o_flexgen.calibration.links import Disk, Link, link_rate
-from h2o_flexgen.calibration.products import general_rate
-from h2o_flexgen.calibration.ticks import MOST_STEPS
-from h2o_flexgen.calibration.timing import Sample, Timer
+from h2o_flexgen.calibration.bench import Bench
+from h2o_flexgen.calibration.compute import general_rate
+from h2o_flexgen.calibration.links import COMPUTE, Contest, Disk, Link, link_rate
+from h2o_flexgen.calibration.ticks import MOST_STEPS, ShortRun, recorded_ticks
+from h2o_flexgen.calibration.timing import Sample, Spreads, Timer
 from h2o_flexgen.config.hardware.rates import Curve, GemmShape
 from h2o_flexgen.config.model.products import Product
-from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.metrics.recorder import BlockTotals
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.memory.copies import CopyEngine
@@ -72,7 +69,7 @@ def test_what_a_recorded_step_takes_beyond_is_divided_by_its_ticks(monkeypatch: 
     launched take longer and do not count."""
     clock, blocks = FakeClock(), list[int]()
 
-    def run_block(plan: Plan, loaded: object, rows: int, steps: int, trace: Trace, on_step: Callable) -> BlockTotals:
+    def run_block(run: ShortRun, rows: int, steps: int, trace: Trace, on_step: Callable) -> BlockTotals:
         assert not trace.enabled, "steps that are traced are not recorded"
         blocks.append(rows)
         for step in range(steps):
@@ -80,16 +77,16 @@ def test_what_a_recorded_step_takes_beyond_is_divided_by_its_ticks(monkeypatch: 
             clock.pass_(5.0 if step < FIRST_REPLAYED else 0.01 * rows)
         return BlockTotals(graph_launches=replayed)
 
-    monkeypatch.setattr(recorded, "run_block", run_block)
+    monkeypatch.setattr(ShortRun, "block", run_block)
     known = dataclasses.replace(ticking(**dict.fromkeys(KINDS, 0.0)), sample_s=1e-3)
     with Bench(TINY, "float32", torch.device("cpu"), 1 << 20) as bench:
         bench.timer = Timer(clock=clock)
         replayed = MOST_STEPS - FIRST_REPLAYED + 1
-        curve = recorded.recorded_ticks(bench, known, 1.0)
+        curve = recorded_ticks(bench, known, 1.0)
         assert blocks == [1, 8, 32]
         assert "cpu recorded steps" in bench.spreads.found
         replayed = 0
-        assert recorded.recorded_ticks(bench, known, 1.0) is None
+        assert recorded_ticks(bench, known, 1.0) is None
     assert curve is not None
     assert curve.points == tuple((rows, pytest.approx(0.009 * rows / 6)) for rows in (1, 8, 32))
 

@@ -51,6 +51,7 @@ def test_a_table_and_the_profile(model: Path, program: Calibrate, tmp_path: Path
     (kept,) = (tmp_path / "cache/h2o_flexgen/hardware").iterdir()
     assert HardwareProfile.load(kept) == profile
     assert "measuring cpu: products" in ran.err
+    assert ran.err.splitlines()[-1].startswith(f"kept in {kept}: ")
     assert left_in(tmp_path / "offload") == []
 
 

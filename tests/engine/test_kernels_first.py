@@ -50,7 +50,7 @@ def test_kernels_are_there_before_anything_is_measured(fresh: Path, monkeypatch:
         assert _built(fresh) == {"kernels"}
         raise Begun
 
-    monkeypatch.setattr(measure, "_Run", begin)
+    monkeypatch.setattr(measure, "CalibrationRun", begin)
     with pytest.raises(Begun):
         measure.calibrate(None)
 

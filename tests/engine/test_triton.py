@@ -16,7 +16,7 @@ from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is
 from h2o_flexgen import SamplingParams
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.fused import FusedStep
-from h2o_flexgen.calibration import recorded
+from h2o_flexgen.calibration import ticks
 from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
@@ -239,12 +239,12 @@ def test_a_row_whose_numbers_are_not_finite(folder, log: list[str], monkeypatch)
 def test_recorded_steps_are_measured(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibration times steps that are launched as a whole: those that the engine launches so."""
     steps = FIRST_REPLAYED + 2
-    monkeypatch.setattr(recorded, "ROWS", (1,))
-    monkeypatch.setattr(recorded, "MOST_STEPS", steps)
+    monkeypatch.setattr(ticks, "ROWS", (1,))
+    monkeypatch.setattr(ticks, "MOST_STEPS", steps)
     rates = ticking(**dict.fromkeys(KINDS, 0.0))
     small = dataclasses.replace(TINY, num_layers=1, num_heads=1, num_kv_heads=1)
     with Bench(small, "float32", torch.device("cpu"), 1 << 20) as bench:
-        curve = recorded.recorded_ticks(bench, rates, 1e-6)
+        curve = ticks.recorded_ticks(bench, rates, 1e-6)
         done = [what for what in log if what != "read"]
         assert done == ["warm up", "record", *["replay"] * (steps - FIRST_REPLAYED + 1), "close"]
     assert curve is not None

@@ -1,0 +1,205 @@
+"""What a compute device does in one go: products at the shapes of a model, reading memory, norms and activations,
+first writes to new memory, and choosing tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.calibration.bench import Bench
+from h2o_flexgen.calibration.timing import Sample, sample_of
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.hardware.rates import Curve, GemmShape
+from h2o_flexgen.config.model.products import Product, all_products, products
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine.requests.reader import RequestReader
+from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.engine.sampling.sampler import Sampler
+from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, rms_norm
+from h2o_flexgen.memory.pages import Allocation, HostMemory
+from h2o_flexgen.units import MIB
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Rows of x, up to the usual chunk of prompts."""
+_HEAD_ROWS = 256  # the output head sees one token per sequence
+_SURE_ROWS = 16  # measured however long it takes; more rows only while there is time
+_ROWS_BESIDE = 64  # of the product that contends with the links
+_FIXED = 10.0  # an activation leaves it about as it is, so that working in place changes nothing from call to call
+_PIECE, _PIECES = 32 * MIB, 16  # of new memory
+_PROMPT, _SAMPLED_ROWS = 4, 64
+_NARROW = 64  # a vocabulary that takes no time
+_LEAST = 1e-7
+
+
+def _product_call(
+    bench: Bench, product: Product, rows: int, *, biased: bool = False, wide: bool = False
+) -> Callable[[], object]:
+    """One product as the decoder does it, `wide`: as its logits; each call takes the next weight of the arena."""
+    weights = bench.matrices(product.out_features, product.in_features)
+    x = bench.noise(rows, product.in_features)
+    bias = bench.noise(product.out_features) if biased else None
+    return lambda: linear(x, next(weights), bias, wide=wide)
+
+
+def _fitting(bench: Bench, product: Product) -> Product:
+    """The product, or as large a part of its rows as the arena holds: time goes by these."""
+    parts = -(-product.out_features * product.in_features * bench.itemsize // len(bench.arena))
+    return product._replace(out_features=-(-product.out_features // parts))
+
+
+def contending_product(bench: Bench) -> Callable[[], object]:
+    """A call of the largest product of an MLP, which is done while links are busy."""
+    largest = max(products(bench.spec, "mlp"), key=lambda each: each.out_features * each.in_features)
+    return _product_call(bench, _fitting(bench, largest), _ROWS_BESIDE)
+
+
+@torch.inference_mode()
+def product_shapes(bench: Bench, seconds: float) -> tuple[GemmShape, ...]:
+    """Every shape of the model over the number of rows."""
+    spec = bench.spec
+    shapes = all_products(spec)
+    budget = bench.timer.budget(seconds, dict.fromkeys(map(str, shapes), 1.0))
+    head = products(spec, "head")
+    found = []
+    for shape in shapes:
+        part = _fitting(bench, shape)
+        most = _HEAD_ROWS if shape in head else bench.chunk
+        biased = shape not in head and spec.arch.mlp_bias  # of most models all projections have a bias, or none
+        points = _over_rows(bench, part, budget.take(str(shape)), most, biased=biased, wide=shape == head[-1])
+        scale = shape.out_features / part.out_features
+        curve = Curve(tuple((rows, sample.seconds * scale) for rows, sample in points))
+        found.append(GemmShape(shape.out_features, shape.in_features, curve))
+    return tuple(found)
+
+
+def _over_rows(
+    bench: Bench, product: Product, seconds: float, most: int, *, biased: bool, wide: bool
+) -> list[tuple[int, Sample]]:
+    """Samples over the number of rows, as many rows as there is time for: from there on the rate stays."""
+    counts = [rows for rows in ROWS if rows <= most]
+    # The time a call takes grows with its rows, but a few repetitions of fast ones are soon done.
+    budget = bench.timer.budget(seconds, {str(rows): 1.0 + rows / 128 for rows in counts})
+    points: list[tuple[int, Sample]] = []
+    for rows in counts:
+        share = budget.take(str(rows))
+        if points and rows > _SURE_ROWS:
+            expected = points[-1][1].seconds * rows / points[-1][0]
+            if 2 * expected > max(share, seconds - budget.elapsed):
+                break
+        call = _product_call(bench, product, rows, biased=biased, wide=wide)
+        points.append((rows, bench.measure("products", call, share)))
+    return points
+
+
+def general_rate(shapes: tuple[GemmShape, ...], layers: tuple[Product, ...]) -> Curve:
+    """FLOP/s over rows of the products in `layers` together: for shapes that were not measured."""
+    wanted = [shape for shape in shapes if (shape.out_features, shape.in_features) in layers]
+    flops_per_row = sum(2 * shape.out_features * shape.in_features for shape in wanted)
+    rows = sorted({rows for shape in wanted for rows, _ in shape.seconds.points})
+    return Curve(tuple((n, n * flops_per_row / sum(shape.seconds.time_at(n) for shape in wanted)) for n in rows))
+
+
+@torch.inference_mode()
+def fastest_read(bench: Bench, shapes: tuple[GemmShape, ...], seconds: float) -> float:
+    """Bytes per second that no product exceeds: of summing up the arena, or of the fastest product if that is even
+    faster."""
+    numbers = bench.arena.view(torch.float32)
+    plain = numbers.nbytes / bench.measure("memory", numbers.sum, seconds).seconds
+    by_products = [
+        shape.out_features * shape.in_features * bench.itemsize / min(seconds for _, seconds in shape.seconds.points)
+        for shape in shapes
+    ]
+    return max(plain, *by_products)
+
+
+@torch.inference_mode()
+def elementwise_rate(bench: Bench, seconds: float) -> float:
+    """Bytes per second, read and written together, of one layer's two norms, two residuals and activation.
+
+    Bytes are counted as `cost.compute` counts them.
+    """
+    spec, arch, size = bench.spec, bench.spec.arch, bench.itemsize
+    width, ffn = spec.hidden_size, spec.ffn_size
+    tokens = max(1, min(bench.chunk, len(bench.arena) // (2 * ffn * size)))
+    hidden, inner = bench.noise(tokens, width), bench.noise(tokens, width)
+    weight, bias = bench.noise(width), bench.noise(width)
+    wide = torch.full((tokens, ffn * (2 if arch.gated_mlp else 1)), _FIXED, dtype=bench.dtype, device=bench.device)
+    if arch.gated_mlp:
+        wide[:, :ffn] = 1.0
+    activation = ACTIVATIONS[arch.activation]
+
+    def norm() -> Tensor:
+        if arch.norm == "rmsnorm":
+            return rms_norm(hidden, weight, arch.norm_eps, arch.norm_offset)
+        return layer_norm(hidden, weight, bias, arch.norm_eps)
+
+    def layer() -> None:
+        for _ in range(2):
+            norm()
+            hidden.add_(inner)
+        if arch.gated_mlp:
+            up, gate = wide.chunk(2, dim=-1)
+            gated(gate, up, arch.activation)
+        else:
+            activation(wide)
+
+    norm_bytes = 2 * size
+    if arch.norm == "rmsnorm" and bench.name == "cpu":
+        norm_bytes = 20 if size == 4 else 20 + 4 * size
+    nbytes = 2 * tokens * width * (norm_bytes + 3 * size) + tokens * ffn * size * (5 if arch.gated_mlp else 2)
+    return nbytes / bench.measure("elementwise", layer, seconds).seconds
+
+
+def fresh_rate(bench: Bench, seconds: float) -> float | None:
+    """Bytes per second by which the first write to new host memory takes longer than the second; None for no longer.
+
+    Nothing is given back before the end: what the system has just got back it would hand out again.
+    """
+    source = bench.noise(min(_PIECE, len(bench.arena)) // bench.itemsize)
+    memory, pieces = HostMemory(), list[Allocation]()
+    first: list[float] = []
+    again: list[float] = []
+    start = bench.timer.clock()
+    try:
+        while len(pieces) < _PIECES and (not pieces or bench.timer.clock() - start < seconds):
+            pieces.append(memory.allocate(source.nbytes))
+            piece = pieces[-1].tensor.view(bench.dtype)
+            for taken in (first, again):
+                taken.append(bench.timer.once(lambda piece=piece: piece.copy_(source)))  # type: ignore[misc]
+    finally:
+        for allocation in pieces:
+            allocation.free()
+    longer = bench.spreads.note(f"{bench.name} fresh memory", sample_of(first)).seconds - sample_of(again).seconds
+    return source.nbytes / longer if longer > 0 else None
+
+
+@torch.inference_mode()
+def sample_seconds(bench: Bench, seconds: float, elementwise: float) -> float:
+    """Of choosing one row's token greedily, `sample_s` of ComputeRates.
+
+    elementwise: bytes per second; looking once through a row's logits at that rate is no part of it.
+    """
+    one, many = (_choosing(bench, _NARROW, rows, seconds * 0.2) for rows in (1, _SAMPLED_ROWS))
+    wide = _choosing(bench, bench.spec.vocab_size, _SAMPLED_ROWS, seconds * 0.6) / _SAMPLED_ROWS
+    looked_through = 4 * bench.spec.vocab_size / elementwise
+    return max(_LEAST, (many - one) / (_SAMPLED_ROWS - 1), wide - looked_through)
+
+
+def greedy_sequences(spec: ModelSpec, eviction: EvictionConfig, rows: int, lengths: tuple[int, int]) -> list[Sequence]:
+    """Rows that no token ends; `lengths`: tokens of the prompt, all alike, and new ones."""
+    prompt, new = lengths
+    params = SamplingParams(max_new_tokens=new, ignore_eos=True)
+    return RequestReader(spec, eviction, None, 0).read([[0] * prompt] * rows, params)
+
+
+def _choosing(bench: Bench, vocabulary: int, rows: int, seconds: float) -> float:
+    """Seconds of the sampler's step over so many rows that are never done."""
+    spec = replace(bench.spec, vocab_size=vocabulary, bos_token_id=0, eos_token_id=0, pad_token_id=None)
+    sequences = greedy_sequences(replace(spec, max_positions=1 << 40), EvictionConfig(), rows, (_PROMPT, 1 << 30))
+    logits = bench.noise(rows, vocabulary).float()
+    sampler = Sampler()
+    return bench.measure("sampling", lambda: sampler.step(sequences, logits), seconds).seconds
