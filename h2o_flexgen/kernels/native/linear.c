@@ -234,12 +234,13 @@ static void take_pieces(void *task, int member) {
     }
 }
 
-/* A `Product`, field by field. None of the tensors is empty. */
-void linear(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
+/* A `Product`, field by field. None of the tensors is empty. Returns 0: nothing can fail. */
+int linear(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
             long y_stride, int wide, int relu, int onto, int threads) {
     Pieces all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto}};
     if (rows * outs * ins < ALONE) threads = 1;
     all.piece = piece_of(&all.p, threads);
     all.spreads = crowded(&all.p) && outs >= ENOUGH * (long)threads;
     team_run(take_pieces, &all, threads);
+    return 0;
 }
