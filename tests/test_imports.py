@@ -159,7 +159,7 @@ def test_the_rooms_of_the_engine_have_one_direction() -> None:
                 seen += bool(target)
                 if target and target != source and rank[target] <= rank[source]:
                     wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno} imports {node.module}")
-    assert seen > 100, "the imports were not found"
+    assert seen > 50, "the imports were not found"
     assert not wrong, "\n".join(wrong)
 
 

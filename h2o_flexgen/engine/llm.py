@@ -20,12 +20,12 @@ from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.work import Work
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.engine.batching.scheduler import in_order
+from h2o_flexgen.engine.batching.scheduler import WaitingQueue, in_order
 from h2o_flexgen.engine.execution.block import BlockRunner
-from h2o_flexgen.engine.limits import devices, gpu
+from h2o_flexgen.engine.limits import devices
+from h2o_flexgen.engine.limits.devices import held_bytes
 from h2o_flexgen.engine.limits.oom_retry import OomRetry, forget
 from h2o_flexgen.engine.limits.plan import Caps, Plan, Planner, PlanRequest, automatic, keeping
-from h2o_flexgen.engine.limits.process_memory import held_bytes
 from h2o_flexgen.engine.metrics.recorder import RunMetrics, make_record
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.model import Model, open_model
@@ -34,7 +34,6 @@ from h2o_flexgen.engine.requests.chat import Conversation, chat_prompts
 from h2o_flexgen.engine.requests.reader import Prompt, RequestReader, workload_of
 from h2o_flexgen.engine.requests.sequence import RequestOutput, Score, Sequence
 from h2o_flexgen.engine.requests.tokenizer import text_of
-from h2o_flexgen.engine.requests.waiting import WaitingQueue
 from h2o_flexgen.engine.sampling.hf_generate import Generator
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.loader import Loaded, Progress, bytes_on_disk, load
@@ -76,7 +75,7 @@ class LLM:
         self._loaded: Loaded | None = None
         self._replay, self._turn = OomRetry(), CallGuard()
         self._decoder = Decoder(self.model.spec)
-        self._pins = gpu.open_gpu(self._devices)
+        self._pins = devices.open_gpu(self._devices)
         self._trace = Trace(self.config.trace, () if self._pins is None else self._pins.devices)
         # Less what other engines hold: that is counted when a plan is made, since it comes and goes.
         self._baseline = max(0, devices.before_placement() - held_bytes())
@@ -292,7 +291,7 @@ class LLM:
     def _caps(self) -> Caps:
         model, folder = self.model, self.offload_folder
         there = partial(bytes_on_disk, model.spec, model.source, model.dtype, folder)
-        return gpu.caps_of(self.config, self._pins, folder, there, partial(held_bytes, self._loaded))
+        return devices.caps_of(self.config, self._pins, folder, there, partial(held_bytes, self._loaded))
 
     def _reader(self) -> RequestReader:
         return RequestReader(self.model.spec, self.config.eviction, self.model.codec, self.config.seed)

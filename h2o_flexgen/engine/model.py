@@ -14,8 +14,7 @@ from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.limits.devices import resolve_dtype
-from h2o_flexgen.engine.requests.tokenizer import TextCodec
-from h2o_flexgen.engine.requests.tokenizer_files import read_json
+from h2o_flexgen.engine.requests.tokenizer import TextCodec, read_json
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import checkpoint_names, ignored_names, spec_from_config
 

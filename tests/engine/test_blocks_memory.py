@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine.limits import gpu
+from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.memory.pages import Allocation, HostMemory
 from h2o_flexgen.memory.pinned import PinnedPool
@@ -57,7 +57,7 @@ def test_later_blocks_lock_no_memory_anew(checkpoint: Any, monkeypatch: pytest.M
             locks.append(tensor.numel())
             return super().lock(tensor)
 
-    monkeypatch.setattr(gpu, "open_gpu", lambda _: PinnedPool(device))
+    monkeypatch.setattr(devices, "open_gpu", lambda _: PinnedPool(device))
     policy = {"gpu_batch_size": 1, "num_gpu_batches": 2, "cache": {"cpu": 1.0}, "hidden": {"cpu": 1.0}}
     counts = []
     for blocks in (1, 3):

@@ -16,7 +16,7 @@ import pytest
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.execution import block
-from h2o_flexgen.engine.limits import gpu
+from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.state.hidden_store import HiddenStore
@@ -56,7 +56,7 @@ def open_llm(checkpoint, monkeypatch: pytest.MonkeyPatch):
     """An engine whose GPU is `device`; the policy is one of PLACES."""
 
     def make(device: FakeDevice, place: str, **settings: Any) -> LLM:
-        monkeypatch.setattr(gpu, "open_gpu", lambda _: PinnedPool(device))
+        monkeypatch.setattr(devices, "open_gpu", lambda _: PinnedPool(device))
         policy = {**PLACES[place], **BLOCK}
         return LLM(checkpoint("opt")[1], policy=policy, emulate_gpu="1GiB", **{**ENGINE, **settings})
 

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GenerationMixin, TextIteratorStreamer
 
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.sampling import hf_settings
+from h2o_flexgen.engine.sampling import hf_generate
 from h2o_flexgen.errors import UsageError
 
 IDS = torch.tensor([[2, 9, 14, 33]])
@@ -49,7 +49,7 @@ REFUSED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(hf_settings.REFUSED))
+@pytest.mark.parametrize("name", sorted(hf_generate.REFUSED))
 def test_what_is_not_offered_is_refused_by_name(llm, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is set, and this engine does not offer it"):
         llm.generate_ids(IDS, max_new_tokens=2, **{name: REFUSED[name]})
@@ -120,8 +120,8 @@ def test_every_argument_of_transformers_is_known() -> None:
         "kwargs",
         "generation_config",
     }
-    assert names <= hf_settings.KNOWN
-    assert not set(hf_settings.REFUSED) & {*hf_settings.SHARED, *hf_settings.WITHOUT_EFFECT}
+    assert names <= hf_generate.KNOWN
+    assert not set(hf_generate.REFUSED) & {*hf_generate.SHARED, *hf_generate.WITHOUT_EFFECT}
 
 
 def test_what_has_no_effect_is_taken(llm) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o_flexgen.engine.limits import gpu, oom_retry
+from h2o_flexgen.engine.limits import devices, oom_retry
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.errors import MemoryRefused, is_out_of_memory
@@ -27,20 +27,20 @@ GIB = 1 << 30
 def test_a_cap_is_at_most_what_others_leave() -> None:
     """12 of 16 GiB: the rest is the context's, or somebody else's."""
     device = FakeDevice()
-    limit = gpu.gpu_limit(device, 8 * GIB)
+    limit = devices.gpu_limit(device, 8 * GIB)
     assert 7.7 * GIB < limit.nbytes < 8 * GIB, "libraries work within what torch may allocate"
     assert limit.why.startswith("--gpu-mem, less ")
-    limit = gpu.gpu_limit(device, 16 * GIB)
+    limit = devices.gpu_limit(device, 16 * GIB)
     assert 11.6 * GIB < limit.nbytes < 12 * GIB
     assert "16 GiB" in limit.why
     assert "12 GiB" in limit.why
-    assert gpu.gpu_limit(device, 8 << 20).nbytes == 0, "less than libraries take"
-    assert gpu.gpu_limit(device, None).nbytes == int(0.9 * 12 * GIB)
-    beside = gpu.gpu_limit(device, None, 3 * GIB)
+    assert devices.gpu_limit(device, 8 << 20).nbytes == 0, "less than libraries take"
+    assert devices.gpu_limit(device, None).nbytes == int(0.9 * 12 * GIB)
+    beside = devices.gpu_limit(device, None, 3 * GIB)
     assert beside.nbytes == int(0.9 * 12 * GIB) - 3 * GIB
     assert beside.why == "90% of 12 GiB free of the 16 GiB on the GPU, less 3 GiB that other engines hold"
-    assert gpu.gpu_limit(device, 8 << 20, 3 * GIB).nbytes == 0
-    assert gpu.open_gpu([torch.device("cpu")]) is None
+    assert devices.gpu_limit(device, 8 << 20, 3 * GIB).nbytes == 0
+    assert devices.open_gpu([torch.device("cpu")]) is None
 
 
 @pytest.mark.parametrize("emulated", [None, "1GiB"])
@@ -53,7 +53,7 @@ def test_an_emulated_gpu_cuts_prompts_as_the_cpu_that_it_is(emulated: str | None
 @pytest.mark.parametrize("asked", [66, 100, 256, 400, 511, 512, 600, 4096])
 def test_libraries_have_room_under_any_cap(asked: int) -> None:
     """Two working buffers of cuBLAS, of 32 MiB each, and 2 % for gaps."""
-    limit = gpu.gpu_limit(FakeDevice(), asked << 20)
+    limit = devices.gpu_limit(FakeDevice(), asked << 20)
     slack = (asked << 20) - limit.nbytes
     assert slack == (64 << 20) + (asked << 20) // 50
     assert limit.nbytes > 0
@@ -93,9 +93,9 @@ def test_no_more_is_locked_than_the_limit_allows(
     monkeypatch.delenv("H2O_FLEXGEN_MEMLOCK", raising=False)
     if setting is not None:
         monkeypatch.setenv("H2O_FLEXGEN_MEMLOCK", setting)
-    monkeypatch.setattr(gpu, "open_device", lambda device: FakeDevice())
+    monkeypatch.setattr(devices, "open_device", lambda device: FakeDevice())
     assert pinned.lockable_memory() == most
-    pool = gpu.open_gpu([torch.device("cuda")])
+    pool = devices.open_gpu([torch.device("cuda")])
     assert pool is not None
     assert pool.limit == (most or pool.limit)
     assert (pool.bounce is None) == (most == 64 << 10)

@@ -17,7 +17,7 @@ from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.execution import block, host_fill
 from h2o_flexgen.engine.execution.host_attention import HostAttention
-from h2o_flexgen.engine.limits import gpu
+from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.state.kv_store import BatchCache
 from h2o_flexgen.memory.copies import CopyEngine
@@ -165,7 +165,7 @@ def test_the_device_and_the_thread_wait_for_each_other(missing: str, steps: int,
     """One step: nothing but prompts."""
     device = FakeDevice(0.4)
     order_threads(device, monkeypatch)
-    monkeypatch.setattr(gpu, "open_gpu", lambda _: PinnedPool(device))
+    monkeypatch.setattr(devices, "open_gpu", lambda _: PinnedPool(device))
     run = CopyEngine.run
 
     def hasty(copies: CopyEngine, fn: Any, link: str, **settings: Any) -> Any:

@@ -15,11 +15,10 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.lengths import slots_needed
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.batching.scheduler import in_order
+from h2o_flexgen.engine.batching.scheduler import WaitingQueue, in_order
 from h2o_flexgen.engine.execution import block
 from h2o_flexgen.engine.execution.executor import Executor
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.requests.waiting import WaitingQueue
 from h2o_flexgen.schedule.tasks import ScheduleShape, Tick
 from tests.engine.ragged import LENGTHS, NEW, PROMPTS
 from tests.engine.ragged import params as _params

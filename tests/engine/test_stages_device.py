@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.engine.limits import gpu
+from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.memory.cuda import Stream
 from h2o_flexgen.memory.pinned import PinnedPool
@@ -31,7 +31,7 @@ class Pair:
 
     def open(self, folder: str, place: str, patch: pytest.MonkeyPatch) -> LLM:
         order_threads(self.first, patch)
-        patch.setattr(gpu, "open_gpu", lambda _: PinnedPool(self.first, others=[self.second]))
+        patch.setattr(devices, "open_gpu", lambda _: PinnedPool(self.first, others=[self.second]))
         policy = {**PLACES[place], "gpu_batch_size": 2, "num_gpu_batches": 5}
         return LLM(folder, dtype="float32", eviction=H2O, num_gpus=2, emulate_gpu="1GiB", policy=policy)
 

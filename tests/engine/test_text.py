@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.requests import tokenizer_files
+from h2o_flexgen.engine.requests import tokenizer
 from h2o_flexgen.engine.requests.reader import RequestReader
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.tokenizer import Decode, TextCodec, find_stop, text_of
@@ -137,7 +137,7 @@ def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             TextCodec.open(torn)
     lonely = folders.write(tmp_path / "lonely", "llama", tokenizer_class="LlamaTokenizer")
     (lonely / "tokenizer.model").write_bytes(b"")
-    monkeypatch.setattr(tokenizer_files, "_installed", lambda name: name != "sentencepiece")
+    monkeypatch.setattr(tokenizer, "_installed", lambda name: name != "sentencepiece")
     with pytest.raises(ModelError, match=r"and sentencepiece cannot be imported.*pip install"):
         TextCodec.open(lonely)
 

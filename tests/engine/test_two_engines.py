@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.engine.limits import devices, gpu
+from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.memory.pinned import PinnedPool
 from tests.memory.fake_cuda import FakeDevice
@@ -95,8 +95,8 @@ def test_a_gpu_is_shared_too(open_llm: Callable[..., LLM], monkeypatch: pytest.M
     """One whose memory is the host's: what is held there is held on it."""
     with open_llm() as first:
         first.generate(PROMPTS, **SETTINGS)
-        monkeypatch.setattr(gpu, "open_gpu", lambda _: PinnedPool(FakeDevice()))
+        monkeypatch.setattr(devices, "open_gpu", lambda _: PinnedPool(FakeDevice()))
         with open_llm() as second:
             caps = second._caps()
-        assert caps.gpu == gpu.gpu_limit(FakeDevice(), None).nbytes - used(first)
+        assert caps.gpu == devices.gpu_limit(FakeDevice(), None).nbytes - used(first)
         assert caps.why["gpu"].endswith("that other engines hold")

@@ -1,13 +1,60 @@
-"""Which rows a step computes: finished ones leave their GPU batch, and waiting prompts take their places."""
+"""Continuous batching: finished rows leave their GPU batch, and waiting prompts take their places."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 
+from h2o_flexgen.cache.lengths import slots_needed
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.prefix_tree import MIN_SHARED, PromptSegment, segments_of, shared_first, shared_tokens
 from h2o_flexgen.engine.requests.sequence import Sequence
-from h2o_flexgen.engine.requests.waiting import WaitingQueue
+
+
+class WaitingQueue:
+    """FIFO queue of sequences. Suffix maxima are computed once, so that a block sizes its buffers in O(1)."""
+
+    def __init__(self, rows: Iterable[Sequence] = ()) -> None:
+        self._rows = list(rows)
+        self._taken = 0
+        self._steps = list(accumulate((row.steps for row in reversed(self._rows)), initial=0))
+        self._prompts = self._largest(lambda row: len(row.prompt_ids))
+        self._slots: dict[int | None, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows) - self._taken
+
+    @property
+    def first(self) -> Sequence:
+        """The one that comes in next; IndexError where the queue is empty."""
+        return self._rows[self._taken]
+
+    def take(self, count: int) -> list[Sequence]:
+        """The next `count`, or as many as there are."""
+        taken = self._rows[self._taken : self._taken + count]
+        self._taken += len(taken)
+        return taken
+
+    @property
+    def steps(self) -> int:
+        """Steps of all of them together."""
+        return self._steps[len(self)]
+
+    @property
+    def longest_prompt(self) -> int:
+        """In tokens; 0 where the queue is empty."""
+        return self._prompts[len(self)]
+
+    def slots(self, window: int | None) -> int:
+        """Cache slots of the one that needs most, in a layer with this window; 0 where the queue is empty."""
+        if window not in self._slots:
+            self._slots[window] = self._largest(lambda row: slots_needed([row.budget.within(window)]))
+        return self._slots[window][len(self)]
+
+    def _largest(self, size: Callable[[Sequence], int]) -> list[int]:
+        """Of the last 0, 1, 2, ... rows."""
+        return list(accumulate((size(row) for row in reversed(self._rows)), max, initial=0))
+
 
 SOON = 4
 """A GPU batch changes at once when one in so many of its rows is finished."""

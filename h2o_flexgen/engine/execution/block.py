@@ -13,7 +13,7 @@ from h2o_flexgen.cache.eviction.base import EvictionPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape
 from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
-from h2o_flexgen.engine.batching.scheduler import BatchScheduler
+from h2o_flexgen.engine.batching.scheduler import BatchScheduler, WaitingQueue
 from h2o_flexgen.engine.execution.executor import ExecutionContext, Executor
 from h2o_flexgen.engine.execution.finite import FiniteCheck
 from h2o_flexgen.engine.execution.host_attention import HostAttention
@@ -25,7 +25,6 @@ from h2o_flexgen.engine.metrics.recorder import BlockTotals
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.metrics.work_counter import WorkCounter
 from h2o_flexgen.engine.requests.sequence import Sequence
-from h2o_flexgen.engine.requests.waiting import WaitingQueue
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.kv_store import CacheMaker, CacheStore, Place
 from h2o_flexgen.engine.state.loader import LoadedStage

@@ -1,21 +1,225 @@
-"""transformers' `generate` on top of the engine: tensors in, tensors out, by the same arguments."""
+"""transformers' `generate` on top of the engine: its arguments, honoured, idle or refused; tensors in, tensors out."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.checkpoint.problems import strict_json
+from h2o_flexgen.config.sampling import SAMPLING_ONLY, SamplingParams, warn_idle
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.engine.requests.sequence import Criterion, Hooks, Processor, Sequence
-from h2o_flexgen.engine.sampling.hf_settings import Settings, lengths, read_settings, sampling_params
 from h2o_flexgen.engine.sampling.processors import NOTHING
 from h2o_flexgen.errors import ModelError, UsageError
+from h2o_flexgen.registry import suggestion
+
+log = logging.getLogger(__name__)
+
+DEFAULT_NEW_TOKENS = 20
+"""What transformers generates where no length is given anywhere."""
+
+LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
+SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
+OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
+CALLS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer")
+OURS = ("seed", "ignore_eos")
+"""Settings of SamplingParams that transformers does not have."""
+
+SHARED = tuple(
+    item.name
+    for item in fields(SamplingParams)
+    if item.name not in (*LENGTHS, *SPECIAL_TOKENS, *OURS, "stop_strings", "logprobs")
+)
+"""Settings that are called and mean the same in SamplingParams."""
+
+WITHOUT_EFFECT = (
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"),
+    *("compile_config", "disable_compile", "synced_gpus", "transformers_version", "decoder_start_token_id"),
+    *("early_stopping", "length_penalty", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+    *("assistant_confidence_threshold", "max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"),
+    "assistant_ensemble_weight",
+)
+"""Accepted: the engine has its own cache, placement and prompt chunks, or transformers itself would not look at it."""
+
+CACHES = ("dynamic", "static", "offloaded", "offloaded_static", "quantized", "paged", "hybrid", "sliding_window")
+OLD_CACHES = ("hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked")
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "num_beam_groups": (1,),
+    "diversity_penalty": (0.0,),
+    "constraints": (),
+    "force_words_ids": (),
+    "penalty_alpha": (0.0,),
+    "dola_layers": (),
+    "guidance_scale": (1.0,),
+    "negative_prompt_ids": (),
+    "negative_prompt_attention_mask": (),
+    "watermarking_config": (),
+    "assistant_model": (),
+    "assistant_tokenizer": (),
+    "prompt_lookup_num_tokens": (),
+    "assistant_early_exit": (),
+    "is_assistant": (False,),
+    "use_mtp": (False,),
+    "speculation_type": (),
+    "token_healing": (False,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
+    "custom_generate": (),
+    "trust_remote_code": (False,),
+    "continuous_batching_config": (),
+    "inputs_embeds": (),
+    "position_ids": (),
+    "past_key_values": (),
+}
+"""Not offered, with the values besides None that ask for nothing."""
+
+IN_CONFIGS = {*LENGTHS, *SPECIAL_TOKENS, *OUTPUTS, *SHARED, *WITHOUT_EFFECT, *REFUSED, "stop_strings"}
+KNOWN = {*IN_CONFIGS, *CALLS, *OURS}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One call's settings. `values` holds what the call, its config object or the model's files say; None is "off".
+
+    `given`: the names that the caller set, by keyword or by config object.
+    """
+
+    values: Mapping[str, Any]
+    given: frozenset[str]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value called `name`; `default` where nobody said anything or it was None."""
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def eos(self, own: tuple[int, ...]) -> tuple[int, ...]:
+        """The ids that end a sequence, `own` where nothing is said; none for an explicit None."""
+        if "eos_token_id" not in self.values:
+            return own
+        return token_ids(self.values["eos_token_id"])
+
+
+def read_settings(arguments: Mapping[str, Any], config: Any, folder: Path | None) -> Settings:
+    """Merges keyword `arguments`, over the `config` object, over generation_config.json (or config.json) in `folder`.
+
+    UsageError, which is a ValueError, for unknown names and for what is not offered.
+    """
+    unknown = [name for name, value in arguments.items() if name not in KNOWN and value is not None]
+    if unknown:
+        raise UsageError(
+            f"{unknown[0]!r} is not an argument of generate_ids", suggestion(unknown[0], {*KNOWN, "generation_config"})
+        )
+    stored, origin = _stored(folder)
+    passed = _of_object(config)
+    values = {**stored, **passed, **{name: value for name, value in arguments.items() if name in KNOWN}}
+    _refuse(values, arguments, passed, origin)
+    cache = values.get("cache_implementation")
+    if cache is not None and cache not in (*CACHES, *OLD_CACHES):
+        raise UsageError(
+            f"cache_implementation={cache!r}", f"needed one of {', '.join(CACHES)}", suggestion(cache, CACHES)
+        )
+    return Settings(values, frozenset({*arguments, *passed}))
+
+
+def sampling_params(settings: Settings, new_tokens: int, min_new_tokens: int, **own: Any) -> SamplingParams:
+    """The settings as SamplingParams, with `own` on top. Warns of sampling settings without do_sample."""
+    wanted = {name: value for name in (*SHARED, *OURS) if (value := _or_off(settings, name)) is not None}
+    if not wanted.get("do_sample", False):
+        neutral = {"temperature": 1.0, "top_k": 50, **_OFF, "typical_p": 1.0}
+        idle = [name for name in SAMPLING_ONLY if name in wanted and wanted[name] != neutral.get(name)]
+        if said := [name for name in idle if name in settings.given and settings.values[name] is not None]:
+            warn_idle(said, stacklevel=5)
+        wanted = {name: value for name, value in wanted.items() if name not in SAMPLING_ONLY}
+    return SamplingParams(max_new_tokens=new_tokens, min_new_tokens=min_new_tokens, **{**wanted, **own})
+
+
+def lengths(settings: Settings, width: int, max_positions: int) -> tuple[int, int]:
+    """(most, fewest) new tokens after prompts padded to `width`. max_new_tokens goes before max_length, which counts
+    the prompt; without either 20, as far as the context of `max_positions` reaches. UsageError where none are left."""
+    most, total = settings.get("max_new_tokens"), settings.get("max_length")
+    if most is not None:
+        if total is not None:
+            log.warning("max_new_tokens=%s and max_length=%s are both set; max_new_tokens counts", most, total)
+    elif total is not None:
+        most = total - width
+    else:
+        most, total = min(DEFAULT_NEW_TOKENS, max_positions - width), max_positions
+    if most <= 0:
+        if settings.get("max_new_tokens") is not None:
+            raise UsageError(f"max_new_tokens={most}", "needed 1 or more")
+        raise UsageError(
+            f"input_ids has {width} tokens, and max_length is {total}",
+            change="set max_new_tokens, or a larger max_length",
+        )
+    fewest = settings.get("min_new_tokens", max(0, settings.get("min_length", 0) - width))
+    if fewest > most:
+        log.warning("at least %d new tokens are asked for, and at most %d: generation ends there", fewest, most)
+    return most, min(fewest, most)
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """One id, a list, a tensor or None as a tuple."""
+    if value is None:
+        return ()
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+_OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
+"""What an explicit None means where it does not mean the default."""
+
+
+def _or_off(settings: Settings, name: str) -> Any:
+    value: Any = settings.values.get(name)
+    if value is None and name in settings.values:
+        return _OFF.get(name)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _of_object(config: Any) -> dict[str, Any]:
+    """What a GenerationConfig, or a mapping, says; None counts as unsaid."""
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
+        raise UsageError(f"generation_config is a {type(config).__name__}", "needed a GenerationConfig")
+    said = config if isinstance(config, Mapping) else vars(config)
+    return {name: value for name, value in said.items() if name in IN_CONFIGS and value is not None}
+
+
+def _stored(folder: Path | None) -> tuple[dict[str, Any], str]:
+    """Generation settings in a model's folder and the file that has them; old models have them in config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = None if folder is None else folder / name
+        if path is None or not path.exists():
+            continue
+        try:
+            said = strict_json(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} cannot be read: {error}", "needed JSON", "download it again") from error
+        if not isinstance(said, dict):
+            raise ModelError(f"{path} is not a JSON object", "needed generation settings", "download it again")
+        return _of_object(said), name
+    return {}, ""
+
+
+def _refuse(values: Mapping[str, Any], arguments: Mapping[str, Any], passed: Mapping[str, Any], origin: str) -> None:
+    for name, idle in REFUSED.items():
+        value = values.get(name)
+        if value is None or any(value is each or (isinstance(value, (int, float)) and value == each) for each in idle):
+            continue
+        where = "" if name in arguments else " in generation_config" if name in passed else f" in the model's {origin}"
+        change = f"leave {name} out" if not where else f"pass {name}={idle[0] if idle else None}"
+        raise UsageError(f"{name} is set{where}, and this engine does not offer it", change=change)
+
 
 Read = Callable[[list[list[int]], SamplingParams], list[Sequence]]
 Run = Callable[[list[Sequence]], Iterable[Sequence]]

@@ -19,8 +19,8 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.engine.limits.devices import note_tiers
 from h2o_flexgen.engine.limits.plan import Plan
-from h2o_flexgen.engine.limits.process_memory import note_tiers
 from h2o_flexgen.engine.state.weights import WeightLocation, WeightStore
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.memory.copies import CopyEngine
