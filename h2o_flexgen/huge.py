@@ -1,11 +1,24 @@
-"""Anonymous host pages of a mapping of their own, huge where the kernel has huge pages. No torch."""
+"""Host memory in pages of its own mapping, huge where the kernel has huge pages."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import math
 import mmap
+import weakref
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
 
 log = logging.getLogger(__name__)
+
+LEAST = 1 << 20
+"""Bytes from which on a tensor is large."""
+_UNIT = 2 << 20  # of pages: a huge one
+_ROOMY = 2  # pages serve what fills half of them or more
 
 
 def huge_pages(nbytes: int) -> mmap.mmap:
@@ -21,3 +34,62 @@ def huge_pages(nbytes: int) -> mmap.mmap:
         except OSError:
             log.debug("no transparent huge pages for %d bytes", nbytes)
     return pages
+
+
+class LargeMemory:
+    """Large intermediate results on the host, in pages that are kept for the next ones. For one computing thread.
+
+    An activation from malloc leaves a hole when it is freed; a small tensor that stays is cut from the hole, the next
+    activation does not fit into the rest, and the heap grows by one in every layer. Nor does the system make and zero
+    kept pages anew. Pages are free again when the last view of a tensor in them is gone.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised host tensor; small ones are torch's own. MemoryError where the system has no more."""
+        count = math.prod(shape)
+        nbytes = count * dtype.itemsize
+        if nbytes < LEAST:
+            return torch.empty(shape, dtype=dtype)
+        pages = self._take(nbytes)
+        lease = _whole(len(pages)).from_buffer(pages)  # torch holds this, and it the pages
+        weakref.finalize(lease, self._free.append, pages).atexit = False
+        return torch.frombuffer(lease, dtype=dtype, count=count).view(shape)
+
+    def trim(self) -> None:
+        """Give free pages back to the system."""
+        self._free.clear()
+
+    @property
+    def free_bytes(self) -> int:
+        """Of free pages."""
+        return sum(map(len, self._free))
+
+    def _take(self, nbytes: int) -> mmap.mmap:
+        fitting = [pages for pages in self._free if nbytes <= len(pages) < _ROOMY * max(nbytes, _UNIT)]
+        if fitting:
+            return self._remove(min(fitting, key=len))
+        # Larger pages serve in place of smaller ones, not beside them.
+        smaller = [pages for pages in self._free if len(pages) < nbytes]
+        if smaller:
+            self._remove(max(smaller, key=len))
+        try:
+            return huge_pages(-(-nbytes // _UNIT) * _UNIT)
+        except OSError as error:
+            raise MemoryError(f"the system refused {nbytes} bytes for intermediate results") from error
+
+    def _remove(self, pages: mmap.mmap) -> mmap.mmap:
+        self._free.remove(pages)
+        return pages
+
+
+@cache
+def _whole(nbytes: int) -> Any:
+    """The type of a lease of so many bytes: making one takes longer than the rest."""
+    return ctypes.c_char * nbytes
+
+
+LARGE = LargeMemory()
+"""That of the process."""

@@ -12,7 +12,7 @@ from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
 from h2o_flexgen.cache.slots import CacheSlots, RingSlots, ScoredSlots
-from h2o_flexgen.cache.vectors import index_of, move_down, rolled, select, zero_after
+from h2o_flexgen.cache.vectors import index_of, move_down, rolled, select
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels import decode_attention
 from h2o_flexgen.kernels.decode import available
@@ -249,7 +249,8 @@ class KVCache:
         if self._fused is not None:
             self._fused.attach(k, v)
         elif self._reads_occupied:  # so that nothing was zeroed
-            zero_after(list(map(min, self._lengths.held, self._lengths.limits)), k, v)
+            for row, held in enumerate(map(min, self._lengths.held, self._lengths.limits)):
+                k[row, :, held:] = v[row, :, held:] = 0
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: tuple[Tensor, Tensor] | None) -> Tensor:
         """A step in torch operations, on any device."""
@@ -310,8 +311,3 @@ class KVCache:
     def kept(self, row: int, head: int) -> list[int]:
         """Positions held by one row and KV head, ascending."""
         return sorted(position for position in self.pos[row, head].tolist() if position >= 0)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes on the device beside K and V."""
-        return self._slots.nbytes

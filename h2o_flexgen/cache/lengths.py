@@ -132,10 +132,6 @@ class CacheLengths:
         return other
 
     @property
-    def all_full(self) -> bool:
-        return all(budget.full for budget in self.budgets)
-
-    @property
     def next_pos(self) -> list[int]:
         """Position of each row's next token."""
         return [prompt + before + self.step for prompt, before in zip(self._filled(), self.before, strict=True)]
@@ -199,7 +195,7 @@ class CacheLengths:
             first_eviction=min(evicting, default=NEVER),
             all_evict=NEVER if len(evicting) < len(held) else max(evicting),
             saturated=saturated,
-            end=max(growth) if self.all_full else NEVER,
+            end=max(growth) if all(budget.full for budget in self.budgets) else NEVER,
             leaving=leaving,
             growth=list(zip(held, self.limits, strict=True)),
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from h2o_flexgen.cache.eviction.base import RankedPolicy, Tokens
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
+from h2o_flexgen.cache.vectors import index_of
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels.types import Ranking
 
@@ -74,11 +75,6 @@ class CacheSlots(ABC):
     @abstractmethod
     def positions(self) -> Tensor:
         """Absolute position in each slot, (b, kv_heads, capacity) int32, -1 where empty. For inspection: not fast."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of state on the device."""
 
 
 class RingSlots(CacheSlots):
@@ -174,10 +170,6 @@ class RingSlots(CacheSlots):
         first, limit = self._first[row], self._lengths.limits[row]
         return order if order < limit else first + (order - first) % (limit - first)
 
-    @property
-    def nbytes(self) -> int:
-        return self._flat.nbytes
-
 
 def rank_keys(score_bits: Tensor, positions: Tensor) -> Tensor:
     """(score, position) as one int64 that orders like them: higher is better, equal scores favour the lower position.
@@ -262,14 +254,14 @@ class ScoredSlots(CacheSlots):
     def resume(self, parts: Sequence[tuple[CacheSlots, Sequence[int]]]) -> None:
         pos, score, free = [], [], []
         for slots, rows in parts:
-            index = _index_of(rows, len(slots.free()), self._lengths.device)
-            free.append(_rows_of(slots.free(), index))
+            index = index_of(rows, self._lengths.device)
+            free.append(slots.free()[index])
             if isinstance(slots, ScoredSlots):
-                pos.append(_rows_of(slots._pos, index))
-                score.append(_rows_of(slots.score, index))
+                pos.append(slots._pos[index])
+                score.append(slots.score[index])
             else:
                 # No score decides in these rows: only what must not go has to stand out.
-                pos.append(_rows_of(slots.positions(), index))
+                pos.append(slots.positions()[index])
                 sinks = torch.tensor([b.sinks for b in self._lengths.budgets], device=self._lengths.device)
                 first = sum(map(len, free)) - len(rows)
                 lasting = pos[-1] < sinks[first : first + len(rows)].view(-1, 1, 1)
@@ -403,10 +395,6 @@ class ScoredSlots(CacheSlots):
             free = free[[row for row, held in enumerate(full) if not held]]
         return free.reshape(-1)
 
-    @property
-    def nbytes(self) -> int:
-        return self.score.nbytes + self._pos.nbytes + (0 if self._rank is None else self._rank.nbytes)
-
     def _first_free(self) -> Tensor:
         if self._resumed is not None:
             return self._resumed
@@ -447,15 +435,6 @@ class ScoredSlots(CacheSlots):
 
     def _tokens(self, positions: Tensor, row_ids: Tensor) -> Tokens:
         return Tokens(positions, row_ids, self._heads, self._layer)
-
-
-def _index_of(rows: Sequence[int], count: int, device: torch.device) -> Tensor | None:
-    """What selects these of `count` rows; None where they are all, in order."""
-    return None if list(rows) == list(range(count)) else torch.tensor(rows, device=device)
-
-
-def _rows_of(table: Tensor, index: Tensor | None) -> Tensor:
-    return table if index is None else table.index_select(0, index)
 
 
 def _choose(score: Tensor, positions: Tensor, budget: Budget, window: int | None) -> Tensor:

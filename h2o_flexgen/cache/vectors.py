@@ -18,13 +18,6 @@ def index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
     return torch.tensor(rows, device=device)
 
 
-def zero_after(held: Sequence[int], *buffers: Tensor) -> None:
-    """Zeroes in K and V (rows, kv_heads, capacity, d) what lies behind the first `held` slots of each row."""
-    for row, first in enumerate(held):
-        for buffer in buffers:
-            buffer[row, :, first:] = 0
-
-
 def select(own: Tensor, shared: Tensor | None, kept: Tensor) -> Tensor:
     """The positions `kept`, as `CacheSlots.fill` returns them, of K or V: `shared` (kv_heads, P, d), then `own`.
 

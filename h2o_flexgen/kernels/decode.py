@@ -17,7 +17,7 @@ MAX_DIM = 256
 """Numbers per head."""
 
 
-class _Step(ctypes.Structure):
+class _DecodeTask(ctypes.Structure):
     """The argument of `attend_step`, as attend.c describes it."""
 
     _fields_ = fields(
@@ -65,7 +65,7 @@ class NativeAttend:
         self._ranking = ranking
         self.used = torch.zeros(rows, kv_heads, dtype=torch.int64)
         self._size, self._new, self._rows = tuple(size), (rows, kv_heads, dim), rows
-        self._step = _Step(rows=rows, kv_heads=kv_heads, capacity=self.capacity, dim=dim)
+        self._step = _DecodeTask(rows=rows, kv_heads=kv_heads, capacity=self.capacity, dim=dim)
         self._step.rule, self._step.used = self._rules.data_ptr(), self.used.data_ptr()
         self._step.window, self._step.adds = window or 0, adds
         if ranking is not None:

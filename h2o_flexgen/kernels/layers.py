@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.kernels.large import LARGE, LEAST
+from h2o_flexgen.huge import LARGE, LEAST
 from h2o_flexgen.kernels.native import function, library
 
 MOST_ROWS = 128

@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import torch_attention, triton_available
-from h2o_flexgen.kernels.large import LARGE
 from h2o_flexgen.kernels.native import fields, function, library
 from h2o_flexgen.kernels.types import KeysValues, PackedPrompts, PrefillAttention
 

@@ -27,7 +27,7 @@ def interpreting() -> bool:
 def why_not(device: torch.device | str) -> str | None:
     """Why tensors on `device` cannot be worked on by Triton kernels, one sentence; None: they can be.
 
-    On a GPU one small kernel is compiled and run to know, the first time that somebody asks.
+    On a GPU one small kernel is compiled and run at the first call.
     """
     device = torch.device(device)
     if _switch() is False:

@@ -82,12 +82,12 @@ class TritonAttend:
             raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: at most {MAX_DIM} per head")
         if adds and ranking is None:
             raise ValueError("scores that grow, but no ranking")
-        self._size, self._device, self._adds = size, torch.device(device), adds
+        self.size, self.adds, self.window = size, adds, _NO_WINDOW if window is None else window
         self._tune = tune and not interpreting()
         self._growth = sorted({(rule[0], rule[1]) for rule in rules})
-        self._most = max(limit for _, limit in self._growth)
-        self._splits = splits or _programs_wanted(rows * kv_heads, self._most, self._device)
-        self._window = _NO_WINDOW if window is None else window
+        self.most = max(limit for _, limit in self._growth)
+        """Slots that any row ever occupies."""
+        self.splits = splits or _programs_wanted(rows * kv_heads, self.most, torch.device(device))
         self.used = torch.zeros(rows, kv_heads, dtype=torch.int64, device=device)
         table = torch.tensor([list(rule) for rule in rules], dtype=torch.int64, device=device)
         self._slots = Slots(table, self.used)
@@ -100,8 +100,8 @@ class TritonAttend:
     def attach(self, k: Tensor, v: Tensor) -> None:
         """See `DecodeStep`. ValueError for a dtype not in `DTYPES`."""
         for x in (k, v):
-            if x.dtype not in DTYPES or x.dtype != k.dtype or x.shape != self._size or not x.is_contiguous():
-                raise ValueError(f"{x.dtype} {tuple(x.shape)}: needed contiguous {self._size}, of one of {DTYPES}")
+            if x.dtype not in DTYPES or x.dtype != k.dtype or x.shape != self.size or not x.is_contiguous():
+                raise ValueError(f"{x.dtype} {tuple(x.shape)}: needed contiguous {self.size}, of one of {DTYPES}")
         self._held, self._dtype = Held(k, v), k.dtype
 
     def attach_packed(self, k: Quantised, v: Quantised) -> None:
@@ -109,13 +109,13 @@ class TritonAttend:
 
         What is attended to is what is held, the new token included.
         """
-        rows, kv_heads, capacity, dim = self._size
+        rows, kv_heads, capacity, dim = self.size
         if dim % PACKED_MULTIPLE:
             raise ValueError(f"{dim} numbers per head: needed a multiple of {PACKED_MULTIPLE} where they are packed")
         groups = (rows, kv_heads, capacity, -(-dim // QUANT_GROUP))
         for codes, *rest in (k, v):
             if codes.shape != (rows, kv_heads, capacity, dim // 2) or any(x.shape != groups for x in rest):
-                raise ValueError(f"codes {tuple(codes.shape)}: needed 4 bits each for {self._size}, in groups of 64")
+                raise ValueError(f"codes {tuple(codes.shape)}: needed 4 bits each for {self.size}, in groups of 64")
         self._held, self._dtype = Held(k.codes, v.codes, k.scale, k.low, v.scale, v.low), None
 
     def detach(self) -> None:
@@ -149,7 +149,7 @@ class TritonAttend:
 
     def _candidates(self, launch: _Launch) -> list[Config]:
         """What a launch may be configured as."""
-        found = candidates(self._size[3], launch.out.dtype)
+        found = candidates(self.size[3], launch.out.dtype)
         return found if self._tune else found[:1]
 
     def _launch(
@@ -165,11 +165,11 @@ class TritonAttend:
         if self._held is None:
             raise RuntimeError("no K and V are attached")
         q, k, v = (self._fit(x) for x in qkv)
-        rows, kv_heads, _, dim = self._size
+        rows, kv_heads, _, dim = self.size
         heads = q.shape[1]
         group = heads // kv_heads
         if q.shape != (rows, heads, dim) or heads % kv_heads or not k.shape == v.shape == (rows, kv_heads, dim):
-            raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} for a cache of {self._size}")
+            raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} for a cache of {self.size}")
         if not 1 <= group <= MAX_GROUP or q.dtype not in DTYPES:
             raise ValueError(f"{group} query heads per KV head of {q.dtype}: needed at most {MAX_GROUP}, of {DTYPES}")
         if probs is not None and probs.shape[-1] < (occupied := self._occupied(number)):
@@ -178,13 +178,12 @@ class TritonAttend:
         state = self._slots._replace(given=slots, fresh=fresh)
         if isinstance(number, Tensor):
             state, number = state._replace(now=number, now_out=number), 0
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        return _Launch(self, new, state, (out, probs), (number, scale * math.log2(math.e)))
+        return _Launch(self, self._held, new, state, probs, number, scale * math.log2(math.e))
 
     def _occupied(self, number: int | Tensor) -> int:
         """Slots from the first on: at this step, or where only the device knows that, ever."""
         if isinstance(number, Tensor):
-            return self._most
+            return self.most
         return max(min(held + number + 1, limit) for held, limit in self._growth)
 
     def _fit(self, x: Tensor) -> Tensor:
@@ -198,32 +197,24 @@ class _Launch:
     """One step, ready to be run in any configuration."""
 
     def __init__(
-        self,
-        owner: TritonAttend,
-        new: New,
-        slots: Slots,
-        outputs: tuple[Tensor, Tensor | None],
-        numbers: tuple[int, float],
+        self, owner: TritonAttend, held: Held, new: New, slots: Slots, probs: Tensor | None, step: int, scale: float
     ) -> None:
-        if owner._held is None:
-            raise RuntimeError("no K and V are attached")
-        self._held, self._new, self._slots, self._most = owner._held, new, slots, owner._most
-        self.out, self._probs = outputs
-        self._step, self._scale = numbers
-        self._size, self._window, self._adds = owner._size, owner._window, owner._adds
-        self._splits = owner._splits
+        self._owner, self._held, self._new, self._slots, self._step, self._scale = owner, held, new, slots, step, scale
+        rows, heads, _ = new.q.shape
+        self._probs, self._heads, self._group = probs, rows * heads, heads // owner.size[1]
+        # A multiple of 16 where that is free to choose: one compiled kernel for all widths, and aligned rows.
+        self._width = triton.cdiv(owner.most, 16) * 16 if probs is None else probs.shape[-1]
+        self.out = torch.empty(new.q.shape, dtype=new.q.dtype, device=new.q.device)
+        self._scratch = self._empty(self._heads, self._width) if owner.adds or probs is not None else None
         self._aside: Slots | None = None
-        self._scratch: Tensor | None = None
-        if self._adds or self._probs is not None:
-            self._scratch = self._empty(self._rows_of_heads, self._width)
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What decides which configuration is the fastest; sizes to the next power of two."""
-        q, (rows, kv_heads, _, dim) = self._new.q, self._size
-        sizes = [triton.next_power_of_2(size) for size in (rows * kv_heads, self._most)]
+        q, owner, (rows, kv_heads, _, dim) = self._new.q, self._owner, self._owner.size
+        sizes = [triton.next_power_of_2(size) for size in (rows * kv_heads, owner.most)]
         packed = self._held.k_scale is not None
-        return (q.device, q.dtype, dim, self._group, packed, self._scratch is not None, self._splits > 1, *sizes)
+        return (q.device, q.dtype, dim, self._group, packed, self._scratch is not None, owner.splits > 1, *sizes)
 
     def run(self, config: Config) -> None:
         """Launches; changes the state."""
@@ -250,57 +241,38 @@ class _Launch:
         step = self._step if slots.now is None else int(slots.now.max())
         rules = slots.rules.clone()
         rules[:, 0] = torch.maximum(rules[:, 0], rules[:, 1].clamp(max=self._width) - 1 - step)
-
-        def another(tensor: Tensor | None) -> Tensor | None:  # None stays None: it is the same compiled kernel
-            return None if tensor is None else torch.empty_like(tensor)
-
-        return slots._replace(
-            rules=rules,
-            score_out=another(slots.score_out),
-            free_out=another(slots.free_out),
-            now_out=another(slots.now_out),
-        )
-
-    @property
-    def _group(self) -> int:
-        return self._new.q.shape[1] // self._size[1]
-
-    @property
-    def _rows_of_heads(self) -> int:
-        return self._new.q.shape[0] * self._new.q.shape[1]
-
-    @property
-    def _width(self) -> int:
-        # A multiple of 16 where that is free to choose: one compiled kernel for all widths, and aligned rows.
-        return triton.cdiv(self._most, 16) * 16 if self._probs is None else self._probs.shape[-1]
+        # None stays None: it is the same compiled kernel.
+        written = ("score_out", "free_out", "now_out")
+        aside = {name: None if (x := getattr(slots, name)) is None else torch.empty_like(x) for name in written}
+        return slots._replace(rules=rules, **aside)
 
     def _empty(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=self._new.q.device)
 
     def _launch(self, config: Config, slots: Slots, compile_only: bool = False) -> None:
-        rows, kv_heads, capacity, _ = self._size
-        tasks, form = rows * kv_heads, self._form(config)
-        chunk = triton.cdiv(triton.cdiv(self._most, self._splits), form.block) * form.block
-        splits = triton.cdiv(self._most, chunk)
-        sizes = DecodeSizes(kv_heads, capacity, self._width, chunk, self._window)
+        owner, form = self._owner, self._form(config)
+        rows, kv_heads, capacity, dim = owner.size
+        chunk = triton.cdiv(triton.cdiv(owner.most, owner.splits), form.block) * form.block
+        splits, tasks = triton.cdiv(owner.most, chunk), rows * kv_heads
+        sizes = DecodeSizes(kv_heads, capacity, self._width, chunk, owner.window)
         results = Results(self.out, self._probs, self._scratch, None, None, None)
         options: dict[str, Any] = {"warmup": compile_only, "num_warps": config.warps}
         whole = self._new, self._held, slots
         if splits == 1:
             step_kernel.run(*whole, results, sizes, self._step, self._scale, form, grid=(tasks,), **options)
             return
-        parts = self._rows_of_heads * splits
-        results = results._replace(mixed=self._empty(parts, form.dim), top=self._empty(parts), total=self._empty(parts))
+        parts = self._heads * splits
+        results = results._replace(mixed=self._empty(parts, dim), top=self._empty(parts), total=self._empty(parts))
         split_kernel.run(*whole, results, sizes, self._step, self._scale, form, grid=(tasks, splits), **options)
-        # One join for all configurations: tiles are none of its business.
+        # One join for all configurations: it does not depend on tiles.
         form, options["num_warps"] = form._replace(block=0, stages=0, scan=2 * SCAN), _JOIN_WARPS
         join_kernel.run(slots, results, sizes, self._step, form, grid=(tasks,), **options)
 
     def _form(self, config: Config) -> DecodeForm:
-        packed, dim, group = self._held.k_scale is not None, self._size[3], self._group
-        g = 1 if group == 1 else 16
-        d = max(triton.next_power_of_2(dim), 16)
-        return DecodeForm(dim, d, group, g, config.block, SCAN, config.stages, packed, self._adds, interpreting())
+        packed, dim = self._held.k_scale is not None, self._owner.size[3]
+        d, g = max(triton.next_power_of_2(dim), 16), 1 if self._group == 1 else 16
+        fixed = packed, self._owner.adds, interpreting()
+        return DecodeForm(dim, d, self._group, g, config.block, SCAN, config.stages, *fixed)
 
 
 def _programs_wanted(tasks: int, slots: int, device: torch.device) -> int:

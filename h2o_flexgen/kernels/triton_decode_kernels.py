@@ -321,7 +321,7 @@ def finish(slots, task, slot, step):
     """What every step leaves: the slot of its token, and the count of the next step."""
     tl.store(slots.used + task, slot.to(tl.int64))
     if slots.now_out is not None:
-        tl.debug_barrier()  # nobody has yet to read the count
+        tl.debug_barrier()  # every thread has read the count
         tl.store(slots.now_out + task, step + 1)
 
 
@@ -379,7 +379,7 @@ def evict(slots, results, sizes, task, where, sums, step, form: tl.constexpr):
         victim = tl.max(tl.where(best == tl.min(best, 0), best_at, -1), 0)
         following = tl.where(slot + 1 == tl.load(rule + 1), tl.load(rule + 3), slot + 1)
         following = tl.where(step >= tl.load(rule + 7), victim, following)
-        tl.debug_barrier()  # nobody has yet to read the free slot
+        tl.debug_barrier()  # every thread has read the free slot
         tl.store(slots.pos + base + slot, now.to(tl.int32))
         tl.store(slots.free_out + task, base + following)
 

@@ -247,7 +247,7 @@ def sums_kernel(asked, keys, sums, past, window, scale, form: tl.constexpr):
         q = _queries(asked, of, token, form)
         lse = tl.load(asked.lse + of * asked.queries + token, mask=token < asked.queries, other=float("inf"))
         x = product(k, tl.trans(q), form.wide) * scale
-        # How far a query is behind a key; whoever sees none of the tile gets nothing but zeros.
+        # How far a query is behind a key; a query that sees none of the tile gets nothing but zeros.
         behind = (past + token)[None, :] - (keys.first + key)[:, None]
         seen = (behind >= 0) & (behind < window)
         total += tl.sum(tl.where(seen, tl.exp2(x - (lse * 1.4426950408889634)[None, :]), 0.0), 1)

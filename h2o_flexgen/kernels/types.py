@@ -134,9 +134,9 @@ class DecodeStep(Protocol):
     """(rows, kv_heads) int64: the slot of the last step's token; the next step changes it in place."""
 
     def attach(self, k: Tensor, v: Tensor) -> None:
-        """K and V, contiguous (rows, kv_heads, capacity, dim), from now on. ValueError for what the kernel takes not.
+        """K and V, contiguous (rows, kv_heads, capacity, dim), from now on; they must outlive the steps.
 
-        They must outlive the steps.
+        Raises ValueError for an unsupported dtype or layout.
         """
 
     def detach(self) -> None:

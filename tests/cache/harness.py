@@ -176,6 +176,12 @@ class OracleRun:
         return torch.tensor([head for group in outputs for head in group])
 
 
+def state_bytes(cache: KVCache) -> int:
+    """Bytes of what a cache keeps of its slots, beside K and V."""
+    parts = (getattr(cache._slots, name, None) for name in ("score", "_pos", "_rank", "_flat"))
+    return sum(part.nbytes for part in parts if part is not None)
+
+
 def compare(
     policy: PolicyRow,
     config: EvictionConfig,

@@ -14,7 +14,7 @@ from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.vectors import select
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import DecodeAttention
-from tests.cache.harness import CacheRun, Turning, make_stream
+from tests.cache.harness import CacheRun, Turning, make_stream, state_bytes
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import torch_generator
 
@@ -174,10 +174,10 @@ def test_a_step_takes_the_same_operations_whatever_the_shape(
 
 def test_state_is_eight_bytes_per_slot() -> None:
     scored = ragged_run(POLICIES[1]).cache
-    assert scored.state_bytes == 8 * scored.shape.batch * scored.shape.kv_heads * scored.shape.capacity
+    assert state_bytes(scored) == 8 * scored.shape.batch * scored.shape.kv_heads * scored.shape.capacity
     arrival = CacheRun([make_stream(20, 5)] * 2, [Budget(10, 0, 10, 0, False)] * 2, make_policy(POLICIES[0].eviction()))
     arrival.step()
-    assert arrival.cache.state_bytes == 0, "equal rows keep one number"
+    assert state_bytes(arrival.cache) == 0, "equal rows keep one number"
 
 
 def test_slots_needed_is_one_more_than_the_largest_budget_that_evicts() -> None:

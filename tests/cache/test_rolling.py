@@ -12,7 +12,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache import CacheShape, KVCache, make_policy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
-from tests.cache.harness import CacheRun, Stream, Turning, budget_of, compare, make_stream
+from tests.cache.harness import CacheRun, Stream, Turning, budget_of, compare, make_stream, state_bytes
 from tests.oracles.eviction import LocalOracle
 from tests.policy_matrix import EVICTING, POLICIES, SCORED, PolicyRow
 from tests.seeds import torch_generator
@@ -184,10 +184,10 @@ def test_half_precision_stays_close() -> None:
 def test_ranks_cost_four_bytes_per_slot() -> None:
     run = rolling_run(SCORED[0], [make_stream(20, 5)], [10], 5)
     run.step()
-    assert run.cache.state_bytes == 12 * 2 * 11
+    assert state_bytes(run.cache) == 12 * 2 * 11
     ring = rolling_run(EVICTING[2], [make_stream(20, 5)], [10], 5)
     ring.step()
-    assert ring.cache.state_bytes == 0
+    assert state_bytes(ring.cache) == 0
 
 
 def test_rolling_is_for_all_steps_or_none() -> None:

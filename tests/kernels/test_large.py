@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from h2o_flexgen.kernels.large import LEAST, LargeMemory
+from h2o_flexgen.huge import LEAST, LargeMemory
 
 MIB = 1 << 20
 

@@ -149,7 +149,7 @@ def attends(rows: int, kv_heads: int, slots: int, *, held: int | None = None, sp
 
 
 def kind_of(kernel: TritonAttend, heads: int = 1) -> tuple[object, ...]:
-    rows, kv_heads, _, dim = kernel._size
+    rows, kv_heads, _, dim = kernel.size
     qkv = [torch.randn(rows, n * kv_heads, dim, device=DEVICE) for n in (heads, 1, 1)]
     return kernel._launch(0, tuple(qkv), 1.0).kind
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.batching.gpu_batch import AttentionPart
 from h2o_flexgen.engine.batching.prompt_attention import PromptAttention
-from h2o_flexgen.kernels.large import LARGE
+from h2o_flexgen.huge import LARGE
 from h2o_flexgen.models.rotary import Angles, rotate_both
 
 

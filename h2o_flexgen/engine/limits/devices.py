@@ -19,7 +19,7 @@ import torch
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.engine.limits.plan import Caps
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.kernels.large import LARGE
+from h2o_flexgen.huge import LARGE
 from h2o_flexgen.memory.cuda import Device, open_device
 from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
 from h2o_flexgen.memory.pages import HostMemory

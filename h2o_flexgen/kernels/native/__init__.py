@@ -104,7 +104,7 @@ def _compiled() -> Path:
             list(pool.map(_run, each))
             linked = Path(made, target.name)
             _run([compiler, "-shared", "-pthread", _LINKER, *objects, "-o", str(linked), "-lm"])
-            linked.replace(target)  # whoever else is building the same ends up with the same
+            linked.replace(target)  # another process that builds the same ends up with the same
     return target
 
 

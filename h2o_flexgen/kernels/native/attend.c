@@ -301,7 +301,7 @@ typedef struct {
     const Step *step;
     Attend *one;
     int64_t floats; /* of scratch */
-    int64_t turn;   /* tasks taken at a time: rows differ in length, and somebody else may have the processor */
+    int64_t turn;   /* tasks taken at a time: rows differ in length, and other programs may have the processor */
     int64_t next;
     int failed;
 } Tasks;

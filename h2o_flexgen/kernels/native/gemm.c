@@ -93,7 +93,7 @@ static void panel(const Product *p, int64_t out, int64_t following, bf16 *packed
 
 typedef struct {
     Product p;
-    int64_t next; /* output that nobody has taken */
+    int64_t next; /* output that no thread has taken */
     int failed;
 } Panels;
 

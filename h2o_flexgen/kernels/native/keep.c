@@ -89,7 +89,7 @@ static void keep(const Keep *p, const PackedRow *row, int64_t head, int32_t *kep
 
 typedef struct {
     const Keep *p;
-    int64_t next; /* prompt that nobody has taken */
+    int64_t next; /* prompt that no thread has taken */
     int failed;
 } Prompts;
 

@@ -217,7 +217,7 @@ typedef struct {
     Product p;
     long piece;
     int spreads;
-    int64_t next; /* output that nobody has taken */
+    int64_t next; /* output that no thread has taken */
 } Pieces;
 
 static void take_pieces(void *task, int member) {

@@ -353,7 +353,7 @@ int64_t prompt_scratch(const Prompt *p) {
 
 typedef struct {
     const Prompt *p;
-    int64_t next; /* task that nobody has taken */
+    int64_t next; /* task that no thread has taken */
 } Tasks;
 
 static void take_tasks(void *all_tasks, int member) {

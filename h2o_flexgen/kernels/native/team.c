@@ -26,7 +26,7 @@ enum {
     FEW = 3,            /* helpers that are made wherever they are asked for; more only where each has a processor */
     SPIN_NS = 60000,    /* waiting awake: longer than most gaps between two calls of a step */
     LOST_NS = 300000,   /* between two looks: the processor was taken away */
-    SHY_NS = 20000000,  /* so long after that nobody waits awake */
+    SHY_NS = 20000000,  /* so long after that no thread waits awake */
     LOOKS = 16,         /* pauses between two looks at the clock */
 };
 
@@ -98,7 +98,7 @@ static void *help(void *unused) {
     return unused;
 }
 
-/* In a child after fork there is no helper, and nobody calls. */
+/* In a child after fork there is no helper and no call. */
 static void forget(void) {
     for (int i = 0; i < CALLS; i++) calls[i] = (Call){0};
     atomic_store(&helpers, 0);

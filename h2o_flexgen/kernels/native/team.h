@@ -8,7 +8,7 @@
 typedef void Work(void *task, int member);
 
 /* Has `work` done by the caller and up to `threads` - 1 others. Returns when no piece is left and all that were taken
-   are done. Whoever runs takes the work: others that have no processor meanwhile may never join. */
+   are done. Threads that run take the work: others that have no processor meanwhile may never join. */
 void team_run(Work *work, void *task, int threads);
 
 /* Takes the next `count` of a task's pieces; returns the first of them. */
