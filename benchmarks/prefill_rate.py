@@ -24,7 +24,7 @@ from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from benchmarks.records import arguments, in_process, provenance, repeat, report, spread
+from benchmarks.records import arguments, in_process, provenance, repeat, report, spread, takes_points
 from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.config.model.products import products
@@ -137,6 +137,7 @@ def table(records: list[Record]) -> Iterator[str]:
 
 def main() -> int:
     parser = arguments(__doc__, "prefill-rate", 1, "processes per setting")
+    takes_points(parser)
     parser.add_argument("--rounds", type=int, default=3, help="prefills in each")
     parser.add_argument("--only", help="numbers of settings, from 1, as 2,5")
     args = parser.parse_args()

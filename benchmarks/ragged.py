@@ -23,7 +23,17 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from benchmarks.records import arguments, in_process, provenance, repeat, report, save_picture, spread, tidy
+from benchmarks.records import (
+    arguments,
+    in_process,
+    provenance,
+    repeat,
+    report,
+    save_picture,
+    spread,
+    takes_points,
+    tidy,
+)
 from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.config.flags import between_commas
 
@@ -191,6 +201,7 @@ def picture(records: list[Record], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__, "ragged", 5, "pairs")
+    takes_points(parser)
     parser.add_argument("--model", default="opt-125m")
     parser.add_argument("--sequences", type=int, default=192)
     parser.add_argument("--places", type=int, default=64, help="of the GPU batch (default: 64)")

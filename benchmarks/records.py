@@ -16,14 +16,16 @@ import sys
 import time
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from h2o_flexgen.baselines.process import RunFailed, run_command
+from h2o_flexgen.baselines.settings import usable_threads
 from h2o_flexgen.baselines.store import Record, RecordFile, origin
-from h2o_flexgen.config.reports.record import host_facts, utc_now
+from h2o_flexgen.config.reports.record import utc_now
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA = {
@@ -52,19 +54,23 @@ def shown(path: Path) -> str:
 
 def facts(command: Sequence[str]) -> Record:
     """What a figure is worth nothing without: machine, versions, commit, time, load and the command."""
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
-        torch = "unknown"
-    threads = os.environ.get("OMP_NUM_THREADS")
     return {
         "date": utc_now(),
         **origin(),
-        "torch": torch,
-        "threads": int(threads) if threads and threads.isdigit() else host_facts()["cores"],
+        "torch": versions("torch").get("torch", "unknown"),
+        "threads": usable_threads(),
         "load_average": os.getloadavg()[0],
         "command": shlex.join(map(_word, command)),
     }
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of those packages that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _word(word: str) -> str:
@@ -93,13 +99,17 @@ def run_json(command: Sequence[str], loud: bool = False) -> Record:
 
 
 def arguments(text: str | None, name: str, repetitions: int, what: str = "runs of every point") -> ArgumentParser:
-    """The flags that all benchmarks have; `text` is the module's docstring. --run is one point, for a process of it."""
+    """The flags that all benchmarks have; `text` is the module's docstring."""
     parser = ArgumentParser(description=text, formatter_class=RawDescriptionHelpFormatter)
     said = f"{what}, in all (default: {repetitions})"
     parser.add_argument("--repetitions", type=int, default=repetitions, help=said)
     parser.add_argument("--output", type=Path, default=default_output(name), help="folder of the records")
-    parser.add_argument("--run", type=json.loads, help=SUPPRESS)
     return parser
+
+
+def takes_points(parser: ArgumentParser) -> None:
+    """Has a benchmark take --run: one point, to be measured in this process (see `in_process`)."""
+    parser.add_argument("--run", type=json.loads, help=SUPPRESS)
 
 
 def in_process(module: str, point: Record) -> Record:

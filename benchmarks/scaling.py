@@ -18,6 +18,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -38,6 +39,7 @@ from benchmarks.records import (
     save_picture,
     shown,
     spread,
+    takes_points,
 )
 from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.config.flags import between_commas
@@ -54,17 +56,18 @@ LLAMA_110M: dict[str, int | bool] = {
 }
 """As many weights as OPT-125M has in its layers, and a context of 32,768."""
 LOOKS = {"full cache": ("black", "s"), "H2O 20 %": ("#c1121f", "o"), "H2O": ("#c1121f", "o")}
-LABELS = {
-    "batch": "sequences in the GPU batch",
-    "stream": "GPU batches per pass over the weights",
-    "prompt": "prompt tokens",
-    "generated": "generated tokens",
-    "budget": "KV budget, % of prompt and generated tokens",
-}
 RATES = {"decode": "-", "gen": ":", "prefill": "--"}
 NAMES = {"decode": "decode", "gen": "end to end", "prefill": "prefill"}
-SHOWN = {"prompt": ("decode", "prefill")}
-"""What a panel shows; all others decode and end to end."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Points that differ in one number, how its axis and its column are called, and the rates in the picture."""
+
+    points: Callable[[argparse.Namespace], Iterator[Record]]
+    axis: str = ""
+    head: str = ""
+    rates: tuple[str, str] = ("decode", "gen")
 
 
 def _work(model: str, rows: int, batches: int, prompt: int, new: int) -> list[str]:
@@ -125,12 +128,12 @@ def _long(args: argparse.Namespace) -> Iterator[Record]:
 
 
 PANELS = {
-    "batch": _batch,
-    "stream": _stream,
-    "prompt": _prompt,
-    "generated": _generated,
-    "budget": _budget,
-    "long": _long,
+    "batch": Panel(_batch, "sequences in the GPU batch", "batch"),
+    "stream": Panel(_stream, "GPU batches per pass over the weights", "GPU batches"),
+    "prompt": Panel(_prompt, "prompt tokens", "prompt", ("decode", "prefill")),
+    "generated": Panel(_generated, "generated tokens", "generated"),
+    "budget": Panel(_budget, "KV budget, % of prompt and generated tokens", "budget %"),
+    "long": Panel(_long),
 }
 
 
@@ -154,14 +157,7 @@ def table(records: list[Record]) -> Iterator[str]:
 
 
 def _panel_table(panel: str, rows: list[Record]) -> Iterator[str]:
-    heads = {
-        "batch": "batch",
-        "stream": "GPU batches",
-        "prompt": "prompt",
-        "generated": "generated",
-        "budget": "budget %",
-    }
-    yield f"| {heads[panel]} | cache | prefill | decode | end to end | peak resident | runs |"
+    yield f"| {PANELS[panel].head} | cache | prefill | decode | end to end | peak resident | runs |"
     yield "|---:|---|---:|---:|---:|---:|---:|"
     for x, line in sorted({(row["x"], row["line"]) for row in rows}):
         runs = [row for row in rows if (row["x"], row["line"]) == (x, line)]
@@ -212,7 +208,7 @@ def picture(records: list[Record], path: Path) -> None:
         axes.axis("off")
     for axes, key in zip(grid.flat, keys, strict=False):
         runs = [record for record in records if (record["panel"], record["title"]) == key]
-        (_long if key[0] == "long" else _panel)(axes, runs)
+        (_long_panel if key[0] == "long" else _panel)(axes, runs)
         what, _, rest = key[1].partition(", ")
         axes.set_title(f"{what}\n{rest}", fontsize=9)
         axes.grid(alpha=0.25)
@@ -221,11 +217,11 @@ def picture(records: list[Record], path: Path) -> None:
 
 
 def _panel(axes: Any, runs: list[Record]) -> None:
-    panel = runs[0]["panel"]
+    panel = PANELS[runs[0]["panel"]]
     xs = sorted({run["x"] for run in runs})
     for line in dict.fromkeys(run["line"] for run in runs):
         color, marker = LOOKS.get(line, ("#1f5fa8", "^"))
-        for rate in SHOWN.get(panel, ("decode", "gen")):
+        for rate in panel.rates:
             points = [
                 (x, sorted(values))
                 for x in xs
@@ -253,14 +249,14 @@ def _panel(axes: Any, runs: list[Record]) -> None:
     axes.set_xscale("log", base=2)
     axes.minorticks_off()
     axes.set_xticks(xs, [f"{x:,}" for x in xs])
-    axes.set_xlabel(LABELS[panel])
+    axes.set_xlabel(panel.axis)
     axes.set_ylabel("tokens per second")
     axes.set_ylim(bottom=0)
     axes.spines["right"].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
 
 
-def _long(axes: Any, runs: list[Record]) -> None:
+def _long_panel(axes: Any, runs: list[Record]) -> None:
     """Milliseconds per step on the left, resident memory on the right; a line for each run."""
     memory = axes.twinx()
     most, held = 0.0, 0.0
@@ -333,6 +329,7 @@ def run_long(settings: Record) -> int:
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = arguments(__doc__, "scaling", 3)
+    takes_points(parser)
     parser.add_argument("--panels", default=",".join(PANELS), help="which, with commas (default: all)")
     parser.add_argument("--quick", action="store_true", help="few small points")
     parser.add_argument("--model", default="opt-125m", help="of batch, stream and budget (default: opt-125m)")
@@ -351,7 +348,7 @@ def main(argv: list[str] | None = None) -> int:
         return run_long(args.run)
     store = RecordFile.open(args.output.resolve())
     args.long_model = args.long_model or shown(llama(store.folder / "llama-110m", **LLAMA_110M))
-    points = [point for name in args.panels for point in PANELS[name](args)]
+    points = [point for name in args.panels for point in PANELS[name].points(args)]
     for point in points:
         point["name"] = f"{point['panel']}: {point['title']}; {point['line']}, {point['x']}"
     if args.offload_dir:

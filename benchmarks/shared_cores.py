@@ -24,9 +24,8 @@ from tempfile import TemporaryDirectory
 from benchmarks.records import arguments, facts, llama, provenance, repeat, report, spread
 from h2o_flexgen.baselines.process import RunFailed
 from h2o_flexgen.baselines.runner import Runner
-from h2o_flexgen.baselines.settings import DTYPES, BenchSettings, find_model
+from h2o_flexgen.baselines.settings import DTYPES, SYSTEMS, BenchSettings, find_model
 from h2o_flexgen.baselines.store import Record, RecordFile
-from h2o_flexgen.baselines.systems import SYSTEMS
 from h2o_flexgen.cli.prompts import random_prompts
 from h2o_flexgen.cores import sharing_warning
 from h2o_flexgen.openmp import without_short_spin

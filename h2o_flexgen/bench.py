@@ -30,11 +30,9 @@ from typing import Any
 
 from h2o_flexgen.baselines.best import at_best
 from h2o_flexgen.baselines.runner import Comparison, Runner, compare
-from h2o_flexgen.baselines.settings import BenchSettings, find_model
+from h2o_flexgen.baselines.settings import SYSTEMS, BenchSettings, find_model
 from h2o_flexgen.baselines.store import Store, holds_records, is_empty, write
-from h2o_flexgen.baselines.summary import summarise
-from h2o_flexgen.baselines.systems import SYSTEMS
-from h2o_flexgen.baselines.table import csv_table, markdown
+from h2o_flexgen.baselines.summary import csv_table, markdown, summarise
 from h2o_flexgen.cli.program import add_json, exit_on_errors, print_error, write_json, write_result
 from h2o_flexgen.cli.prompts import random_prompts
 from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace

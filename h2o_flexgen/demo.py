@@ -18,7 +18,7 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace, given
 from h2o_flexgen.config.reports.quality import SideBySide
-from h2o_flexgen.evaluation.sources import Question, read_cases
+from h2o_flexgen.evaluation.settings import Question, read_cases
 from h2o_flexgen.reporting.tables import answers_text, evicted_name, figures_table, warnings_text
 
 DEFAULTS: dict[str, Any] = {"name": "h2o", "ratio": 0.2}

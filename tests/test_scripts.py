@@ -11,6 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
+def test_scripts_are_shell_files_of_a_screen() -> None:
+    """What takes more is a module of benchmarks, and tested there."""
+    files = [path for path in (ROOT / "scripts").rglob("*") if path.is_file()]
+    assert [path.name for path in files if path.suffix != ".sh"] == []
+    assert [path.name for path in files if len(path.read_text(encoding="utf-8").splitlines()) > 60] == []
+
+
 def test_every_script_names_what_it_needs() -> None:
     """Without an extra `source` would hand the script's own arguments on, as names of extras."""
     lines = [

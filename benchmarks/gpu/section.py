@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.records import ROOT
+from benchmarks.records import ROOT, versions
 from h2o_flexgen.baselines.process import Finished, RunFailed, run_command
 from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.config.reports.record import host_facts, utc_now
@@ -103,7 +102,7 @@ class Section:
             "commit": self.commit,
             "command": self.command,
             "hardware": hardware(),
-            "versions": versions(),
+            "versions": versions(*PACKAGES),
         }
         self.records.add({**record, **facts})
         said = f"failed: {facts['failed']}" if facts.get("failed") else facts.get("said", "done")
@@ -149,18 +148,6 @@ def hardware() -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return facts
-
-
-@cache
-def versions() -> dict[str, str]:
-    """Of what does the work, as far as it is installed."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def run(command: Sequence[str], seconds: float, loud: bool = False, **environment: str) -> Finished:

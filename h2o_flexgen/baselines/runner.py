@@ -12,9 +12,8 @@ from typing import Any
 
 from h2o_flexgen.baselines.memcap import cap_command, cap_problem, read_report
 from h2o_flexgen.baselines.process import Finished, RunFailed, run_process
-from h2o_flexgen.baselines.settings import BenchModel, BenchSettings
+from h2o_flexgen.baselines.settings import SYSTEMS, BenchModel, BenchSettings, System
 from h2o_flexgen.baselines.store import Failure, Measurement, NextRun, Store, origin
-from h2o_flexgen.baselines.systems import SYSTEMS, System
 from h2o_flexgen.baselines.work import AdapterWork, Outcome
 
 Prompts = Callable[[int], Sequence[Sequence[int]]]

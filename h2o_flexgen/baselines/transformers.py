@@ -11,12 +11,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, AdapterWork, Outcome, disk_bytes, run
@@ -180,19 +180,20 @@ def _save_random(target: Path, work: AdapterWork) -> None:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, work.dtype))
     generator = torch.Generator().manual_seed(work.seed)
     pool = torch.empty(_POOL).normal_(0, _SCALE, generator=generator).to(model.dtype)
-    places: dict[str, str] = {}
-    total = 0
-    for number, names in enumerate(_shards(model), 1):
-        file, tensors = target / f"model-{number:05d}.safetensors", {}
-        for name, like in names.items():
-            noise = _drawn(pool, like.shape, start=len(places) * 1_000_003)
+    shapes = dict(model.named_parameters())  # tied ones once
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=SHARD_BYTES)
+    drawn = 0
+    for file, names in split.filename_to_tensors.items():
+        tensors = {}
+        for name in names:
+            noise = _drawn(pool, shapes[name].shape, start=drawn * 1_000_003)
             tensors[name] = noise + 1 if "norm" in name and name.endswith("weight") else noise
-            places[name], total = file.name, total + noise.nbytes
-        save_file(tensors, file, metadata={"format": "pt"})
-        with file.open("rb") as stored:
+            drawn += 1
+        save_file(tensors, target / file, metadata={"format": "pt"})
+        with (target / file).open("rb") as stored:
             os.fsync(stored.fileno())
             os.posix_fadvise(stored.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    index = {"metadata": {"total_size": total}, "weight_map": places}
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
     (target / _INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
@@ -200,18 +201,6 @@ def _drawn(pool: torch.Tensor, shape: torch.Size, start: int) -> torch.Tensor:
     """The numbers of `pool` from `start` on, over and over: drawing anew for every weight takes minutes."""
     begun = pool.roll(-(start % len(pool)))
     return begun.repeat(-(-shape.numel() // len(pool)))[: shape.numel()].view(shape).clone()
-
-
-def _shards(model: Any) -> Iterator[dict[str, torch.Tensor]]:
-    """Parameters by name, tied ones once, in groups of at most SHARD_BYTES where one tensor is not more."""
-    group: dict[str, torch.Tensor] = {}
-    for name, tensor in model.named_parameters():
-        if group and sum(one.nbytes for one in group.values()) + tensor.nbytes > SHARD_BYTES:
-            yield group
-            group = {}
-        group[name] = tensor
-    if group:
-        yield group
 
 
 def prepare(folder: str) -> None:

@@ -15,8 +15,15 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
-from h2o_flexgen.evaluation.settings import EvaluationSettings
-from h2o_flexgen.evaluation.sources import RECALL_FILE, TEXT_FILE, Question, read_cases, read_text, spread
+from h2o_flexgen.evaluation.settings import (
+    RECALL_FILE,
+    TEXT_FILE,
+    EvaluationSettings,
+    Question,
+    read_cases,
+    read_text,
+    spread,
+)
 
 LARGEST_CONTEXT, MOST_WINDOWS = 768, 32
 WARM_UP_TOKENS = 2

@@ -16,8 +16,7 @@ from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluation.quality import Window, encoded, evicting, record_of, whole
-from h2o_flexgen.evaluation.settings import EvaluationSettings, StreamSettings
-from h2o_flexgen.evaluation.sources import TEXT_FILE, read_text, spread
+from h2o_flexgen.evaluation.settings import TEXT_FILE, EvaluationSettings, StreamSettings, read_text, spread
 
 CONTEXT_KEY = "max_position_embeddings"
 

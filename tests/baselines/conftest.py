@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.baselines.runner import Runner
-from h2o_flexgen.baselines.systems import SYSTEMS, System
+from h2o_flexgen.baselines.settings import SYSTEMS, System
 from h2o_flexgen.bench import main
 
 

@@ -11,7 +11,7 @@ from transformers import OPTForCausalLM, StaticCache
 
 from h2o_flexgen.baselines import own, transformers
 from h2o_flexgen.baselines.process import run_process
-from h2o_flexgen.baselines.systems import PEERS, SYSTEMS
+from h2o_flexgen.baselines.settings import PEERS, SYSTEMS
 from h2o_flexgen.baselines.work import REFUSED, AdapterWork, Outcome
 from tests.tiny import make_model, make_opt, prompts_of, save
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.baselines.process import run_process
-from h2o_flexgen.baselines.settings import BenchSettings, find_model
+from h2o_flexgen.baselines.settings import SYSTEMS, BenchSettings, find_model
 from h2o_flexgen.baselines.summary import ratio_of, ratio_spread, spread
-from h2o_flexgen.baselines.systems import SYSTEMS
 from h2o_flexgen.bench import main
 from h2o_flexgen.errors import ModelError, UsageError
 

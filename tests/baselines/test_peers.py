@@ -16,8 +16,7 @@ from h2o_flexgen.baselines import memcap
 from h2o_flexgen.baselines.best import FIRST, Search, common, projected, search, smaller
 from h2o_flexgen.baselines.process import Finished, run_process
 from h2o_flexgen.baselines.runner import Runner
-from h2o_flexgen.baselines.settings import BenchSettings, find_model
-from h2o_flexgen.baselines.systems import SYSTEMS
+from h2o_flexgen.baselines.settings import SYSTEMS, BenchSettings, find_model
 from h2o_flexgen.baselines.work import REFUSED
 from h2o_flexgen.bench import main
 

@@ -19,7 +19,7 @@ from tests.tiny import config_of
 
 def _points(*flags: str) -> list[dict[str, Any]]:
     args = scaling._arguments(["--long-model", "llama-110m", *flags])
-    return [point for name in args.panels for point in scaling.PANELS[name](args)]
+    return [point for name in args.panels for point in scaling.PANELS[name].points(args)]
 
 
 @pytest.mark.parametrize("flags", [(), ("--quick",), ("--panels", "batch,long")], ids=str)

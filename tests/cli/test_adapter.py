@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.baselines.own import LEAST_SPARED
-from h2o_flexgen.baselines.settings import BenchSettings
-from h2o_flexgen.baselines.systems import SYSTEMS
+from h2o_flexgen.baselines.settings import SYSTEMS, BenchSettings
 from h2o_flexgen.baselines.work import AdapterWork, Outcome
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
 from h2o_flexgen.cli import adapter, planning

@@ -16,7 +16,7 @@ import pytest
 
 import h2o_flexgen
 from h2o_flexgen.__main__ import PROGRAMS, main
-from h2o_flexgen.baselines.systems import SYSTEMS, System
+from h2o_flexgen.baselines.settings import SYSTEMS, System
 from h2o_flexgen.calibration import measure
 from h2o_flexgen.config.flags import called
 from h2o_flexgen.units import MIB

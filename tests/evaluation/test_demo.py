@@ -11,7 +11,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import AnswerPair
 from h2o_flexgen.demo import main
 from h2o_flexgen.evaluation.quality import side_by_side
-from h2o_flexgen.evaluation.sources import read_cases
+from h2o_flexgen.evaluation.settings import read_cases
 from h2o_flexgen.reporting.tables import answers_text, figures_table
 from tests.evaluation.conftest import write_tokenizer
 from tests.tiny import make_opt, save

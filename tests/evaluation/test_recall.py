@@ -13,7 +13,7 @@ from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluation.quality import answered, recall
-from h2o_flexgen.evaluation.sources import Question, read_cases, read_text, spread
+from h2o_flexgen.evaluation.settings import Question, read_cases, read_text, spread
 from tests.tiny import make_opt, save
 
 
