@@ -94,7 +94,7 @@ def _touch(buffer: Tensor) -> Tensor:
     return buffer
 
 
-class Disk:
+class Disk(ExitStack):
     """A file that is written once and read in random order, and a smaller one that is rewritten.
 
     Owns the offload folder's run, the files, buffers and copy threads; a context manager. StorageError where the file
@@ -102,6 +102,7 @@ class Disk:
     """
 
     def __init__(self, folder: str | Path, unit_bytes: int, file_bytes: int = FILE) -> None:
+        super().__init__()
         with ExitStack() as stack:
             offload = stack.enter_context(OffloadDir(folder))
             size = min(file_bytes, offload.free_bytes() // _FREE_SHARE) // PAGE * PAGE
@@ -122,7 +123,7 @@ class Disk:
             self._buffers = [_touch(memory.allocate(self.unit, "buffers").tensor) for _ in range(2 * _BUFFERS)]
             self.free_bytes = offload.free_bytes()
             self.written = 0
-            self._resources = stack.pop_all()
+            self.enter_context(stack.pop_all())
 
     @property
     def direct(self) -> bool:
@@ -174,18 +175,8 @@ class Disk:
 
         return _in_turns("disk->cpu", [buffer[:nbytes] for buffer in self._buffers[_BUFFERS:]], read)
 
-    def close(self) -> None:
-        """Stop the threads, remove the files."""
-        self._resources.close()
 
-    def __enter__(self) -> Disk:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class HostGpu:
+class HostGpu(ExitStack):
     """The links between host and GPU, or between two parts of host memory where the GPU is emulated.
 
     Host memory as the engine has it: page-locked beside a real GPU, unless `pinned` is False. Owns memory and copy
@@ -193,6 +184,7 @@ class HostGpu:
     """
 
     def __init__(self, device: torch.device, unit_bytes: int, host_bytes: int, *, pinned: bool = True) -> None:
+        super().__init__()
         with ExitStack() as stack:
             real = open_device(device)
             pins = PinnedPool(real, lockable_memory()) if real is not None and pinned else None
@@ -202,7 +194,7 @@ class HostGpu:
             self._host = _touch(cpu.allocate(host_bytes, "host memory").tensor)
             self._gpu = [_touch(gpu.allocate(self.unit, "buffers").tensor) for _ in range(_BUFFERS)]
             self.copies = stack.enter_context(CopyEngine(device=real))
-            self._resources = stack.pop_all()
+            self.enter_context(stack.pop_all())
 
     def link(self, name: str, nbytes: int) -> Link:
         """ "cpu->gpu" from one place of host memory after the other, "gpu->cpu" to them."""
@@ -214,16 +206,6 @@ class HostGpu:
             return self.copies.copy(dst, src, name, after=after)
 
         return _in_turns(name, [buffer[:nbytes] for buffer in self._gpu], copy)
-
-    def close(self) -> None:
-        """Stop the threads, give the memory back."""
-        self._resources.close()
-
-    def __enter__(self) -> HostGpu:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def queued_sample(timer: Timer, link: Link, seconds: float, most: int | None = None) -> Sample:

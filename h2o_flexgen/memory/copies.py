@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
@@ -18,7 +18,7 @@ from h2o_flexgen.memory.device_copies import DeviceCopies, move
 from h2o_flexgen.memory.disk import DirectFile, HostView, Syscalls, host_view
 from h2o_flexgen.memory.handle import Extent, page_floor
 from h2o_flexgen.memory.tiers import Region
-from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, TraceCallback, Workers, WorkItem
+from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, TraceCallback, Workers
 
 __all__ = ["CopyEngine", "Ticket", "TraceCallback", "checksum"]
 
@@ -109,8 +109,8 @@ class CopyEngine:
             for extent in extents
             for start, size in _cuts(extent.file_offset, extent.nbytes, self._chunk)
         )
-        ticket = Ticket(label, "disk->cpu", sum(extent.nbytes for extent in extents))
-        return self._submit("disk-read", ticket, operations, after, check)
+        nbytes = sum(extent.nbytes for extent in extents)
+        return self._submit("disk-read", Ticket(label, "disk->cpu", nbytes, operations, _tickets(after), check))
 
     def read_region(
         self, region: Region, out: torch.Tensor, *, digest: bytes | None = None, after: After = None
@@ -123,15 +123,18 @@ class CopyEngine:
                 raise _bit_flip(region.what, region.file.path, region.offset)
 
         operations = self._in_region(region, region.file.read, out)
-        return self._submit("disk-read", Ticket(region.what, "disk->cpu", out.nbytes), operations, after, check)
+        ticket = Ticket(region.what, "disk->cpu", out.nbytes, operations, _tickets(after), check)
+        return self._submit("disk-read", ticket)
 
     def write(self, region: Region, data: torch.Tensor, *, after: After = None) -> Ticket:
         """Write `data` (contiguous, host) to the start of `region`, which remembers its digest."""
         operations = self._in_region(region, region.file.write, data)
-        ticket = Ticket(region.what, "cpu->disk", data.nbytes)
-        return self._submit(
-            "disk-write", ticket, operations, after, lambda: region.remember(data.nbytes, checksum((data,)))
-        )
+
+        def remember() -> None:
+            region.remember(data.nbytes, checksum((data,)))
+
+        ticket = Ticket(region.what, "cpu->disk", data.nbytes, operations, _tickets(after), remember)
+        return self._submit("disk-write", ticket)
 
     def copy(
         self, dst: torch.Tensor, src: torch.Tensor, link: str, *, after: After = None, label: str = "",
@@ -150,7 +153,7 @@ class CopyEngine:
         if dst.dtype == src.dtype and dst.is_contiguous() and src.is_contiguous():
             parts = (tensor.view(-1).view(torch.uint8).split(self._chunk) for tensor in (dst, src))
             operations = [Operation(partial(move, *pair), len(pair[0])) for pair in zip(*parts, strict=True)]
-        return self._submit(link, Ticket(label, link, dst.nbytes), operations, after)
+        return self._submit(link, Ticket(label, link, dst.nbytes, operations, _tickets(after)))
 
     def copy_in_turn(self, dst: torch.Tensor, src: torch.Tensor, link: str, *, label: str = "") -> None:
         """dst[...] = src, host memory, for what is computed from now on, ahead of what `copy` was given: for little.
@@ -160,7 +163,7 @@ class CopyEngine:
             self._on_device.in_turn(dst, src, link, label or link)
             return
         operations = [Operation(partial(_convert, dst, src), dst.nbytes)]
-        self._submit(f"{link} in turn", Ticket(label or link, link, dst.nbytes), operations, None).wait()
+        self._submit(f"{link} in turn", Ticket(label or link, link, dst.nbytes, operations)).wait()
 
     def run(
         self, fn: Callable[[], None], link: str, nbytes: int = 0, *, after: After = None, label: str = ""
@@ -170,7 +173,7 @@ class CopyEngine:
         What is no link, without an arrow in its name, has a thread and busy seconds, and no bytes.
         """
         queue = "disk-write" if link.endswith("->disk") else "disk-read" if link.startswith("disk->") else link
-        return self._submit(queue, Ticket(label or link, link, nbytes), [Operation(fn, nbytes)], after)
+        return self._submit(queue, Ticket(label or link, link, nbytes, [Operation(fn, nbytes)], _tickets(after)))
 
     def drain(self) -> None:
         """Wait until nothing is under way; errors stay with their tickets."""
@@ -203,12 +206,8 @@ class CopyEngine:
         if self._on_device is not None:
             self._on_device.collect(wait)
 
-    def _submit(
-        self, queue: str, ticket: Ticket, operations: Iterable[Operation], after: After,
-        finish: Callable[[], None] | None = None,
-    ) -> Ticket:  # fmt: skip
-        threads = self._read_threads if queue == "disk-read" else 1
-        return self._workers.submit(queue, WorkItem(ticket, deque(operations), _tickets(after), finish), threads)
+    def _submit(self, queue: str, ticket: Ticket) -> Ticket:
+        return self._workers.submit(queue, ticket, self._read_threads if queue == "disk-read" else 1)
 
     def _in_region(
         self, region: Region, transfer: Callable[[HostView, int, int, int, str], None], tensor: torch.Tensor

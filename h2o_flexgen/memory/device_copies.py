@@ -10,14 +10,14 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from h2o_flexgen.memory.cuda import Device, Mark, Stream
-from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, TraceCallback, Workers, WorkItem
+from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, TraceCallback, Workers
 
 _POLL = 0.0005  # seconds between looks at a copy that is waited for with a time limit
 BOUNCE_CHUNK = 4 << 20
@@ -33,8 +33,10 @@ weights. How an engine chooses between streams is its own affair; what pieces br
 class DeviceTicket(Ticket):
     """A copy to or from a GPU. `issued` once it is queued there, done once the GPU is through with it."""
 
-    def __init__(self, label: str, link: str, nbytes: int, device: Device) -> None:
-        super().__init__(label, link, nbytes)
+    on_device = True
+
+    def __init__(self, label: str, link: str, nbytes: int, device: Device, after: tuple[Ticket, ...] = ()) -> None:
+        super().__init__(label, link, nbytes, (), after)
         self._device = device
         self.end: Mark | None = None
         """Behind the copy on its stream, once it is queued."""
@@ -69,7 +71,6 @@ class _Copy(NamedTuple):
     src: Tensor
     stream: Stream
     ready: tuple[Mark, ...]
-    after: tuple[Ticket, ...]
     ticket: DeviceTicket
 
     @property
@@ -95,12 +96,7 @@ class DeviceCopies:
     """
 
     def __init__(
-        self,
-        device: Device,
-        workers: Workers,
-        meters: LinkMeters,
-        trace: TraceCallback | None,
-        bounce: Tensor | None,
+        self, device: Device, workers: Workers, meters: LinkMeters, trace: TraceCallback | None, bounce: Tensor | None
     ) -> None:
         self.device, self._workers, self._meters, self._trace = device, workers, meters, trace
         self._lock = threading.Lock()
@@ -111,26 +107,26 @@ class DeviceCopies:
         self._bounces = {Stream.UP: parts[:2], Stream.DOWN: parts[2:]}
 
     def submit(
-        self, dst: Tensor, src: Tensor, link: str, after: Sequence[Ticket], label: str, sender: Device | None = None
+        self, dst: Tensor, src: Tensor, link: str, after: tuple[Ticket, ...], label: str, sender: Device | None = None
     ) -> Ticket:
         """dst[...] = src after all of `after`, and after what this thread has computed so far. `sender`: the other GPU
         that `src` lies on."""
         if self._closed:
             raise RuntimeError(f"the copy engine is closed: {label} cannot start")
         self.collect()
-        ticket = DeviceTicket(label, link, dst.numel() * dst.element_size(), self.device)
+        ticket = DeviceTicket(label, link, dst.nbytes, self.device, after)
         stream = Stream.UP if self.device.owns(dst) else Stream.DOWN
         ready = [self.device.record(Stream.COMPUTE)]
         if sender is not None:
             stream = Stream.ACROSS
             ready.append(sender.record(Stream.COMPUTE))
-        copy = _Copy(dst, src, stream, tuple(ready), tuple(after), ticket)
+        copy = _Copy(dst, src, stream, tuple(ready), ticket)
         host = src if stream is Stream.UP else dst
         if stream is not Stream.ACROSS and not (copy.plain and self.device.locked(host)):
             return self._later(link, copy, self._by_the_host)
-        if not all(before.issued() for before in copy.after):
+        if not all(before.issued() for before in after):
             return self._later(f"{link} queue", copy, self._direct)
-        error: BaseException | None = next((t.error for t in copy.after if t.error is not None), None)
+        error: BaseException | None = next((t.error for t in after if t.error is not None), None)
         if error is None:
             try:
                 self._direct(copy)
@@ -141,8 +137,8 @@ class DeviceCopies:
 
     def in_turn(self, dst: Tensor, src: Tensor, link: str, label: str) -> None:
         """dst[...] = src among what this thread computes; the host has written `src`, or nothing has yet."""
-        ticket = DeviceTicket(label, link, dst.numel() * dst.element_size(), self.device)
-        self._between_marks(_Copy(dst, src, Stream.COMPUTE, (), (), ticket), self._queue)
+        ticket = DeviceTicket(label, link, dst.nbytes, self.device)
+        self._between_marks(_Copy(dst, src, Stream.COMPUTE, (), ticket), self._queue)
         ticket.resolve(None)
         self.collect()
 
@@ -177,8 +173,8 @@ class DeviceCopies:
 
     def _later(self, queue: str, copy: _Copy, run: Callable[[_Copy], None]) -> Ticket:
         """Have a thread of `queue` run it."""
-        operations = deque([Operation(partial(run, copy), 0)])
-        return self._workers.submit(queue, WorkItem(copy.ticket, operations, copy.after, on_device=True))
+        copy.ticket.operations.append(Operation(partial(run, copy), 0))
+        return self._workers.submit(queue, copy.ticket)
 
     def _direct(self, copy: _Copy) -> None:
         """A copy that needs no help of the host; what it comes after may be under way on the device."""
@@ -187,7 +183,7 @@ class DeviceCopies:
 
     def _by_the_host(self, copy: _Copy) -> None:
         """A copy that CUDA needs the host for: from or to pageable memory, or of another layout or dtype."""
-        for before in copy.after:
+        for before in copy.ticket.after:
             before.wait()
         bounced = copy.plain and self._bounces[copy.stream]
         end = self._between_marks(copy, self._bounce if bounced else self._queue)
@@ -196,7 +192,7 @@ class DeviceCopies:
 
     def _between_marks(self, copy: _Copy, queue: Callable[[_Copy], None]) -> Mark:
         """`queue` behind what the copy comes after; the mark behind it."""
-        marks = [before.end for before in copy.after if isinstance(before, DeviceTicket)]
+        marks = [before.end for before in copy.ticket.after if isinstance(before, DeviceTicket)]
         for mark in (*copy.ready, *marks):
             if mark is not None:
                 self.device.wait(copy.stream, mark)
@@ -248,4 +244,4 @@ def move(dst: Tensor, src: Tensor) -> None:
 
     Not torch's own copy, which would start a second team of threads beside the compute.
     """
-    ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.numel() * src.element_size())
+    ctypes.memmove(dst.data_ptr(), src.data_ptr(), src.nbytes)

@@ -60,20 +60,6 @@ def host_view(tensor: torch.Tensor) -> HostView:
     return HostView(flat.numpy().data, flat.data_ptr())
 
 
-class Identity(NamedTuple):
-    """What tells a file from another one under the same name."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-
-    @staticmethod
-    def of(info: os.stat_result) -> Identity:
-        """The identity in a stat result."""
-        return Identity(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
-
-
 class DirectFile:
     """One open file. Owns its descriptor. Reads and writes carry their offset and may come from several threads.
 
@@ -89,7 +75,7 @@ class DirectFile:
         self.path, self.fd = path, fd
         self._ours, self._sys = ours, syscalls or Syscalls()
         info = os.fstat(fd)
-        self.identity = None if writable else Identity.of(info)
+        self._opened = None if writable else info
         self._bounces = threading.local()
         self.direct = direct and stat.S_ISREG(info.st_mode) and self._set_direct(True)
 
@@ -163,20 +149,22 @@ class DirectFile:
 
     def check(self) -> None:
         """ModelError (StorageError if ours) where the file is no longer the one that was opened."""
-        if self.identity is None:
+        then = self._opened
+        if then is None:
             return
         try:
-            now = Identity.of(os.stat(self.path))
+            now = os.stat(self.path)
         except FileNotFoundError:
-            now = Identity.of(os.fstat(self.fd))  # removed, but what we hold open is whole
+            now = os.fstat(self.fd)  # removed, but what we hold open is whole
         except OSError as error:
             raise storage_error(f"cannot look at {self.path}", error) from error
-        if now == self.identity:
+        same_file = (now.st_dev, now.st_ino) == (then.st_dev, then.st_ino)
+        if same_file and (now.st_size, now.st_mtime_ns) == (then.st_size, then.st_mtime_ns):
             return
-        if now.size != self.identity.size:
-            change = f"from {format_bytes(self.identity.size)} to {format_bytes(now.size)} ({now.size} bytes)"
+        if now.st_size != then.st_size:
+            change = f"from {format_bytes(then.st_size)} to {format_bytes(now.st_size)} ({now.st_size} bytes)"
         else:
-            change = "replaced by another" if now.inode != self.identity.inode else "overwritten"
+            change = "overwritten" if same_file else "replaced by another"
         kind = StorageError if self._ours else ModelError
         raise kind(f"{self.path} changed during the run: {change}", "its bytes can no longer be trusted", "run again")
 

@@ -21,7 +21,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from h2o_flexgen.errors import StorageError, UsageError, storage_error
 from h2o_flexgen.units import format_bytes
@@ -32,13 +31,6 @@ _RUN_NAME = re.compile(r"run-\d+-[0-9a-f]{16}")
 _OPEN_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_LOCK = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _OPEN_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class NewFile(NamedTuple):
-    """A file that was just made: its path for messages, and an open descriptor that the receiver closes."""
-
-    path: str
-    fd: int
 
 
 class OffloadDir:
@@ -72,14 +64,17 @@ class OffloadDir:
         """The run's private folder."""
         return self.path / self._run_name
 
-    def new_file(self, stem: str) -> NewFile:
-        """A new, empty file of the run: `<stem>-<counter>.bin`, mode 0600, opened for reading and writing."""
+    def new_file(self, stem: str) -> tuple[str, int]:
+        """A new, empty file of the run: `<stem>-<counter>.bin`, mode 0600, opened for reading and writing.
+
+        Its path for messages, and a descriptor that the receiver closes.
+        """
         if not re.fullmatch(r"[a-z]+", stem):
             raise ValueError(f"{stem!r} is not a plain word")
         self._files += 1
         name = f"{stem}-{self._files:06d}.bin"
         try:
-            return NewFile(str(self.run_path / name), os.open(name, _OPEN_NEW, 0o600, dir_fd=self._run_fd))
+            return str(self.run_path / name), os.open(name, _OPEN_NEW, 0o600, dir_fd=self._run_fd)
         except OSError as error:
             raise storage_error(f"cannot make {self.run_path / name}", error) from error
 
@@ -101,7 +96,8 @@ class OffloadDir:
         name = packed_name(fingerprint)
         path = self.path / name
         try:
-            _make_folder(name, self._fd)
+            with suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=self._fd)
             folder = os.open(name, _OPEN_DIR, dir_fd=self._fd)
         except OSError as error:
             raise storage_error(f"cannot use {path} as a folder", error) from error
@@ -182,7 +178,8 @@ def _open_root(path: Path) -> int:
     """A descriptor of the offload folder, made if it is not there, once it is known to be ours and safe."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_folder(str(path), None)
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
         info = os.lstat(path)
     except (NotADirectoryError, FileExistsError) as error:
         raise UsageError(f"offload folder {path}: a file stands where a folder is needed") from error
@@ -225,13 +222,6 @@ def _refuse_strangers(path: Path, info: os.stat_result) -> None:
             "others could change the weights and caches in it",
             f"name a folder inside it, such as {path / 'h2o_flexgen'}, or chmod o-w",
         )
-
-
-def _make_folder(name: str, dir_fd: int | None) -> None:
-    try:
-        os.mkdir(name, 0o700, dir_fd=dir_fd)
-    except FileExistsError:
-        return
 
 
 def _left_by(folder: int) -> str | None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Self
 
 import torch
 
@@ -32,6 +33,7 @@ class Ledger:
         """Bytes in use now, and the most that were in use at once. Changed by `charge` and `refund` alone."""
         self._lock = threading.Lock()
         self._items: dict[str, int] = {}
+        self._live: set[Lease] = set()
 
     @property
     def free(self) -> int | None:
@@ -80,12 +82,31 @@ class Ledger:
             self.refund(page_ceil(nbytes), what)
             raise
 
+    def close(self) -> None:
+        """Release whatever is still allocated."""
+        for lease in tuple(self._live):
+            lease.release()
 
-class Buffer:
-    """A lease on bytes of a tier: `tensor` is 1-D uint8 of `nbytes`, page-aligned on the host, zeroed there.
 
-    `release` (or leaving the `with` block) gives the memory back to the system at once, even if views of it live on; or
-    to the tier, see `Tier.keeping`.
+class Lease:
+    """Bytes of a tier. `release`, or leaving the `with` block, gives them back; a second time does nothing."""
+
+    def release(self) -> None:
+        """Give the bytes back."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+class Buffer(Lease):
+    """A lease on memory: `tensor` is 1-D uint8 of `nbytes`, page-aligned on the host, zeroed there.
+
+    The release gives the memory back to the system at once, even if views of it live on; or to the tier, see
+    `Tier.keeping`.
     """
 
     def __init__(self, tier: Tier, nbytes: int, what: str, allocation: Allocation) -> None:
@@ -100,16 +121,10 @@ class Buffer:
         return self._allocation.tensor
 
     def release(self) -> None:
-        """Return the memory; a second call does nothing."""
+        """See Lease."""
         allocation, self._allocation = self._allocation, None
         if allocation is not None:
             self.tier.give_back(self, allocation)
-
-    def __enter__(self) -> Buffer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 class Tier(Ledger):
@@ -124,7 +139,6 @@ class Tier(Ledger):
         super().__init__(name, capacity)
         self.device = memory.device
         self._memory, self._pins = memory, pins
-        self._live: set[Buffer] = set()
         self._pool = BufferPool()
 
     def allocate(self, nbytes: int, what: str, pin: Pin = Pin.IF_ROOM) -> Buffer:
@@ -183,13 +197,12 @@ class Tier(Ledger):
             self._pool.close()
 
     def close(self) -> None:
-        """Release whatever is still allocated."""
-        for buffer in tuple(self._live):
-            buffer.release()
+        """See Ledger."""
+        super().close()
         self._pool.close()
 
 
-class Region:
+class Region(Lease):
     """A span of a preallocated file: bytes [offset, offset + nbytes), on pages that belong to it alone.
 
     `part` gives views that share the file; releasing the whole region closes and removes it. A region remembers the
@@ -221,12 +234,6 @@ class Region:
         if tier is not None:
             tier.give_back(self)
 
-    def __enter__(self) -> Region:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
 
 class DiskTier(Ledger):
     """Regions in `folder` (None: a run without an offload folder), under a capacity. Owns the files it makes."""
@@ -234,7 +241,6 @@ class DiskTier(Ledger):
     def __init__(self, capacity: int | None, folder: OffloadDir | None, syscalls: Syscalls | None = None) -> None:
         super().__init__("disk", capacity)
         self._folder, self._sys = folder, syscalls or Syscalls()
-        self._live: set[Region] = set()
 
     def allocate(self, nbytes: int, what: str) -> Region:
         """A region of `nbytes` in a file of its own, its blocks reserved now.
@@ -258,11 +264,6 @@ class DiskTier(Ledger):
         if self._folder is not None:
             self._folder.remove_file(region.file.path)
         self.refund(page_ceil(region.nbytes), region.what)
-
-    def close(self) -> None:
-        """Release whatever is still allocated."""
-        for region in tuple(self._live):
-            region.release()
 
     def _make(self, folder: OffloadDir, size: int, nbytes: int, what: str) -> Region:
         path, fd = folder.new_file("region")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,17 +17,32 @@ TraceCallback = Callable[[str, float, float, str], None]
 _IDLE = 0.5  # seconds between an idle worker's looks at whether the program has ended
 
 
+class Operation(NamedTuple):
+    """A part of a transfer that one thread does in one go."""
+
+    run: Callable[[], None]
+    nbytes: int
+
+
 class Ticket:
     """One transfer under way. Made by the copy engine; any thread but the engine's own may wait.
 
-    `seconds` is the time from its first byte to its last, checks included, once it is done.
+    Its operations may run in any order, and in parallel; `finish` runs once after all went well. `after`: what has to
+    be done before. `seconds` is the time from its first byte to its last, checks included, once it is done.
     """
 
-    def __init__(self, label: str, link: str, nbytes: int) -> None:
+    on_device = False
+    """Whether its operations queue work on a GPU: they start as soon as all of `after` is issued, and are not timed."""
+
+    def __init__(
+        self, label: str, link: str, nbytes: int, operations: Iterable[Operation] = (),
+        after: tuple[Ticket, ...] = (), finish: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.label, self.link, self.nbytes = label, link, nbytes
-        self.seconds = 0.0
+        self.operations, self.after, self.finish = deque(operations), after, finish
+        self.running, self.started, self.seconds = 0, 0.0, 0.0
         self.error: BaseException | None = None
-        """What went wrong, None while under way or when all went well."""
+        """What went wrong; None when all went well."""
         self._finished = threading.Event()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -62,42 +77,18 @@ class Ticket:
         return self._finished.is_set()
 
     def resolve(self, error: BaseException | None) -> None:
-        """Called once, by whoever carries out the transfer."""
-        self.error = error
+        """Called once, by what carries out the transfer. What it came after and its buffers may go now."""
+        self.error, self.after, self.finish = error, (), None
+        self.operations.clear()
         self._finished.set()
-
-
-class Operation(NamedTuple):
-    """A part of a transfer that one thread does in one go."""
-
-    run: Callable[[], None]
-    nbytes: int
-
-
-@dataclass(eq=False)
-class WorkItem:
-    """A ticket's operations. They may run in any order, and in parallel; `finish` runs once after all went well.
-
-    `after`: what has to be done before. With `on_device` the operations queue work on a GPU, whose order and bytes are
-    not kept here: they start as soon as all of `after` is issued.
-    """
-
-    ticket: Ticket
-    operations: deque[Operation]
-    after: tuple[Ticket, ...] = ()
-    finish: Callable[[], None] | None = None
-    on_device: bool = False
-    running: int = 0
-    started: float = 0.0
-    error: BaseException | None = None
 
 
 @dataclass
 class WorkQueue:
-    """Items that use the same resource, and the threads that take them."""
+    """Transfers that use the same resource, and the threads that take them."""
 
     wake: threading.Condition
-    items: deque[WorkItem] = field(default_factory=deque)
+    tickets: deque[Ticket] = field(default_factory=deque)
     threads: list[threading.Thread] = field(default_factory=list)
 
 
@@ -138,9 +129,9 @@ class LinkMeters:
 
 
 class Workers:
-    """Runs work items on queues of threads, started when first needed and joined by `close`.
+    """Carries out transfers on queues of threads, started when first needed and joined by `close`.
 
-    A queue prefers earlier items; one whose `after` is not issued is passed over, and fails if that fails. For what a
+    A queue prefers earlier tickets; one whose `after` is not issued is passed over, and fails if that fails. For what a
     GPU is still copying the thread waits. A ticket is done only when none of its operations runs, so that its buffer is
     the caller's again even after an error.
     """
@@ -153,13 +144,13 @@ class Workers:
         self._pending = 0
         self._closing = False
 
-    def submit(self, name: str, item: WorkItem, threads: int = 1) -> Ticket:
-        """Put `item` in the queue called `name`, of up to `threads` threads. RuntimeError after `close`."""
-        if not item.operations:  # an empty transfer still resolves its ticket
-            item.operations.append(Operation(lambda: None, 0))
+    def submit(self, name: str, ticket: Ticket, threads: int = 1) -> Ticket:
+        """Put `ticket` in the queue called `name`, of up to `threads` threads. RuntimeError after `close`."""
+        if not ticket.operations:  # an empty transfer still resolves its ticket
+            ticket.operations.append(Operation(lambda: None, 0))
         with self._lock:
             if self._closing:
-                raise RuntimeError(f"the copy engine is closed: {item.ticket.label} cannot start")
+                raise RuntimeError(f"the copy engine is closed: {ticket.label} cannot start")
             queue = self._queues.get(name)
             if queue is None:
                 queue = self._queues[name] = WorkQueue(threading.Condition(self._lock))
@@ -168,9 +159,9 @@ class Workers:
                 queue.threads.append(thread)  # first, so that `close` joins it even if a signal interrupts the start
                 thread.start()
             self._pending += 1
-            queue.items.append(item)
-            queue.wake.notify(len(item.operations))
-        return item.ticket
+            queue.tickets.append(ticket)
+            queue.wake.notify(len(ticket.operations))
+        return ticket
 
     def drain(self) -> None:
         """Wait until nothing is under way. Errors stay with their tickets."""
@@ -190,94 +181,92 @@ class Workers:
 
     def _work(self, queue: WorkQueue) -> None:
         while (claim := self._claim(queue)) is not None:
-            (item, operation), error = claim, None
+            (ticket, operation), error = claim, None
             try:
-                for before in () if item.on_device else item.after:
+                for before in () if ticket.on_device else ticket.after:
                     before.wait()
                 operation.run()
             except BaseException as caught:
                 error = caught
-            if self._settle(queue, item, operation, error):
-                self._finish(item)
-            del claim, item, operation, error  # a thread that waits for work keeps no buffer alive
+            if self._settle(queue, ticket, operation, error):
+                self._finish(ticket)
+            del claim, ticket, operation, error  # a thread that waits for work keeps no buffer alive
 
-    def _claim(self, queue: WorkQueue) -> tuple[WorkItem, Operation] | None:
+    def _claim(self, queue: WorkQueue) -> tuple[Ticket, Operation] | None:
         """The next operation for a thread of `queue`; waits for one. None when the thread must end."""
         with self._lock:
             while not self._closing:
-                item = self._next_item(queue)
-                if item is None:
+                ticket = self._next_ticket(queue)
+                if ticket is None:
                     queue.wake.wait(_IDLE)
                     if not threading.main_thread().is_alive():  # nobody closed us, and the interpreter waits for us
                         self._closing = True
                         self._drop_all()
                     continue
                 now = time.perf_counter()
-                item.started = item.started or now
-                if not item.on_device:
-                    self._meters.start(item.ticket.link, now)
-                item.running += 1
-                operation = item.operations.popleft()
-                if not item.operations:
-                    queue.items.remove(item)
-                return item, operation
+                ticket.started = ticket.started or now
+                if not ticket.on_device:
+                    self._meters.start(ticket.link, now)
+                ticket.running += 1
+                operation = ticket.operations.popleft()
+                if not ticket.operations:
+                    queue.tickets.remove(ticket)
+                return ticket, operation
         return None
 
-    def _next_item(self, queue: WorkQueue) -> WorkItem | None:
-        for item in tuple(queue.items):
-            if all(before.issued() for before in item.after):
-                error = next((before.error for before in item.after if before.error is not None), None)
+    def _next_ticket(self, queue: WorkQueue) -> Ticket | None:
+        for ticket in tuple(queue.tickets):
+            if all(before.issued() for before in ticket.after):
+                error = next((before.error for before in ticket.after if before.error is not None), None)
                 if error is None:
-                    return item
-                queue.items.remove(item)
-                self._complete(item, error)
+                    return ticket
+                queue.tickets.remove(ticket)
+                self._complete(ticket, error)
         return None
 
-    def _settle(self, queue: WorkQueue, item: WorkItem, operation: Operation, error: BaseException | None) -> bool:
-        """Book an operation that ended; True if it was the last of its item."""
+    def _settle(self, queue: WorkQueue, ticket: Ticket, operation: Operation, error: BaseException | None) -> bool:
+        """Book an operation that ended; True if it was the last of its ticket."""
         with self._lock:
-            if not item.on_device:
-                self._meters.stop(item.ticket.link, time.perf_counter(), 0 if error else operation.nbytes)
-            item.running -= 1
+            if not ticket.on_device:
+                self._meters.stop(ticket.link, time.perf_counter(), 0 if error else operation.nbytes)
+            ticket.running -= 1
             if error is not None:
-                item.error = item.error or error
-                if item.operations:
-                    item.operations.clear()
-                    queue.items.remove(item)
-            return not item.operations and not item.running
+                ticket.error = ticket.error or error
+                if ticket.operations:
+                    ticket.operations.clear()
+                    queue.tickets.remove(ticket)
+            return not ticket.operations and not ticket.running
 
-    def _finish(self, item: WorkItem) -> None:
-        ticket = item.ticket
+    def _finish(self, ticket: Ticket) -> None:
         try:
-            if item.error is None and item.finish is not None:
-                item.finish()
-            if not item.on_device:
-                ticket.seconds = time.perf_counter() - item.started
+            if ticket.error is None and ticket.finish is not None:
+                ticket.finish()
+            if not ticket.on_device:
+                ticket.seconds = time.perf_counter() - ticket.started
                 if self._trace is not None:
-                    self._trace(ticket.label, item.started, item.started + ticket.seconds, ticket.link)
+                    self._trace(ticket.label, ticket.started, ticket.started + ticket.seconds, ticket.link)
         except BaseException as error:
-            item.error = item.error or error
+            ticket.error = ticket.error or error
         with self._lock:
-            self._complete(item, item.error)
+            self._complete(ticket, ticket.error)
 
-    def _complete(self, item: WorkItem, error: BaseException | None) -> None:
-        """Resolve the ticket and wake the threads whose items may start now. The lock is held."""
-        item.finish, item.after = None, ()
-        item.ticket.resolve(error)
+    def _complete(self, ticket: Ticket, error: BaseException | None) -> None:
+        """Resolve the ticket and wake the threads whose transfers may start now. The lock is held."""
+        ticket.resolve(error)
         self._pending -= 1
         if not self._pending:
             self._idle.notify_all()
         for queue in self._queues.values():
-            if queue.items:
+            if queue.tickets:
                 queue.wake.notify_all()
 
     def _drop_all(self) -> None:
-        """Fail every item that still has unstarted operations; those with running ones resolve when these end."""
+        """Fail every ticket that still has unstarted operations; those with running ones resolve when these end."""
         for queue in self._queues.values():
-            items, queue.items = queue.items, deque()
-            for item in items:
-                item.error = item.error or RuntimeError(f"{item.ticket.label}: dropped, the copy engine was closed")
-                item.operations.clear()
-                if not item.running:
-                    self._complete(item, item.error)
+            tickets, queue.tickets = queue.tickets, deque()
+            for ticket in tickets:
+                ticket.error = ticket.error or RuntimeError(f"{ticket.label}: dropped, the copy engine was closed")
+                ticket.operations.clear()
+                if not ticket.running:
+                    self._complete(ticket, ticket.error)
             queue.wake.notify_all()

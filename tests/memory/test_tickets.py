@@ -191,11 +191,10 @@ def test_a_failing_trace_callback_is_an_error_of_the_ticket() -> None:
 def test_a_forgotten_engine_does_not_hang_the_exit() -> None:
     script = """
 import threading
-from collections import deque
-from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, WorkItem, Workers
+from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, Workers
 workers = Workers(LinkMeters())
 gate = threading.Event()
-workers.submit("queue", WorkItem(Ticket("t", "cpu->gpu", 1), deque([Operation(lambda: None, 1)]))).wait()
+workers.submit("queue", Ticket("t", "cpu->gpu", 1, [Operation(lambda: None, 1)])).wait()
 print("done")
 """
     done = subprocess.run(

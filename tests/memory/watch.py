@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from h2o_flexgen.engine.execution import host_attention, host_fill
 from h2o_flexgen.memory import device_copies
 from h2o_flexgen.memory.disk import DirectFile
-from h2o_flexgen.memory.transfers import Operation, Ticket, Workers, WorkItem, WorkQueue
+from h2o_flexgen.memory.transfers import Operation, Ticket, Workers, WorkQueue
 from tests.memory.fake_cuda import FakeDevice, extent
 from tests.memory.races import Clock
 
@@ -53,7 +53,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def order_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
-    """Teaches the races what threads know of each other: by tickets, and by work items that are handed over."""
+    """Teaches the races what threads know of each other: by tickets, and by work that is handed over."""
     races = device.races
     told: dict[int, Clock] = {}  # by what the clock belongs to; nothing that is told of goes before the test ends
     alive: list[object] = []
@@ -80,25 +80,25 @@ def order_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(owner, name, call)
 
-    def claimed(claim: tuple[WorkItem, Operation] | None, *_: object) -> None:
+    def claimed(claim: tuple[Ticket, Operation] | None, *_: object) -> None:
         if claim is not None:
-            item, _operation = claim
-            for thing in (item, *item.after):
+            ticket, _operation = claim
+            for thing in (ticket, *ticket.after):
                 hear(thing)
 
-    def settled(_: object, queue: WorkQueue, item: WorkItem, *rest: object) -> None:
-        tell(item)
+    def settled(_: object, queue: WorkQueue, ticket: Ticket, *rest: object) -> None:
+        tell(ticket)
 
     def resolved(ticket: Ticket, error: Any) -> None:
         tell(ticket)
 
-    def submitted(_: object, queue: str, item: WorkItem, threads: int = 1) -> None:
-        tell(item)
+    def submitted(_: object, queue: str, ticket: Ticket, threads: int = 1) -> None:
+        tell(ticket)
 
     around(Workers, "submit", submitted, None)
     around(Workers, "_claim", None, claimed)
     around(Workers, "_settle", settled, None)
-    around(Workers, "_finish", lambda _, item: hear(item), None)
+    around(Workers, "_finish", lambda _, ticket: hear(ticket), None)
     around(Workers, "drain", None, lambda *_: races.meet(races.host()))
     around(Workers, "close", None, lambda *_: races.meet(races.host()))
     around(Ticket, "resolve", resolved, None)
