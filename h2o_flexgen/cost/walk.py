@@ -1,6 +1,6 @@
 """Walks the ticks of a schedule as the executor does, on a clock instead of a machine.
 
-What `engine.execution.executor`, `engine.state.weights`, `engine.state.kv_store`, `engine.state.hidden_store`,
+What `engine.execution.executor`, `engine.state.weights`, `engine.state.kv_store`, `engine.state.backing`,
 `engine.state.backing` and `engine.execution.host_attention` wait for is waited for here, in the same order: loads of
 weights, caches and hidden states, buffers whose last store is still under way, staging buffers between a GPU and the
 disk, and attention on the host. Change them together.

@@ -28,7 +28,7 @@ class _Tick(NamedTuple):
 class Trace:
     """Collects rows from any thread. With `enabled` False only the busy seconds of the compute are kept.
 
-    On a device a task is timed by marks in the queue of its computes; nobody waits for them before somebody reads.
+    On a device a task is timed by marks in the queue of its computes; they are waited for only when the trace is read.
     """
 
     def __init__(self, enabled: bool = False, devices: Sequence[Device] = ()) -> None:
