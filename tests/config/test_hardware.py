@@ -135,7 +135,7 @@ def test_a_missing_file_and_one_that_is_no_json(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello", encoding="utf-8")
     (tmp_path / "deep").write_text("[" * 100_000, encoding="utf-8")
     for name in ("absent", "text", "deep"):
-        with pytest.raises(UsageError, match="is no hardware profile"):
+        with pytest.raises(UsageError, match="is not a hardware profile"):
             HardwareProfile.load(tmp_path / name)
 
 
