@@ -127,6 +127,7 @@ def test_a_large_vocabulary_is_no_reason_for_transformers(folder: Callable[[str]
     shutil.copytree(folder("plain-gemma"), path)
     state = json.loads((path / "tokenizer.json").read_text())
     vocabulary = state["model"]["vocab"]
+    vocabulary.update({token["content"]: token["id"] for token in state["added_tokens"]})
     vocabulary.update({f"unused{number}": number for number in range(len(vocabulary), 1 << 17)})
     (path / "tokenizer.json").write_text(json.dumps(state))
     assert is_light(path)
