@@ -31,10 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             program = import_module(f"h2o_flexgen.{name}")
         code: int = program.main(rest)
         return code
-    return exit_on_errors(lambda: _about(name))
+    with exit_on_errors() as outcome:
+        _about(name)
+    return outcome.code
 
 
-def _about(word: str) -> int:
+def _about(word: str) -> None:
     """Answers --help and --version. UsageError for any other word."""
     command = called()
     if word in ("-h", "--help", "help"):
@@ -47,7 +49,6 @@ def _about(word: str) -> int:
     else:
         near = suggestion(word, PROGRAMS)
         raise UsageError(f"there is no program {word!r}", f"needed one of {', '.join(PROGRAMS)}", near)
-    return 0
 
 
 if __name__ == "__main__":

@@ -33,9 +33,10 @@ from h2o_flexgen.baselines.runner import Comparison, Runner, compare
 from h2o_flexgen.baselines.settings import SYSTEMS, BenchSettings, find_model
 from h2o_flexgen.baselines.store import Store, holds_records, is_empty, write
 from h2o_flexgen.baselines.summary import csv_table, markdown, summarise
+from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import add_json, exit_on_errors, print_error, write_json, write_result
 from h2o_flexgen.cli.prompts import random_prompts
-from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace
+from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.errors import UsageError
 
 EXIT_OURS_FAILED = 1
@@ -43,7 +44,9 @@ EXIT_OURS_FAILED = 1
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code: 1 where this engine itself failed, 0 where a peer did."""
-    return exit_on_errors(lambda: _run(argv))
+    with exit_on_errors() as outcome:
+        outcome.code = _run(argv)
+    return outcome.code
 
 
 def _run(argv: Sequence[str] | None) -> int:

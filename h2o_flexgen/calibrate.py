@@ -10,7 +10,6 @@ everything else to stderr. The last line of stdout is the profile as one JSON ob
 from __future__ import annotations
 
 import json
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -18,18 +17,20 @@ from typing import Any
 
 from tqdm import tqdm
 
-from h2o_flexgen.cli.files import output_file
+from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import (
     add_json,
     exit_on_errors,
     leaving_at_once,
+    output_file,
     print_error,
     stop_if_told,
     write_json,
     write_result,
 )
+from h2o_flexgen.cli.progress import bar
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace
+from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.config.hardware.profile import HardwareProfile, kept_file, load_kept
 from h2o_flexgen.config.hardware.rates import ComputeRates, Curve
 from h2o_flexgen.cores import sharing_warning
@@ -42,7 +43,9 @@ TAKEN = ("model", "path", "revision", "offline", "dtype", "device", "emulate_gpu
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
-    return exit_on_errors(lambda: _run(argv))
+    with exit_on_errors() as outcome:
+        outcome.code = _run(argv)
+    return outcome.code
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -130,10 +133,7 @@ class PartProgress:
             print_error(f"measuring {what} ({spent:.0f} of about {total:.0f} s)")
             return
         if self._bar is None:
-            wide = os.get_terminal_size(sys.stderr.fileno()).columns
-            options: dict[str, Any] = {"dynamic_ncols": True} if wide else {"ncols": 80}
-            layout = "{desc}{percentage:3.0f}%|{bar}| {elapsed}"
-            self._bar = tqdm(total=total, leave=False, file=sys.stderr, bar_format=layout, **options)
+            self._bar = bar(total, bar_format="{desc}{percentage:3.0f}%|{bar}| {elapsed}")
         self._bar.n = min(spent, total)
         self._bar.set_description(what)
 

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from h2o_flexgen.cli.parser import at_least_one
+from h2o_flexgen.cli.parser import Parser, at_least_one
 from h2o_flexgen.cli.program import add_json, exit_on_errors, print_error, write_json, write_result
 from h2o_flexgen.cli.prompts import demo_prompts
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace, given
+from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
 from h2o_flexgen.config.reports.quality import SideBySide
 from h2o_flexgen.evaluation.settings import Question, read_cases
 from h2o_flexgen.reporting.tables import answers_text, evicted_name, figures_table, warnings_text
@@ -31,7 +31,9 @@ What each share and policy costs:"""
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
-    return exit_on_errors(lambda: _run(argv))
+    with exit_on_errors() as outcome:
+        outcome.code = _run(argv)
+    return outcome.code
 
 
 def _run(argv: Sequence[str] | None) -> int:

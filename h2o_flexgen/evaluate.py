@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from h2o_flexgen.cli.files import output_file
-from h2o_flexgen.cli.program import add_json, exit_on_errors, print_error, write_json, write_result
+from h2o_flexgen.cli.parser import Parser
+from h2o_flexgen.cli.program import add_json, exit_on_errors, output_file, print_error, write_json, write_result
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.flags import Parser, add_arguments, called, from_namespace, given
+from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
 from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.evaluation.settings import EvaluationSettings, StreamSettings
 from h2o_flexgen.reporting.plots import check_plot, plot_quality, plot_stream
@@ -33,7 +33,9 @@ STREAM_READS = {"policies", "text", "context"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
-    return exit_on_errors(lambda: _run(argv))
+    with exit_on_errors() as outcome:
+        outcome.code = _run(argv)
+    return outcome.code
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -24,7 +24,9 @@ from h2o_flexgen.errors import StorageError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code: 5 where nothing fits."""
-    return exit_on_errors(lambda: _search(parse_search(argv)))
+    with exit_on_errors() as outcome:
+        outcome.code = _search(parse_search(argv))
+    return outcome.code
 
 
 def _search(arguments: SearchArguments) -> int:

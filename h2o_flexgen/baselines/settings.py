@@ -12,8 +12,7 @@ from typing import Any
 
 from h2o_flexgen.config.checks import share, whole
 from h2o_flexgen.config.flags import between_commas, option, with_commas
-from h2o_flexgen.config.folder import read_config
-from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names
+from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, read_config
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.registry import Registry, suggestion
 from h2o_flexgen.units import parse_bytes

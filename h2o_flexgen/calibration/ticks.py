@@ -23,7 +23,7 @@ from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.calibration.bench import Bench, largest_cache
 from h2o_flexgen.calibration.compute import greedy_sequences
 from h2o_flexgen.calibration.timing import Sample, sample_of
-from h2o_flexgen.checkpoint.dummy import DummySource
+from h2o_flexgen.checkpoint.source import DummySource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.profile import HardwareProfile

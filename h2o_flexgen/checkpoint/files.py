@@ -1,34 +1,40 @@
-"""The files of a checkpoint: opened once, and read around the page cache by memory.disk's DirectFile."""
+"""The files of a checkpoint, which are not to be trusted: opened once, read with checks, every fault noted."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
 import stat
+from typing import Any
 
 import torch
 
-from h2o_flexgen.memory.disk import DirectFile, HostView, host_view
+from h2o_flexgen.errors import ModelError
+from h2o_flexgen.memory.disk import DirectFile, host_view
+
+_SHOWN = 100
+_DRIVE = re.compile(r"[A-Za-z]:")
 
 
-class CheckpointFile:
-    """An open file of a checkpoint. It owns the descriptor; any number of threads may read at once."""
+class CheckpointFile(DirectFile):
+    """An open file of a checkpoint, read around the page cache. Any number of threads may read at once."""
 
     def __init__(self, path: str) -> None:
         """Open `path` for reading, following links; OSError when it is missing, unreadable or not a regular file."""
-        self.path, self.name = path, os.path.basename(path)
         # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "not a regular file", path)
-        self.size, self.mtime_ns = info.st_size, info.st_mtime_ns
-        self._file = DirectFile(path, fd)
+        super().__init__(path, fd)
+        self.name, self.size, self.mtime_ns = os.path.basename(path), info.st_size, info.st_mtime_ns
 
     @property
     def closed(self) -> bool:
-        return self._file.fd < 0
+        return self.fd < 0
 
     def head(self, nbytes: int, offset: int = 0) -> bytes:
         """Up to `nbytes` bytes from `offset`, fewer only at the end of the file. StorageError, ModelError: see read."""
@@ -37,18 +43,82 @@ class CheckpointFile:
         self.read(view, 0, offset, nbytes, "the header")
         return bytes(view.view)
 
-    def read(self, out: HostView, at: int, offset: int, nbytes: int, name: str) -> None:
-        """Fill out[at : at + nbytes] from byte `offset` on; `name` is for messages.
 
-        StorageError where the disk keeps failing, ModelError where the file has shrunk. Nothing outside `out` is
-        touched, but of `out` perhaps more than asked for: what lies beside the span in its pages, as the file has it.
-        """
-        self._file.read(out, at, offset, nbytes, name)
+class Problems:
+    """The faults found so far, in the order in which they were found."""
 
-    def check(self) -> None:
-        """ModelError when the file has been written to or replaced since it was opened."""
-        self._file.check()
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._download = False
 
-    def close(self) -> None:
-        """Close the descriptor; closing twice is fine."""
-        self._file.close()
+    def add(self, text: str, *, download: bool = False) -> None:
+        """Note one fault; `download` says that fetching the files again is the cure."""
+        self.texts.append(text)
+        self._download = self._download or download
+
+    def raise_any(self, folder: str) -> None:
+        """Raise one ModelError that lists the faults (the first 100 of them), if there are any."""
+        if not self.texts:
+            return
+        shown = self.texts[:_SHOWN]
+        if len(self.texts) > _SHOWN:
+            shown = [*shown, f"and {len(self.texts) - _SHOWN} more"]
+        many = "one problem" if len(self.texts) == 1 else f"{len(self.texts)} problems"
+        advice = "download again what is damaged or missing" if self._download else "check that they belong together"
+        raise ModelError(
+            f"the checkpoint in {folder} cannot be used, {many}",
+            "needed all weights of the model that config.json describes, and no others",
+            f"{advice}:\n  " + "\n  ".join(shown),
+        )
+
+
+def name_fault(name: object) -> str | None:
+    """Why `name` may not name a tensor or a shard, None when it may.
+
+    Such names come from untrusted files, and none of them has a reason to look like a path.
+    """
+    if not isinstance(name, str) or not name:
+        return "is not a name"
+    if "/" in name or "\\" in name:
+        return "has a path separator"
+    if ".." in name or name == ".":
+        return "has '..'" if ".." in name else "is a folder"
+    if _DRIVE.match(name):
+        return "has a drive letter"
+    if not name.isprintable():
+        return "has a NUL or another unprintable character"
+    return None
+
+
+def strict_json(text: bytes) -> Any:
+    """JSON as the standard has it; ValueError for doubled keys, NaN, broken UTF-8 and endless nesting too."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a key occurs twice")
+        return found
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def foreign_content(head: bytes, size: int) -> str | None:
+    """What a file of `size` bytes that starts with `head` is, if it is something that gets saved instead of weights."""
+    if size == 0:
+        return "is empty"
+    if head.startswith(b"version https://git-lfs"):
+        expected = re.search(rb"\nsize (\d{1,18})", head)
+        sizes = f": expected {int(expected.group(1))} bytes, found {size}" if expected else f" of {size} bytes"
+        return f"is a Git LFS pointer, not the file it stands for{sizes}"
+    start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:9].lower()
+    if start.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        return f"is a web page of {size} bytes, not weights"
+    if start.startswith((b"entry not", b"invalid u", b"not found", b"access to")):
+        return f"is an error message of a download of {size} bytes, not weights"
+    return None

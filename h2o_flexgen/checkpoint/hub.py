@@ -1,20 +1,26 @@
-"""Where a model is: in the package, in a folder, in the Hugging Face cache, known by its sizes alone, or on the hub."""
+"""Where a model is: in the package, in a folder, in the Hugging Face cache, known by its sizes alone, or on the hub.
+
+huggingface_hub is imported only here and only when needed.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
+import threading
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-from h2o_flexgen.checkpoint.download import HubFailure, cache_folder, cached_folder, download, offline_wanted
-from h2o_flexgen.checkpoint.problems import Problems
-from h2o_flexgen.checkpoint.shards import find_shards
-from h2o_flexgen.config.folder import read_config
-from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names
-from h2o_flexgen.errors import ModelError
+from h2o_flexgen.checkpoint.files import Problems
+from h2o_flexgen.checkpoint.shards import find_shards, wanted_files
+from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, read_config
+from h2o_flexgen.errors import ModelError, StorageError
 from h2o_flexgen.registry import suggestion
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -23,6 +29,23 @@ _WAYS_ON = (
     "give the folder of a copy with --model /path/to/folder, or run a model of this shape with random weights: "
     "--weights dummy"
 )
+_SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_CONNECT_S = 3.0
+_PROBE_S = 5.0  # name resolution has no timeout of its own
+_ANSWER_S = 10.0
+_TRUE = ("1", "ON", "YES", "TRUE")
 
 
 @dataclass(frozen=True)
@@ -39,20 +62,6 @@ class ResolvedModel:
     tokenizer_folder: Path | None
     origin: Literal["folder", "cache", "hub", "builtin", "demo"]
     searched: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Request:
-    name: str
-    revision: str | None
-    token: str | None
-    need_weights: bool
-
-    @property
-    def repo(self) -> str:
-        """The hub's name for the model: FlexGen's short names stand for the well-known ones."""
-        known = known_config(self.name)
-        return str(known["_name_or_path"]) if known else self.name
 
 
 def resolve_model(
@@ -73,7 +82,6 @@ def resolve_model(
     Raises ModelError that says where was looked and what to do, within seconds on a machine without a network, and
     StorageError where the disk is full.
     """
-    request = _Request(name, revision, token, need_weights)
     if name in SHIPPED:
         return _in_folder(name, Path(str(resources.files("h2o_flexgen") / "data" / name)), "demo", ())
     searched: list[str] = []
@@ -86,42 +94,45 @@ def resolve_model(
             f"{name!r} is {'a file' if Path(name).expanduser().is_file() else 'not there'}",
             "needed the folder that holds config.json and the weights, or the name of a model",
         )
-    return _by_repo(request, searched, offline_wanted() if offline is None else offline, path is not None)
+    if path is not None:
+        barred = "a folder of models is given, so that it is not asked"
+    elif offline_wanted() if offline is None else offline:
+        barred = "the run is offline (--offline, HF_HUB_OFFLINE)"
+    else:
+        barred = ""
+    return _by_repo(name, revision, token, need_weights, searched, barred)
 
 
-def _by_repo(request: _Request, searched: list[str], offline: bool, stay: bool) -> ResolvedModel:
-    """The model from the cache, the built-in sizes, or the hub, in this order."""
-    repo, lack = request.repo, None
+def _by_repo(
+    name: str, revision: str | None, token: str | None, need_weights: bool, searched: list[str], barred: str
+) -> ResolvedModel:
+    """The model from the cache, the built-in sizes, or the hub, in this order. `barred`: why the hub is not asked."""
+    known, lack = known_config(name), None
+    # The hub's name for the model: FlexGen's short names stand for the well-known ones.
+    repo = str(known["_name_or_path"]) if known else name
     try:
-        folder = cached_folder(repo, request.revision)
+        folder = cached_folder(repo, revision)
         searched.append(f"cache {cache_folder(repo)}")
-        lack = "no config.json of that revision" if folder is None else _lack(folder, request.need_weights)
+        lack = "no config.json of that revision" if folder is None else _lack(folder, need_weights)
         if folder is not None and lack is None:
-            return _in_folder(request.name, folder, "cache", tuple(searched))
-        if not request.need_weights:
-            known = known_config(request.name)
+            return _in_folder(name, folder, "cache", tuple(searched))
+        if not need_weights:
             searched.append("built-in sizes")
             if known is not None:
-                return ResolvedModel(request.name, None, known, None, "builtin", tuple(searched))
-        if stay:
-            raise HubFailure("a folder of models is given, so that it is not asked")
-        if offline:
-            raise HubFailure("the run is offline (--offline, HF_HUB_OFFLINE)")
-        folder = download(repo, request.revision, request.token, request.need_weights)
+                return ResolvedModel(name, None, known, None, "builtin", tuple(searched))
+        if barred:
+            raise HubFailure(barred)
+        folder = download(repo, revision, token, need_weights)
     except HubFailure as error:
-        raise _not_found(request, searched, lack, str(error)) from error
-    return _in_folder(request.name, folder, "hub", (*searched, "hub"))
-
-
-def _not_found(request: _Request, searched: list[str], lack: str | None, why: str) -> ModelError:
-    called = request.name if request.repo == request.name else f"{request.name} ({request.repo})"
-    places = "".join(f"\n  {place}" for place in searched) + (f" ({lack})" if lack and request.need_weights else "")
-    near = "" if known_config(request.name) else suggestion(request.name, known_names())
-    return ModelError(
-        f"the model {called} was not found",
-        near,
-        (_WAYS_ON if request.need_weights else _CONFIG_WANTED) + f". Looked in:{places}\n  hub: {why}",
-    )
+        called = name if repo == name else f"{name} ({repo})"
+        places = "".join(f"\n  {place}" for place in searched) + (f" ({lack})" if lack and need_weights else "")
+        ways = _WAYS_ON if need_weights else _CONFIG_WANTED
+        raise ModelError(
+            f"the model {called} was not found",
+            "" if known else suggestion(name, known_names()),
+            f"{ways}. Looked in:{places}\n  hub: {error}",
+        ) from error
+    return _in_folder(name, folder, "hub", (*searched, "hub"))
 
 
 def _in_folder(
@@ -155,3 +166,101 @@ def _lack(folder: Path, need_weights: bool) -> str | None:
     if shards is None:
         return f"{folder} holds no weights"
     return f"{folder} lacks {', '.join(shards.missing)}" if shards.missing else None
+
+
+class HubFailure(Exception):
+    """Why the hub did not deliver; the message completes "hub: ..."."""
+
+
+def offline_wanted() -> bool:
+    """Whether the environment forbids the network, as huggingface_hub and transformers read it."""
+    return any(os.environ.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+
+
+def cache_folder(repo: str) -> Path:
+    """Where the cache keeps `repo`, whether it does or not."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+
+
+def cached_folder(repo: str, revision: str | None) -> Path | None:
+    """The snapshot of `repo` in the cache, if it has at least a config.json; opens no socket.
+
+    HubFailure for what cannot be the name of a model.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(repo, "config.json", revision=revision)
+    except (HFValidationError, ValueError) as error:
+        raise HubFailure(f"{repo!r} cannot be the name of a model: {_first_line(error)}") from error
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def download(repo: str, revision: str | None, token: str | None, weights: bool) -> Path:
+    """Fetch `repo` into the cache, with a progress bar, and return its snapshot.
+
+    Of the weights (if `weights`) the safetensors files are taken, .bin files only where there are none of those. What
+    is there already is not fetched again. HubFailure when the hub cannot be reached or has no such model, StorageError
+    when the disk is full.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        raise HubFailure("huggingface_hub was imported with HF_HUB_OFFLINE set")
+    _probe(constants.ENDPOINT)
+    try:
+        info = HfApi().model_info(repo, revision=revision, timeout=_ANSWER_S, token=token)
+        names = [file.rfilename for file in info.siblings or ()]
+        files = wanted_files(names) if weights else ()
+        if weights and not files:
+            raise HubFailure(f"{repo} has neither model.safetensors nor pytorch_model.bin, whole or in shards")
+        wanted = [*files, *(name for name in _SIDE_FILES if name in names)]
+        return Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=wanted))
+    except HubFailure:
+        raise
+    except GatedRepoError as error:
+        raise HubFailure(f"{repo} is gated: accept its terms on its page and set HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise HubFailure(f"{repo} has no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise HubFailure(f"there is no model {repo}, or it is private and HF_TOKEN does not open it") from error
+    except Exception as error:  # the HTTP library below huggingface_hub has changed more than once
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(
+                f"downloading {repo} to {cache_folder(repo)} failed: {error.strerror}",
+                change="free some space, or name another folder with HF_HOME",
+            ) from error
+        raise HubFailure(f"{type(error).__name__}: {_first_line(error)}") from error
+
+
+def _probe(endpoint: str) -> None:
+    """HubFailure unless something accepts a connection at `endpoint`, or at the proxy on the way, within seconds."""
+    parts = urllib.parse.urlsplit(endpoint)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
+        parts = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    where = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+    outcome: list[str] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection(where, timeout=_CONNECT_S).close()
+            outcome.append("")
+        except (OSError, UnicodeError) as error:
+            outcome.append(str(error))
+
+    thread = threading.Thread(target=connect, name="hub-probe", daemon=True)
+    thread.start()
+    thread.join(_PROBE_S)
+    reason = outcome[0] if outcome else f"no answer within {_PROBE_S:g} s"
+    if reason:
+        raise HubFailure(f"{where[0]} cannot be reached: {reason}")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from h2o_flexgen.checkpoint.files import CheckpointFile
-from h2o_flexgen.checkpoint.problems import strict_json
+from h2o_flexgen.checkpoint.files import CheckpointFile, strict_json
 from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.errors import StorageError, storage_error
@@ -29,9 +28,6 @@ from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.memory.rundir import OffloadDir, packed_name
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
-"""(bytes packed so far, bytes to pack in all)"""
 
 _VERSION = 1
 _MANIFEST = "manifest.json"
@@ -58,14 +54,16 @@ def ensure_packed(
     source: WeightSource,
     dtype: str,
     offload: OffloadDir,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     reserve: int = 0,
 ) -> dict[str, PackedUnit]:
     """The packed files of `groups` in `dtype` by group key: those that earlier runs made, and missing ones made now.
 
     Waits for another run that is packing the same weights. Takes one buffer of the largest group to be packed, and no
-    page cache. Raises StorageError where the disk fails or has no room for the packed weights and `reserve` bytes more
-    (before anything is written, if that can be known), and what `source` raises.
+    page cache. `progress` hears of the bytes packed so far, and of all to be packed.
+
+    Raises StorageError where the disk fails or has no room for the packed weights and `reserve` bytes more (before
+    anything is written, if that can be known), and what `source` raises.
     """
     groups = tuple(groups)
     with offload.packed(_identity(source, dtype)) as path:
@@ -79,10 +77,13 @@ def ensure_packed(
                 offload.require_free(total + _SLACK + reserve, what + (" beside the KV cache" if reserve else ""))
                 buffer = HostMemory().allocate(max(layout.nbytes for layout in missing))
                 done = 0
+
+                def advance(written: int) -> None:
+                    progress(done + written, total)
+
                 try:
                     for layout in missing:
                         _fill(layout, buffer.tensor, source)
-                        advance = _Progress(progress, done, total)
                         found[layout.key] = folder.add(layout, buffer.tensor[: layout.nbytes], advance)
                         done += layout.nbytes
                 finally:
@@ -97,7 +98,7 @@ def ensure_packed(
 def packed_bytes(source: WeightSource, dtype: str, folder: Path) -> int:
     """Bytes that earlier runs packed of `source` in the offload folder `folder`; nothing is made or locked.
 
-    0 where the folder cannot be read: whoever puts something there is told why.
+    0 where the folder cannot be read: `ensure_packed` says why.
     """
     try:
         files = (folder / packed_name(_identity(source, dtype))).glob("unit-*.bin")
@@ -115,16 +116,6 @@ def discard(unit: PackedUnit) -> None:
     if unit.checksum is not None:
         for extent in unit.extents:
             Path(extent.path).unlink(missing_ok=True)
-
-
-class _Progress(NamedTuple):
-    call: Progress | None
-    done: int
-    total: int
-
-    def __call__(self, nbytes: int) -> None:
-        if self.call is not None:
-            self.call(self.done + nbytes, self.total)
 
 
 def _fill(layout: UnitLayout, buffer: torch.Tensor, source: WeightSource) -> None:
@@ -165,7 +156,7 @@ class _Folder:
         log.warning("%s for %s is not as it was left: it is packed again", path, layout.key)
         return None
 
-    def add(self, layout: UnitLayout, data: torch.Tensor, progress: _Progress) -> PackedUnit:
+    def add(self, layout: UnitLayout, data: torch.Tensor, progress: Callable[[int], None]) -> PackedUnit:
         """Write `data` (uint8, whole pages) as the unit of `layout`, and note it in the manifest."""
         self._counter += 1
         path = self._path / f"unit-{self._counter:04d}.bin"
@@ -241,7 +232,7 @@ def _packed(layout: UnitLayout, path: Path, digest: bytes) -> PackedUnit:
     return PackedUnit(layout, (Extent(str(path), 0, layout.nbytes, 0, layout.key),), digest)
 
 
-def _write(path: Path, data: torch.Tensor, what: str, progress: _Progress) -> None:
+def _write(path: Path, data: torch.Tensor, what: str, progress: Callable[[int], None]) -> None:
     """A new file with `data`, on the disk when this returns."""
     fd = os.open(path, _CREATE, 0o600)
     file = DirectFile(str(path), fd, writable=True, ours=True)

@@ -11,26 +11,28 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import NamedTuple
 
 import torch
 
-from h2o_flexgen.checkpoint.binding import Binding
-from h2o_flexgen.checkpoint.chunks import ChunkReader
-from h2o_flexgen.checkpoint.files import CheckpointFile
-from h2o_flexgen.checkpoint.parts import Part
-from h2o_flexgen.checkpoint.pickled import bin_table
-from h2o_flexgen.checkpoint.problems import Problems
+from h2o_flexgen.checkpoint.binding import Binding, FileTensor, Range
+from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
 from h2o_flexgen.checkpoint.shards import Shards, find_shards
 from h2o_flexgen.checkpoint.source import convert, copy, flat_out
-from h2o_flexgen.checkpoint.tables import Entry, safetensors_table
+from h2o_flexgen.checkpoint.tables import Entry, bin_table, safetensors_table
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.handle import Location, torch_dtype
+from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.models.stored import Stored
 
-if TYPE_CHECKING:
-    from h2o_flexgen.config.model.spec import ModelSpec
+CHUNK = 4 << 20  # bytes
+_GAP = 4 * PAGE  # bytes that are read and left rather than that a second request is made
+_READERS = 4  # tensors that may be read ahead at once; each has one read under way at most
 
 
 def open_checkpoint(
@@ -58,9 +60,9 @@ def open_checkpoint(
             patterns = tuple(re.compile(pattern) for pattern in ignored)
             binding = Binding(spec, names, patterns, problems)
             tables = _read_tables(root, shards, files, binding)
-            parts = binding.bind(shards, tables)
+            tensors = binding.bind(shards, tables)
         problems.raise_any(root)
-        source = CheckpointSource(parts, files)
+        source = CheckpointSource(tensors, files)
         try:
             _check_tied(source, binding, root)
         except BaseException:
@@ -114,19 +116,19 @@ class CheckpointSource:
 
     dummy = False
 
-    def __init__(self, parts: Mapping[str, Part], files: Sequence[CheckpointFile]) -> None:
-        self._parts = dict(parts)
+    def __init__(self, tensors: Mapping[str, FileTensor], files: Sequence[CheckpointFile]) -> None:
+        self._tensors = dict(tensors)
         self._files = tuple(files)
         sizes: Counter[str] = Counter()
-        for part in self._parts.values():
-            sizes[part.dtype] += part.nbytes
+        for tensor in self._tensors.values():
+            sizes[tensor.dtype] += tensor.nbytes
         self.dtype = max(sizes, key=lambda dtype: (sizes[dtype], dtype))
-        self.fingerprint = _fingerprint(self._files, self._parts)
+        self.fingerprint = _fingerprint(self._files, self._tensors)
         self._chunks = ChunkReader()
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` with tensor `name`; see WeightSource. Raises ModelError, StorageError or ValueError."""
-        part = self._parts[name]
+        part = self._tensors[name]
         if part.file.closed:
             raise ValueError(f"the checkpoint is closed, {name} cannot be read")
         flat = flat_out(name, part.shape, out)
@@ -142,22 +144,22 @@ class CheckpointSource:
 
         ModelError where the file is no longer the one that was opened.
         """
-        part = self._parts[name]
+        part = self._tensors[name]
         part.file.check()
         start, stop = part.runs[0]
         if len(part.runs) > 1 or part.dtype != self.dtype or start % torch_dtype(self.dtype).itemsize:
             return None
         return Location(part.file.path, start, stop - start)
 
-    def equals(self, name: str, other: Part) -> bool:
+    def equals(self, name: str, other: FileTensor) -> bool:
         """Whether `other` holds the same numbers as tensor `name`, to the bit. Raises as read_into does."""
-        part = self._parts[name]
+        part = self._tensors[name]
         if (part.file, part.runs) == (other.file, other.runs):
             return True
         if (part.dtype, part.shape) != (other.dtype, other.shape):
             return False
         pairs = zip(self._chunks.stream(part, f"tensor {name}"), self._chunks.stream(other, "its copy"), strict=True)
-        return all(torch.equal(mine.data, others.data) for mine, others in pairs)
+        return all(torch.equal(mine, others) for (_, mine), (_, others) in pairs)
 
     def close(self) -> None:
         """Close the files; closing twice is fine."""
@@ -172,8 +174,105 @@ class CheckpointSource:
         self.close()
 
 
-def _fingerprint(files: Iterable[CheckpointFile], parts: Mapping[str, Part]) -> str:
+def _fingerprint(files: Iterable[CheckpointFile], tensors: Mapping[str, FileTensor]) -> str:
     """A digest of which files these are, when they were last written to, and which of their bytes are which tensor."""
     facts = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in files]
-    places = {name: (part.file.name, part.runs, part.dtype) for name, part in parts.items()}
+    places = {name: (each.file.name, each.runs, each.dtype) for name, each in tensors.items()}
     return hashlib.sha256(json.dumps([facts, places], sort_keys=True).encode()).hexdigest()
+
+
+class Excerpt(NamedTuple):
+    """`nbytes` bytes that lie `skip` bytes into a request, and from byte `start` on in the tensor."""
+
+    start: int
+    skip: int
+    nbytes: int
+
+
+class FileRead(NamedTuple):
+    """Bytes [offset, stop) of a file, CHUNK of them at most, and which of them are wanted."""
+
+    offset: int
+    stop: int
+    excerpts: tuple[Excerpt, ...]
+
+
+def requests_for(runs: Iterable[Range]) -> list[FileRead]:
+    """What to ask the file for, to get the bytes of `runs`, none of which is empty, one after another.
+
+    A request takes in as many runs as follow one another in the file with small gaps: for a bias, a fused projection
+    leaves each head a run of a few hundred bytes.
+    """
+    found: list[FileRead] = []
+    done = 0
+    for start, stop in runs:
+        while start < stop:
+            last = found[-1] if found else None
+            if last is not None and 0 <= start - last.stop <= _GAP and start < last.offset + CHUNK:
+                end = min(stop, last.offset + CHUNK)
+                excerpt = Excerpt(done, start - last.offset, end - start)
+                found[-1] = FileRead(last.offset, end, (*last.excerpts, excerpt))
+            else:
+                end = min(stop, start + CHUNK)
+                found.append(FileRead(start, end, (Excerpt(done, 0, end - start),)))
+            done += end - start
+            start = end
+    return found
+
+
+class ChunkReader:
+    """Streams tensors through pairs of staging buffers, one pair for each thread that reads at the same time.
+
+    Owns the buffers (2 x CHUNK each) and the threads that read ahead; `close` ends them.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-read")
+
+    def stream(self, tensor: FileTensor, what: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """The bytes of `tensor` in order, as (first byte, uint8 chunk); a chunk is valid until the next is asked for.
+
+        `what` names them in errors. StorageError and ModelError as file.read."""
+        pair = self._take()
+        views = tuple(host_view(buffer) for buffer in pair)
+        requests, itemsize = requests_for(tensor.runs), torch_dtype(tensor.dtype).itemsize
+
+        def place(number: int) -> int:
+            # Chunks lie in their pages as they do in the file's, so that whole pages are read in place. What starts at
+            # an odd byte cannot lie so and be a float tensor too: such reads take a detour.
+            offset = requests[number].offset
+            return offset % PAGE if offset % itemsize == 0 else 0
+
+        def read(number: int) -> None:
+            request = requests[number]
+            nbytes = request.stop - request.offset
+            tensor.file.read(views[number % 2], place(number), request.offset, nbytes, what)
+
+        ahead = None
+        try:
+            read(0)
+            for number, request in enumerate(requests):
+                if ahead is not None:
+                    ahead.result()
+                if number + 1 < len(requests):
+                    ahead = self._threads.submit(read, number + 1)
+                buffer = pair[number % 2][place(number) :]
+                for start, skip, nbytes in request.excerpts:
+                    yield start, buffer[skip : skip + nbytes]
+        finally:
+            if ahead is not None:
+                wait([ahead])
+            self._pairs.append(pair)
+
+    def close(self) -> None:
+        """Wait for what is being read and drop the buffers; a second call does nothing."""
+        self._threads.shutdown()
+        self._pairs.clear()
+
+    def _take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        try:
+            return self._pairs.pop()
+        except IndexError:
+            memory = HostMemory()
+            return memory.allocate(CHUNK + PAGE).tensor, memory.allocate(CHUNK + PAGE).tensor

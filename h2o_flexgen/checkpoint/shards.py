@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from h2o_flexgen.checkpoint.files import CheckpointFile
-from h2o_flexgen.checkpoint.problems import Problems, name_fault, strict_json
+from h2o_flexgen.checkpoint.files import CheckpointFile, Problems, name_fault, strict_json
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.(safetensors|bin)")
 _MAX_INDEX = 64 << 20  # bytes
@@ -17,14 +16,19 @@ _MAX_INDEX = 64 << 20  # bytes
 _FOREIGN = ("consolidated", "adapter", "optimizer", "scheduler", "training", "rng_state")
 
 
+Kind = Literal["safetensors", "bin"]
+_LAYOUTS: tuple[tuple[Kind, str], ...] = (("safetensors", "model"), ("bin", "pytorch_model"))
+"""Ending and stem of a checkpoint's file: single, in shards stem-00001-of-00002.ending, or named by an index."""
+
+
 @dataclass(frozen=True)
 class Shards:
     """The files of one checkpoint, by name in its folder; `index` says which tensor is in which, where there is one."""
 
-    kind: Literal["safetensors", "bin"]
+    kind: Kind
     files: tuple[str, ...]
-    index: Mapping[str, str] | None = None
-    present: frozenset[str] = field(default=frozenset())
+    index: Mapping[str, str] | None
+    present: frozenset[str]
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -34,21 +38,13 @@ class Shards:
 def wanted_files(names: Iterable[str]) -> tuple[str, ...]:
     """Of a repository's file names, those of the checkpoint to fetch: safetensors where there are any, else .bin."""
     have = set(names)
-    for single, index in _LAYOUTS:
-        ending = single.rpartition(".")[2]
-        if index in have:
-            stem = single.rpartition(".")[0]
-            shards = [name for name in have if _SHARD.fullmatch(name) and name.startswith(f"{stem}-")]
-            return (index, *sorted(name for name in shards if name.endswith(ending)))
-        if single in have:
-            return (single,)
+    for kind, stem in _LAYOUTS:
+        if f"{stem}.{kind}.index.json" in have:
+            shards = (name for name in have if _SHARD.fullmatch(name) and name.startswith(f"{stem}-"))
+            return (f"{stem}.{kind}.index.json", *sorted(name for name in shards if name.endswith(kind)))
+        if f"{stem}.{kind}" in have:
+            return (f"{stem}.{kind}",)
     return ()
-
-
-_LAYOUTS = (
-    ("model.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
-)
 
 
 def find_shards(folder: str, problems: Problems) -> Shards | None:
@@ -58,21 +54,23 @@ def find_shards(folder: str, problems: Problems) -> Shards | None:
     except OSError as error:
         problems.add(f"the folder cannot be listed: {error.strerror}")
         return None
-    for single, index in _LAYOUTS:
-        ending = single.rpartition(".")[2]
-        mine = [name for name in names if _is_weight_file(name, ending)]
-        if single in names and index not in names:
-            return _with_extras(Shards("safetensors" if ending == "safetensors" else "bin", (single,)), mine, problems)
+    for kind, stem in _LAYOUTS:
+        single, index, weight_map = f"{stem}.{kind}", f"{stem}.{kind}.index.json", None
+        mine = [name for name in names if _is_weight_file(name, kind)]
+        files: tuple[str, ...] = (single,)
         if index in names:
-            weight_map = _read_index(folder, index, ending, problems)
+            weight_map = _read_index(folder, index, kind, problems)
             if weight_map is None:
                 return None
             files = tuple(sorted(set(weight_map.values())))
-            kind: Literal["safetensors", "bin"] = "safetensors" if ending == "safetensors" else "bin"
-            return _with_extras(Shards(kind, files, weight_map), mine, problems)
-        if mine:
+        elif single not in names:
+            if not mine:
+                continue
             problems.add(f"{single} and {index} are missing, although there is {_listed(mine)}", download=True)
             return None
+        found = Shards(kind, files, weight_map, frozenset(files) & frozenset(mine))
+        _note_misfits(found, mine, problems)
+        return found
     problems.add("there are no weights: no model.safetensors, no pytorch_model.bin, no index of shards", download=True)
     return None
 
@@ -83,17 +81,15 @@ def _is_weight_file(name: str, ending: str) -> bool:
     return ending == "safetensors" or name.startswith("pytorch_model")
 
 
-def _with_extras(shards: Shards, mine: list[str], problems: Problems) -> Shards:
-    """`shards` with what is present, after noting what is missing and what does not belong to it."""
-    found = Shards(shards.kind, shards.files, shards.index, frozenset(shards.files) & frozenset(mine))
+def _note_misfits(found: Shards, mine: list[str], problems: Problems) -> None:
+    """Notes what is missing of `found`, and what of the folder's weight files does not belong to it."""
     for name in found.missing:
         problems.add(f"{name} is missing, which the index names", download=True)
-    extra = [name for name in mine if name not in shards.files]
+    extra = [name for name in mine if name not in found.files]
     if extra:
         problems.add(
-            f"{_listed(extra)} does not belong to the checkpoint of {_listed(shards.files)}: remove one of both"
+            f"{_listed(extra)} does not belong to the checkpoint of {_listed(found.files)}: remove one of both"
         )
-    return found
 
 
 def _read_index(folder: str, name: str, ending: str, problems: Problems) -> dict[str, str] | None:

@@ -22,8 +22,8 @@ class AnswerFile:
     """Finished sequences as JSON lines, in the order in which they finish. Every line in the file is whole.
 
     A new file is written in place; with `overwrite` an existing one stays until the run is complete. When a run fails,
-    the finished lines stay, and where they are is printed; a file without any is removed. What is no regular file (a
-    pipe) and what stdout goes to already are written to as they are.
+    the finished lines stay, and where they are is printed; a file without any is removed. A pipe, and the
+    file that stdout goes to already, are written to as they are.
     """
 
     def __init__(self, path: Path, overwrite: bool) -> None:
@@ -41,7 +41,7 @@ class AnswerFile:
             raise UsageError(f"--output {path}: {reason}", "needed a file that can be written") from None
 
     def _open(self, overwrite: bool) -> int:
-        """A descriptor for the answers: of a new file, of one beside the file to replace, or of what is no file."""
+        """A descriptor for the answers: of a new file, of one beside the file to replace, or of a pipe or device."""
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(self.path)  # as it was typed: /dev/fd/3 leads to pipes that have no path
             mode = status.st_mode
@@ -93,7 +93,7 @@ class AnswerFile:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):  # what is no file cannot be synced
+        with contextlib.suppress(OSError):  # a pipe cannot be synced
             os.fsync(self._fd)
         os.close(self._fd)
         if kind is None or issubclass(kind, BrokenPipeError):
@@ -113,7 +113,7 @@ class AnswerPrinter:
         self._as_json = as_json
 
     def write(self, answer: dict[str, Any]) -> None:
-        """One answer. Nothing where it has neither text nor a prompt that somebody gave."""
+        """One answer. Prints nothing for random prompts and dummy weights."""
         if self._as_json:
             write_result(_line(answer))
             return
@@ -126,7 +126,7 @@ class AnswerPrinter:
 
 
 def answer_json(output: RequestOutput, prompt: Prompt | None, dummy: bool = False) -> dict[str, Any]:
-    """One answer as it is written to a file. `prompt` is None where nobody gave one (random tokens)."""
+    """One answer as it is written to a file. `prompt`: None for random tokens."""
     answer: dict[str, Any] = {"index": output.index, "sample": output.sample}
     if prompt is not None:
         answer["messages" if isinstance(prompt, Messages) else "prompt"] = prompt

@@ -1,4 +1,4 @@
-"""From a command line and the environment to checked configs."""
+"""The flags of `run`, FlexGen's and H2O's among them, and the checked configs that they make."""
 
 from __future__ import annotations
 
@@ -12,18 +12,39 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.cli.environment import misspelt
-from h2o_flexgen.cli.files import output_file
-from h2o_flexgen.cli.parser import REFUSED, is_false, run_parser
+from h2o_flexgen.cli.parser import Parser, at_least_one, misspelt
+from h2o_flexgen.cli.program import add_json, output_file
 from h2o_flexgen.cli.prompts import checked_text
-from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import from_namespace, given
+from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
 from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.planning import PlanningConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.errors import UsageError
+
+_SHARES = "layers are placed by shares: --percent 50 50 100 0 100 0; leave it out and they are placed for you"
+_QUANTISED = "4-bit weights and caches are not built yet; --hh-ratio 0.2 makes the KV cache a fifth"
+REFUSED = {
+    "--hh-long-seq": "it left out OPT's position embedding, which is another model; longer prompts are refused instead",
+    "--cut-gen-len": "it projected decode time from fewer tokens; every figure here is measured",
+    "--debug-mode": "a breakdown comes with every run's report, and --trace FILE writes a timeline",
+    "--compress-weight": _QUANTISED,
+    "--compress-cache": _QUANTISED,
+    "--kv-cache-dtype": _QUANTISED,
+    "--cache-type-k": _QUANTISED,
+    "--cache-type-v": _QUANTISED,
+    "-ngl": _SHARES,
+    "--n-gpu-layers": _SHARES,
+    "--device-map": _SHARES,
+    "--cpu-offload-gb": "what does not fit under --gpu-mem SIZE goes to the host, and beyond --cpu-mem SIZE to disk",
+    "--gpu-memory-utilization": "GPU memory is capped by --gpu-mem SIZE",
+    "--max-memory": "every tier has a cap of its own: --gpu-mem 15GiB --cpu-mem 200GiB --nvme-mem 1TB",
+    "--load-mode": "weights are read around the page cache where the file system can, and never memory-mapped",
+    "--threads": "set OMP_NUM_THREADS",
+    "-t": "set OMP_NUM_THREADS",
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +73,7 @@ class RunArguments:
 def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunArguments:
     """Parses `argv` and what `environ` adds. Exits (2) where argparse objects, UsageError where the configs do."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = run_parser()
+    parser = _run_parser()
     args = parser.parse_with(argv, environ)
     with parser.naming_flags():
         return _checked(args, misspelt(parser, environ))
@@ -105,11 +126,11 @@ def _engine(args: argparse.Namespace, notes: list[str]) -> EngineConfig:
     if engine.path == "_DUMMY_" or args.dummy_weights:
         path = None if engine.path == "_DUMMY_" else engine.path
         engine = replace(engine, path=path, weights="dummy")
-    if is_false(args.hh_all):
+    if _is_false(args.hh_all):
         raise UsageError(f"--hh-all {args.hh_all} is not taken", "eviction while decoding is always on here")
-    if is_false(args.sep_layer):
+    if _is_false(args.sep_layer):
         notes.append("--sep-layer has no effect: attention and MLP are always units of their own")
-    if is_false(args.pin_weight):
+    if _is_false(args.pin_weight):
         notes.append(
             "--pin-weight has no effect: with a GPU host memory is pinned up to a bounded pool, without one never"
         )
@@ -185,3 +206,121 @@ def _made_for(args: argparse.Namespace, model: str) -> Iterator[str]:
     other = made_for.get("model") if isinstance(made_for, Mapping) else None
     if isinstance(other, str) and Path(other).name.lower() != Path(model).name.lower():
         yield f"the policy in {args.policy} was made for {other}"
+
+
+def _run_parser() -> Parser:
+    """The parser of `python -m h2o_flexgen.run`."""
+    parser = Parser(
+        prog=called("run"),
+        usage="%(prog)s [--model MODEL] [--prompt TEXT | --prompts FILE] [--hh-ratio R] [flags]",
+        description="Completes prompts with a model that need not fit in memory, its KV cache held at a budget.",
+        epilog="Every flag can be set in the environment: --cpu-mem 8GiB is H2O_FLEXGEN_CPU_MEM=8GiB. "
+        "Exit codes: 0 all well, 2 flags or prompts, 3 some sequences failed, 4 model or checkpoint, 5 does not fit, "
+        "6 disk, 130 or 143 interrupted.",
+    )
+    _add_work(parser)
+    add_arguments(parser, EvictionConfig, title="which tokens stay in the KV cache")
+    add_arguments(parser, EngineConfig, title="model and machine")
+    planned = dict.fromkeys(PLANNED_FIELDS)
+    add_arguments(parser, OffloadPolicy, title="where things live, and the block of sequences", defaults=planned)
+    add_arguments(parser, PlanningConfig, title="what plans and predictions are made from")
+    add_arguments(parser, SamplingParams, title="how tokens are chosen, and when a sequence ends")
+    _add_known(parser)
+    return parser
+
+
+def _add_work(parser: argparse.ArgumentParser) -> None:
+    """Prompts in, answers and figures out."""
+    work = parser.add_argument_group("work")
+    work.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be given several times"
+    )
+    work.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='text, a prompt per line, or .jsonl with {"prompt": "..." or [token ids]} or {"messages": [...]} '
+        "per line; - for stdin",
+    )
+    work.add_argument(
+        "--chat", action="store_true", help="each prompt is what a user says, for the model's chat template"
+    )
+    work.add_argument("--system", metavar="TEXT", help="with --chat: a system message before each prompt")
+    work.add_argument(
+        "--prompt-len", "--input-len", "-p", type=_prompt_len, metavar="N", help="random prompts of N tokens instead"
+    )
+    work.add_argument(
+        "--num-prompts",
+        type=at_least_one,
+        metavar="N",
+        help="how many random prompts (default: one block), or the first N of the prompts given",
+    )
+    work.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends a sequence; may be given several times"
+    )
+    work.add_argument(
+        "--output",
+        "--output-file",
+        "-o",
+        metavar="FILE",
+        help="answers as JSONL; - for stdout (default: text there)",
+    )
+    work.add_argument("--overwrite", action="store_true", help="replace an existing --output or --trace FILE")
+    add_json(work)
+    work.add_argument("--log-file", metavar="FILE", help="append figures in FlexGen's five-line log format")
+    work.add_argument("--no-log", action="store_true", help="no log file, whatever --log-file says")
+    work.add_argument("--trace", metavar="FILE", help="a timeline for ui.perfetto.dev")
+    work.add_argument("--quiet", "-q", action="store_true", help="no progress, no report")
+
+
+def _add_known(parser: argparse.ArgumentParser) -> None:
+    """FlexGen's and H2O's flags, and the habits of other engines, where they differ from ours."""
+    group = parser.add_argument_group("known from FlexGen and others")
+    add_known_choices(group)
+    group.add_argument("--dummy-weights", action="store_true", help="--weights dummy")
+    for name, text in (
+        ("--hh-all", "evict while decoding too: always on"),
+        ("--sep-layer", "attention and MLP as separate units: always on"),
+        ("--pin-weight", "pinned host memory where there is a GPU: on, up to a bounded pool"),
+    ):
+        group.add_argument(name, nargs="?", const="true", metavar="BOOL", help=text)
+    group.add_argument("--attn-sparsity", type=float, default=1.0, metavar="S", help="only 1.0: use --hh-ratio")
+    group.add_argument("--no-mmap", action="store_true", help="weights are never memory-mapped: always on")
+    group.add_argument("--trust-remote-code", action="store_true", help="accepted; code in a checkpoint is never run")
+    group.add_argument("--verbose", nargs="?", metavar="N", help="accepted; --quiet is the other way")
+    for name in REFUSED:
+        group.add_argument(name, nargs="?", action=_Refuse, dest="refused", help=argparse.SUPPRESS)
+
+
+def add_known_choices(group: argparse._ArgumentGroup) -> None:
+    """FlexGen's and H2O's ways to say where things live and which tokens stay: see `eviction_of` and `policy_of`."""
+    group.add_argument(
+        "--percent",
+        nargs=6,
+        type=int,
+        metavar=("WG", "WC", "CG", "CC", "HG", "HC"),
+        help="percent of weights, cache, hidden states on gpu and cpu each; disk has the rest",
+    )
+    group.add_argument("--policy", default="auto", metavar="auto|FILE", help="a policy file (JSON), or auto (default)")
+    group.add_argument("--heavy-ratio", type=float, metavar="R", help="heavy hitters as a share; with --recent-ratio")
+    group.add_argument("--compression-ratio", type=float, metavar="R", help="1 - hh-ratio")
+
+
+class _Refuse(argparse.Action):
+    """Notes the flag, unless it was typed only to be switched off."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if not _is_false(values):
+            namespace.refused = [*(getattr(namespace, "refused", None) or []), option]
+
+
+def _is_false(value: str | None) -> bool:
+    """Whether a switch was typed with a word for no."""
+    return value is not None and value.lower() in ("0", "false", "no", "off")
+
+
+def _prompt_len(text: str) -> int:
+    if any(character.isalpha() for character in text):
+        raise argparse.ArgumentTypeError(f"{text!r}: needed a number of tokens; a prompt is given with --prompt TEXT")
+    return at_least_one(text)

@@ -13,7 +13,7 @@ from h2o_flexgen.cli.answers import AnswerFile, AnswerPrinter, answer_json
 from h2o_flexgen.cli.arguments import RunArguments
 from h2o_flexgen.cli.planning import Planning
 from h2o_flexgen.cli.program import print_error, write_json
-from h2o_flexgen.cli.progress import Progress
+from h2o_flexgen.cli.progress import RunProgress
 from h2o_flexgen.cli.prompts import (
     Messages,
     Prompt,
@@ -47,7 +47,7 @@ def generate(arguments: RunArguments) -> int:
         llm = stack.enter_context(LLM(**_settings(arguments)))
         prompts, sampling = _work(arguments, given, llm)
         _notes(arguments, llm, given, prompts)
-        progress = Progress(arguments.quiet, len(prompts) * sampling.num_return_sequences)
+        progress = RunProgress(arguments.quiet, len(prompts) * sampling.num_return_sequences)
         stack.callback(progress.close)
         llm.on_progress = progress
         planning = Planning(llm, arguments.hardware, arguments.calibrate, arguments.quiet)
@@ -84,7 +84,7 @@ def _settings(arguments: RunArguments) -> dict[str, Any]:
 
 
 def _given_prompts(arguments: RunArguments) -> list[Prompt] | None:
-    """The prompts that somebody wrote, None where random ones are wanted."""
+    """The prompts that the user gave, None where random ones are wanted."""
     prompts: list[Prompt]
     if arguments.prompts:
         prompts = list(arguments.prompts)
@@ -133,7 +133,7 @@ def _notes(
     if config.path is not None and llm.model.origin == "demo":
         print_error(f"note: --path has no effect on {config.model}, which is shipped; name another with --model")
     if given is not None and not prompts:
-        print_error("note: there are no prompts, so nothing is generated")
+        print_error(f"there are no prompts in {arguments.prompts_file}, so nothing is generated")
     if given is None and arguments.prompt_len is None:
         print_error(
             f"note: no prompts were given, so {len(prompts)} random ones of {len(prompts[0])} tokens measure the "
@@ -146,8 +146,11 @@ def _notes(
 
 
 def _report(llm: LLM, record: RunRecord, arguments: RunArguments) -> None:
-    """The report on stderr, the record as `write_json` has it, then the files that were asked for."""
-    if not arguments.quiet:
+    """The report on stderr, the record as `write_json` has it, then the files that were asked for.
+
+    Where there was nothing to do there is nothing to report, and figures of it would only be zeros.
+    """
+    if not arguments.quiet and record.sequences:
         print_error(run_report(record))
     write_json(record.to_line(), arguments.json)
     try:

@@ -11,11 +11,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from h2o_flexgen.config.flags import Switch
-from h2o_flexgen.errors import H2OFlexGenError, PlanError, StorageError, is_out_of_memory
+from h2o_flexgen.errors import H2OFlexGenError, PlanError, StorageError, UsageError, is_out_of_memory
 
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -29,34 +31,43 @@ class Terminated(BaseException):
     """SIGTERM arrived: unwind as for Ctrl-C, so that threads stop and files go."""
 
 
-def exit_on_errors(work: Callable[[], int]) -> int:
-    """Runs `work` and returns the exit code; a user's mistake becomes one message on stderr, a signal a clean end.
+@dataclass
+class ProgramExit:
+    """The exit code that a program ends with."""
 
-    A second signal ends the process at once. Notices of the library and Python warnings go to stderr as one line each.
-    H2O_FLEXGEN_DEBUG=1 shows tracebacks of user errors too.
+    code: int = 0
+
+
+@contextlib.contextmanager
+def exit_on_errors() -> Iterator[ProgramExit]:
+    """What every program does its work in: a user's mistake becomes one message on stderr, a signal a clean end.
+
+    The exit code is in what it gives. A second signal ends the process at once. Notices of the library and Python
+    warnings go to stderr as one line each. H2O_FLEXGEN_DEBUG=1 shows tracebacks of user errors too.
     """
     _require_streams()
+    outcome = ProgramExit()
     with _signals_call(_raise), _notices():
         try:
-            code = work()
+            yield outcome
             write_result("")
-            return code
         except SystemExit as stop:  # argparse's way to end after --help or a typo
-            return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+            outcome.code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except H2OFlexGenError as error:
-            return _failed(error)
+            outcome.code = _failed(error)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             tier = "--gpu-mem" if "CUDA" in str(error) else "--cpu-mem"
-            return _failed(PlanError("out of memory", change=f"free some, or lower {tier} or --gpu-batch-size"))
+            advice = f"free some, or lower {tier} or --gpu-batch-size"
+            outcome.code = _failed(PlanError("out of memory", change=advice))
         except KeyboardInterrupt:
-            return _stopped(signal.SIGINT)
+            outcome.code = _stopped(signal.SIGINT)
         except Terminated:
-            return _stopped(signal.SIGTERM)
+            outcome.code = _stopped(signal.SIGTERM)
         except BrokenPipeError:
             # The reader of stdout went away (`| head`): not an error of ours, and nothing more can be said there.
-            return 0
+            outcome.code = 0
         finally:
             _arrived.clear()
             _let_go_of_stdout()
@@ -100,6 +111,30 @@ def write_json(line: str, wanted: bool | None) -> None:
     """
     if not sys.stdout.isatty() if wanted is None else wanted:
         write_result(line + "\n")
+
+
+def output_file(flag: str, text: str | None, *, keep: bool) -> Path | None:
+    """The path typed for `flag`, found out now, not after hours, where it cannot be written.
+
+    UsageError for a folder, a missing folder and a lack of permission, and with `keep` for a file that is there
+    already: nothing is overwritten unasked. A pipe or a device (/dev/stdout) may be there.
+    """
+    if text is None:
+        return None
+    path, needed = Path(text), "needed a file that can be written"
+    if path.is_dir():
+        raise UsageError(f"{flag} {path}: this is a folder", needed)
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"{flag} {path}: the folder {path.parent} is not there", needed, "where there is no folder, none is made"
+        )
+    if keep and path.is_file():
+        raise UsageError(
+            f"{flag} {path} exists", "nothing is overwritten unasked", "name another file, or add --overwrite"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{flag} {path}: permission denied", needed)
+    return path
 
 
 def print_error(message: str) -> None:

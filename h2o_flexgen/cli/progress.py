@@ -14,10 +14,17 @@ from tqdm import tqdm
 from h2o_flexgen.cli.program import print_error, stop_if_told
 from h2o_flexgen.units import format_bytes
 
-PREFILL, GENERATING, PACKING = "prefill", "generating", "packing weights"
+PREFILL, GENERATING, PACKING, COMPILING = "prefill", "generating", "packing weights", "compiling kernels"
 _LABELS = {PREFILL: "prefill", GENERATING: "decode"}
 _LINE_EVERY, _DRAW_EVERY = 30.0, 0.1  # seconds
 _TOKENS = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} tokens{postfix}"
+
+
+def bar(total: float, **options: Any) -> tqdm[Any]:
+    """A bar on stderr, which is a terminal. One that does not know its width says 0, and tqdm would draw nothing."""
+    wide = os.get_terminal_size(sys.stderr.fileno()).columns
+    width: dict[str, Any] = {"dynamic_ncols": True} if wide else {"ncols": 80}
+    return tqdm(total=total, leave=False, file=sys.stderr, **width, **options)
 
 
 @dataclass
@@ -43,7 +50,7 @@ class _Phase:
         return (self.total - self.done) / rate if rate else None
 
 
-class Progress:
+class RunProgress:
     """What `LLM.on_progress` calls: (what, done, in all), of bytes while loading and of tokens in prefill and decode.
 
     Tokens of prompts and new ones take different times: the rates of the two are measured apart, over all blocks. A
@@ -73,6 +80,9 @@ class Progress:
         if what in self._phases:
             self._count(what, done, total, now - self._then)
         self._what, self._then = what, now
+        if what == COMPILING and not self._quiet:
+            print_error("compiling the C kernels (some seconds, first run on this machine only)")
+            return
         if self._quiet or (what == GENERATING and not self._phases[PREFILL].total):
             return
         if self._terminal:
@@ -107,11 +117,8 @@ class Progress:
         kind = "tokens" if what in self._phases else what
         if self._bar is None or self._kind != kind:
             self.close()
-            # A terminal that does not know its width says 0, and tqdm would draw nothing on it.
-            wide = os.get_terminal_size(sys.stderr.fileno()).columns
-            options: dict[str, Any] = {"dynamic_ncols": True} if wide else {"ncols": 80}
-            options |= {"bar_format": _TOKENS} if kind == "tokens" else {"unit": "B", "unit_scale": True}
-            self._bar = tqdm(total=total, desc=_LABELS.get(what, what), leave=False, file=sys.stderr, **options)
+            options: dict[str, Any] = {"bar_format": _TOKENS} if kind == "tokens" else {"unit": "B", "unit_scale": True}
+            self._bar = bar(total, desc=_LABELS.get(what, what), **options)
             self._kind, self._drawn = kind, 0.0
         if kind != "tokens":
             self._bar.update(done - self._bar.n)

@@ -51,7 +51,7 @@ def checked_text(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{where} is no valid Unicode text: {text!r}", "needed UTF-8") from None
+        raise UsageError(f"{where} is not valid Unicode text: {text!r}", "needed UTF-8") from None
     return text
 
 
@@ -137,9 +137,9 @@ def _whole_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError("holds half a surrogate pair, which is no text") from None
+        raise UsageError("holds half a surrogate pair, which is not text") from None
     return text
 
 
 def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no JSON number")
+    raise ValueError(f"{word} is not a JSON number")

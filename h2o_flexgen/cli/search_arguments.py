@@ -11,17 +11,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.cli.arguments import eviction_of, policy_of
-from h2o_flexgen.cli.files import output_file
-from h2o_flexgen.cli.parser import RunParser, add_known_choices
-from h2o_flexgen.cli.program import add_json
-from h2o_flexgen.config.context import check_positions, first_pass
+from h2o_flexgen.cli.arguments import add_known_choices, eviction_of, policy_of
+from h2o_flexgen.cli.parser import Parser
+from h2o_flexgen.cli.program import add_json, output_file
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
-from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.eviction import EvictionConfig, check_positions, first_pass
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace
-from h2o_flexgen.config.folder import read_config
 from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile, kept_profile, profile_names
-from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names
+from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, read_config
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
@@ -75,9 +72,9 @@ def _checked(args: argparse.Namespace) -> SearchArguments:
     )
 
 
-def search_parser() -> RunParser:
+def search_parser() -> Parser:
     """The parser of `search`."""
-    parser = RunParser(
+    parser = Parser(
         prog=called("search"),
         usage="%(prog)s --model MODEL [--hardware NAME|FILE] [--hh-ratio R] [--output policy.json] [flags]",
         description="Finds the fastest placement and block of sequences for a model on a machine. Nothing is run.",

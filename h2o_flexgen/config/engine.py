@@ -9,7 +9,7 @@ from typing import Any
 
 from h2o_flexgen.config.checks import known_keys, whole
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import flag
+from h2o_flexgen.config.flags import option
 from h2o_flexgen.config.model.tensors import DTYPES
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.errors import UsageError
@@ -26,8 +26,9 @@ PLANNED_FIELDS = frozenset(
 """What a planner may choose. One that goes by rule leaves the last two at their defaults."""
 
 
-def _size(*names: str, help: str, unset: str = "what is free") -> dict[str, Any]:
-    return flag(*names, help=f"{help}; 16 and 16GiB are the same", metavar="SIZE", parse=_checked_size, unset=unset)
+def _size(*names: str, help: str, unset: str = "what is free") -> Any:
+    text = f"{help}; 16 and 16GiB are the same"
+    return option(None, *names, help=text, metavar="SIZE", parse=_checked_size, unset=unset)
 
 
 def _checked_size(text: str) -> str:
@@ -53,67 +54,41 @@ class EngineConfig:
     verify        when packed weights read from disk are checked against their checksums
     """
 
-    model: str = field(
-        default="demo",
-        metadata=flag(
-            "--model", "-m", help="name (opt-30b, facebook/opt-30b), folder, demo, demo-stream", metavar="MODEL"
-        ),
+    model: str = option(
+        "demo", "--model", "-m", help="name (opt-30b, facebook/opt-30b), folder, demo, demo-stream", metavar="MODEL"
     )
-    path: str | None = field(
-        default=None,
-        metadata=flag("--path", help="folder with models by name; _DUMMY_ is --weights dummy", metavar="DIR"),
+    path: str | None = option(
+        None, "--path", help="folder with models by name; _DUMMY_ is --weights dummy", metavar="DIR"
     )
-    revision: str | None = field(
-        default=None, metadata=flag("--revision", help="of the model on the hub", metavar="REV")
-    )
-    offline: bool | None = field(
-        default=None, metadata=flag("--offline", help="never use the network", unset="HF_HUB_OFFLINE")
-    )
+    revision: str | None = option(None, "--revision", help="of the model on the hub", metavar="REV")
+    offline: bool | None = option(None, "--offline", help="never use the network", unset="HF_HUB_OFFLINE")
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     policy: str | OffloadPolicy | Mapping[str, Any] = "auto"
-    weights: str = field(
-        default="checkpoint",
-        metadata=flag("--weights", "--load-format", help="checkpoint, or dummy: random weights", metavar="KIND"),
+    weights: str = option(
+        "checkpoint", "--weights", "--load-format", help="checkpoint, or dummy: random weights", metavar="KIND"
     )
-    dtype: str = field(
-        default="auto", metadata=flag("--dtype", help="auto, float32, bfloat16, float16", metavar="DTYPE")
+    dtype: str = option("auto", "--dtype", help="auto, float32, bfloat16, float16", metavar="DTYPE")
+    device: str = option("auto", "--device", help="auto, cpu, cuda", metavar="DEVICE")
+    gpu_mem: int | None = _size("--gpu-mem", help="memory the run may use of each GPU")
+    cpu_mem: int | None = _size("--cpu-mem", help="host memory the whole process may use")
+    disk_mem: int | None = _size("--nvme-mem", "--disk-mem", help="disk space the run may use")
+    emulate_gpu: int | None = _size("--emulate-gpu", help="a gpu tier of this capacity in host memory", unset="none")
+    num_gpus: int = option(1, "--num-gpus", help="GPUs that the layers are divided among", metavar="N")
+    offload_dir: str | None = option(
+        None,
+        "--offload-dir",
+        "--offload-folder",
+        help="folder for packed weights and the disk tier",
+        metavar="DIR",
+        unset="~/.cache/h2o_flexgen/offload",
     )
-    device: str = field(default="auto", metadata=flag("--device", help="auto, cpu, cuda", metavar="DEVICE"))
-    gpu_mem: int | None = field(default=None, metadata=_size("--gpu-mem", help="memory the run may use of each GPU"))
-    cpu_mem: int | None = field(default=None, metadata=_size("--cpu-mem", help="host memory the whole process may use"))
-    disk_mem: int | None = field(
-        default=None, metadata=_size("--nvme-mem", "--disk-mem", help="disk space the run may use")
+    verify: str = option(
+        "first", "--verify", help="checksums of packed weights: first, always or never read", metavar="WHEN"
     )
-    emulate_gpu: int | None = field(
-        default=None, metadata=_size("--emulate-gpu", help="a gpu tier of this capacity in host memory", unset="none")
-    )
-    num_gpus: int = field(
-        default=1, metadata=flag("--num-gpus", help="GPUs that the layers are divided among", metavar="N")
-    )
-    offload_dir: str | None = field(
-        default=None,
-        metadata=flag(
-            "--offload-dir",
-            "--offload-folder",
-            help="folder for packed weights and the disk tier",
-            metavar="DIR",
-            unset="~/.cache/h2o_flexgen/offload",
-        ),
-    )
-    verify: str = field(
-        default="first",
-        metadata=flag("--verify", help="checksums of packed weights: first, always or never read", metavar="WHEN"),
-    )
-    check_finite: bool = field(
-        default=False, metadata=flag("--check-finite", help="say in which unit numbers stop being finite; slow")
-    )
-    share_prefixes: bool = field(
-        default=True, metadata=flag("--share-prefixes", help="compute prefixes that prompts of a block share once")
-    )
+    check_finite: bool = option(False, "--check-finite", help="say in which unit numbers stop being finite; slow")
+    share_prefixes: bool = option(True, "--share-prefixes", help="compute prefixes that prompts of a block share once")
     trace: bool = False
-    seed: int = field(
-        default=0, metadata=flag("--seed", help="of sampling, dummy weights and random eviction", metavar="N")
-    )
+    seed: int = option(0, "--seed", help="of sampling, dummy weights and random eviction", metavar="N")
 
     def __post_init__(self) -> None:
         for name in ("gpu_mem", "cpu_mem", "disk_mem", "emulate_gpu"):

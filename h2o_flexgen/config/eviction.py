@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
 from h2o_flexgen.config.checks import known_keys, share, truth, whole
-from h2o_flexgen.config.flags import flag
+from h2o_flexgen.config.flags import option
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import Registry
 
@@ -59,34 +60,24 @@ class Budget:
 class EvictionConfig:
     """The eviction policy and its budget, as asked for; `resolve` gives tokens. Raises UsageError naming the flag."""
 
-    name: str = field(default="full", metadata=flag("--eviction", help="eviction policy", metavar="NAME"))
-    ratio: float = field(
-        default=1.0,
-        metadata=flag("--hh-ratio", help="KV budget as a share of prompt and generated tokens, in (0, 1]", metavar="R"),
+    name: str = option("full", "--eviction", help="eviction policy", metavar="NAME")
+    ratio: float = option(
+        1.0, "--hh-ratio", help="KV budget as a share of prompt and generated tokens, in (0, 1]", metavar="R"
     )
-    budget: int | None = field(
-        default=None,
-        metadata=flag("--kv-budget", help="KV budget in tokens, instead of --hh-ratio", metavar="N", unset="by ratio"),
+    budget: int | None = option(
+        None, "--kv-budget", help="KV budget in tokens, instead of --hh-ratio", metavar="N", unset="by ratio"
     )
-    recent: int | None = field(
-        default=None, metadata=flag("--recent", help="most recent tokens kept", metavar="N", unset="half the budget")
+    recent: int | None = option(None, "--recent", help="most recent tokens kept", metavar="N", unset="half the budget")
+    sinks: int | None = option(None, "--sinks", help="first tokens kept", metavar="N", unset="4 for streaming, else 0")
+    recent_ratio: float | None = option(
+        None,
+        "--recent-ratio",
+        help="--recent as a share of prompt and generated tokens",
+        metavar="R",
+        unset="half the budget",
     )
-    sinks: int | None = field(
-        default=None,
-        metadata=flag("--sinks", help="first tokens kept", metavar="N", unset="4 for streaming, else 0"),
-    )
-    recent_ratio: float | None = field(
-        default=None,
-        metadata=flag(
-            "--recent-ratio",
-            help="--recent as a share of prompt and generated tokens",
-            metavar="R",
-            unset="half the budget",
-        ),
-    )
-    rolling_positions: bool = field(
-        default=False,
-        metadata=flag("--rolling-positions", help="positions within the cache, for streams longer than the context"),
+    rolling_positions: bool = option(
+        False, "--rolling-positions", help="positions within the cache, for streams longer than the context"
     )
     """Of models with rotary positions: keys are kept as they were before rotation and turned by their place among the
     tokens that are held, so that no position ever passes the budget."""
@@ -180,3 +171,40 @@ class EvictionConfig:
 def exact_ceiling(ratio: float, count: int) -> int:
     """ceil(ratio * count), taking the decimal number that `ratio` is written as: 0.07 of 100 is 7, not 8."""
     return math.ceil(Decimal(repr(ratio)) * count)
+
+
+def check_positions(spec: ModelSpec, eviction: EvictionConfig) -> None:
+    """UsageError where positions are to roll, and the model learned a table of them."""
+    if eviction.rolling_positions and spec.arch.rotary is None:
+        raise UsageError(
+            f"--rolling-positions with {spec.name}, which learned a table of positions",
+            "needed a model with rotary positions",
+            "leave --rolling-positions out",
+        )
+
+
+def first_pass(spec: ModelSpec, eviction: EvictionConfig, prompt_len: int, gen_len: int, what: str) -> int:
+    """The tokens of a prompt that are computed at once; those after them are fed step by step.
+
+    With rolling positions a sequence may be as long as it likes, if what a cache holds stays within the context.
+    UsageError for one that is too long; `what` names the prompt there.
+    """
+    length = prompt_len + gen_len
+    if not eviction.rolling_positions:
+        if length <= spec.max_positions:
+            return prompt_len
+        rolls = "use --rolling-positions with a smaller budget, or " if spec.arch.rotary else ""
+        raise UsageError(
+            f"{what} has {prompt_len} tokens, with {gen_len} to be generated {length} in all",
+            f"the context of {spec.name} is {spec.max_positions} tokens",
+            f"{rolls}shorten the prompt or generate less; nothing is ever cut off silently",
+        )
+    budget = eviction.resolve(prompt_len, gen_len).total
+    if budget >= spec.rolling_slots and length > spec.rolling_slots:
+        trained = "" if spec.rolling_slots == spec.max_positions else "trained "
+        raise UsageError(
+            f"the KV budget of {what} is {budget} tokens, and positions roll within it",
+            f"the {trained}context of {spec.name} is {spec.rolling_slots} tokens",
+            f"needed --kv-budget of at most {spec.rolling_slots - 1}, or a smaller --hh-ratio",
+        )
+    return min(prompt_len, spec.max_positions)

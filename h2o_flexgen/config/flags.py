@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import re
 import sys
@@ -12,10 +11,9 @@ import typing
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.registry import suggestion
 
 T = TypeVar("T")
 
@@ -30,7 +28,7 @@ def flag(
     show: Callable[[Any], str] | None = None,
     unset: str = "none",
 ) -> dict[str, Any]:
-    """Metadata of a dataclass field that is also a flag: `field(default=1, metadata=flag("--gpu-batch-size", ...))`.
+    """Metadata of a dataclass field that is also a flag, as `option` makes them.
 
     `names` are the flag and its aliases. `parse` and `show` turn text into the value and back where the field's type
     (bool, int, float or str) does not say how; `unset` is how `--help` prints a default of None.
@@ -62,59 +60,6 @@ def called(program: str = "") -> str:
     if path.parts[-2:] == ("h2o_flexgen", "__main__.py"):
         return f"python -m h2o_flexgen {program}".rstrip()
     return f"python -m h2o_flexgen.{program}".rstrip(".")
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that takes no abbreviations and suggests the flag that an unknown one resembles.
-
-    A mistake is told in two lines: dozens of flags in a usage text would scroll it off the screen. Messages name a flag
-    of several spellings as it was typed.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
-        self._words: set[str] = set()
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse's own, which `parse_args` calls."""
-        self._words = {word.partition("=")[0] for word in (sys.argv[1:] if args is None else args)}
-        return super().parse_known_args(args, namespace)
-
-    @contextlib.contextmanager
-    def naming_flags(self) -> Iterator[None]:
-        """Within it a UsageError names flags as they were typed."""
-        try:
-            yield
-        except UsageError as error:
-            raise self.told(error) from None
-
-    def told(self, error: UsageError) -> UsageError:
-        """`error` in the words of who typed the flags."""
-        return error.reworded(self._as_typed)
-
-    def _as_typed(self, message: str) -> str:
-        for action in self._actions:
-            first, *aliases = action.option_strings
-            typed = [alias for alias in aliases if alias in self._words and not alias.startswith("--no-")]
-            if typed and first not in self._words:
-                message = re.sub(rf"(?<![\w-]){first}\b(?!-)", typed[-1], message)
-        return message
-
-    def error(self, message: str) -> NoReturn:
-        """Print `message` to stderr and exit with code 2."""
-        # argparse names all spellings: "argument --gen-len/--max-new-tokens/-n: invalid int value: 'x'".
-        named = re.match(r"argument (\S+): ", message)
-        if named:
-            spellings = named[1].split("/")
-            typed = next((name for name in spellings if name in self._words), spellings[0])
-            told = self._as_typed(message.removeprefix(named[0]))
-            message = told if told.startswith(f"{typed} ") else f"{typed}: {told}"
-        prefix = "unrecognized arguments: "
-        if message.startswith(prefix):
-            unknown = message.removeprefix(prefix).split()[0].partition("=")[0]
-            hint = suggestion(unknown, self._option_string_actions)
-            message = f"{message}\n  {hint}" if hint else message
-        self.exit(2, f"error: {message}\n  {self.prog} --help lists the flags\n")
 
 
 def add_arguments(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from h2o_flexgen.config.checks import known_keys, truth, whole
-from h2o_flexgen.config.flags import flag
+from h2o_flexgen.config.flags import option
 from h2o_flexgen.config.kernels import Kernels
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
@@ -81,9 +81,10 @@ def parse_shares(text: str) -> Shares:
     return Shares(shares, f"{text!r}")
 
 
-def _placement_flag(name: str, what: str) -> dict[str, Any]:
+def _placement(name: str, what: str) -> Any:
     text = f"shares of the {what} over the tiers, cpu=0.3,disk=0.7; whole units, spread over the depth"
-    return flag(name, help=text, metavar="TIER=SHARE,...", parse=parse_shares, show=str, unset="planned")
+    default = Shares({"cpu": 1.0})
+    return option(default, name, help=text, metavar="TIER=SHARE,...", parse=parse_shares, show=str, unset="planned")
 
 
 @dataclass(frozen=True)
@@ -93,46 +94,28 @@ class OffloadPolicy:
     Placements are given as any mapping from tier to share and kept as Shares.
     """
 
-    gpu_batch_size: int = field(
-        default=1,
-        metadata=flag(
-            "--gpu-batch-size", "--gbs", help="sequences that go through a layer together", metavar="N", unset="planned"
-        ),
+    gpu_batch_size: int = option(
+        1, "--gpu-batch-size", "--gbs", help="sequences that go through a layer together", metavar="N", unset="planned"
     )
-    num_gpu_batches: int = field(
-        default=1,
-        metadata=flag(
-            "--num-gpu-batches", "--num-gb", help="GPU batches per pass over the weights", metavar="N", unset="planned"
-        ),
+    num_gpu_batches: int = option(
+        1, "--num-gpu-batches", "--num-gb", help="GPU batches per pass over the weights", metavar="N", unset="planned"
     )
-    weights: Mapping[str, float] = field(
-        default_factory=lambda: Shares({"cpu": 1.0}), metadata=_placement_flag("--weights-placement", "weights")
+    weights: Mapping[str, float] = _placement("--weights-placement", "weights")
+    cache: Mapping[str, float] = _placement("--cache-placement", "KV cache")
+    hidden: Mapping[str, float] = _placement("--hidden-placement", "hidden states")
+    cpu_cache_compute: bool = option(
+        False, "--cpu-cache-compute", help="compute the attention of a cache on the CPU there", unset="planned"
     )
-    cache: Mapping[str, float] = field(
-        default_factory=lambda: Shares({"cpu": 1.0}), metadata=_placement_flag("--cache-placement", "KV cache")
+    overlap: bool = option(True, "--overlap", help="copy and compute at the same time")
+    lookahead: int = option(
+        1, "--lookahead", help="streamed weight groups in flight beyond the current", metavar="N", unset="planned"
     )
-    hidden: Mapping[str, float] = field(
-        default_factory=lambda: Shares({"cpu": 1.0}), metadata=_placement_flag("--hidden-placement", "hidden states")
-    )
-    cpu_cache_compute: bool = field(
-        default=False,
-        metadata=flag("--cpu-cache-compute", help="compute the attention of a cache on the CPU there", unset="planned"),
-    )
-    overlap: bool = field(default=True, metadata=flag("--overlap", help="copy and compute at the same time"))
-    lookahead: int = field(
-        default=1,
-        metadata=flag(
-            "--lookahead", help="streamed weight groups in flight beyond the current", metavar="N", unset="planned"
-        ),
-    )
-    prefill_chunk: int | None = field(
-        default=None,
-        metadata=flag(
-            "--prefill-chunk",
-            help="prompt tokens that go through a unit at once",
-            metavar="N",
-            unset=f"{Kernels.CPU.chunk}, or {Kernels.TRITON.chunk} where a GPU has the memory",
-        ),
+    prefill_chunk: int | None = option(
+        None,
+        "--prefill-chunk",
+        help="prompt tokens that go through a unit at once",
+        metavar="N",
+        unset=f"{Kernels.CPU.chunk}, or {Kernels.TRITON.chunk} where a GPU has the memory",
     )
     """A long prompt takes no more working memory than a chunk, its keys and values of one layer, and its hidden states.
     None: by the device and its memory, see `cuts`; plans always have a number."""

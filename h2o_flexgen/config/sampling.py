@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from h2o_flexgen.config.checks import whole
-from h2o_flexgen.config.flags import flag
+from h2o_flexgen.config.flags import option
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 
@@ -27,48 +27,34 @@ class SamplingParams:
     with its next token. `sequence_bias`: (token ids, what is added to the last one's logit), or a dict of these.
     """
 
-    max_new_tokens: int = field(
-        default=32,
-        metadata=flag(
-            "--gen-len", "--max-new-tokens", "--output-len", "-n", help="most new tokens per prompt", metavar="N"
-        ),
+    max_new_tokens: int = option(
+        32, "--gen-len", "--max-new-tokens", "--output-len", "-n", help="most new tokens per prompt", metavar="N"
     )
-    min_new_tokens: int = field(
-        default=0, metadata=flag("--min-new-tokens", help="new tokens before which no eos is taken", metavar="N")
+    min_new_tokens: int = option(0, "--min-new-tokens", help="new tokens before which no eos is taken", metavar="N")
+    do_sample: bool = option(False, "--do-sample", help="draw tokens instead of taking the likeliest")
+    temperature: float = option(
+        1.0, "--temperature", help="with --do-sample: flatness of the distribution", metavar="T"
     )
-    do_sample: bool = field(
-        default=False, metadata=flag("--do-sample", help="draw tokens instead of taking the likeliest")
+    top_k: int = option(50, "--top-k", help="with --do-sample: among the K likeliest, 0 for all", metavar="K")
+    top_p: float = option(1.0, "--top-p", help="with --do-sample: among the likeliest of this mass", metavar="P")
+    min_p: float = option(
+        0.0, "--min-p", help="with --do-sample: only tokens at least P times the likeliest", metavar="P"
     )
-    temperature: float = field(
-        default=1.0, metadata=flag("--temperature", help="with --do-sample: flatness of the distribution", metavar="T")
+    repetition_penalty: float = option(
+        1.0, "--repetition-penalty", help="above 1 discourages tokens already there", metavar="X"
     )
-    top_k: int = field(
-        default=50, metadata=flag("--top-k", help="with --do-sample: among the K likeliest, 0 for all", metavar="K")
-    )
-    top_p: float = field(
-        default=1.0, metadata=flag("--top-p", help="with --do-sample: among the likeliest of this mass", metavar="P")
-    )
-    min_p: float = field(
-        default=0.0,
-        metadata=flag("--min-p", help="with --do-sample: only tokens at least P times the likeliest", metavar="P"),
-    )
-    repetition_penalty: float = field(
-        default=1.0, metadata=flag("--repetition-penalty", help="above 1 discourages tokens already there", metavar="X")
-    )
-    no_repeat_ngram_size: int = field(
-        default=0,
-        metadata=flag("--no-repeat-ngram-size", help="no N tokens in a row occur twice, 0 for off", metavar="N"),
+    no_repeat_ngram_size: int = option(
+        0, "--no-repeat-ngram-size", help="no N tokens in a row occur twice, 0 for off", metavar="N"
     )
     stop_strings: tuple[str, ...] = ()
     eos_token_id: int | tuple[int, ...] | None = None
-    ignore_eos: bool = field(default=False, metadata=flag("--ignore-eos", help="go on to --gen-len tokens in any case"))
+    ignore_eos: bool = option(False, "--ignore-eos", help="go on to --gen-len tokens in any case")
     seed: int | None = None
-    num_return_sequences: int = field(
-        default=1, metadata=flag("--num-return-sequences", help="with --do-sample: answers per prompt", metavar="N")
+    num_return_sequences: int = option(
+        1, "--num-return-sequences", help="with --do-sample: answers per prompt", metavar="N"
     )
-    logprobs: int | None = field(
-        default=None,
-        metadata=flag("--logprobs", help="report log-probabilities, with the N likeliest beside", metavar="N"),
+    logprobs: int | None = option(
+        None, "--logprobs", help="report log-probabilities, with the N likeliest beside", metavar="N"
     )
     max_time: float | None = None
     top_h: float | None = None

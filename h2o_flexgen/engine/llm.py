@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from h2o_flexgen.cache.eviction import make_policy
-from h2o_flexgen.config.context import check_positions
 from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.eviction import check_positions
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.work import Work
@@ -38,7 +38,7 @@ from h2o_flexgen.engine.sampling.hf_generate import Generator
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.loader import Loaded, Progress, bytes_on_disk, load
 from h2o_flexgen.errors import PlanError, UsageError
-from h2o_flexgen.kernels.native import library
+from h2o_flexgen.kernels.native import library, must_compile
 from h2o_flexgen.kernels.prompt import by_triton
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.timeline import Timeline
@@ -61,8 +61,9 @@ class LLM:
         self.last_work = Work()
         """What the last call had to do: a roofline for whoever knows the machine's rates."""
         self.on_progress: Progress = lambda what, done, total: None
-        """Hears how far a call has come: "loading weights" and "packing weights" in bytes, "prefill" in tokens of its
-        prompts, after each unit, and "generating" in new tokens, before each step."""
+        """Hears how far a call has come: "compiling kernels" (the first on a machine), "loading weights" and "packing
+        weights" in bytes, "prefill" in tokens of its prompts, after each unit, and "generating" in new tokens, before
+        each step."""
         self.planner: Planner = automatic
         """Decides what the policy leaves open. Programs that know the machine's rates put one here that searches."""
         self.on_plan: Callable[[Plan], None] = lambda plan: None
@@ -256,6 +257,8 @@ class LLM:
             self._loaded.close()
             self._loaded = None
         started = time.perf_counter()
+        if must_compile():
+            self._note("compiling kernels", 0, 1)
         library()
         config = self.config
         place = str(self.offload_folder)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from h2o_flexgen.checkpoint.dummy import DummySource
 from h2o_flexgen.checkpoint.hub import resolve_model
 from h2o_flexgen.checkpoint.reader import open_checkpoint
-from h2o_flexgen.checkpoint.source import WeightSource
+from h2o_flexgen.checkpoint.source import DummySource, WeightSource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.limits.devices import resolve_dtype

@@ -1,4 +1,4 @@
-"""Reading the fields of a config.json, which anybody may have written. Every problem is a ModelError naming the key."""
+"""Reading the fields of a config.json, which is not to be trusted. Every problem is a ModelError naming the key."""
 
 from __future__ import annotations
 
@@ -140,6 +140,15 @@ class ConfigReader:
             raise self._error(key, value, "a token id or a list of them")
         return tuple(ids)
 
+    def special_tokens(self, bos: int | None, eos: int | None, pad: int | None) -> dict[str, Any]:
+        """The three of a ModelSpec by its names, from their defaults; without a BOS, EOS starts a sequence."""
+        first, last = self.token_id("bos_token_id", bos), self.token_ids("eos_token_id", eos)
+        return {
+            "bos_token_id": first if first is not None else (last[0] if last else 0),
+            "eos_token_id": last[0] if len(last) == 1 else last,
+            "pad_token_id": self.token_id("pad_token_id", pad),
+        }
+
     def dtype(self, default: str) -> str:
         """The dtype the checkpoint was saved in, by either of the two keys that transformers has used."""
         key = "dtype" if self._config.get("dtype") is not None else "torch_dtype"
@@ -152,7 +161,7 @@ class ConfigReader:
     def divide(self, key: str, value: int, by_key: str, by: int) -> int:
         """`value` / `by`, which must leave no rest."""
         if value % by:
-            raise ModelError(f"{self._name}: {key} {value} is no multiple of {by_key} {by}")
+            raise ModelError(f"{self._name}: {key} {value} is not a multiple of {by_key} {by}")
         return value // by
 
     def error(self, key: str, needed: str, change: str = "") -> ModelError:

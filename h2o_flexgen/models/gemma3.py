@@ -14,10 +14,9 @@ from typing import Any
 from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import PARTS, Defaults, plain_names, read_spec
+from h2o_flexgen.models.llama_like import PARTS, Defaults, by_layer, plain_names, read_spec
 from h2o_flexgen.models.rope_fields import check_whole, rotary_spec
 from h2o_flexgen.models.stored import Names
-from h2o_flexgen.models.windows import by_layer
 
 DEFAULTS = Defaults(
     vocab_size=262208,

@@ -12,13 +12,16 @@ from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ACTIVATIONS, ConfigReader
 from h2o_flexgen.models.rope_fields import context, rope_section, rotary_spec, turned_dimensions
-from h2o_flexgen.models.stored import Names, Stored, fused
+from h2o_flexgen.models.stored import Names, Stored, fused, named
 
 IGNORED: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$", r"\.attention\.bias$", r"\.masked_bias$")
 """Regular expressions, to be searched for, of tensors that may be in a checkpoint and are no weights."""
 
 _PARTS = {
     "attn.norm": "input_layernorm",
+    "attn.q": "attention.query_key_value",
+    "attn.k": "attention.query_key_value",
+    "attn.v": "attention.query_key_value",
     "attn.o": "attention.dense",
     "mlp.norm": "post_attention_layernorm",
     "mlp.up": "mlp.dense_h_to_4h",
@@ -38,7 +41,6 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     head_dim = read.divide("hidden_size", hidden, "num_attention_heads", heads)
     positions = read.whole("max_position_embeddings", 2048)
     rotary, bias = _rotary(read, head_dim, positions), read.flag("attention_bias", True)
-    bos, eos = read.token_id("bos_token_id", 0), read.token_ids("eos_token_id", 2)
     return ModelSpec(
         name=name,
         vocab_size=read.whole("vocab_size", 50432),
@@ -61,10 +63,8 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
             rotary=rotary,
             tied_head=read.flag("tie_word_embeddings", False),
         ),
-        bos_token_id=bos if bos is not None else (eos[0] if eos else 0),
-        eos_token_id=eos[0] if len(eos) == 1 else eos,
-        pad_token_id=read.token_id("pad_token_id", None),
         dtype=read.dtype("float32"),
+        **read.special_tokens(bos=0, eos=2, pad=None),
     )
 
 
@@ -80,14 +80,9 @@ def _rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
 def checkpoint_names(spec: ModelSpec) -> Names:
     """For every canonical tensor where a checkpoint keeps it; q, k and v lie head by head in one fused tensor."""
     names: Names = {}
-    for group in spec.weight_groups:
-        for tensor in group.tensors:
-            if tensor.name == "head.vocab":
-                names[tensor.name] = ("embed_out.weight", "lm_head.weight")
-                continue
-            part = tensor.name.split(".")[-2]
-            places = tuple(prefix + _inner_name(tensor.name) for prefix in ("gpt_neox.", ""))
-            names[tensor.name] = _rows(spec, "qkv".index(part), places) if part in ("q", "k", "v") else places
+    for name, places in named(spec, ("gpt_neox.", ""), _OUTER, _PARTS, ("embed_out.weight", "lm_head.weight")).items():
+        part = name.split(".")[-2]
+        names[name] = _rows(spec, "qkv".index(part), places) if part in ("q", "k", "v") else places
     return names
 
 
@@ -96,11 +91,3 @@ def _rows(spec: ModelSpec, part: int, names: tuple[str, ...]) -> tuple[Stored, .
     dim = spec.head_dim
     starts = (3 * dim * head + part * dim for head in range(spec.num_heads))
     return fused(names, ((start, start + dim) for start in starts), 3 * dim * spec.num_heads)
-
-
-def _inner_name(canonical: str) -> str:
-    """`layers.0.attention.query_key_value.weight` for `layers.0.attn.q.weight`, and so on."""
-    if canonical in _OUTER:
-        return _OUTER[canonical]
-    _, layer, half, part, suffix = canonical.split(".")
-    return f"layers.{layer}.{_PARTS.get(f'{half}.{part}', 'attention.query_key_value')}.{suffix}"

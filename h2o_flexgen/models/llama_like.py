@@ -1,18 +1,19 @@
 """What Llama and the families built like it share: the fields of their config.json, and their checkpoint names.
 
-No torch. Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", arXiv 2302.13971.
+No torch. Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", arXiv 2302.13971. Layers that see a
+sliding window of the latest tokens only: Beltagy et al., "Longformer", arXiv 2004.05150.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ACTIVATIONS, ConfigReader
 from h2o_flexgen.models.rope_fields import context, read_rotary
-from h2o_flexgen.models.stored import Names
+from h2o_flexgen.models.stored import Names, named
 
 IGNORED: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
 """Regular expressions, to be searched for, of tensors that may be in a checkpoint and are no weights."""
@@ -33,6 +34,7 @@ PARTS = {
 """The parts of a layer, as checkpoints call them."""
 
 _OUTER = {"embed.tokens": "embed_tokens.weight", "head.norm.weight": "norm.weight"}
+_WINDOWED = {"full_attention": False, "sliding_attention": True}
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,6 @@ def read_spec(
         head_dim = read.divide("hidden_size", hidden, "num_attention_heads", heads)
     positions = read.whole("max_position_embeddings", defaults.max_position_embeddings)
     rotary = rotary_of(read, head_dim, positions)
-    bos = read.token_id("bos_token_id", defaults.bos_token_id)
-    eos = read.token_ids("eos_token_id", defaults.eos_token_id)
     return ModelSpec(
         name=name,
         vocab_size=read.whole("vocab_size", defaults.vocab_size),
@@ -102,10 +102,8 @@ def read_spec(
             rotary=rotary,
             tied_head=read.flag("tie_word_embeddings", defaults.tie_word_embeddings),
         ),
-        bos_token_id=bos if bos is not None else (eos[0] if eos else 0),
-        eos_token_id=eos[0] if len(eos) == 1 else eos,
-        pad_token_id=read.token_id("pad_token_id", defaults.pad_token_id),
         dtype=read.dtype("float32"),
+        **read.special_tokens(defaults.bos_token_id, defaults.eos_token_id, defaults.pad_token_id),
     )
 
 
@@ -116,18 +114,33 @@ def checkpoint_names(spec: ModelSpec) -> Names:
 
 def plain_names(spec: ModelSpec, parts: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """The same with the names of `parts` for the parts of a layer."""
-    tensors = [tensor.name for group in spec.weight_groups for tensor in group.tensors]
-    return {
-        name: ("lm_head.weight",)
-        if name == "head.vocab"
-        else tuple(prefix + _inner_name(name, parts) for prefix in ("model.", ""))
-        for name in tensors
-    }
+    return named(spec, ("model.", ""), _OUTER, parts)
 
 
-def _inner_name(canonical: str, parts: Mapping[str, str]) -> str:
-    """`layers.0.mlp.up_proj.weight` for `layers.0.mlp.up.weight`, and so on."""
-    if canonical in _OUTER:
-        return _OUTER[canonical]
-    _, layer, half, part, suffix = canonical.split(".")
-    return f"layers.{layer}.{parts[f'{half}.{part}']}.{suffix}"
+def by_layer(arch: ArchSpec, read: ConfigReader, window: int | None, usual: Sequence[bool]) -> ArchSpec:
+    """`arch` with the windowed layers of `layer_types`, or, without that key, those where `usual` (one per layer) is.
+
+    A windowed layer without a window is a ModelError.
+    """
+    windowed = read.words("layer_types", len(usual), _WINDOWED) if "layer_types" in read else usual
+    layers = tuple(layer for layer, it_is in enumerate(windowed) if it_is)
+    if not layers:
+        return arch
+    if window is None:
+        raise read.error("sliding_window", f"a window in use, which layer {layers[0]} asks for")
+    return replace(arch, window=window, window_layers=None if len(layers) == len(usual) else layers)
+
+
+def from_layer_on(arch: ArchSpec, read: ConfigReader, layers: int) -> ArchSpec:
+    """The windows of the Qwen families: used if `use_sliding_window`, from layer `max_window_layers` on."""
+    window = read.whole_or_null("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
+    first = read.count("max_window_layers", 28)
+    return by_layer(arch, read, window, [window is not None and layer >= first for layer in range(layers)])
+
+
+def everywhere(arch: ArchSpec, read: ConfigReader, window: int | None, layers: int) -> ArchSpec:
+    """The windows of a family that has none or the same in every layer; `layer_types` that say other are refused."""
+    plain = replace(arch, window=window)
+    if by_layer(arch, read, window, [window is not None] * layers) != plain:
+        raise read.error("layer_types", "the same for all layers, and sliding_attention only with a sliding_window")
+    return plain

@@ -11,7 +11,7 @@ from typing import Any
 from h2o_flexgen.config.model.arch import ArchSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ACTIVATIONS, ConfigReader
-from h2o_flexgen.models.stored import Names
+from h2o_flexgen.models.stored import Names, named
 
 IGNORED: tuple[str, ...] = (
     r"\.rotary_emb\.inv_freq$",
@@ -50,8 +50,6 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     head_dim = read.divide("hidden_size", hidden, "num_attention_heads", heads)
     pre_norm = read.flag("do_layer_norm_before", True)
     biases = read.flag("enable_bias", True)
-    eos = read.token_ids("eos_token_id", 2)
-    bos = read.token_id("bos_token_id", 2)
     return ModelSpec(
         name=name,
         vocab_size=read.whole("vocab_size", 50272),
@@ -76,30 +74,11 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
             position_offset=2,
             tied_head=read.flag("tie_word_embeddings", True),
         ),
-        bos_token_id=bos if bos is not None else (eos[0] if eos else 0),
-        eos_token_id=eos[0] if len(eos) == 1 else eos,
-        pad_token_id=read.token_id("pad_token_id", 1),
         dtype=read.dtype("float16"),
+        **read.special_tokens(bos=2, eos=2, pad=1),
     )
 
 
 def checkpoint_names(spec: ModelSpec) -> Names:
     """For every canonical tensor the names it may have in a checkpoint, the usual one first."""
-    names: Names = {}
-    for group in spec.weight_groups:
-        for tensor in group.tensors:
-            if tensor.name == "head.vocab":
-                names[tensor.name] = ("lm_head.weight",)
-            else:
-                names[tensor.name] = tuple(
-                    prefix + _decoder_name(tensor.name) for prefix in ("model.decoder.", "decoder.")
-                )
-    return names
-
-
-def _decoder_name(canonical: str) -> str:
-    """`self_attn.q_proj.weight` in layer 0 for `layers.0.attn.q.weight`, and so on."""
-    if canonical in _OUTER_NAMES:
-        return _OUTER_NAMES[canonical]
-    _, layer, half, part, suffix = canonical.split(".")
-    return f"layers.{layer}.{_LAYER_PARTS[f'{half}.{part}']}.{suffix}"
+    return {**named(spec, ("model.decoder.", "decoder."), _OUTER_NAMES, _LAYER_PARTS)}

@@ -12,10 +12,9 @@ from typing import Any
 from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import PARTS, Defaults, plain_names, read_spec
+from h2o_flexgen.models.llama_like import PARTS, Defaults, everywhere, plain_names, read_spec
 from h2o_flexgen.models.rope_fields import rope_kind, rope_section, rotary_spec, turned_dimensions
 from h2o_flexgen.models.stored import Names, fused
-from h2o_flexgen.models.windows import everywhere
 
 DEFAULTS = Defaults(
     vocab_size=32064,

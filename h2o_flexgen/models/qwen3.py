@@ -11,8 +11,7 @@ from typing import Any
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import Defaults, read_spec
-from h2o_flexgen.models.windows import from_layer_on
+from h2o_flexgen.models.llama_like import Defaults, from_layer_on, read_spec
 
 DEFAULTS = Defaults(
     vocab_size=151936,

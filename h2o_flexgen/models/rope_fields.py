@@ -10,23 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from dataclasses import replace
 
 from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.models.fields import ConfigReader
-
-
-class Rope(NamedTuple):
-    """One object with rotary fields, and what the config says around it."""
-
-    fields: ConfigReader
-    dim: int
-    """Dimensions of a head that turn."""
-    theta: float
-    positions: int
-    """max_position_embeddings."""
-    original: int
-    """The context before stretching: as given outside of the object, inside, or else `positions`."""
 
 
 def rope_section(read: ConfigReader) -> ConfigReader:
@@ -70,11 +57,7 @@ def rope_kind(fields: ConfigReader, kinds: Mapping[str, str] | None = None) -> s
 
 
 def rotary_spec(
-    fields: ConfigReader,
-    dim: int,
-    positions: int,
-    original: int | None = None,
-    kind: str | None = None,
+    fields: ConfigReader, dim: int, positions: int, original: int | None = None, kind: str | None = None
 ) -> RotarySpec:
     """The RotarySpec of an object with rotary fields, of which rope_theta has to be there.
 
@@ -84,7 +67,8 @@ def rotary_spec(
     kind        the rope_type, where the object has another word for it
     """
     inner = original or fields.whole("original_max_position_embeddings", positions)
-    return KINDS[kind or rope_kind(fields)](Rope(fields, dim, fields.number("rope_theta"), positions, inner))
+    base = RotarySpec(dim, fields.number("rope_theta"), original_positions=inner)
+    return KINDS[kind or rope_kind(fields)](fields, base, positions)
 
 
 def context(rotary: RotarySpec, positions: int) -> int:
@@ -97,53 +81,44 @@ def context(rotary: RotarySpec, positions: int) -> int:
     return max(positions, int(rotary.original_positions * rotary.factor)) if rotary.scaling == "yarn" else positions
 
 
-def _plain(rope: Rope) -> RotarySpec:
-    return RotarySpec(rope.dim, rope.theta)
+def _plain(fields: ConfigReader, base: RotarySpec, positions: int) -> RotarySpec:
+    return replace(base, original_positions=0)
 
 
-def _linear(rope: Rope) -> RotarySpec:
-    return RotarySpec(rope.dim, rope.theta, "linear", rope.fields.number("factor"))
+def _linear(fields: ConfigReader, base: RotarySpec, positions: int) -> RotarySpec:
+    return replace(base, scaling="linear", factor=fields.number("factor"), original_positions=0)
 
 
-def _dynamic(rope: Rope) -> RotarySpec:
-    if rope.dim <= 2:
-        raise rope.fields.error("rope_type", f"another one: dynamic scaling of {rope.dim} dimensions is undefined")
-    return RotarySpec(rope.dim, rope.theta, "dynamic", rope.fields.number("factor"), rope.positions)
+def _dynamic(fields: ConfigReader, base: RotarySpec, positions: int) -> RotarySpec:
+    if base.dim <= 2:
+        raise fields.error("rope_type", f"another one: dynamic scaling of {base.dim} dimensions is undefined")
+    return replace(base, scaling="dynamic", factor=fields.number("factor"), original_positions=positions)
 
 
-def _llama3(rope: Rope) -> RotarySpec:
-    low, high = rope.fields.number("low_freq_factor"), rope.fields.number("high_freq_factor")
+def _llama3(fields: ConfigReader, base: RotarySpec, positions: int) -> RotarySpec:
+    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
     if high <= low:
-        raise rope.fields.error("high_freq_factor", f"more than low_freq_factor {low:g}")
-    return RotarySpec(
-        rope.dim,
-        rope.theta,
-        "llama3",
-        rope.fields.number("factor"),
-        rope.original,
-        low_freq_factor=low,
-        high_freq_factor=high,
-    )
+        raise fields.error("high_freq_factor", f"more than low_freq_factor {low:g}")
+    factor = fields.number("factor")
+    return replace(base, scaling="llama3", factor=factor, low_freq_factor=low, high_freq_factor=high)
 
 
-def _yarn(rope: Rope) -> RotarySpec:
-    fields = rope.fields.without_zeros("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-    if rope.theta == 1:
+def _yarn(fields: ConfigReader, base: RotarySpec, positions: int) -> RotarySpec:
+    fields = fields.without_zeros("mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+    if base.theta == 1:
         raise fields.error("rope_theta", "another base than 1, whose logarithm yarn divides by")
-    factor = fields.number("factor", rope.positions / rope.original)
+    factor = fields.number("factor", positions / base.original_positions)
     if "attention_factor" in fields:
         attention = fields.number("attention_factor")
     elif "mscale" in fields and "mscale_all_dim" in fields:
         attention = _yarn_scale(factor, fields.number("mscale")) / _yarn_scale(factor, fields.number("mscale_all_dim"))
     else:
         attention = _yarn_scale(factor, 1.0)
-    return RotarySpec(
-        rope.dim,
-        rope.theta,
-        "yarn",
-        factor,
-        rope.original,
-        attention,
+    return replace(
+        base,
+        scaling="yarn",
+        factor=factor,
+        attention_factor=attention,
         beta_fast=fields.number("beta_fast", 32.0),
         beta_slow=fields.number("beta_slow", 1.0),
         truncate=fields.flag("truncate", True),
@@ -155,25 +130,23 @@ def _yarn_scale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _longrope(rope: Rope) -> RotarySpec:
-    fields = rope.fields
-    if rope.original < 2:
+def _longrope(fields: ConfigReader, base: RotarySpec, positions: int) -> RotarySpec:
+    original = base.original_positions
+    if original < 2:
         raise fields.error("original_max_position_embeddings", "at least 2")
-    factor = fields.number("factor", rope.positions / rope.original)
-    scale = math.sqrt(1 + math.log(factor) / math.log(rope.original)) if factor > 1 else 1.0
-    return RotarySpec(
-        rope.dim,
-        rope.theta,
-        "longrope",
-        factor,
-        rope.original,
-        fields.number("attention_factor", scale),
-        short_factors=fields.numbers("short_factor", rope.dim // 2),
-        long_factors=fields.numbers("long_factor", rope.dim // 2),
+    factor = fields.number("factor", positions / original)
+    scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return replace(
+        base,
+        scaling="longrope",
+        factor=factor,
+        attention_factor=fields.number("attention_factor", scale),
+        short_factors=fields.numbers("short_factor", base.dim // 2),
+        long_factors=fields.numbers("long_factor", base.dim // 2),
     )
 
 
-KINDS: dict[str, Callable[[Rope], RotarySpec]] = {
+KINDS: dict[str, Callable[[ConfigReader, RotarySpec, int], RotarySpec]] = {
     "default": _plain,
     "linear": _linear,
     "dynamic": _dynamic,
@@ -181,4 +154,4 @@ KINDS: dict[str, Callable[[Rope], RotarySpec]] = {
     "yarn": _yarn,
     "longrope": _longrope,
 }
-"""Every rope_type that is supported."""
+"""Every rope_type that is supported: what its fields add to a RotarySpec, given max_position_embeddings."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from h2o_flexgen.config.model.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -29,3 +31,29 @@ def fused(names: Iterable[str], spans: Iterable[tuple[int, int]], rows: int) -> 
     """The same rows of a fused tensor under each of the names it may have."""
     kept = tuple(spans)
     return tuple(Stored(name, kept, rows) for name in names)
+
+
+def named(
+    spec: ModelSpec,
+    prefixes: tuple[str, ...],
+    outer: Mapping[str, str],
+    parts: Mapping[str, str],
+    head: tuple[str, ...] = ("lm_head.weight",),
+) -> dict[str, tuple[str, ...]]:
+    """For every canonical tensor the names that it may have in a checkpoint, all behind each of `prefixes`.
+
+    outer   the names outside of the layers, by the canonical ones
+    parts   what the parts of a layer are called, such as "self_attn.q_proj" for "attn.q"
+    head    the names of an untied output head, without a prefix
+    """
+
+    def inner(canonical: str) -> str:
+        if canonical in outer:
+            return outer[canonical]
+        _, layer, half, part, suffix = canonical.split(".")
+        return f"layers.{layer}.{parts[f'{half}.{part}']}.{suffix}"
+
+    tensors = [tensor.name for group in spec.weight_groups for tensor in group.tensors]
+    return {
+        name: head if name == "head.vocab" else tuple(prefix + inner(name) for prefix in prefixes) for name in tensors
+    }

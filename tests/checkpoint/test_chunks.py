@@ -13,11 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h2o_flexgen.checkpoint import chunks
-from h2o_flexgen.checkpoint.chunks import ChunkReader, requests_for
-from h2o_flexgen.checkpoint.files import CheckpointFile
-from h2o_flexgen.checkpoint.parts import Part, merged, part_of
-from h2o_flexgen.checkpoint.problems import Problems
+from h2o_flexgen.checkpoint import reader as checkpoint_reader
+from h2o_flexgen.checkpoint.binding import FileTensor, merged, tensor_in
+from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
+from h2o_flexgen.checkpoint.reader import ChunkReader, requests_for
 from h2o_flexgen.checkpoint.tables import safetensors_table
 from h2o_flexgen.models.stored import Stored
 from tests.checkpoint.models import SINGLE, raw_safetensors
@@ -31,7 +30,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).m
     SPANS.filter(lambda spans: any(start < stop for start, stop in spans)),
     st.sampled_from([(), (1,), (3,), (700,), (2048,)]),
     st.sampled_from([torch.float16, torch.float32]),
-    st.sampled_from([1 << 6, 1 << 12, chunks.CHUNK]),
+    st.sampled_from([1 << 6, 1 << 12, checkpoint_reader.CHUNK]),
     st.integers(0, 3),
 )
 def test_any_spans_read_as_numpy_indexes(
@@ -46,12 +45,12 @@ def test_any_spans_read_as_numpy_indexes(
         data = whole.numpy().tobytes()
         info = {"dtype": "F16" if dtype == torch.float16 else "F32", "shape": list(whole.shape)}
         raw_safetensors(path, {"x": info | {"data_offsets": [0, len(data)]}}, data, shift)
-        patch.setattr(chunks, "CHUNK", chunk)
+        patch.setattr(checkpoint_reader, "CHUNK", chunk)
         file, reader = CheckpointFile(str(path)), ChunkReader()
         table = safetensors_table(file, Problems())
         assert table is not None
         assert table["x"].offset % 4 == shift
-        part = part_of(table["x"], Stored("x", tuple(spans), 40), expected.shape)
+        part = tensor_in(table["x"], Stored("x", tuple(spans), 40), expected.shape)
         assert part.nbytes == expected.nbytes
         got = bytearray(part.nbytes)
         for start, data in reader.stream(part, "x"):
@@ -91,7 +90,7 @@ def test_what_is_read_of_a_span_is_what_it_holds(tmp_path: Path) -> None:
         read(out, at, offset, nbytes, name),
     )
     runs = tuple((start, start + 32768) for start in range(0, 1 << 20, 1 << 17))
-    for _ in reader.stream(Part(file, runs, "float16", (8, 16384)), "x"):
+    for _ in reader.stream(FileTensor(file, runs, "float16", (8, 16384)), "x"):
         pass
     assert sum(asked) == 8 * 32768
     reader.close()

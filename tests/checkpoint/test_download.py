@@ -17,7 +17,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from h2o_flexgen.checkpoint import download
+from h2o_flexgen.checkpoint import hub
 from h2o_flexgen.checkpoint.hub import resolve_model
 from h2o_flexgen.checkpoint.shards import wanted_files
 from h2o_flexgen.errors import StorageError
@@ -46,7 +46,7 @@ def test_a_hub_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -
         raise OSError("too late")
 
     monkeypatch.setattr(socket, "create_connection", wait)
-    monkeypatch.setattr(download, "_PROBE_S", 0.1)
+    monkeypatch.setattr(hub, "_PROBE_S", 0.1)
     assert "no answer within 0.1 s" in not_found("opt-125m")
     done.set()
 
@@ -188,7 +188,7 @@ def test_a_full_disk_is_a_storage_error(monkeypatch: pytest.MonkeyPatch) -> None
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(download, "_probe", lambda _: None)
+    monkeypatch.setattr(hub, "_probe", lambda _: None)
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", full)
     with pytest.raises(StorageError, match="No space left") as caught:
         resolve_model("me/mine")

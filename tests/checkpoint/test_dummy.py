@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from h2o_flexgen.checkpoint import dummy
-from h2o_flexgen.checkpoint.dummy import DummySource
+from h2o_flexgen.checkpoint import source as sources
+from h2o_flexgen.checkpoint.source import DummySource
 from h2o_flexgen.errors import ModelError
 from tests.checkpoint.models import make_spec, read_all
 
@@ -88,7 +88,7 @@ def test_it_is_copied_from_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     source = DummySource(spec, "float16")
     out, calls = torch.empty(32 << 10, 1024, dtype=torch.float16), []
     monkeypatch.setattr(torch.Tensor, "normal_", None)
-    monkeypatch.setattr(dummy, "copy", lambda to, what: calls.append(to.copy_(what)))
+    monkeypatch.setattr(sources, "copy", lambda to, what: calls.append(to.copy_(what)))
     source.read_into("embed.tokens", out)
-    assert len(calls) <= 2 + out.numel() // dummy._POOL
+    assert len(calls) <= 2 + out.numel() // sources._POOL
     assert sum(part.numel() for part in calls) == out.numel()

@@ -29,8 +29,8 @@ def edited_header(path: Path, edit: Callable[[Header], object]) -> None:
 @pytest.mark.parametrize(
     ("content", "fault"),
     [
-        ((1 << 40).to_bytes(8, "little") + b"{}", f"is no safetensors file: header length {1 << 40}"),
-        ((2).to_bytes(8, "little") + b"[]", "is no safetensors file"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", f"is not a safetensors file: header length {1 << 40}"),
+        ((2).to_bytes(8, "little") + b"[]", "is not a safetensors file"),
         ((5000).to_bytes(8, "little") + b'{"a":', "is truncated: expected at least 5008 bytes, found 13"),
         (b"\x01\x00", "is truncated: expected at least"),
         ((9).to_bytes(8, "little") + b'{"a": tru', "the header is not valid JSON"),

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from h2o_flexgen.checkpoint import pack
-from h2o_flexgen.checkpoint.dummy import DummySource
 from h2o_flexgen.checkpoint.pack import PackedUnit, ensure_packed
+from h2o_flexgen.checkpoint.source import DummySource
 from h2o_flexgen.memory.copies import checksum
 from h2o_flexgen.memory.disk import DirectFile
 from h2o_flexgen.memory.handle import packed_layout
@@ -103,7 +103,7 @@ def test_memory_is_one_unit(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import resource, sys, torch
         from h2o_flexgen.checkpoint import pack
-        from h2o_flexgen.checkpoint.dummy import DummySource
+        from h2o_flexgen.checkpoint.source import DummySource
         from h2o_flexgen.memory.rundir import OffloadDir
         from tests.checkpoint.models import droppable_pages, make_spec
         spec = make_spec(hidden_size=1024, ffn_dim=4096, word_embed_proj_dim=1024, num_hidden_layers=4)

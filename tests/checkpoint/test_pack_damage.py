@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from h2o_flexgen.checkpoint.dummy import DummySource
 from h2o_flexgen.checkpoint.pack import discard, ensure_packed
+from h2o_flexgen.checkpoint.source import DummySource
 from h2o_flexgen.errors import ModelError, StorageError
 from h2o_flexgen.memory.handle import packed_layout
 from h2o_flexgen.memory.rundir import OffloadDir

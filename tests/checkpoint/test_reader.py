@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from h2o_flexgen.checkpoint import chunks
+from h2o_flexgen.checkpoint import reader
 from h2o_flexgen.errors import ModelError, StorageError
 from h2o_flexgen.models.families import checkpoint_names
 from tests.checkpoint.models import (
@@ -167,7 +167,7 @@ def test_tensors_in_several_dtypes_and_at_odd_offsets(tmp_path: Path) -> None:
 
 
 def test_tensors_of_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", 1 << 10)
+    monkeypatch.setattr(reader, "CHUNK", 1 << 10)
     spec = make_spec(vocab_size=1001)
     write_single(tmp_path, weights(spec))
     with open_tiny(tmp_path, spec) as source:
@@ -177,7 +177,7 @@ def test_tensors_of_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_many_threads_may_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", 1 << 12)
+    monkeypatch.setattr(reader, "CHUNK", 1 << 12)
     spec = make_spec(vocab_size=1001)
     write_single(tmp_path, weights(spec))
     before = threading.active_count()
@@ -292,6 +292,6 @@ def test_loading_takes_one_chunk_beyond_the_destination(tmp_path: Path) -> None:
     )
     opening, reading, cached, total = run.stdout.split()
     assert int(opening) < 8 << 20
-    assert int(reading) < 2 * chunks.CHUNK + (4 << 20)
+    assert int(reading) < 2 * reader.CHUNK + (4 << 20)
     assert int(cached) < 100
     assert float(total) == 0

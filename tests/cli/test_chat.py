@@ -110,7 +110,7 @@ def test_nothing_to_answer(model: Path, run: Run) -> None:
     [
         (("--system", "S"), "--system is given without --chat"),
         (("--chat", "--prompt-len", "9"), "--chat and --prompt-len are given together"),
-        (("--chat", "--system", "\udcff"), "--system is no valid Unicode text"),
+        (("--chat", "--system", "\udcff"), "--system is not valid Unicode text"),
     ],
 )
 def test_flags_that_do_not_go_together(line: tuple[str, ...], words: str) -> None:

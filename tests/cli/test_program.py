@@ -8,15 +8,16 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from h2o_flexgen.cli import progress
 from h2o_flexgen.cli.program import exit_on_errors
-from h2o_flexgen.cli.progress import Progress
+from h2o_flexgen.cli.progress import RunProgress
 from h2o_flexgen.errors import PlanError
+from h2o_flexgen.kernels import native
 from tests.programs import Child, Run, on_a_terminal
 
 
@@ -48,7 +49,7 @@ def test_the_first_prompts_only(model: Path, run: Run) -> None:
 def test_a_command_line_that_is_no_unicode(model: Path, run: Run) -> None:
     ran = run("--model", model, "--prompt", "a\udcff")
     assert ran.code == 2
-    assert "--prompt is no valid Unicode text" in ran.err
+    assert "--prompt is not valid Unicode text" in ran.err
 
 
 def test_without_prompts_the_speed_is_measured_and_that_is_said(run: Run) -> None:
@@ -103,6 +104,12 @@ def test_python_warnings_are_one_line(model: Path, run: Run) -> None:
         assert ran.err == told
 
 
+def code_of(work: Callable[[], int]) -> int:
+    with exit_on_errors() as outcome:
+        outcome.code = work()
+    return outcome.code
+
+
 def test_programs_run_in_any_thread(capsys: pytest.CaptureFixture[str]) -> None:
     """Signal handlers belong to the main thread; elsewhere the program does without."""
     codes: list[int] = []
@@ -110,7 +117,7 @@ def test_programs_run_in_any_thread(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> int:
         raise PlanError("too large", "needed less", "take less")
 
-    thread = threading.Thread(target=lambda: codes.append(exit_on_errors(fail)))
+    thread = threading.Thread(target=lambda: codes.append(code_of(fail)))
     thread.start()
     thread.join()
     assert codes == [5]
@@ -122,7 +129,7 @@ def test_exit_codes_of_other_ends(capsys: pytest.CaptureFixture[str], monkeypatc
         def work() -> int:
             raise error
 
-        return exit_on_errors(work)
+        return code_of(work)
 
     assert ends(MemoryError()) == 5
     assert "error: out of memory" in capsys.readouterr().err
@@ -143,8 +150,28 @@ def test_handlers_and_warnings_are_put_back() -> None:
     import signal
 
     before = (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), warnings.showwarning)
-    assert exit_on_errors(lambda: 0) == 0
+    assert code_of(lambda: 0) == 0
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), warnings.showwarning) == before
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_first_run_says_that_it_compiles(
+    model: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: bool
+) -> None:
+    """In an empty cache folder, and with a compiler that has nothing to do: what it leaves is no library."""
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1\nexit 0\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(native, "_compiler", lambda: str(compiler))
+    monkeypatch.setattr(native, "_cache_folder", lambda: tmp_path / "native")
+    native.library.cache_clear()
+    try:
+        ran = run("--model", model, "--prompt", "abc", "-n", 2, *(["-q"] if quiet else []))
+    finally:
+        native.library.cache_clear()
+    assert ran.code == 0
+    if native.why_not() is None:
+        assert ("compiling the C kernels" in ran.err) == (not quiet)
 
 
 @pytest.mark.parametrize("columns", [0, 100])
@@ -198,7 +225,7 @@ class Clock:
         self.now = 100.0
         monkeypatch.setattr(progress.time, "monotonic", lambda: self.now)
 
-    def run(self, told: Progress) -> Iterator[str]:
+    def run(self, told: RunProgress) -> Iterator[str]:
         """What is said after each unit of the prompts and each step."""
         told("loading weights", 5, 5)
         self.now += 60  # which is not of the call
@@ -221,7 +248,7 @@ def left(state: str) -> int:
 
 
 def test_the_time_that_is_left_is_right_from_the_first_decode_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, told = Clock(monkeypatch), Progress(quiet=True, sequences=8)
+    clock, told = Clock(monkeypatch), RunProgress(quiet=True, sequences=8)
     start = clock.now + 60
     for number, state in enumerate(clock.run(told)):
         spent = clock.now - start
@@ -236,7 +263,7 @@ def test_the_time_that_is_left_is_right_from_the_first_decode_step(monkeypatch: 
 
 
 def test_before_anything_is_measured_a_prediction_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, told = Clock(monkeypatch), Progress(quiet=True, sequences=8)
+    clock, told = Clock(monkeypatch), RunProgress(quiet=True, sequences=8)
     told.expect({"prefill_s": 20.0, "decode_s": 60.0})
     states = list(clock.run(told))
     assert left(states[0]) == clock.WHOLE_S
@@ -246,7 +273,7 @@ def test_before_anything_is_measured_a_prediction_serves(monkeypatch: pytest.Mon
 
 
 def test_progress_that_is_closed_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    bars = Progress(quiet=False, sequences=1)
+    bars = RunProgress(quiet=False, sequences=1)
     bars("prefill", 1, 2)
     bars("generating", 1, 2)
     bars.close()

@@ -111,7 +111,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ("--model opt-125m --hardware t4 --overwrite", "needed --output FILE"),
         ("--model opt-125m --hardware t4 --output /none/such.json", "the folder /none is not there"),
         ("--model opt-125m --hardware t4 --simulate /tmp", "this is a folder"),
-        ("--model opt-125m --hardware README.md", "is no hardware profile"),
+        ("--model opt-125m --hardware README.md", "is not a hardware profile"),
         ("--model opt-125m --hardware t4 --percent 60 50 0 100 0 100", "needed at most 100"),
     ],
 )

@@ -46,7 +46,7 @@ def test_a_damaged_profile_is_a_mistake_of_the_user(
     file.write_text(json.dumps(data))
     assert main(["--model", "opt-125m", "--hardware", str(file)]) == 2
     out, err = capsys.readouterr()
-    assert (out, f"{file} is no hardware profile" in err) == ("", True)
+    assert (out, f"{file} is not a hardware profile" in err) == ("", True)
 
 
 class TestKept:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given as using
 from hypothesis import strategies as st
 
+from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import Parser, _flagged, add_arguments, flag, from_namespace, given, parse_bool
+from h2o_flexgen.config.flags import _flagged, add_arguments, flag, from_namespace, given, parse_bool
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.errors import UsageError

@@ -117,8 +117,8 @@ def test_json_gives_back_what_it_was_given(tmp_path: Path) -> None:
         (lambda data: data["compute"]["cpu"].pop("tick_s"), "lacks the keys tick_s"),
         (lambda data: data["links"]["disk->cpu"].update(bytes_per_s="fast"), "bytes_per_s is 'fast'"),
         (lambda data: data["compute"]["cpu"].update(gemm_flops=[[1, 0]]), "curve"),
-        (lambda data: data["compute"]["cpu"].update(gemm_flops=3), "no hardware profile"),
-        (lambda data: data.update(compute=[]), "no hardware profile"),
+        (lambda data: data["compute"]["cpu"].update(gemm_flops=3), "not a hardware profile"),
+        (lambda data: data.update(compute=[]), "not a hardware profile"),
     ],
 )
 def test_files_that_cannot_be_used_are_named(tmp_path: Path, change: Any, message: str) -> None:
@@ -135,7 +135,7 @@ def test_a_missing_file_and_one_that_is_no_json(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello", encoding="utf-8")
     (tmp_path / "deep").write_text("[" * 100_000, encoding="utf-8")
     for name in ("absent", "text", "deep"):
-        with pytest.raises(UsageError, match="is no hardware profile"):
+        with pytest.raises(UsageError, match="is not a hardware profile"):
             HardwareProfile.load(tmp_path / name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -96,18 +97,46 @@ def test_a_tokenizer_json_alone_means_what_it_says(tmp_path: Path, name: str) ->
     assert codec.transformed is None
 
 
-@pytest.mark.parametrize(("name", "light"), [("plain-words", True), ("llama", False)])
+@pytest.mark.parametrize(
+    ("name", "light"),
+    [("plain-words", True), ("plain-gemma", True), ("gemma-chat", True), ("llama3", True), ("llama", False)],
+)
 def test_transformers_is_imported_where_it_is_needed_alone(
     folder: Callable[[str], Path], name: str, light: bool
 ) -> None:
+    assert is_light(folder(name)) == light
+
+
+def is_light(path: Path) -> bool:
+    """Whether text is encoded without transformers being imported."""
     code = (
         "import sys; from pathlib import Path; from h2o_flexgen.engine.requests.tokenizer import TextCodec\n"
         "before = 'transformers' in sys.modules\n"
-        f"TextCodec.open(Path({str(folder(name))!r})).encode('The dog')\n"
+        f"TextCodec.open(Path({str(path)!r})).encode('The dog')\n"
         "print(before, 'transformers' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert run.stdout.split() == ["False", str(not light)]
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    before, after = run.stdout.split()
+    assert before == "False"
+    return after == "False"
+
+
+def test_a_large_vocabulary_is_no_reason_for_transformers(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """As Gemma's, of which importing transformers and building its class took most of the seconds before a run."""
+    path = tmp_path / "large"
+    shutil.copytree(folder("plain-gemma"), path)
+    state = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = state["model"]["vocab"]
+    vocabulary.update({token["content"]: token["id"] for token in state["added_tokens"]})
+    vocabulary.update({f"unused{number}": number for number in range(len(vocabulary), 1 << 17)})
+    (path / "tokenizer.json").write_text(json.dumps(state))
+    assert is_light(path)
+
+
+@pytest.mark.parametrize("name", ["gemma-chat", "llama3"])
+def test_a_chat_template_waits_until_it_is_asked_for(folder: Callable[[str], Path], name: str) -> None:
+    codec = codec_of(folder(name))
+    assert codec.transformed.chat_template == folders.TEMPLATE
 
 
 @pytest.mark.parametrize("light", [True, False])

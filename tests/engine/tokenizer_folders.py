@@ -100,6 +100,19 @@ def metaspace() -> Tokenizer:
     return with_bos(made)
 
 
+def gemma() -> Tokenizer:
+    """As Gemma 1 to 3 have it: no space before the first word, and tokens of several spaces."""
+    state = json.loads(metaspace().to_str())
+    state["model"]["vocab"]["<mask>"] = len(state["model"]["vocab"])
+    made = Tokenizer.from_str(json.dumps(state))
+    made.normalizer = normalizers.Replace(" ", "\u2581")
+    made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(["<mask>"])
+    made.add_tokens([AddedToken("<|tool|>", normalized=False), AddedToken("\n\n", normalized=False)])
+    return made
+
+
 def words() -> Tokenizer:
     """A word a token, and what stands between words; as tests and toys have it."""
     pattern = Regex(r"\w+|[^\w]")
@@ -173,6 +186,32 @@ def llama3(folder: Path) -> Path:
     return write(folder, "llama", made, tokenizer_class="PreTrainedTokenizerFast", chat_template=TEMPLATE, **NAMED)
 
 
+def gemma_folder(folder: Path, **more: Any) -> Path:
+    """All the files that Google's folders have; `more` goes into tokenizer_config.json."""
+    made = gemma()
+    tokens = {
+        str(number): {name: getattr(token, name) for name in ("content", "lstrip", "normalized", "rstrip", "special")}
+        for number, token in made.get_added_tokens_decoder().items()
+    }
+    settings = {
+        "tokenizer_class": "GemmaTokenizer",
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "added_tokens_decoder": tokens,
+        "additional_special_tokens": ROLES[:2],
+        "clean_up_tokenization_spaces": False,
+        "sp_model_kwargs": {},
+        "spaces_between_special_tokens": False,
+        "use_default_system_prompt": False,
+        **NAMED,
+    }
+    write(folder, "gemma3_text", made, **{**settings, **more})
+    described = {"content": "<s>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    (folder / "special_tokens_map.json").write_text(json.dumps({**NAMED, "bos_token": described}))
+    (folder / "added_tokens.json").write_text(json.dumps({"<|tool|>": made.token_to_id("<|tool|>")}))
+    return folder
+
+
 def added(folder: Path) -> Path:
     """Tokens that only tokenizer_config.json knows."""
     tokens = {"extra_special_tokens": ["<|extra|>"], "eos_token": "<|end|>"}
@@ -207,6 +246,9 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     ),
     "gemma": with_classes(metaspace, "gemma2", "GemmaTokenizer", add_bos_token=True),
     "gemma-sentencepiece": gemma_sentencepiece,
+    "gemma-without-bos": lambda folder: gemma_folder(folder, add_bos_token=False),
+    "gemma-more-tokens": lambda folder: gemma_folder(folder, extra_special_tokens={"image_token": "<|image|>"}),
+    "gemma-chat": lambda folder: gemma_folder(folder, chat_template=TEMPLATE),
     "qwen2": with_classes(byte_level, "qwen2", "Qwen2Tokenizer", add_prefix_space=False),
     "qwen2-plain": plain(byte_level, "qwen2"),
     "gpt-neox": with_classes(byte_level, "gpt_neox", "GPTNeoXTokenizer", add_prefix_space=False),
@@ -215,6 +257,8 @@ FOLDERS: dict[str, Callable[[Path], Path]] = {
     "mapped": mapped,
     "cleaned": plain(word_pieces, "opt", clean_up_tokenization_spaces=True),
     "bos-and-eos": plain(byte_level, "llama", add_bos_token=True, add_eos_token=True),
+    "plain-gemma": gemma_folder,
+    "plain-with-bos": plain(lambda: with_bos(byte_level()), "llama", add_bos_token=True),
     "plain-words": plain(words, "opt"),
     "plain-bytes": plain(byte_level, "gpt_neox", clean_up_tokenization_spaces=False, backend="tokenizers"),
     "plain-metaspace": plain(metaspace, "llama", padding_side="left"),

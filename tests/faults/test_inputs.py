@@ -21,7 +21,7 @@ def prompts_file(folder: Path, content: bytes, name: str = "prompts.jsonl") -> P
     ("line", "words"),
     [
         (b'{"prompt": "abc"', "line 2 is not JSON"),
-        (b'{"prompt": NaN}', "line 2 is not JSON (NaN is no JSON number)"),
+        (b'{"prompt": NaN}', "line 2 is not JSON (NaN is not a JSON number)"),
         (b'{"prompt": 1e999}', "line 2 has no prompt"),
         (b'{"prompt": "\\ud800"}', "line 2 holds half a surrogate pair"),
         (b"[" * 100_000, "line 2 is not JSON"),
@@ -168,6 +168,8 @@ def test_row_28_any_number_of_prompts(tmp_path: Path, model: Path, run: Run, cou
         assert run("--model", model, "--prompt", line["prompt"], "-o", alone, "-n", 3).code == 0
         assert answers(alone)[0]["token_ids"] == line["token_ids"]
     assert ("there are no prompts" in ran.err) == (count == 0)
+    if count == 0:  # one sentence, and no report of zeros
+        assert ran.err == f"there are no prompts in {path}, so nothing is generated\n"
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,7 @@ def test_windows_are_those_of_transformers(family: str, changes: dict[str, Any])
         ("llama", {"quantization_config": {"quant_method": "gptq"}}, "x: quantization_config is .*it is not supported"),
         ("llama", {"num_local_experts": 8}, "num_local_experts is 8"),
         ("llama", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
-        ("llama", {"hidden_size": 33}, "hidden_size 33 is no multiple of num_attention_heads 4"),
+        ("llama", {"hidden_size": 33}, "hidden_size 33 is not a multiple of num_attention_heads 4"),
         ("llama", {"num_key_value_heads": 3}, "4 query heads do not divide among 3 KV heads"),
         ("llama", {"num_key_value_heads": 0}, "num_key_value_heads is 0"),
         ("llama", {"head_dim": -8}, "head_dim is -8"),

@@ -138,7 +138,7 @@ def test_special_tokens() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"hidden_size": 770}, "x: hidden_size 770 is no multiple of num_attention_heads 12"),
+        ({"hidden_size": 770}, "x: hidden_size 770 is not a multiple of num_attention_heads 12"),
         ({"hidden_size": "768"}, "x: hidden_size is '768' in config.json. needed a whole number"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True"),

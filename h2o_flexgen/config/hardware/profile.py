@@ -107,7 +107,7 @@ class HardwareProfile:
         try:
             return cls.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
-            raise UsageError(f"{path} is no hardware profile: {error}", "needed what calibrate writes") from error
+            raise UsageError(f"{path} is not a hardware profile: {error}", "needed what calibrate writes") from error
 
 
 def _rates(data: Mapping[str, Any]) -> ComputeRates:

@@ -1,19 +1,27 @@
-"""The config.json of well-known models, so that their sizes are known without a network."""
+"""config.json: of well-known models, so that their sizes are known without a network, and of a model's folder."""
 
 from __future__ import annotations
 
 import functools
 import json
+import logging
+import os
+import stat
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from h2o_flexgen.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 SHIPPED = ("demo", "demo-stream")
 """The models that are in the package, in data/ under these names."""
 
 _VARIANTS = "_variants"
+_MOST = 16 << 20  # bytes of a config.json
 
 
-class _Model(NamedTuple):
+class _KnownModel(NamedTuple):
     """A model of the hub by its name there, and the file that describes it or the one that it is a variant of."""
 
     name: str
@@ -45,15 +53,15 @@ def known_names() -> tuple[str, ...]:
 
 
 @functools.cache
-def _models() -> dict[str, _Model]:
+def _models() -> dict[str, _KnownModel]:
     """Every model under the names it answers to, in lower case: the file's, the hub's, and that without its owner."""
-    models: dict[str, _Model] = {}
+    models: dict[str, _KnownModel] = {}
     folder = configs_folder("models")
     for path in sorted(folder.glob("*.json")) if folder else ():
         config = _read(path)
-        models[path.stem.lower()] = _Model(config["_name_or_path"], path)
+        models[path.stem.lower()] = _KnownModel(config["_name_or_path"], path)
         for name in (config["_name_or_path"], *config.get(_VARIANTS, ())):
-            models[name.lower()] = models[name.rpartition("/")[2].lower()] = _Model(name, path)
+            models[name.lower()] = models[name.rpartition("/")[2].lower()] = _KnownModel(name, path)
     return models
 
 
@@ -69,3 +77,36 @@ def configs_folder(kind: str) -> Path | None:
 def _read(path: Path) -> dict[str, Any]:
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return config
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.json in `folder` says, less `auto_map`; ModelError where it is missing, torn or no JSON object.
+
+    The file is not trusted: it may be a pipe, endless, or nested too deeply.
+    """
+    path = folder / "config.json"
+    needed = "needed the config.json that belongs to the weights"
+    try:
+        text = _head(path)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}", needed) from error
+    try:
+        config = json.loads(text.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(
+            f"{path} ({len(text)} bytes) is torn or not JSON: {error}", needed, "download it again"
+        ) from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a JSON object", needed, "download it again")
+    if config.pop("auto_map", None) is not None:
+        log.warning("%s names code of its own (auto_map), which is never run", path)
+    return config
+
+
+def _head(path: Path) -> bytes:
+    """As much of a regular file as any config.json has."""
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(0, "not a regular file", str(path))
+        return file.read(_MOST)

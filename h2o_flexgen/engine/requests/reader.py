@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from h2o_flexgen.config.context import first_pass
-from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.eviction import EvictionConfig, first_pass
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,47 +14,132 @@ from h2o_flexgen.errors import ModelError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
-_OTHERS = (
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates",
-)
-"""What says more than a tokenizer.json beside it, other than tokenizer_config.json."""
-
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
-_PLAIN_SETTINGS = ("backend", "model_input_names", "model_max_length", "padding_side", "tokenizer_class")
-_PLAIN_VOCABULARY = 100_000  # above it transformers may repair a fault that early Mistral files have
+"""Classes that take tokenizer.json as it is."""
+_GEMMA_CLASSES = ("GemmaTokenizer", "GemmaTokenizerFast")
+"""Classes that build a pipeline of their own from its vocabulary: Gemma's, which its tokenizer.json has too."""
 _OVERRULED = ("qwen2",)
 """model_types of ours for which transformers puts a class of its own in the place of a plain one."""
 
+_IDLE_SETTINGS = (
+    "backend",
+    "chat_template",
+    "model_input_names",
+    "model_max_length",
+    "padding_side",
+    "processor_class",
+    "sp_model_kwargs",
+    "tokenizer_class",
+    "use_default_system_prompt",
+)
+"""Keys of tokenizer_config.json that change no id and no text, whatever they say."""
+_OFF = ("clean_up_tokenization_spaces", "spaces_between_special_tokens")
+"""Keys that change nothing where they are false."""
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
-def is_plain(folder: Path) -> bool:
-    """Whether tokenizer.json says all there is to say, so that AutoTokenizer would encode and decode as it does."""
-    if not (folder / "tokenizer.json").exists() or any((folder / name).exists() for name in _OTHERS):
+
+def light_tokenizer(folder: Path) -> Any:
+    """The `tokenizers.Tokenizer` of the folder where it encodes and decodes as AutoTokenizer would, else None.
+
+    AutoTokenizer costs seconds: importing transformers, and for a class that builds its own pipeline a vocabulary
+    that goes through Python objects.
+    """
+    if not (folder / "tokenizer.json").exists():
+        return None
+    has_settings = (folder / "tokenizer_config.json").exists()
+    settings = {**read_json(folder / "tokenizer_config.json"), **read_json(folder / "special_tokens_map.json")}
+    name = settings.get("tokenizer_class")
+    if settings and name not in (*_PLAIN_CLASSES, *_GEMMA_CLASSES):
+        return None
+    if has_settings and read_json(folder / "config.json").get("model_type") in _OVERRULED:
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if name in _GEMMA_CLASSES:
+        if not _has_gemmas_pipeline(tokenizer, settings.get("unk_token", "<unk>")):
+            return None
+        # Special tokens that the class has unless others are named; it adds those that the file lacks.
+        named = {f"{word}_token": f"<{word}>" for word in ("bos", "eos", "unk", "pad", "mask")}
+        settings = {**named, **settings}
+    added = {token.content: (number, token) for number, token in tokenizer.get_added_tokens_decoder().items()}
+    beside = read_json(folder / "added_tokens.json").items()
+    if any(content not in added or added[content][0] != number for content, number in beside):
+        return None
+    if not _adds_as_told(tokenizer, settings):
+        return None
+    return tokenizer if all(_adds_nothing(key, value, added) for key, value in settings.items()) else None
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether transformers would find a chat template in the folder."""
+    in_settings = read_json(folder / "tokenizer_config.json").get("chat_template")
+    return bool(in_settings) or any((folder / name).exists() for name in _TEMPLATES)
+
+
+def _has_gemmas_pipeline(tokenizer: Any, unknown: Any) -> bool:
+    """Whether the steps around the vocabulary are those that transformers' GemmaTokenizer builds."""
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    built = (
+        normalizers.Replace(" ", "\u2581"),
+        pre_tokenizers.Split(" ", "merged_with_previous"),
+        decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]),
+    )
+    steps = (tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder)
+    if any(step is None or step.__getstate__() != own.__getstate__() for step, own in zip(steps, built, strict=True)):
         return False
-    if not (folder / "tokenizer_config.json").exists():
-        return True
-    settings = read_json(folder / "tokenizer_config.json")
-    if settings.get("tokenizer_class") not in _PLAIN_CLASSES:
-        return False
-    tokenizer = read_json(folder / "tokenizer.json")
-    special = {token["content"] for token in tokenizer["added_tokens"] if token["special"]}
+    model = tokenizer.model
     return (
-        len(tokenizer["model"]["vocab"]) <= _PLAIN_VOCABULARY
-        and read_json(folder / "config.json").get("model_type") not in _OVERRULED
-        and all(_adds_nothing(name, value, special) for name, value in settings.items())
+        isinstance(model, models.BPE)
+        and (model.byte_fallback, model.fuse_unk, model.unk_token) == (True, True, unknown)
+        and not (model.dropout or model.ignore_merges)
+        and not (model.continuing_subword_prefix or model.end_of_word_suffix)
     )
 
 
-def _adds_nothing(name: str, value: Any, special: set[str]) -> bool:
-    """Whether a setting of tokenizer_config.json changes no id and no text."""
-    if name in _PLAIN_SETTINGS or value is None:
+def _adds_as_told(tokenizer: Any, settings: dict[str, Any]) -> bool:
+    """Whether the tokenizer puts BOS and EOS where `add_bos_token` and `add_eos_token`, if there are any, have them."""
+    flags = {word: settings.get(f"add_{word}_token") for word in ("bos", "eos")}
+    if all(flag is None for flag in flags.values()):
         return True
-    if name == "clean_up_tokenization_spaces":
+    wanted = [_described(settings.get(f"{word}_token"))["content"] for word, flag in flags.items() if flag]
+    return bool(tokenizer.encode("").tokens == wanted)
+
+
+def _adds_nothing(name: str, value: Any, added: dict[str, tuple[int, Any]]) -> bool:
+    """Whether a setting changes no id and no text, but for those that `_adds_as_told` judges.
+
+    added   the tokenizer's added tokens and their ids by content
+    """
+    if name in (*_IDLE_SETTINGS, "add_bos_token", "add_eos_token") or value is None:
+        return True
+    if name in _OFF:
         return value is False
-    return name.endswith("_token") and isinstance(value, str) and value in special
+    if name == "added_tokens_decoder":
+        return all(_is_there(token, added, int(number)) for number, token in value.items())
+    if name.endswith("_token"):
+        return _is_there(value, added)
+    if name in ("extra_special_tokens", "additional_special_tokens"):
+        return all(_is_there(token, added) for token in (value.values() if isinstance(value, dict) else value))
+    return False
+
+
+def _is_there(token: Any, added: dict[str, tuple[int, Any]], number: int | None = None) -> bool:
+    """Whether a token that a setting names is among the added ones already: special, or just as it is described."""
+    described = _described(token)
+    if described["content"] not in added:
+        return False
+    known, has = added[described["content"]]
+    attributes = {key: value for key, value in described.items() if not key.startswith("__")}
+    return number in (None, known) and all(getattr(has, key) == value for key, value in attributes.items())
+
+
+def _described(token: Any) -> dict[str, Any]:
+    """A token of the settings, which may be its text alone, as an object."""
+    return {"content": None, "special": True, **(token if isinstance(token, dict) else {"content": token})}
 
 
 def require_sentencepiece(folder: Path) -> None:
@@ -104,24 +190,29 @@ class TextCodec:
         encode: Callable[[str], list[int]],
         encode_bare: Callable[[str], list[int]],
         decode: Decode,
-        transformed: Any = None,
+        transformed: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.encode, self.encode_bare, self.decode, self.transformed = encode, encode_bare, decode, transformed
+        self.encode, self.encode_bare, self.decode, self._transformed = encode, encode_bare, decode, transformed
+
+    @cached_property
+    def transformed(self) -> Any:
+        """transformers' tokenizer, loaded when it is asked for: chat templates are rendered by it alone."""
+        return self._transformed()
 
     @classmethod
     def open(cls, folder: Path | None) -> TextCodec | None:
         """The tokenizer in `folder`, None where there is none. ModelError for one that cannot be read.
 
-        A tokenizer.json that is the only file of a tokenizer means what it says, and so it does beside a
-        tokenizer_config.json that adds nothing: one that names the plain class, and special tokens that tokenizer.json
-        has already. Anything else is read by AutoTokenizer, which takes a second to import and is what counts: classes
-        that build their own pipeline, flags for BOS and EOS, prefix spaces, tokens of its own, chat templates,
+        A tokenizer.json that is the only file of a tokenizer means what it says, and so it does beside files that add
+        nothing to it: see `light_tokenizer`. Anything else is read by AutoTokenizer, which takes seconds and is what
+        counts: classes that build another pipeline, flags for BOS and EOS, prefix spaces, tokens of its own,
         sentencepiece models, vocab.json with merges.txt. Code in the folder (auto_map) is never run.
         """
         if folder is None or not any((folder / name).exists() for name in TOKENIZER_FILES):
             return None
         try:
-            return cls._light(folder) if is_plain(folder) else cls._auto(folder)
+            tokenizer = light_tokenizer(folder)
+            return cls._auto(folder) if tokenizer is None else cls._light(folder, tokenizer)
         except ModelError:
             raise
         except Exception as error:  # the libraries raise bare Exception for a torn file
@@ -131,25 +222,18 @@ class TextCodec:
             ) from error
 
     @classmethod
-    def _light(cls, folder: Path) -> TextCodec:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
+    def _light(cls, folder: Path, tokenizer: Any) -> TextCodec:
         return cls(
             lambda text: list(tokenizer.encode(text).ids),
             lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
             lambda ids: str(tokenizer.decode(ids)),
+            lambda: _transformed(folder) if has_chat_template(folder) else None,
         )
 
     @classmethod
     def _auto(cls, folder: Path) -> TextCodec:
         require_sentencepiece(folder)
         tokenizer = _transformed(folder)
-        if tokenizer.chat_template is None:
-            # Some folders keep it as their processor's; transformers reads that file for processors only.
-            tokenizer.chat_template = read_json(folder / "chat_template.json").get("chat_template")
 
         def encode(text: str, special: bool = True) -> list[int]:
             # Not verbose: the length is checked against the model, not against what the tokenizer's file says of it.
@@ -159,11 +243,20 @@ class TextCodec:
             encode,
             lambda text: encode(text, special=False),
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-            tokenizer,
+            lambda: tokenizer,
         )
 
 
 def _transformed(folder: Path) -> Any:
+    """transformers' tokenizer, with the chat template that some folders keep as their processor's: transformers reads
+    that file for processors only."""
+    tokenizer = _from_transformers(folder)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = read_json(folder / "chat_template.json").get("chat_template")
+    return tokenizer
+
+
+def _from_transformers(folder: Path) -> Any:
     """transformers' tokenizer. Where the folder wants code of its own to be run, tokenizer.json is taken as it is."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2o_flexgen.checkpoint.problems import strict_json
+from h2o_flexgen.checkpoint.files import strict_json
 from h2o_flexgen.config.sampling import SAMPLING_ONLY, SamplingParams, warn_idle
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.engine.requests.sequence import Criterion, Hooks, Processor, Sequence

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c11", "-fPIC", "-pthread", "-Wall", "-Wextra")
 _LINKER = "-Wl,-Bsymbolic,--no-undefined"  # calls stay within the library, whatever others define
 _TIMEOUT_S = 300  # a compiler takes seconds; beside others on few cores it may take minutes
+_FOLDER = Path(__file__).parent
 _building = Lock()
 _COMPILERS = 2  # at a time: each takes a processor and up to 200 MB
 _LETTERS: dict[str, Any] = {
@@ -74,6 +75,14 @@ def fields(*groups: str) -> list[tuple[str, Any]]:
     return [(name, _LETTERS[letter]) for letter, *names in map(str.split, groups) for name in names]
 
 
+def must_compile() -> bool:
+    """Whether `library` would take some seconds now, to compile what no earlier run on this machine has."""
+    try:
+        return why_not() is None and not library.cache_info().currsize and not _target().exists()
+    except (OSError, subprocess.SubprocessError):  # which `library` reports
+        return False
+
+
 @cache
 def why_not() -> str | None:
     """Why there are no native kernels here, in a few words; None where there are."""
@@ -86,16 +95,24 @@ def why_not() -> str | None:
     return None
 
 
-def _compiled() -> Path:
+def _target() -> Path:
+    """Where the library is, or has to be, whose name says all that it depends on."""
     compiler = _compiler()
     assert compiler is not None, "`why_not` says so before"
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
-    folder = Path(__file__).parent
-    sources = sorted(folder.glob("*.c"))
-    texts = [path.read_text(encoding="utf-8") for path in (*sources, *sorted(folder.glob("*.h")))]
+    texts = [path.read_text(encoding="utf-8") for path in (*_sources(), *sorted(_FOLDER.glob("*.h")))]
     facts = [*texts, version.stdout, *_FLAGS, *sorted(_cpu_flags())]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
-    target = _cache_folder() / f"kernels-{digest}.so"
+    return _cache_folder() / f"kernels-{digest}.so"
+
+
+def _sources() -> list[Path]:
+    return sorted(_FOLDER.glob("*.c"))
+
+
+def _compiled() -> Path:
+    compiler, sources, target = _compiler(), _sources(), _target()
+    assert compiler is not None, "`why_not` says so before"
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=target.parent) as made, ThreadPoolExecutor(_COMPILERS) as pool:
