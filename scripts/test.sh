@@ -1,8 +1,16 @@
 #!/usr/bin/env bash
-# Everything that must hold: environment, lint, types, tests. Arguments go to pytest: ./scripts/test.sh -k eviction
+# Everything that must hold: environment, lint, types, tests. `fast` takes one case of each test, and none that is slow.
+# Other arguments go to pytest: ./scripts/test.sh -k eviction, ./scripts/test.sh fast -k eviction
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh test
+tier=()
+if [ "${1:-}" = fast ]; then
+  tier=(--fast)
+  shift
+fi
+unset PYTHONDONTWRITEBYTECODE # asserts are rewritten once, and what a hundred processes import is compiled once
 ruff check .
 mypy
-exec python -m pytest -n 2 -m "not gpu" "$@"
+# A worker that has nothing left takes tests of the other: some take seconds, most a few milliseconds.
+exec python -m pytest -n 2 --dist worksteal -m "not gpu" "${tier[@]}" "$@"

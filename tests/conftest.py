@@ -30,7 +30,27 @@ if os.environ.get("CI") and not SEED:
     settings.load_profile("ci")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="one case of each test, and none of those marked slow")
+
+
+@pytest.hookimpl(trylast=True)  # of those that -k and -m leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The fast tier: every test runs, the products of its parameters do not. The first case of each test is kept."""
+    if not config.option.fast:
+        return
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            first.setdefault(item.nodeid.partition("[")[0], item)
+    kept = list(first.values())
+    config.hook.pytest_deselected(items=list(set(items).difference(kept)))
+    items[:] = kept
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        native.library()  # by one process, before workers ask for it all at once
     if SEED and config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(SEED)
 

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,6 +85,11 @@ def _targets(node: ast.Import | ast.ImportFrom, folder: tuple[str, ...]) -> list
     return [] if part is None else [part]
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def _type_checking(tree: ast.AST) -> set[ast.AST]:
     """Every node inside `if TYPE_CHECKING:`."""
     blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
@@ -99,7 +105,7 @@ def _type_checking(tree: ast.AST) -> set[ast.AST]:
 def imports_of(path: Path) -> Iterator[Import]:
     relative = path.relative_to(PACKAGE)
     source = relative.parts[0] if len(relative.parts) > 1 else relative.stem
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     types = _type_checking(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -107,7 +113,11 @@ def imports_of(path: Path) -> Iterator[Import]:
                 yield Import(str(relative), node.lineno, source, target, node in types)
 
 
-IMPORTS = [found for path in sorted(PACKAGE.rglob("*.py")) for found in imports_of(path)]
+@cache
+def all_imports() -> list[Import]:
+    return [found for path in sorted(PACKAGE.rglob("*.py")) for found in imports_of(path)]
+
+
 PACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 PROGRAMS = {path.stem for path in PACKAGE.glob("*.py")} - OPEN_TO_ALL - {"__init__"}
 
@@ -135,7 +145,7 @@ def test_every_package_has_its_place() -> None:
 
 
 def test_the_arrows_have_one_direction() -> None:
-    wrong = [f"{f.file}:{f.line} imports {f.target or 'the package'}" for f in IMPORTS if _forbidden(f)]
+    wrong = [f"{f.file}:{f.line} imports {f.target or 'the package'}" for f in all_imports() if _forbidden(f)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -151,7 +161,7 @@ def test_the_rooms_of_the_engine_have_one_direction() -> None:
         source = _engine_room([*path.relative_to(ROOT).with_suffix("").parts])
         if source == "__init__":
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 target = _engine_room(
                     [*node.module.split("."), *([node.names[0].name] if node.module == "h2o_flexgen.engine" else [])]
@@ -174,7 +184,7 @@ def test_no_module_of_the_package_imports_itself_in_a_circle() -> None:
 
 
 def _imported(path: Path, names: Mapping[str, Path]) -> set[str]:
-    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    nodes = [node for node in ast.walk(tree_of(path))]
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -193,7 +203,7 @@ def _refuse_circle(graph: Mapping[str, set[str]], name: str, way: list[str], don
 
 
 def test_nothing_imports_a_program() -> None:
-    libraries = [f for f in IMPORTS if f.source in PACKAGES - PROGRAM_PACKAGES]
+    libraries = [f for f in all_imports() if f.source in PACKAGES - PROGRAM_PACKAGES]
     assert len(libraries) > 50, "the imports were not found"
     wrong = [f"{f.file}:{f.line}" for f in libraries if f.target in PROGRAMS | PROGRAM_PACKAGES]
     assert not wrong, "\n".join(wrong)
@@ -212,7 +222,7 @@ def test_nothing_imports_what_is_beside_the_package() -> None:
 
 def _roots(path: Path) -> set[str]:
     """The first names of all modules that a file imports absolutely."""
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    nodes = list(ast.walk(tree_of(path)))
     plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names = [*plain, *(node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level)]
     return {name.partition(".")[0] for name in names}

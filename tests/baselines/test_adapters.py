@@ -126,6 +126,7 @@ def test_what_is_no_outcome() -> None:
 def test_random_weights_are_saved_once(shard: int, work, monkeypatch) -> None:
     """In one shard or one per tensor, so that a model larger than memory can be made."""
     monkeypatch.setattr(transformers, "SHARD_BYTES", shard)
+    monkeypatch.setattr(transformers, "_POOL", 1 << 16)  # numbers that are drawn: of a model this small few are needed
     folder = work(weights="dummy", folder=None)
     checkpoint = Path(transformers.saved_checkpoint(AdapterWork.read(Path(folder)), folder))
     assert (len(list(checkpoint.glob("*.safetensors"))) > 1) == (shard == 1)

@@ -117,6 +117,7 @@ def test_nothing_is_overwritten(pretend, capsys, tmp_path: Path) -> None:
     assert "is not empty, and what is there is no comparison" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_own_engine_in_a_process(capsys, tmp_path: Path) -> None:
     arguments = ["--model", "demo", "--weights", "checkpoint", "--dtype", "float32", "--systems", "full", "-r", "1"]
     code, table, summary, err = _bench(capsys, *arguments, "--output-dir", str(tmp_path))

@@ -8,6 +8,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from h2o_flexgen.baselines.runner import Runner
 from h2o_flexgen.baselines.store import commit
 
@@ -107,6 +109,7 @@ def test_what_failed_is_not_tried_again_unless_its_file_goes(pretend, bench, tmp
     assert bench("-r", "3")[0] == [("theirs", 2), *[("ours", 2), ("theirs", 2)] * 2]  # the third is still fresh
 
 
+@pytest.mark.slow
 def test_searched_batches_are_used_again(pretend, bench, tmp_path: Path) -> None:
     pretend("ours", {"flat": 16}, own=True)
     pretend("theirs", {"room": 8})

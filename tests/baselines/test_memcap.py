@@ -83,6 +83,7 @@ def test_page_cache_counts_and_can_be_dropped(tmp_path: Path) -> None:
     assert seen["oom_kills"] == 0
 
 
+@pytest.mark.slow
 @needs_groups
 def test_signals_reach_the_command_and_nothing_stays() -> None:
     process = subprocess.Popen([SCRIPT, "64M", "--", sys.executable, "-c", PATIENT], stdout=subprocess.PIPE)
@@ -184,6 +185,7 @@ def test_limits_as_they_are_typed(limit: int | str, said: str) -> None:
     assert command[-8:] == [said, "--report", "c", "--cold", "a", "--cold", "b", "--"]
 
 
+@pytest.mark.slow
 @needs_groups
 def test_an_installed_package_caps_memory_too(tmp_path: Path) -> None:
     """From a wheel, in a folder that has nothing else of the repository: `bench` within 2 GiB."""

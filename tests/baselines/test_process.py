@@ -81,6 +81,7 @@ def test_a_program_that_ends_when_asked() -> None:
         done.checked()
 
 
+@pytest.mark.slow
 def test_one_that_does_not_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_TIDYING_SECONDS", 0.3)
     done = python(STUBBORN, str(tmp_path / "pids"), timeout=3)

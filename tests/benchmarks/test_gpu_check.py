@@ -262,6 +262,7 @@ def test_a_gpu_without_triton_s_kernels_is_not_measured(tmp_path: Path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nor_is_a_machine_without_a_gpu(monkeypatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
@@ -410,6 +411,7 @@ def test_sections_warm_up_with_what_they_run(section: str, tmp_path: Path, monke
         assert found["steady_step_s" if section == "decode" else "steady_s"] > 0
 
 
+@pytest.mark.slow
 def test_a_reduced_dry_run(tmp_path: Path) -> None:
     """A part of two sections, from the command to the tables; all five take two minutes."""
     command = [sys.executable, "-m", "benchmarks.gpu.check", "--dry-run", "--sections", "decode,kernels"]

@@ -58,6 +58,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert 3_000 < (tmp_path / "x.png").stat().st_size < 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unforeseen", "known"])
 def test_a_run_generates_what_was_drawn(kind: str, tmp_path: Path) -> None:
     config_of("opt").save_pretrained(tmp_path)

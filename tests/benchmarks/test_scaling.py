@@ -84,6 +84,7 @@ def test_table_and_picture_of_all_panels(tmp_path: Path) -> None:
     assert 10_000 < (tmp_path / "x.png").stat().st_size < 100_000
 
 
+@pytest.mark.slow
 def test_a_long_answer_is_seen_window_by_window(tmp_path: Path) -> None:
     config_of("llama-gqa").save_pretrained(tmp_path)
     settings = {"model": str(tmp_path), "batch": 2, "prompt": 6, "budget": 6, "new": 42, "window": 8}

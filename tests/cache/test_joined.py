@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -103,10 +105,16 @@ class GpuBatch:
         return dict(zip(self.rows, out, strict=True))
 
 
-@pytest.mark.parametrize("turning", [None, Turning(2)], ids=["absolute", "rolling"])
-@pytest.mark.parametrize("window", [None, 8])
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
-@pytest.mark.parametrize("seed", [0, 1])
+CASES = [
+    pytest.param(policy, window, turning, (i + j + k) % 2, id="-".join((policy.name, str(window), how)))
+    for (i, policy), (j, window), (k, (how, turning)) in product(
+        enumerate(POLICIES), enumerate((None, 8)), enumerate({"absolute": None, "rolling": Turning(2)}.items())
+    )
+]
+"""Policies, windows and rolling positions with one of two orders of coming and going: every pair occurs."""
+
+
+@pytest.mark.parametrize(("policy", "window", "turning", "seed"), CASES)
 def test_rows_do_not_notice(policy: PolicyRow, window: int | None, turning: Turning | None, seed: int) -> None:
     streams = [make_stream(n, 2 * STEPS, group=2, d=D, seed=10 * seed + i) for i, n in enumerate(PROMPTS)]
     budgets, chooser = _budgets(policy, window), make_policy(EvictionConfig(policy.name))

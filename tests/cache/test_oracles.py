@@ -18,7 +18,7 @@ from tests.policy_matrix import EVICTING, POLICIES, PolicyRow
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 def test_long_stream_equals_oracle(policy: PolicyRow) -> None:
-    config, steps = policy.eviction(), 260
+    config, steps = policy.eviction(), 130
     streams = [make_stream(prompt, steps, group=2, seed=prompt) for prompt in (3, 17, 17, 30)]
     if config.name == "full":
         steps = 40  # the others must go round their rings

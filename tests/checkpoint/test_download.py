@@ -153,6 +153,7 @@ def fake_hub(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_a_download_takes_what_is_needed_and_is_found_again(
     tmp_path: Path, fake_hub: ThreadingHTTPServer, request: pytest.FixtureRequest
 ) -> None:

@@ -98,6 +98,7 @@ def test_two_packings_at_once_wait_for_each_other(offload: OffloadDir) -> None:
     assert len(unit_files(offload)) == 1 + len(GROUPS)
 
 
+@pytest.mark.slow
 def test_memory_is_one_unit(tmp_path: Path) -> None:
     """Packing layers of 16 MiB takes one of them, and the page cache keeps none of what was written."""
     script = textwrap.dedent("""

@@ -263,6 +263,7 @@ def test_a_failing_disk_is_asked_again_and_then_named(tmp_path: Path, monkeypatc
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.slow
 def test_loading_takes_one_chunk_beyond_the_destination(tmp_path: Path) -> None:
     """Converting 64 MiB into 128 MiB costs 128 MiB and a little, and leaves nothing in the page cache."""
     tokens = (64 << 20) // 2 // 1024

@@ -67,7 +67,7 @@ def test_windows_bound_what_is_held() -> None:
     assert found == {"disk->cpu": TOKEN // 2 * (24 + 8)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plans(), EVICTIONS, st.integers(1, 40), st.booleans())
 def test_no_plan_moves_less(plan: tuple[OffloadPolicy, str], eviction: EvictionConfig, steps: int, tied: bool) -> None:
     """Within caps of exactly what the plan needs, and so within any larger ones."""

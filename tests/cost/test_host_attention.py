@@ -108,7 +108,7 @@ def account(model: CostModel) -> float:
 TIMES = st.sampled_from([1e-3, 0.1, 0.7, 1.0, 3.0, 11.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 3), TIMES, TIMES, TIMES, TIMES, TIMES)
 def test_who_waits_for_whom(
     batches: int, layers: int, on_cpu: int, attends: float, down: float, up: float, attn: float, mlp: float

@@ -104,7 +104,8 @@ def test_of_plans_that_are_alike_one_of_fewer_gpu_batches_is_taken() -> None:
     assert other.seconds < result.best.seconds < 1.01 * other.seconds
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
 @example("gpu", 3, 3, EvictionConfig())  # the solver finds nothing as fast as what it has just found
 @example("gpu", 4, 6, EvictionConfig("h2o", ratio=0.4))
 @given(
@@ -212,6 +213,7 @@ def test_a_policy_file_goes_through_run(tmp_path: Path, endless: bool) -> None:
     assert_engine_agrees(result.request, result.policy)
 
 
+@pytest.mark.slow
 def test_a_large_model_in_three_tiers() -> None:
     """Every tier is used up to its cap, and the parts of the answer fit together."""
     caps = {"gpu": 4 * GIB, "cpu": 6 * GIB, "disk": 64 * GIB}
@@ -250,6 +252,7 @@ def test_long_schedules_are_estimated_well() -> None:
     assert found.seconds == pytest.approx((exact.prefill_s + exact.decode_s) / exact.sequences, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tier", "caps", "named"),
     [

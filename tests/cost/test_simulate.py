@@ -133,7 +133,7 @@ def test_between_disk_and_gpu_a_transfer_follows_the_other() -> None:
 # ---- every plan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans(), EVICTIONS, st.integers(1, 40))
 def test_bytes_are_those_of_the_schedule(plan: tuple[OffloadPolicy, str], eviction: EvictionConfig, steps: int) -> None:
     model = model_of(plan[0], eviction=eviction, workload=Workload(24, steps), tier=plan[1])
@@ -149,7 +149,7 @@ def test_bytes_are_those_of_the_schedule(plan: tuple[OffloadPolicy, str], evicti
     assert simulate(model).bytes_moved == {link: nbytes for link, nbytes in planned.items() if nbytes}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans(), EVICTIONS, st.integers(1, 5), machines())
 def test_what_is_used_is_there_and_no_more_copies_than_stated(
     plan: tuple[OffloadPolicy, str], eviction: EvictionConfig, steps: int, machine: HardwareProfile
@@ -178,7 +178,7 @@ def test_what_is_used_is_there_and_no_more_copies_than_stated(
         assert alive <= model.policy.lookahead + 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plans(), EVICTIONS, st.integers(5, 60), machines())
 def test_few_steps_say_what_all_would(
     plan: tuple[OffloadPolicy, str], eviction: EvictionConfig, steps: int, machine: HardwareProfile
@@ -196,7 +196,7 @@ def test_few_steps_say_what_all_would(
 
 
 @given(st.integers(1, 5), st.integers(1, 4), EVICTIONS, st.integers(1, 12))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_nothing_but_compute_is_the_sum_of_its_compute(
     rows: int, batches: int, eviction: EvictionConfig, steps: int
 ) -> None:
@@ -216,7 +216,7 @@ def test_nothing_but_compute_is_the_sum_of_its_compute(
     assert found.bytes_moved == {}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans(), EVICTIONS, machines(disturbed=False), st.sampled_from(LINKS), st.floats(1.0, 50.0))
 def test_a_faster_link_is_never_slower(
     plan: tuple[OffloadPolicy, str], eviction: EvictionConfig, machine: HardwareProfile, link: str, factor: float
@@ -227,7 +227,7 @@ def test_a_faster_link_is_never_slower(
     assert total[0] <= total[1] * (1 + 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plans(), EVICTIONS, machines(disturbed=False))
 def test_overlap_never_costs_and_resources_bound_the_total(
     plan: tuple[OffloadPolicy, str], eviction: EvictionConfig, machine: HardwareProfile

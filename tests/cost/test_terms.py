@@ -233,7 +233,7 @@ def test_a_profile_without_what_is_needed_is_named() -> None:
 # ---- every plan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans(), EVICTIONS, st.integers(1, 40))
 def test_terms_add_up_to_the_tasks(plan: tuple[OffloadPolicy, str], eviction: EvictionConfig, steps: int) -> None:
     model = model_of(plan[0], eviction=eviction, workload=Workload(24, steps), tier=plan[1])
@@ -263,7 +263,7 @@ def test_terms_can_be_read() -> None:
     assert any(line.startswith("prefill disk->cpu: weights: ") and line.endswith("KiB") for line in shown)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 150), st.integers(16, 64))
 def test_prompts_are_cut_as_the_engine_cuts_them(rows: int, length: int, chunk: int) -> None:
     (segments,) = segments_of([[[row] * length for row in range(rows)]], chunk, share=False)

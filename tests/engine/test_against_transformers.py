@@ -10,14 +10,14 @@ from h2o_flexgen.engine.llm import LLM
 from tests.tiny import FAMILIES, decided, in_sequence_of, prompts_of, save, transformers_greedy, transformers_logprobs
 
 LENGTHS = [5, 9, 9, 17, 1, 30]
-NEW = 20
+NEW, FEWER = 20, 12
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_and_logprobs(name: str, checkpoint) -> None:
     model, folder = checkpoint(name)
-    prompts, expected = decided(prompts_of(LENGTHS), lambda _, prompt: transformers_greedy(model, prompt, NEW))
-    settings = {"max_new_tokens": NEW, "ignore_eos": True, "logprobs": 0}
+    prompts, expected = decided(prompts_of(LENGTHS), lambda _, prompt: transformers_greedy(model, prompt, FEWER))
+    settings = {"max_new_tokens": FEWER, "ignore_eos": True, "logprobs": 0}
     with LLM(folder, dtype="float32", policy={"gpu_batch_size": 2, "num_gpu_batches": 2}) as llm:
         together = llm.generate(prompts, **settings)
     with LLM(folder, dtype="float32") as llm:

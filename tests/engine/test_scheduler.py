@@ -52,8 +52,15 @@ def alone(checkpoint) -> Any:
     return run
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    ("policy", "shape"),
+    [
+        pytest.param(policy, shape, id=f"{policy.name}-{shape}")
+        for i, policy in enumerate(POLICIES)
+        for j, shape in enumerate(SHAPES)
+        if (i + j) % 2 == 0
+    ],
+)
 def test_neighbours_that_come_and_go_do_not_matter(policy: PolicyRow, shape, checkpoint, alone) -> None:
     with _run(checkpoint("opt")[1], policy.eviction(), shape) as llm:
         _assert_same(llm.generate(PROMPTS, _params()), alone("opt", policy))
@@ -64,10 +71,13 @@ def test_neighbours_that_come_and_go_do_not_matter(policy: PolicyRow, shape, che
     assert record.decode_s > 0
 
 
-@pytest.mark.parametrize("tier", ["disk", "gpu", "cpu beside gpu"])
-@pytest.mark.parametrize("shape", [(5, 1), (2, 3)], ids=str)
 @pytest.mark.parametrize(
-    "policy", [row for row in POLICIES if row.name in ("full", "h2o", "streaming")], ids=lambda row: row.name
+    ("policy", "tier", "shape"),
+    [
+        pytest.param(policy, tier, ((5, 1), (2, 3))[(i + j) % 2], id=f"{policy.name}-{tier}")
+        for i, policy in enumerate(row for row in POLICIES if row.name in ("full", "h2o", "streaming"))
+        for j, tier in enumerate(("disk", "gpu", "cpu beside gpu"))
+    ],
 )
 def test_on_every_tier(policy: PolicyRow, shape, tier: str, checkpoint, alone) -> None:
     """Caches that move are written home whole in the step in which rows come or go."""
@@ -75,9 +85,14 @@ def test_on_every_tier(policy: PolicyRow, shape, tier: str, checkpoint, alone) -
         _assert_same(llm.generate(PROMPTS, _params()), alone("opt", policy))
 
 
-@pytest.mark.parametrize("tier", ["cpu", "gpu"])
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gpt-neox", "phi3-longrope", "llama-dynamic"])
-@pytest.mark.parametrize("policy", [row for row in POLICIES if row.name in ("full", "h2o")], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    ("policy", "name", "tier"),
+    [
+        pytest.param(policy, name, ("cpu", "gpu")[(i + j) % 2], id=f"{policy.name}-{name}")
+        for i, policy in enumerate(row for row in POLICIES if row.name in ("full", "h2o"))
+        for j, name in enumerate(("llama-gqa", "gemma3", "gpt-neox", "phi3-longrope", "llama-dynamic"))
+    ],
+)
 def test_other_families(policy: PolicyRow, name: str, tier: str, checkpoint, alone) -> None:
     with _run(checkpoint(name)[1], policy.eviction(), (4, 2), tier, policy={"prefill_chunk": 33}) as llm:
         _assert_same(llm.generate(PROMPTS, _params()), alone(name, policy))
@@ -90,10 +105,18 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(FusedStep, "of", lambda *_: None)
 
 
-@pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("name", ["opt", "gemma3"])
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
-def test_caches_keep_what_they_keep_alone(policy: PolicyRow, name: str, checkpoint, history: History) -> None:
+@pytest.mark.parametrize(
+    ("policy", "name", "kernel"),
+    [
+        pytest.param(policy, name, ("torch", "native")[(i + j) % 2], id=f"{policy.name}-{name}")
+        for i, policy in enumerate(POLICIES)
+        for j, name in enumerate(("opt", "gemma3"))
+    ],
+    indirect=["kernel"],
+)
+def test_caches_keep_what_they_keep_alone(
+    policy: PolicyRow, name: str, kernel: None, checkpoint, history: History
+) -> None:
     folder, eviction = checkpoint(name)[1], policy.eviction()
     _alone(folder, eviction, _params(sampled=False))
     expected = {key: list(steps) for key, steps in history.items()}
@@ -122,6 +145,7 @@ def test_stop_tokens_at_random_places(checkpoint) -> None:
             _assert_same(llm.generate(PROMPTS, settings), expected)
 
 
+@pytest.mark.slow
 def test_positions_that_roll(checkpoint) -> None:
     """One prompt is longer than the context, and its end goes through decode steps while neighbours change."""
     folder, eviction = checkpoint("llama-gqa")[1], EvictionConfig("h2o", budget=20, rolling_positions=True)

@@ -66,6 +66,7 @@ def test_the_schedule_that_runs_is_sound(tier: str, checkpoint, monkeypatch: pyt
     assert steps[1:] == [5, 5, 5]
 
 
+@pytest.mark.slow
 def test_few_row_steps_are_computed_in_vain(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs with a long tail, 200 of 1 to 100 tokens: the fewest possible row-steps are the tokens themselves."""
     computed = 0
@@ -81,7 +82,7 @@ def test_few_row_steps_are_computed_in_vain(checkpoint, monkeypatch: pytest.Monk
     new = [min(100, 1 + int(draw.expovariate(1 / 24))) for _ in range(200)]
     lengths = [draw.randrange(3, 25) for _ in new]
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in new]
-    for shape in ((16, 1), (4, 3), (1, 2), (32, 1)):
+    for shape in ((16, 1), (4, 3), (32, 1)):
         computed = 0
         with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.4), shape) as llm:
             llm.generate(prompts_of(lengths), params)

@@ -16,7 +16,7 @@ PROMPT = st.builds(
 PROMPTS = st.lists(PROMPT, min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(PROMPTS, st.integers(1, 12), st.sampled_from([16, 33, 2048]), st.booleans())
 def test_segments_hold_every_prompt(prompts: list[list[int]], size: int, chunk: int, share: bool) -> None:
     prompts = [prompts[i] for i in shared_first(prompts, share)]

@@ -97,40 +97,31 @@ def test_a_tokenizer_json_alone_means_what_it_says(tmp_path: Path, name: str) ->
     assert codec.transformed is None
 
 
-@pytest.mark.parametrize(
-    ("name", "light"),
-    [("plain-words", True), ("plain-gemma", True), ("gemma-chat", True), ("llama3", True), ("llama", False)],
-)
-def test_transformers_is_imported_where_it_is_needed_alone(
-    folder: Callable[[str], Path], name: str, light: bool
-) -> None:
-    assert is_light(folder(name)) == light
-
-
-def is_light(path: Path) -> bool:
-    """Whether text is encoded without transformers being imported."""
+@pytest.mark.slow
+def test_transformers_is_imported_where_it_is_needed_alone(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """Importing it, and building a class of its own for 262,144 tokens, took most of the seconds before a run."""
+    light = [*map(folder, ("plain-words", "plain-gemma", "gemma-chat", "llama3")), large(folder, tmp_path / "large")]
     code = (
         "import sys; from pathlib import Path; from h2o_flexgen.engine.requests.tokenizer import TextCodec\n"
-        "before = 'transformers' in sys.modules\n"
-        f"TextCodec.open(Path({str(path)!r})).encode('The dog')\n"
-        "print(before, 'transformers' in sys.modules)"
+        "print('transformers' in sys.modules)\n"
+        "for folder in sys.argv[1:]:\n"
+        "    TextCodec.open(Path(folder)).encode('The dog')\n"
+        "    print('transformers' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    before, after = run.stdout.split()
-    assert before == "False"
-    return after == "False"
+    command = [sys.executable, "-c", code, *map(str, light), str(folder("llama"))]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.split() == ["False", *["False"] * len(light), "True"]
 
 
-def test_a_large_vocabulary_is_no_reason_for_transformers(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    """As Gemma's, of which importing transformers and building its class took most of the seconds before a run."""
-    path = tmp_path / "large"
+def large(folder: Callable[[str], Path], path: Path) -> Path:
+    """A tokenizer like Gemma's with a large vocabulary."""
     shutil.copytree(folder("plain-gemma"), path)
     state = json.loads((path / "tokenizer.json").read_text())
     vocabulary = state["model"]["vocab"]
     vocabulary.update({token["content"]: token["id"] for token in state["added_tokens"]})
     vocabulary.update({f"unused{number}": number for number in range(len(vocabulary), 1 << 17)})
     (path / "tokenizer.json").write_text(json.dumps(state))
-    assert is_light(path)
+    return path
 
 
 @pytest.mark.parametrize("name", ["gemma-chat", "llama3"])

@@ -35,8 +35,6 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="this is the interpreter
 
 PROMPTS = prompts_of([14, 5])
 NEW, LAYERS = 9, 1
-MODELS = ("opt", "llama-gqa", "mistral")
-"""One without rotation, one with and with shared KV heads, one with a window."""
 EVICTION = {
     "full": EvictionConfig(),
     "h2o": EvictionConfig("h2o", budget=8),
@@ -117,9 +115,19 @@ def assert_same(found: list[RequestOutput], expected: list[RequestOutput]) -> No
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["full", "h2o", "streaming"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("opt", "full"),
+        ("opt", "h2o"),
+        ("llama-gqa", "h2o"),
+        ("llama-gqa", "streaming"),
+        ("mistral", "full"),
+        ("mistral", "streaming"),
+    ],
+)
 def test_the_same_tokens_as_torch(name: str, policy: str, folder, through_triton: list[str]) -> None:
+    """Models without rotation, with it and shared KV heads, with a window; `test_recorded_steps` has other pairs."""
     args = folder(name), EVICTION[policy]
     assert_same(answers(*args), by_torch(*args))
     assert through_triton.count("step") == LAYERS * (NEW - 1)
@@ -157,6 +165,7 @@ def test_recorded_steps(name: str, policy: str, folder, log: list[str], through_
     assert through_triton.count("step") == LAYERS * (cuda_graphs.PATIENCE + 2)
 
 
+@pytest.mark.slow
 def test_gpu_batches_and_changes(folder, log: list[str]) -> None:
     """Two GPU batches, rows that leave and others that come: every change ends a recording, and another one is made."""
     prompts, new = prompts_of([9, 4, 7, 3, 6, 5]), [10, 10, 17, 17, 9, 9]
@@ -182,6 +191,7 @@ def eager(*args: Any, **engine: Any) -> Any:
         return plain(*args, **engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "policy"), [("opt", "full"), ("llama-dynamic", "h2o")])
 def test_steps_are_launched_ahead(name: str, policy: str, folder, log: list[str], monkeypatch) -> None:
     """The next step is under way when the tokens of one are read, and has no inputs from the host: but the last."""
@@ -196,23 +206,32 @@ def test_steps_are_launched_ahead(name: str, policy: str, folder, log: list[str]
     assert len(made) == 1 + cuda_graphs.PATIENCE + 2
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (3, 1)], ids=str)
-def test_rows_that_stop_by_themselves(shape: tuple[int, int], folder, log: list[str]) -> None:
-    """A step that was launched ahead serves the rows that go on. Rows of which more is asked go step by step."""
-    prompts = prompts_of([9, 4, 7, 3, 6, 5])
-    policy = {"gpu_batch_size": shape[0], "num_gpu_batches": shape[1]}
-    args = folder("llama-gqa1"), EVICTION["h2o"], prompts
-    free = eager(*args, SamplingParams(max_new_tokens=24, ignore_eos=True), policy=policy)
-    params = []
-    for (tokens, _), wanted in zip(free, (9, 12, 24, 15, 24, 10), strict=True):
-        end = max((token for token in tokens if tokens.index(token) < wanted), key=tokens.index)
-        params.append(SamplingParams(max_new_tokens=24, eos_token_id=end, do_sample=len(params) == 4, seed=1))
-    expected = eager(*args, params, policy=policy)
+@pytest.fixture(scope="module")
+def stopping(folder) -> tuple[tuple[Any, ...], Any]:
+    """Six rows, four of which stop by themselves, one of which is sampled, and what they give by torch."""
+    args = folder("llama-gqa1"), EVICTION["h2o"], prompts_of([9, 4, 7, 3, 6, 5])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("H2O_FLEXGEN_TRITON", "0")
+        free = eager(*args, SamplingParams(max_new_tokens=24, ignore_eos=True))
+        params = []
+        for (tokens, _), wanted in zip(free, (9, 12, 24, 15, 24, 10), strict=True):
+            end = max((token for token in tokens if tokens.index(token) < wanted), key=tokens.index)
+            params.append(SamplingParams(max_new_tokens=24, eos_token_id=end, do_sample=len(params) == 4, seed=1))
+        expected = eager(*args, params)
     assert {reason for _, reason in expected} >= {"stop"}
-    assert plain(*args, params, policy=policy) == expected
+    return (*args, params), expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (3, 1)], ids=str)
+def test_rows_that_stop_by_themselves(shape: tuple[int, int], stopping, log: list[str]) -> None:
+    """A step that was launched ahead serves the rows that go on. Rows of which more is asked go step by step."""
+    args, expected = stopping
+    assert plain(*args, policy={"gpu_batch_size": shape[0], "num_gpu_batches": shape[1]}) == expected
     assert log.count("replay") > log.count("read") > 0
 
 
+@pytest.mark.slow
 def test_a_row_whose_numbers_are_not_finite(folder, log: list[str], monkeypatch) -> None:
     """It fails, its neighbour goes on; what is under way then has an input that can be looked up."""
     head, steps = Decoder.head, [0]
@@ -251,6 +270,7 @@ def test_recorded_steps_are_measured(log: list[str], monkeypatch: pytest.MonkeyP
     assert [rows for rows, _ in curve.points] == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["first", "last"])
 def test_a_recording_that_fails(
     when: str, folder, log: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -279,6 +299,7 @@ def test_a_recording_that_fails(
     assert told[0].endswith("RuntimeError: this operation is not permitted")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
     [
@@ -295,6 +316,7 @@ def test_what_is_not_recorded(engine: dict[str, Any], folder, log: list[str]) ->
     assert log == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_rule")
 def test_policies_that_are_not_recorded(folder, log: list[str]) -> None:
     answers(folder("opt"), EVICTION["h2o"])

@@ -120,6 +120,7 @@ def report(*rows: QualityRow) -> QualityReport:
     )
 
 
+@pytest.mark.slow
 def test_rows_of_two_kinds_and_wild_perplexities(tmp_path: Path) -> None:
     wild = report(row("full", 1.0, 2.0), row("local", 0.1, 900.0), row("unheard-of", 0.003, 5.0))
     table = quality_table(wild)

@@ -56,6 +56,7 @@ def test_streams_are_whole_windows_of_different_parts(rotary: str, text: str) ->
     assert {(len(context), len(rest)) for context, rest in streams.pairs} == {(8, 90)}
 
 
+@pytest.mark.slow
 def test_absolute_positions_go_on_as_in_a_model_of_a_longer_context(rotary: str, text: str) -> None:
     found = measure(rotary, text, ("full", "h2o"), streams=1)
     assert [(row.policy, row.positions) for row in found.rows] == [
@@ -88,6 +89,7 @@ def test_absolute_positions_go_on_as_in_a_model_of_a_longer_context(rotary: str,
     assert fresh.nll[-1] != pytest.approx(full.nll[-1], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_only_distances_count(rotary: str, text: str) -> None:
     """A window without gaps has the same distances either way; behind sinks, rolling positions close the gap."""
     found = measure(rotary, text, ("local", "streaming"), budget=28)
@@ -118,6 +120,7 @@ def test_the_program_end_to_end(rotary: str, text: str, tmp_path: Path, capsys: 
     assert "| streaming | rolling   |" in out
 
 
+@pytest.mark.slow
 def test_the_shipped_model_streams_on_while_its_sink_is_kept() -> None:
     settings = StreamSettings(stream=768, window=128, streams=1, budget=96, positions=("recomputed", "rolling"))
     found = evaluate_streams(

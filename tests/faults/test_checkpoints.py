@@ -223,6 +223,7 @@ def test_row_27_offline_opens_no_socket_and_says_where_it_looked(
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.slow
 def test_row_27_no_network_and_no_checkpoint(tmp_path: Path) -> None:
     """The sentence that the project serves, on a machine that has neither: within seconds, and with two ways on."""
     environment = {

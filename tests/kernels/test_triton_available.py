@@ -121,6 +121,7 @@ def test_the_interpreter_takes_any_device(installed, monkeypatch: pytest.MonkeyP
     assert available("cpu")
 
 
+@pytest.mark.slow
 def test_asking_imports_no_triton() -> None:
     code = (
         "import sys; from h2o_flexgen.kernels.triton_available import why_not; why_not('cuda'); "

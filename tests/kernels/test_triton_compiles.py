@@ -9,10 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import tests.kernels.triton_device  # noqa: F401  (skips without Triton)
 from benchmarks.gpu.check import pack, unpack
 
 ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.slow
 
 
 def program(folder: Path, *command: str) -> list[dict[str, object]]:

@@ -11,8 +11,17 @@ from h2o_flexgen.kernels.layers import rotate_halves
 from h2o_flexgen.kernels.triton_rotate import BLOCK, rotate_cached
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("dim", "half"), [(8, 4), (20, 5), (6, 3), (64, 32)])
+@pytest.mark.parametrize(
+    ("dim", "half", "dtype"),
+    [
+        (8, 4, torch.float32),
+        (8, 4, torch.bfloat16),
+        (20, 5, torch.float16),
+        (20, 5, torch.float32),
+        (6, 3, torch.bfloat16),
+        (64, 32, torch.float16),
+    ],
+)
 def test_as_torch_turns_them(dim: int, half: int, dtype: torch.dtype) -> None:
     """Of a whole cache its first slots, by ranks of rows and heads, or of all alike; what is beyond the pairs stays."""
     torch.manual_seed(dim)

@@ -199,6 +199,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("counts", [False, True])
 def test_trying_out_changes_nothing(splits: int, counts: bool, tried: list[object]) -> None:

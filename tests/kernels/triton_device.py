@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,6 +42,33 @@ def _whole_numbers_of_one_element_arrays(patch: Callable[..., None]) -> Callable
     return patched
 
 
-if interpreting() and not getattr(interpreter, "patched_for_numpy", False):
+class _Language:
+    """Puts the interpreter's functions in the places of Triton's, for the time of a launch.
+
+    The interpreter looks for all of them at every launch and at every call of a function within a kernel, `tl.sum`
+    among them, which takes most of its time. They are always the same: they are looked for once here.
+    """
+
+    def __init__(self, patch: Callable[[Any], Any]) -> None:
+        # As for a kernel that sees both modules: functions of tl.standard see the second one.
+        scope = patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+        self._patched = [(owner, name, getattr(owner, name)) for owner, name, _ in scope._changes]
+        scope.restore()
+        self._running = False
+
+    def __call__(self, function: object) -> _Language:
+        if not self._running:
+            self._running, self._scope = True, interpreter._LangPatchScope()
+            for change in self._patched:
+                self._scope.set_attr(*change)
+        return self
+
+    def restore(self) -> None:
+        """The launch is over: the interpreter calls this for kernels alone, not for the functions within."""
+        self._running = False
+        self._scope.restore()
+
+
+if interpreting() and not isinstance(interpreter._patch_lang, _Language):
     interpreter._patch_lang_tensor = _whole_numbers_of_one_element_arrays(interpreter._patch_lang_tensor)
-    interpreter.patched_for_numpy = True
+    interpreter._patch_lang = _Language(interpreter._patch_lang)

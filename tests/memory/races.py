@@ -90,4 +90,7 @@ class Races:
                 overlaps = other.start < now.end and now.start < other.end
                 if overlaps and (write or other.write) and clock.get(other.actor, 0) < other.step:
                     self.found.append(f"{buffer}: {other.what} by {other.actor} and {what} by {actor} have no order")
+            if write:  # what comes after this comes after all that it covers
+                for key in [key for key, old in last.items() if now.start <= old.start and old.end <= now.end]:
+                    del last[key]
             last[actor, now.start, now.end, write] = now

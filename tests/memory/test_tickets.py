@@ -188,6 +188,7 @@ def test_a_failing_trace_callback_is_an_error_of_the_ticket() -> None:
             engine.run(lambda: None, "cpu->gpu").wait()
 
 
+@pytest.mark.slow
 def test_a_forgotten_engine_does_not_hang_the_exit() -> None:
     script = """
 import threading

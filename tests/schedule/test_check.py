@@ -68,7 +68,7 @@ def fails(ticks: list[Tick], case: Case) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases(), st.booleans(), st.data())
 def test_dropping_any_task_is_found(case: Case, order: bool, data: st.DataObject) -> None:
     ticks = sound(case, order)
@@ -77,7 +77,7 @@ def test_dropping_any_task_is_found(case: Case, order: bool, data: st.DataObject
     assert fails(dropped(ticks, place), case)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases(), st.booleans(), st.data())
 def test_duplicating_any_task_is_found(case: Case, order: bool, data: st.DataObject) -> None:
     ticks = sound(case, order)
@@ -86,7 +86,7 @@ def test_duplicating_any_task_is_found(case: Case, order: bool, data: st.DataObj
     assert fails(duplicated(ticks, place), case)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases(), st.booleans(), st.data())
 def test_moving_any_task_is_found(case: Case, order: bool, data: st.DataObject) -> None:
     """To any other tick; a weights load may be early (while copies last), so it is moved to its use or later."""
@@ -107,7 +107,7 @@ def first_use(ticks: list[Tick], case: Case, load: Task, loaded: int) -> int:
     return next((i for i in uses if ticks[i].compute.step >= load.step), len(ticks))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.booleans(), st.data())
 def test_computes_out_of_order_are_found(case: Case, order: bool, data: st.DataObject) -> None:
     ticks = sound(case, order)
@@ -118,7 +118,7 @@ def test_computes_out_of_order_are_found(case: Case, order: bool, data: st.DataO
     assert fails(edited(ticks, one, compute=ticks[other].compute), case)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.booleans(), st.data())
 def test_a_missing_tick_is_found(case: Case, order: bool, data: st.DataObject) -> None:
     ticks = sound(case, order)
@@ -127,7 +127,7 @@ def test_a_missing_tick_is_found(case: Case, order: bool, data: st.DataObject) -
     assert fails(rest, case)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.booleans(), st.data())
 def test_a_task_with_a_wrong_index_is_found(case: Case, order: bool, data: st.DataObject) -> None:
     ticks = sound(case, order)

@@ -172,7 +172,7 @@ POLICIES = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(POLICIES, st.sampled_from(["full", "h2o", "streaming"]), st.booleans(), st.none() | st.integers(1, 40))
 def test_every_kind_is_counted_once_and_more_work_needs_no_less(
     policy: OffloadPolicy, name: str, rolling: bool, window: int | None

@@ -81,7 +81,7 @@ def fails(ticks: list[Tick], case: Groups) -> bool:
     return False
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_on_one_device_it_is_the_zigzag_schedule(case: Case) -> None:
     ends = max(step for step, batches in enumerate(case.record) if batches)
@@ -90,7 +90,7 @@ def test_on_one_device_it_is_the_zigzag_schedule(case: Case) -> None:
         assert one == list(zigzag(case.shape, case.active, last))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(several())
 def test_every_schedule_is_sound(case: Groups) -> None:
     sound(case)
@@ -148,7 +148,7 @@ def test_a_cache_is_loaded_for_the_first_unit_of_a_stage() -> None:
             assert (tick.compute.unit == 1) == own
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(several(), st.sampled_from(["drop", "twice", "move"]), st.data())
 def test_what_is_dropped_doubled_or_moved_is_found(case: Groups, change: str, data: st.DataObject) -> None:
     ticks = sound(case)
@@ -185,7 +185,7 @@ def needs(compute: Task, load: Task) -> bool:
     return compute.unit == load.unit and compute.step >= load.step and load.batch in (NO_BATCH, compute.batch)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(several(), st.data())
 def test_computes_out_of_order_and_lost_passes_are_found(case: Groups, data: st.DataObject) -> None:
     ticks = sound(case)

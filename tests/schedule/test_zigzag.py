@@ -155,7 +155,7 @@ def test_shapes_without_a_schedule_are_refused(change: dict, message: str) -> No
         make_shape(**change)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_zigzag_is_sound_and_in_order(case: Case) -> None:
     ticks = list(zigzag(case.shape, case.active))
@@ -167,7 +167,7 @@ def test_zigzag_is_sound_and_in_order(case: Case) -> None:
     assert list(zigzag(case.shape, case.active)) == ticks
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_row_by_row_is_sound_and_in_order(case: Case) -> None:
     ticks = list(row_by_row(case.shape, case.active))
@@ -178,7 +178,7 @@ def test_row_by_row_is_sound_and_in_order(case: Case) -> None:
     assert not {TaskKind.LOAD_HIDDEN, TaskKind.STORE_HIDDEN} & set(report.tasks)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.integers(0, 4), st.sampled_from([zigzag, row_by_row]))
 def test_a_last_step_that_is_known_makes_the_schedule_that_of_a_shorter_shape(
     case: Case, end: int, generator: Schedule
@@ -204,7 +204,7 @@ def test_whether_a_step_is_the_last_is_asked_after_what_is_active() -> None:
     assert asked == [("active", 0), ("last", 0), ("active", 1), ("last", 1)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shapes())
 def test_each_group_is_read_once_per_pass(shape) -> None:
     assert check(zigzag(shape), shape).loads == expected_loads(shape)
@@ -212,7 +212,7 @@ def test_each_group_is_read_once_per_pass(shape) -> None:
     assert check(row_by_row(shape), shape).loads == expected_loads(shape, passes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_early_finishes_never_add_work(case: Case) -> None:
     def tasks(active) -> Counter:
@@ -221,7 +221,7 @@ def test_early_finishes_never_add_work(case: Case) -> None:
     assert not tasks(case.active) - tasks(None)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(shapes())
 def test_streamed_weights_are_requested_at_least_one_unit_ahead(shape) -> None:
     for tick in zigzag(shape):

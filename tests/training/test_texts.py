@@ -46,6 +46,7 @@ def test_rows_of_every_stage(step: int) -> None:
     assert weights.max() == ANSWER_WEIGHT
 
 
+@pytest.mark.slow
 def test_a_stream_begins_with_bos_and_has_it_nowhere_else() -> None:
     mix = Mix(corpus())
     for held in (False, True):

@@ -174,6 +174,7 @@ def test_memory_that_runs_out_is_told(model: Path, run: Run, hardware: Path, mon
     assert ran.err.count("on the rates of a made-up machine") == 2, "each plan is told"
 
 
+@pytest.mark.slow
 def test_memory_that_stays_away_ends_in_5(model: Path, run: Run, monkeypatch) -> None:
     def refuse(*_: Any) -> Any:
         raise MemoryError
