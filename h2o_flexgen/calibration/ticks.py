@@ -109,9 +109,7 @@ class ShortRun:
         """One block of `rows` rows through so many steps; `on_step` is called when each starts."""
         request, totals = self.plan.request, BlockTotals()
         spec, policy = request.spec, make_policy(request.eviction)
-        runner = BlockRunner(
-            spec, Decoder(spec), self.loaded.stages, policy, Sampler(), trace, request.dtype, on_tokens=on_step
-        )
+        runner = BlockRunner(Decoder(spec), self.loaded.stages, policy, Sampler(), trace, on_tokens=on_step)
         sequences = greedy_sequences(spec, request.eviction, rows, (_PROMPT, steps))
         for _ in runner.run(self.plan, [sequences], totals):
             pass

@@ -218,7 +218,7 @@ class LLM:
             if waiting:
                 forget()
         self.last_work = meter.totals.work
-        self.last_record = make_record(self.config, self.model, plan, rows, meter.measured(self._replay.warnings))
+        self.last_record = make_record(self.config, self.model, plan, rows, meter, self._replay.warnings)
 
     def _attempt(
         self, plan: Plan, rows: list[Sequence], every: list[Sequence], meter: RunMetrics, sampler: Sampler
@@ -239,18 +239,8 @@ class LLM:
                     yield from finished
 
     def _runner(self, loaded: Loaded, sampler: Sampler) -> BlockRunner:
-        return BlockRunner(
-            self.model.spec,
-            self._decoder,
-            loaded.stages,
-            make_policy(self.config.eviction),
-            sampler,
-            self._trace,
-            self.model.dtype,
-            self.config.check_finite,
-            self.config.eviction.rolling_positions,
-            self._shares,
-        )
+        eviction, finite = make_policy(self.config.eviction), self.config.check_finite
+        return BlockRunner(self._decoder, loaded.stages, eviction, sampler, self._trace, finite, self._shares)
 
     @property
     def _shares(self) -> bool:

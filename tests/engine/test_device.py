@@ -19,7 +19,7 @@ from h2o_flexgen.engine.execution import block
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.metrics.trace import Trace
-from h2o_flexgen.engine.state.hidden_store import HiddenStore
+from h2o_flexgen.engine.state.backing import HiddenStore
 from h2o_flexgen.engine.state.kv_store import CacheStore
 from h2o_flexgen.engine.state.weights import WeightStore
 from h2o_flexgen.memory.cuda import Stream

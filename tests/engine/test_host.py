@@ -15,7 +15,7 @@ from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.execution import block, host_fill
+from h2o_flexgen.engine.execution import block, host_attention
 from h2o_flexgen.engine.execution.host_attention import HostAttention
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.llm import LLM
@@ -95,7 +95,7 @@ class Order:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_every_lane_begins_before_the_first_is_finished(place: str, checkpoint, monkeypatch) -> None:
+def test_every_gpu_batch_begins_before_the_first_is_finished(place: str, checkpoint, monkeypatch) -> None:
     order = Order(monkeypatch)
     with LLM(
         checkpoint("opt")[1],
@@ -188,14 +188,14 @@ def test_the_device_and_the_thread_wait_for_each_other(missing: str, steps: int,
 def test_prompts_are_filled_in_elsewhere_and_no_cache_is_used_before(checkpoint, monkeypatch) -> None:
     """Long prompts in parts, shared beginnings, and rows that come and go: each fill delayed until the GPU goes on."""
     filled: list[str] = []
-    fill = host_fill._fill
+    fill = host_attention._fill
 
     def late(*what: Any) -> None:
         time.sleep(0.002)  # nothing depends on it, but a cache that is used too early would be found empty
         filled.append(threading.current_thread().name)
         fill(*what)
 
-    monkeypatch.setattr(host_fill, "_fill", late)
+    monkeypatch.setattr(host_attention, "_fill", late)
     config, folder = EvictionConfig("h2o", ratio=0.3), checkpoint("llama-gqa")[1]
     expected = run(folder, {"prefill_chunk": 16}, config).tokens
     found = run(folder, {**PLACES["streamed"], "prefill_chunk": 16}, config, emulate_gpu="1GiB")
@@ -207,13 +207,13 @@ def test_prompts_are_filled_in_elsewhere_and_no_cache_is_used_before(checkpoint,
 def test_prompts_that_are_larger_than_their_buffers_are_waited_for(checkpoint, monkeypatch) -> None:
     monkeypatch.setattr(block, "prompt_bytes", lambda *sizes, sums: 4096)
     filled: list[str] = []
-    fill = host_fill._fill
+    fill = host_attention._fill
 
     def noted(*what: Any) -> None:
         filled.append(threading.current_thread().name)
         fill(*what)
 
-    monkeypatch.setattr(host_fill, "_fill", noted)
+    monkeypatch.setattr(host_attention, "_fill", noted)
     config, folder = EvictionConfig("h2o", ratio=0.3), checkpoint("opt")[1]
     found = run(folder, {**PLACES["streamed"], "prefill_chunk": 16}, config, emulate_gpu="1GiB")
     assert found.tokens == run(folder, {}, config).tokens
@@ -256,7 +256,7 @@ def test_a_cache_belongs_to_who_fills_it_until_it_is_settled(checkpoint, monkeyp
     def failing(*what: Any) -> None:
         raise ValueError("no more prompts")
 
-    monkeypatch.setattr(host_fill, "_fill", failing)
+    monkeypatch.setattr(host_attention, "_fill", failing)
     with (
         LLM(checkpoint("opt")[1], dtype="float32", policy=HOST, emulate_gpu="1GiB") as llm,
         pytest.raises(ValueError, match="no more prompts"),

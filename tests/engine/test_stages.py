@@ -14,9 +14,9 @@ import pytest
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.engine.execution.transfer import ActivationTransfer
+from h2o_flexgen.engine.execution.stages import ActivationTransfer
 from h2o_flexgen.engine.llm import LLM
-from h2o_flexgen.engine.state.hidden_store import HiddenStore
+from h2o_flexgen.engine.state.backing import HiddenStore
 from h2o_flexgen.errors import PlanError, UsageError
 from tests.tiny import prompts_of
 

@@ -157,7 +157,7 @@ def test_recorded_steps(name: str, policy: str, folder, log: list[str], through_
     assert through_triton.count("step") == LAYERS * (cuda_graphs.PATIENCE + 2)
 
 
-def test_lanes_and_changes(folder, log: list[str]) -> None:
+def test_gpu_batches_and_changes(folder, log: list[str]) -> None:
     """Two GPU batches, rows that leave and others that come: every change ends a recording, and another one is made."""
     prompts, new = prompts_of([9, 4, 7, 3, 6, 5]), [10, 10, 17, 17, 9, 9]
     policy = {"gpu_batch_size": 2, "num_gpu_batches": 2}

@@ -12,7 +12,7 @@ from h2o_flexgen.cache import CacheShape, KVCache, make_policy
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment, chunks_of, segments_of
-from h2o_flexgen.engine.batching.prompt_attention import PrefixPath, PromptAttention
+from h2o_flexgen.engine.execution.attention import PrefixPath, PromptAttention
 from h2o_flexgen.kernels import KeysValues, native, prompt
 from h2o_flexgen.kernels.prompt import keep_prompts
 from h2o_flexgen.kernels.types import PackedPrompts, PackedRow

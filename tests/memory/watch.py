@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from h2o_flexgen.engine.execution import host_attention, host_fill
+from h2o_flexgen.engine.execution import host_attention
 from h2o_flexgen.memory import device_copies
 from h2o_flexgen.memory.disk import DirectFile
 from h2o_flexgen.memory.transfers import Operation, Ticket, Workers, WorkItem, WorkQueue
@@ -130,13 +130,13 @@ def order_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
             attend(attention, parts, answer)
 
     patch.setattr(host_attention, "_attend", attended)
-    fill = host_fill._fill
+    fill = host_attention._fill
 
     def filled(*what: Any) -> None:
         with Computes(device):
             fill(*what)
 
-    patch.setattr(host_fill, "_fill", filled)
+    patch.setattr(host_attention, "_fill", filled)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from h2o_flexgen import LLM, EvictionConfig, OffloadPolicy
-from h2o_flexgen.engine.batching import prompt_attention
+from h2o_flexgen.engine.execution import attention
 from h2o_flexgen.kernels import torch_attention
 from tests.tiny import FAMILIES, make_model, prompts_of, save
 
@@ -89,7 +89,7 @@ def test_what_is_alive_was_allowed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not native:
-        monkeypatch.setattr(prompt_attention, "prefill_attention", torch_attention.prefill_attention)
+        monkeypatch.setattr(attention, "prefill_attention", torch_attention.prefill_attention)
     if mode == "rolling" and FAMILIES[name].family == "opt":
         pytest.skip("learned positions do not roll")
     eviction = EvictionConfig() if mode == "full" else EvictionConfig("h2o", 0.3, rolling_positions=mode == "rolling")

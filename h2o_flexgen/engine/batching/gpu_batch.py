@@ -27,7 +27,7 @@ class AttentionPart(NamedTuple):
 
 @dataclass
 class GpuBatch:
-    """The sequences that go through a unit together. Rows leave and come between two steps, see `Refill`.
+    """The sequences that go through a unit together. Rows leave and come between two steps, see `BatchScheduler`.
 
     In the step of their prompts rows are `fresh`, afterwards they are decode rows. Packed are first one token of each
     decode row, then the fresh prompts one after another, prefixes that they share only once: `hidden` is (tokens,
@@ -60,7 +60,7 @@ class GpuBatch:
         """A step without changes: every row decodes."""
         self.kept, self.fresh, self.segments = None, list[Sequence](), list[PromptSegment]()
         self.decoding, self.prompt_tokens, self.packed = len(self.rows), 0, False
-        self._parts = [AttentionPart(slice(0, self.decoding), self.decoding, None)]
+        self.parts = [AttentionPart(slice(0, self.decoding), self.decoding, None)]
 
     def change(self, kept: list[int], fresh: list[Sequence], segments: list[PromptSegment]) -> None:
         """A step that the rows at the places `kept` and `fresh` ones with their prompts take part in."""
@@ -74,7 +74,7 @@ class GpuBatch:
         planned = [n + (0 if self.rolling else row.steps - 1) for n, row in zip(lengths, fresh, strict=True)]
         self._next = [*(self._next[i] for i in kept), *lengths]
         self._planned = [*(self._planned[i] for i in kept), *planned]
-        self._parts = self._cut()
+        self.parts = self._cut()
 
     @property
     def finished(self) -> bool:
@@ -84,11 +84,6 @@ class GpuBatch:
     def prompt_share(self) -> float:
         """How much of what is in `hidden` now is prompts."""
         return self.prompt_tokens / max(1, self.decoding + self.prompt_tokens)
-
-    @property
-    def parts(self) -> list[AttentionPart]:
-        """What goes through an attention half one after the other."""
-        return self._parts
 
     def take_hidden(self) -> Tensor:
         """The current hidden states, which a unit's forward updates in place; RuntimeError while they are parked."""

@@ -120,20 +120,20 @@ def segments_of(
     equal tokens have equal keys; if not, only long prompts are parted.
     """
     prompts = [ids for batch in batches for ids in batch]
-    home = [index for index, batch in enumerate(batches) for _ in batch]
+    batch_of = [index for index, batch in enumerate(batches) for _ in batch]
     common = [shared_tokens(a, b) if share else 0 for a, b in pairwise(prompts)]
-    out = [_Batch(home.index(index), []) for index in range(len(batches))]
+    out = [_Batch(batch_of.index(index), []) for index in range(len(batches))]
     todo = [(0, len(prompts), 0, 0)]  # rows [low, high) have `past` tokens, in `depth` segments, in common
     while todo:
         low, high, past, depth = todo.pop()
         inside = common[low : high - 1]
         if max(inside, default=0) - past < MIN_SHARED:
-            for rows in _alike(prompts, home, range(low, high)):
-                _add_rows(out[home[rows.start]], rows, len(prompts[rows.start]), past, depth, chunk)
+            for rows in _alike(prompts, batch_of, range(low, high)):
+                _add_rows(out[batch_of[rows.start]], rows, len(prompts[rows.start]), past, depth, chunk)
             continue
         if min(inside) - past >= MIN_SHARED:
             for length in _parts(min(inside) - past, chunk):
-                out[home[low]].add(length, past, depth, range(low, low), low)
+                out[batch_of[low]].add(length, past, depth, range(low, low), low)
                 past, depth = past + length, depth + 1
         parts = _families(_cut(common, low, high, past + MIN_SHARED - 1))
         todo.extend((*part, past, depth) for part in reversed(parts))
@@ -146,9 +146,9 @@ def _families(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [part for run in runs for part in (run if run[0][1] - run[0][0] > 1 else [(run[0][0], run[-1][1])])]
 
 
-def _alike(prompts: Sequence[Sequence[int]], home: Sequence[int], rows: range) -> Iterator[range]:
+def _alike(prompts: Sequence[Sequence[int]], batch_of: Sequence[int], rows: range) -> Iterator[range]:
     """Runs of neighbouring rows of one GPU batch whose prompts have one length."""
-    for _, run in groupby(rows, key=lambda row: (home[row], len(prompts[row]))):
+    for _, run in groupby(rows, key=lambda row: (batch_of[row], len(prompts[row]))):
         members = list(run)
         yield range(members[0], members[-1] + 1)
 

@@ -67,9 +67,9 @@ class BatchScheduler:
     A change of a GPU batch costs at most about one step of it: rows are copied down to close the gaps, which is a read
     and a write of their K and V where a step reads all once, and every layer's books are made anew. A finished row that
     stays costs its share of every step. So a GPU batch changes as soon as finished rows have idled for as many steps,
-    counted over rows, as it has rows: what waiting has cost by then is what the change costs, and nobody who knew
-    the future would have paid less than half of both. Where a SOON-th of the rows is finished, that is at most so many
-    steps away, and it changes at once.
+    counted over rows, as it has rows: what waiting has cost by then is what the change costs, and with the future
+    known no less than half of both would have been paid. Where a SOON-th of the rows is finished, that is at most so
+    many steps away, and it changes at once.
 
     A prefix that the waiting prompts share with those before them is computed anew for every change, so its tokens
     are part of the price. With all rows finished there is nothing to copy and nothing to wait for.
@@ -149,7 +149,7 @@ class BatchScheduler:
 def in_order(sequences: Iterable[Sequence], share_prefixes: bool) -> list[Sequence]:
     """The order in which sequences are run: those that may run longest first, but neighbours where they share a prefix.
 
-    What comes last should be short: while it ends there is nobody to take the places of finished rows. Among rows of
+    What comes last should be short: while it ends no rows are left to take the places of finished ones. Among rows of
     equal steps the longest prompts come first, which shows at once whether memory suffices, makes the estimate of a
     progress bar pessimistic, and lets prompts of one length go through attention together.
     """

@@ -1,20 +1,167 @@
-"""The attention of one tick: decode rows over their cache, prompts over themselves, side by side in one product."""
+"""The attention of one tick: decode rows over their cache, prompts over themselves and the prefixes that they share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.batching.gpu_batch import AttentionPart
-from h2o_flexgen.engine.batching.prompt_attention import PromptAttention
+from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment
 from h2o_flexgen.huge import LARGE
+from h2o_flexgen.kernels import KeysValues, prefill_attention
+from h2o_flexgen.kernels.prompt import packed_attention, takes_packed
 from h2o_flexgen.models.rotary import Angles, rotate_both
 
 
-@dataclass(frozen=True)
+class PrefixKV(NamedTuple):
+    """P earlier tokens in one layer, (kv_heads, P, d): as attention reads them, and the keys as a cache stores them.
+
+    `sums` (kv_heads, P) float32: the attention these tokens have received from each other, where it is wanted.
+    """
+
+    seen: KeysValues
+    stored_k: Tensor
+    sums: Tensor | None
+
+    @property
+    def stored(self) -> KeysValues:
+        return KeysValues(self.stored_k, self.seen.v)
+
+
+class PrefixPath:
+    """The segments between a prompt's beginning and the one that is computed now, in one layer.
+
+    Segments come depth first, so that a path and the same tokens in one piece are all that ever exists: twice the keys
+    and values of one prompt. It belongs to one block, and passes from GPU batch to GPU batch and from layer to layer.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: list[PrefixKV] = []
+        self._joined: tuple[int, PrefixKV] | None = None
+
+    def before(self, depth: int) -> PrefixKV | None:
+        """What the first `depth` segments hold; everything after them is forgotten."""
+        del self._pieces[depth:]
+        if depth == 0:
+            self._joined = None
+            return None
+        if self._joined is None or self._joined[0] != depth:
+            self._joined = depth, self._join()
+        return self._joined[1]
+
+    def push(self, piece: PrefixKV) -> None:
+        """The next segment's own tokens; its sums are of the whole path."""
+        self._pieces.append(piece)
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self._pieces.clear()
+        self._joined = None
+
+    def _join(self) -> PrefixKV:
+        if len(self._pieces) == 1:
+            return self._pieces[0]
+        k, v = (torch.cat([piece.seen[i] for piece in self._pieces], dim=1) for i in (0, 1))
+        rotated = self._pieces[0].stored_k is not self._pieces[0].seen.k
+        stored = torch.cat([piece.stored_k for piece in self._pieces], dim=1) if rotated else k
+        return PrefixKV(KeysValues(k, v), stored, self._pieces[-1].sums)
+
+
+Fill = Callable[[list[int], Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None], None]
+"""`KVCache.fill` of rows, k, v, column sums and past, from tensors where they were computed."""
+
+
+@dataclass
+class PromptAttention:
+    """Attention of one layer for the prompts that are new in one GPU batch, chunk by chunk.
+
+    Every prompt is pruned into `cache` as soon as its last segment is through: no full-length KV outlives that, but for
+    the path. `column_sums`: whether any cache of the block wants them in this layer. With `rolling`, the cache gets
+    keys that are not rotated.
+    """
+
+    cache: KVCache
+    path: PrefixPath
+    scale: float
+    column_sums: bool
+    window: int | None = None
+    rolling: bool = False
+    fill: Fill | None = None
+    """What fills the cache while something else is computed; None: that is done here."""
+
+    def chunk(self, chunk: PromptChunk, angles: Angles | None, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
+        """q (t, heads, d), k and v (t, kv_heads, d) of the chunk's packed tokens: the mixed values go to `out`, like q.
+
+        angles: of all packed prompts.
+        """
+        q, k, v = qkv
+        stored_k = k
+        if angles is not None:
+            angles = Angles(*(part[chunk.start : chunk.stop] for part in angles))
+            q, k = rotate_both(q, k, angles)
+        stored_k = stored_k if self.rolling else k
+        self.path.before(chunk.segments[0].depth)
+        for segment in self._packed(chunk, (q, k, v), stored_k, out):
+            span = slice(segment.start - chunk.start, segment.stop - chunk.start)
+            self._segment(segment, [t[span] for t in (q, k, v, stored_k)], out[span])
+
+    def _packed(
+        self, chunk: PromptChunk, qkv: tuple[Tensor, Tensor, Tensor], stored_k: Tensor, out: Tensor
+    ) -> Sequence[PromptSegment]:
+        """Whole prompts that follow no path, all at once where there are kernels for that; the segments that are left.
+
+        There are as many lengths and budgets as prompts, and many prompts are short: segment by segment, what is around
+        the kernels takes longer than these.
+        """
+        alone = [segment for segment in chunk.segments if segment.rows and not segment.depth]
+        spans = list[tuple[int, int, int]]()
+        for segment in alone:
+            first = segment.start - chunk.start
+            spans.extend((row, first + i * segment.length, segment.length) for i, row in enumerate(segment.rows))
+        prompts = self.cache.packing(spans) if alone and self.fill is None else None
+        if prompts is None or not takes_packed(*qkv, self.scale, prompts):
+            return chunk.segments
+        wanted = self.cache.wants_column_sums
+        sums = packed_attention(qkv, prompts, self.scale, wanted, out, window=self.window)
+        self.cache.fill_packed(prompts, stored_k, qkv[2], sums)
+        return [segment for segment in chunk.segments if not segment.rows or segment.depth]
+
+    def _segment(self, segment: PromptSegment, packed: list[Tensor], out: Tensor) -> None:
+        rows = max(1, len(segment.rows))
+        q, k, v, stored_k = (t.unflatten(0, (rows, segment.length)).transpose(1, 2) for t in packed)
+        past = self.path.before(segment.depth)
+        seen = None if past is None else past.seen
+        mixed, sums = prefill_attention(q, k, v, self.scale, self.column_sums, past=seen, window=self.window)
+        out.copy_(mixed.transpose(1, 2).flatten(0, 1))
+        if past is not None and sums is not None and past.sums is not None:
+            sums[..., : segment.past] += past.sums
+        if segment.rows:
+            self._fill(segment, stored_k, v, past, sums)
+        else:
+            own = KeysValues(k[0].contiguous(), v[0].contiguous())
+            stored = stored_k[0].contiguous() if self.rolling else own.k
+            self.path.push(PrefixKV(own, stored, None if sums is None else sums[0]))
+
+    def _fill(self, segment: PromptSegment, k: Tensor, v: Tensor, past: PrefixKV | None, sums: Tensor | None) -> None:
+        place, rows = self.cache.device, list(segment.rows)
+        sums = sums if self.cache.wants_column_sums else None
+        if self.fill is not None:
+            self.fill(rows, k, v, sums, None if past is None else (past.stored.k, past.stored.v))
+            return
+        sums = None if sums is None else sums.to(place)
+        if past is None:
+            self.cache.fill(rows, k.to(place), v.to(place), sums)
+        else:
+            earlier = tuple(t.to(place) for t in past.stored)
+            self.cache.fill(rows, k.to(place), v.to(place), sums, past=(earlier[0], earlier[1]))
+
+
+@dataclass
 class TickAttention:
     """Attention of one layer for one GPU batch; called by the decoder, part by part.
 
@@ -34,19 +181,19 @@ class TickAttention:
         """q (t, heads, d), k and v (t, kv_heads, d) of the part's tokens to the mixed values (t, heads, d)."""
         rows = part.rows
         if part.chunk is None:
-            return self._decode(q, k, v)
+            return self.decode(q, k, v)
         if q.is_cuda:
             out = torch.empty_like(q, memory_format=torch.contiguous_format)
         else:
             out = LARGE.empty(*q.shape, dtype=q.dtype)
         if rows:
-            out[:rows] = self._decode(q[:rows], k[:rows], v[:rows])
+            out[:rows] = self.decode(q[:rows], k[:rows], v[:rows])
         if self.prompts is None:
             raise RuntimeError("prompts are in hand, and no cache to fill from them")
         self.prompts.chunk(part.chunk, self.prompt_angles, (q[rows:], k[rows:], v[rows:]), out[rows:])
         return out
 
-    def _decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One decode step where the cache lives; the new tokens' q, k, v go there and the answer comes back."""
         q, k, v = self.turned(q, k, v)
         if self.cache is None or self.cache.device == q.device:

@@ -11,14 +11,11 @@ import torch
 
 from h2o_flexgen.cache.eviction.base import EvictionPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape
-from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
+from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.scheduler import BatchScheduler, WaitingQueue
-from h2o_flexgen.engine.execution.executor import ExecutionContext, Executor
-from h2o_flexgen.engine.execution.finite import FiniteCheck
-from h2o_flexgen.engine.execution.host_attention import HostAttention
-from h2o_flexgen.engine.execution.host_fill import HostFill
-from h2o_flexgen.engine.execution.stages import BlockSize, Stage, open_stages
+from h2o_flexgen.engine.execution.executor import Executor, FiniteCheck
+from h2o_flexgen.engine.execution.stages import Stage, open_stages
 from h2o_flexgen.engine.limits.devices import return_free_pages
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.metrics.recorder import BlockTotals
@@ -26,29 +23,25 @@ from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.metrics.work_counter import WorkCounter
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.sampling.sampler import Sampler
-from h2o_flexgen.engine.state.kv_store import CacheMaker, CacheStore, Place
+from h2o_flexgen.engine.state.kv_store import CacheMaker, Place
 from h2o_flexgen.engine.state.loader import LoadedStage
-from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.host_attention import prompt_bytes
 from h2o_flexgen.schedule.pipeline import pipeline
-from h2o_flexgen.schedule.tasks import ScheduleShape, Tick, WholeStep, groups_of
+from h2o_flexgen.schedule.tasks import ScheduleShape, Tick, groups_of
 from h2o_flexgen.schedule.zigzag import zigzag
 
 
 @dataclass
 class BlockRunner:
-    """Runs blocks one after another on loaded weights. Owns nothing but the totals."""
+    """Runs blocks one after another on loaded weights. Owns nothing but the counts of its progress."""
 
-    spec: ModelSpec
     decoder: Decoder
     stages: tuple[LoadedStage, ...]
     eviction: EvictionPolicy
     sampler: Sampler
     trace: Trace
-    dtype: str
     check_finite: bool = False
-    rolling: bool = False
     share_prefixes: bool = True
     on_tokens: Callable[[int], None] = lambda tokens: None
     """Called before every step with the tokens so far; a finished sequence counts as all it asked for."""
@@ -61,51 +54,55 @@ class BlockRunner:
     """Prompt tokens times the layer halves that they have been through."""
 
     def run(
-        self,
-        plan: Plan,
-        rows: list[list[Sequence]],
-        totals: BlockTotals,
-        waiting: WaitingQueue | None = None,
+        self, plan: Plan, rows: list[list[Sequence]], totals: BlockTotals, waiting: WaitingQueue | None = None
     ) -> Generator[Sequence]:
         """Runs `rows` (one list per GPU batch); yields sequences as they finish. Leaves nothing behind.
 
         Rows of `waiting` take the places of finished ones, and leave the queue when they do; some may be left in it.
         """
         waiting = WaitingQueue() if waiting is None else waiting
-        device, chunk = self.stages[0].device, plan.policy.chunk
-        gpu_batches = [GpuBatch(index, chunk, device, self.rolling) for index in range(len(rows))]
-        shapes, maker = self._shapes(plan, rows, waiting)
+        device, chunk, rolling = self.stages[0].device, plan.policy.chunk, plan.request.eviction.rolling_positions
+        gpu_batches = [GpuBatch(index, chunk, device, rolling) for index in range(len(rows))]
+        maker = self._maker(plan, rows, waiting)
         steps = waiting.steps + max(row.steps for gpu_batch in rows for row in gpu_batch)
         groups = groups_of(len(rows), len(self.stages))
-        refills = [
-            BatchScheduler(
-                [gpu_batches[i] for i in group], [rows[i] for i in group], waiting, chunk, self.share_prefixes
-            )
-            for group in groups
+        together = [[gpu_batches[i] for i in group] for group in groups]
+        schedulers = [
+            BatchScheduler(members, [rows[each.index] for each in members], waiting, chunk, self.share_prefixes)
+            for members in together
         ]
         with ExitStack() as stack:
             stack.callback(self._reset)
-            size = self._size(shapes, gpu_batches, waiting.longest_prompt * len(rows[0]), groups)
-            beside = partial(self._beside, plan, rows, waiting)
-            stages = open_stages(plan, self.stages, self.spec, size, beside, stack)
+            stages = self._open_stages(plan, rows, waiting, maker, gpu_batches, groups, stack)
             # Whatever is still under way writes to buffers and files that go then; its errors no longer matter.
             stack.callback(self._drain)
-            together = [[gpu_batches[i] for i in group] for group in groups]
-            machinery = self._context(plan, stages, maker)
-            executor = Executor(machinery, together, partial(self._prompts_through, totals))
+            executor = Executor(
+                self.decoder,
+                stages,
+                maker,
+                together,
+                self.sampler,
+                self.trace,
+                partial(self._prompts_through, totals),
+                overlap=plan.policy.overlap,
+                finite=FiniteCheck() if self.check_finite else None,
+                rolling=rolling,
+            )
+            stack.callback(executor.close)
             totals.kv_bytes = max(totals.kv_bytes, sum(stage.caches.nbytes for stage in stages))
-            shape = self._shape(plan, steps, stages, len(gpu_batches))
-            tally = WorkCounter(self.spec, plan, totals.work)
+            counter = WorkCounter(self.decoder.spec, plan, totals.work)
+            ticks = self._ticks(self._shape(plan, steps, stages, len(rows)), schedulers, gpu_batches, counter, executor)
             try:
-                for row in executor.run(self._ticks(shape, refills, gpu_batches, tally, executor.whole)):
-                    self._count_row(row, totals)
-                    tally.finished(row)
-                    yield row
+                while finished := executor.advance(ticks):
+                    for row in finished:
+                        self._count_row(row, totals)
+                        counter.finished(row)
+                        yield row
             finally:
                 # Of a block that failed, too: what was computed in vain took its time.
                 totals.prefill_seconds += executor.prefill_seconds
                 totals.decode_seconds += executor.decode_seconds
-                totals.graph_launches += executor.replayed
+                totals.graph_launches += executor.graph_launches
                 totals.not_recorded = totals.not_recorded or executor.not_recorded
 
     def _drain(self) -> None:
@@ -119,28 +116,28 @@ class BlockRunner:
     def _ticks(
         self,
         shape: ScheduleShape,
-        refills: list[BatchScheduler],
+        schedulers: list[BatchScheduler],
         gpu_batches: list[GpuBatch],
-        tally: WorkCounter,
-        whole: WholeStep,
+        counter: WorkCounter,
+        executor: Executor,
     ) -> Iterator[Tick]:
         def active(step: int, group: int = 0) -> list[int]:
             going = (row for gpu_batch in gpu_batches for row in gpu_batch.rows if not row.finished)
             self.on_tokens(self.finished_tokens + sum(row.steps - row.remaining for row in going))
             if step == 0:
                 self._tell_prompts()
-            indices = refills[group].active(step)
+            indices = schedulers[group].active(step)
             if indices:
-                tally.step([gpu_batches[index] for index in indices])
+                counter.step([gpu_batches[index] for index in indices])
             return indices
 
         if len(shape.stages) == 1:
-            return zigzag(shape, active, refills[0].last, whole)
-        return pipeline(shape, active, lambda step, group: refills[group].last(step))
+            return zigzag(shape, active, schedulers[0].last, executor.whole)
+        return pipeline(shape, active, lambda step, group: schedulers[group].last(step))
 
     def _shape(self, plan: Plan, steps: int, stages: list[Stage], batches: int) -> ScheduleShape:
         return ScheduleShape(
-            units=self.spec.units,
+            units=self.decoder.spec.units,
             num_steps=steps,
             num_batches=batches,
             streamed=frozenset().union(*(stage.loaded.weights.streamed for stage in stages)),
@@ -151,76 +148,54 @@ class BlockRunner:
             stages=tuple(stage.loaded.units for stage in stages),
         )
 
-    def _context(self, plan: Plan, stages: list[Stage], maker: CacheMaker) -> ExecutionContext:
-        return ExecutionContext(
-            self.decoder,
-            stages,
-            maker,
-            self.sampler,
-            self.trace,
-            plan.policy.overlap,
-            FiniteCheck() if self.check_finite else None,
-            self.rolling,
-        )
+    def _maker(self, plan: Plan, rows: list[list[Sequence]], waiting: WaitingQueue) -> CacheMaker:
+        """Makes the caches of each (layer, GPU batch), with room for all rows that may come into it."""
+        spec = self.decoder.spec
+        units = [(spec.units[unit], stage) for stage in self.stages for unit in stage.units]
+        at = {unit.layer: stage.device for unit, stage in units if unit.kind == "attn"}
+        shapes, devices = dict[Place, CacheShape](), dict[Place, torch.device]()
+        for layer in range(spec.num_layers):
+            window = spec.arch.window_of(layer)
+            later = waiting.slots(window)
+            for gpu_batch, first in enumerate(rows):
+                budgets = [row.budget.within(window) for row in first]
+                shape = CacheShape.of(budgets, spec.num_kv_heads, spec.head_dim)
+                shapes[layer, gpu_batch] = replace(shape, capacity=max(shape.capacity, later))
+                on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"
+                devices[layer, gpu_batch] = torch.device("cpu") if on_cpu else at[layer]
+        return CacheMaker(spec, self.eviction, shapes, devices)
 
-    def _host_attention(self, stage: LoadedStage, number: int, caches: CacheStore) -> HostAttention | None:
-        """What attends to a stage's caches in host memory beside its GPU."""
-        dtype, streamed = torch_dtype(self.dtype), stage.weights.streamed
-        places = caches.on_host
-        return HostAttention(stage.tiers, stage.copies, self.decoder, self.trace, places, dtype, streamed, number)
-
-    def _host_fill(self, plan: Plan, rows: list[list[Sequence]], waiting: WaitingQueue, stage: LoadedStage) -> HostFill:
-        """What fills a stage's caches in host memory beside its GPU."""
-        longest = max(waiting.longest_prompt, *(len(row.prompt_ids) for gpu_batch in rows for row in gpu_batch))
-        sums, places = self.eviction.statistic == "column_sums", len(rows[0])
-        nbytes = prompt_bytes(self.spec, self.dtype, places, longest, plan.policy.chunk, sums=sums)
-        return HostFill(stage.tiers, stage.copies, nbytes)
-
-    def _beside(
+    def _open_stages(
         self,
         plan: Plan,
         rows: list[list[Sequence]],
         waiting: WaitingQueue,
-        stage: LoadedStage,
-        number: int,
-        caches: CacheStore,
-    ) -> tuple[HostAttention | None, HostFill | None]:
-        """What the host does for a stage while its GPU goes on."""
-        if not plan.policy.overlap or not caches.on_host:
-            return None, None
-        # Only where other GPU batches are computed meanwhile, and nobody looks at single units.
-        attends = len(rows) > 1 and not self.check_finite
-        host = self._host_attention(stage, number, caches) if attends else None
-        return host, self._host_fill(plan, rows, waiting, stage)
-
-    def _shapes(
-        self, plan: Plan, rows: list[list[Sequence]], waiting: WaitingQueue
-    ) -> tuple[dict[Place, CacheShape], CacheMaker]:
-        """The K and V of each (layer, GPU batch), for all rows that may come into it, and what makes caches in them."""
-        spec = self.spec
-        slots, devices = dict[Place, int](), dict[Place, torch.device]()
-        units = [(self.spec.units[unit], stage) for stage in self.stages for unit in stage.units]
-        at = {unit.layer: stage.device for unit, stage in units if unit.kind == "attn"}
-        maker = CacheMaker(spec, self.eviction, slots, devices)
-        shapes = {}
-        for layer in range(spec.num_layers):
-            later = waiting.slots(spec.arch.window_of(layer))
-            for gpu_batch, first in enumerate(rows):
-                shape = CacheShape.of(maker.budgets(layer, first), spec.num_kv_heads, spec.head_dim)
-                slots[layer, gpu_batch] = max(shape.capacity, later)
-                shapes[layer, gpu_batch] = replace(shape, capacity=slots[layer, gpu_batch])
-                on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"
-                devices[layer, gpu_batch] = torch.device("cpu") if on_cpu else at[layer]
-        return shapes, maker
-
-    def _size(
-        self, shapes: dict[Place, CacheShape], gpu_batches: list[GpuBatch], most_tokens: int, groups: tuple[range, ...]
-    ) -> BlockSize:
-        """`most_tokens`: of a GPU batch in any step but the first."""
-        nbytes = self.spec.hidden_bytes(
-            max(most_tokens, *(gpu_batch.prompt_tokens for gpu_batch in gpu_batches)), self.dtype
+        maker: CacheMaker,
+        gpu_batches: list[GpuBatch],
+        groups: tuple[range, ...],
+        stack: ExitStack,
+    ) -> list[Stage]:
+        spec, dtype, places = self.decoder.spec, plan.request.dtype, len(rows[0])
+        # Of a GPU batch in any later step, and in the first.
+        tokens = max(waiting.longest_prompt * places, *(gpu_batch.prompt_tokens for gpu_batch in gpu_batches))
+        prompt_room = 0
+        if plan.policy.overlap:
+            longest = max(waiting.longest_prompt, *(len(row.prompt_ids) for each in rows for row in each))
+            sums = self.eviction.statistic == "column_sums"
+            prompt_room = prompt_bytes(spec, dtype, places, longest, plan.policy.chunk, sums=sums)
+        return open_stages(
+            plan,
+            self.stages,
+            self.decoder,
+            self.trace,
+            maker.shapes,
+            spec.hidden_bytes(tokens, dtype),
+            groups,
+            prompt_room,
+            # Only where other GPU batches are computed meanwhile, and no single units are looked at.
+            attends=len(rows) > 1 and not self.check_finite,
+            stack=stack,
         )
-        return BlockSize(shapes, nbytes, torch_dtype(self.dtype), groups)
 
     def _prompts_through(self, totals: BlockTotals, gpu_batch: GpuBatch, unit: UnitSpec) -> None:
         """The prompts of a GPU batch have been through a unit; after the last they count, and their activations are not
@@ -235,7 +210,7 @@ class BlockRunner:
         totals.computed_prompt_tokens += gpu_batch.segments[-1].stop + sum(len(row.fed) for row in gpu_batch.fresh)
 
     def _tell_prompts(self) -> None:
-        self.on_prompts(self.prompt_halves // (2 * self.spec.num_layers))
+        self.on_prompts(self.prompt_halves // (2 * self.decoder.spec.num_layers))
 
     def _count_row(self, row: Sequence, totals: BlockTotals) -> None:
         self.finished_tokens += row.steps

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: recorded once, then launched by one call instead of some thousand.
 
 A recorded step ends by making the inputs of the next one. Where all rows take their likeliest tokens, the next step is
-launched before anybody has looked at the tokens of the one before, so that the GPU never waits for the host. A row that
-turns out to be finished then idles for one step: its GPU batch changes a step later, and no other row sees a
+launched before the host has looked at the tokens of the one before, so that the GPU never waits for the host. A row
+that turns out to be finished then idles for one step: its GPU batch changes a step later, and no other row sees a
 difference.
 
 A step can be recorded where all it touches stays in one place: weights, caches and hidden states on the GPU, the rows
@@ -50,7 +50,7 @@ Run = Callable[[], Result]
 
 
 Launched = Tensor | Callable[[], tuple[list[float], list[int]]]
-"""What is known of a step that was launched as a whole: its logits, which are the caller's; or, where nobody asks for
+"""What is known of a step that was launched as a whole: its logits, which are the caller's; or, where no row asks for
 them, what waits for the largest ones and their tokens."""
 
 
@@ -74,7 +74,7 @@ class Recording(Protocol):
 
 
 class GraphMemory:
-    """Memory that the graphs of one block share on a device: they run one after the other, and nobody reads a result
+    """Memory that the graphs of one block share on a device: they run one after the other, and no result is read
     after another one has started. A graph is in it from its recording until it is closed."""
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ class _Steady:
     launched: int = 0
     """Steps that `caches` are yet to be told of."""
     under_way: deque[Read] = field(default_factory=deque)
-    """The likeliest tokens of steps that nobody has looked at: two steps at most."""
+    """The likeliest tokens of steps that the host has not looked at: two steps at most."""
     next_tokens: list[int] | None = None
     """What the device goes on with, where that is known."""
 
@@ -200,7 +200,7 @@ class DecodeGraphs:
         self._cold = True
         self.failure: str | None = None
         """Why a step could not be recorded; no other is tried then."""
-        self.replayed = 0
+        self.launches = 0
         """Steps that were launched as a whole."""
 
     def step(self, gpu_batch: GpuBatch) -> Launched | None:
@@ -222,7 +222,7 @@ class DecodeGraphs:
                 gpu_batch.inputs()
             self._launch(gpu_batch, steady)
         if not all(row.finished or row.takes_likeliest for row in gpu_batch.rows):
-            # A row of logits may be kept by whoever asked for it, and the next GPU batch's step may write over them.
+            # The caller may keep a row of logits, and the next GPU batch's step may write over them.
             steady.under_way.clear()
             steady.next_tokens = None
             return steady.result.logits.clone()
@@ -295,7 +295,7 @@ class DecodeGraphs:
         # At once: GPU batches share the memory of their results.
         steady.under_way.append(recording.fetch(result.likeliest))
         steady.launched += 1
-        self.replayed += 1
+        self.launches += 1
 
     def _read(self, steady: _Steady, read: Read) -> tuple[list[float], list[int]]:
         best, tokens = read().view(2, -1)

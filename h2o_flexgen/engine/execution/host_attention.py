@@ -1,13 +1,14 @@
-"""Decode attention over caches in host memory, while the GPU computes other GPU batches: see `schedule.host_attention`.
+"""Caches in host memory beside a GPU: their decode attention and their prompts, while the GPU computes other things.
 
 Queries, keys and values of a GPU batch go down beside what is computed, a thread attends to them, and the answer goes
-up when somebody needs the hidden states: among what is computed, not behind weights that are queued on their way up.
+up when the hidden states are needed: among what is computed, not behind weights that are queued on their way up. The
+same thread fills the caches with prompts. See `schedule.host_attention`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -15,20 +16,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.config.model.tensors import TENSOR_ALIGN, round_up
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.execution.attention import TickAttention
 from h2o_flexgen.engine.metrics.trace import Trace
-from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.engine.state.backing import BufferCycle, typed
+from h2o_flexgen.engine.state.kv_store import BatchCache, Place
+from h2o_flexgen.memory.copies import CopyEngine, Ticket
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
-from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.models.decoder import Decoder, Weights
-from h2o_flexgen.schedule.host_attention import HOST_ATTENTION, answer_bytes, is_output, output_bytes, query_bytes
+from h2o_flexgen.schedule.host_attention import (
+    FILL_BUFFERS,
+    HOST_ATTENTION,
+    answer_bytes,
+    is_output,
+    output_bytes,
+    query_bytes,
+)
 from h2o_flexgen.schedule.tasks import Task
-
-Place = tuple[int, int]  # (layer, GPU batch)
 
 
 class _Desk(NamedTuple):
@@ -52,12 +60,12 @@ class _Late:
 
 
 class HostAttention:
-    """The decode attention of one block's caches in host memory. Called by the executor in schedule order.
+    """Works on one block's caches in host memory, on a thread of its own. Called by the executor in schedule order.
 
-    `begin` computes the first half of a unit for a GPU batch, `finish` the second, before anybody looks at the GPU
-    batch's hidden states. Between them the cache belongs to the thread that attends, and the hidden states are not
-    parked. Where the weights of the unit go in between, `keep` copies those that the second half needs. What fails on
-    the thread is raised by `finish`.
+    `begin` computes the first half of a unit for a GPU batch, `finish` the second, before the GPU batch's hidden states
+    are read. Between them the cache belongs to the thread, and the hidden states are not parked. Where the weights of
+    the unit go in between, `keep` copies those that the second half needs. What fails on the thread is raised by
+    `finish`. A cache that `fill` was called for belongs to the thread, too, until `BatchCache.settled`.
     """
 
     def __init__(
@@ -69,10 +77,12 @@ class HostAttention:
         places: Mapping[Place, int],
         dtype: torch.dtype,
         streamed: frozenset[str],
+        prompt_room: int,
         stage: int = 0,
     ) -> None:
-        """`places`: the rows of each (layer, GPU batch) whose cache is attended to here; `streamed`: the weight groups
-        that do not stay; `stage`: the number of the one that computes the rest."""
+        """`places`: the rows of each (layer, GPU batch) whose decode attention is computed here; `streamed`: the weight
+        groups that do not stay; `prompt_room`: bytes of the prompts that are filled in at once, larger ones are waited
+        for; `stage`: the number of the one that computes the rest."""
         self.places, self._stage = frozenset(places), stage
         self._copies, self._decoder, self._trace, self._dtype = copies, decoder, trace, dtype
         spec, name, compute = decoder.spec, str(dtype).removeprefix("torch."), tiers.compute
@@ -80,13 +90,17 @@ class HostAttention:
         self._down, self._up = f"{compute.name}->cpu", f"cpu->{compute.name}"
         self._late: dict[int, _Late] = {}
         with ExitStack() as stack:
+            both = (compute, tiers.cpu)
+            self._prompts = stack.enter_context(
+                closing(BufferCycle(both, prompt_room, FILL_BUFFERS, "prompts for the cpu"))
+            )
             self._desks: dict[int, _Desk] = {}
             for gpu_batch, rows in sorted({gpu_batch: rows for (_, gpu_batch), rows in places.items()}.items()):
                 sizes = query_bytes(spec, rows, name), answer_bytes(spec, rows, name)
                 tensors = [
                     stack.enter_context(tier.allocate(nbytes, "queries for the cpu", Pin.FIRST)).tensor
                     for nbytes in sizes
-                    for tier in (compute, tiers.cpu)
+                    for tier in both
                 ]
                 self._desks[gpu_batch] = _Desk(*tensors)
             nbytes = _most_output_bytes(spec, name, {layer for layer, _ in places}, streamed)
@@ -137,15 +151,42 @@ class HostAttention:
         waiting = [late for late in self._late.values() if late.unit.weights == key]
         if not waiting:
             return
-        kept: dict[str, Tensor] = {}
-        start = 0
-        for name, tensor in waiting[0].weights.items():
-            if is_output(name):
-                nbytes = tensor.numel() * tensor.element_size()
-                kept[name] = self._kept[start : start + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-                start += round_up(nbytes, TENSOR_ALIGN)
+        output = {name: tensor for name, tensor in waiting[0].weights.items() if is_output(name)}
+        kept = _packed(self._kept, list(output.values()))
+        for copy, tensor in zip(kept, output.values(), strict=True):
+            copy.copy_(tensor)
         for late in waiting:
-            late.weights = kept
+            late.weights = dict(zip(output, kept, strict=True))
+
+    def fill(
+        self,
+        cache: BatchCache,
+        rows: list[int],
+        k: Tensor,
+        v: Tensor,
+        sums: Tensor | None,
+        past: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        """`KVCache.fill` of the fresh rows of `cache`, from tensors where they were computed."""
+        if cache.fresh is None:
+            raise RuntimeError("prompts are in hand, and no cache to fill from them")
+        tensors = [k, v, *(past or ()), *(() if sums is None else (sums,))]
+        fill = partial(_fill, cache.fresh, rows, past is not None)
+        used = _extent(tensors)
+        if used > self._prompts.nbytes:
+            if cache.filling is not None:
+                cache.filling.wait()
+            fill([tensor.to(cache.fresh.device) for tensor in tensors])
+            return
+        (here, there), busy = self._prompts.take()
+        if busy is not None:
+            busy.wait()
+        for packed, tensor in zip(_packed(here, tensors), tensors, strict=True):
+            packed.copy_(tensor)
+        down = self._copies.copy(there[:used], here[:used], self._down, label="prompts")
+        arrived = partial(fill, _packed(there, tensors))
+        cache.filling = self._copies.run(arrived, HOST_ATTENTION, after=(down, cache.filling))
+        self._prompts.until(cache.filling)
 
     def close(self) -> None:
         """Gives all memory back. Nothing may be under way."""
@@ -153,14 +194,36 @@ class HostAttention:
         self._resources.close()
 
     def _view(self, flat: Tensor, rows: int, heads: int) -> Tensor:
-        shape = (rows, heads, self._decoder.spec.head_dim)
-        return flat[: rows * heads * shape[2] * self._dtype.itemsize].view(self._dtype).view(shape)
+        return typed(flat, torch.Size((rows, heads, self._decoder.spec.head_dim)), self._dtype)
 
 
 def _attend(attention: TickAttention, parts: list[Tensor], answer: Tensor) -> None:
-    """On the thread that attends. `parts`: q, k and v."""
+    """On the thread. `parts`: q, k and v."""
     with torch.inference_mode():
         answer.copy_(attention.attend(*parts))
+
+
+def _fill(cache: KVCache, rows: list[int], followed: bool, tensors: list[Tensor]) -> None:
+    """On the thread. `tensors`: K and V, those of what they follow if anything is `followed`, perhaps column sums."""
+    k, v, *rest = tensors
+    past = (rest.pop(0), rest.pop(0)) if followed else None
+    with torch.inference_mode():
+        cache.fill(rows, k, v, rest[0] if rest else None, past=past)
+
+
+def _packed(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """Places for tensors like these in a flat uint8 buffer, one behind the other."""
+    places, start = [], 0
+    for tensor in like:
+        places.append(typed(flat[start:], tensor.shape, tensor.dtype))
+        start += round_up(tensor.numel() * tensor.itemsize, TENSOR_ALIGN)
+    return places
+
+
+def _extent(tensors: list[Tensor]) -> int:
+    """The bytes that `_packed` uses of its buffer."""
+    *others, last = (tensor.numel() * tensor.itemsize for tensor in tensors)
+    return sum(round_up(nbytes, TENSOR_ALIGN) for nbytes in others) + last
 
 
 def _most_output_bytes(spec: ModelSpec, dtype: str, layers: set[int], streamed: frozenset[str]) -> int:

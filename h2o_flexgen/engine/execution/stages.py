@@ -1,36 +1,86 @@
-"""The devices of an engine: what each holds from its loading on, and what it has of a block."""
+"""The devices of an engine: what each holds from its loading on and of a block, and what passes between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from h2o_flexgen.cache.kv_cache import CacheShape
-from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.execution.host_attention import HostAttention
-from h2o_flexgen.engine.execution.host_fill import HostFill
-from h2o_flexgen.engine.execution.transfer import ActivationTransfer
 from h2o_flexgen.engine.limits.plan import Plan
-from h2o_flexgen.engine.state.hidden_store import HiddenStore
+from h2o_flexgen.engine.metrics.trace import Trace
+from h2o_flexgen.engine.state.backing import BufferCycle, HiddenStore, typed
 from h2o_flexgen.engine.state.kv_store import CacheStore, Place
 from h2o_flexgen.engine.state.loader import LoadedStage
-from h2o_flexgen.schedule.stage_footprint import most_arrivals
+from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.handle import page_ceil, torch_dtype
+from h2o_flexgen.memory.tiers import Tiers
+from h2o_flexgen.models.decoder import Decoder
+from h2o_flexgen.schedule.stage_footprint import LEAVING, most_arrivals
 
 
-class BlockSize(NamedTuple):
-    """What the stores of a block are made for: K and V of each (layer, GPU batch), the bytes of the largest hidden
-    states, the dtype, and the GPU batches that go through a stage together."""
+class _Arrival(NamedTuple):
+    """Hidden states of `shape` in a buffer, once `ticket` is done."""
 
-    shapes: Mapping[Place, CacheShape]
-    hidden_bytes: int
-    dtype: torch.dtype
-    groups: tuple[range, ...]
+    buffer: Tensor
+    ticket: Ticket
+    shape: torch.Size
+
+
+class ActivationTransfer:
+    """Between two neighbours of a pipeline. `send` and `receive` are called by the executor in schedule order.
+
+    Hidden states are copied into a buffer of the sender, from there into one of the receiver, and out of that when the
+    receiver computes the GPU batch: both devices go on computing, and neither knows what the other's allocator does.
+    """
+
+    def __init__(
+        self, sender: Tiers, receiver: Tiers, copies: CopyEngine, nbytes: int, landings: int, dtype: torch.dtype
+    ) -> None:
+        """`copies`: the receiver's; `nbytes`: of the largest hidden states; `landings`: how many wait at most."""
+        self._sender, self._copies, self._dtype = sender.accelerator, copies, dtype
+        size, what = page_ceil(nbytes), "hidden states between GPUs"
+        with ExitStack() as stack:
+            self._leaving = stack.enter_context(closing(BufferCycle((sender.compute,), size, LEAVING, what)))
+            landing = (stack.enter_context(receiver.compute.allocate(size, what)) for _ in range(landings))
+            self._landing = deque(buffer.tensor for buffer in landing)
+            self._resources = stack.pop_all()
+        self._arrivals: dict[int, _Arrival] = {}
+
+    def send(self, gpu_batch: GpuBatch) -> None:
+        """Starts moving the GPU batch's hidden states; the sender's copy is dropped."""
+        hidden = gpu_batch.take_hidden()
+        (buffer,), before = self._leaving.take()
+        if before is not None:
+            before.wait_on_device(self._sender)
+        typed(buffer, hidden.shape, self._dtype).copy_(hidden)
+        landing, nbytes = self._landing.popleft(), hidden.numel() * hidden.itemsize
+        ticket = self._copies.copy(landing[:nbytes], buffer[:nbytes], "gpu->gpu", sender=self._sender)
+        self._leaving.until(ticket)
+        self._arrivals[gpu_batch.index] = _Arrival(landing, ticket, hidden.shape)
+        gpu_batch.hidden = None
+
+    def receive(self, gpu_batch: GpuBatch) -> None:
+        """Makes the GPU batch's hidden states valid on the receiver, for what is computed from now on."""
+        buffer, ticket, shape = self._arrivals.pop(gpu_batch.index)
+        ticket.wait_on_device()
+        gpu_batch.hidden = typed(buffer, shape, self._dtype).clone()
+        # Whatever lands there next starts behind this: a copy waits for what was computed when it was asked for.
+        self._landing.append(buffer)
+
+    def close(self) -> None:
+        """Gives all memory back. No copy may be under way."""
+        self._arrivals.clear()
+        self._landing.clear()
+        self._resources.close()
 
 
 @dataclass(frozen=True)
@@ -46,12 +96,10 @@ class Stage:
     departures: ActivationTransfer | None = None
     """To the stage behind."""
     host: HostAttention | None = None
-    """Attends to caches in host memory while other GPU batches are computed; None: the computing thread does it."""
-    fill: HostFill | None = None
-    """Fills these caches while something else is computed; None likewise."""
+    """Works on caches in host memory while something else is computed; None: the computing thread does it."""
 
     def enter(self, gpu_batch: GpuBatch) -> None:
-        """A GPU batch's turn at this stage begins: what it brings is where it is computed on."""
+        """A GPU batch begins with this stage: what it brings is moved to the stage's device."""
         if self.arrivals is None:
             gpu_batch.device = self.loaded.device
         else:
@@ -66,8 +114,7 @@ class Stage:
         self.departures.send(gpu_batch)
 
     def finish(self, gpu_batch: GpuBatch) -> None:
-        """Before anybody looks at the GPU batch's hidden states: what attention on the host is still to add is
-        added."""
+        """Adds to the GPU batch's hidden states what attention on the host is still to add, before they are read."""
         if self.host is not None:
             self.host.finish(gpu_batch)
 
@@ -92,45 +139,51 @@ class Stage:
 def open_stages(
     plan: Plan,
     loaded: tuple[LoadedStage, ...],
-    spec: ModelSpec,
-    size: BlockSize,
-    beside: Callable[[LoadedStage, int, CacheStore], tuple[HostAttention | None, HostFill | None]],
+    decoder: Decoder,
+    trace: Trace,
+    shapes: Mapping[Place, CacheShape],
+    hidden_bytes: int,
+    groups: tuple[range, ...],
+    prompt_room: int,
+    attends: bool,
     stack: ExitStack,
 ) -> list[Stage]:
-    """The stores of a block, stage by stage, and what `beside` makes of a stage, its number and its caches; `stack`
-    closes them."""
+    """The stores of a block, stage by stage; `stack` closes them.
+
+    `shapes`: K and V of each (layer, GPU batch); `hidden_bytes`: of the largest hidden states; `groups`: GPU batches
+    that go through a stage together. Caches in host memory are worked on beside the GPU where there is a `prompt_room`
+    for it, see HostAttention; `attends`: in decode steps, too.
+    """
+    spec, dtype = decoder.spec, torch_dtype(plan.request.dtype)
     transfers: list[ActivationTransfer | None] = [None]
     for sender, receiver in pairwise(loaded):
-        landings = most_arrivals(size.groups, receiver.units)
-        made = ActivationTransfer(
-            sender.tiers, receiver.tiers, receiver.copies, size.hidden_bytes, landings, size.dtype
-        )
-        stack.callback(made.close)
-        transfers.append(made)
+        landings = most_arrivals(groups, receiver.units)
+        made = ActivationTransfer(sender.tiers, receiver.tiers, receiver.copies, hidden_bytes, landings, dtype)
+        transfers.append(stack.enter_context(closing(made)))
     transfers.append(None)
     stages = []
     for number, each in enumerate(loaded):
+        tiers, copies = each.tiers, each.copies
         layers = {spec.units[unit].layer for unit in each.units if spec.units[unit].kind == "attn"}
-        shapes = {place: shape for place, shape in size.shapes.items() if place[0] in layers}
-        homes = {place: plan.placement.cache[place] for place in shapes}
-        stays = plan.policy.cpu_cache_compute
-        caches = CacheStore(each.tiers, each.copies, shapes, homes, size.dtype, stays)
+        own = {place: shape for place, shape in shapes.items() if place[0] in layers}
+        caches = CacheStore(tiers, copies, own, plan.placement.cache, dtype, plan.policy.cpu_cache_compute)
         stack.callback(caches.close)
-        hidden = HiddenStore(each.tiers, each.copies, dict(_parked(plan, each, size)), size.hidden_bytes, size.dtype)
+        hidden = HiddenStore(tiers, copies, dict(_parked(plan, each, groups)), hidden_bytes, dtype)
         stack.callback(hidden.close)
-        host, fill = beside(each, number, caches)
-        for helper in (host, fill):
-            if helper is not None:
-                stack.callback(helper.close)
-        stages.append(Stage(number, each, caches, hidden, transfers[number], transfers[number + 1], host, fill))
+        host = None
+        if prompt_room and caches.on_host:
+            places, streamed = caches.on_host if attends else {}, each.weights.streamed
+            host = HostAttention(tiers, copies, decoder, trace, places, dtype, streamed, prompt_room, number)
+            stack.callback(host.close)
+        stages.append(Stage(number, each, caches, hidden, transfers[number], transfers[number + 1], host))
     return stages
 
 
-def _parked(plan: Plan, stage: LoadedStage, size: BlockSize) -> Iterator[tuple[int, tuple[str, int]]]:
+def _parked(plan: Plan, stage: LoadedStage, groups: tuple[range, ...]) -> Iterator[tuple[int, tuple[str, int]]]:
     """The GPU batches whose hidden states may rest between two units: where, and the place in their group."""
     if len(stage.units) == 1:
         return
-    for group in size.groups:
+    for group in groups:
         # One GPU batch alone is never parked: its hidden states are wanted again by the very next unit.
         for place, gpu_batch in enumerate(group if len(group) > 1 else ()):
             yield gpu_batch, (plan.placement.hidden[gpu_batch], place)

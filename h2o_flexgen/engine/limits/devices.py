@@ -49,7 +49,7 @@ class Limit(NamedTuple):
 
 class _Hierarchy(NamedTuple):
     """Where the kernel shows control groups. `controller`: as /proc/self/cgroup names it, empty in v2. `cache`: the
-    parts of `usage` in memory.stat that the kernel takes back before it ends anybody: what it calls available."""
+    parts of `usage` in memory.stat that the kernel takes back before it ends a process: what it calls available."""
 
     mount: str
     controller: str
@@ -83,7 +83,7 @@ def cgroup_limit() -> int | None:
 
 
 def cgroup_room() -> int | None:
-    """Bytes that may still be taken within each of those limits, whoever holds the rest; None without any."""
+    """Bytes that may still be taken within each of those limits; None without any."""
     return min((group.room for group in _limited_groups()), default=None)
 
 

@@ -19,7 +19,7 @@ class _CacheCounts(NamedTuple):
 
     window: Window
     device: str
-    home: str
+    tier: str
 
 
 class WorkCounter:
@@ -30,11 +30,11 @@ class WorkCounter:
         self._tier = plan.request.compute_tier
         self._token = spec.kv_bytes_per_token_and_layer(plan.request.dtype)
         self._caches: dict[int, Counter[_CacheCounts]] = {}
-        self._lane_of: dict[int, int] = {}
+        self._batch_of: dict[int, int] = {}
         groups = spec.groups_by_key
         self._streamed = Counter[str]()
-        for key, home in plan.placement.weights.items():
-            for link in links(home, self._tier, inward=True):
+        for key, tier in plan.placement.weights.items():
+            for link in links(tier, self._tier, inward=True):
                 self._streamed[link] += groups[key].nbytes(plan.request.dtype)
 
     def step(self, gpu_batches: SequenceOf[GpuBatch]) -> None:
@@ -48,7 +48,7 @@ class WorkCounter:
         for gpu_batch in gpu_batches:
             going = [row for row in gpu_batch.rows[: gpu_batch.decoding] if not row.finished]
             for row in gpu_batch.fresh:
-                self._lane_of[row.row_id] = gpu_batch.index
+                self._batch_of[row.row_id] = gpu_batch.index
             self._products(gpu_batch, len(going))
             self._reads(gpu_batch, going)
             if len(gpu_batches) > 1:
@@ -59,13 +59,13 @@ class WorkCounter:
         steps = max(0, len(row.fed) + len(row.token_ids) - 1)
         if not steps:
             return
-        for caches, layers in self._caches_of(self._lane_of[row.row_id]).items():
+        for caches, layers in self._caches_of(self._batch_of[row.row_id]).items():
             budget = row.budget.within(caches.window)
             kept = min(len(row.prompt_ids), budget.total)
             room = budget.total + (not budget.full)  # the newest token comes in before another goes
             self._add(self._work.decode, caches, layers * _summed(kept, steps, room))
             self._move(self._work.decode, caches, layers * _summed(kept - 1, steps, budget.total), inward=True)
-            # What the last step adds is wanted by nobody.
+            # What the last step adds is read by no step.
             self._move(self._work.prefill, caches, layers * kept, inward=False)
             self._move(self._work.decode, caches, layers * (steps - 1), inward=False)
 
@@ -115,7 +115,7 @@ class WorkCounter:
 
     def _hidden(self, gpu_batch: GpuBatch, going: int) -> None:
         """Of a GPU batch among others: between all units of a GPU its hidden states leave and come back."""
-        home = self._plan.placement.hidden[gpu_batch.index]
+        tier = self._plan.placement.hidden[gpu_batch.index]
         spec, dtype = self._spec, self._plan.request.dtype
         # Behind the embedding and all halves but the last two; behind these, each prompt's last token only.
         passed = [spec.units[stage[-1]] for stage in self._plan.request.stages[:-1]]
@@ -129,7 +129,7 @@ class WorkCounter:
         before = first * spec.hidden_bytes(going + gpu_batch.prompt_tokens, dtype)
         behind = last * spec.hidden_bytes(going + len(gpu_batch.fresh), dtype)
         for inward in (True, False):
-            for link in links(home, self._tier, inward=inward):
+            for link in links(tier, self._tier, inward=inward):
                 for nbytes, share in (
                     (before, gpu_batch.prompt_share),
                     (behind, len(gpu_batch.fresh) / max(1, gpu_batch.decoding + len(gpu_batch.fresh))),
@@ -146,7 +146,7 @@ class WorkCounter:
         work.cache_tokens[caches.window, caches.device] += tokens
 
     def _move(self, work: PhaseWork, caches: _CacheCounts, tokens: float, *, inward: bool) -> None:
-        for link in links(caches.home, caches.device, inward=inward) if tokens else ():
+        for link in links(caches.tier, caches.device, inward=inward) if tokens else ():
             work.moved[link, "cache"] += tokens * self._token
 
     def _caches_of(self, gpu_batch: int) -> Counter[_CacheCounts]:
@@ -162,9 +162,9 @@ class WorkCounter:
         return beside and self._kind(layer, gpu_batch).device != self._tier
 
     def _kind(self, layer: int, gpu_batch: int) -> _CacheCounts:
-        home = self._plan.placement.cache[layer, gpu_batch]
-        device = "cpu" if self._plan.policy.cpu_cache_compute and home == "cpu" else self._tier
-        return _CacheCounts(self._spec.arch.window_of(layer), device, home)
+        tier = self._plan.placement.cache[layer, gpu_batch]
+        device = "cpu" if self._plan.policy.cpu_cache_compute and tier == "cpu" else self._tier
+        return _CacheCounts(self._spec.arch.window_of(layer), device, tier)
 
 
 def _summed(start: int, steps: int, most: int) -> int:

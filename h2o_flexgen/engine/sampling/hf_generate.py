@@ -97,7 +97,7 @@ class Settings:
     given: frozenset[str]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value called `name`; `default` where nobody said anything or it was None."""
+        """The value called `name`; `default` where it is not set, or None."""
         value = self.values.get(name)
         return default if value is None else value
 

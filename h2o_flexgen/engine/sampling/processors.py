@@ -23,7 +23,7 @@ _CHUNK = 1 << 20  # scores of rows that are processed together: sorting them tak
 
 
 def sent(numbers: list[Any], device: torch.device) -> Tensor:
-    """Whole numbers of the host as a tensor on `device`, which nobody waits for."""
+    """Whole numbers of the host as a tensor on `device`, without waiting for it."""
     return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 

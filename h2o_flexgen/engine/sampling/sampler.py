@@ -89,7 +89,7 @@ class Sampler:
         tokens: list[int],
         logits: Tensor | None,
     ) -> list[Sequence]:
-        """Of all rows the largest logits and the tokens chosen, negative where none is allowed; `logits` None: nobody
+        """Of all rows the largest logits and the tokens chosen, negative where none is allowed; `logits` None: no row
         asks for log-probabilities."""
         taken: dict[int, int] = {}
         for r in going:

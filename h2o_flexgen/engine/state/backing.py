@@ -1,38 +1,65 @@
-"""Where a cache or hidden states rest while off the compute tier: memory of another tier, or a region on disk."""
+"""Where caches and hidden states rest while off the compute tier, and the buffers through which they come and go."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import NamedTuple, Protocol
+from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
-from h2o_flexgen.memory.copies import CopyEngine
+from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
+from h2o_flexgen.memory.copies import CopyEngine, Ticket
+from h2o_flexgen.memory.handle import page_ceil
 from h2o_flexgen.memory.pinned import Pin
-from h2o_flexgen.memory.tiers import Buffer, Tier, Tiers
-from h2o_flexgen.memory.transfers import Ticket
-from h2o_flexgen.schedule.footprint import STAGING_BUFFERS
+from h2o_flexgen.memory.tiers import Tier, Tiers
+from h2o_flexgen.schedule.footprint import STAGING_BUFFERS, STATE_BUFFERS
 
 
-class BackingStore(Protocol):
-    """A resting place of a fixed size. `save` and `fetch` move 1-D uint8 tensors of `nbytes`, page-aligned on the host.
+def typed(buffer: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The first bytes of a flat uint8 `buffer` as a tensor."""
+    return buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
-    Operations on one store happen in the order in which they were asked for. What `save` returns is done once the
-    source may change; `fetch` writes to its target after `after`, and after what was computed so far.
-    """
 
-    tier: str
+class BufferCycle:
+    """Sets of buffers, one on each of `tiers`, that transfers use in turn; a later one waits for the one before."""
 
-    def save(self, source: Tensor) -> Ticket: ...
-    def fetch(self, target: Tensor, after: Ticket | None = None) -> Ticket: ...
-    def close(self) -> None: ...
+    def __init__(self, tiers: Sequence[Tier], nbytes: int, count: int, what: str) -> None:
+        self.nbytes = nbytes
+        with ExitStack() as stack:
+            self._sets = deque(
+                [stack.enter_context(tier.allocate(nbytes, what, Pin.FIRST)).tensor for tier in tiers]
+                for _ in range(count)
+            )
+            self._busy = deque[Ticket | None]([None] * count)
+            self._resources = stack.pop_all()
+
+    def take(self) -> tuple[list[Tensor], Ticket | None]:
+        """The next set, and what has to be done before it is written to: the last transfer that used it."""
+        self._sets.rotate(-1)
+        self._busy.rotate(-1)
+        return self._sets[-1], self._busy[-1]
+
+    def until(self, ticket: Ticket) -> None:
+        """The set that was taken last is in use until `ticket` is done."""
+        self._busy[-1] = ticket
+
+    def close(self) -> None:
+        self._sets.clear()
+        self._resources.close()
 
 
 class MemoryBacking:
-    """Bytes in a memory tier that is not the compute tier."""
+    """Bytes in a memory tier that is not the compute tier.
+
+    `save` and `fetch` move 1-D uint8 tensors, page-aligned on the host, in the order in which they were asked for. What
+    `save` returns is done once the source may change; `fetch` writes to its target after `after`, and after what was
+    computed so far.
+    """
 
     def __init__(self, tier: Tier, nbytes: int, what: str, compute: Tier, copies: CopyEngine) -> None:
-        self.tier = tier.name
         self._buffer = tier.allocate(nbytes, what)
         self._copies = copies
         self._down, self._up = f"{compute.name}->{tier.name}", f"{tier.name}->{compute.name}"
@@ -52,40 +79,13 @@ class MemoryBacking:
         self._buffer.release()
 
 
-class StagingSlot(NamedTuple):
-    """A staging buffer's turn: `bytes` are free once `before` is done, the buffer's last transfer."""
-
-    turn: int
-    bytes: Tensor
-    before: Ticket | None
-
-
-class StagingPool:
-    """Host buffers between a GPU and the disk, taken in turns. Nobody waits for one but the transfers through it."""
-
-    def __init__(self, tier: Tier, nbytes: int, count: int = STAGING_BUFFERS) -> None:
-        self._buffers = [tier.allocate(nbytes, "staging buffers", Pin.FIRST) for _ in range(count)]
-        self._busy: list[Ticket | None] = [None] * count
-        self._turn = 0
-
-    def take(self, nbytes: int) -> StagingSlot:
-        turn, self._turn = self._turn, (self._turn + 1) % len(self._buffers)
-        return StagingSlot(turn, self._buffers[turn].tensor[:nbytes], self._busy[turn])
-
-    def until(self, stage: StagingSlot, ticket: Ticket) -> None:
-        self._busy[stage.turn] = ticket
-
-    def close(self) -> None:
-        for buffer in self._buffers:
-            buffer.release()
-
-
 class DiskBacking:
-    """A region of a preallocated file in the run directory. What is read back is checked against what was written."""
+    """`MemoryBacking` in a region of a preallocated file. What is read back is checked against what was written.
 
-    tier = "disk"
+    `staging`: host buffers between a GPU and the disk.
+    """
 
-    def __init__(self, tiers: Tiers, nbytes: int, what: str, copies: CopyEngine, staging: StagingPool | None) -> None:
+    def __init__(self, tiers: Tiers, nbytes: int, what: str, copies: CopyEngine, staging: BufferCycle | None) -> None:
         self._region = tiers.disk.allocate(nbytes, what)
         self._copies, self._staging = copies, staging
         self._compute = tiers.compute.name
@@ -95,79 +95,139 @@ class DiskBacking:
         if self._staging is None:
             self._last = self._copies.write(self._region, source, after=self._last)
             return self._last
-        stage = self._staging.take(source.numel())
-        down = self._copies.copy(stage.bytes, source, f"{self._compute}->cpu", after=stage.before)
-        self._last = self._copies.write(self._region, stage.bytes, after=(down, self._last))
-        self._staging.until(stage, self._last)
+        (buffer,), before = self._staging.take()
+        staged = buffer[: source.numel()]
+        down = self._copies.copy(staged, source, f"{self._compute}->cpu", after=before)
+        self._last = self._copies.write(self._region, staged, after=(down, self._last))
+        self._staging.until(self._last)
         return down
 
     def fetch(self, target: Tensor, after: Ticket | None = None) -> Ticket:
         if self._staging is None:
             self._last = self._copies.read_region(self._region, target, after=(self._last, after))
             return self._last
-        stage = self._staging.take(target.numel())
-        self._last = self._copies.read_region(self._region, stage.bytes, after=(self._last, stage.before))
-        up = self._copies.copy(target, stage.bytes, f"cpu->{self._compute}", after=(self._last, after))
-        self._staging.until(stage, up)
+        (buffer,), before = self._staging.take()
+        staged = buffer[: target.numel()]
+        self._last = self._copies.read_region(self._region, staged, after=(self._last, before))
+        up = self._copies.copy(target, staged, f"cpu->{self._compute}", after=(self._last, after))
+        self._staging.until(up)
         return up
 
     def close(self) -> None:
         self._region.release()
 
 
-class BackingFactory:
-    """Makes stores of one kind of thing; `stack` closes them, and the staging buffers that those on disk share."""
+K = TypeVar("K", bound=Hashable)
+
+
+class Parking(Generic[K]):
+    """Things off the compute tier: the backing store of each in `stores`, and transfer buffers on the compute tier."""
 
     def __init__(
-        self, tiers: Tiers, copies: CopyEngine, what: str, largest: int, used: set[str], stack: ExitStack
+        self, tiers: Tiers, copies: CopyEngine, places: Mapping[K, tuple[str, int]], what: str, buffers: str
     ) -> None:
-        """`largest`: bytes of the largest thing; `used`: the tiers that stores will be asked for."""
-        self._tiers, self._copies, self._what, self._stack = tiers, copies, what, stack
-        staged = "disk" in used and tiers.gpu is not None
-        self._staging = stack.enter_context(closing(StagingPool(tiers.cpu, largest))) if staged else None
+        """`places`: tier and bytes of each thing. `what`, `buffers`: names of the stores and of the buffers."""
+        largest = max((nbytes for _, nbytes in places.values()), default=0)
+        self.stores: dict[K, MemoryBacking | DiskBacking] = {}
+        self._saving: list[tuple[Tensor, Ticket]] = []
+        with ExitStack() as stack:
+            count = STATE_BUFFERS if places else 0
+            self._free = [stack.enter_context(tiers.compute.allocate(largest, buffers)).tensor for _ in range(count)]
+            staging = None
+            if tiers.gpu is not None and any(tier == "disk" for tier, _ in places.values()):
+                staging = stack.enter_context(
+                    closing(BufferCycle((tiers.cpu,), largest, STAGING_BUFFERS, "staging buffers"))
+                )
+            for key, (tier, nbytes) in places.items():
+                store: MemoryBacking | DiskBacking
+                if tier == "disk":
+                    store = DiskBacking(tiers, nbytes, what, copies, staging)
+                else:
+                    store = MemoryBacking(tiers.memory(tier), nbytes, what, tiers.compute, copies)
+                self.stores[key] = stack.enter_context(closing(store))
+            self._resources = stack.pop_all()
 
-    def __call__(self, tier: str, nbytes: int) -> BackingStore:
-        backing: DiskBacking | MemoryBacking
-        if tier == "disk":
-            backing = DiskBacking(self._tiers, nbytes, self._what, self._copies, self._staging)
-        else:
-            backing = MemoryBacking(self._tiers.memory(tier), nbytes, self._what, self._tiers.compute, self._copies)
-        return self._stack.enter_context(closing(backing))
+    def take(self) -> tuple[Tensor, Ticket | None]:
+        """A transfer buffer, and what has to be done before it is written to: a copy that a GPU has been given.
 
-
-class BufferRing:
-    """Transfer buffers on the compute tier. `take` prefers a free one, else waits for the oldest being saved."""
-
-    def __init__(self, tier: Tier, nbytes: int, count: int, what: str) -> None:
-        self.buffers: list[Buffer] = [tier.allocate(nbytes, what) for _ in range(count)]
-        self._free = list(range(count))
-        self._saving: list[tuple[int, Ticket]] = []
-
-    def take(self) -> tuple[int, Ticket | None]:
-        """A buffer, and what has to be done before it is written to: a copy that a GPU has been given."""
+        One that is free, else that whose contents have been on their way for longest.
+        """
         if self._free:
             return self._free.pop(), None
         if not self._saving:
             raise RuntimeError("every transfer buffer is in use: the schedule holds more copies than it states")
-        slot, ticket = self._saving.pop(0)
+        buffer, ticket = self._saving.pop(0)
         ticket.wait_issued()
-        return slot, ticket
+        return buffer, ticket
 
-    def take_now(self) -> int:
-        """A buffer that may be computed on at once."""
-        slot, ticket = self.take()
+    def take_now(self) -> Tensor:
+        """A transfer buffer that may be computed on at once."""
+        buffer, ticket = self.take()
         if ticket is not None:
             ticket.wait_on_device()
-        return slot
+        return buffer
 
-    def give_back(self, slot: int, after: Ticket | None = None) -> None:
+    def give_back(self, buffer: Tensor, after: Ticket | None = None) -> None:
         """The buffer is free at once, or once `after` is done."""
         if after is None:
-            self._free.append(slot)
+            self._free.append(buffer)
         else:
-            self._saving.append((slot, after))
+            self._saving.append((buffer, after))
 
     def close(self) -> None:
-        for buffer in self.buffers:
-            buffer.release()
-        self.buffers = []
+        """Gives all memory and files back. No copy may be under way."""
+        self.stores.clear()
+        self._free.clear()
+        self._saving.clear()
+        self._resources.close()
+
+
+class HiddenStore:
+    """The hidden states of a block's GPU batches that are parked off the compute tier between two units."""
+
+    def __init__(
+        self, tiers: Tiers, copies: CopyEngine, places: Mapping[int, tuple[str, int]], nbytes: int, dtype: torch.dtype
+    ) -> None:
+        """`places`: per GPU batch the tier, and a place there, which GPU batches that are never parked at one time may
+        share; `nbytes`: of the largest hidden state, all tokens that a GPU batch may have in a step."""
+        self._places = {index: place for index, place in places.items() if place[0] != tiers.compute.name}
+        self.moves = frozenset(self._places)
+        self._dtype, size = dtype, page_ceil(nbytes)
+        sizes = {place: (place[0], size) for place in sorted(set(self._places.values()))}
+        self._parking = Parking(tiers, copies, sizes, "hidden states", "hidden buffers")
+        self._shapes: dict[int, torch.Size] = {}
+        self._loading: dict[int, tuple[Tensor, Ticket]] = {}
+
+    def store(self, gpu_batch: GpuBatch) -> None:
+        """Parks the hidden states; the compute tier's copy is dropped."""
+        hidden, buffer = gpu_batch.take_hidden(), self._parking.take_now()
+        typed(buffer, hidden.shape, self._dtype).copy_(hidden)
+        self._shapes[gpu_batch.index] = hidden.shape
+        self._parking.give_back(buffer, self._store(gpu_batch).save(self._used(gpu_batch, buffer)))
+        gpu_batch.hidden = None
+
+    def load(self, gpu_batch: GpuBatch) -> None:
+        """Starts bringing parked hidden states back."""
+        buffer, ready = self._parking.take()
+        self._loading[gpu_batch.index] = buffer, self._store(gpu_batch).fetch(self._used(gpu_batch, buffer), ready)
+
+    def wait(self, gpu_batch: GpuBatch) -> None:
+        """Makes `gpu_batch.hidden` valid if a load is on its way."""
+        loading = self._loading.pop(gpu_batch.index, None)
+        if loading is not None:
+            buffer, ticket = loading
+            ticket.wait_on_device()
+            gpu_batch.hidden = typed(buffer, self._shapes[gpu_batch.index], self._dtype).clone()
+            self._parking.give_back(buffer)
+
+    def _store(self, gpu_batch: GpuBatch) -> MemoryBacking | DiskBacking:
+        return self._parking.stores[self._places[gpu_batch.index]]
+
+    def _used(self, gpu_batch: GpuBatch, buffer: Tensor) -> Tensor:
+        """The pages of a transfer buffer that the hidden states of a GPU batch take."""
+        return buffer[: page_ceil(self._shapes[gpu_batch.index].numel() * self._dtype.itemsize)]
+
+    def close(self) -> None:
+        """Gives all memory and files back. No copy may be under way."""
+        self._loading.clear()
+        self._parking.close()

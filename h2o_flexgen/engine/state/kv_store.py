@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,13 +17,13 @@ from h2o_flexgen.cache.lengths import CacheLengths, chooses
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.requests.sequence import Sequence
-from h2o_flexgen.engine.state.backing import BackingFactory, BackingStore, BufferRing
+from h2o_flexgen.engine.state.backing import DiskBacking, MemoryBacking, Parking
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.handle import page_ceil
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.memory.transfers import Ticket
-from h2o_flexgen.schedule.footprint import REWRITE_EVERY, STATE_BUFFERS
+from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 
 Place = tuple[int, int]  # (layer, GPU batch)
 
@@ -43,12 +43,12 @@ def kv_bytes(shape: CacheShape, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class CacheMaker:
-    """Makes the caches of rows that enter a GPU batch. `slots`: capacity of each (layer, GPU batch), of all rows it may
+    """Makes the caches of rows that enter a GPU batch. `shapes`: of each (layer, GPU batch), for all rows that it may
     hold."""
 
     spec: ModelSpec
     eviction: EvictionPolicy
-    slots: Mapping[Place, int]
+    shapes: Mapping[Place, CacheShape]
     devices: Mapping[Place, torch.device]
     _lengths: dict[tuple[object, ...], tuple[SequenceOf[Sequence], CacheLengths]] = field(default_factory=dict)
     """By GPU batch, window, capacity and device: the last rows, and what their caches have in common."""
@@ -56,7 +56,7 @@ class CacheMaker:
     def make(self, layer: int, gpu_batch: int, rows: SequenceOf[Sequence]) -> KVCache:
         """An empty cache for the prompts of `rows`."""
         spec, window = self.spec, self.spec.arch.window_of(layer)
-        slots, device = self.slots[layer, gpu_batch], self.devices[layer, gpu_batch]
+        slots, device = self.shapes[layer, gpu_batch].capacity, self.devices[layer, gpu_batch]
         alike = gpu_batch, window, slots, device
         known, lengths = self._lengths.get(alike, (None, None))
         budgets = self.budgets(layer, rows) if lengths is None or known is not rows else lengths.for_another_layer()
@@ -89,7 +89,7 @@ class BatchCache:
         self.rows: KVCache | None = None
         self.fresh: KVCache | None = None
         self.filling: Ticket | None = None
-        """Of another thread that fills `fresh`; until it is through nobody else may touch the caches."""
+        """Of another thread that fills `fresh`; until it is through no other thread may touch the caches."""
         self._buffer: Tensor | None = None
 
     @property
@@ -132,7 +132,7 @@ class BatchCache:
         self.rows, self.fresh = fresh, None
 
     def settled(self) -> BatchCache:
-        """The cache, once nobody is filling it."""
+        """The cache, once it has been filled."""
         ticket, self.filling = self.filling, None
         if ticket is not None:
             ticket.wait()
@@ -151,9 +151,9 @@ class _MovingCache:
     """One GPU batch's cache that does not live where it is used. Tokens newer than its backing store's copy wait in
     `_news`."""
 
-    def __init__(self, cache: BatchCache, backing: BackingStore) -> None:
+    def __init__(self, cache: BatchCache, backing: MemoryBacking | DiskBacking) -> None:
         self.cache, self.backing = cache, backing
-        self.slot: int | None = None
+        self.buffer: Tensor | None = None  # the transfer buffer that it is in
         self.ticket: Ticket | None = None
         self._written: KVCache | None = None  # what the backing store's copy is of
         self._news: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -217,27 +217,23 @@ class CacheStore:
         beside = stays_on_cpu and tiers.gpu is not None
         self.on_host = {place: shape.batch for place, shape in shapes.items() if beside and backing[place] == "cpu"}
         """Rows at most of each (layer, GPU batch) whose cache is attended to in host memory, beside a gpu."""
-        self._moving: dict[Place, _MovingCache] = {}
         self._used: list[_MovingCache] = []
         self.most_slots = max((shape.capacity for shape in shapes.values()), default=0)
         """Slots of the largest cache."""
         self.nbytes = sum(kv_bytes(shape, dtype) for shape in shapes.values())
         """Of K and V of all places."""
-        largest = max((self._caches[place].nbytes for place in moving), default=0)
         with ExitStack() as stack:
-            count = STATE_BUFFERS if moving else 0
-            self._ring = stack.enter_context(closing(BufferRing(tiers.compute, largest, count, "cache buffers")))
-            new_backing = BackingFactory(
-                tiers, copies, "kv cache", largest, {backing[place] for place in moving}, stack
-            )
+            sizes = {place: (backing[place], cache.nbytes) for place, cache in self._caches.items() if place in moving}
+            self._parking = Parking(tiers, copies, sizes, "kv cache", "cache buffers")
+            stack.callback(self._parking.close)
+            self._moving = {
+                place: _MovingCache(self._caches[place], store) for place, store in self._parking.stores.items()
+            }
             for place, cache in self._caches.items():
-                if place in moving:
-                    self._moving[place] = _MovingCache(cache, new_backing(backing[place], cache.nbytes))
-                else:
+                if place not in moving:
                     # Attention is computed where it lies: no GPU copies it.
                     tier = tiers.memory(backing[place])
-                    buffer = stack.enter_context(tier.allocate(cache.nbytes, "kv cache", Pin.NEVER))
-                    cache.attach(buffer.tensor)
+                    cache.attach(stack.enter_context(tier.allocate(cache.nbytes, "kv cache", Pin.NEVER)).tensor)
             self._resources = stack.pop_all()
         if tiers.pins is not None:
             tiers.pins.warn()
@@ -251,25 +247,24 @@ class CacheStore:
         """Starts bringing a cache to the compute tier."""
         moving = self._moving[layer, gpu_batch]
         self._make_room()
-        moving.slot, ready = self._ring.take()
-        moving.ticket = moving.backing.fetch(self._bytes(moving), ready)
+        moving.buffer, ready = self._parking.take()
+        moving.ticket = moving.backing.fetch(moving.buffer[: moving.cache.nbytes], ready)
 
     def wait(self, layer: int, gpu_batch: int) -> BatchCache:
         """The cache, with K and V where attention is computed."""
-        if (layer, gpu_batch) not in self._moving:
+        moving = self._moving.get((layer, gpu_batch))
+        if moving is None:
             return self._caches[layer, gpu_batch].settled()
-        moving = self._moving[layer, gpu_batch]
-        if moving.slot is None:
+        loaded, moving.ticket = moving.ticket, None
+        if moving.buffer is None:
             if moving.cache.rows is not None:
                 raise RuntimeError(f"cache of layer {layer}, GPU batch {gpu_batch} was not loaded")
             self._make_room()
-            moving.slot = self._ring.take_now()
-        loaded = moving.ticket is not None
-        if moving.ticket is not None:
-            moving.ticket.wait_on_device()
-            moving.ticket = None
-        moving.cache.attach(self._ring.buffers[moving.slot].tensor)
-        if loaded:
+            moving.buffer = self._parking.take_now()
+        if loaded is not None:
+            loaded.wait_on_device()
+        moving.cache.attach(moving.buffer)
+        if loaded is not None:
             moving.apply_news()
         self._used.append(moving)
         return moving.cache
@@ -277,24 +272,21 @@ class CacheStore:
     def store(self, layer: int, gpu_batch: int) -> None:
         """Starts saving a cache that the step used; its buffer is free once that is done."""
         moving = self._moving[layer, gpu_batch]
-        self._release(moving, moving.save(self._bytes(moving)))
+        if moving.buffer is None:
+            raise RuntimeError(f"cache of layer {layer}, GPU batch {gpu_batch} holds no transfer buffer")
+        self._release(moving, moving.save(moving.buffer[: moving.cache.nbytes]))
 
     def _release(self, moving: _MovingCache, ticket: Ticket | None) -> None:
         self._used.remove(moving)
-        if moving.slot is not None:
-            self._ring.give_back(moving.slot, ticket)
-        moving.slot = None
+        if moving.buffer is not None:
+            self._parking.give_back(moving.buffer, ticket)
+        moving.buffer = None
         moving.cache.detach()
 
     def _make_room(self) -> None:
         # What was used and has no store coming (the last step has none) makes room: its store would be issued by now.
         for moving in list(self._used):
             self._release(moving, None)
-
-    def _bytes(self, moving: _MovingCache) -> Tensor:
-        if moving.slot is None:
-            raise RuntimeError("this cache holds no transfer buffer")
-        return self._ring.buffers[moving.slot].tensor[: moving.cache.nbytes]
 
     def close(self) -> None:
         """Gives all memory and files back. No copy may be under way."""

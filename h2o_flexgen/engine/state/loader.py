@@ -30,7 +30,6 @@ from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Tier, Tiers, another_gpu, make_tiers
 from h2o_flexgen.memory.transfers import TraceCallback
-from h2o_flexgen.schedule.stages import stages_of
 from h2o_flexgen.schedule.timeline import on_stage
 from h2o_flexgen.schedule.weight_room import streamed_sizes, weight_room
 
@@ -131,74 +130,128 @@ def load(
     where there are real ones. From then on no more than --gpu-mem is allocated on each. ModelError, PlanError or
     StorageError where it fails; nothing stays behind then.
     """
-    spec, dtype = plan.request.spec, plan.request.dtype
-    placed = {*plan.placement.weights.values(), *plan.placement.cache.values(), *plan.placement.hidden.values()}
+    placement = plan.placement
     with ExitStack() as stack:
-        folder = stack.enter_context(OffloadDir(offload_dir)) if "disk" in placed else None
+        on_disk = "disk" in {*placement.weights.values(), *placement.cache.values(), *placement.hidden.values()}
+        folder = stack.enter_context(OffloadDir(offload_dir)) if on_disk else None
         if folder is not None and _state_on_disk(plan):
             folder.require_free(_state_on_disk(plan), "the KV cache of a block")
-        parts = list(
-            zip(stages_of(spec, len(devices)), _tiers(plan, config, folder, devices, pins, stack), strict=True)
-        )
+        loading = _Loading(plan, source, folder, progress)
+        tiers = loading.open_tiers(config, devices, pins, stack)
         engines = [
-            stack.enter_context(_copies(tiers, partial(_traced, trace, number), number))
-            for number, (_, tiers) in enumerate(parts)
+            stack.enter_context(_copies(each, partial(_traced, trace, number), number))
+            for number, each in enumerate(tiers)
         ]
-        locations = _fill_memory(spec, plan.placement, source, dtype, parts, progress)
-        on_disk = [group for group in spec.weight_groups if plan.placement.weights[group.key] == "disk"]
-        for key, unit in _disk_units(on_disk, source, dtype, folder, _state_on_disk(plan), progress).items():
-            for (units, _), own in zip(parts, locations, strict=True):
-                own.update({key: WeightLocation("disk", unit.layout, unit=unit)} if key in _keys(spec, units) else {})
-        _verify_placement(plan.placement, locations)
+        locations = loading.fill_memory(tiers)
+        loading.find_on_disk(locations)
+        loading.verify(locations)
         stages = []
-        for (units, tiers), own, copies in zip(parts, locations, engines, strict=True):
+        for units, each, own, copies in zip(loading.stages, tiers, locations, engines, strict=True):
             for unit in (location.unit for location in own.values() if location.unit is not None):
                 # From here on a file that changes under the run is an error, not other weights.
                 copies.watch((extent.path for extent in unit.extents), ours=unit.checksum is not None)
-            streamed = streamed_sizes(
-                spec, {key: location.tier for key, location in own.items()}, dtype, tiers.compute.name
-            )
-            room = weight_room(streamed, plan.policy.lookahead)
-            weights = WeightStore(own, tiers, copies, room, config.verify)
+            groups = {key: location.tier for key, location in own.items()}
+            streamed = streamed_sizes(plan.request.spec, groups, plan.request.dtype, each.compute.name)
+            weights = WeightStore(own, each, copies, weight_room(streamed, plan.policy.lookahead), config.verify)
             stack.callback(weights.close)
-            stages.append(LoadedStage(units, tiers, copies, weights))
+            stages.append(LoadedStage(units, each, copies, weights))
         # The copy threads stop before the buffers they write to go.
         for copies in engines:
             stack.callback(copies.close)
         if pins is not None:
             pins.warn()
-        loaded = Loaded(plan.placement, plan.policy.lookahead, tuple(stages), folder, stack.pop_all())
-        note_tiers(loaded, (tier for _, tiers in parts for tier in (tiers.cpu, tiers.compute)))
+        loaded = Loaded(placement, plan.policy.lookahead, tuple(stages), folder, stack.pop_all())
+        note_tiers(loaded, (tier for each in tiers for tier in (each.cpu, each.compute)))
         return loaded
 
 
-def _tiers(
-    plan: Plan,
-    config: EngineConfig,
-    folder: OffloadDir | None,
-    devices: SequenceOf[torch.device],
-    pins: PinnedPool | None,
-    stack: ExitStack,
-) -> list[Tiers]:
-    """The tiers of each stage: a gpu of its own, and the same host memory and disk. `stack` closes them."""
-    caps, emulated = plan.request.caps, config.emulate_gpu is not None
-    first = stack.enter_context(
-        make_tiers(caps.gpu, _cpu_capacity(plan), caps.disk, emulated, folder, device=devices[0], pins=pins)
-    )
-    tiers = [first]
-    for number in range(1, len(devices)):
-        gpu = None if first.pins is None else first.pins.devices[number]
-        tiers.append(stack.enter_context(another_gpu(first, caps.gpu, gpu)))
-    if first.pins is not None:
-        on_cpu = [item for item in plan.footprint.items if item.tier == "cpu"]
-        first.pins.keep(sum(each.nbytes for each in on_cpu if "staging" in each.what or "for the cpu" in each.what))
-    for gpu in (each.accelerator for each in tiers):
-        if gpu is not None:
-            gpu.cap(config.gpu_mem)
-            stack.callback(gpu.cap, None)
-            with gpu.chosen():
-                gpu.warm_up(torch_dtype(plan.request.dtype))
-    return tiers
+class _Loading:
+    """The steps of `load`."""
+
+    def __init__(self, plan: Plan, source: WeightSource, folder: OffloadDir | None, progress: Progress) -> None:
+        self._plan, self._source, self._folder, self._progress = plan, source, folder, progress
+        self._dtype, self._where = plan.request.dtype, plan.placement.weights
+        self._groups, units = plan.request.spec.weight_groups, plan.request.spec.units
+        self.stages = plan.request.stages
+        # The weight groups that each stage uses; those of tied embeddings are at both ends.
+        self._keys = [{units[unit].weights for unit in stage} for stage in self.stages]
+
+    def open_tiers(
+        self, config: EngineConfig, devices: SequenceOf[torch.device], pins: PinnedPool | None, stack: ExitStack
+    ) -> list[Tiers]:
+        """The tiers of each stage: a gpu of its own, and the same host memory and disk. `stack` closes them."""
+        plan, caps, emulated = self._plan, self._plan.request.caps, config.emulate_gpu is not None
+        first = stack.enter_context(
+            make_tiers(caps.gpu, _cpu_capacity(plan), caps.disk, emulated, self._folder, device=devices[0], pins=pins)
+        )
+        tiers = [first]
+        for number in range(1, len(devices)):
+            gpu = None if first.pins is None else first.pins.devices[number]
+            tiers.append(stack.enter_context(another_gpu(first, caps.gpu, gpu)))
+        if first.pins is not None:
+            on_cpu = [item for item in plan.footprint.items if item.tier == "cpu"]
+            first.pins.keep(sum(each.nbytes for each in on_cpu if "staging" in each.what or "for the cpu" in each.what))
+        for gpu in (each.accelerator for each in tiers):
+            if gpu is not None:
+                gpu.cap(config.gpu_mem)
+                stack.callback(gpu.cap, None)
+                with gpu.chosen():
+                    gpu.warm_up(torch_dtype(self._dtype))
+        return tiers
+
+    def fill_memory(self, stages: SequenceOf[Tiers]) -> list[dict[str, WeightLocation]]:
+        """The groups in memory, stage by stage; those on the host are there once, however many stages use them."""
+        locations: list[dict[str, WeightLocation]] = [{} for _ in stages]
+        groups = [group for group in self._groups if self._where[group.key] != "disk"]
+        total, done = sum(group.nbytes(self._dtype) for group in groups), 0
+        for group in groups:
+            layout, name = packed_layout(group, self._dtype), self._where[group.key]
+            made: dict[Tier, WeightLocation] = {}
+            for keys, tiers, own in zip(self._keys, stages, locations, strict=True):
+                if group.key not in keys:
+                    continue
+                tier = tiers.memory(name)
+                if tier not in made:
+                    buffer = tier.allocate(layout.nbytes, "weights")
+                    for tensor, view in views(layout, buffer.tensor).items():
+                        self._source.read_into(tensor, view)
+                    made[tier] = WeightLocation(name, layout, buffer=buffer)
+                own[group.key] = made[tier]
+            done += group.nbytes(self._dtype)
+            self._progress("loading weights", done, total)
+        return locations
+
+    def find_on_disk(self, locations: SequenceOf[dict[str, WeightLocation]]) -> None:
+        """Adds the groups on disk: straight out of the user's files where dtype and layout allow, else from our own
+        packed files, made once."""
+        units: dict[str, PackedUnit] = {}
+        packed = []
+        for group in self._groups:
+            if self._where[group.key] != "disk":
+                continue
+            found = _direct(group, self._source, self._dtype)
+            if found is not None:
+                layout, extents = direct_layout(group, self._dtype, found)
+                units[group.key] = PackedUnit(layout, extents, None)
+            else:
+                packed.append(group)
+        if (units or packed) and self._folder is None:
+            raise PlanError("weights are placed on disk, and there is no offload folder")
+        if packed and self._folder is not None:
+            note, reserve = partial(self._progress, "packing weights"), _state_on_disk(self._plan)
+            units.update(ensure_packed(packed, self._source, self._dtype, self._folder, note, reserve))
+        for keys, own in zip(self._keys, locations, strict=True):
+            own.update(
+                {key: WeightLocation("disk", unit.layout, unit=unit) for key, unit in units.items() if key in keys}
+            )
+
+    def verify(self, locations: SequenceOf[Mapping[str, WeightLocation]]) -> None:
+        """A share that was asked for and not realised is an error, never a silent no-op."""
+        found = [(key, location.tier) for own in locations for key, location in own.items()]
+        wrong = {key: tier for key, tier in found if self._where[key] != tier}
+        missing = self._where.keys() - {key for key, _ in found}
+        if wrong or missing:
+            raise PlanError(f"weights are not where the plan put them: {wrong or sorted(missing)}")
 
 
 def _copies(tiers: Tiers, trace: TraceCallback, number: int) -> CopyEngine:
@@ -210,11 +263,6 @@ def _copies(tiers: Tiers, trace: TraceCallback, number: int) -> CopyEngine:
 
 def _traced(trace: TraceCallback, stage: int, task: str, start: float, end: float, resource: str) -> None:
     trace(task, start, end, on_stage(resource, stage))
-
-
-def _keys(spec: ModelSpec, units: range) -> set[str]:
-    """The weight groups that a stage uses; those of tied embeddings are at both ends."""
-    return {spec.units[unit].weights for unit in units}
 
 
 def bytes_on_disk(spec: ModelSpec, source: WeightSource, dtype: str, folder: Path) -> int:
@@ -229,70 +277,9 @@ def _cpu_capacity(plan: Plan) -> int | None:
     return None if cap is None else max(0, cap - plan.request.baseline)
 
 
-def _fill_memory(
-    spec: ModelSpec,
-    placement: Placement,
-    source: WeightSource,
-    dtype: str,
-    stages: SequenceOf[tuple[range, Tiers]],
-    progress: Progress,
-) -> list[dict[str, WeightLocation]]:
-    """The groups in memory, stage by stage; those on the host are there once, whoever uses them."""
-    locations: list[dict[str, WeightLocation]] = [{} for _ in stages]
-    groups = [group for group in spec.weight_groups if placement.weights[group.key] != "disk"]
-    total, done = sum(group.nbytes(dtype) for group in groups), 0
-    for group in groups:
-        layout, name = packed_layout(group, dtype), placement.weights[group.key]
-        made: dict[Tier, WeightLocation] = {}
-        for (units, tiers), own in zip(stages, locations, strict=True):
-            if group.key not in _keys(spec, units):
-                continue
-            tier = tiers.memory(name)
-            if tier not in made:
-                buffer = tier.allocate(layout.nbytes, "weights")
-                for tensor, view in views(layout, buffer.tensor).items():
-                    source.read_into(tensor, view)
-                made[tier] = WeightLocation(name, layout, buffer=buffer)
-            own[group.key] = made[tier]
-        done += group.nbytes(dtype)
-        progress("loading weights", done, total)
-    return locations
-
-
 def _state_on_disk(plan: Plan) -> int:
     """Bytes of caches and hidden states that a block will want on disk beside the weights."""
     return sum(item.nbytes for item in plan.footprint.items if item.tier == "disk" and item.what != "weights")
-
-
-def _disk_units(
-    groups: list[WeightGroup],
-    source: WeightSource,
-    dtype: str,
-    folder: OffloadDir | None,
-    reserve: int,
-    progress: Progress,
-) -> dict[str, PackedUnit]:
-    """Straight out of the user's files where dtype and layout allow, else from our own packed files, made once.
-
-    `reserve`: bytes that packing must leave free.
-    """
-    if not groups:
-        return {}
-    if folder is None:
-        raise PlanError("weights are placed on disk, and there is no offload folder")
-    units: dict[str, PackedUnit] = {}
-    packed = []
-    for group in groups:
-        locations = _direct(group, source, dtype)
-        if locations is not None:
-            layout, extents = direct_layout(group, dtype, locations)
-            units[group.key] = PackedUnit(layout, extents, None)
-        else:
-            packed.append(group)
-    if packed:
-        note = partial(progress, "packing weights")
-        units.update(ensure_packed(packed, source, dtype, folder, note, reserve))
-    return units
 
 
 def _direct(group: WeightGroup, source: WeightSource, dtype: str) -> dict[str, Location] | None:
@@ -302,16 +289,3 @@ def _direct(group: WeightGroup, source: WeightSource, dtype: str) -> dict[str, L
     found = {tensor.name: source.location(tensor.name) for tensor in group.tensors}
     known = {name: place for name, place in found.items() if place is not None}
     return known if len(known) == len(found) and direct_obstacle(group, dtype, known) is None else None
-
-
-def _verify_placement(placement: Placement, locations: SequenceOf[Mapping[str, WeightLocation]]) -> None:
-    """A share that was asked for and not realised is an error, never a silent no-op."""
-    wrong = {
-        key: location.tier
-        for own in locations
-        for key, location in own.items()
-        if placement.weights[key] != location.tier
-    }
-    missing = placement.weights.keys() - {key for own in locations for key in own}
-    if wrong or missing:
-        raise PlanError(f"weights are not where the plan put them: {wrong or sorted(missing)}")

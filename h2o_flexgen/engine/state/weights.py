@@ -61,7 +61,7 @@ class WeightStore:
         staged = compute != "cpu" and any(locations[key].tier == "disk" for key in self.streamed)
         self._staging = tiers.cpu.allocate(room.nbytes, "staging buffers", Pin.FIRST) if staged else None
         self._staged: dict[int, Ticket] = {}  # the last copy out of each place of the staging buffer, the latest last
-        self._turn = 0  # the place in the cycle of the load after this one
+        self._next = 0  # the place in the cycle of the load after this one
         self._bound: dict[int, dict[str, Tensor]] = {}
         self._loading: dict[str, tuple[int, Ticket]] = {}
         self._verify = verify
@@ -87,10 +87,10 @@ class WeightStore:
 
     def _take(self, key: str) -> int:
         """The index of the next place, which is for `key`; where nothing is there, a pass may begin anywhere."""
-        index = self._turn if self._loading else self._first[key]
+        index = self._next if self._loading else self._first[key]
         if self._cycle[index].key != key:
             raise RuntimeError(f"{key} is loaded where {self._cycle[index].key} was to be")
-        self._turn = (index + 1) % len(self._cycle)
+        self._next = (index + 1) % len(self._cycle)
         return index
 
     def _at(self, buffer: Buffer | None, index: int) -> Tensor:
@@ -121,7 +121,7 @@ class WeightStore:
         except StorageError as error:
             raise self._distrust(key, error) from error
         if self._verify == "first":
-            # Not before: of a load that failed, or that nobody waited for, nothing is known. What a GPU is given has
+            # Not before: of a load that failed, or was never waited for, nothing is known. What a GPU is given has
             # been read and checked when the wait ends, even if it is still being copied.
             self._verified.add(key)
         if index not in self._bound:

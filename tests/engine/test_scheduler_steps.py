@@ -98,7 +98,7 @@ def frozen() -> Iterator[None]:
 
 @pytest.mark.usefixtures("frozen")
 def test_memory_does_not_grow(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over many refills tiers hold what they held at first, and of a layer's caches only the last ones live on."""
+    """Over many changes tiers hold what they held at first, and of a layer's caches only the last ones live on."""
     living: weakref.WeakSet[KVCache] = weakref.WeakSet()
     made, layers, shape = 0, 3, (4, 2)
     original = KVCache.__init__
