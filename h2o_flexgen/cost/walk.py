@@ -1,9 +1,9 @@
 """Walks the ticks of a schedule as the executor does, on a clock instead of a machine.
 
-What `engine.execution.executor`, `engine.state.weights`, `engine.state.kv_store`, `engine.state.backing`,
-`engine.state.backing` and `engine.execution.host_attention` wait for is waited for here, in the same order: loads of
-weights, caches and hidden states, buffers whose last store is still under way, staging buffers between a GPU and the
-disk, and attention on the host. Change them together.
+What `engine.execution.executor`, `engine.state.weights`, `engine.state.kv_store`, `engine.state.backing` and
+`engine.execution.host_attention` wait for is waited for here, in the same order: loads of weights, caches and hidden
+states, buffers whose last store is still under way, staging buffers between a GPU and the disk, and attention on the
+host. Change them together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Place = tuple[int, int]  # (layer, batch index)
 
 
 class _Ring:
-    """Transfer buffers on the compute tier, `BufferRing`: all are alike, so that counting them is enough."""
+    """Transfer buffers on the compute tier, those of `Parking`: all are alike, so that counting them is enough."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock, self._free = clock, STATE_BUFFERS
@@ -141,7 +141,7 @@ class Walk:
             self._late[task.batch] = task, clock.submit(task, HOST_ATTENTION, price.host, queries)
 
     def _fill(self, task: Task, price: Price) -> None:
-        """The prompts' attention, part by part, each of which the host brings into the cache: `HostFill`."""
+        """The prompts' attention, part by part, each of which the host brings into the cache: `HostAttention.fill`."""
         clock, start, place, parts = self.clock, self.clock.now, self._place(task), len(price.transfers)
         for move in price.transfers:
             clock.wait(self._filling[self._turn])

@@ -98,19 +98,20 @@ class Executor:
         self._units: tuple[UnitSpec, ...] = spec.units
         self._attending = {unit.layer: self._stages[unit.index] for unit in self._units if unit.kind == "attn"}
         self._layers = spec.num_layers
+        self._layer = [-1 if unit.layer is None else unit.layer for unit in self._units]
         self._last_position = spec.max_positions - 1 if spec.arch.positions == "learned" else None
         self._windows = [spec.arch.window_of(layer) for layer in range(spec.num_layers)]
         self._tables: dict[tuple[Rotary, torch.device], Angles] = {}
         self._graphs = self._make_graphs()
         self._launched: dict[int, Launched] = {}  # of GPU batches whose step was launched as a whole
         self._issue = {
-            TaskKind.LOAD_WEIGHTS: lambda t: self._at(t).loaded.weights.load(self._units[t.unit].weights),
-            TaskKind.FREE_WEIGHTS: lambda t: self._at(t).free_weights(self._units[t.unit].weights),
-            TaskKind.LOAD_CACHE: lambda t: self._at(t).caches.load(self._layer(t), t.batch),
-            TaskKind.STORE_CACHE: lambda t: self._at(t).caches.store(self._layer(t), t.batch),
-            TaskKind.LOAD_HIDDEN: lambda t: self._at(t).load_hidden(self._gpu_batches[t.batch]),
-            TaskKind.STORE_HIDDEN: lambda t: self._at(t).store_hidden(self._gpu_batches[t.batch]),
-            TaskKind.PASS_HIDDEN: lambda t: self._at(t).leave(self._gpu_batches[t.batch]),
+            TaskKind.LOAD_WEIGHTS: lambda t: self._stages[t.unit].loaded.weights.load(self._units[t.unit].weights),
+            TaskKind.FREE_WEIGHTS: lambda t: self._stages[t.unit].free_weights(self._units[t.unit].weights),
+            TaskKind.LOAD_CACHE: lambda t: self._stages[t.unit].caches.load(self._layer[t.unit], t.batch),
+            TaskKind.STORE_CACHE: lambda t: self._stages[t.unit].caches.store(self._layer[t.unit], t.batch),
+            TaskKind.LOAD_HIDDEN: lambda t: self._stages[t.unit].load_hidden(self._gpu_batches[t.batch]),
+            TaskKind.STORE_HIDDEN: lambda t: self._stages[t.unit].store_hidden(self._gpu_batches[t.batch]),
+            TaskKind.PASS_HIDDEN: lambda t: self._stages[t.unit].leave(self._gpu_batches[t.batch]),
         }
         self.prefill_seconds = self.decode_seconds = 0.0
 
@@ -214,7 +215,7 @@ class Executor:
             if unit.kind == "embed":
                 self._embed(gpu_batch, weights, tokens, positions)
             elif unit.kind == "attn":
-                layer = _layer(unit)
+                layer = self._layer[unit.index]
                 self._attend(layer, gpu_batch, weights, stage.caches.wait(layer, gpu_batch.index))
             elif unit.kind == "mlp":
                 self._mlp(gpu_batch, weights)
@@ -222,7 +223,7 @@ class Executor:
         return self._decoder.head(stage.loaded.weights.get(self._units[-1].weights), hidden)
 
     def _compute(self, task: Task) -> list[Sequence]:
-        unit, gpu_batch, stage = self._units[task.unit], self._gpu_batches[task.batch], self._at(task)
+        unit, gpu_batch, stage = self._units[task.unit], self._gpu_batches[task.batch], self._stages[task.unit]
         stage.finish(gpu_batch)
         weights = stage.loaded.weights.get(unit.weights)
         if task.unit == stage.loaded.units[0]:
@@ -231,12 +232,12 @@ class Executor:
             stage.hidden.wait(gpu_batch)
         cache = None
         if unit.kind == "attn":
-            cache = stage.caches.wait(self._layer(task), gpu_batch.index)
+            cache = stage.caches.wait(self._layer[task.unit], gpu_batch.index)
         with self._trace.record(task, unit, gpu_batch.prompt_share, "", stage.number):
             if unit.kind == "embed":
                 self._embed(gpu_batch, weights, *gpu_batch.inputs())
             elif cache is not None:
-                self._attend(self._layer(task), gpu_batch, weights, cache, task)
+                self._attend(self._layer[task.unit], gpu_batch, weights, cache, task)
             elif unit.kind == "mlp":
                 self._mlp(gpu_batch, weights)
             else:
@@ -266,7 +267,7 @@ class Executor:
                 gpu_batch.kept, self._maker.make(layer, gpu_batch.index, gpu_batch.fresh) if gpu_batch.fresh else None
             )
         attention = self._attention(layer, gpu_batch, cache, hidden.dtype)
-        host = None if task is None else self._at(task).host
+        host = None if task is None else self._stages[task.unit].host
         if task is not None and host is not None and host.serves(layer, gpu_batch):
             host.begin(task, self._units[task.unit], gpu_batch, weights, attention)
             return
@@ -316,18 +317,6 @@ class Executor:
             for row in finished:
                 self._finite.explain(row)
         return finished
-
-    def _at(self, task: Task) -> Stage:
-        return self._stages[task.unit]
-
-    def _layer(self, task: Task) -> int:
-        return _layer(self._units[task.unit])
-
-
-def _layer(unit: UnitSpec) -> int:
-    if unit.layer is None:
-        raise RuntimeError(f"{unit.name} has no cache")
-    return unit.layer
 
 
 def _parted(angles: Angles, rows: int) -> tuple[Angles, Angles]:

@@ -97,7 +97,7 @@ def make_record(
     warnings: SequenceOf[str] = (),
 ) -> RunRecord:
     """The record of one call of `LLM.generate`, `stream` or `score`."""
-    totals, policy = metrics.totals, plan.policy
+    totals = metrics.totals
     achieved, peaks = plan.placement.achieved(model.spec, model.dtype), metrics.peak_bytes
     said = [
         *warnings,
@@ -113,18 +113,7 @@ def make_record(
         device=_device(plan, config),
         weights="dummy" if model.dummy else "checkpoint",
         eviction=_eviction(config, rows),
-        policy={
-            "gpu_batch_size": policy.gpu_batch_size,
-            "num_gpu_batches": policy.num_gpu_batches,
-            **{kind: achieved[kind] for kind in ("weights", "cache", "hidden")},
-            "cpu_cache_compute": policy.cpu_cache_compute,
-            "overlap": policy.overlap,
-            "lookahead": policy.lookahead,
-            "prefill_chunk": policy.chunk,
-            # A planner that searched says so itself.
-            "chosen": "rule" if config.free_fields else "given",
-            **_divided(plan, metrics),
-        },
+        policy=_policy(config, plan, achieved, metrics),
         prompt_len=plan.request.workload.prompt_len,
         gen_len=plan.request.workload.gen_len,
         sequences=totals.sequences,
@@ -157,11 +146,25 @@ def make_record(
     )
 
 
-def _divided(plan: Plan, metrics: RunMetrics) -> dict[str, Any]:
-    """Of several GPUs: the units of each, the bytes of their weights, wherever these live, and what it held at most."""
-    request = plan.request
+def _policy(
+    config: EngineConfig, plan: Plan, achieved: Mapping[str, Mapping[str, float]], metrics: RunMetrics
+) -> dict[str, Any]:
+    """The shape and placement that were run; of several GPUs the units of each, the bytes of their weights, wherever
+    these live, and the most that it had in use."""
+    policy, request = plan.policy, plan.request
+    entry: dict[str, Any] = {
+        "gpu_batch_size": policy.gpu_batch_size,
+        "num_gpu_batches": policy.num_gpu_batches,
+        **{kind: achieved[kind] for kind in ("weights", "cache", "hidden")},
+        "cpu_cache_compute": policy.cpu_cache_compute,
+        "overlap": policy.overlap,
+        "lookahead": policy.lookahead,
+        "prefill_chunk": policy.chunk,
+        # A planner that searched says so itself.
+        "chosen": "rule" if config.free_fields else "given",
+    }
     if request.num_gpus == 1:
-        return {}
+        return entry
     spec, groups = request.spec, request.spec.groups_by_key
     stages = []
     for units, peak in zip(request.stages, metrics.gpu_peaks, strict=True):
@@ -169,7 +172,7 @@ def _divided(plan: Plan, metrics: RunMetrics) -> dict[str, Any]:
         weights = sum(groups[key].nbytes(request.dtype) for key in keys)
         first, last = spec.units[units[0]].name, spec.units[units[-1]].name
         stages.append({"first": first, "last": last, "weight_bytes": weights, "peak_bytes": peak})
-    return {"num_gpus": request.num_gpus, "stages": stages}
+    return {**entry, "num_gpus": request.num_gpus, "stages": stages}
 
 
 def _device(plan: Plan, config: EngineConfig) -> str:
