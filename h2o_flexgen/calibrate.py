@@ -172,25 +172,33 @@ def _device(device: str, rates: ComputeRates) -> Iterator[str]:
     flops["others"] = dict(rates.gemm_flops.points)
     counts = sorted({n for known in flops.values() for n in known})
     yield ""
-    yield from _aligned([
-        [f"{device}: products, TFLOP/s by rows", *(f"{n:g}" for n in counts)],
-        *([of, *(f"{known[n] / 1e12:.3g}" if n in known else "-" for n in counts)] for of, known in flops.items()),
-    ])  # fmt: skip
+    yield from _aligned(
+        [
+            [f"{device}: products, TFLOP/s by rows", *(f"{n:g}" for n in counts)],
+            *([of, *(f"{known[n] / 1e12:.3g}" if n in known else "-" for n in counts)] for of, known in flops.items()),
+        ]
+    )
     decode, prefill = rates.decode_attention, rates.prefill_attention
     sizes = sorted({x for curve in decode.values() for x, _ in curve.points})
     times = [[(x, decode[kind].time_at(x)) for x in sizes] for kind in ("plain", "scored")]
     yield ""
-    yield from _aligned([
-        [f"{device}: attention of a decode step, by K and V", *map(format_bytes, sizes)],
-        *([f"  {kind}", *(f"{format_seconds(t)}, {format_rate(x / t)}" for x, t in row)]
-          for kind, row in zip(("plain", "scored"), times, strict=True)),
-    ])  # fmt: skip
+    yield from _aligned(
+        [
+            [f"{device}: attention of a decode step, by K and V", *map(format_bytes, sizes)],
+            *(
+                [f"  {kind}", *(f"{format_seconds(t)}, {format_rate(x / t)}" for x, t in row)]
+                for kind, row in zip(("plain", "scored"), times, strict=True)
+            ),
+        ]
+    )
     keys = [x for x, _ in prefill["plain"].points]
     yield ""
-    yield from _aligned([
-        [f"{device}: attention of prompts, TFLOP/s by keys", *(f"{n:g}" for n in keys)],
-        *([f"  {kind}", *(f"{prefill[kind].at(n) / 1e12:.3g}" for n in keys)] for kind in ("plain", "scored")),
-    ])  # fmt: skip
+    yield from _aligned(
+        [
+            [f"{device}: attention of prompts, TFLOP/s by keys", *(f"{n:g}" for n in keys)],
+            *([f"  {kind}", *(f"{prefill[kind].at(n) / 1e12:.3g}" for n in keys)] for kind in ("plain", "scored")),
+        ]
+    )
     yield ""
     memory, elementwise = format_rate(rates.memory_bytes_per_s), format_rate(rates.elementwise_bytes_per_s)
     yield f"{device}: memory {memory}, elementwise {elementwise}; sampling {format_seconds(rates.sample_s)} per row"

@@ -54,9 +54,14 @@ class Bench:
     """
 
     def __init__(
-        self, spec: ModelSpec, dtype: str, device: torch.device, arena_bytes: int | None = None,
-        spreads: Spreads | None = None, repeats: Repeats | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        spec: ModelSpec,
+        dtype: str,
+        device: torch.device,
+        arena_bytes: int | None = None,
+        spreads: Spreads | None = None,
+        repeats: Repeats | None = None,
+    ) -> None:
         self.spec, self.dtype, self.device = spec, torch_dtype(dtype), device
         self.itemsize = self.dtype.itemsize
         self.name = "gpu" if device.type == "cuda" else "cpu"

@@ -157,9 +157,11 @@ class Timer:
     """
 
     def __init__(
-        self, synchronise: Callable[[], object] = lambda: None, clock: Clock = time.perf_counter,
+        self,
+        synchronise: Callable[[], object] = lambda: None,
+        clock: Clock = time.perf_counter,
         repeats: Repeats | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._synchronise, self.clock = synchronise, clock
         self.repeats = Repeats(0.0, clock) if repeats is None else repeats
 
@@ -176,9 +178,14 @@ class Timer:
         return self.clock() - start
 
     def measure(
-        self, call: Callable[[], object], seconds: float, *, per: int = 1,
-        prepare: Callable[[], object] | None = None, most: int | None = None,
-    ) -> Sample:  # fmt: skip
+        self,
+        call: Callable[[], object],
+        seconds: float,
+        *,
+        per: int = 1,
+        prepare: Callable[[], object] | None = None,
+        most: int | None = None,
+    ) -> Sample:
         """Seconds of one of the `per` operations that `call` does, measured for about `seconds`.
 
         One untimed call goes before: it touches memory, fills pools, and compiles what is compiled then; another one

@@ -49,10 +49,16 @@ class CopyEngine:
     """
 
     def __init__(
-        self, *, read_threads: int = READ_THREADS, chunk: int = CHUNK, trace: TraceCallback | None = None,
-        direct: bool = True, syscalls: Syscalls | None = None, device: Device | None = None,
+        self,
+        *,
+        read_threads: int = READ_THREADS,
+        chunk: int = CHUNK,
+        trace: TraceCallback | None = None,
+        direct: bool = True,
+        syscalls: Syscalls | None = None,
+        device: Device | None = None,
         bounce: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if read_threads < 1 or chunk < PAGE or chunk % PAGE:
             raise ValueError(f"{read_threads} reader threads with chunks of {chunk} bytes: needed >= 1 and whole pages")
         self._read_threads, self._chunk = read_threads, chunk
@@ -83,9 +89,14 @@ class CopyEngine:
             self._file(path, ours)
 
     def read_extents(
-        self, extents: Sequence[Extent], buffer: torch.Tensor, *, digest: bytes | None = None, after: After = None,
+        self,
+        extents: Sequence[Extent],
+        buffer: torch.Tensor,
+        *,
+        digest: bytes | None = None,
+        after: After = None,
         label: str = "",
-    ) -> Ticket:  # fmt: skip
+    ) -> Ticket:
         """Fill the extents' places in `buffer` (1-D uint8, host); in place by O_DIRECT where it starts on a page.
 
         `digest`: the `checksum` of the extents' bytes in order. The ticket raises StorageError where it differs, or
@@ -137,9 +148,15 @@ class CopyEngine:
         return self._submit("disk-write", ticket)
 
     def copy(
-        self, dst: torch.Tensor, src: torch.Tensor, link: str, *, after: After = None, label: str = "",
+        self,
+        dst: torch.Tensor,
+        src: torch.Tensor,
+        link: str,
+        *,
+        after: After = None,
+        label: str = "",
         sender: Device | None = None,
-    ) -> Ticket:  # fmt: skip
+    ) -> Ticket:
         """dst[...] = src. A plain memory copy on the host; to or from the device after the work queued there so far.
 
         `sender`: another device, that `src` lies on, while `dst` lies on this engine's.

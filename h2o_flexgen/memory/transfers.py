@@ -35,9 +35,14 @@ class Ticket:
     """Whether its operations queue work on a GPU: they start as soon as all of `after` is issued, and are not timed."""
 
     def __init__(
-        self, label: str, link: str, nbytes: int, operations: Iterable[Operation] = (),
-        after: tuple[Ticket, ...] = (), finish: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        label: str,
+        link: str,
+        nbytes: int,
+        operations: Iterable[Operation] = (),
+        after: tuple[Ticket, ...] = (),
+        finish: Callable[[], None] | None = None,
+    ) -> None:
         self.label, self.link, self.nbytes = label, link, nbytes
         self.operations, self.after, self.finish = deque(operations), after, finish
         self.running, self.started, self.seconds = 0, 0.0, 0.0
