@@ -27,9 +27,8 @@ from tempfile import TemporaryDirectory
 from benchmarks.records import arguments, in_process, provenance, repeat, report, spread, takes_points
 from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.config.model.known import known_config
-from h2o_flexgen.config.model.products import products
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.config.work import PhaseWork
+from h2o_flexgen.schedule.work import PhaseWork
 
 LARGE = 4096
 _WEIGHTS = 96 << 20  # bytes of each weight's copies, which take turns, so that none is found in a cache
@@ -62,7 +61,7 @@ def gemm_rates(spec: ModelSpec, rows: int) -> Iterator[tuple[float, float]]:
     """Again and again: FLOP/s of one layer's products of `rows` rows, and of a large one."""
     import torch
 
-    layer = [*products(spec, "attn"), *products(spec, "mlp")]
+    layer = [*spec.products("attn"), *spec.products("mlp")]
     kinds = [[(rows, *product) for product in layer], [(LARGE, LARGE, LARGE)]]
     made: list[list[tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]]] = []
     for kind in kinds:

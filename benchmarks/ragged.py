@@ -81,7 +81,7 @@ def work(point: Record) -> tuple[list[int], list[int]]:
 def run(point: Record) -> int:
     """One run, in this process; the record with the rows that were computed goes to stdout."""
     from h2o_flexgen import LLM, EvictionConfig, SamplingParams
-    from h2o_flexgen.engine import llm as engine
+    from h2o_flexgen.engine import engine
     from h2o_flexgen.engine.sampling.sampler import Sampler
 
     prompt_lengths, new = work(point)

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from h2o_flexgen.config.offload import OffloadPolicy
     from h2o_flexgen.config.reports.record import RunRecord
     from h2o_flexgen.config.sampling import SamplingParams
-    from h2o_flexgen.engine.llm import LLM
     from h2o_flexgen.engine.requests.sequence import RequestOutput
+    from h2o_flexgen.planning.llm import LLM
 
     __version__: str
 
 spin_briefly()
 
 _HOMES = {
-    "LLM": "engine.llm",
+    "LLM": "planning.llm",
     "SamplingParams": "config.sampling",
     "OffloadPolicy": "config.offload",
     "EvictionConfig": "config.eviction",

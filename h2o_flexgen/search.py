@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _search(arguments: SearchArguments) -> int:
     request = arguments.request
-    for why in () if arguments.quiet else misfits(request.profile, request.spec, request.dtype):
+    for why in () if arguments.quiet else misfits(request.machine, request.spec, request.dtype):
         print_error(f"note: {why}")
     result = search(request, arguments.solver)
     entry = to_json(result)

@@ -38,6 +38,13 @@ def format_bytes(nbytes: float) -> str:
     return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 999.5 else f"{size:.3g} {unit}"
 
 
+def size_at_least(nbytes: int) -> str:
+    """A size to type that is no smaller than `nbytes`."""
+    if nbytes < 10 * GIB:
+        return f"{-(-nbytes // MIB)}MiB"
+    return f"{-(-10 * nbytes // GIB) / 10:.1f}GiB"
+
+
 def format_seconds(seconds: float) -> str:
     """Seconds with a fitting unit: "350 us", "12.5 ms", "3.42 s", "2 min 05 s"."""
     if seconds < 1e-3:

@@ -31,9 +31,10 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"schedule", "checkpoint", "models", "cache", "memory", "kernels", "config"},
     # A tick is one of the executor walking a schedule, less what cost says of it; a token's cost is the sampler's.
     "calibration": {"cost", "engine", "schedule", "checkpoint", "models", "cache", "memory", "kernels", "config"},
-    "evaluation": {"engine", "config"},
-    "jobs": {"engine", "config"},
-    "baselines": {"engine", "config"},
+    "planning": {"engine", "cost", "calibration", "schedule", "config"},
+    "evaluation": {"planning", "engine", "config"},
+    "jobs": {"planning", "engine", "config"},
+    "baselines": {"planning", "engine", "schedule", "config"},
 }
 ONLY_AS_TYPES = {"models": {"cache"}}
 """May be imported for annotations, under TYPE_CHECKING."""
@@ -42,7 +43,7 @@ PROGRAM_PACKAGES = {"cli"}
 
 
 ENGINE = (
-    {"llm"},
+    {"engine"},
     {"execution"},
     {"sampling", "metrics"},
     {"state"},

@@ -13,8 +13,8 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.reports.record import RunRecord, package_version
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests.sequence import RequestOutput
+from h2o_flexgen.planning.llm import LLM
 
 
 def test_the_names_are_the_things() -> None:

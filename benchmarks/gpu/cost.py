@@ -97,22 +97,18 @@ def one(work: dict[str, Any]) -> Record:
     """The record of one run after a warm-up, planned as `h2o_flexgen.run` plans."""
     setting = Setting(**work["setting"])
     from h2o_flexgen import LLM
-    from h2o_flexgen.cli.planning import Planning
     from h2o_flexgen.cli.prompts import random_prompts
     from h2o_flexgen.config.hardware.profile import HardwareProfile
 
     hardware = HardwareProfile.load(Path(work["profile"]))
-    with LLM(**setting.engine) as llm:
+    with LLM(**setting.engine, hardware=hardware) as llm:
         prompts = random_prompts(setting.sequences, setting.prompt_len, llm.model.spec.vocab_size, 0)
-        llm.planner = Planning(llm, hardware, calibrate=False, quiet=True)
         warm_up(llm, prompts, setting.gen_len)
-        planning = Planning(llm, hardware, calibrate=False, quiet=True)
-        llm.planner, llm.on_plan = planning, planning.announce
         llm.generate(prompts, max_new_tokens=setting.gen_len, ignore_eos=True)
         record = llm.last_record
     if record is None:
         raise RunFailed("the run left no record")
-    return planning.completed(record, setting.prompt_len, setting.gen_len).to_json()
+    return record.to_json()
 
 
 def measure(section: Section) -> None:

@@ -22,7 +22,7 @@ from h2o_flexgen.baselines.flexgen_placement import GPU_BATCH
 from h2o_flexgen.baselines.process import RunFailed, run_command
 from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.models.families import spec_from_config
-from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
+from h2o_flexgen.schedule.tasks import FIRST_REPLAYED
 from h2o_flexgen.units import format_bytes, parse_bytes
 
 RATIOS = {"h2o": 0.2, "full": 1.0}

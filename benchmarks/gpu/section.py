@@ -22,7 +22,7 @@ from benchmarks.records import ROOT, versions
 from h2o_flexgen.baselines.process import Finished, RunFailed, run_command
 from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.config.reports.record import host_facts, utc_now
-from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
+from h2o_flexgen.schedule.tasks import FIRST_REPLAYED
 
 SCHEMA = 1
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "deepspeed", "flexgen", "numpy")

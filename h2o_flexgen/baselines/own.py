@@ -1,53 +1,49 @@
-"""Adapter of this package by the engine's own rule: `python -m h2o_flexgen.baselines.own FOLDER`.
+"""Adapter of this package: `python -m h2o_flexgen.baselines.own FOLDER [prepare]`.
 
-`options` are the fields of EvictionConfig. The adapter that `bench` runs is `h2o_flexgen.cli.adapter`: this one with
-the planner of `run`.
+`options` are the fields of EvictionConfig. Plans are those of `run`, or for work whose plan is "rule" the engine's own.
+With `prepare` nothing is run: where the plan of the work needs the machine's rates and they are not known, they are
+measured now. What is measured afterwards then never contains a calibration.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from h2o_flexgen.baselines.work import WARMUP_NEW, WARMUP_PROMPT, AdapterWork, Outcome, disk_bytes, run
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.reports.record import RunRecord, package_version
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.reports.record import package_version
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.limits.plan import Plan
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.planning.llm import LLM
+from h2o_flexgen.planning.planner import calibrate_here
+from h2o_flexgen.schedule.request import PlanRequest
+
+log = logging.getLogger(__name__)
 
 SPARED, LEAST_SPARED = 1 / 16, 128 << 20
 """Of a cap, and in bytes at least, what the engine does not plan with: a control group also counts pages of files."""
-Complete = Callable[[RunRecord, int, int], RunRecord]
-"""From the record of a call and the fewest tokens of any of its prompts and answers to the record with all that the
-planner knows."""
-Attach = Callable[[LLM], Complete]
-"""Gives an engine a planner for its next call."""
 
 
-def by_rule(llm: LLM) -> Complete:
-    """Leaves the engine's own planner where it is."""
-    return lambda record, prompt_len, generated: record
-
-
-def measure(folder: str, attach: Attach = by_rule) -> Outcome:
-    """Runs the work in `folder` through `LLM.generate`, as `run` does, planned by what `attach` gives the engine."""
+def measure(folder: str) -> Outcome:
+    """Runs the work in `folder` through `Engine.generate`."""
     work = AdapterWork.read(Path(folder))
     with engine_of(work) as llm:
-        attach(llm)
         llm.generate([prompt[:WARMUP_PROMPT] for prompt in work.prompts], max_new_tokens=WARMUP_NEW, ignore_eos=True)
         load_s = llm.last_record.load_s if llm.last_record else 0.0
-        complete, planning = attach(llm), _PlanTimer(llm)
+        planning = _PlanTimer(llm)
         read, started = disk_bytes(), time.perf_counter()
         outputs = llm.generate(work.prompts, max_new_tokens=work.gen_len, ignore_eos=True)
         total_s, read = time.perf_counter() - started, disk_bytes() - read
-        if llm.last_record is None:
+        record = llm.last_record
+        if record is None:
             raise RuntimeError("the run left no record")
-        record = complete(llm.last_record, min(len(prompt) for prompt in work.prompts), work.gen_len)
     return Outcome(
         prefill_s=record.prefill_s,
         decode_s=record.decode_s,
@@ -63,10 +59,28 @@ def measure(folder: str, attach: Attach = by_rule) -> Outcome:
     )
 
 
-def engine_of(work: AdapterWork) -> LLM:
+def prepare(folder: str) -> None:
+    """Calibrates this machine where `run` would, unless that was done before."""
+    work = AdapterWork.read(Path(folder))
+    if work.plan == "rule":
+        return
+    with engine_of(work) as llm:
+        if isinstance(llm, LLM):
+            llm.planning.calibrate = lambda: _calibrated(llm)
+        llm.plan(Workload(max(len(prompt) for prompt in work.prompts), work.gen_len, len(work.prompts)))
+
+
+def _calibrated(llm: LLM) -> HardwareProfile | None:
+    profile = calibrate_here(llm.config, quiet=True)
+    if profile is None:
+        log.warning("calibrating failed, so the plan goes by rule and nothing is predicted")
+    return profile
+
+
+def engine_of(work: AdapterWork) -> Engine:
     """The engine for `work`; unless everything is to be planned, its prompts are one GPU batch."""
     policy = {} if work.plan == "all" else {"gpu_batch_size": len(work.prompts), "num_gpu_batches": 1}
-    return LLM(
+    return (Engine if work.plan == "rule" else LLM)(
         work.folder or work.model,
         eviction=EvictionConfig(**work.options),
         policy=policy,
@@ -88,17 +102,17 @@ def within(cap: int) -> int:
 class _PlanTimer:
     """The seconds that an engine's planner takes from now on."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: Engine) -> None:
         self.seconds, self._planner = 0.0, llm.planner
         llm.planner = self._timed
 
-    def _timed(self, *question: Any) -> Plan:
+    def _timed(self, request: PlanRequest) -> Plan:
         started = time.perf_counter()
         try:
-            return self._planner(*question)
+            return self._planner(request)
         finally:
             self.seconds += time.perf_counter() - started
 
 
 if __name__ == "__main__":
-    sys.exit(run(measure))
+    sys.exit(run(measure, prepare))

@@ -26,7 +26,7 @@ DTYPES = ("bfloat16", "float32", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 WEIGHTS = ("auto", "dummy", "checkpoint")
 AUTO = "auto"
-_OWN = "h2o_flexgen.cli.adapter"  # a program: it plans as `run` does
+_OWN = "h2o_flexgen.baselines.own"
 _PEER = "h2o_flexgen.baselines."
 _MADE = "installed"  # what it leaves in one that is complete
 

@@ -13,8 +13,7 @@ from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.calibration.timing import Sample, sample_of
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.rates import Curve, GemmShape
-from h2o_flexgen.config.model.products import Product, all_products, products
-from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec, Product
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.reader import RequestReader
 from h2o_flexgen.engine.requests.sequence import Sequence
@@ -53,7 +52,7 @@ def _fitting(bench: Bench, product: Product) -> Product:
 
 def contending_product(bench: Bench) -> Callable[[], object]:
     """A call of the largest product of an MLP, which is done while links are busy."""
-    largest = max(products(bench.spec, "mlp"), key=lambda each: each.out_features * each.in_features)
+    largest = max(bench.spec.products("mlp"), key=lambda each: each.out_features * each.in_features)
     return _product_call(bench, _fitting(bench, largest), _ROWS_BESIDE)
 
 
@@ -61,9 +60,9 @@ def contending_product(bench: Bench) -> Callable[[], object]:
 def product_shapes(bench: Bench, seconds: float) -> tuple[GemmShape, ...]:
     """Every shape of the model over the number of rows."""
     spec = bench.spec
-    shapes = all_products(spec)
+    shapes = spec.all_products
     budget = bench.timer.budget(seconds, dict.fromkeys(map(str, shapes), 1.0))
-    head = products(spec, "head")
+    head = spec.products("head")
     found = []
     for shape in shapes:
         part = _fitting(bench, shape)

@@ -32,7 +32,6 @@ from h2o_flexgen.calibration.ticks import recorded_ticks, unexplained_ticks
 from h2o_flexgen.calibration.timing import WIDE, Repeats, Spreads, TimeBudget, Timer
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.hardware.rates import UNIT_KINDS, ComputeRates, LinkRate
-from h2o_flexgen.config.model.products import products
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.reports.record import utc_now
 from h2o_flexgen.cores import CoreCount, sharing_warning
@@ -213,7 +212,7 @@ class CalibrationRun:
         prefill = prefill_curves(bench, seconds("attention of prompts"))
         sample = compute.sample_seconds(bench, seconds("sampling"), elementwise)
         rates = ComputeRates(
-            gemm_flops=compute.general_rate(shapes, (*products(spec, "attn"), *products(spec, "mlp"))),
+            gemm_flops=compute.general_rate(shapes, (*spec.products("attn"), *spec.products("mlp"))),
             memory_bytes_per_s=memory,
             decode_attention=decode,
             prefill_attention=prefill,

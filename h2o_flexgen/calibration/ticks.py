@@ -31,16 +31,16 @@ from h2o_flexgen.config.hardware.rates import UNIT_KINDS, ComputeRates, Curve
 from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.cost.terms import CostModel
+from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.engine.execution.block import BlockRunner
-from h2o_flexgen.engine.limits.plan import Caps, Plan, PlanRequest, make_plan
+from h2o_flexgen.engine.limits.plan import Plan, make_plan
 from h2o_flexgen.engine.metrics.recorder import BlockTotals
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.loader import Loaded, load
 from h2o_flexgen.models.decoder import Decoder
-from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
-from h2o_flexgen.schedule.tasks import Task, TaskKind
+from h2o_flexgen.schedule.request import Caps, PlanRequest
+from h2o_flexgen.schedule.tasks import FIRST_REPLAYED, Task, TaskKind
 
 ROWS = (1, 8, 32)
 _WIDTH, _VOCABULARY = 64, 64
@@ -128,17 +128,7 @@ class ShortRun:
         plan = self.plan
         request, tier = plan.request, plan.request.compute_tier
         profile = HardwareProfile("being measured", "", request.dtype, {}, {tier: rates})
-        compute = CostModel(
-            request.spec,
-            request.workload,
-            plan.policy,
-            request.eviction,
-            plan.placement,
-            profile,
-            request.dtype,
-            tier,
-            (rows,),
-        ).compute
+        compute = CostModel(replace(request, profile=profile), plan.policy, plan.placement, (rows,)).compute
         return lambda unit, step: compute.seconds(Task(TaskKind.COMPUTE, step, unit.index, 0))
 
 

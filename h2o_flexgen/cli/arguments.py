@@ -18,9 +18,8 @@ from h2o_flexgen.cli.prompts import checked_text
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
-from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile
+from h2o_flexgen.config.hardware.profile import HardwareProfile, PlanningConfig, find_profile
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.planning import PlanningConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.errors import UsageError
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from h2o_flexgen.cli.answers import AnswerFile, AnswerPrinter, answer_json
 from h2o_flexgen.cli.arguments import RunArguments
-from h2o_flexgen.cli.planning import Planning
+from h2o_flexgen.cli.planning import let_calibrate, plan_text
 from h2o_flexgen.cli.program import print_error, write_json
 from h2o_flexgen.cli.progress import RunProgress
 from h2o_flexgen.cli.prompts import (
@@ -22,12 +22,13 @@ from h2o_flexgen.cli.prompts import (
     random_prompts,
     read_prompts,
 )
+from h2o_flexgen.config.hardware.profile import misfits
 from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.limits.plan import Plan
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests.chat import chat_prompt
 from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.planning.llm import LLM
 from h2o_flexgen.reporting.run_report import flexgen_log, run_report
 from h2o_flexgen.units import format_bytes
 
@@ -44,24 +45,23 @@ def generate(arguments: RunArguments) -> int:
         answers: AnswerFile | AnswerPrinter = AnswerPrinter(as_json=str(arguments.output) == "-")
         if arguments.output is not None and str(arguments.output) != "-":
             answers = stack.enter_context(AnswerFile(arguments.output, arguments.overwrite))
-        llm = stack.enter_context(LLM(**_settings(arguments)))
+        llm = stack.enter_context(LLM(**_settings(arguments), hardware=arguments.hardware))
         prompts, sampling = _work(arguments, given, llm)
         _notes(arguments, llm, given, prompts)
         progress = RunProgress(arguments.quiet, len(prompts) * sampling.num_return_sequences)
         stack.callback(progress.close)
         llm.on_progress = progress
-        planning = Planning(llm, arguments.hardware, arguments.calibrate, arguments.quiet)
-        llm.planner = planning
+        let_calibrate(llm, arguments.calibrate, arguments.quiet)
 
         def on_plan(plan: Plan) -> None:
-            planning.announce(plan)
+            if not arguments.quiet:
+                print_error(plan_text(plan))
             progress.expect(plan.predicted)
 
         llm.on_plan = on_plan
-        failed, shortest = 0, (1 << 62, 1 << 62)
+        failed = 0
         for output in llm.stream(prompts, sampling) if prompts else ():
             progress.finished()
-            shortest = min(shortest[0], len(output.prompt_ids)), min(shortest[1], len(output.token_ids))
             if output.error is not None:
                 failed += 1
                 print_error(f"prompt {output.index}: {output.error}")
@@ -73,8 +73,7 @@ def generate(arguments: RunArguments) -> int:
             print_error(f"note: {packed} of packed weights stay in {llm.offload_folder} and serve later runs")
         if failed:
             print_error(f"{failed} of {len(prompts) * sampling.num_return_sequences} sequences ended in an error")
-        record = llm.last_record
-        _report(llm, planning.completed(record, *shortest) if record else _nothing_done(llm), arguments)
+        _report(llm, llm.last_record or _nothing_done(llm), arguments)
     return EXIT_SOME_FAILED if failed else 0
 
 
@@ -123,6 +122,9 @@ def _notes(
 ) -> None:
     """What the user asked for and does not get as they may think."""
     config, policy = llm.config, llm.config.fixed_policy
+    hardware = arguments.hardware
+    for why in () if hardware is None or arguments.quiet else misfits(hardware, llm.model.spec, llm.model.dtype):
+        print_error(f"note: {why}")
     if llm.device.type != "cuda" and config.emulate_gpu is None:
         if any(shares["gpu"] for shares in (policy.weights, policy.cache, policy.hidden)):
             print_error("note: there is no GPU here, so the gpu shares count as cpu")

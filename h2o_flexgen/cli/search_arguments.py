@@ -23,10 +23,10 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.lp import SOLVERS
-from h2o_flexgen.cost.request import SearchRequest
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.registry import suggestion
+from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.units import GIB, MIB
 
 USABLE = 0.9
@@ -41,7 +41,7 @@ _OF_ENGINE = {"model", "dtype", "device", "gpu_mem", "cpu_mem", "disk_mem"}
 class SearchArguments:
     """All of a command line, checked."""
 
-    request: SearchRequest
+    request: PlanRequest
     solver: str
     output: Path | None
     simulate: Path | None
@@ -105,14 +105,14 @@ def search_parser() -> Parser:
     return parser
 
 
-def _request(args: argparse.Namespace) -> SearchRequest:
+def _request(args: argparse.Namespace) -> PlanRequest:
     engine = from_namespace(EngineConfig, args)
     named = None if args.hardware is None else find_profile(args.hardware)
     spec = _spec(engine.model)
     profile = named or kept_profile(spec, engine.dtype, engine.device)
     tier = _compute_tier(engine, profile)
     eviction = eviction_of(args)
-    return SearchRequest(
+    return PlanRequest(
         spec=spec,
         workload=_workload(from_namespace(Workload, args, defaults=_LENGTHS), spec, eviction),
         eviction=eviction,
@@ -143,7 +143,7 @@ def _compute_tier(engine: EngineConfig, profile: HardwareProfile) -> str:
     return "gpu"
 
 
-def _caps(engine: EngineConfig, profile: HardwareProfile, tier: str) -> dict[str, int]:
+def _caps(engine: EngineConfig, profile: HardwareProfile, tier: str) -> Caps:
     """What is typed, else what the machine has, less a little. UsageError for a GPU whose memory nobody knows."""
     typed = {"gpu": engine.gpu_mem, "cpu": engine.cpu_mem, "disk": engine.disk_mem}
     if tier == "cpu":
@@ -155,14 +155,15 @@ def _caps(engine: EngineConfig, profile: HardwareProfile, tier: str) -> dict[str
             "or --device cpu",
         )
     has = {name: int(USABLE * profile.memory[name]) for name in typed if name in profile.memory}
-    return {name: cap for name in typed if (cap := has.get(name) if typed[name] is None else typed[name]) is not None}
+    caps: dict[str, Any] = {name: has.get(name) if cap is None else cap for name, cap in typed.items()}
+    return Caps(**caps)
 
 
 def _fixed(args: argparse.Namespace) -> dict[str, Any]:
     """The fields of the policy that stay as they are: those typed, or all of a --policy file's."""
     decided = policy_of(args)
     if isinstance(decided, OffloadPolicy):
-        return {item.name: getattr(decided, item.name) for item in fields(OffloadPolicy)}
+        return decided.fields
     return {} if isinstance(decided, str) else decided
 
 

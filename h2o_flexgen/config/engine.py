@@ -126,17 +126,19 @@ class EngineConfig:
     @property
     def fixed_policy(self) -> OffloadPolicy:
         """The policy as far as it was given; the fields in `free_fields` hold defaults."""
-        if isinstance(self.policy, OffloadPolicy):
-            return self.policy
-        given = {} if isinstance(self.policy, str) else dict(self.policy)
-        return OffloadPolicy(**given)
+        return OffloadPolicy(**self.fixed)
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The fields of the policy that were given."""
+        if isinstance(self.policy, str):
+            return {}
+        return self.policy.fields if isinstance(self.policy, OffloadPolicy) else dict(self.policy)
 
     @property
     def free_fields(self) -> frozenset[str]:
         """The fields of the policy that the planner chooses."""
-        if isinstance(self.policy, OffloadPolicy):
-            return frozenset()
-        return PLANNED_FIELDS - frozenset(() if isinstance(self.policy, str) else self.policy)
+        return PLANNED_FIELDS - set(self.fixed)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

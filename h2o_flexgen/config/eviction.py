@@ -45,6 +45,11 @@ class Budget:
     sinks: int
     full: bool
 
+    @property
+    def scored(self) -> bool:
+        """Whether what stays is chosen by score; else tokens go in the order in which they came."""
+        return bool(self.heavy) and not self.full
+
     def within(self, window: int | None) -> Budget:
         """The budget in a layer whose queries see the last `window` tokens, themselves included; None: all of them.
 

@@ -6,16 +6,52 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 from h2o_flexgen.config.checks import known_keys, truth, whole
 from h2o_flexgen.config.flags import option
-from h2o_flexgen.config.kernels import Kernels
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 
 TIERS = ("gpu", "cpu", "disk")
 """Fastest first."""
+
+
+class Kernels(StrEnum):
+    """Whose kernels attend to prompts, on the device that computes everything else."""
+
+    CPU = "cpu"
+    """On a CPU, the one behind an emulated GPU included."""
+    TORCH = "torch"
+    """On a GPU that Triton does not serve: an old one, or one without Triton."""
+    TRITON = "triton"
+    """On every other GPU. It records decode steps, too."""
+
+    @classmethod
+    def of(cls, compute_tier: str, *, emulated: bool, triton: bool) -> Kernels:
+        """Those of a compute tier, "gpu" or "cpu". `triton`: whether it serves the GPU, where there is a real one."""
+        if compute_tier == "cpu" or emulated:
+            return cls.CPU
+        return cls.TRITON if triton else cls.TORCH
+
+    @property
+    def chunk(self) -> int:
+        """Prompt tokens that go through a unit at once, where there is room.
+
+        A CPU computes products at their full rate with 2,048, and the activations stay in its caches. A GPU starts some
+        dozens of kernels for each chunk and layer, most of them small: 8,192 where memory is left for the activations.
+        """
+        return 2048 if self is Kernels.CPU else 8192
+
+    @property
+    def logits(self) -> int:
+        """Float32 attention logits of prompts alive at once: of 16 queries, or so many where these have fewer.
+
+        On a CPU 4 MiB, which stay in its caches. On a GPU 64 MiB, so that the kernels that torch starts on them take
+        longer than starting them; what those take in all is some 14 bytes for each. Triton's kernels write none.
+        """
+        return 1 << 24 if self is Kernels.TORCH else 1 << 20
 
 
 class Shares(Mapping[str, float]):
@@ -177,10 +213,14 @@ class OffloadPolicy:
 
         return replace(self, weights=moved(self.weights), cache=moved(self.cache), hidden=moved(self.hidden))
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The values of all fields, by name."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+
     def to_json(self) -> dict[str, Any]:
         """Every field, as plain JSON values."""
-        values = ((item.name, getattr(self, item.name)) for item in dataclasses.fields(self))
-        return {name: dict(value) if isinstance(value, Shares) else value for name, value in values}
+        return {name: dict(value) if isinstance(value, Shares) else value for name, value in self.fields.items()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> OffloadPolicy:

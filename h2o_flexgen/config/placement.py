@@ -7,11 +7,11 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
-from h2o_flexgen.config.workload import Workload
 
+KINDS = ("weights", "cache", "hidden")
+"""What is placed."""
 K = TypeVar("K", bound=Hashable)
 
 
@@ -27,6 +27,11 @@ class Placement:
     hidden: Mapping[int, str]
     slots: tuple[int, ...] = ()
 
+    @property
+    def tiers(self) -> set[str]:
+        """Those that hold anything."""
+        return {*self.weights.values(), *self.cache.values(), *self.hidden.values()}
+
     def achieved(self, spec: ModelSpec, dtype: str) -> dict[str, dict[str, float]]:
         """The shares really placed, by kind and tier; tiers that hold nothing are left out."""
         groups = spec.groups_by_key
@@ -37,20 +42,11 @@ class Placement:
         }
 
 
-def cache_slots(spec: ModelSpec, workload: Workload, eviction: EvictionConfig) -> tuple[int, ...]:
-    """Slots of a row's cache, layer by layer: the budget within the layer's window, and one for the newest token where
-    something is evicted."""
-    budget = eviction.resolve(workload.prompt_len, workload.gen_len)
-    budgets = [budget.within(spec.arch.window_of(layer)) for layer in range(spec.num_layers)]
-    return tuple(budget.total + (not budget.full) for budget in budgets)
-
-
 def place(spec: ModelSpec, policy: OffloadPolicy, dtype: str, slots: tuple[int, ...] = ()) -> Placement:
     """Spread the units of each kind over the tiers, evenly over the depth, as close to the shares as whole units come.
 
     Weights go by bytes in the order of use, those of the vocabulary before the layers', see `_place_weights`; caches in
-    the order of compute (layer, then GPU batch), by bytes as well where `slots` says how large each layer's are, see
-    `cache_slots`.
+    the order of compute (layer, then GPU batch), by bytes as well where `slots` says how large each layer's are.
     """
     layers, batches = range(spec.num_layers), range(policy.num_gpu_batches)
     # Caches that are all alike are placed alike, however many slots they have.
@@ -74,10 +70,10 @@ def _place_weights(spec: ModelSpec, shares: Mapping[str, float], dtype: str) -> 
     first: dict[str, str] = {}
     for key in dict.fromkeys(unit.weights for unit in spec.units if unit.layer is None):
         # Shares are rounded, so that a whole one may lack a part of a byte.
-        home = next((tier for tier in TIERS if left[tier] >= sizes[key] * (1 - 1e-6)), None)
-        if home is not None:
-            first[key] = home
-            left[home] = max(0.0, left[home] - sizes[key])
+        fitting = next((tier for tier in TIERS if left[tier] >= sizes[key] * (1 - 1e-6)), None)
+        if fitting is not None:
+            first[key] = fitting
+            left[fitting] = max(0.0, left[fitting] - sizes[key])
     rest = [(key, nbytes) for key, nbytes in sizes.items() if key not in first]
     whole = sum(left.values())
     spread = _spread(rest, {tier: nbytes / whole for tier, nbytes in left.items() if nbytes})

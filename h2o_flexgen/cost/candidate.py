@@ -1,27 +1,31 @@
-"""A policy in whole units, and how long it would take."""
+"""A policy in whole units, how long it would take, and how shares become one that fits."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.config.offload import OffloadPolicy, Shares
+from h2o_flexgen.config.placement import KINDS, Placement
 from h2o_flexgen.cost.linear import Programs
-from h2o_flexgen.cost.lp import KINDS
-from h2o_flexgen.cost.predict import Prediction, predict
-from h2o_flexgen.cost.request import SearchRequest
-from h2o_flexgen.schedule.footprint import Footprint
+from h2o_flexgen.cost.lp import Program, solve, tidy
+from h2o_flexgen.cost.model import CostModel
+from h2o_flexgen.cost.simulate import Prediction, predict
+from h2o_flexgen.schedule.footprint import Footprint, footprint
+from h2o_flexgen.schedule.request import PlanRequest
 
 _WHOLE = 1000  # ticks of a step up to which a candidate is simulated with all its layers
 _LEAST_LAYERS = 8
+_TIGHTENINGS = 5  # of caps by what rounding overshot
+_PUSHES = 64  # of single units, where that does not help
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A policy and what the engine would make of it."""
 
-    request: SearchRequest
+    request: PlanRequest
     policy: OffloadPolicy
     placement: Placement
     footprint: Footprint
@@ -29,13 +33,13 @@ class Candidate:
     @cached_property
     def prediction(self) -> Prediction:
         """The whole workload, simulated; of an endless one a block."""
-        return predict(self.request.model(self.policy, self.placement))
+        return predict(CostModel(self.request, self.policy, self.placement))
 
     @cached_property
     def seconds(self) -> float:
         """Per sequence: what a search makes as small as it can. Of a long schedule an estimate."""
         if self.shrunk is None:
-            return _seconds(self.prediction)
+            return self.prediction.total_s / self.prediction.sequences
         return self.shrunk.seconds * self._formula / self.shrunk._formula
 
     @cached_property
@@ -48,15 +52,14 @@ class Candidate:
         few = max(_LEAST_LAYERS, layers * _WHOLE // self._ticks_of_step)
         if few >= layers:
             return None
-        request = replace(self.request, spec=replace(self.request.spec, num_layers=few), caps={})
+        request = replace(self.request, spec=replace(self.request.spec, num_layers=few))
         placement = request.place(self.policy)
-        return Candidate(request, self.policy, placement, request.footprint(self.policy, placement))
+        return Candidate(request, self.policy, placement, footprint(request, self.policy, placement))
 
     @property
     def resident(self) -> bool:
         """Whether everything stays where it is computed on."""
-        kinds = (self.placement.weights, self.placement.cache, self.placement.hidden)
-        return {tier for homes in kinds for tier in homes.values()} == {self.request.compute_tier}
+        return self.placement.tiers == {self.request.compute_tier}
 
     @property
     def ticks(self) -> int:
@@ -77,5 +80,76 @@ class Candidate:
         return program.seconds({kind: shares[kind] for kind in KINDS})
 
 
-def _seconds(prediction: Prediction) -> float:
-    return (prediction.prefill_s + prediction.decode_s) / prediction.sequences
+def place(request: PlanRequest, policy: OffloadPolicy) -> Candidate:
+    """`policy` in whole units, fitting or not. What has no effect is dropped, as far as it is free."""
+    placement = request.place(policy)
+    if policy.cpu_cache_compute and "cpu" not in placement.cache.values() and "cpu_cache_compute" not in request.fixed:
+        policy = replace(policy, cpu_cache_compute=False)
+    held = {
+        "weights": set(placement.weights.values()),
+        "cache": set(placement.cache.values()),
+        "hidden": set(placement.hidden.values()),
+    }
+    clean = {
+        kind: _without(getattr(policy, kind), held[kind])
+        for kind in KINDS
+        if kind not in request.fixed and not held[kind] >= set(getattr(policy, kind))
+    }
+    if clean:
+        policy = request.with_shares(policy, clean)
+        placement = request.place(policy)
+    return Candidate(request, policy, placement, footprint(request, policy, placement))
+
+
+def fit(request: PlanRequest, policy: OffloadPolicy, program: Program, solver: str) -> Candidate | None:
+    """The fastest placement of `policy`'s block, in whole units; None where none was found that fits.
+
+    Rounding to units may overshoot a cap: then that is taken off the cap and the program solved again.
+    """
+    caps, placed = dict(program.caps), None
+    for _ in range(_TIGHTENINGS):
+        solution = solve(replace(program, caps=caps), solver)
+        if solution is None:
+            break
+        placed = place(request, request.with_shares(policy, solution.shares))
+        over = placed.footprint.over(request.capped)
+        if not over:
+            return placed
+        for tier, nbytes in over.items():
+            caps[tier] -= nbytes
+    return None if placed is None else _push_down(request, placed)
+
+
+def _push_down(request: PlanRequest, candidate: Candidate) -> Candidate | None:
+    """`candidate` with units moved one by one from tiers that are too full to the next slower ones, until all fits."""
+    for _ in range(_PUSHES):
+        over = candidate.footprint.over(request.capped)
+        if not over:
+            return candidate
+        moved = next((found for tier in over for kind in KINDS if (found := shift(candidate, kind, tier, 1))), None)
+        if moved is None:
+            return None
+        candidate = moved
+    return None
+
+
+def shift(candidate: Candidate, kind: str, tier: str, down: int) -> Candidate | None:
+    """One unit of `kind` moved from `tier` to the next slower tier (`down` 1) or the next faster one (-1).
+
+    None where the kind is fixed, `tier` holds none of it, or there is no such tier.
+    """
+    request, shares = candidate.request, dict(getattr(candidate.policy, kind))
+    position = request.tiers.index(tier) + down if tier in request.tiers else -1
+    fixed = request.fixed_shares(candidate.policy)
+    if kind in fixed or not shares.get(tier) or not 0 <= position < len(request.tiers):
+        return None
+    units = len(getattr(candidate.placement, kind))
+    step, target = min(shares[tier], 1 / units), request.tiers[position]
+    shares[tier] -= step
+    shares[target] = shares.get(target, 0.0) + step
+    return place(request, request.with_shares(candidate.policy, {kind: tidy(shares)}))
+
+
+def _without(shares: Mapping[str, float], kept: set[str]) -> Shares:
+    """`shares` of the tiers in `kept` alone; the largest takes what the others had."""
+    return tidy({tier: share for tier, share in shares.items() if tier in kept} or dict.fromkeys(kept, 1.0))

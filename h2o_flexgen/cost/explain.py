@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from h2o_flexgen.cost.bound import io_lower_bound
 from h2o_flexgen.cost.candidate import Candidate
-from h2o_flexgen.cost.predict import Prediction
 from h2o_flexgen.cost.search import SearchResult
-from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
+from h2o_flexgen.cost.simulate import Prediction
+from h2o_flexgen.schedule.traffic import io_lower_bound
+from h2o_flexgen.schedule.workspace import HOST_ATTENTION
 from h2o_flexgen.units import format_bytes, format_seconds
 
 _WIDTH = 12
@@ -35,12 +35,12 @@ def to_json(result: SearchResult) -> dict[str, Any]:
         "model": request.spec.name,
         "dtype": request.dtype,
         "compute_tier": request.compute_tier,
-        "hardware": request.profile.name,
+        "hardware": request.machine.name,
         "eviction": {**request.eviction.to_json(), "tokens": _budget(result).total},
         "prompt_len": request.workload.prompt_len,
         "gen_len": request.workload.gen_len,
         "sequences": result.predicted.sequences,
-        "caps": dict(request.caps),
+        "caps": request.capped,
         "fixed": sorted(request.fixed),
         "policy": result.policy.to_json(),
         "predicted": result.predicted.to_json(),
@@ -61,7 +61,7 @@ def bound_text(predicted: Prediction) -> str:
     """What takes the time: "disk reads: 13.3 GB per step, busy for 98 % of the run"."""
     model, (phase, resource, seconds) = predicted.block.model, predicted.bound
     passes, per = (range(1), "for the prompts") if phase == "prefill" else (range(1, model.steps), "per step")
-    share = f"busy for {seconds / (predicted.prefill_s + predicted.decode_s):.0%} of the run"
+    share = f"busy for {seconds / predicted.total_s:.0%} of the run"
     if resource in _WORK:
         found = [term for term in model.terms() if term.resource == resource]
         terms = [term for term in found if term.phase == phase] or found  # of the host perhaps nothing but the prompts
@@ -74,17 +74,9 @@ def bound_text(predicted: Prediction) -> str:
 
 def least_traffic(result: SearchResult) -> dict[str, int]:
     """Bytes over each link that any schedule with blocks of this size must move in the whole run."""
-    request, predicted = result.request, result.predicted
-    least = io_lower_bound(
-        request.spec,
-        request.workload,
-        request.eviction,
-        request.dtype,
-        dict(request.caps),
-        request.compute_tier,
-        predicted.block.sequences,
-        cpu_cache_compute=result.policy.cpu_cache_compute,
-    )
+    predicted = result.predicted
+    computing = result.policy.cpu_cache_compute
+    least = io_lower_bound(result.request, predicted.block.sequences, cpu_cache_compute=computing)
     whole_blocks = predicted.sequences // predicted.block.sequences
     return {link: whole_blocks * nbytes for link, nbytes in least.items()}
 
@@ -93,7 +85,7 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
     request, predicted, policy = result.request, result.predicted, result.policy
     yield (
         "model",
-        f"{request.spec.name}, {request.dtype} on the {request.compute_tier.upper()} of {request.profile.name}",
+        f"{request.spec.name}, {request.dtype} on the {request.compute_tier.upper()} of {request.machine.name}",
     )
     work = f"{request.workload.prompt_len} + {request.workload.gen_len} tokens"
     amount = "one block of as many as there are" if request.endless else f"{request.workload.num_sequences} sequences"
@@ -144,14 +136,14 @@ def _eviction(result: SearchResult) -> str:
 
 
 def _used(result: SearchResult, tier: str) -> str:
-    used, cap = result.footprint.total(tier), result.request.caps.get(tier)
+    used, cap = result.footprint.total(tier), result.request.capped.get(tier)
     return f"{tier} {format_bytes(used)}" + (f" of {format_bytes(cap)}" if cap is not None else "")
 
 
 def _binding(result: SearchResult) -> str:
     if result.binding is None:
         return "nothing: more memory would not make this faster"
-    return f"{result.request.flag(result.binding)}, the {result.binding} tier's cap"
+    return f"{result.request.caps.flag(result.binding)}, the {result.binding} tier's cap"
 
 
 def _traffic(moved: Mapping[str, int], least: Mapping[str, int]) -> str:

@@ -1,7 +1,7 @@
 """From block shapes to the linear programs of their placements: coefficients read off footprints and prices.
 
 A footprint and a price with everything on the compute tier, and one for each kind on each other tier, give all that is
-linear in the shares. So a program follows whatever `schedule.footprint` and `cost.terms` say, without a formula of its
+linear in the shares. So a program follows whatever `schedule.footprint` and `cost.model` say, without a formula of its
 own. What is not linear is taken as favourable as it can be, so that a program refuses nothing that fits: weight buffers
 are those of a layer's units, though embeddings may be larger; recorded steps take no memory, and the time that they
 save is saved wherever weights are.
@@ -16,11 +16,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.placement import Placement
-from h2o_flexgen.cost.lp import KINDS, Charge, Home, Phase, Program
-from h2o_flexgen.cost.prices import BatchPrices
-from h2o_flexgen.cost.request import SearchRequest
-from h2o_flexgen.schedule.footprint import RECORDED
+from h2o_flexgen.config.placement import KINDS, Placement
+from h2o_flexgen.cost.lp import Charge, KindTier, PassTimes, Program
+from h2o_flexgen.cost.model import BatchPrices, CostModel
+from h2o_flexgen.schedule.footprint import RECORDED, footprint
+from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.schedule.traffic import links
 
 ONCE = frozenset(
@@ -29,7 +29,7 @@ ONCE = frozenset(
 )
 """Items of a footprint that are there as soon as anything of a kind moves, however little."""
 _HIDDEN = 0.8  # of the weights may be streamed without waiting, as simulations show: resident units make room
-_BESIDE: Home = ("cache", "cpu")
+_BESIDE: KindTier = ("cache", "cpu")
 _WORKSPACE = "workspace"  # on cpu beside a gpu: as soon as any attention is computed there
 
 
@@ -37,17 +37,17 @@ class _Memory(NamedTuple):
     """Bytes on each tier: those held whatever the shares, those that grow with them, and buffers."""
 
     held: Counter[str]
-    grows: dict[Home, Counter[str]]
+    grows: dict[KindTier, Counter[str]]
     charges: tuple[Charge, ...]
 
 
 class Programs:
     """The programs of one request. What block shapes have in common is worked out once."""
 
-    def __init__(self, request: SearchRequest) -> None:
+    def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self._memories: dict[tuple[int, int, bool, int], _Memory] = {}
-        self._prices: dict[tuple[int, bool, bool], dict[Home | None, BatchPrices]] = {}
+        self._prices: dict[tuple[int, bool, bool], dict[KindTier | None, BatchPrices]] = {}
 
     def of(self, policy: OffloadPolicy, *, waits: bool = True) -> Program:
         """The placements of one block of `policy`'s shape; its own placements do not matter.
@@ -55,20 +55,17 @@ class Programs:
         waits: whether to price what a short lookahead waits for; without, the program bounds any lookahead.
         """
         request, memory = self.request, self._memory(policy)
-        fixed = dict(request.fixed_shares)
-        if policy.num_gpu_batches == 1:
-            fixed["hidden"] = {request.compute_tier: 1.0}
         return Program(
             tiers=request.tiers,
-            caps={tier: cap for tier, cap in request.caps.items() if tier in request.tiers},
+            caps=request.capped,
             phases=tuple(self._phases(policy, waits)),
             held=memory.held,
             grows=memory.grows,
             charges=memory.charges,
-            fixed=fixed,
+            fixed=request.fixed_shares(policy),
         )
 
-    def _homes(self, many: bool) -> list[Home]:
+    def _away(self, many: bool) -> list[KindTier]:
         """Every kind with every tier but the compute tier, as far as it can be there."""
         return [(kind, tier) for kind in (KINDS if many else KINDS[:2]) for tier in self.request.tiers[1:]]
 
@@ -80,7 +77,7 @@ class Programs:
         if more <= 0:
             return self._known_memory(policy)
         two, three = (self._known_memory(replace(policy, num_gpu_batches=count)) for count in (2, 3))
-        grows = {home: _line(two.grows[home], three.grows[home], more) for home in two.grows}
+        grows = {pair: _line(two.grows[pair], three.grows[pair], more) for pair in two.grows}
         return _Memory(_line(two.held, three.held, more), grows, two.charges)
 
     def _known_memory(self, policy: OffloadPolicy) -> _Memory:
@@ -91,25 +88,25 @@ class Programs:
 
     def _new_memory(self, policy: OffloadPolicy) -> _Memory:
         here = self._amounts(policy, None)
-        grows: dict[Home, Counter[str]] = {}
+        grows: dict[KindTier, Counter[str]] = {}
         charges: list[Charge] = []
-        for home in self._homes(policy.num_gpu_batches > 1):
-            there, grown = self._amounts(policy, home), Counter[str]()
+        for pair in self._away(policy.num_gpu_batches > 1):
+            there, grown = self._amounts(policy, pair), Counter[str]()
             for tier, what in {**here, **there}:
                 nbytes = there[tier, what] - here[tier, what]
                 if what in ONCE or (what == _WORKSPACE and tier != self.request.compute_tier):
-                    charges.append(Charge(*home, tier, what, nbytes))
+                    charges.append(Charge(*pair, tier, what, nbytes))
                 else:  # of the weights only the layers went, and a share is of all
                     grown[tier] += round(nbytes * self._all_over_layers) if what == "weights" else nbytes
-            grows[home] = grown
+            grows[pair] = grown
         held = Counter[str]()
         for (tier, _), nbytes in here.items():
             held[tier] += nbytes
         return _Memory(held, grows, tuple(charge for charge in charges if charge.nbytes))
 
-    def _amounts(self, policy: OffloadPolicy, home: Home | None) -> Counter[tuple[str, str]]:
+    def _amounts(self, policy: OffloadPolicy, pair: KindTier | None) -> Counter[tuple[str, str]]:
         """Bytes by tier and what for."""
-        items = self.request.footprint(policy, corner(self.request, policy, home)).items
+        items = footprint(self.request, policy, corner(self.request, policy, pair)).items
         return Counter({(item.tier, item.what): item.nbytes for item in items if item.what != RECORDED})
 
     @cached_property
@@ -120,29 +117,31 @@ class Programs:
 
     # ---- time
 
-    def _phases(self, policy: OffloadPolicy, waits: bool) -> Iterator[Phase]:
+    def _phases(self, policy: OffloadPolicy, waits: bool) -> Iterator[PassTimes]:
         """The prompt's pass, and the decode step in the middle."""
         count, steps = policy.num_gpu_batches, self.request.workload.gen_len
         prices = self._priced(policy)
         for name, passes in (("prefill", range(1)), ("decode", range(1, steps))):
             if not passes:
                 return
-            grounds = {home: prices[home].seconds(passes) for home in (None, _BESIDE) if home in prices}
+            grounds = {pair: prices[pair].seconds(passes) for pair in (None, _BESIDE) if pair in prices}
             base = {resource: count * seconds for resource, seconds in grounds[None].items()}
-            slope: dict[Home, dict[str, float]] = {home: {} for home in self._homes(count > 1)}
-            for home, price in prices.items():
-                if home is not None:
-                    there, ground = price.seconds(passes), grounds[_BESIDE if self._favoured(policy, home) else None]
-                    slope[home] = {name: count * (s - ground.get(name, 0.0)) for name, s in there.items()}
+            slope: dict[KindTier, dict[str, float]] = {pair: {} for pair in self._away(count > 1)}
+            for pair, price in prices.items():
+                if pair is not None:
+                    there, ground = price.seconds(passes), grounds[_BESIDE if self._favoured(policy, pair) else None]
+                    slope[pair] = {name: count * (s - ground.get(name, 0.0)) for name, s in there.items()}
             for tier, seconds in self._weight_seconds.items():
                 slope["weights", tier] = dict(seconds)
             if waits and policy.overlap and policy.lookahead == 1:
                 halves = [count * prices[None].half_seconds(kind, passes) for kind in ("attn", "mlp")]
                 self._ping_pong(base, slope, halves)
-            phase = Phase(name, len(passes), base, slope, summed=not policy.overlap)
-            yield phase.contended(self.request.profile.slowdown) if policy.overlap else phase
+            phase = PassTimes(name, len(passes), base, slope, summed=not policy.overlap)
+            yield phase.contended(self.request.machine.slowdown) if policy.overlap else phase
 
-    def _ping_pong(self, base: dict[str, float], slope: dict[Home, dict[str, float]], halves: Sequence[float]) -> None:
+    def _ping_pong(
+        self, base: dict[str, float], slope: dict[KindTier, dict[str, float]], halves: Sequence[float]
+    ) -> None:
         """What is waited for if nearly all units are streamed: with two buffers, each is read while the one before
         computes, and the longer of the two is what counts.
 
@@ -163,47 +162,47 @@ class Programs:
         request = self.request
         nbytes = request.spec.groups_by_key[f"layers.0.{kind}"].buffer_bytes(request.dtype)
         path = links(tier, request.compute_tier, inward=True)
-        return sum(request.profile.link(link).seconds(nbytes) for link in path)
+        return sum(request.machine.link(link).seconds(nbytes) for link in path)
 
-    def _priced(self, policy: OffloadPolicy) -> dict[Home | None, BatchPrices]:
+    def _priced(self, policy: OffloadPolicy) -> dict[KindTier | None, BatchPrices]:
         """Of one GPU batch with everything on the compute tier, and with caches or hidden states elsewhere."""
         many = policy.num_gpu_batches > 1
         key = (policy.gpu_batch_size, many, policy.cpu_cache_compute and policy.overlap)
         if key not in self._prices:
-            few = replace(policy, num_gpu_batches=1 + many)
-            homes = [None, *(home for home in self._homes(many) if home[0] != "weights")]
+            few, request = replace(policy, num_gpu_batches=1 + many), self.request
+            pairs = [None, *(pair for pair in self._away(many) if pair[0] != "weights")]
             models = {
-                home: self.request.model(few, self._corner(few, home), (few.gpu_batch_size,) * few.num_gpu_batches)
-                for home in homes
+                pair: CostModel(request, few, self._corner(few, pair), (few.gpu_batch_size,) * few.num_gpu_batches)
+                for pair in pairs
             }
-            self._prices[key] = {home: BatchPrices(model, list(models.values())) for home, model in models.items()}
+            self._prices[key] = {pair: BatchPrices(model, list(models.values())) for pair, model in models.items()}
         return self._prices[key]
 
-    def _corner(self, policy: OffloadPolicy, home: Home | None) -> Placement:
-        found = corner(self.request, policy, home)
-        return replace(found, cache=dict.fromkeys(found.cache, "cpu")) if self._favoured(policy, home) else found
+    def _corner(self, policy: OffloadPolicy, pair: KindTier | None) -> Placement:
+        found = corner(self.request, policy, pair)
+        return replace(found, cache=dict.fromkeys(found.cache, "cpu")) if self._favoured(policy, pair) else found
 
-    def _favoured(self, policy: OffloadPolicy, home: Home | None) -> bool:
+    def _favoured(self, policy: OffloadPolicy, pair: KindTier | None) -> bool:
         """Whether hidden states there are priced as if all caches were on cpu: those that wait for attention on the
         host do not move, and how many do depends on both shares."""
         beside = policy.cpu_cache_compute and policy.overlap and policy.num_gpu_batches > 1
-        return beside and self.request.compute_tier == "gpu" and home is not None and home[0] == "hidden"
+        return beside and self.request.compute_tier == "gpu" and pair is not None and pair[0] == "hidden"
 
     @cached_property
     def _weight_seconds(self) -> dict[str, dict[str, float]]:
         """Of reading all weights once, by the tier they are on and by link."""
         request, found = self.request, dict[str, dict[str, float]]()
         for tier in request.tiers[1:]:
-            path = [request.profile.link(link) for link in links(tier, request.compute_tier, inward=True)]
+            path = [request.machine.link(link) for link in links(tier, request.compute_tier, inward=True)]
             groups = [group.buffer_bytes(request.dtype) for group in request.spec.weight_groups]
             names = links(tier, request.compute_tier, inward=True)
             found[tier] = {name: sum(map(link.seconds, groups)) for name, link in zip(names, path, strict=True)}
         return found
 
 
-def corner(request: SearchRequest, policy: OffloadPolicy, home: Home | None) -> Placement:
-    """Everything on the compute tier; but where `home` is given, all of one kind, of weights the layers, on another."""
-    kind, tier = home or ("", "")
+def corner(request: PlanRequest, policy: OffloadPolicy, pair: KindTier | None) -> Placement:
+    """Everything on the compute tier; but where `pair` is given, all of one kind, of weights the layers, on another."""
+    kind, tier = pair or ("", "")
     here, batches = request.compute_tier, range(policy.num_gpu_batches)
     places = ((layer, batch) for layer in range(request.spec.num_layers) for batch in batches)
     groups = request.spec.groups_by_key

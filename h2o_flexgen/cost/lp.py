@@ -15,10 +15,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from h2o_flexgen.config.offload import Shares
+from h2o_flexgen.config.placement import KINDS
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 
-KINDS = ("weights", "cache", "hidden")
 SOLVERS = ("highs", "cbc")
 SLACK = 1e-6
 """How much longer than the optimum the second program may take; with 1e-9 CBC calls feasible programs infeasible."""
@@ -27,13 +27,13 @@ _FULL = 1e-5  # of a cap: what is left then may be the solver's tolerance
 _GB, _MS = 1e9, 1e-3
 _PREFERENCE = {"weights": 1.0, "cache": 1.01, "hidden": 1.02}  # of equal bytes, weights go to the slower tier
 
-Home = tuple[str, str]
+KindTier = tuple[str, str]
 """A kind and the tier that it, or a share of it, lives on."""
 
 
 @dataclass(frozen=True)
-class Phase:
-    """Seconds per resource of one pass over the model: `base`, and for each home its share times `slope`.
+class PassTimes:
+    """Seconds per resource of one pass over the model: `base`, and for each kind on a tier its share times `slope`.
 
     times: how many such passes a block takes; summed: whether resources wait for one another (overlap off).
     """
@@ -41,7 +41,7 @@ class Phase:
     name: str
     times: float
     base: Mapping[str, float]
-    slope: Mapping[Home, Mapping[str, float]]
+    slope: Mapping[KindTier, Mapping[str, float]]
     summed: bool = False
 
     def seconds(self, shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -52,7 +52,7 @@ class Phase:
                 busy[resource] = busy.get(resource, 0.0) + seconds * shares[kind].get(tier, 0.0)
         return busy
 
-    def contended(self, slowdown: Mapping[str, Mapping[str, float]]) -> Phase:
+    def contended(self, slowdown: Mapping[str, Mapping[str, float]]) -> PassTimes:
         """The same where resources disturb each other, `slowdown` of a HardwareProfile.
 
         Where `a` takes f times as long beside `b`, and `b` f' times beside `a`, `a` is busy for its own seconds and
@@ -68,15 +68,15 @@ class Phase:
                         found[slowed] = found.get(slowed, 0.0) + share * extra
             return found
 
-        return replace(self, base=mixed(self.base), slope={home: mixed(each) for home, each in self.slope.items()})
+        return replace(self, base=mixed(self.base), slope={pair: mixed(each) for pair, each in self.slope.items()})
 
 
 @dataclass(frozen=True)
 class Charge:
-    """Bytes on `tier` as soon as anything of `kind` is at home on `home`; what is called the same is there once."""
+    """Bytes on `tier` as soon as anything of `kind` lives on `on`; what is called the same is there once."""
 
     kind: str
-    home: str
+    on: str
     tier: str
     what: str
     nbytes: float
@@ -87,19 +87,19 @@ class Program:
     """One block shape. `tiers` fastest first, the compute tier the first; `caps` of the tiers that have one.
 
     held    bytes per tier that are there wherever things live
-    grows   bytes per tier of each home at share 1
+    grows   bytes per tier of each kind on a tier at share 1
     fixed   the shares of the kinds that are not to be chosen
-    banned  homes that are not to be used, unless they are fixed
+    banned  kinds on tiers that are not to be used, unless they are fixed
     """
 
     tiers: tuple[str, ...]
     caps: Mapping[str, float]
-    phases: tuple[Phase, ...]
+    phases: tuple[PassTimes, ...]
     held: Mapping[str, float]
-    grows: Mapping[Home, Mapping[str, float]]
+    grows: Mapping[KindTier, Mapping[str, float]]
     charges: tuple[Charge, ...] = ()
     fixed: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    banned: frozenset[Home] = frozenset()
+    banned: frozenset[KindTier] = frozenset()
 
     def seconds(self, shares: Mapping[str, Mapping[str, float]]) -> float:
         """Of the whole block with these shares."""
@@ -128,7 +128,7 @@ def solve(program: Program, solver: str = "highs", *, relaxed: bool = False) -> 
     relaxed: with buffers charged in proportion, and without the second program: a quick bound, not a plan. UsageError
     for a solver that is not there.
     """
-    model = _Model(program, relaxed)
+    model = _PulpModel(program, relaxed)
     if not model.solve(solver):
         return None
     best = model.value(model.total) * _MS
@@ -141,7 +141,7 @@ def solve(program: Program, solver: str = "highs", *, relaxed: bool = False) -> 
     return Solution({kind: tidy(of_tiers, _DIGITS) for kind, of_tiers in shares.items()}, best, full)
 
 
-class _Model:
+class _PulpModel:
     """A Program in PuLP's terms. Imports PuLP, and numpy with it, only when it is made."""
 
     def __init__(self, program: Program, relaxed: bool = False) -> None:
@@ -150,7 +150,7 @@ class _Model:
         self._pulp, self._program = pulp, program
         self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
         self._share = {(kind, tier): self._variable(f"{kind}_{tier}", 1) for kind in KINDS for tier in program.tiers}
-        self._used: dict[Home, Any] = {}
+        self._used: dict[KindTier, Any] = {}
         self._buffer: dict[tuple[str, str, str], Any] = {}
         self._category = pulp.LpContinuous if relaxed else pulp.LpBinary
         self._times = [self._variable(f"time_{phase.name}") for phase in program.phases]
@@ -164,14 +164,14 @@ class _Model:
         return self.problem.add_variable(name, 0, most, category)
 
     def _charge(self, charge: Charge) -> None:
-        home = (charge.kind, charge.home)
-        if home not in self._used:
-            self._used[home] = self._variable(f"uses_{charge.kind}_{charge.home}", 1, self._category)
-            self.problem += self._share[home] <= self._used[home]
+        pair = (charge.kind, charge.on)
+        if pair not in self._used:
+            self._used[pair] = self._variable(f"uses_{charge.kind}_{charge.on}", 1, self._category)
+            self.problem += self._share[pair] <= self._used[pair]
         key = (charge.kind, charge.tier, charge.what)
         if key not in self._buffer:
             self._buffer[key] = self._variable(f"buffer_{len(self._buffer)}")
-        self.problem += self._buffer[key] >= charge.nbytes / _GB * self._used[home]
+        self.problem += self._buffer[key] >= charge.nbytes / _GB * self._used[pair]
 
     def _constrain(self) -> None:
         program = self._program
@@ -190,15 +190,15 @@ class _Model:
         for tier, cap in program.caps.items():
             self.problem += self.held_on(tier) <= cap / _GB
 
-    def _busy(self, phase: Phase, resource: str) -> Any:
+    def _busy(self, phase: PassTimes, resource: str) -> Any:
         slopes = [
-            (self._share[home], slope[resource] / _MS) for home, slope in phase.slope.items() if resource in slope
+            (self._share[pair], slope[resource] / _MS) for pair, slope in phase.slope.items() if resource in slope
         ]
         return self._pulp.LpAffineExpression(slopes, phase.base.get(resource, 0.0) / _MS)
 
     def held_on(self, tier: str) -> Any:
         """GB on `tier`."""
-        grows = [(self._share[home], by[tier] / _GB) for home, by in self._program.grows.items() if tier in by]
+        grows = [(self._share[pair], by[tier] / _GB) for pair, by in self._program.grows.items() if tier in by]
         lent = [(variable, 1.0) for (_, place, _), variable in self._buffer.items() if place == tier]
         return self._pulp.LpAffineExpression([*grows, *lent], self._program.held.get(tier, 0.0) / _GB)
 

@@ -9,21 +9,22 @@ how time depends on the shape. Results depend on the question alone, not on how 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
 
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.cost.candidate import Candidate
-from h2o_flexgen.cost.fit import fit, place, shift
-from h2o_flexgen.cost.infeasible import refuse
+from h2o_flexgen.config.placement import KINDS
+from h2o_flexgen.cost.candidate import Candidate, fit, place, shift
 from h2o_flexgen.cost.linear import Programs
-from h2o_flexgen.cost.lp import KINDS, Program, solve
-from h2o_flexgen.cost.predict import Prediction
-from h2o_flexgen.cost.request import SearchRequest
-from h2o_flexgen.cost.shapes import Shape, Shapes
-from h2o_flexgen.schedule.footprint import Footprint
-from h2o_flexgen.units import GIB
+from h2o_flexgen.cost.lp import Program, solve
+from h2o_flexgen.cost.shapes import BlockChoice, BlockChoices
+from h2o_flexgen.cost.simulate import Prediction
+from h2o_flexgen.errors import PlanError
+from h2o_flexgen.schedule.footprint import Footprint, footprint
+from h2o_flexgen.schedule.request import PlanRequest
+from h2o_flexgen.units import GIB, MIB, format_bytes, size_at_least
 
 GOOD_ENOUGH = 1.01
 """Among candidates this close to the best, which no prediction can tell apart: first the fewest GPU batches per block,
@@ -37,6 +38,7 @@ _MOST = 30  # candidates to simulate: where so many are alike, no later one is m
 _ALIKE = 0.01  # bounds that differ by less say nothing: what is simulated quickly goes first
 _ROUNDS = 2  # of looking around the best shapes
 _NEAR = 1.5  # times the best bound: shapes that a little more memory might make the best
+_AMPLE = 1 << 50  # bytes
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class SearchResult:
     the block shape chosen anew."""
 
     @property
-    def request(self) -> SearchRequest:
+    def request(self) -> PlanRequest:
         return self.best.request
 
     @property
@@ -80,23 +82,23 @@ class SearchResult:
         return tier if tier and self.more[tier] > 1e-3 * (self.predicted.gen_throughput or 0.0) else None
 
 
-def search(request: SearchRequest, solver: str = "highs") -> SearchResult:
+def search(request: PlanRequest, solver: str = "highs") -> SearchResult:
     """The best policy. PlanError that names the cap that is too small, and the smallest that works, where none fits."""
-    return _Search(request, solver).run()
+    return _PlanSearch(request, solver).run()
 
 
-class _Search:
-    def __init__(self, request: SearchRequest, solver: str) -> None:
+class _PlanSearch:
+    def __init__(self, request: PlanRequest, solver: str) -> None:
         self._request, self._solver = request, solver
         self._programs = Programs(request)
-        self._known: dict[Shape, Program] = {}
-        self._bounds: dict[Shape, float] = {}
-        self._full: dict[Shape, frozenset[str]] = {}  # the tiers that hold a bound back
+        self._known: dict[BlockChoice, Program] = {}
+        self._bounds: dict[BlockChoice, float] = {}
+        self._full: dict[BlockChoice, frozenset[str]] = {}  # the tiers that hold a bound back
         self._found: dict[OffloadPolicy, Candidate] = {}
         self._spent = 0
 
     def run(self) -> SearchResult:
-        shapes = Shapes(self._request, self.bound)
+        shapes = BlockChoices(self._request, self.bound)
         if not list(shapes.coarse()):
             self._last_resort(shapes)
         for _ in range(_ROUNDS if self._fitting else 0):
@@ -110,11 +112,11 @@ class _Search:
         return SearchResult(best, runner_up, len(self._bounds), len(self._found), self._marginal(best))
 
     @property
-    def _fitting(self) -> dict[Shape, float]:
+    def _fitting(self) -> dict[BlockChoice, float]:
         """The shapes that fit, with their bounds."""
         return {shape: bound for shape, bound in self._bounds.items() if not math.isinf(bound)}
 
-    def bound(self, shape: Shape) -> float:
+    def bound(self, shape: BlockChoice) -> float:
         """Seconds per sequence, as far as a relaxed program can tell; infinite where nothing fits."""
         if shape not in self._bounds:
             self._known[shape] = self._programs.of(shape.policy(self._request), waits=False)
@@ -123,7 +125,7 @@ class _Search:
 
     def _simulate(self) -> None:
         """Candidates in the order of their bounds, until no bound beats what was found."""
-        waiting: list[tuple[int, int, Shape, bool]] = []
+        waiting: list[tuple[int, int, BlockChoice, bool]] = []
         for shape, bound in self._fitting.items():
             waiting.append((_grade(bound), shape.num_gpu_batches, shape, False))
             resident = self._resident(shape)
@@ -138,12 +140,12 @@ class _Search:
                 break
             best = min(best, self._try(shape, resident_only))
 
-    def _try(self, shape: Shape, resident_only: bool) -> float:
+    def _try(self, shape: BlockChoice, resident_only: bool) -> float:
         """Seconds per sequence of the best placement found for `shape`; infinite without any."""
         if resident_only:
             here = {kind: {self._request.compute_tier: 1.0} for kind in KINDS}
             placed = place(self._request, self._request.with_shares(shape.policy(self._request), here))
-            return math.inf if self._request.over(placed.footprint) else self._add(placed)
+            return math.inf if self._over(placed) else self._add(placed)
         best = math.inf
         for lookahead in self._lookaheads:
             found = self._fitted(replace(shape.policy(self._request), lookahead=lookahead))
@@ -155,8 +157,8 @@ class _Search:
 
     @property
     def _lookaheads(self) -> tuple[int, ...]:
-        base = self._request.base
-        return (base.lookahead,) if "lookahead" in self._request.fixed or not base.overlap else (1, 2, 3)
+        given = self._request.policy
+        return (given.lookahead,) if "lookahead" in self._request.fixed or not given.overlap else (1, 2, 3)
 
     def _fitted(self, policy: OffloadPolicy) -> list[Candidate]:
         """Placements of a block, in whole units: the fastest, and with a cache on disk the fastest without."""
@@ -170,7 +172,7 @@ class _Search:
             candidates += [] if without is None else [without]
         return candidates
 
-    def _resident(self, shape: Shape) -> dict[str, dict[str, float]] | None:
+    def _resident(self, shape: BlockChoice) -> dict[str, dict[str, float]] | None:
         """Everything on the compute tier as far as it is free, of one GPU batch: more of them then bring nothing."""
         if shape.num_gpu_batches > 1 and "num_gpu_batches" not in self._request.fixed:
             return None
@@ -183,6 +185,9 @@ class _Search:
             self._found[candidate.policy] = candidate
             self._spent += candidate.ticks
         return self._found[candidate.policy].seconds
+
+    def _over(self, candidate: Candidate) -> bool:
+        return bool(candidate.footprint.over(self._request.capped))
 
     def _choose(self) -> Candidate:
         fastest = min(each.seconds for each in self._found.values())
@@ -201,7 +206,7 @@ class _Search:
         return best
 
     def _polished(self, best: Candidate) -> Candidate:
-        """`best`, with units moved one by one as long as that helps; nothing where all are at home."""
+        """`best`, with units moved one by one as long as that helps; itself where nothing moves."""
         if best.resident:
             return best
         limit = self._spent + _POLISH_TICKS
@@ -212,7 +217,7 @@ class _Search:
                 for tier in self._request.tiers:
                     for down in (-1, 1):
                         moved = shift(best, kind, tier, down)
-                        if moved is None or self._request.over(moved.footprint) or moved.policy in self._found:
+                        if moved is None or self._over(moved) or moved.policy in self._found:
                             continue
                         if self._add(moved) < best.seconds * (1 - 1e-6):
                             best, improved = moved, True
@@ -223,8 +228,8 @@ class _Search:
         get, so that nothing has to move for it."""
         request, placement = self._request, best.placement
         cuts = best.policy.cuts(request.kernels)
-        found = [Candidate(request, cut, placement, request.footprint(cut, placement)) for cut in cuts]
-        return next((each for each in found if not request.over(each.footprint)), found[-1])
+        found = [Candidate(request, cut, placement, footprint(request, cut, placement)) for cut in cuts]
+        return next((each for each in found if not self._over(each)), found[-1])
 
     def _marginal(self, best: Candidate) -> dict[str, float]:
         """Generated tokens per second for one more GiB of each tier."""
@@ -235,17 +240,16 @@ class _Search:
         lowest = min(fitting.values())
         near = [shape for shape, bound in fitting.items() if bound <= _NEAR * lowest]
         gains = {}
-        for tier, cap in self._request.caps.items():
-            if tier in self._request.tiers:
-                gained = self._with_more(near, tier, cap + GIB)
-                gains[tier] = throughput * max(0.0, lowest / min(lowest, gained) - 1)
+        for tier, cap in self._request.capped.items():
+            gained = self._with_more(near, tier, cap + GIB)
+            gains[tier] = throughput * max(0.0, lowest / min(lowest, gained) - 1)
         return gains
 
-    def _with_more(self, near: list[Shape], tier: str, cap: int) -> float:
+    def _with_more(self, near: list[BlockChoice], tier: str, cap: int) -> float:
         """The lowest bound under another cap, of the shapes in `near` and of larger ones that then fit."""
-        bounds: dict[Shape, float] = {}
+        bounds: dict[BlockChoice, float] = {}
 
-        def bound(shape: Shape) -> float:
+        def bound(shape: BlockChoice) -> float:
             if shape not in bounds:
                 bounds[shape] = self.bound(shape)
                 if tier in self._full[shape]:
@@ -255,10 +259,11 @@ class _Search:
 
         for shape in near:
             bound(shape)
-        list(Shapes(self._request, bound).fine({shape: each for shape, each in bounds.items() if not math.isinf(each)}))
+        fitting = {shape: each for shape, each in bounds.items() if not math.isinf(each)}
+        list(BlockChoices(self._request, bound).fine(fitting))
         return min(bounds.values())
 
-    def _last_resort(self, shapes: Shapes) -> None:
+    def _last_resort(self, shapes: BlockChoices) -> None:
         """The smallest blocks, as full programs place them; PlanError where not even these fit."""
         for shape in shapes.smallest():
             self._known[shape] = self._programs.of(shape.policy(self._request), waits=False)
@@ -273,7 +278,7 @@ def _grade(seconds: float) -> int:
     return math.floor(math.log(seconds) / _ALIKE) if math.isfinite(seconds) else 1 << 30
 
 
-def _relaxed(program: Program, shape: Shape, solver: str) -> tuple[float, frozenset[str]]:
+def _relaxed(program: Program, shape: BlockChoice, solver: str) -> tuple[float, frozenset[str]]:
     """Seconds per sequence, infinite where nothing fits, and the tiers of which more might help."""
     solution = solve(program, solver, relaxed=True)
     return (
@@ -283,9 +288,9 @@ def _relaxed(program: Program, shape: Shape, solver: str) -> tuple[float, frozen
     )
 
 
-def _shape(candidate: Candidate) -> Shape:
+def _shape(candidate: Candidate) -> BlockChoice:
     policy = candidate.policy
-    return Shape(policy.gpu_batch_size, policy.num_gpu_batches, policy.cpu_cache_compute)
+    return BlockChoice(policy.gpu_batch_size, policy.num_gpu_batches, policy.cpu_cache_compute)
 
 
 def _plainness(candidate: Candidate) -> tuple[int, bool, int, float, int, str]:
@@ -307,3 +312,62 @@ def _uneven(candidate: Candidate) -> bool:
 def _order(candidate: Candidate) -> tuple[float, int, str]:
     """Fastest first; of equals the smaller block, then whichever comes first in the alphabet."""
     return candidate.seconds, candidate.policy.block_size, str(candidate.policy.to_json())
+
+
+def refuse(request: PlanRequest, shapes: Sequence[BlockChoice], solver: str) -> PlanError:
+    """What to say when not even `shapes`, the smallest blocks of a request, fit: which cap is too small.
+
+    One cap is raised, wherever that is enough; else as few as will do.
+    """
+    programs = {shape: Programs(request).of(shape.policy(request)) for shape in shapes}
+    capped, ways = list(request.capped), list[dict[str, int]]()
+    for count in range(1, len(capped) + 1):
+        ways = ways or [
+            way for tiers in combinations(capped, count) if (way := _raised(request, programs, tiers, solver))
+        ]
+    if not ways:
+        return PlanError("no block shape fits, whatever the caps are", change="leave placement flags out")
+    tiers = " or the ".join(dict.fromkeys(tier for way in ways for tier in way))
+    shape, work = min(shapes), request.workload
+    have = ", ".join(f"{tier} {format_bytes(cap)}" for tier, cap in request.capped.items())
+    return PlanError(
+        f"{request.spec.name}, {work.prompt_len} + {work.gen_len} tokens: even a block of {shape.gpu_batch_size} x "
+        f"{shape.num_gpu_batches} sequences does not fit into {have}",
+        f"the {tiers} cap is too small; the smallest that works: " + ", or ".join(_way(request, way) for way in ways),
+        "or a smaller --hh-ratio, --prompt-len or --prefill-chunk, or fewer fixed placement flags",
+    )
+
+
+def _way(request: PlanRequest, caps: Mapping[str, int]) -> str:
+    return " and ".join(f"{request.caps.flag(tier)} {size_at_least(nbytes)}" for tier, nbytes in caps.items())
+
+
+def _raised(
+    request: PlanRequest, programs: Mapping[BlockChoice, Program], tiers: Sequence[str], solver: str
+) -> dict[str, int] | None:
+    """The smallest caps of `tiers`, of the fastest first, under which something fits; None where nothing does."""
+    found = {tier: _AMPLE for tier in tiers}
+
+    def enough(tier: str, mebibytes: int) -> bool:
+        return _fits(request.with_caps(**{**found, tier: mebibytes * MIB}), programs, solver)
+
+    if not _fits(request.with_caps(**found), programs, solver):
+        return None
+    for tier in tiers:
+        low, step = request.capped[tier] // MIB, 64
+        while not enough(tier, low + step):
+            low, step = low + step, 2 * step
+        high = low + step
+        while high - low > max(1, high >> 10):
+            middle = (low + high) // 2
+            low, high = (low, middle) if enough(tier, middle) else (middle, high)
+        found[tier] = high * MIB
+    return found
+
+
+def _fits(request: PlanRequest, programs: Mapping[BlockChoice, Program], solver: str) -> bool:
+    """Whether any shape has a placement within the caps."""
+    return any(
+        fit(request, shape.policy(request), replace(program, caps=request.capped), solver)
+        for shape, program in programs.items()
+    )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.cost.request import SearchRequest
+from h2o_flexgen.schedule.request import PlanRequest
 
 MOST_ROWS = 4096
 """Rows per GPU batch: no machine's products get faster long before that."""
@@ -18,7 +18,7 @@ _FEW = 6  # of these
 _EDGE_STEPS = 4  # halvings of the way between rows that fit and twice as many, which do not
 
 
-class Shape(NamedTuple):
+class BlockChoice(NamedTuple):
     """A block, and where the attention of caches on the host beside a GPU is computed."""
 
     gpu_batch_size: int
@@ -30,32 +30,32 @@ class Shape(NamedTuple):
         """Sequences that share one pass over the weights."""
         return self.gpu_batch_size * self.num_gpu_batches
 
-    def policy(self, request: SearchRequest) -> OffloadPolicy:
+    def policy(self, request: PlanRequest) -> OffloadPolicy:
         """A policy of this shape; its placements are as good as any."""
-        return replace(request.base, **self._asdict())
+        return replace(request.policy, **self._asdict())
 
 
-Bound = Callable[[Shape], float]
+Bound = Callable[[BlockChoice], float]
 """Seconds per sequence that no placement of a shape can beat; infinite where none fits."""
 
 
-class Shapes:
+class BlockChoices:
     """The shapes of one request. What the user fixed stays."""
 
-    def __init__(self, request: SearchRequest, bound: Bound) -> None:
+    def __init__(self, request: PlanRequest, bound: Bound) -> None:
         self._request, self._bound = request, bound
         self._count = None if request.endless else request.workload.num_sequences
         choices = [False, True] if request.may_compute_on_cpu else [False]
         fixed = "cpu_cache_compute" in request.fixed
-        self.computing = [request.base.cpu_cache_compute] if fixed else choices
+        self.computing = [request.policy.cpu_cache_compute] if fixed else choices
 
-    def coarse(self) -> Iterator[Shape]:
+    def coarse(self) -> Iterator[BlockChoice]:
         """Powers of two, up to what fits: more rows or GPU batches never need less."""
         for computing in self.computing:
             for rows in self._rows():
                 fitting = 0
                 for batches in self._batches(rows):
-                    shape = Shape(rows, batches, computing)
+                    shape = BlockChoice(rows, batches, computing)
                     if not self._even(rows, batches):
                         continue
                     if math.isinf(self._bound(shape)):
@@ -65,7 +65,7 @@ class Shapes:
                 if not fitting:
                     break
 
-    def fine(self, known: dict[Shape, float]) -> Iterator[Shape]:
+    def fine(self, known: dict[BlockChoice, float]) -> Iterator[BlockChoice]:
         """New shapes around the best of the known ones, given with their bounds."""
         best = min(known.values())
         close = sorted((bound, shape) for shape, bound in known.items() if bound <= _CLOSE * best)[:_FEW]
@@ -74,12 +74,12 @@ class Shapes:
                 if new not in known and not math.isinf(self._bound(new)):
                     yield new
 
-    def smallest(self) -> list[Shape]:
+    def smallest(self) -> list[BlockChoice]:
         """The shapes that need least: if none of them fits, nothing does."""
         rows, batches = self._fixed("gpu_batch_size") or 1, self._fixed("num_gpu_batches") or 1
-        return [Shape(*self._limited(rows, batches), computing) for computing in self.computing]
+        return [BlockChoice(*self._limited(rows, batches), computing) for computing in self.computing]
 
-    def _neighbours(self, shape: Shape) -> Iterator[Shape]:
+    def _neighbours(self, shape: BlockChoice) -> Iterator[BlockChoice]:
         rows, batches, computing = shape
         for factor in (3 / 4, 5 / 4, 3 / 2):
             yield from self._allowed(round(rows * factor), batches, computing)
@@ -89,7 +89,7 @@ class Shapes:
             for number in (blocks, blocks + 1):
                 yield from self._allowed(math.ceil(self._count / (number * batches)), batches, computing)
 
-    def _edges(self, shape: Shape) -> Iterator[Shape]:
+    def _edges(self, shape: BlockChoice) -> Iterator[BlockChoice]:
         """As many rows as fit, with the GPU batches of `shape`."""
         rows, batches, computing = shape
         if not list(self._allowed(2 * rows, batches, computing)) or self._fits(2 * rows, batches, computing):
@@ -103,15 +103,15 @@ class Shapes:
         yield from self._allowed(low, batches, computing)
 
     def _fits(self, rows: int, batches: int, computing: bool) -> bool:
-        return not math.isinf(self._bound(Shape(rows, batches, computing)))
+        return not math.isinf(self._bound(BlockChoice(rows, batches, computing)))
 
-    def _allowed(self, rows: int, batches: int, computing: bool) -> Iterator[Shape]:
+    def _allowed(self, rows: int, batches: int, computing: bool) -> Iterator[BlockChoice]:
         """The shape, if it keeps what is fixed and is no larger than the work."""
         fixed = (self._fixed("gpu_batch_size") or rows, self._fixed("num_gpu_batches") or batches)
         limited = self._limited(rows, batches) if rows >= 1 and batches >= 1 else None
         even = limited == (rows, batches) == fixed and self._even(rows, batches)
         if even and rows <= MOST_ROWS and batches <= MOST_BATCHES:
-            yield Shape(rows, batches, computing)
+            yield BlockChoice(rows, batches, computing)
 
     def _even(self, rows: int, batches: int) -> bool:
         """Whether all the work in one block would fill these GPU batches: 8 sequences are 4 + 4 rather than 6 + 2."""

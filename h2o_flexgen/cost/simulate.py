@@ -2,26 +2,24 @@
 
 The prompt's pass is simulated, and decode steps until they repeat; the others take as long as those. A step differs
 from the one before it only by what grows (attention on a GPU reads the slots in use) and by caches on another tier,
-which are written home every REWRITE_EVERY steps and collect new tokens in between: see `_Sample`.
+which are written home every REWRITE_EVERY steps and collect new tokens in between: see `_SampledSteps`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from h2o_flexgen.config.reports.record import Throughput
-from h2o_flexgen.cost.resources import Span
-from h2o_flexgen.cost.terms import CostModel
-from h2o_flexgen.cost.walk import Walk
+from h2o_flexgen.config.reports.record import DERIVED, Throughput
+from h2o_flexgen.cost.executor import SimulatedExecutor, Span
+from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
-from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
-from h2o_flexgen.schedule.tasks import Task, TaskKind
+from h2o_flexgen.schedule.tasks import FIRST_REPLAYED, Task, TaskKind
 from h2o_flexgen.schedule.timeline import Row, Timeline
 from h2o_flexgen.schedule.zigzag import zigzag
 
@@ -35,11 +33,8 @@ class Bound(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Simulation(Throughput):
-    """One block, simulated. Seconds and bytes are of all its steps, those included that were extrapolated.
-
-    steps: which steps were simulated; `timeline` shows them one after the other. busy: by resource, "compute" or link.
-    """
+class _Expected(Throughput):
+    """What is expected of some work; the same names and units as a RunRecord. busy: by resource, "compute" or link."""
 
     sequences: int
     prompt_tokens: int
@@ -48,19 +43,33 @@ class Simulation(Throughput):
     decode_s: float
     busy: Mapping[str, float]
     bytes_moved: Mapping[str, int]
-    bound: Bound
-    steps: tuple[int, ...]
-    model: CostModel = field(repr=False)
 
     @property
     def total_s(self) -> float:
         """Prefill and decode."""
         return self.prefill_s + self.decode_s
 
+    @property
+    def bound(self) -> Bound:
+        """What limits it."""
+        resource = max(self.busy, key=lambda name: self.busy[name])
+        return Bound("prefill" if self.prefill_s >= self.decode_s else "decode", resource, self.busy[resource])
+
+
+@dataclass(frozen=True)
+class Simulation(_Expected):
+    """One block, simulated. Seconds and bytes are of all its steps, those included that were extrapolated.
+
+    steps: which steps were simulated; `timeline` shows them one after the other.
+    """
+
+    steps: tuple[int, ...]
+    model: CostModel = field(repr=False)
+
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         """What was busy when. Simulated once more: a search never asks, and would keep those of all its plans."""
-        return tuple(_walked(self.model, self.steps).clock.spans)
+        return tuple(_executed(self.model, self.steps).clock.spans)
 
     @property
     def timeline(self) -> Timeline:
@@ -85,32 +94,31 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
     steps: simulate so many of its first and let the last of them stand for all later; None: see `_sample`.
     """
     sample = _sample(model) if steps is None else _first_steps(model, steps)
-    walk = _walked(model, sample.steps)
+    run = _executed(model, sample.steps)
     weights = sample.weights(model.steps)
     times = [weights[step] for step in sample.steps]
-    prefill = walk.ends[0]
-    decode = _added([{"": end} for end in walk.ends], times)[""] - prefill
-    busy = _added(walk.busy, times)
-    _for_all_bytes(busy, _added(walk.moved, times), model)
+    prefill = run.ends[0]
+    decode = _added([{"": end} for end in run.ends], times)[""] - prefill
+    busy = _added(run.busy, times)
+    _for_all_bytes(busy, _added(run.moved, times), model)
     return Simulation(
         sequences=model.sequences,
-        prompt_tokens=model.sequences * model.workload.prompt_len,
-        generated_tokens=model.sequences * model.workload.gen_len,
+        prompt_tokens=model.sequences * model.prompt_len,
+        generated_tokens=model.sequences * model.steps,
         prefill_s=prefill,
         decode_s=decode,
         busy=busy,
         bytes_moved=dict(model.moves.bytes_moved()),
-        bound=bound_of(prefill, decode, busy),
         steps=sample.steps,
         model=model,
     )
 
 
-def _walked(model: CostModel, steps: tuple[int, ...]) -> Walk:
+def _executed(model: CostModel, steps: tuple[int, ...]) -> SimulatedExecutor:
     """The first steps of the schedule, with the prices of `steps`."""
-    walk = Walk(model, steps)
-    walk.run(takewhile(lambda tick: tick.compute is None or tick.compute.step < len(steps), zigzag(model.shape)))
-    return walk
+    run = SimulatedExecutor(model, steps)
+    run.run(takewhile(lambda tick: tick.compute is None or tick.compute.step < len(steps), zigzag(model.shape)))
+    return run
 
 
 def _added(by: Sequence[Mapping[str, float]], times: Sequence[float]) -> dict[str, float]:
@@ -136,18 +144,12 @@ def _for_all_bytes(busy: dict[str, float], moved: Mapping[str, float], model: Co
             busy[link] *= seconds / moved[link]
 
 
-def bound_of(prefill: float, decode: float, busy: Mapping[str, float]) -> Bound:
-    """What limits a run of `prefill` and `decode` seconds whose resources were `busy`."""
-    resource = max(busy, key=lambda name: busy[name])
-    return Bound("prefill" if prefill >= decode else "decode", resource, busy[resource])
-
-
-def _first_steps(model: CostModel, steps: int) -> _Sample:
+def _first_steps(model: CostModel, steps: int) -> _SampledSteps:
     last = min(max(steps, 2), model.steps) - 1
-    return _Sample(tuple(range(1, last)), (last,) if last else ())
+    return _SampledSteps(tuple(range(1, last)), (last,) if last else ())
 
 
-class _Sample(NamedTuple):
+class _SampledSteps(NamedTuple):
     """The steps that are simulated, and how the others follow from them.
 
     opening: the first decode steps, which stand for themselves. typical: later ones without a rewrite; the steps
@@ -192,7 +194,7 @@ class _Sample(NamedTuple):
         weights[low] += times * (high - step) / (high - low)
 
 
-def _sample(model: CostModel) -> _Sample:
+def _sample(model: CostModel) -> _SampledSteps:
     """Few steps from which all follow: the first decode step, which may find buffers that were filled while the prompt
     was computed, and a typical one. With growing attention there are three of these, from early to late.
 
@@ -206,11 +208,60 @@ def _sample(model: CostModel) -> _Sample:
     if model.shape.streamed and model.policy.lookahead > 1:
         alone = max(alone, model.policy.lookahead + 1)
     if last <= max(5 if moves else 0, alone + 2):
-        return _Sample(tuple(range(1, last)), (last,) if last else ())
+        return _SampledSteps(tuple(range(1, last)), (last,) if last else ())
     usual = REWRITE_EVERY // 2 if moves else alone + 1
     typical = {min(usual, last)}
     if model.compute_tier == "gpu" and any(model.held(layer, 1) < model.held(layer, last) for layer in model.kinds):
         every = REWRITE_EVERY if moves else 1
         typical |= {step - (step - usual) % every for step in (last // 2, last) if step > usual}
     rewrite = range(REWRITE_EVERY, min(REWRITE_EVERY + 2, last) + 1) if moves and last > REWRITE_EVERY else ()
-    return _Sample(tuple(range(1, alone + 1)), tuple(sorted(typical)), tuple(rewrite))
+    return _SampledSteps(tuple(range(1, alone + 1)), tuple(sorted(typical)), tuple(rewrite))
+
+
+@dataclass(frozen=True)
+class Prediction(_Expected):
+    """What is expected of the whole workload. block: the first one, which is as large as any."""
+
+    blocks: int
+    block: Simulation = field(repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """The `predicted` object of a RunRecord: seconds, bytes, tokens per second."""
+        return {
+            "prefill_s": self.prefill_s,
+            "decode_s": self.decode_s,
+            **{name: getattr(self, name) for name in DERIVED},
+            "busy": dict(self.busy),
+            "bytes_moved": dict(self.bytes_moved),
+            "bound": self.bound._asdict(),
+            "blocks": self.blocks,
+        }
+
+
+def predict(model: CostModel) -> Prediction:
+    """All blocks of the workload under the plan of `model`, whatever block that is of."""
+    first, *others = model.blocks
+    # Where new memory costs nothing, a later block is like the first.
+    priced = any(rates.fresh_bytes_per_s is not None for rates in model.machine.compute.values())
+    shapes = Counter([(first, model.later), *((rows, model.later or priced) for rows in others)])
+    simulated = [(simulate(model.with_rows(rows, later=later)), count) for (rows, later), count in shapes.items()]
+    busy, moved = defaultdict[str, float](float), Counter[str]()
+    for block, count in simulated:
+        for resource, seconds in block.busy.items():
+            busy[resource] += count * seconds
+        for link, nbytes in block.bytes_moved.items():
+            moved[link] += count * nbytes
+    prefill = sum(count * block.prefill_s for block, count in simulated)
+    decode = sum(count * block.decode_s for block, count in simulated)
+    sequences = model.call_sequences
+    return Prediction(
+        sequences=sequences,
+        prompt_tokens=sequences * model.prompt_len,
+        generated_tokens=sequences * model.steps,
+        prefill_s=prefill,
+        decode_s=decode,
+        busy=dict(busy),
+        bytes_moved=dict(moved),
+        blocks=sum(shapes.values()),
+        block=simulated[0][0],
+    )

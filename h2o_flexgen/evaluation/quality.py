@@ -12,7 +12,6 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import AnswerPair, QualityReport, QualityRow, RecallTally, SideBySide
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
 from h2o_flexgen.evaluation.settings import (
@@ -24,6 +23,7 @@ from h2o_flexgen.evaluation.settings import (
     read_text,
     spread,
 )
+from h2o_flexgen.planning.llm import LLM
 
 LARGEST_CONTEXT, MOST_WINDOWS = 768, 32
 WARM_UP_TOKENS = 2

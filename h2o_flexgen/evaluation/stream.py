@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import Positions, StreamReport, StreamRow
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.model import Model
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluation.quality import Window, encoded, evicting, record_of, whole
 from h2o_flexgen.evaluation.settings import TEXT_FILE, EvaluationSettings, StreamSettings, read_text, spread
+from h2o_flexgen.planning.llm import LLM
 
 CONTEXT_KEY = "max_position_embeddings"
 

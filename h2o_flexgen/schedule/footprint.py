@@ -8,21 +8,18 @@ s bytes per number.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.kernels import Kernels
-from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE, round_up
-from h2o_flexgen.config.offload import TIERS, OffloadPolicy
+from h2o_flexgen.config.offload import TIERS, Kernels, OffloadPolicy
 from h2o_flexgen.config.placement import Placement
-from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.schedule import host_attention, workspace
-from h2o_flexgen.schedule.recorded import recordable
+from h2o_flexgen.schedule import workspace
+from h2o_flexgen.schedule.request import BlockShape, PlanRequest
+from h2o_flexgen.schedule.tasks import groups_of, recordable
 from h2o_flexgen.schedule.weight_room import group_bytes, streamed_sizes, weight_room
-from h2o_flexgen.schedule.workspace import BlockShape
 from h2o_flexgen.units import format_bytes
 
 REWRITE_EVERY = 16
@@ -31,7 +28,8 @@ STATE_BUFFERS = 3
 """Copies of a cache or hidden state on its way: one arriving, one computed on, one leaving."""
 STAGING_BUFFERS = 2
 """Host copies of a cache or hidden state between a GPU and the disk."""
-
+LEAVING = 2
+"""Buffers of a stage for hidden states on their way to the next: one being written, one being read."""
 
 RECORDED = "recorded steps"
 """The item of decode steps that are recorded: nothing else is there only if nothing moves."""
@@ -55,6 +53,10 @@ class Footprint:
         """Bytes needed on `tier` at the peak."""
         return sum(item.nbytes for item in self.items if item.tier == tier)
 
+    def over(self, caps: Mapping[str, int]) -> dict[str, int]:
+        """Bytes by which each tier's cap is exceeded; tiers that are not are left out."""
+        return {tier: need - cap for tier, cap in caps.items() if (need := self.total(tier)) > cap}
+
     def table(self) -> str:
         """One line per item and a total per tier, fastest tier first; the largest item of a tier comes first."""
         width = max((len(item.what) for item in self.items), default=0)
@@ -68,24 +70,14 @@ class Footprint:
 
 
 def footprint(
-    spec: ModelSpec,
-    workload: Workload,
-    policy: OffloadPolicy,
-    eviction: EvictionConfig,
-    *,
-    dtype: str,
-    compute_tier: str,
-    assignment: Placement,
-    unit_bytes: Mapping[str, int] | None = None,
-    baseline: int = 0,
-    kernels: Kernels = Kernels.CPU,
+    request: PlanRequest, policy: OffloadPolicy, placement: Placement, unit_bytes: Mapping[str, int] | None = None
 ) -> Footprint:
     """Peak bytes of one block of `policy`'s shape, all of whose sequences have the workload's lengths.
 
     unit_bytes: buffer size of each weight group where it is known, else the packed size, and for groups on disk the
-    most that reading them in place can take (two pages more per tensor). baseline: host bytes that the process holds
-    already. kernels: those of the compute tier; Triton's GPU records decode steps where they can be. A thing streams or
-    moves if it is not on the compute tier. Letters are those of this module.
+    most that reading them in place can take (two pages more per tensor). Triton's GPU records decode steps where they
+    can be. A thing streams or moves if it is not on the compute tier. Of several GPUs, see `_divided`. Letters are
+    those of this module.
 
     weights           every group's buffer, on its tier
     weight buffers    compute tier: room for lookahead + 1 neighbours among the streamed groups, `weight_room`; as much
@@ -107,67 +99,67 @@ def footprint(
                       `workspace.on_cpu_beside_gpu`
     for the cpu       compute tier and cpu: what caches take that are computed on there beside a gpu, `_host_items`
     recorded steps    compute tier, where the GPU records steps and everything stays on it: `workspace.recorded`
-    process           cpu: `baseline`; beside a GPU that is the context's share of the host and the buffers through
-                      which pageable memory is copied, too
+    process           cpu: the request's baseline; beside a GPU that is the context's share of the host and the buffers
+                      through which pageable memory is copied, too
     """
-    block = BlockShape.of(spec, workload, policy, eviction, dtype, compute_tier, kernels)
-    records = kernels is Kernels.TRITON and _recordable(block, assignment)
-    recorded = workspace.recorded(block) if records else 0
-    beside = [Item(compute_tier, RECORDED, recorded), Item("cpu", "process", baseline)]
-    items = [*items_of(block, assignment, unit_bytes), *beside]
-    return Footprint(tuple(item for item in items if item.nbytes))
+    block = BlockShape(request, policy)
+    items = _items(block, placement, unit_bytes or {}) if request.num_gpus == 1 else _divided(block, placement)
+    found = (*items, Item("cpu", "process", request.baseline))
+    return Footprint(tuple(item for item in found if item.nbytes))
 
 
-def items_of(block: BlockShape, assignment: Placement, unit_bytes: Mapping[str, int] | None = None) -> Iterator[Item]:
-    """See `footprint`: all but recorded steps and the process; `assignment` may be a part of a model's."""
-    yield from _weight_items(block, assignment, unit_bytes or {})
-    yield from _cache_items(block, assignment)
-    yield from _hidden_items(block, assignment)
-    yield from _host_items(block, assignment)
+def _items(block: BlockShape, placement: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:
+    """See `footprint`: all of one GPU, or of a CPU, but the process."""
+    yield from _block_items(block, placement, unit_bytes)
+    if block.request.kernels is Kernels.TRITON and recordable(
+        moves=placement.tiers != {block.compute_tier}, elsewhere=False, rolling=block.rolling
+    ):
+        yield Item(block.compute_tier, RECORDED, workspace.recorded(block))
+
+
+def _block_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:
+    """See `footprint`: all but recorded steps and the process; `placement` may be a part of a model's."""
+    yield from _weight_items(block, placement, unit_bytes)
+    yield from _cache_items(block, placement)
+    yield from _hidden_items(block, placement)
+    yield from _host_items(block, placement)
     yield Item(block.compute_tier, "prompt K and V of one layer", workspace.prompt_keys(block))
     yield Item(block.compute_tier, "token positions", workspace.positions(block))
     yield Item(block.compute_tier, "workspace", workspace.workspace(block))
 
 
-def _recordable(block: BlockShape, assignment: Placement) -> bool:
-    """Whether decode steps can be recorded: everything stays on the compute tier."""
-    kinds = (assignment.weights, assignment.cache, assignment.hidden)
-    homes = {tier for kind in kinds for tier in kind.values()}
-    return recordable(moves=homes != {block.compute_tier}, elsewhere=False, rolling=block.rolling)
-
-
-def _weight_items(block: BlockShape, assignment: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:
+def _weight_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:
     totals, spec = dict.fromkeys(TIERS, 0), block.spec
-    for key, home in assignment.weights.items():
-        totals[home] += group_bytes(spec.groups_by_key[key], block.dtype, home, unit_bytes)
+    for key, tier in placement.weights.items():
+        totals[tier] += group_bytes(spec.groups_by_key[key], block.dtype, tier, unit_bytes)
     yield from (Item(tier, "weights", nbytes) for tier, nbytes in totals.items())
-    sizes = streamed_sizes(spec, assignment.weights, block.dtype, block.compute_tier, unit_bytes)
+    sizes = streamed_sizes(spec, placement.weights, block.dtype, block.compute_tier, unit_bytes)
     buffers = weight_room(sizes, block.policy.lookahead).nbytes
     yield Item(block.compute_tier, "weight buffers", buffers)
-    homes = {assignment.weights[key] for key in sizes}
-    yield Item("cpu", "weight staging buffers", buffers if block.staged(homes) else 0)
+    away = {placement.weights[key] for key in sizes}
+    yield Item("cpu", "weight staging buffers", buffers if block.staged(away) else 0)
 
 
-def _cache_items(block: BlockShape, assignment: Placement) -> Iterator[Item]:
+def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
     """Caches, what is known about their tokens, and what they move through."""
     kv = block.spec.kv_bytes_per_token_and_layer(block.dtype)
-    slots = [block.slots(layer) for layer in range(block.spec.num_layers)]
+    slots = block.request.slots
     sizes = [round_up(block.rows * count * kv, PAGE) for count in slots]
     stays = {block.compute_tier} | ({"cpu"} if block.policy.cpu_cache_compute else set())
     caches, records = dict.fromkeys(TIERS, 0), dict.fromkeys(TIERS, 0)
     moving: list[tuple[int, str]] = []
-    for (layer, _), home in assignment.cache.items():
-        caches[home] += sizes[layer]
-        if home not in stays:
-            moving.append((sizes[layer], home))
-        if not block.budgets[layer].full:
+    for (layer, _), tier in placement.cache.items():
+        caches[tier] += sizes[layer]
+        if tier not in stays:
+            moving.append((sizes[layer], tier))
+        if not block.request.budgets[layer].full:
             record = block.heads * ((12 if block.rolling else 8) * slots[layer] + 64)
-            records[home if home in stays else block.compute_tier] += record
-    largest, away = max(moving, default=(0, ""))[0], {home for _, home in moving}
+            records[tier if tier in stays else block.compute_tier] += record
+    largest, away = max(moving, default=(0, ""))[0], {tier for _, tier in moving}
     yield from (Item(tier, "KV cache", nbytes) for tier, nbytes in caches.items())
     yield Item(block.compute_tier, "cache buffers", STATE_BUFFERS * largest)
     yield Item("cpu", "cache staging buffers", STAGING_BUFFERS * largest if block.staged(away) else 0)
-    waiting = min(REWRITE_EVERY - 1, max(0, block.workload.gen_len - 2))
+    waiting = min(REWRITE_EVERY - 1, max(0, block.request.workload.gen_len - 2))
     token = block.rows * kv + 8 * block.heads
     yield Item(block.compute_tier, "new tokens of moving caches", len(moving) * waiting * token)
     yield from (Item(tier, "cache records", nbytes) for tier, nbytes in records.items())
@@ -175,10 +167,10 @@ def _cache_items(block: BlockShape, assignment: Placement) -> Iterator[Item]:
         yield Item("cpu", "workspace", workspace.on_cpu_beside_gpu(block))
 
 
-def _host_items(block: BlockShape, assignment: Placement) -> Iterator[Item]:
+def _host_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
     """What caches on cpu take whose attention is computed there while a gpu goes on with something else.
 
-    prompts           both tiers: FILL_BUFFERS times what is filled in at once, `host_attention.prompt_bytes`
+    prompts           both tiers: FILL_BUFFERS times what is filled in at once, `workspace.prompt_bytes`
     queries           both tiers, with several GPU batches, for each that has such a cache: queries, keys and values
                       (b, Q + 2 G) and answers (b, Q)
     output projection compute tier: then of the largest attention unit, which is copied if it streams
@@ -186,26 +178,80 @@ def _host_items(block: BlockShape, assignment: Placement) -> Iterator[Item]:
                       parked before the answer is there
     """
     policy, spec, tier = block.policy, block.spec, block.compute_tier
-    places = [place for place, home in assignment.cache.items() if home == "cpu"]
+    places = [place for place, where in placement.cache.items() if where == "cpu"]
     if tier == "cpu" or not (policy.cpu_cache_compute and policy.overlap and places):
         return
-    prompts = host_attention.prompt_bytes(spec, block.dtype, block.rows, block.prompt, policy.chunk, sums=block.evicts)
-    yield from (Item(each, "prompts for the cpu", host_attention.FILL_BUFFERS * prompts) for each in (tier, "cpu"))
+    prompts = workspace.prompt_bytes(spec, block.dtype, block.rows, block.prompt, policy.chunk, sums=block.evicts)
+    yield from (Item(each, "prompts for the cpu", workspace.FILL_BUFFERS * prompts) for each in (tier, "cpu"))
     if policy.num_gpu_batches == 1:
         return
     batches = {batch for _, batch in places}
-    nbytes = len(batches) * host_attention.buffer_bytes(spec, block.rows, block.dtype)
+    nbytes = len(batches) * workspace.buffer_bytes(spec, block.rows, block.dtype)
     yield from (Item(each, "queries for the cpu", nbytes) for each in (tier, "cpu"))
     groups = [spec.groups_by_key[unit.weights] for unit in spec.units if unit.kind == "attn"]
-    kept = max(host_attention.output_bytes(group, block.dtype) for group in groups)
+    kept = max(workspace.output_bytes(group, block.dtype) for group in groups)
     yield Item(tier, "output projection", kept)
     yield Item(tier, "hidden that waits", len(batches) * spec.hidden_bytes(block.rows, block.dtype))
 
 
-def _hidden_items(block: BlockShape, assignment: Placement) -> Iterator[Item]:
+def _hidden_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
     hidden = round_up(block.spec.hidden_bytes(block.tokens, block.dtype), PAGE)
-    homes = list(assignment.hidden.values())
-    parked = set(homes) - {block.compute_tier}
-    yield from (Item(tier, "hidden states", homes.count(tier) * hidden) for tier in TIERS)
+    tiers = list(placement.hidden.values())
+    parked = set(tiers) - {block.compute_tier}
+    yield from (Item(tier, "hidden states", tiers.count(tier) * hidden) for tier in TIERS)
     yield Item(block.compute_tier, "hidden buffers", STATE_BUFFERS * hidden if parked else 0)
     yield Item("cpu", "hidden staging buffers", STAGING_BUFFERS * hidden if block.staged(parked) else 0)
+
+
+def _divided(block: BlockShape, placement: Placement) -> Iterator[Item]:
+    """The units of each stage are on a GPU of its own, whose caps are judged one by one.
+
+    On gpu     the items of the GPU that holds most, of the weights, caches and GPU batches of its stage; weights of
+               tied embeddings are at both ends. Hidden states: of one group of GPU batches, as only one is in a stage.
+    hidden states between GPUs   gpu: LEAVING of the largest in all stages but the last; in all but the first
+               `most_arrivals`
+    On cpu and disk   the sum over the stages, but for weights, which are there once
+    """
+    tier = block.compute_tier
+    parts = [list(_stage_items(block, placement, number)) for number in range(block.request.num_gpus)]
+    fullest = max(parts, key=lambda items: sum(item.nbytes for item in items if item.tier == tier))
+    yield from (item for item in fullest if item.tier == tier)
+    yield from (item for item in _weight_items(block, placement, {}) if item.what == "weights" and item.tier != tier)
+    apart = Counter[tuple[str, str]]()
+    for item in (item for items in parts for item in items):
+        if item.tier != tier and item.what != "weights":
+            apart[item.tier, item.what] += item.nbytes
+    yield from (Item(*place, nbytes) for place, nbytes in apart.items())
+
+
+def most_arrivals(groups: tuple[range, ...], units: range) -> int:
+    """GPU batches whose hidden states wait at a stage at one time, at most: a group's.
+
+    A stage takes the first of one group before the stage before it sends the first of the next, and so on. Only a stage
+    that is nothing but the output head comes after all others in every slot, when two groups have arrived.
+    """
+    return max(map(len, groups)) * (1 if len(units) > 1 else 2)
+
+
+def _stage_items(block: BlockShape, placement: Placement, number: int) -> Iterator[Item]:
+    stages = block.request.stages
+    units = [block.spec.units[index] for index in stages[number]]
+    keys, layers = {unit.weights for unit in units}, {unit.layer for unit in units if unit.kind == "attn"}
+    groups = groups_of(len(placement.hidden), len(stages))
+    part = Placement(
+        weights={key: tier for key, tier in placement.weights.items() if key in keys},
+        cache={place: tier for place, tier in placement.cache.items() if place[0] in layers},
+        hidden=dict(enumerate(_hidden_of_a_stage(block, placement, groups))),
+    )
+    yield from _block_items(block, part, {})
+    hidden = round_up(block.spec.hidden_bytes(block.tokens, block.dtype), PAGE)
+    buffers = (number < len(stages) - 1) * LEAVING + (number > 0) * most_arrivals(groups, stages[number])
+    yield Item(block.compute_tier, "hidden states between GPUs", buffers * hidden)
+
+
+def _hidden_of_a_stage(block: BlockShape, placement: Placement, groups: tuple[range, ...]) -> Iterator[str]:
+    """The tiers of the hidden states that a stage may hold at one time, once for each."""
+    tiers = [[placement.hidden[batch] for batch in group] for group in groups]
+    yield from [block.compute_tier] * max(group.count(block.compute_tier) for group in tiers)
+    places = {(place, tier) for group in tiers for place, tier in enumerate(group)}
+    yield from (tier for _, tier in sorted(places) if tier != block.compute_tier)

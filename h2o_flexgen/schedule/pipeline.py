@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from functools import cache
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
-from h2o_flexgen.config.model.spec import UnitSpec
-from h2o_flexgen.schedule.moves import WeightStream, state_loads, state_stores, still_active
+from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
+from h2o_flexgen.errors import UsageError
 from h2o_flexgen.schedule.tasks import GroupBatches, GroupLast, ScheduleShape, Task, TaskKind, Tick
+from h2o_flexgen.schedule.zigzag import WeightStream, state_loads, state_stores, still_active
 
 
 def pipeline(shape: ScheduleShape, active: GroupBatches | None = None, last: GroupLast | None = None) -> Iterator[Tick]:
@@ -28,8 +30,8 @@ def pipeline(shape: ScheduleShape, active: GroupBatches | None = None, last: Gro
     Lazy as `zigzag`, group by group: `active(step, group)` and then `last(step, group)` are called when the first tick
     of the slot is asked for in which the group's `step` begins; its step before has left the last stage by then.
     """
-    groups = [_Group(shape, index, active, last) for index in range(len(shape.groups))]
-    stages = [_Stage(shape, number) for number in range(len(shape.stages))]
+    groups = [_BatchGroup(shape, index, active, last) for index in range(len(shape.groups))]
+    stages = [_StageTicks(shape, number) for number in range(len(shape.stages))]
     here: list[_Pass | None] = [None] * len(stages)
     index = slot = 0
     while True:
@@ -62,7 +64,7 @@ class _Pass(NamedTuple):
     ends: bool
 
 
-class _Group:
+class _BatchGroup:
     """GPU batches that go through the stages together."""
 
     def __init__(self, shape: ScheduleShape, index: int, active: GroupBatches | None, last: GroupLast | None) -> None:
@@ -88,7 +90,7 @@ class _Group:
         return _Pass(self._index, step, batches, self.over)
 
 
-class _Stage:
+class _StageTicks:
     """The ticks of one device, pass by pass."""
 
     def __init__(self, shape: ScheduleShape, number: int) -> None:
@@ -128,7 +130,7 @@ class _Stage:
         return state_loads(self._shape, target.step, (unit, batch), len(target.batches), self._units[0].index)
 
 
-def _next_step(groups: Sequence[_Group], number: int, here: Sequence[_Pass | None]) -> int | None:
+def _next_step(groups: Sequence[_BatchGroup], number: int, here: Sequence[_Pass | None]) -> int | None:
     """The step of the next pass of a stage, as far as that can be known: a group that may go on counts as going on."""
     now = here[number]
     if now is None:
@@ -155,3 +157,36 @@ def _in_turns(busy: Sequence[Iterator[Tick]], head: UnitSpec) -> Iterator[Tick]:
             else:
                 yield tick
     yield from heads
+
+
+@cache
+def stages_of(spec: ModelSpec, count: int) -> tuple[range, ...]:
+    """The units of `count` devices: neighbours, so that the device with most has as few weights as can be.
+
+    Weights stand for the work as well: a decode step reads each of them once. Those that the embedding and the head
+    share are counted at both, as they are held at both. UsageError where there are fewer units than devices.
+    """
+    groups, units = spec.groups_by_key, spec.units
+    if not 1 <= count <= len(units):
+        raise UsageError(
+            f"--num-gpus is {count}, and {spec.name} has {len(units)} units: the embedding, halves of layers, the head",
+            f"needed 1 to {len(units)}",
+        )
+    sizes = [sum(tensor.numel for tensor in groups[unit.weights].tensors) for unit in units]
+    before = [0, *accumulate(sizes)]
+    # least[n], if the first n units are those of the stages so far: the most weights of any, where the last one begins
+    least = [(before[n], 0) for n in range(len(units) + 1)]
+    starts = [[0] * (len(units) + 1)]
+    for stage in range(1, count):
+        least = [
+            min((max(least[cut][0], before[n] - before[cut]), -cut) for cut in range(stage, n)) if n > stage else (0, 0)
+            for n in range(len(units) + 1)
+        ]
+        least = [(most, -cut) for most, cut in least]
+        starts.append([cut for _, cut in least])
+    stop, cuts = len(units), [len(units)]
+    for stage in range(count - 1, 0, -1):
+        stop = starts[stage][stop]
+        cuts.append(stop)
+    cuts = [0, *reversed(cuts)]
+    return tuple(range(start, end) for start, end in pairwise(cuts))

@@ -1,4 +1,4 @@
-"""The nouns of a schedule: a task, a tick (one inner iteration) and the shape a schedule is made for."""
+"""The nouns of a schedule: a task, a tick (one inner iteration), the shape a schedule is made for, recorded steps."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ScheduleShape:
     lookahead     streamed weight groups in flight beyond the one in use: at most lookahead + 1 copies are alive
     stages        the units that each device computes, in order; none given: one device computes all
     host_attends  (layer, batch) of the caches in host memory that decode steps attend to there while other batches are
-                  computed, see `schedule.host_attention`: the order of tasks does not depend on it, what they do does
+                  computed, see `schedule.workspace`: the order of tasks does not depend on it, what they do does
     """
 
     units: tuple[UnitSpec, ...]
@@ -128,6 +128,12 @@ def groups_of(num_batches: int, num_stages: int) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(cuts))
 
 
+def alone(num_batches: int, num_stages: int = 1) -> tuple[int, ...]:
+    """GPU batches that have a group for themselves. They are never parked: the very next unit wants their hidden states
+    again."""
+    return tuple(group[0] for group in groups_of(num_batches, num_stages) if len(group) == 1)
+
+
 ActiveBatches: TypeAlias = Callable[[int], Sequence[int]]
 """Maps a step to the ascending indices of the GPU batches that still have unfinished rows; [] ends the schedule."""
 
@@ -142,3 +148,22 @@ GroupBatches: TypeAlias = Callable[[int, int], Sequence[int]]
 
 GroupLast: TypeAlias = Callable[[int, int], bool]
 """As LastStep, but of one group: whether no step of it can follow this one, given a step and the group's index."""
+
+# Decode steps that are recorded once and launched again as a whole, as CUDA graphs: where, and from which step on.
+PATIENCE = 3
+"""Steps that a GPU batch has to go on without a change before one is recorded, and that no row of it may be about to
+end in. Recording takes as long as a step that is launched bit by bit. A step that is launched as a whole saves nearly
+all of that where the GPU waits for the host, and a seventh where it is busy: recording pays after one step in small
+models, after some seven in large ones. At three, nobody ever pays much more than with foresight."""
+FIRST_REPLAYED = PATIENCE + 3
+"""The first decode step, counted from 1, that is nothing but launched, where no row leaves or comes: of those before it
+one warms up, and one is recorded."""
+
+
+def recordable(*, moves: bool, elsewhere: bool, rolling: bool) -> bool:
+    """Whether the decode steps of a block can be recorded, if the GPU has what it takes for that.
+
+    moves: whether weights, caches or hidden states of the block move between tiers. elsewhere: whether any cache is
+    attended to anywhere but on the GPU. rolling: whether keys are turned by their places in the cache.
+    """
+    return not (moves or elsewhere or rolling)

@@ -1,10 +1,13 @@
-"""What a schedule has to move: the loads of each weight group, and the links that a move crosses."""
+"""What a schedule has to move: the links that a move crosses, the loads of each weight group, the fewest bytes."""
 
 from __future__ import annotations
 
 from collections import Counter
 from itertools import groupby, pairwise
 
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import dtype_bytes
+from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.schedule.tasks import ScheduleShape
 
 
@@ -19,14 +22,63 @@ def expected_loads(shape: ScheduleShape, passes: int | None = None) -> dict[str,
     return dict(Counter(key for key, _ in groupby(keys) if key in shape.streamed))
 
 
-def links(home: str, compute_tier: str, *, inward: bool) -> tuple[str, ...]:
-    """The links that a move between `home` and the compute tier crosses: disk and gpu meet on the cpu.
+def links(tier: str, compute_tier: str, *, inward: bool) -> tuple[str, ...]:
+    """The links that a move between `tier` and the compute tier crosses: disk and gpu meet on the cpu.
 
     inward: towards the compute tier. ("disk", "gpu") gives ("disk->cpu", "cpu->gpu"); inside one tier there are none.
     """
-    if home == compute_tier:
+    if tier == compute_tier:
         return ()
-    stops = [home, "cpu", compute_tier] if "cpu" not in (home, compute_tier) else [home, compute_tier]
+    stops = [tier, "cpu", compute_tier] if "cpu" not in (tier, compute_tier) else [tier, compute_tier]
     if not inward:
         stops.reverse()
     return tuple(f"{source}->{target}" for source, target in pairwise(stops))
+
+
+def io_lower_bound(request: PlanRequest, sequences: int, *, cpu_cache_compute: bool = False) -> dict[str, int]:
+    """Bytes over each link that any schedule must move, for `sequences` that go through their steps together.
+
+    cpu_cache_compute: whether attention may be computed where caches on the cpu live. Links that nothing has to cross
+    are left out.
+
+    Every step needs all weights (of an embedding that is no head as good as nothing), and a decode step needs what the
+    caches hold. Of these W + K bytes, the tiers on the near side of a link hold M when the step starts, so that
+    W + K - M must come in. Outward, what the caches hold before the last step has all been on the compute tier, and
+    what does not fit there has left it. Nothing else need move: hidden states of one sequence at a time fit anywhere,
+    and loading the model is no part of a block. No workspace, buffer or padding is counted, and none of a cap is spent
+    on them, so that the bound is below what any real plan moves.
+    """
+    weights = _needed_weights(request.spec) * dtype_bytes(request.dtype)
+    caches = [sequences * held for held in _held(request)]
+    bound: dict[str, int] = {}
+    near = 0
+    for upper, lower in pairwise(request.tiers):
+        cap = request.caps.of(upper)
+        if cap is None:
+            return bound
+        near += cap
+        stay = cpu_cache_compute and upper == "gpu"  # the caches, where attention is computed below
+        inward = sum(max(0, weights + (0 if stay else held) - near) for held in caches)
+        outward = 0 if stay else max(0, caches[-1] - near)
+        for link, nbytes in ((f"{lower}->{upper}", inward), (f"{upper}->{lower}", outward)):
+            if nbytes:
+                bound[link] = nbytes
+    return bound
+
+
+def _needed_weights(spec: ModelSpec) -> int:
+    """Numbers that every pass over the model reads whole: not those of tables of which it reads single rows."""
+    tables = {"embed.positions"} if spec.arch.tied_head else {"embed.positions", "embed.tokens"}
+    sizes = (tensor for group in spec.weight_groups for tensor in group.tensors if tensor.name not in tables)
+    return sum(tensor.numel for tensor in sizes)
+
+
+def _held(request: PlanRequest) -> list[int]:
+    """Bytes that one sequence's caches hold when each step starts; nothing before the first."""
+    layers = Counter(budget.total for budget in request.budgets)
+    prompt, token = request.workload.prompt_len, request.spec.kv_bytes_per_token_and_layer(request.dtype)
+
+    def before(step: int) -> int:
+        return token * sum(min(min(prompt, total) + step - 1, total) * count for total, count in layers.items())
+
+    return [0, *(before(step) for step in range(1, request.workload.gen_len))]

@@ -86,20 +86,20 @@ def _gap(taken: Iterable[tuple[int, ...]], nbytes: int) -> int:
 
 
 def streamed_sizes(
-    spec: ModelSpec, homes: Mapping[str, str], dtype: str, compute_tier: str, known: Mapping[str, int] | None = None
+    spec: ModelSpec, tiers: Mapping[str, str], dtype: str, compute_tier: str, known: Mapping[str, int] | None = None
 ) -> dict[str, int]:
     """Buffer bytes of the weight groups that stream, in the order in which a pass uses them.
 
-    homes: the tier of each group, of a whole model or of some neighbouring units. known: bytes where they are.
+    tiers: that of each group, of a whole model or of some neighbouring units. known: bytes where they are.
     """
     keys = dict.fromkeys(unit.weights for unit in spec.units)
-    streamed = [key for key in keys if homes.get(key, compute_tier) != compute_tier]
-    return {key: group_bytes(spec.groups_by_key[key], dtype, homes[key], known) for key in streamed}
+    streamed = [key for key in keys if tiers.get(key, compute_tier) != compute_tier]
+    return {key: group_bytes(spec.groups_by_key[key], dtype, tiers[key], known) for key in streamed}
 
 
-def group_bytes(group: WeightGroup, dtype: str, home: str, known: Mapping[str, int] | None = None) -> int:
-    """Buffer bytes of a group on the tier `home`: known, or the packed size, on disk with the most that reading in
+def group_bytes(group: WeightGroup, dtype: str, tier: str, known: Mapping[str, int] | None = None) -> int:
+    """Buffer bytes of a group on `tier`: known, or the packed size, on disk with the most that reading in
     place can take, two pages more per tensor."""
     if known is not None and group.key in known:
         return known[group.key]
-    return group.buffer_bytes(dtype) + (2 * PAGE * len(group.tensors) if home == "disk" else 0)
+    return group.buffer_bytes(dtype) + (2 * PAGE * len(group.tensors) if tier == "disk" else 0)

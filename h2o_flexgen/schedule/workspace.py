@@ -1,116 +1,29 @@
-"""What one unit has alive while it computes, beside weights, caches and hidden states: upper bounds, in bytes."""
+"""What one unit has alive while it computes, beside weights, caches and hidden states: upper bounds, in bytes.
+
+Attention over caches in host memory may be computed there while a GPU computes other GPU batches. A decode step of such
+a cache is in two halves. The first computes queries, keys and values, which go to the host; the second takes the answer
+up, and is computed once the GPU batch's hidden states are needed. In between the host attends, on a thread of its own,
+and the hidden states stay where they are. Prompts are brought into their caches on the same thread, while the GPU goes
+on with the next ones.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from h2o_flexgen.config.eviction import Budget, EvictionConfig
-from h2o_flexgen.config.kernels import Kernels
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.config.model.tensors import dtype_bytes
-from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, WeightGroup, dtype_bytes, round_up
+from h2o_flexgen.config.offload import Kernels
+from h2o_flexgen.schedule.request import BlockShape
+
+HOST_ATTENTION = "cpu attention"
+"""The resource, beside "compute" and the links."""
+FILL_BUFFERS = 2
+"""Of prompts on their way into caches in host memory, on either side: one arriving, one filled in."""
+_OUTPUT = ("o.", "norm.", "post_norm.")
 
 _MIN_CHUNK = 16  # queries whose logits torch's prompt kernel has alive at once, at least
 _NATIVE_ROWS = 48  # queries, of all heads that share a KV head, in a block of the native prompt kernel
 _NATIVE_PARTS = 64  # partial column sums: of twice the tasks that it divides few long prompts into
 _PATH_LEVELS = 3  # prefixes inside prefixes, beside the parts of a long prompt
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """One block whose sequences all have the workload's lengths: what the formulas of a footprint share."""
-
-    spec: ModelSpec
-    workload: Workload
-    policy: OffloadPolicy
-    eviction: EvictionConfig
-    dtype: str
-    compute_tier: str
-    budgets: tuple[Budget, ...]
-    """Of a row and head, layer by layer."""
-    kernels: Kernels = Kernels.CPU
-    """Those of `compute_tier`."""
-
-    @classmethod
-    def of(
-        cls,
-        spec: ModelSpec,
-        workload: Workload,
-        policy: OffloadPolicy,
-        eviction: EvictionConfig,
-        dtype: str,
-        compute_tier: str,
-        kernels: Kernels = Kernels.CPU,
-    ) -> BlockShape:
-        """The shape, with the budgets that `eviction` gives each layer within its window."""
-        budget = eviction.resolve(workload.prompt_len, workload.gen_len)
-        budgets = tuple(budget.within(spec.arch.window_of(layer)) for layer in range(spec.num_layers))
-        return cls(spec, workload, policy, eviction, dtype, compute_tier, budgets, kernels)
-
-    @property
-    def size(self) -> int:
-        """s: bytes per number."""
-        return dtype_bytes(self.dtype)
-
-    @property
-    def rows(self) -> int:
-        """b."""
-        return self.policy.gpu_batch_size
-
-    @property
-    def prompt(self) -> int:
-        """P."""
-        return self.workload.prompt_len
-
-    @property
-    def tokens(self) -> int:
-        """T: prompt tokens of one GPU batch."""
-        return self.rows * self.prompt
-
-    @property
-    def chunk(self) -> int:
-        """t: prompt tokens that go through a unit at once."""
-        return min(self.tokens, self.policy.chunk)
-
-    @property
-    def follows(self) -> bool:
-        """Whether a prompt may come in parts that attend to earlier ones: it is long, or rows share its beginning."""
-        return self.prompt > self.chunk or self.policy.block_size > 1
-
-    @property
-    def evicts(self) -> bool:
-        """Whether any layer lets tokens go."""
-        return not all(budget.full for budget in self.budgets)
-
-    @property
-    def rolling(self) -> bool:
-        """Whether caches hold keys that are rotated anew in each step."""
-        return self.eviction.rolling_positions
-
-    def slots(self, layer: int) -> int:
-        """C of one layer: cache slots per row and KV head. The budget and a free one; a full cache needs none free."""
-        budget = self.budgets[layer]
-        return budget.total + (not budget.full)
-
-    @property
-    def most_slots(self) -> int:
-        """C of the layer that has most."""
-        return max(map(self.slots, range(len(self.budgets))))
-
-    @property
-    def heads(self) -> int:
-        """b x kv_heads: rows of a cache that decide for themselves what stays."""
-        return self.rows * self.spec.num_kv_heads
-
-    @property
-    def rotary_dims(self) -> list[int]:
-        """D of each way that positions are rotated in."""
-        return [rotary.dim for rotary in {self.spec.arch.rotary, self.spec.arch.local_rotary} if rotary is not None]
-
-    def staged(self, homes: set[str]) -> bool:
-        """Whether something goes through the host on its way between disk and compute tier."""
-        return self.compute_tier == "gpu" and "disk" in homes
 
 
 def positions(block: BlockShape) -> int:
@@ -163,7 +76,7 @@ def _attention_token(block: BlockShape) -> int:
 
 
 def recorded(block: BlockShape) -> int:
-    """Bytes of decode steps that are recorded (`schedule.recorded`): their activations lie in memory of their own,
+    """Bytes of decode steps that are recorded (`schedule.tasks`): their activations lie in memory of their own,
     which the recordings of all GPU batches share, and the logits that each of them leaves, (b, V) float32.
 
     Activations are the (b, ...) of `workspace`, with the scores and free slots (b, kv_heads, C) that a step of the
@@ -220,7 +133,7 @@ def _prompt_kernel(block: BlockShape) -> int:
     output (m, Q) of the m queries, twice where they follow earlier keys.
     """
     spec, tokens, keys = block.spec, block.chunk, block.spec.num_heads * block.prompt
-    most = block.kernels.logits
+    most = block.request.kernels.logits
     logits = min(max(most, _MIN_CHUNK * keys), tokens * keys)
     queries = min(tokens, max(block.prompt, most // keys))
     width = (4 if block.follows else 2) * spec.num_heads * spec.head_dim * block.size
@@ -232,7 +145,7 @@ def _on_gpu(block: BlockShape) -> int:
     """Flash attention on a GPU, where Triton adds up the columns: beside the output, which `workspace` counts, six
     float32 per query and head, and where queries follow earlier keys queries and output (t, Q) once more, and the
     weighed sum of both outputs in float32."""
-    if block.kernels is not Kernels.TRITON:
+    if block.request.kernels is not Kernels.TRITON:
         return 0
     heads, width = block.spec.num_heads, block.spec.num_heads * block.spec.head_dim
     return block.chunk * (24 * heads + block.follows * width * (2 * block.size + 4))
@@ -265,3 +178,42 @@ def _fill(block: BlockShape) -> int:
     kv = block.spec.num_kv_heads * block.spec.head_dim * block.size
     chosen = block.prompt + 2 * block.chunk + block.rows * block.most_slots
     return 32 * block.heads * block.prompt + chosen * kv
+
+
+# ---- attention on the host
+
+
+def is_output(name: str) -> bool:
+    """Whether the second half may need the tensor of an attention unit that is called `name` in it."""
+    return name.startswith(_OUTPUT)
+
+
+def output_bytes(group: WeightGroup, dtype: str) -> int:
+    """Bytes of a copy of what the second half needs of an attention unit's weights."""
+    kept = [tensor for tensor in group.tensors if is_output(tensor.name.split(".", 3)[3])]
+    return round_up(sum(round_up(tensor.nbytes(dtype), TENSOR_ALIGN) for tensor in kept), PAGE)
+
+
+def query_bytes(spec: ModelSpec, rows: int, dtype: str) -> int:
+    """Bytes of the queries, keys and values of so many rows in one layer."""
+    return rows * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim * dtype_bytes(dtype)
+
+
+def answer_bytes(spec: ModelSpec, rows: int, dtype: str) -> int:
+    """Bytes of what attention makes of them."""
+    return rows * spec.num_heads * spec.head_dim * dtype_bytes(dtype)
+
+
+def prompt_bytes(spec: ModelSpec, dtype: str, rows: int, longest: int, chunk: int, *, sums: bool) -> int:
+    """Bytes of what is filled at once into caches of `rows` prompts of up to `longest` tokens.
+
+    K and V of a chunk and of what it follows, and perhaps a float32 for each row, KV head and token.
+    """
+    tokens = min(chunk, rows * longest) + longest
+    summed = 4 * rows * spec.num_kv_heads * longest if sums else 0
+    return round_up(tokens * spec.kv_bytes_per_token_and_layer(dtype) + summed + 5 * TENSOR_ALIGN, PAGE)
+
+
+def buffer_bytes(spec: ModelSpec, rows: int, dtype: str) -> int:
+    """Bytes of one GPU batch's buffers for both, on either side."""
+    return round_up(query_bytes(spec, rows, dtype), PAGE) + round_up(answer_bytes(spec, rows, dtype), PAGE)

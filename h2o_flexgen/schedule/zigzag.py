@@ -2,15 +2,18 @@
 
 The order is step i, unit j, GPU batch k: weights are read once per step for the whole block, and each compute is
 overlapped with the loads of what comes next and the stores of what came before. A *pass* is one walk over all units by
-some of the GPU batches: zig-zag makes one pass per step, a row-by-row schedule one per GPU batch and step.
+some of the GPU batches: one per step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
-from h2o_flexgen.schedule.moves import WeightStream, state_loads, state_stores, still_active
-from h2o_flexgen.schedule.tasks import ActiveBatches, LastStep, ScheduleShape, Task, TaskKind, Tick, WholeStep
+from h2o_flexgen.config.model.spec import UnitSpec
+from h2o_flexgen.schedule.tasks import NO_BATCH, ActiveBatches, LastStep, ScheduleShape, Task, TaskKind, Tick, WholeStep
 
 
 def zigzag(
@@ -32,17 +35,6 @@ def zigzag(
     `whole(batch)`, called behind the tick of its first unit, where nothing moves: whether ticks of the units between
     the first and the last would have nothing to do. They are left out then.
     """
-    return walk(shape, active, last, lambda batches: [batches], whole)
-
-
-def walk(
-    shape: ScheduleShape,
-    active: ActiveBatches | None,
-    last: LastStep | None,
-    split: Callable[[Sequence[int]], list[Sequence[int]]],
-    whole: WholeStep | None = None,
-) -> Iterator[Tick]:
-    """Yield the ticks of a schedule that walks over all units once for each group in `split(active(step))`."""
     weights = WeightStream(shape, shape.units)
     batches: Sequence[int] = range(shape.num_batches)
     stores: tuple[Task, ...] = ()  # owed by the compute of the tick before
@@ -52,25 +44,143 @@ def walk(
         if not batches:
             break
         ends = step == shape.num_steps - 1 or (last is not None and last(step))
-        groups = split(batches)
-        for number, group in enumerate(groups):
-            last_of_step = number == len(groups) - 1
-            weights.start_pass(step + last_of_step, goes_on=not (ends and last_of_step))
-            order = [(unit, batch) for unit in shape.units for batch in group]
-            for here, following in zip(order, [*order[1:], None], strict=True):
-                unit, batch = here
-                if whole is not None and 0 < unit.index < len(shape.units) - 1 and whole(batch):
-                    continue
-                loads = state_loads(shape, step, following, len(group)) if following else ()
-                if batch == group[0]:
-                    loads = weights.loads(unit, loads)
-                frees = weights.frees(step, unit) if batch == group[-1] else ()
-                compute = Task(TaskKind.COMPUTE, step, unit.index, batch)
-                yield Tick(index, loads, compute, stores, frees)
-                stores = state_stores(shape, compute, ends, len(group))
-                index += 1
+        weights.start_pass(step + 1, goes_on=not ends)
+        order = [(unit, batch) for unit in shape.units for batch in batches]
+        for here, following in zip(order, [*order[1:], None], strict=True):
+            unit, batch = here
+            if whole is not None and 0 < unit.index < len(shape.units) - 1 and whole(batch):
+                continue
+            loads = state_loads(shape, step, following, len(batches)) if following else ()
+            if batch == batches[0]:
+                loads = weights.loads(unit, loads)
+            frees = weights.frees(step, unit) if batch == batches[-1] else ()
+            compute = Task(TaskKind.COMPUTE, step, unit.index, batch)
+            yield Tick(index, loads, compute, stores, frees)
+            stores = state_stores(shape, compute, ends, len(batches))
+            index += 1
         if ends:
             break
     frees = weights.drain()
     if stores or frees:
         yield Tick(index, (), None, stores, frees)
+
+
+def still_active(batches: Sequence[int], before: Sequence[int], step: int) -> tuple[int, ...]:
+    """`batches` as a tuple, once it is known to be an ascending subset of the step before."""
+    if list(batches) != sorted(set(batches) & set(before)):
+        raise ValueError(
+            f"active batches of step {step} are {list(batches)}: needed an ascending subset of {list(before)}"
+        )
+    return tuple(batches)
+
+
+def state_loads(
+    shape: ScheduleShape, step: int, target: tuple[UnitSpec, int], group_size: int, first: int = 0
+) -> tuple[Task, ...]:
+    """What the next tick's compute reads and is not on the compute tier: its cache (not at the prompt) and hidden.
+
+    A pass starts with the embedding, which reads neither, so that nothing is ever loaded across a step boundary, where
+    it is not yet known which batches go on. `first`: the unit that a stage begins with, which reads nothing parked.
+    """
+    unit, batch = target
+    tasks: tuple[Task, ...] = ()
+    if unit.kind == "attn" and step > 0 and (unit.layer, batch) in shape.cache_moves:
+        tasks = (Task(TaskKind.LOAD_CACHE, step, unit.index, batch),)
+    if group_size > 1 and batch in shape.hidden_moves and unit.index != first:
+        tasks = (*tasks, Task(TaskKind.LOAD_HIDDEN, step, unit.index, batch))
+    return tasks
+
+
+def state_stores(shape: ScheduleShape, source: Task, ends: bool, group_size: int, last: int = -1) -> tuple[Task, ...]:
+    """What this tick's compute wrote and somebody will read from another tier: no cache in the last step, no logits.
+
+    A batch that is alone in its pass keeps its hidden state where it is: its next compute follows at once. `last`: the
+    unit that a stage ends with, by default the head; nobody on this device reads what that wrote.
+    """
+    unit, step, batch = shape.units[source.unit], source.step, source.batch
+    tasks: tuple[Task, ...] = ()
+    if unit.kind == "attn" and not ends and (unit.layer, batch) in shape.cache_moves:
+        tasks = (Task(TaskKind.STORE_CACHE, step, unit.index, batch),)
+    if group_size > 1 and batch in shape.hidden_moves and unit.index not in (last, len(shape.units) - 1):
+        tasks = (*tasks, Task(TaskKind.STORE_HIDDEN, step, unit.index, batch))
+    return tasks
+
+
+class _GroupUse(NamedTuple):
+    """Consecutive units that use the same weight group: one load, one free."""
+
+    key: str
+    first: int
+    last: int
+
+
+class WeightStream:
+    """Reads streamed weight groups ahead, in order of use, into at most lookahead + 1 copies.
+
+    A new load is issued as soon as a copy is free: in the first tick of a unit, after the unit before it has freed its
+    group (also while resident units are computed), so that the link is never idle for want of a request. A group is
+    never alive twice; this also keeps the read-ahead from reaching beyond the next pass.
+
+    Where the last and the first unit of a pass use one group (tied embeddings), it stays from one pass to the next.
+    """
+
+    def __init__(self, shape: ScheduleShape, stage: Sequence[UnitSpec]) -> None:
+        """`stage`: the units that a pass computes."""
+        runs = []
+        for key, units in groupby(stage, key=lambda unit: unit.weights):
+            indices = [unit.index for unit in units]
+            runs.append(_GroupUse(key, indices[0], indices[-1]))
+        self._wraps = runs[0].key == runs[-1].key
+        self._first_run, self._head_run = runs[0], runs[-1]
+        self._runs = [run for run in runs if run.key in shape.streamed]
+        self._last_run_of_unit = {run.last: run for run in self._runs}
+        self._copies = shape.lookahead + 1
+        self._queue: deque[Task] = deque(self._pass_loads(0, first=True))  # of this pass and the next, not yet issued
+        self._keys = [unit.weights for unit in shape.units]
+        self._alive: dict[str, Task] = {}  # the free that is owed for each group, as far as it is known
+        self._goes_on = False
+
+    def start_pass(self, next_step: int, *, goes_on: bool) -> None:
+        """Begin a pass, and plan the reads of the pass after it, which is of `next_step`, if there is to be one."""
+        self._goes_on = goes_on
+        if goes_on:
+            self._queue.extend(self._pass_loads(next_step, first=False))
+
+    def loads(self, unit: UnitSpec, state_loads: tuple[Task, ...]) -> tuple[Task, ...]:
+        """The loads of the first tick of `unit`: its own weights, the next tick's state, then weights read ahead.
+
+        A link works in order, and the next tick comes before the next unit.
+        """
+        own: list[Task] = []
+        ahead: list[Task] = []
+        while self._queue and len(self._alive) < self._copies:
+            task = self._queue[0]
+            key = self._keys[task.unit]
+            if key in self._alive:
+                break
+            self._alive[key] = Task(TaskKind.FREE_WEIGHTS, task.step, task.unit, NO_BATCH)
+            (own if key == unit.weights else ahead).append(self._queue.popleft())
+        return (*own, *state_loads, *ahead)
+
+    def frees(self, step: int, unit: UnitSpec) -> tuple[Task, ...]:
+        """The group whose last use this is; nothing while the next unit, or the next pass, uses the same group."""
+        run = self._last_run_of_unit.get(unit.index)
+        if run is None:
+            return ()
+        owed = Task(TaskKind.FREE_WEIGHTS, step, unit.index, NO_BATCH)
+        if run is self._head_run and self._wraps and self._goes_on:
+            self._alive[run.key] = owed
+            return ()
+        del self._alive[run.key]
+        return (owed,)
+
+    def drain(self) -> tuple[Task, ...]:
+        """Free everything: what was read ahead or kept for a pass that did not come."""
+        frees = tuple(self._alive.values())
+        self._alive.clear()
+        return frees
+
+    def _pass_loads(self, step: int, *, first: bool) -> list[Task]:
+        shared = self._wraps and not first  # the first run of this pass still has the last run's copy
+        runs = [run for run in self._runs if not (shared and run is self._first_run)]
+        return [Task(TaskKind.LOAD_WEIGHTS, step, run.first, NO_BATCH) for run in runs]

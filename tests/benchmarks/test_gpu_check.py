@@ -24,7 +24,7 @@ from benchmarks.gpu.tables import BEGIN, END, NOTHING, WHOLE, latest, read, read
 from benchmarks.gpu.tests import summary
 from h2o_flexgen import LLM, EvictionConfig, OffloadPolicy
 from h2o_flexgen.baselines.process import Finished, RunFailed
-from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
+from h2o_flexgen.schedule.tasks import FIRST_REPLAYED
 
 ROOT = Path(__file__).parents[2]
 GPU = {"name": "NVIDIA H200", "memory_bytes": 150 * 10**9, "cuda": "13.0"}

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.offload_check import check, planned_disk_bytes
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.reports.record import RunRecord
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.planning.llm import LLM
 from tests.tiny import opt_config, prompts_of
 
 CAPPED = {"limit_bytes": 1 << 40, "peak_bytes": 1 << 30, "oom_kills": 0, "exit_code": 0}

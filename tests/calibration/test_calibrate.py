@@ -23,11 +23,10 @@ from h2o_flexgen.calibration.stored import keep_profile, profile_key
 from h2o_flexgen.calibration.timing import Repeats, Sample, TimeBudget, Timer
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.hardware.rates import ComputeRates, Curve
-from h2o_flexgen.config.model.products import all_products
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.cores import CoreTimes
-from h2o_flexgen.cost.predict import predict
+from h2o_flexgen.cost.simulate import predict
 from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.kernels.native import why_not
 from h2o_flexgen.memory.copies import CopyEngine
@@ -75,7 +74,7 @@ def check_rates(rates: ComputeRates, spec: ModelSpec) -> None:
     assert set(rates.tick_s) == {"embed", "attn", "mlp", "head"}
     assert min(y for curve in rates.tick_s.values() for _, y in curve.points) > 0
     measured = {(shape.out_features, shape.in_features) for shape in rates.shapes}
-    assert measured == set(all_products(spec))
+    assert measured == set(spec.all_products)
     for shape in rates.shapes:
         assert shape.seconds.points[0][0] == 1
         assert len(shape.seconds.points) >= 3

@@ -15,11 +15,11 @@ from h2o_flexgen.calibration.links import COMPUTE, Contest, Disk, Link, link_rat
 from h2o_flexgen.calibration.ticks import MOST_STEPS, ShortRun, recorded_ticks
 from h2o_flexgen.calibration.timing import Sample, Spreads, Timer
 from h2o_flexgen.config.hardware.rates import Curve, GemmShape
-from h2o_flexgen.config.model.products import Product
+from h2o_flexgen.config.model.spec import Product
 from h2o_flexgen.engine.metrics.recorder import BlockTotals
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.memory.copies import CopyEngine
-from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
+from h2o_flexgen.schedule.tasks import FIRST_REPLAYED
 from h2o_flexgen.units import MIB
 from tests.calibration.test_timing import FakeClock
 from tests.cost.machines import KINDS, TINY, ticking

@@ -13,7 +13,7 @@ from h2o_flexgen import cores
 from h2o_flexgen.config.reports.quality import SideBySide
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.cores import CoreTimes
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.planning.llm import LLM
 from h2o_flexgen.reporting.run_report import run_report
 from h2o_flexgen.reporting.tables import COLUMNS, warnings_text
 from tests.programs import Run

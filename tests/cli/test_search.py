@@ -38,7 +38,7 @@ def test_the_command_line_of_the_readme() -> None:
     line = "--model opt-30b --gpu-mem 16 --cpu-mem 200 --nvme-mem 1500 --prompt-len 512 --gen-len 32 --hh-ratio 0.2"
     request = parse(*line.split(), "--hardware", "t4").request
     assert (request.spec.name, request.profile.name, request.compute_tier) == ("opt-30b", "t4-16gb", "gpu")
-    assert request.caps == {"gpu": 16 * GIB, "cpu": 200 * GIB, "disk": 1500 * GIB}
+    assert request.capped == {"gpu": 16 * GIB, "cpu": 200 * GIB, "disk": 1500 * GIB}
     assert (request.eviction.name, request.eviction.ratio) == ("h2o", 0.2)
     assert (request.workload.prompt_len, request.workload.gen_len, request.endless) == (512, 32, True)
     assert (request.dtype, request.fixed) == ("float16", {})
@@ -47,12 +47,12 @@ def test_the_command_line_of_the_readme() -> None:
 def test_what_is_left_out() -> None:
     """Caps are nine tenths of what the machine has, lengths are FlexGen's."""
     request = parse("--model", "opt-125m", "--hardware", "h200").request
-    assert request.caps["gpu"] == int(0.9 * request.profile.memory["gpu"])
+    assert request.caps.gpu == int(0.9 * request.profile.memory["gpu"])
     assert request.dtype == "bfloat16"
     assert (request.workload.prompt_len, request.workload.gen_len) == (512, 32)
     cpu = parse("--model", "opt-125m", "--hardware", "h200", "--device", "cpu", "--gpu-mem", "8").request
     assert cpu.compute_tier == "cpu"
-    assert "gpu" not in cpu.caps
+    assert "gpu" not in cpu.capped
 
 
 def test_what_is_typed_of_the_policy_is_fixed(tmp_path: Path) -> None:

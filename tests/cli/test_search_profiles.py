@@ -12,7 +12,6 @@ import pytest
 
 from h2o_flexgen.config.hardware.profile import METHOD, HardwareProfile, find_profile, kept_file, profile_names
 from h2o_flexgen.config.hardware.rates import ComputeRates, Curve, GemmShape
-from h2o_flexgen.config.model.products import all_products
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.search import main
 from h2o_flexgen.units import GIB
@@ -99,7 +98,7 @@ class TestKept:
         assert main(typed) == 2
         err = capsys.readouterr().err
         assert err.count("does not say how much memory the gpu has\n  needed --gpu-mem") == 2
-        assert parse(*typed, "--gpu-mem", "4").request.caps == {"gpu": 4 * GIB, "cpu": int(0.9 * 8 * GIB)}
+        assert parse(*typed, "--gpu-mem", "4").request.capped == {"gpu": 4 * GIB, "cpu": int(0.9 * 8 * GIB)}
         assert parse(*typed, "--device", "cpu").request.compute_tier == "cpu"
 
     def test_what_is_old_or_damaged_counts_as_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -115,7 +114,7 @@ class TestKept:
 def measured(model: str) -> ComputeRates:
     """At the shapes of `model`."""
     once = Curve(((1, 1e-3),))
-    return rates(shapes=tuple(GemmShape(*product, once) for product in all_products(known(model))))
+    return rates(shapes=tuple(GemmShape(*product, once) for product in known(model).all_products))
 
 
 def keep(name: str, age: int, of: HardwareProfile) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from h2o_flexgen.config.model.arch import ArchSpec
-from h2o_flexgen.config.model.products import products
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, TensorSpec, WeightGroup
 from h2o_flexgen.errors import ModelError, UsageError
@@ -92,7 +91,7 @@ def test_a_gated_model_without_biases() -> None:
         *(f"layers.0.attn.{part}.weight" for part in ("norm", "q", "k", "v", "o")),
         *(f"layers.0.mlp.{part}.weight" for part in ("norm", "up", "gate", "down")),
     ]
-    assert sum(out * into for out, into in products(spec, "mlp")) == 16 * 40 * 3
+    assert sum(out * into for out, into in spec.products("mlp")) == 16 * 40 * 3
 
 
 def test_buffers_are_aligned() -> None:

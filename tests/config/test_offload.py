@@ -17,9 +17,10 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.arch import ArchSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy, Shares, parse_shares
-from h2o_flexgen.config.placement import cache_slots, place
+from h2o_flexgen.config.placement import place
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.schedule.request import Caps, PlanRequest
 
 
 def shares() -> st.SearchStrategy[dict[str, float]]:
@@ -197,9 +198,9 @@ def test_slots_of_windowed_layers() -> None:
     """Two of three layers hold 9 tokens at most: a third of the caches may be far less than a third of the bytes."""
     arch = dataclasses.replace(spec(6).arch, window=9, window_layers=(0, 1, 3, 4))
     model, work = dataclasses.replace(spec(6), arch=arch), Workload(prompt_len=24, gen_len=8, num_sequences=2)
-    full = cache_slots(model, work, EvictionConfig())
+    full = PlanRequest(model, work, EvictionConfig(), "float16", Caps(), "cpu").slots
     assert full == (9, 9, 32) * 2
-    evicting = cache_slots(model, work, EvictionConfig("h2o", budget=10))
+    evicting = PlanRequest(model, work, EvictionConfig("h2o", budget=10), "float16", Caps(), "cpu").slots
     assert evicting == (9, 9, 11) * 2
     policy = OffloadPolicy(2, cache={"cpu": 1 / 3, "disk": 2 / 3})
 

@@ -15,8 +15,9 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import place
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.cost.terms import CostModel
+from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.schedule.request import Caps, PlanRequest
 
 TINY = ModelSpec(
     name="tiny",
@@ -91,16 +92,21 @@ def model_of(
 ) -> CostModel:
     """The model of a whole block of `policy`, 24 + 8 tokens unless said otherwise."""
     lengths = workload or Workload(24, 8)
-    return CostModel(
+    request = PlanRequest(
         spec,
         replace(lengths, num_sequences=policy.block_size),
-        policy,
         eviction or EvictionConfig(),
-        place(spec, policy, "float16"),
-        machine or profile(),
         "float16",
+        Caps(),
         tier,
+        profile=machine or profile(),
     )
+    return CostModel(request, policy, place(spec, policy, "float16"))
+
+
+def asked(model: CostModel, **changes: Any) -> CostModel:
+    """The same plan for a request that differs."""
+    return replace(model, request=replace(model.request, **changes))
 
 
 def known(name: str) -> ModelSpec:

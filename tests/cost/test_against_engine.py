@@ -11,9 +11,9 @@ import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.simulate import simulate
-from h2o_flexgen.cost.terms import CostModel
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from tests.cost.machines import profile
 from tests.tiny import make_model, prompts_of, save
 
@@ -42,20 +42,11 @@ def test_a_run_is_the_simulated_one(case: str, family: str, tmp_path: Path) -> N
     policy = {**placement, "gpu_batch_size": ROWS, "num_gpu_batches": BATCHES}
     eviction = EvictionConfig("h2o", ratio=0.3)
     settings: dict[str, Any] = {"dtype": "bfloat16", "eviction": eviction, "emulate_gpu": gpu, "trace": True}
-    with LLM(str(save(make_model(family), tmp_path)), policy=policy, **settings) as llm:
+    with Engine(str(save(make_model(family), tmp_path)), policy=policy, **settings) as llm:
         llm.generate(prompts_of([PROMPT] * ROWS * BATCHES), max_new_tokens=NEW, ignore_eos=True)
         moved, plan, ran = llm.last_record.bytes_moved, llm.last_plan, llm.timeline
-    workload = Workload(PROMPT, NEW, ROWS * BATCHES)
-    model = CostModel(
-        plan.request.spec,
-        workload,
-        plan.policy,
-        eviction,
-        plan.placement,
-        profile(),
-        "bfloat16",
-        plan.request.compute_tier,
-    )
+    assert plan.request.workload == Workload(PROMPT, NEW, ROWS * BATCHES)
+    model = CostModel(replace(plan.request, profile=profile()), plan.policy, plan.placement)
     found = simulate(model, steps=NEW)
     assert found.bytes_moved == {link: nbytes for link, nbytes in moved.items() if nbytes}
     computed = [row.task for row in ran.rows if row.resource == "compute"]
@@ -64,5 +55,5 @@ def test_a_run_is_the_simulated_one(case: str, family: str, tmp_path: Path) -> N
     assert computed == [row.task for row in found.timeline.rows if row.resource == "compute"]
     counted = Counter(row.resource for row in ran.rows)
     assert counted == Counter(row.resource for row in found.timeline.rows)
-    few = simulate(replace(model, workload=workload))
+    few = simulate(model)
     assert few.bytes_moved == found.bytes_moved

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.cost.bound import io_lower_bound
 from h2o_flexgen.schedule.footprint import footprint
+from h2o_flexgen.schedule.request import Caps, PlanRequest
+from h2o_flexgen.schedule.traffic import io_lower_bound
 from tests.cost.machines import TINY, model_of
 from tests.cost.plans import EVICTIONS, plans
 
@@ -24,7 +26,13 @@ TOKEN = 2 * 2 * 64 * 2  # keys and values of two layers
 
 def bound(caps: dict[str, int | None], tier: str = "cpu", steps: int = 4, **others: object) -> dict[str, int]:
     eviction = others.pop("eviction", EvictionConfig())
-    return io_lower_bound(TINY, Workload(24, steps), eviction, "float16", caps, tier, 10, **others)  # type: ignore[arg-type]
+    return io_lower_bound(wanted(TINY, steps, caps, tier, eviction), 10, **others)  # type: ignore[arg-type]
+
+
+def wanted(
+    spec: ModelSpec, steps: int, caps: dict[str, int | None], tier: str = "cpu", eviction: object = None
+) -> PlanRequest:
+    return PlanRequest(spec, Workload(24, steps), eviction or EvictionConfig(), "float16", Caps(**caps), tier)  # type: ignore[arg-type]
 
 
 def test_by_hand_on_two_tiers() -> None:
@@ -57,13 +65,13 @@ def test_one_step_keeps_no_caches() -> None:
 
 def test_an_embedding_that_is_no_head_costs_nothing() -> None:
     untied = replace(TINY, arch=replace(TINY.arch, tied_head=False))
-    found = io_lower_bound(untied, Workload(24, 1), EvictionConfig(), "float16", {"cpu": 0}, "cpu", 1)
+    found = io_lower_bound(wanted(untied, 1, {"cpu": 0}), 1)
     assert found == {"disk->cpu": WEIGHTS}
 
 
 def test_windows_bound_what_is_held() -> None:
     windowed = replace(TINY, arch=replace(TINY.arch, window=9, window_layers=(1,)))
-    found = io_lower_bound(windowed, Workload(24, 2), EvictionConfig(), "float16", {"cpu": WEIGHTS}, "cpu", 1)
+    found = io_lower_bound(wanted(windowed, 2, {"cpu": WEIGHTS}), 1)
     assert found == {"disk->cpu": TOKEN // 2 * (24 + 8)}
 
 
@@ -73,33 +81,18 @@ def test_no_plan_moves_less(plan: tuple[OffloadPolicy, str], eviction: EvictionC
     """Within caps of exactly what the plan needs, and so within any larger ones."""
     spec = replace(TINY, arch=replace(TINY.arch, tied_head=tied))
     model = model_of(plan[0], spec=spec, eviction=eviction, workload=Workload(24, steps), tier=plan[1])
-    foot = footprint(
-        model.spec,
-        model.workload,
-        model.policy,
-        model.eviction,
-        dtype=model.dtype,
-        compute_tier=model.compute_tier,
-        assignment=model.placement,
-    )
+    foot = footprint(model.request, model.policy, model.placement)
     moved = model.moves.bytes_moved()
     for spare in (0, 10_000):
-        found = io_lower_bound(
-            model.spec,
-            model.workload,
-            model.eviction,
-            model.dtype,
-            {tier: foot.total(tier) + spare for tier in TIERS},
-            model.compute_tier,
-            model.sequences,
-            cpu_cache_compute=model.policy.cpu_cache_compute,
-        )
+        caps = Caps(**{tier: foot.total(tier) + spare for tier in TIERS})
+        computing = model.policy.cpu_cache_compute
+        found = io_lower_bound(replace(model.request, caps=caps), model.sequences, cpu_cache_compute=computing)
         assert all(nbytes <= moved[link] for link, nbytes in found.items()), (found, moved)
 
 
 def test_a_plan_that_streams_everything_is_near_its_bound() -> None:
     policy = OffloadPolicy(4, 2, {"disk": 1.0}, {"cpu": 1.0}, {"cpu": 1.0})
     model = model_of(policy, workload=Workload(24, 16))
-    found = io_lower_bound(TINY, model.workload, model.eviction, "float16", {"cpu": 0}, "cpu", 8)
+    found = io_lower_bound(replace(model.request, caps=Caps(cpu=0)), 8)
     caches = sum(8 * TOKEN * (24 + step) for step in range(15))
     assert model.moves.bytes_moved()["disk->cpu"] == pytest.approx(found["disk->cpu"] - caches, rel=0.25)

@@ -10,10 +10,10 @@ import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.cost.bound import io_lower_bound
 from h2o_flexgen.cost.explain import bound_text, explain, least_traffic, to_json
-from h2o_flexgen.cost.request import SearchRequest
 from h2o_flexgen.cost.search import SearchResult, search
+from h2o_flexgen.schedule.request import Caps, PlanRequest
+from h2o_flexgen.schedule.traffic import io_lower_bound
 from h2o_flexgen.units import GIB
 from tests.cost.machines import known, profile, rates
 
@@ -21,12 +21,12 @@ from tests.cost.machines import known, profile, rates
 @pytest.fixture(scope="module")
 def result() -> SearchResult:
     """OPT-1.3B with a fifth of its weights in memory: disk reads are what takes the time."""
-    request = SearchRequest(
+    request = PlanRequest(
         spec=known("opt-1.3b"),
         workload=Workload(64, 16, 20),
         eviction=EvictionConfig("h2o", ratio=0.25),
         dtype="float16",
-        caps={"cpu": GIB, "disk": 8 * GIB},
+        caps=Caps(cpu=GIB, disk=8 * GIB),
         compute_tier="cpu",
         profile=profile(),
     )
@@ -50,7 +50,7 @@ def test_the_bound_is_what_takes_the_time(result: SearchResult) -> None:
 
 
 def test_computing_is_explained_by_its_largest_part(result: SearchResult) -> None:
-    request = dataclasses.replace(result.request, caps={"cpu": 64 * GIB})
+    request = dataclasses.replace(result.request, caps=Caps(cpu=64 * GIB))
     said = bound_text(search(request).predicted)
     assert re.fullmatch(
         r"computing: .+ (per step|for the prompts), .+ of it for [a-z]+: .+; busy for 100% of the run", said
@@ -77,10 +77,8 @@ def test_traffic_is_never_below_the_least(result: SearchResult) -> None:
         assert result.predicted.bytes_moved[link] >= nbytes
     (found,) = re.findall(r"disk->cpu [0-9.]+ GB, ([0-9.]+) times the least", lines_of(result)["traffic"])
     assert float(found) == pytest.approx(result.predicted.bytes_moved["disk->cpu"] / least["disk->cpu"], abs=0.01)
-    request, block = result.request, result.predicted.block
-    one = io_lower_bound(
-        request.spec, request.workload, request.eviction, "float16", request.caps, "cpu", block.sequences
-    )
+    block = result.predicted.block
+    one = io_lower_bound(result.request, block.sequences)
     assert least["disk->cpu"] == one["disk->cpu"] * (20 // block.sequences)
 
 
@@ -110,12 +108,12 @@ def test_attention_on_the_cpu_beside_a_gpu() -> None:
     """A GPU behind a slow link, and a CPU that attends as fast: caches stay on the CPU, and the reader is told."""
     slow = profile({"gpu": rates(), "cpu": rates()}, links={**profile().links})
     links = {name: dataclasses.replace(rate, bytes_per_s=2e8) for name, rate in slow.links.items()}
-    request = SearchRequest(
+    request = PlanRequest(
         spec=known("opt-125m"),
         workload=Workload(512, 32),
         eviction=EvictionConfig(),
         dtype="float16",
-        caps={"gpu": GIB, "cpu": 8 * GIB, "disk": 0},
+        caps=Caps(gpu=GIB, cpu=8 * GIB, disk=0),
         compute_tier="gpu",
         profile=dataclasses.replace(slow, links=links),
         fixed={"gpu_batch_size": 32, "num_gpu_batches": 8},

@@ -13,12 +13,11 @@ from h2o_flexgen.config.hardware.rates import Curve, LinkRate
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.explain import bound_text
-from h2o_flexgen.cost.predict import predict
-from h2o_flexgen.cost.simulate import simulate
-from h2o_flexgen.cost.terms import CostModel
-from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
+from h2o_flexgen.cost.model import CostModel
+from h2o_flexgen.cost.simulate import predict, simulate
 from h2o_flexgen.schedule.tasks import NO_BATCH, Task, TaskKind
-from tests.cost.machines import LINKS, TINY, model_of, profile, rates, ticking
+from h2o_flexgen.schedule.workspace import HOST_ATTENTION
+from tests.cost.machines import LINKS, TINY, asked, model_of, profile, rates, ticking
 
 GPU, CPU = {"gpu": 1.0}, {"cpu": 1.0}
 
@@ -166,7 +165,7 @@ def test_terms_say_what_the_host_does() -> None:
     assert (filling.phase, filling.name) == ("prefill", "attn: filling caches")
     assert (term.phase, term.unit, term.value) == ("decode", "s", pytest.approx(10))
     assert term.name == "attn: attention of 1 rows over 25 tokens"
-    busiest = replace(model, profile=machine(20, down=0.5, up=0.25))
+    busiest = asked(model, profile=machine(20, down=0.5, up=0.25))
     said = bound_text(predict(busiest))
     assert said.startswith("attention on the CPU: 40 s per step, 40 s of it for attn: attention of 1 rows"), said
     # One GPU batch, and caches that are slow to be written: the host has no part in decode steps.

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from h2o_flexgen.cost.lp import KINDS, Charge, Phase, Program, solve, tidy
+from h2o_flexgen.config.placement import KINDS
+from h2o_flexgen.cost.lp import Charge, PassTimes, Program, solve, tidy
 from h2o_flexgen.errors import UsageError
 from tests.oracles.program import bytes_on
 from tests.seeds import python_random
@@ -31,7 +32,7 @@ def some_program(seed: int) -> Program:
         return seconds | ({"disk->cpu": size[kind] / 2e9} if tier == "disk" else {})
 
     phases = tuple(
-        Phase(name, times, {"compute": source.uniform(0.5, 3)}, {home: slope(*home) for home in homes})
+        PassTimes(name, times, {"compute": source.uniform(0.5, 3)}, {home: slope(*home) for home in homes})
         for name, times in (("prefill", 1), ("decode", source.choice([3, 31])))
     )
     grows = {(kind, tier): {"gpu": -size[kind], tier: size[kind]} for kind, tier in homes}
@@ -99,7 +100,7 @@ def test_of_equally_fast_placements_the_one_with_least_on_slow_tiers_is_taken() 
     """Compute hides every transfer here: without the second program all shares would be as good."""
     slope = {(kind, tier): {"cpu->gpu": 0.1} for kind in KINDS for tier in TIERS[1:]}
     grows = {(kind, tier): {"gpu": -4.0 * GB, tier: 4.0 * GB} for kind in KINDS for tier in TIERS[1:]}
-    phase = Phase("decode", 10, {"compute": 1.0}, slope)
+    phase = PassTimes("decode", 10, {"compute": 1.0}, slope)
     program = Program(TIERS, {"gpu": 9 * GB, "cpu": 2 * GB}, (phase,), {"gpu": 12.0 * GB}, grows)
     for solver in ("highs", "cbc"):
         found = solve(program, solver)
@@ -111,7 +112,7 @@ def test_of_equally_fast_placements_the_one_with_least_on_slow_tiers_is_taken() 
 def test_buffers_are_charged_once_or_not_at_all() -> None:
     grows = {("weights", "cpu"): {"gpu": -10.0 * GB, "cpu": 10.0 * GB}}
     slope = {("weights", "cpu"): {"cpu->gpu": 1.0}}
-    phase = Phase("decode", 1, {"compute": 0.1}, slope)
+    phase = PassTimes("decode", 1, {"compute": 0.1}, slope)
     charge = Charge("weights", "cpu", "gpu", "weight buffers", 1.0 * GB)
     program = Program(("gpu", "cpu"), {"gpu": 10 * GB}, (phase,), {"gpu": 10.0 * GB}, grows, (charge,))
     stays = solve(program)
@@ -146,7 +147,7 @@ def test_nothing_fits() -> None:
 
 def test_without_overlap_times_add_up() -> None:
     slope = {("weights", "cpu"): {"cpu->gpu": 1.0}}
-    phase = Phase("decode", 2, {"compute": 3.0}, slope, summed=True)
+    phase = PassTimes("decode", 2, {"compute": 3.0}, slope, summed=True)
     program = Program(("gpu", "cpu"), {}, (phase,), {}, {}, fixed={"weights": {"cpu": 1.0}})
     found = solve(program)
     assert found is not None
@@ -155,7 +156,7 @@ def test_without_overlap_times_add_up() -> None:
 
 def test_resources_that_disturb_each_other() -> None:
     """One disk: reading for 3 s and writing for 1 s takes 4. A copy thread on a core of the compute: half as much."""
-    phase = Phase(
+    phase = PassTimes(
         "decode", 1, {"disk->cpu": 3.0, "cpu->disk": 1.0, "compute": 2.0}, {("cache", "disk"): {"cpu->disk": 1.0}}
     )
     both = {"disk->cpu": {"cpu->disk": 2.0}, "cpu->disk": {"disk->cpu": 2.0}, "compute": {"disk->cpu": 2.0}}

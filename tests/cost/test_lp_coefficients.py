@@ -10,14 +10,15 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.rates import UNIT_KINDS, Curve
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.config.placement import KINDS, Placement
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.linear import Programs
-from h2o_flexgen.cost.lp import KINDS
-from h2o_flexgen.cost.request import SearchRequest
+from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.simulate import simulate
-from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
+from h2o_flexgen.schedule.footprint import footprint
+from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.schedule.tasks import Task, TaskKind
+from h2o_flexgen.schedule.workspace import HOST_ATTENTION
 from tests.cost.machines import known, on, profile, rates
 from tests.oracles.program import bytes_on
 from tests.seeds import python_random
@@ -25,14 +26,13 @@ from tests.seeds import python_random
 MODELS = ("opt-6.7b", "mistral-7b-v0.1", "qwen2.5-0.5b", "pythia-160m")
 
 
-def request_for(spec: ModelSpec, tier: str = "gpu", eviction: EvictionConfig | None = None) -> SearchRequest:
+def request_for(spec: ModelSpec, tier: str = "gpu", eviction: EvictionConfig | None = None) -> PlanRequest:
     work = Workload(256, 40)
-    return SearchRequest(
-        spec, work, eviction or EvictionConfig("h2o", ratio=0.3), "float16", {}, tier, profile(), endless=True
-    )
+    evicting = eviction or EvictionConfig("h2o", ratio=0.3)
+    return PlanRequest(spec, work, evicting, "float16", Caps(), tier, profile=profile(), endless=True)
 
 
-def scattered(request: SearchRequest, policy: OffloadPolicy, seed: int, embeddings: str) -> Placement:
+def scattered(request: PlanRequest, policy: OffloadPolicy, seed: int, embeddings: str) -> Placement:
     """Every layer, cache and GPU batch anywhere; embeddings, which are of another size, where they are told."""
     source, tiers = python_random(seed), request.tiers
     halves = {layer: source.choice(tiers) for layer in range(request.spec.num_layers)}
@@ -59,7 +59,7 @@ def test_bytes_are_those_of_the_footprint(name: str, batches: int, computing: bo
         placement = scattered(request, policy, seed, "gpu")
         if batches == 1:
             placement = dataclasses.replace(placement, hidden={0: "gpu"})
-        foot = request.footprint(policy, placement)
+        foot = footprint(request, policy, placement)
         for tier, nbytes in bytes_on(program, _by_bytes(request, placement)).items():
             assert nbytes == pytest.approx(foot.total(tier), rel=2e-3, abs=1e6), (seed, tier)
 
@@ -68,7 +68,7 @@ def test_embeddings_on_the_way_are_taken_as_favourably_as_layers() -> None:
     request = request_for(known("opt-6.7b"))
     policy = OffloadPolicy(3, 2)
     placement = scattered(request, policy, 0, "disk")
-    foot = request.footprint(policy, placement)
+    foot = footprint(request, policy, placement)
     said = bytes_on(Programs(request).of(policy), _by_bytes(request, placement))
     assert said["gpu"] < foot.total("gpu"), "the vocabulary's buffer is larger than a layer's"
     assert said["gpu"] > 0.6 * foot.total("gpu")
@@ -83,10 +83,10 @@ def test_seconds_are_those_of_the_tasks(tier: str, batches: int, computing: bool
     placement = scattered(request, policy, 7, tier)
     if batches == 1:
         placement = dataclasses.replace(placement, hidden={0: tier})
-    model, shares = request.model(policy, placement), _by_bytes(request, placement)
+    model, shares = CostModel(request, policy, placement), _by_bytes(request, placement)
     steps = request.workload.gen_len
     for phase, passes in zip(program.phases, (range(1), range(1, steps)), strict=True):
-        said, moved = phase.seconds(shares), dict.fromkeys(request.profile.links, 0.0)
+        said, moved = phase.seconds(shares), dict.fromkeys(request.machine.links, 0.0)
         parked = dict.fromkeys(moved, 0.0)
         for (link, what), traffic in model.moves.traffic(passes).items():
             moved[link] += traffic.seconds / len(passes)
@@ -110,7 +110,7 @@ def test_without_overlap_every_second_counts_once() -> None:
     policy = OffloadPolicy(8, 2, overlap=False)
     placement = scattered(request, policy, 3, "gpu")
     said = Programs(request).of(policy).seconds(_by_bytes(request, placement))
-    assert simulate(request.model(policy, placement)).total_s == pytest.approx(said, rel=0.03)
+    assert simulate(CostModel(request, policy, placement)).total_s == pytest.approx(said, rel=0.03)
 
 
 def test_what_a_short_lookahead_waits_for() -> None:
@@ -120,7 +120,7 @@ def test_what_a_short_lookahead_waits_for() -> None:
     request = dataclasses.replace(request_for(known("opt-1.3b"), eviction=EvictionConfig()), profile=profile(quick))
     shares = on(weights="cpu", cache="gpu", hidden="gpu")
     near, far = (OffloadPolicy(64, 1, **shares, lookahead=ahead) for ahead in (1, 3))
-    times = [simulate(request.model(policy, request.place(policy))).total_s for policy in (near, far)]
+    times = [simulate(CostModel(request, policy, request.place(policy))).total_s for policy in (near, far)]
     assert times[0] > 1.1 * times[1]
     programs = Programs(request)
     assert programs.of(near).seconds(shares) == pytest.approx(times[0], rel=0.05)
@@ -138,10 +138,10 @@ def test_nothing_simulated_is_faster_than_the_program_says(tier: str, eviction: 
         if batches == 1:
             placement = dataclasses.replace(placement, hidden={0: tier})
         said = Programs(request).of(policy).seconds(_by_bytes(request, placement))
-        simulated = simulate(request.model(policy, placement)).total_s
+        simulated = simulate(CostModel(request, policy, placement)).total_s
         assert 0.97 * said <= simulated <= 1.6 * said, (seed, batches)
 
 
-def _by_bytes(request: SearchRequest, placement: Placement) -> dict[str, dict[str, float]]:
+def _by_bytes(request: PlanRequest, placement: Placement) -> dict[str, dict[str, float]]:
     shares = placement.achieved(request.spec, request.dtype)
     return {kind: shares[kind] for kind in KINDS}

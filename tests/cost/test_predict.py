@@ -9,10 +9,9 @@ import pytest
 from h2o_flexgen.config.hardware.rates import LinkRate
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.cost.predict import predict
-from h2o_flexgen.cost.simulate import simulate
-from h2o_flexgen.cost.terms import CostModel
-from tests.cost.machines import LINKS, TINY, model_of, profile, rates
+from h2o_flexgen.cost.model import CostModel
+from h2o_flexgen.cost.simulate import predict, simulate
+from tests.cost.machines import LINKS, TINY, asked, model_of, profile, rates
 
 CACHE = 24576  # bytes of a layer for 3 rows of 24 + 8 tokens
 
@@ -20,7 +19,7 @@ CACHE = 24576  # bytes of a layer for 3 rows of 24 + 8 tokens
 def call(sequences: int, **of_machine: float) -> CostModel:
     """So many sequences in blocks of three."""
     model = model_of(OffloadPolicy(3), machine=profile(rates(**of_machine)))
-    return replace(model, workload=Workload(24, 8, num_sequences=sequences))
+    return asked(model, workload=Workload(24, 8, num_sequences=sequences))
 
 
 @pytest.mark.parametrize("sequences", [3, 9, 11])

@@ -13,12 +13,12 @@ from h2o_flexgen.config.hardware.rates import Curve
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.linear import Programs
-from h2o_flexgen.cost.request import SearchRequest
 from h2o_flexgen.cost.search import search
 from h2o_flexgen.cost.simulate import simulate
-from h2o_flexgen.schedule.footprint import RECORDED
+from h2o_flexgen.schedule.footprint import RECORDED, footprint
+from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.schedule.tasks import Task, TaskKind
-from tests.cost.machines import TINY, model_of, on, profile, ticking
+from tests.cost.machines import TINY, asked, model_of, on, profile, ticking
 
 ONE_LAYER = replace(TINY, num_layers=1)
 """4 units."""
@@ -41,7 +41,7 @@ def test_where_steps_are_recorded(batches: int) -> None:
         used = homes if batches > 1 else homes[:2]  # hidden states of one GPU batch are never parked
         expected = set(used) == {"gpu"} and eviction is not rolling
         assert model.recorded == expected, (where, on_cpu, eviction)
-        assert not replace(model, profile=profile(ticking())).recorded, "a machine that is not known to record"
+        assert not asked(model, profile=profile(ticking())).recorded, "a machine that is not known to record"
 
 
 @pytest.mark.parametrize("batches", [1, 2])
@@ -69,32 +69,32 @@ def test_attention_that_grows_beside_recorded_steps() -> None:
     assert simulate(model).decode_s == pytest.approx(sum(each[1:]), rel=1e-3)
 
 
-def request(machine: HardwareProfile = MACHINE, **caps: int) -> SearchRequest:
-    return SearchRequest(
-        TINY, Workload(24, 40, 8), EvictionConfig(), "float16", {"cpu": 1 << 30, **caps}, "gpu", machine
-    )
+def request(machine: HardwareProfile = MACHINE, **caps: int) -> PlanRequest:
+    limits = Caps(**{"cpu": 1 << 30, **caps})
+    return PlanRequest(TINY, Workload(24, 40, 8), EvictionConfig(), "float16", limits, "gpu", profile=machine)
 
 
 def test_a_search_knows_of_them() -> None:
-    asked = request(gpu=64 << 20)
-    result = search(asked)
+    wanted = request(gpu=64 << 20)
+    result = search(wanted)
     assert result.best.resident
     assert result.predicted.decode_s == pytest.approx(result.predicted.blocks * 6 * (5 + 0.25 * 34))
     assert [item.tier for item in result.footprint.items if item.what == RECORDED] == ["gpu"]
-    program = Programs(asked).of(result.policy, waits=False)
+    program = Programs(wanted).of(result.policy, waits=False)
     shares = {kind: {"gpu": 1.0} for kind in ("weights", "cache", "hidden")}
     assert program.seconds(shares) <= result.best.prediction.block.total_s * (1 + 1e-9), "a bound"
 
 
 def test_of_plans_that_move_anything_nothing_is_recorded() -> None:
     policy = OffloadPolicy(8, **on(weights="cpu", cache="gpu", hidden="gpu"))
-    asked = request()
-    placement = asked.place(policy)
-    assert RECORDED not in {item.what for item in asked.footprint(policy, placement).items}
-    assert RECORDED not in {what for _, what in Programs(asked)._amounts(replace(policy, **HERE), None)}
-    emulated, resident = replace(asked, emulated=True), replace(policy, **HERE)
-    assert RECORDED in {item.what for item in asked.footprint(resident, asked.place(resident)).items}
-    assert RECORDED not in {item.what for item in emulated.footprint(resident, asked.place(resident)).items}
+    wanted = request()
+    placement = wanted.place(policy)
+    assert RECORDED not in {item.what for item in footprint(wanted, policy, placement).items}
+    assert RECORDED not in {what for _, what in Programs(wanted)._amounts(replace(policy, **HERE), None)}
+    emulated = replace(wanted, caps=replace(wanted.caps, emulated=True))
+    resident = replace(policy, **HERE)
+    assert RECORDED in {item.what for item in footprint(wanted, resident, wanted.place(resident)).items}
+    assert RECORDED not in {item.what for item in footprint(emulated, resident, wanted.place(resident)).items}
 
 
 def test_json_there_and_back() -> None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from h2o_flexgen.cost.resources import Clock
+from h2o_flexgen.cost.executor import SimulatedClock
 from h2o_flexgen.schedule.tasks import NO_BATCH, Task, TaskKind
 
 MOVES = [Task(TaskKind.LOAD_WEIGHTS, 0, unit, NO_BATCH) for unit in range(5)]
 WORK = Task(TaskKind.COMPUTE, 0, 0, 0)
 
 
-def shown(clock: Clock) -> list[tuple[int, float, float]]:
+def shown(clock: SimulatedClock) -> list[tuple[int, float, float]]:
     return [(task.unit, pytest.approx(start), pytest.approx(end)) for task, start, end, where in clock.spans]
 
 
 def test_a_link_works_in_order_while_the_thread_computes() -> None:
-    clock = Clock({})
+    clock = SimulatedClock({})
     first, second = (clock.submit(task, "a", 2.0) for task in MOVES[:2])
     clock.compute(WORK, 3.0)
     assert first.done
@@ -28,7 +28,7 @@ def test_a_link_works_in_order_while_the_thread_computes() -> None:
 
 
 def test_what_has_to_wait_for_another_link_is_passed_and_then_preferred() -> None:
-    clock = Clock({})
+    clock = SimulatedClock({})
     write = clock.submit(MOVES[0], "b", 1.0)
     blocked = clock.submit(MOVES[1], "a", 2.0, write)
     free = clock.submit(MOVES[2], "a", 3.0)
@@ -40,7 +40,7 @@ def test_what_has_to_wait_for_another_link_is_passed_and_then_preferred() -> Non
 
 
 def test_drain_waits_for_all() -> None:
-    clock = Clock({})
+    clock = SimulatedClock({})
     before = None
     for task, link in zip(MOVES, "ababa", strict=True):
         before = clock.submit(task, link, 1.0, before)
@@ -53,7 +53,7 @@ def test_drain_waits_for_all() -> None:
 
 def test_disturbance_stretches_both_while_both_are_busy() -> None:
     """Alone: 4 s of computing, 1 s of link. Together each takes twice as long: after 2 s the link is done."""
-    clock = Clock({"compute": {"a": 2.0}, "a": {"compute": 2.0}})
+    clock = SimulatedClock({"compute": {"a": 2.0}, "a": {"compute": 2.0}})
     move = clock.submit(MOVES[0], "a", 1.0)
     clock.compute(WORK, 4.0)
     assert move.done
@@ -62,7 +62,7 @@ def test_disturbance_stretches_both_while_both_are_busy() -> None:
 
 
 def test_a_waiting_thread_disturbs_nobody() -> None:
-    clock = Clock({"a": {"compute": 3.0, "b": 1.5}, "compute": {"a": 3.0}})
+    clock = SimulatedClock({"a": {"compute": 3.0, "b": 1.5}, "compute": {"a": 3.0}})
     one, other = clock.submit(MOVES[0], "a", 2.0), clock.submit(MOVES[1], "b", 6.0)
     clock.wait(one)
     assert clock.now == pytest.approx(3)
@@ -71,7 +71,7 @@ def test_a_waiting_thread_disturbs_nobody() -> None:
 
 
 def test_several_disturbances_multiply() -> None:
-    clock = Clock({"compute": {"a": 2.0, "b": 1.5}})
+    clock = SimulatedClock({"compute": {"a": 2.0, "b": 1.5}})
     for task, link in zip(MOVES, "ab", strict=False):
         clock.submit(task, link, 100.0)
     clock.compute(WORK, 1.0)
@@ -79,15 +79,15 @@ def test_several_disturbances_multiply() -> None:
 
 
 def test_a_wait_that_cannot_end_is_an_error() -> None:
-    clock = Clock({})
-    never = Clock({}).submit(MOVES[0], "a", 1.0)
+    clock = SimulatedClock({})
+    never = SimulatedClock({}).submit(MOVES[0], "a", 1.0)
     job = clock.submit(MOVES[1], "a", 1.0, never)
     with pytest.raises(RuntimeError, match="never start"):
         clock.wait(job)
 
 
 def test_transfers_of_no_time_and_of_much() -> None:
-    clock = Clock({})
+    clock = SimulatedClock({})
     clock.compute(WORK, 1e6)
     jobs = [clock.submit(MOVES[0], "a", 0.0), clock.submit(MOVES[1], "a", 1e6), clock.submit(MOVES[2], "b", 1e-9)]
     clock.drain()

@@ -10,20 +10,20 @@ import pytest
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.profile import HardwareProfile
 from h2o_flexgen.config.hardware.rates import Curve, GemmShape
-from h2o_flexgen.config.work import Work, unpriced
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.cost.roofline import HERE, Ran, Rooflines, peak_flops
+from h2o_flexgen.schedule.request import Caps, PlanRequest
+from h2o_flexgen.schedule.work import HERE, CountedWork, peak_flops, rooflines
 from tests.cost.machines import TINY, profile, rates
 
-RAN = Ran(TINY, Workload(24, 8, 4), EvictionConfig("h2o", budget=10), "float16", "cpu")
+RAN = PlanRequest(TINY, Workload(24, 8, 4), EvictionConfig("h2o", budget=10), "float16", Caps(), "cpu")
 SECONDS = {"prefill": 2.0, "decode": 4.0}
 MATRICES = 2 * (4 * 64 * 64 + 2 * 64 * 256)
 """Numbers in the matrices of both layers."""
 
 
-def ran(**moved: int) -> Work:
+def ran(**moved: int) -> CountedWork:
     """Four rows: seven decode steps, and their prompts; `moved` in decode, weights from disk to the host."""
-    work = Work()
+    work = CountedWork()
     for phase, steps, rows in ((work.prefill, 1, 96), (work.decode, 7, 4)):
         phase.steps = steps
         for kind in ("attn", "mlp"):
@@ -37,10 +37,12 @@ def ran(**moved: int) -> Work:
 
 
 def priced(
-    work: Work, machine: HardwareProfile | None, bandwidth: dict[str, float | None] | None = None, of: Ran = RAN
+    work: CountedWork,
+    machine: HardwareProfile | None,
+    bandwidth: dict[str, float | None] | None = None,
+    of: PlanRequest = RAN,
 ) -> dict[str, Any]:
-    entry = unpriced(work, TINY, "float16", "cpu", SECONDS)  # type: ignore[arg-type]
-    return Rooflines(of, machine, bandwidth).priced(entry, work)
+    return rooflines(work, dataclasses.replace(of, profile=machine), SECONDS, bandwidth)  # type: ignore[arg-type]
 
 
 def test_without_rates_there_are_amounts_alone() -> None:
@@ -118,13 +120,12 @@ def test_curves_of_a_shape_go_before_the_general_rate() -> None:
 def test_attention_on_another_device_needs_its_rates() -> None:
     work = ran()
     work.decode.cache_tokens[None, "gpu"] = work.decode.cache_tokens.pop((None, "cpu"))
-    entry = unpriced(work, TINY, "float16", "cpu", SECONDS)  # type: ignore[arg-type]
-    both = Rooflines(RAN, profile()).priced(entry, work)["decode"]
+    both = priced(work, profile())["decode"]
     assert both["resources"]["memory reads of the gpu"]["rate"] == 1e10
-    one = Rooflines(RAN, profile({"cpu": rates()})).priced(entry, work)["decode"]
+    one = priced(work, profile({"cpu": rates()}))["decode"]
     assert one["resources"]["memory reads of the gpu"]["rate"] is None
     assert one["bound"] is None
 
 
 def test_nothing_done_has_no_bound() -> None:
-    assert priced(Work(), profile())["decode"]["bound"] is None
+    assert priced(CountedWork(), profile())["decode"]["bound"] is None

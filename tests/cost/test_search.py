@@ -20,12 +20,13 @@ from h2o_flexgen.config.hardware.rates import Curve
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost import search as searching
-from h2o_flexgen.cost.fit import place
-from h2o_flexgen.cost.predict import predict
-from h2o_flexgen.cost.request import SearchRequest
+from h2o_flexgen.cost.candidate import place
+from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.search import search
-from h2o_flexgen.engine.limits.plan import Caps, PlanRequest, make_plan
+from h2o_flexgen.cost.simulate import predict
+from h2o_flexgen.engine.limits.plan import make_plan
 from h2o_flexgen.errors import PlanError
+from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.units import GIB, MIB, parse_bytes
 from tests.cost.machines import TINY, known, profile, rates, ticking
 
@@ -35,17 +36,17 @@ SMALL = dataclasses.replace(
 )
 
 
-def ask(tier: str = "cpu", caps: dict[str, int] | None = None, **changes: Any) -> SearchRequest:
+def ask(tier: str = "cpu", caps: dict[str, int] | None = None, **changes: Any) -> PlanRequest:
     usual: dict[str, Any] = {
         "spec": SMALL,
         "workload": Workload(24, 8, 24),
         "eviction": EvictionConfig(),
         "dtype": "float16",
-        "caps": AMPLE if caps is None else caps,
+        "caps": Caps(**(AMPLE if caps is None else caps)),
         "compute_tier": tier,
         "profile": profile(),
     }
-    return SearchRequest(**{**usual, **changes})
+    return PlanRequest(**{**usual, **changes})
 
 
 @pytest.mark.parametrize("tier", ["cpu", "gpu"])
@@ -124,19 +125,15 @@ def test_no_cap_is_ever_exceeded(tier: str, fast: int, slow: int, eviction: Evic
     assert result.footprint.total(tier) <= caps[tier]
 
 
-def assert_engine_agrees(request: SearchRequest, policy: OffloadPolicy) -> None:
+def assert_engine_agrees(request: PlanRequest, policy: OffloadPolicy) -> None:
     """The engine's own plan of the policy fits, and takes what the search said."""
-    caps = Caps(request.caps.get("gpu"), request.caps.get("cpu"), request.caps.get("disk"))
     work = request.workload if not request.endless else dataclasses.replace(request.workload, num_sequences=1 << 20)
-    asked = PlanRequest(
-        request.spec, work, request.eviction, request.dtype, caps, request.compute_tier, request.baseline
-    )
-    plan = make_plan(asked, policy)
+    plan = make_plan(dataclasses.replace(request, workload=work), policy)
     assert plan.shortage() is None
     assert plan.footprint == place(request, policy).footprint
 
 
-def grid(request: SearchRequest) -> float:
+def grid(request: PlanRequest) -> float:
     """Seconds per sequence of the best of many plans: five shapes, placements in quarters, and all that is resident."""
     best = float("inf")
     quarters = [{"cpu": n / 4, "disk": 1 - n / 4} for n in range(5)]
@@ -144,8 +141,8 @@ def grid(request: SearchRequest) -> float:
     for rows, batches in ((1, 1), (4, 1), (8, 1), (24, 1), (8, 3), (4, 6), (12, 2), (6, 4), (2, 12)):
         for weights, cache, hidden in itertools.product(quarters, quarters, ends):
             found = place(request, OffloadPolicy(rows, batches, weights, cache, hidden))
-            if not request.over(found.footprint):
-                done = predict(request.model(found.policy, found.placement))
+            if not found.footprint.over(request.capped):
+                done = predict(CostModel(request, found.policy, found.placement))
                 best = min(best, (done.prefill_s + done.decode_s) / done.sequences)
     return best
 
@@ -200,7 +197,7 @@ def test_a_whole_policy_is_priced_as_it_is() -> None:
     request = ask(fixed=fixed)
     result = search(request)
     assert result.policy == policy
-    assert result.predicted.decode_s == predict(request.model(policy, request.place(policy))).decode_s
+    assert result.predicted.decode_s == predict(CostModel(request, policy, request.place(policy))).decode_s
     assert result.runner_up is None
 
 
@@ -289,6 +286,6 @@ def test_a_fixed_placement_that_does_not_fit() -> None:
 
 
 def test_an_emulated_gpu_has_its_own_flag() -> None:
-    request = ask("gpu", {"gpu": MIB, "cpu": 64 * MIB, "disk": MIB}, emulated=True)
+    request = ask("gpu", {"gpu": MIB, "cpu": 64 * MIB, "disk": MIB, "emulated": True})
     with pytest.raises(PlanError, match="--emulate-gpu"):
         search(request)

@@ -10,21 +10,21 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.rates import Curve
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost import search as searching
-from h2o_flexgen.cost.request import SearchRequest
 from h2o_flexgen.cost.search import search
+from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.units import GIB
 from tests.cost.machines import known, profile, rates
 
 
-def uneven_ticks(**changes: object) -> SearchRequest:
+def uneven_ticks(**changes: object) -> PlanRequest:
     """Weights stream to a GPU whose attention takes long and whose MLP is short: with one read ahead it waits."""
     quick = rates(gemm_flops=Curve(((1, 1e13),)), memory_bytes_per_s=1e12, elementwise_bytes_per_s=1e12)
-    asked = SearchRequest(
+    asked = PlanRequest(
         spec=known("opt-1.3b"),
         workload=Workload(512, 32, 64),
         eviction=EvictionConfig(),
         dtype="float16",
-        caps={"gpu": 8 * GIB, "cpu": 64 * GIB, "disk": 1 << 42},
+        caps=Caps(gpu=8 * GIB, cpu=64 * GIB, disk=1 << 42),
         compute_tier="gpu",
         profile=profile(quick),
         fixed={"weights": {"cpu": 1.0}, "gpu_batch_size": 64, "num_gpu_batches": 1},
@@ -40,11 +40,11 @@ def test_the_chosen_block_is_tried_further_ahead(monkeypatch: pytest.MonkeyPatch
     easily_content = search(uneven_ticks())
     assert easily_content.policy.lookahead > 1
     assert easily_content.best.seconds <= searching.GOOD_ENOUGH * usual.best.seconds
-    monkeypatch.setattr(searching._Search, "_farther", lambda self, best: best)
+    monkeypatch.setattr(searching._PlanSearch, "_farther", lambda self, best: best)
     assert search(uneven_ticks()).policy.lookahead == 1
 
 
 def test_what_is_fixed_stays() -> None:
     request = uneven_ticks()
     for fixed in ({"lookahead": 1}, {"overlap": False}):
-        assert search(uneven_ticks(fixed=request.fixed | fixed)).policy.lookahead == 1
+        assert search(uneven_ticks(fixed={**request.fixed, **fixed})).policy.lookahead == 1

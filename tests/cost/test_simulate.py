@@ -17,13 +17,13 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.cost.predict import predict
-from h2o_flexgen.cost.simulate import Simulation, simulate
-from h2o_flexgen.cost.terms import CostModel
+from h2o_flexgen.cost.model import CostModel
+from h2o_flexgen.cost.simulate import Simulation, predict, simulate
 from h2o_flexgen.schedule.tasks import NO_BATCH, Task, TaskKind
 from h2o_flexgen.schedule.zigzag import zigzag
-from tests.cost.machines import LINKS, TINY, known, model_of, on, profile, ticking
+from tests.cost.machines import LINKS, TINY, asked, known, model_of, on, profile, ticking
 from tests.cost.plans import EVICTIONS, machines, plans
+from tests.oracles.timeline import busy, overlap
 from tests.oracles.traffic import planned_bytes
 
 UNTIED = replace(TINY, num_layers=1, arch=replace(TINY.arch, tied_head=False))
@@ -84,7 +84,7 @@ def test_a_link_that_is_slower_than_the_compute_never_idles() -> None:
 def test_without_overlap_everything_waits_for_every_transfer() -> None:
     found = simulate(timed(OffloadPolicy(**on(weights="disk"), overlap=False), 2, disk_cpu=3))
     assert (found.prefill_s, found.decode_s) == (pytest.approx(5 * 3 + 4), pytest.approx(3 * 3 + 4))
-    assert found.timeline.overlap == 0
+    assert overlap(found.timeline) == 0
 
 
 def test_parked_hidden_states_go_through_three_buffers() -> None:
@@ -223,7 +223,7 @@ def test_a_faster_link_is_never_slower(
 ) -> None:
     model, slow = model_of(plan[0], eviction=eviction, tier=plan[1]), machine.links
     fast = {**slow, link: LinkRate(slow[link].bytes_per_s * factor)}
-    total = [simulate(replace(model, profile=profile(links=links))).total_s for links in (fast, slow)]
+    total = [simulate(asked(model, profile=profile(links=links))).total_s for links in (fast, slow)]
     assert total[0] <= total[1] * (1 + 1e-9)
 
 
@@ -238,21 +238,21 @@ def test_overlap_never_costs_and_resources_bound_the_total(
     assert found.total_s <= serial.total_s * (1 + 1e-9)
     for resource, seconds in found.busy.items():
         assert seconds <= found.total_s * (1 + 1e-9)
-        assert found.timeline.busy(resource) >= seconds * (1 - 1e-9) or resource == "compute"
+        assert busy(found.timeline, resource) >= seconds * (1 - 1e-9) or resource == "compute"
 
 
 def test_a_slow_link_is_all_that_counts() -> None:
     model = model_of(OffloadPolicy(2, 2, **on(weights="disk")), workload=Workload(24, 50))
     slow = LinkRate(1e6)
-    found = simulate(replace(model, profile=profile(links={**model.profile.links, "disk->cpu": slow})))
+    found = simulate(asked(model, profile=profile(links={**model.machine.links, "disk->cpu": slow})))
     assert found.total_s == pytest.approx(slow.seconds(found.bytes_moved["disk->cpu"]), rel=0.02)
 
 
 def test_disturbance_costs_what_it_says() -> None:
     model = model_of(OffloadPolicy(2, 2, **on(weights="disk")), workload=Workload(24, 50))
-    slow = {**model.profile.links, "disk->cpu": LinkRate(1e6)}
-    alone = simulate(replace(model, profile=profile(links=slow)))
-    disturbed = simulate(replace(model, profile=profile(links=slow, slowdown={"compute": {"disk->cpu": 2.0}})))
+    slow = {**model.machine.links, "disk->cpu": LinkRate(1e6)}
+    alone = simulate(asked(model, profile=profile(links=slow)))
+    disturbed = simulate(asked(model, profile=profile(links=slow, slowdown={"compute": {"disk->cpu": 2.0}})))
     assert disturbed.busy["compute"] == pytest.approx(2 * alone.busy["compute"], rel=0.05)
     assert disturbed.total_s == pytest.approx(alone.total_s, rel=0.02)
 
@@ -271,7 +271,7 @@ def test_caches_are_bounded_by_the_budget() -> None:
 def test_a_call_is_the_sum_of_its_blocks() -> None:
     """Eleven sequences in blocks of 2 x 2: two whole ones, and one of 2 and 1."""
     model = model_of(OffloadPolicy(2, 2, **on(weights="disk")))
-    call = predict(replace(model, workload=replace(model.workload, num_sequences=11)))
+    call = predict(asked(model, workload=replace(model.request.workload, num_sequences=11)))
     whole, rest = simulate(model.with_rows((2, 2))), simulate(model.with_rows((2, 1)))
     assert call.blocks == 3
     assert call.prefill_s == pytest.approx(2 * whole.prefill_s + rest.prefill_s)

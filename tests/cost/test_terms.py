@@ -14,17 +14,15 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.rates import Curve
 from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.model.known import known_names
-from h2o_flexgen.config.model.products import all_products, products
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.cost.case import block_rows
-from h2o_flexgen.cost.segments import prompt_segments
-from h2o_flexgen.cost.terms import CostModel
+from h2o_flexgen.cost.inputs import prompt_parts
+from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.engine.batching.prefix_tree import chunks_of, segments_of
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.schedule.tasks import NO_BATCH, Task, TaskKind
-from tests.cost.machines import TINY, known, model_of, on, profile, rates
+from tests.cost.machines import TINY, asked, known, model_of, on, profile, rates
 from tests.cost.plans import EVICTIONS, plans
 
 SLOW = rates(gemm_flops=Curve(((1, 1e6),)), elementwise_bytes_per_s=1e6)
@@ -115,7 +113,7 @@ def test_long_prompts_go_in_parts_over_what_came_before() -> None:
     pairs = 16 * 16 + 16 * 32 + 8 * 40
     assert parts(model, 1, 0)["attention"] == pytest.approx(2 * 4 * 64 * pairs / 1e12)
     small = rates(gemm_flops=Curve(((8, 1.0), (16, 2.0))))
-    slow = replace(model, profile=profile(small))
+    slow = asked(model, profile=profile(small))
     # 16 rows at 2 FLOP/s and 8 rows at 1, for attention in each prompt; the MLP of 80 tokens needs no parts of prompts.
     assert parts(slow, 1, 0)["products"] == pytest.approx(2 * 2 * 64 * 4 * 64 * (2 * 16 / 2 + 8 / 1))
     assert parts(slow, 2, 0)["products"] == pytest.approx(2 * 80 * 2 * 64 * 256 / 2)
@@ -132,7 +130,7 @@ def test_windows_bound_attention() -> None:
         spec=spec,
         machine=profile(rates(decode_attention={k: Curve(((1, 1.0), (1e9, 1e9))) for k in ("plain", "scored")})),
     )
-    assert model.slots == (32, 9)  # all of them, and what a query sees but itself, and one
+    assert model.request.slots == (32, 9)  # all of them, and what a query sees but itself, and one
     assert parts(model, 1, 1)["attention"] == pytest.approx(3 * 2 * 64 * 2 * 25)
     assert parts(model, 3, 1)["attention"] == pytest.approx(3 * 2 * 64 * 2 * 9)
     long = model_of(OffloadPolicy(1), spec=replace(spec, max_positions=10**6), workload=Workload(40_000, 4))
@@ -268,7 +266,7 @@ def test_terms_can_be_read() -> None:
 def test_prompts_are_cut_as_the_engine_cuts_them(rows: int, length: int, chunk: int) -> None:
     (segments,) = segments_of([[[row] * length for row in range(rows)]], chunk, share=False)
     found = Counter((max(1, len(segment.rows)), segment.length, segment.past) for segment in segments)
-    expected = prompt_segments(rows, length, chunk)
+    expected = prompt_parts(rows, length, chunk)
     assert found == {tuple(segment): count for segment, count in expected.items()}
     chunks = Counter(part.stop - part.start for part in chunks_of(segments, chunk))
     assert chunks == Counter(segment.rows * segment.length for segment in expected.elements())
@@ -283,19 +281,21 @@ def test_products_are_the_matrices_of_a_model(name: str) -> None:
         for tensor in group.tensors:
             if len(tensor.shape) == 2 and tensor.name not in tables:
                 matrices[tensor.name.split(".")[2] if tensor.name.startswith("layers") else "outer"] += tensor.numel
-    priced = {kind: sum(a * b for a, b in products(spec, kind)) for kind in ("embed", "attn", "mlp", "head")}
+    priced = {kind: sum(a * b for a, b in spec.products(kind)) for kind in ("embed", "attn", "mlp", "head")}
     tied = spec.vocab_size * spec.embed_dim if spec.arch.tied_head else 0
     assert matrices["attn"] == spec.num_layers * priced["attn"]
     assert matrices["mlp"] == spec.num_layers * priced["mlp"]
     assert matrices["outer"] == priced["embed"] + priced["head"] - tied
-    assert len(set(all_products(spec))) == len(all_products(spec)) >= 4
+    assert len(set(spec.all_products)) == len(spec.all_products) >= 4
 
 
 def test_blocks_of_a_call() -> None:
-    policy = OffloadPolicy(4, 2)
-    assert block_rows(19, policy) == [(4, 4), (4, 4), (3,)]
-    assert block_rows(6, policy) == [(4, 2)]
-    assert block_rows(3, policy) == [(3,)]
+    def blocks(sequences: int) -> list[tuple[int, ...]]:
+        return asked(model_of(OffloadPolicy(4, 2)), workload=Workload(24, 8, sequences)).blocks
+
+    assert blocks(19) == [(4, 4), (4, 4), (3,)]
+    assert blocks(6) == [(4, 2)]
+    assert blocks(3) == [(3,)]
 
 
 def test_the_family_of_the_tiny_model_is_plain() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from tests.tiny import prompts_of
 
 PAD, EOS, NEW = 1, 2, 14
@@ -23,7 +23,7 @@ def padded(lengths: list[int], seed: int = 0) -> Inputs:
     return torch.tensor(ids), torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
 
 
-def same(model: PreTrainedModel, llm: LLM, inputs: Inputs, **settings: Any) -> torch.Tensor:
+def same(model: PreTrainedModel, llm: Engine, inputs: Inputs, **settings: Any) -> torch.Tensor:
     """Both generate, with everything recorded; what they agree on is given back."""
     ids, mask = inputs
     recorded = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}

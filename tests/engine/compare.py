@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from tests.oracles.model import OracleRun, oracle_generate
 from tests.policy_matrix import PolicyRow
@@ -39,7 +39,7 @@ def assert_engine_equals_oracle(
     prompts, runs = decided(prompts_of(lengths), answer)
     settings = {"max_new_tokens": new_tokens, "ignore_eos": True, "logprobs": 0}
     engine = {"dtype": "float32", "eviction": eviction, "seed": eviction.seed}
-    with LLM(folder, policy={"gpu_batch_size": 3}, **engine) as llm:
+    with Engine(folder, policy={"gpu_batch_size": 3}, **engine) as llm:
         for i, (run, output) in enumerate(zip(runs, llm.generate(prompts, **settings), strict=True)):
             _assert_equal(run, output, history, i)
         history.clear()

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from h2o_flexgen.cache.kv_cache import KVCache
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.state import kv_store
 from tests.engine.compare import History
 from tests.tiny import make_model, save
@@ -38,8 +38,8 @@ def model(checkpoint) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoint) -> Iterator[LLM]:
-    with LLM(checkpoint("opt")[1], dtype="float32") as engine:
+def llm(checkpoint) -> Iterator[Engine]:
+    with Engine(checkpoint("opt")[1], dtype="float32") as engine:
         yield engine
 
 

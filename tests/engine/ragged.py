@@ -6,7 +6,7 @@ from typing import Any
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from tests.tiny import prompts_of
 
 CPU, DISK, GPU, THREE = {"cpu": 1.0}, {"disk": 1.0}, {"gpu": 1.0}, {"gpu": 0.3, "cpu": 0.3, "disk": 0.4}
@@ -30,7 +30,8 @@ def params(sampled: bool = True) -> list[SamplingParams]:
     ]
 
 
-def run(folder: str, eviction: EvictionConfig, shape: tuple[int, int], tier: str = "cpu", **engine: Any) -> LLM:
+def run(folder: str, eviction: EvictionConfig, shape: tuple[int, int], tier: str = "cpu", **engine: Any) -> Engine:
     placement, gpu = TIERS[tier]
     policy = {**placement, "gpu_batch_size": shape[0], "num_gpu_batches": shape[1], **engine.pop("policy", {})}
-    return LLM(folder, dtype="float32", eviction=eviction, policy=policy, emulate_gpu=gpu, seed=eviction.seed, **engine)
+    settings = {"policy": policy, "emulate_gpu": gpu, "seed": eviction.seed, **engine}
+    return Engine(folder, dtype="float32", eviction=eviction, **settings)

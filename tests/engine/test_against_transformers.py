@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from tests.tiny import FAMILIES, decided, in_sequence_of, prompts_of, save, transformers_greedy, transformers_logprobs
 
 LENGTHS = [5, 9, 9, 17, 1, 30]
@@ -18,9 +18,9 @@ def test_greedy_tokens_and_logprobs(name: str, checkpoint) -> None:
     model, folder = checkpoint(name)
     prompts, expected = decided(prompts_of(LENGTHS), lambda _, prompt: transformers_greedy(model, prompt, FEWER))
     settings = {"max_new_tokens": FEWER, "ignore_eos": True, "logprobs": 0}
-    with LLM(folder, dtype="float32", policy={"gpu_batch_size": 2, "num_gpu_batches": 2}) as llm:
+    with Engine(folder, dtype="float32", policy={"gpu_batch_size": 2, "num_gpu_batches": 2}) as llm:
         together = llm.generate(prompts, **settings)
-    with LLM(folder, dtype="float32") as llm:
+    with Engine(folder, dtype="float32") as llm:
         alone = [llm.generate([prompt], **settings)[0] for prompt in prompts]
     for outputs in (together, alone):
         for (tokens, logprobs), output in zip(expected, outputs, strict=True):
@@ -36,7 +36,7 @@ def test_generate_ids_equals_transformers_generate_with_left_padding(name: str, 
     ids = torch.tensor([[1] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
-    with LLM(folder, dtype="float32") as llm:
+    with Engine(folder, dtype="float32") as llm:
         found = llm.generate_ids(ids, mask, max_new_tokens=12)
     assert found.dtype == torch.int64
     assert torch.equal(found, expected)
@@ -49,7 +49,7 @@ def test_scaled_rotary_positions_equal_transformers_generate(length: int, name: 
     ids = torch.tensor(prompts_of([length]))
     with in_sequence_of(model, length + NEW - 1):
         expected = model.generate(ids, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
-    with LLM(folder, dtype="float32") as llm:
+    with Engine(folder, dtype="float32") as llm:
         assert torch.equal(llm.generate_ids(ids, max_new_tokens=NEW, min_new_tokens=NEW), expected)
 
 
@@ -59,7 +59,7 @@ def test_early_eos_leaves_the_others_unchanged(checkpoint) -> None:
     full = [tokens for tokens, _ in answers]
     eos = full[1][3]  # makes at least one row stop early
     expected = [tokens[: tokens.index(eos) + 1] if eos in tokens else tokens for tokens in full]
-    with LLM(folder, dtype="float32", policy={"gpu_batch_size": 2, "num_gpu_batches": 2}) as llm:
+    with Engine(folder, dtype="float32", policy={"gpu_batch_size": 2, "num_gpu_batches": 2}) as llm:
         outputs = llm.generate(prompts, max_new_tokens=NEW, eos_token_id=eos)
     assert [output.token_ids for output in outputs] == expected
     assert [output.finish_reason for output in outputs] == ["stop" if eos in t else "length" for t in full]
@@ -69,7 +69,7 @@ def test_early_eos_leaves_the_others_unchanged(checkpoint) -> None:
 def test_score_equals_transformers_logprobs_with_the_full_cache(name: str, checkpoint) -> None:
     model, folder = checkpoint(name)
     pairs = list(zip(prompts_of([5, 29, 1]), prompts_of([4, 7, 13], seed=1), strict=True))
-    with LLM(folder, dtype="float32") as llm:
+    with Engine(folder, dtype="float32") as llm:
         scores = llm.score(pairs)
     for (context, continuation), score in zip(pairs, scores, strict=True):
         rows = transformers_logprobs(model, context, continuation)
@@ -82,7 +82,8 @@ def test_score_equals_transformers_logprobs_with_the_full_cache(name: str, check
 def test_score_runs_with_eviction_active(checkpoint) -> None:
     _, folder = checkpoint("opt")
     pairs = [(prompts_of([40])[0], prompts_of([8], seed=1)[0])]
-    with LLM(folder, dtype="float32") as full, LLM(folder, dtype="float32", eviction=EvictionConfig("h2o", 0.2)) as h2o:
+    evicting = EvictionConfig("h2o", 0.2)
+    with Engine(folder, dtype="float32") as full, Engine(folder, dtype="float32", eviction=evicting) as h2o:
         assert full.score(pairs)[0].token_logprobs[0] == pytest.approx(h2o.score(pairs)[0].token_logprobs[0], abs=1e-5)
         assert full.score(pairs)[0].logprob != pytest.approx(h2o.score(pairs)[0].logprob, abs=1e-4)
 
@@ -99,6 +100,6 @@ def test_checkpoint_layouts_give_the_same_tokens(layout: str, name: str, checkpo
         save(model, tmp_path, max_shard_size="20KB")
         assert (tmp_path / "model.safetensors.index.json").exists()
     prompt = prompts_of([9])
-    with LLM(folder, dtype="float32") as one, LLM(str(tmp_path), dtype="float32") as other:
+    with Engine(folder, dtype="float32") as one, Engine(str(tmp_path), dtype="float32") as other:
         settings = {"max_new_tokens": NEW, "ignore_eos": True}
         assert one.generate(prompt, **settings)[0].token_ids == other.generate(prompt, **settings)[0].token_ids

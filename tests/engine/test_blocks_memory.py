@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.limits import devices
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.memory.pages import Allocation, HostMemory
 from h2o_flexgen.memory.pinned import PinnedPool
 from tests.memory.fake_cuda import FakeDevice
@@ -39,7 +39,7 @@ def test_later_blocks_ask_the_system_for_no_memory(
 
     def tokens(prompts: list[list[int]]) -> list[list[int]]:
         asked.clear()
-        with LLM(folder, dtype="float32", eviction=config, policy=policy, emulate_gpu=gpu) as llm:
+        with Engine(folder, dtype="float32", eviction=config, policy=policy, emulate_gpu=gpu) as llm:
             return [output.token_ids for output in llm.generate(prompts, max_new_tokens=NEW, ignore_eos=True)]
 
     one_by_one = [row for start in (0, 2, 4) for row in tokens(prompts[start : start + 2])]
@@ -63,7 +63,7 @@ def test_later_blocks_lock_no_memory_anew(checkpoint: Any, monkeypatch: pytest.M
     for blocks in (1, 3):
         device = Noted()
         locks.clear()
-        with LLM(folder, dtype="float32", policy={**policy, "weights": {"gpu": 1.0}}, emulate_gpu="1GiB") as llm:
+        with Engine(folder, dtype="float32", policy={**policy, "weights": {"gpu": 1.0}}, emulate_gpu="1GiB") as llm:
             llm.generate(prompts_of([LENGTH] * 2 * blocks), max_new_tokens=NEW, ignore_eos=True)
             assert not device._locked, "no weights are on the cpu tier"
         counts.append(Counter(locks))

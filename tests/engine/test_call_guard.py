@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.call_guard import CallGuard
 from h2o_flexgen.errors import UsageError
 from tests.tiny import prompts_of
@@ -17,7 +17,7 @@ from tests.tiny import prompts_of
 PROMPTS = prompts_of([9, 14, 5, 20, 7])
 SETTINGS: dict[str, Any] = {"max_new_tokens": 4, "ignore_eos": True}
 DISK = {"disk": 1.0}
-CALLS: dict[str, Callable[[LLM], object]] = {
+CALLS: dict[str, Callable[[Engine], object]] = {
     "generate": lambda llm: llm.generate(PROMPTS[:1], **SETTINGS),
     "stream": lambda llm: list(llm.stream(PROMPTS[:1], **SETTINGS)),
     "score": lambda llm: llm.score([([2, 5], [6, 7])]),
@@ -26,14 +26,14 @@ CALLS: dict[str, Callable[[LLM], object]] = {
 
 
 @pytest.fixture
-def engine(checkpoint, tmp_path: Path) -> Iterator[LLM]:
+def engine(checkpoint, tmp_path: Path) -> Iterator[Engine]:
     """Everything is on disk, so that two calls would be in each other's way."""
     policy = {"weights": DISK, "cache": DISK, "hidden": DISK, "gpu_batch_size": 2, "num_gpu_batches": 1}
-    with LLM(checkpoint("opt")[1], dtype="float32", policy=policy, offload_dir=str(tmp_path / "offload")) as llm:
+    with Engine(checkpoint("opt")[1], dtype="float32", policy=policy, offload_dir=str(tmp_path / "offload")) as llm:
         yield llm
 
 
-def first_of(engine: LLM) -> Any:
+def first_of(engine: Engine) -> Any:
     """A stream that is not finished."""
     stream = engine.stream(PROMPTS, **SETTINGS)
     next(stream)
@@ -41,7 +41,7 @@ def first_of(engine: LLM) -> Any:
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_stream_goes_on_after_another_call_was_refused(call: Callable[[LLM], object], engine: LLM) -> None:
+def test_a_stream_goes_on_after_another_call_was_refused(call: Callable[[Engine], object], engine: Engine) -> None:
     expected = {output.index: output.token_ids for output in engine.generate(PROMPTS, **SETTINGS)}
     stream = engine.stream(PROMPTS, **SETTINGS)
     found = [next(stream)]
@@ -52,7 +52,7 @@ def test_a_stream_goes_on_after_another_call_was_refused(call: Callable[[LLM], o
     call(engine)
 
 
-def test_a_stream_that_is_given_up_makes_way(engine: LLM) -> None:
+def test_a_stream_that_is_given_up_makes_way(engine: Engine) -> None:
     def raises() -> None:
         for _ in engine.stream(PROMPTS, **SETTINGS):
             raise ValueError("an error of the caller's own")
@@ -68,7 +68,7 @@ def test_a_stream_that_is_given_up_makes_way(engine: LLM) -> None:
     assert engine.generate(PROMPTS, **SETTINGS) == expected
 
 
-def test_so_does_one_that_fails(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_does_one_that_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> None:
         raise RuntimeError("a bug of ours")
 
@@ -80,12 +80,12 @@ def test_so_does_one_that_fails(engine: LLM, monkeypatch: pytest.MonkeyPatch) ->
     assert engine.generate(PROMPTS, **SETTINGS) == expected
 
 
-def test_a_closed_engine_waits_for_nobody(engine: LLM) -> None:
+def test_a_closed_engine_waits_for_nobody(engine: Engine) -> None:
     stream = first_of(engine)
     engine.close()
-    with engine._turn.taken():
+    with engine._guard.taken():
         stream.close()
-        with pytest.raises(UsageError), engine._turn.taken():
+        with pytest.raises(UsageError), engine._guard.taken():
             pass
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.chat import chat_prompt, chat_prompts, with_system
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import ModelError, UsageError
@@ -135,12 +135,12 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(talker: Path) -> Iterator[LLM]:
-    with LLM(str(talker)) as engine:
+def llm(talker: Path) -> Iterator[Engine]:
+    with Engine(str(talker)) as engine:
         yield engine
 
 
-def test_answers_are_completions_of_the_rendered_text(llm: LLM) -> None:
+def test_answers_are_completions_of_the_rendered_text(llm: Engine) -> None:
     assert llm.model.codec is not None
     answers = llm.chat(["Hi", [{"role": "user", "content": "You"}]], max_new_tokens=6)
     prompts = [llm.model.codec.encode_bare(f"</s>[user]{text}[assistant]") for text in ("Hi", "You")]
@@ -156,7 +156,7 @@ def test_answers_are_completions_of_the_rendered_text(llm: LLM) -> None:
 def test_generation_config_says_what_ends_a_turn(tmp_path: Path, said: Any, eos: tuple[int, ...]) -> None:
     folder = write_model(tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
-    with LLM(str(folder)) as engine:
+    with Engine(str(folder)) as engine:
         assert engine.model.spec.eos_token_ids == eos
 
 
@@ -165,9 +165,9 @@ def test_a_generation_config_that_cannot_be_used(tmp_path: Path, text: str) -> N
     folder = write_model(tmp_path / "model")
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(ModelError, match=r"generation_config\.json"):
-        LLM(str(folder))
+        Engine(str(folder))
 
 
 def test_the_message_names_the_model_as_it_was_asked_for() -> None:
-    with LLM("demo") as engine, pytest.raises(UsageError, match=r"^demo has no chat template"):
+    with Engine("demo") as engine, pytest.raises(UsageError, match=r"^demo has no chat template"):
         engine.chat(["Hi"])

@@ -15,9 +15,9 @@ import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.spec import UnitSpec
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.execution import block
 from h2o_flexgen.engine.limits import devices
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.state.backing import HiddenStore
 from h2o_flexgen.engine.state.kv_store import CacheStore
@@ -56,21 +56,21 @@ PLACES: dict[str, dict[str, Any]] = {
 def open_llm(checkpoint, monkeypatch: pytest.MonkeyPatch):
     """An engine whose GPU is `device`; the policy is one of PLACES."""
 
-    def make(device: FakeDevice, place: str, **settings: Any) -> LLM:
+    def make(device: FakeDevice, place: str, **settings: Any) -> Engine:
         monkeypatch.setattr(devices, "open_gpu", lambda _: PinnedPool(device))
         policy = {**PLACES[place], **BLOCK}
-        return LLM(checkpoint("opt")[1], policy=policy, emulate_gpu="1GiB", **{**ENGINE, **settings})
+        return Engine(checkpoint("opt")[1], policy=policy, emulate_gpu="1GiB", **{**ENGINE, **settings})
 
     return make
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoint) -> list[list[int]]:
-    with LLM(checkpoint("opt")[1], policy=BLOCK, **ENGINE) as llm:
+    with Engine(checkpoint("opt")[1], policy=BLOCK, **ENGINE) as llm:
         return [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
 
 
-def tokens(llm: LLM, device: FakeDevice) -> list[list[int]]:
+def tokens(llm: Engine, device: FakeDevice) -> list[list[int]]:
     with watched(device):
         return [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
 

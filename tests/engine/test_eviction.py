@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from tests.engine.compare import History, assert_engine_equals_oracle
 from tests.policy_matrix import EVICTING, POLICIES, PolicyRow
 from tests.tiny import FAMILIES, WINDOW, prompts_of
@@ -45,7 +45,7 @@ def test_ratio_one_is_the_full_cache_bit_for_bit(policy: PolicyRow, checkpoint, 
     seen: dict[str, list[Tensor]] = defaultdict(list)
     for name in ("full", policy.name):
         eviction = EvictionConfig(name) if name == "full" else EvictionConfig(name, ratio=1.0)
-        with LLM(folder, dtype="float32", eviction=eviction) as llm:
+        with Engine(folder, dtype="float32", eviction=eviction) as llm:
             head = llm._decoder.head
             monkeypatch.setattr(
                 llm._decoder, "head", lambda w, h, head=head, name=name: seen[name].append(head(w, h)) or seen[name][-1]
@@ -58,7 +58,7 @@ def test_ratio_one_is_the_full_cache_bit_for_bit(policy: PolicyRow, checkpoint, 
 def test_budgets_from_one_token_to_more_than_the_sequence(budget: int, checkpoint) -> None:
     _, folder = checkpoint("opt")
     prompts = prompts_of([9, 20])
-    with LLM(folder, dtype="float32", eviction=EvictionConfig("h2o", budget=budget)) as llm:
+    with Engine(folder, dtype="float32", eviction=EvictionConfig("h2o", budget=budget)) as llm:
         outputs = llm.generate(prompts, max_new_tokens=8, ignore_eos=True)
         assert [len(output.token_ids) for output in outputs] == [8, 8]
         low, high = llm.last_record.eviction["budget"] if budget == 1000 else (budget, budget)
@@ -69,7 +69,7 @@ def test_running_a_b_a_gives_a_twice(checkpoint) -> None:
     """No score, slot or position survives a request (trap 9)."""
     _, folder = checkpoint("opt")
     a, b = prompts_of([30]), prompts_of([25, 28], seed=5)
-    with LLM(folder, dtype="float32", eviction=EvictionConfig("h2o", ratio=0.3)) as llm:
+    with Engine(folder, dtype="float32", eviction=EvictionConfig("h2o", ratio=0.3)) as llm:
         first = llm.generate(a, max_new_tokens=NEW, logprobs=0)
         llm.generate(b, max_new_tokens=NEW)
         assert llm.generate(a, max_new_tokens=NEW, logprobs=0) == first
@@ -78,7 +78,7 @@ def test_running_a_b_a_gives_a_twice(checkpoint) -> None:
 def test_row_order_does_not_matter(checkpoint) -> None:
     _, folder = checkpoint("opt")
     prompts = prompts_of(LENGTHS)
-    with LLM(folder, dtype="float32", eviction=EvictionConfig("h2o", ratio=0.3)) as llm:
+    with Engine(folder, dtype="float32", eviction=EvictionConfig("h2o", ratio=0.3)) as llm:
         forward = [o.token_ids for o in llm.generate(prompts, max_new_tokens=NEW, ignore_eos=True)]
         backward = [o.token_ids for o in llm.generate(prompts[::-1], max_new_tokens=NEW, ignore_eos=True)]
     assert forward == backward[::-1]
@@ -90,7 +90,7 @@ def test_left_padding_never_counts(checkpoint) -> None:
     short, long = prompts_of([9, 33])
     ids = torch.tensor([[1] * 24 + short, long])
     mask = torch.tensor([[0] * 24 + [1] * 9, [1] * 33])
-    with LLM(folder, dtype="float32", eviction=EvictionConfig("h2o", ratio=0.3)) as llm:
+    with Engine(folder, dtype="float32", eviction=EvictionConfig("h2o", ratio=0.3)) as llm:
         both = llm.generate_ids(ids, mask, max_new_tokens=64, ignore_eos=True)
         for row, prompt in enumerate((short, long)):
             alone = llm.generate_ids(torch.tensor([prompt]), max_new_tokens=64, ignore_eos=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError
 from tests.engine.against_generate import EOS, NEW, PAD, RAGGED, padded, same
 
@@ -26,7 +26,7 @@ def test_lengths_of_prompts(model, llm, lengths: list[int]) -> None:
 @pytest.mark.parametrize("variant", ["llama-gqa", "gpt-neox"])
 def test_other_families_with_left_padding(variant: str, checkpoint) -> None:
     model, folder = checkpoint(variant)
-    with LLM(folder, dtype="float32", policy={"gpu_batch_size": 3}) as llm:
+    with Engine(folder, dtype="float32", policy={"gpu_batch_size": 3}) as llm:
         same(model, llm, padded(RAGGED), max_new_tokens=NEW, repetition_penalty=1.4, eos_token_id=EOS, pad_token_id=PAD)
 
 
@@ -135,7 +135,7 @@ class TestWhereSettingsComeFrom:
         model = self.stored(folder, max_new_tokens=5, repetition_penalty=1.8, eos_token_id=[2, 96], suppress_tokens=[8])
         config = GenerationConfig(max_new_tokens=7, suppress_tokens=[89])
         inputs = padded(RAGGED)
-        with LLM(str(folder), dtype="float32") as llm:
+        with Engine(str(folder), dtype="float32") as llm:
             assert same(model, llm, inputs).shape[1] == 5
             assert same(model, llm, inputs, generation_config=config).shape[1] == 7
             assert same(model, llm, inputs, generation_config=config, max_new_tokens=3).shape[1] == 3
@@ -144,7 +144,7 @@ class TestWhereSettingsComeFrom:
     def test_sampling_settings_of_the_file_are_no_reason_to_warn(self, folder, recwarn) -> None:
         self.stored(folder, temperature=0.6, top_p=0.9, do_sample=True)
         recwarn.clear()
-        with LLM(str(folder), dtype="float32") as llm:
+        with Engine(str(folder), dtype="float32") as llm:
             llm.generate_ids(padded([4])[0], max_new_tokens=2, do_sample=False)
             assert not recwarn.list
             with pytest.warns(UserWarning, match="temperature has no effect"):
@@ -157,13 +157,13 @@ class TestWhereSettingsComeFrom:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "max_length": 13}))
         model = OPTForCausalLM.from_pretrained(folder)
-        with LLM(str(folder), dtype="float32") as llm:
+        with Engine(str(folder), dtype="float32") as llm:
             assert same(model, llm, padded([4])).shape[1] == 9
 
     def test_a_torn_file_is_named(self, folder) -> None:
         (folder / "generation_config.json").write_text('{"max_new_tokens": ')
         with pytest.raises(ModelError, match=r"generation_config\.json"):
-            LLM(str(folder), dtype="float32")
+            Engine(str(folder), dtype="float32")
 
 
 def test_after_a_row_has_ended_its_pad_token_is_certain(llm) -> None:

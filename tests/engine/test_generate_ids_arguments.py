@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GenerationMixin, TextIteratorStreamer
 
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.sampling import hf_generate
 from h2o_flexgen.errors import UsageError
 
@@ -145,11 +145,11 @@ def test_what_has_no_effect_is_taken(llm) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[tuple[Any, Any, LLM]]:
+def pair() -> Iterator[tuple[Any, Any, Engine]]:
     """The demo model, which has a tokenizer: by transformers, its tokenizer, by this engine."""
     folder = str(resources.files("h2o_flexgen") / "data" / "demo")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with LLM("demo", dtype="float32") as engine:
+    with Engine("demo", dtype="float32") as engine:
         yield model, AutoTokenizer.from_pretrained(folder), engine
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.limits import devices, oom_retry
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.errors import MemoryRefused, is_out_of_memory
 from h2o_flexgen.memory import pinned
@@ -45,7 +45,7 @@ def test_a_cap_is_at_most_what_others_leave() -> None:
 
 @pytest.mark.parametrize("emulated", [None, "1GiB"])
 def test_an_emulated_gpu_cuts_prompts_as_the_cpu_that_it_is(emulated: str | None, checkpoint) -> None:
-    with LLM(checkpoint("opt")[1], dtype="float32", emulate_gpu=emulated) as llm:
+    with Engine(checkpoint("opt")[1], dtype="float32", emulate_gpu=emulated) as llm:
         llm.generate(prompts_of([5]), max_new_tokens=2)
         assert llm.last_plan.policy.prefill_chunk == llm.last_record.policy["prefill_chunk"] == 2048
 
@@ -118,7 +118,7 @@ def test_no_more_is_locked_than_the_limit_allows(
     ids=str,
 )
 def test_whose_memory_ran_out(error: Exception, tier: str, checkpoint) -> None:
-    with LLM(checkpoint("opt")[1], dtype="float32", emulate_gpu="1GiB") as llm:
+    with Engine(checkpoint("opt")[1], dtype="float32", emulate_gpu="1GiB") as llm:
         llm.generate(prompts_of([5]), max_new_tokens=2)
         plan = llm.last_plan
     real = replace(plan, request=replace(plan.request, caps=replace(plan.request.caps, emulated=False)))
@@ -140,7 +140,7 @@ class Late(FakeDevice):
 
 
 def test_computes_are_timed_by_marks(checkpoint) -> None:
-    with LLM(checkpoint("opt")[1], dtype="float32") as llm:
+    with Engine(checkpoint("opt")[1], dtype="float32") as llm:
         unit = llm.model.spec.units[1]
     device = Late()
     trace = Trace(enabled=True, devices=[device])

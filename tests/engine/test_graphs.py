@@ -14,7 +14,7 @@ from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.execution import cuda_graphs
 from h2o_flexgen.engine.execution.cuda_graphs import CudaGraph, DecodeGraphs, GraphMemory, Recording
 from h2o_flexgen.engine.requests.sequence import Sequence
-from h2o_flexgen.schedule.recorded import PATIENCE
+from h2o_flexgen.schedule.tasks import PATIENCE
 
 DEVICE = torch.device("cpu")
 NEW = 40

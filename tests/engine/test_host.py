@@ -15,16 +15,16 @@ from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.execution import block, host_attention
 from h2o_flexgen.engine.execution.host_attention import HostAttention
 from h2o_flexgen.engine.limits import devices
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.state.kv_store import BatchCache
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.tiers import Ledger
 from h2o_flexgen.memory.transfers import Ticket
-from h2o_flexgen.schedule.host_attention import HOST_ATTENTION
+from h2o_flexgen.schedule.workspace import HOST_ATTENTION
 from tests.memory.fake_cuda import FakeDevice
 from tests.memory.watch import order_threads, watched
 from tests.tiny import prompts_of
@@ -41,10 +41,10 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-def run(folder: str, policy: dict[str, Any], eviction: EvictionConfig, **settings: Any) -> LLM:
+def run(folder: str, policy: dict[str, Any], eviction: EvictionConfig, **settings: Any) -> Engine:
     """Ragged prompts and answers, more than there are places: rows come and go."""
     block = {"gpu_batch_size": 2, "num_gpu_batches": 3}
-    llm = LLM(folder, dtype="float32", eviction=eviction, policy={**policy, **block}, **settings)
+    llm = Engine(folder, dtype="float32", eviction=eviction, policy={**policy, **block}, **settings)
     with llm:
         params = [SamplingParams(max_new_tokens=each, ignore_eos=True) for each in BUDGETS]
         outputs = llm.generate(prompts_of(LENGTHS), params)
@@ -97,7 +97,7 @@ class Order:
 @pytest.mark.parametrize("place", PLACES)
 def test_every_gpu_batch_begins_before_the_first_is_finished(place: str, checkpoint, monkeypatch) -> None:
     order = Order(monkeypatch)
-    with LLM(
+    with Engine(
         checkpoint("opt")[1],
         dtype="float32",
         policy={**PLACES[place], "cache": CPU, "gpu_batch_size": 2, "num_gpu_batches": 3},
@@ -119,7 +119,7 @@ def test_every_gpu_batch_begins_before_the_first_is_finished(place: str, checkpo
 def test_nothing_is_left_for_later_where_nothing_could_go_on_meanwhile(changes, checkpoint, monkeypatch) -> None:
     order = Order(monkeypatch)
     policy = {**HOST, "gpu_batch_size": 2, "num_gpu_batches": 3, **changes}
-    with LLM(checkpoint("opt")[1], dtype="float32", policy=policy, emulate_gpu="1GiB") as llm:
+    with Engine(checkpoint("opt")[1], dtype="float32", policy=policy, emulate_gpu="1GiB") as llm:
         llm.generate(prompts_of([20] * 4), max_new_tokens=3, ignore_eos=True)
     assert not order.events
 
@@ -137,12 +137,12 @@ def test_what_fails_on_the_thread_reaches_the_caller(checkpoint, monkeypatch) ->
 
     monkeypatch.setattr(KVCache, "attend", failing)
     policy = {**HOST, "gpu_batch_size": 2, "num_gpu_batches": 3}
-    with LLM(checkpoint("opt")[1], dtype="float32", policy=policy, emulate_gpu="1GiB") as llm:
+    with Engine(checkpoint("opt")[1], dtype="float32", policy=policy, emulate_gpu="1GiB") as llm:
         with pytest.raises(ValueError, match="the seventh step"):
             llm.generate(prompts_of([20] * 6), max_new_tokens=4, ignore_eos=True)
         monkeypatch.setattr(KVCache, "attend", attend)
         again = [output.token_ids for output in llm.generate(prompts_of([20] * 6), max_new_tokens=4, ignore_eos=True)]
-    with LLM(checkpoint("opt")[1], dtype="float32") as llm:
+    with Engine(checkpoint("opt")[1], dtype="float32") as llm:
         expected = llm.generate(prompts_of([20] * 6), max_new_tokens=4, ignore_eos=True)
     assert again == [output.token_ids for output in expected]
 
@@ -177,7 +177,7 @@ def test_the_device_and_the_thread_wait_for_each_other(missing: str, steps: int,
     monkeypatch.setattr(CopyEngine, "run", hasty)
     policy = {**PLACES["parked"], "gpu_batch_size": 2, "num_gpu_batches": 3}
     with (
-        LLM(checkpoint("opt")[1], dtype="float32", policy=policy, emulate_gpu="1GiB") as llm,
+        Engine(checkpoint("opt")[1], dtype="float32", policy=policy, emulate_gpu="1GiB") as llm,
         suppress(Exception),
         watched(device),
     ):
@@ -232,7 +232,7 @@ def test_what_it_takes_was_planned(batches: int, checkpoint, monkeypatch) -> Non
     monkeypatch.setattr(Ledger, "charge", noted)
     policy = {**PLACES["streamed"], "gpu_batch_size": 2, "num_gpu_batches": batches, "prefill_chunk": 32}
     eviction = EvictionConfig("h2o", ratio=0.3)
-    with LLM(checkpoint("opt")[1], dtype="float32", policy=policy, eviction=eviction, emulate_gpu="1GiB") as llm:
+    with Engine(checkpoint("opt")[1], dtype="float32", policy=policy, eviction=eviction, emulate_gpu="1GiB") as llm:
         llm.generate(prompts_of([20] * 2 * batches), max_new_tokens=4, ignore_eos=True)
         planned = {(item.tier, item.what): item.nbytes for item in llm.last_plan.footprint.items}
     ours = {"queries for the cpu", "prompts for the cpu", "output projection"}
@@ -258,7 +258,7 @@ def test_a_cache_belongs_to_who_fills_it_until_it_is_settled(checkpoint, monkeyp
 
     monkeypatch.setattr(host_attention, "_fill", failing)
     with (
-        LLM(checkpoint("opt")[1], dtype="float32", policy=HOST, emulate_gpu="1GiB") as llm,
+        Engine(checkpoint("opt")[1], dtype="float32", policy=HOST, emulate_gpu="1GiB") as llm,
         pytest.raises(ValueError, match="no more prompts"),
     ):
         llm.generate(prompts_of([20] * 6), max_new_tokens=4, ignore_eos=True)

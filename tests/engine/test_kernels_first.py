@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from h2o_flexgen.calibration import measure
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.kernels import native
 from tests.tiny import prompts_of
 
@@ -52,7 +52,7 @@ def test_everything_is_built(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_kernels_are_there_when_weights_are_loaded(checkpoint, quick: None, fresh: Path) -> None:
     seen = list[set[str]]()
-    with LLM(checkpoint()[1], dtype="bfloat16") as llm:
+    with Engine(checkpoint()[1], dtype="bfloat16") as llm:
         llm.on_progress = lambda what, done, total: seen.append(_built(fresh))
         llm.generate(prompts_of([5]), max_new_tokens=2)
     assert seen

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import FAMILIES, OPT_VARIANTS, prompts_of
 
@@ -53,7 +53,7 @@ CASES = [
 def _answers(folder: str, eviction: EvictionConfig, policy: dict[str, Any], emulate_gpu: str | None = None):
     settings = {"max_new_tokens": NEW, "ignore_eos": True, "logprobs": 0}
     engine = {"dtype": "float32", "eviction": eviction, "seed": eviction.seed, "emulate_gpu": emulate_gpu}
-    with LLM(folder, policy=policy, **engine) as llm:
+    with Engine(folder, policy=policy, **engine) as llm:
         return llm.generate(PROMPTS, **settings)
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.limits import oom_retry
 from h2o_flexgen.engine.limits.plan import Plan
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.errors import MemoryRefused, PlanError, is_out_of_memory
 from h2o_flexgen.memory.pages import HostMemory
@@ -60,7 +60,7 @@ class Failing:
 @pytest.fixture(scope="module")
 def expected(checkpoint) -> list[RequestOutput]:
     """Undisturbed."""
-    with LLM(checkpoint("opt")[1], policy=BLOCK, **ENGINE) as llm:
+    with Engine(checkpoint("opt")[1], policy=BLOCK, **ENGINE) as llm:
         return llm.generate(prompts_of(LENGTHS), **SAMPLED)
 
 
@@ -94,7 +94,7 @@ def test_running_out_while_computing(
 ) -> None:
     """In the first layer, in the prompts, in the first and in later blocks' decode steps, with a GPU and without."""
     threads = Counter(thread.name for thread in threading.enumerate())
-    with LLM(checkpoint("opt")[1], policy=BLOCK, emulate_gpu=gpu, offload_dir=str(tmp_path / "o"), **ENGINE) as llm:
+    with Engine(checkpoint("opt")[1], policy=BLOCK, emulate_gpu=gpu, offload_dir=str(tmp_path / "o"), **ENGINE) as llm:
         failing = Failing(llm._decoder.mlp, error, {call})
         monkeypatch.setattr(llm._decoder, "mlp", failing)
         seen: list[RequestOutput] = list(llm.stream(prompts_of(LENGTHS), **SAMPLED))
@@ -115,7 +115,7 @@ def test_running_out_while_computing(
 
 def test_the_next_plan_takes_less(checkpoint, expected, monkeypatch) -> None:
     plans: list[Plan] = []
-    with LLM(checkpoint("opt")[1], policy=BLOCK, **ENGINE) as llm:
+    with Engine(checkpoint("opt")[1], policy=BLOCK, **ENGINE) as llm:
         llm.on_plan = plans.append
         monkeypatch.setattr(llm._decoder, "mlp", Failing(llm._decoder.mlp, MemoryError(), {60, 140}))
         assert_same(llm.generate(prompts_of(LENGTHS), **SAMPLED), expected)
@@ -139,7 +139,7 @@ def test_the_next_plan_takes_less(checkpoint, expected, monkeypatch) -> None:
 def test_running_out_while_loading(call: int, gpu: str | None, checkpoint, expected, tmp_path, monkeypatch) -> None:
     failing = Failing(HostMemory.allocate, MemoryRefused("the system refused 2 GiB of host memory"), {call})
     monkeypatch.setattr(HostMemory, "allocate", lambda self, nbytes: failing(self, nbytes))
-    with LLM(checkpoint("opt")[1], policy=BLOCK, emulate_gpu=gpu, offload_dir=str(tmp_path / "o"), **ENGINE) as llm:
+    with Engine(checkpoint("opt")[1], policy=BLOCK, emulate_gpu=gpu, offload_dir=str(tmp_path / "o"), **ENGINE) as llm:
         assert_same(llm.generate(prompts_of(LENGTHS), **SAMPLED), expected)
     assert list((tmp_path / "o").glob("run-*")) == []
 
@@ -147,7 +147,7 @@ def test_running_out_while_loading(call: int, gpu: str | None, checkpoint, expec
 def test_running_out_on_a_copy_thread(checkpoint, expected, monkeypatch) -> None:
     """What a transfer raises reaches the waiting compute, and the buffers that were on their way come back."""
     policy = {**BLOCK, "weights": {"disk": 1.0}, "cache": {"disk": 1.0}}
-    with LLM(checkpoint("opt")[1], policy=policy, **ENGINE) as llm:
+    with Engine(checkpoint("opt")[1], policy=policy, **ENGINE) as llm:
         llm.generate(prompts_of(LENGTHS[:2]), **SAMPLED)
         copies = llm._loaded.stages[0].copies
         monkeypatch.setattr(copies, "_read", Failing(copies._read, MemoryError(), {20}))
@@ -158,7 +158,7 @@ def test_a_block_that_was_fixed_gives_way_at_last(checkpoint, expected, monkeypa
     plans: list[Plan] = []
     fixed = {"gpu_batch_size": 9, "num_gpu_batches": 1, "weights": {"cpu": 1.0}, "cache": {"cpu": 1.0}}
     monkeypatch.setattr(oom_retry, "LESS", 0.7)
-    with LLM(checkpoint("opt")[1], policy={**fixed, "hidden": {"cpu": 1.0}}, **ENGINE) as llm:
+    with Engine(checkpoint("opt")[1], policy={**fixed, "hidden": {"cpu": 1.0}}, **ENGINE) as llm:
         llm.on_plan = plans.append
         monkeypatch.setattr(llm._decoder, "mlp", Failing(llm._decoder.mlp, MemoryError(), {5}))
         assert_same(llm.generate(prompts_of(LENGTHS), **SAMPLED), expected)
@@ -169,7 +169,7 @@ def test_a_block_that_was_fixed_gives_way_at_last(checkpoint, expected, monkeypa
 
 def test_after_some_tries_it_is_an_error_that_says_what_was_tried(checkpoint, monkeypatch) -> None:
     monkeypatch.setattr(oom_retry, "LESS", 0.99)
-    with LLM(checkpoint("opt")[1], policy=BLOCK, **ENGINE) as llm:
+    with Engine(checkpoint("opt")[1], policy=BLOCK, **ENGINE) as llm:
         failing = Failing(llm._decoder.mlp, MemoryError("no page is left"), range(1, 1000))
         with monkeypatch.context() as patch:
             patch.setattr(llm._decoder, "mlp", failing)
@@ -182,7 +182,7 @@ def test_after_some_tries_it_is_an_error_that_says_what_was_tried(checkpoint, mo
 
 
 def test_where_nothing_smaller_fits_it_is_an_error_too(checkpoint, monkeypatch) -> None:
-    with LLM(checkpoint("opt")[1], policy={"gpu_batch_size": 1}, emulate_gpu="1GiB", **ENGINE) as llm:
+    with Engine(checkpoint("opt")[1], policy={"gpu_batch_size": 1}, emulate_gpu="1GiB", **ENGINE) as llm:
         monkeypatch.setattr(llm._decoder, "mlp", Failing(llm._decoder.mlp, MemoryError(), range(1, 1000)))
         monkeypatch.setattr(oom_retry, "LESS", 0.01)
         with pytest.raises(PlanError, match=r"out of memory: the plan needs .* on the gpu tier.*tried blocks of 1 x 1"):
@@ -190,7 +190,7 @@ def test_where_nothing_smaller_fits_it_is_an_error_too(checkpoint, monkeypatch) 
 
 
 def test_other_errors_are_not_tried_again(checkpoint, monkeypatch) -> None:
-    with LLM(checkpoint("opt")[1], policy=BLOCK, **ENGINE) as llm:
+    with Engine(checkpoint("opt")[1], policy=BLOCK, **ENGINE) as llm:
         failing = Failing(llm._decoder.mlp, RuntimeError("a bug of ours"), range(1, 1000))
         monkeypatch.setattr(llm._decoder, "mlp", failing)
         with pytest.raises(RuntimeError, match="a bug of ours"):
@@ -211,7 +211,7 @@ def test_scores_and_streamers_are_told_once(checkpoint, monkeypatch) -> None:
     results = []
     for fail in (set(), {3 * LAYERS + 1, 6 * LAYERS}):
         heard = Heard()
-        with LLM(folder, **ENGINE) as llm:
+        with Engine(folder, **ENGINE) as llm:
             monkeypatch.setattr(llm._decoder, "mlp", Failing(llm._decoder.mlp, MemoryError(), fail))
             out = llm.generate_ids(
                 torch.tensor([prompt]), max_new_tokens=NEW, do_sample=True, streamer=heard, seed=5,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import PlanError
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import prompts_of
@@ -49,14 +49,15 @@ def expected(checkpoint) -> dict[str, list[list[int]]]:
     folder, tokens = checkpoint("opt")[1], {}
     for row in POLICIES:
         eviction = row.eviction()
-        with LLM(folder, dtype="float32", eviction=eviction, policy={"gpu_batch_size": 1}, seed=eviction.seed) as llm:
+        one = {"gpu_batch_size": 1}
+        with Engine(folder, dtype="float32", eviction=eviction, policy=one, seed=eviction.seed) as llm:
             tokens[row.name] = [o.token_ids for o in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
     return tokens
 
 
 def _tokens(folder: str, policy: dict[str, Any], shape: tuple[int, int], eviction: EvictionConfig, **engine: Any):
     block = {"gpu_batch_size": shape[0], "num_gpu_batches": shape[1]}
-    with LLM(
+    with Engine(
         folder, dtype="float32", eviction=eviction, policy={**policy, **block}, seed=eviction.seed, **engine
     ) as llm:
         tokens = [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
@@ -116,7 +117,7 @@ def test_weights_are_read_once_per_step_and_block(checkpoint) -> None:
     policy = {"weights": DISK, "cache": CPU, "hidden": CPU}
     for shape, blocks in (((7, 1), 1), ((2, 4), 1), ((2, 2), 2), ((7, 1), 1)):
         _, record = _tokens(folder, policy, shape, EvictionConfig())
-        with LLM(folder, dtype="float32") as llm:
+        with Engine(folder, dtype="float32") as llm:
             groups = {group.key: group.nbytes("float32") for group in llm.model.spec.weight_groups}
         expected = sum(size * (NEW + 1 if key == "vocab" else NEW) for key, size in groups.items())
         assert record.bytes_moved["disk->cpu"] == pytest.approx(blocks * expected, rel=0.02)
@@ -133,7 +134,7 @@ def test_nothing_is_left_behind(checkpoint, tmp_path: Path) -> None:
     before = Counter(thread.name for thread in threading.enumerate())
     offload = tmp_path / "offload"
     for close_early in (False, True):
-        llm = LLM(checkpoint("opt")[1], dtype="float32", policy=ON_CPU["all-disk"], offload_dir=str(offload))
+        llm = Engine(checkpoint("opt")[1], dtype="float32", policy=ON_CPU["all-disk"], offload_dir=str(offload))
         stream = llm.stream(prompts_of(LENGTHS), **SETTINGS)
         next(stream)
         if not close_early:
@@ -146,7 +147,7 @@ def test_nothing_is_left_behind(checkpoint, tmp_path: Path) -> None:
 
 def test_interrupted_run_leaves_nothing_behind_and_can_go_on(checkpoint, tmp_path: Path, monkeypatch) -> None:
     offload = tmp_path / "offload"
-    with LLM(checkpoint("opt")[1], dtype="float32", policy=ON_CPU["all-disk"], offload_dir=str(offload)) as llm:
+    with Engine(checkpoint("opt")[1], dtype="float32", policy=ON_CPU["all-disk"], offload_dir=str(offload)) as llm:
         expected = [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
         calls = 0
 
@@ -166,14 +167,14 @@ def test_interrupted_run_leaves_nothing_behind_and_can_go_on(checkpoint, tmp_pat
 
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(checkpoint) -> None:
     folder = checkpoint("opt")[1]
-    with LLM(folder, dtype="float32", policy={**ON_GPU["all-gpu"], "gpu_batch_size": 40}, emulate_gpu="1MiB") as llm:
+    with Engine(folder, dtype="float32", policy={**ON_GPU["all-gpu"], "gpu_batch_size": 40}, emulate_gpu="1MiB") as llm:
         with pytest.raises(PlanError, match="on the gpu tier, and its cap is 1 MiB") as caught:
             llm.generate(prompts_of([100] * 40), **SETTINGS)
         assert "--emulate-gpu 18MiB or more" in str(caught.value)
 
 
 def test_weights_stay_where_they_are_while_caches_fit_beside_them(checkpoint) -> None:
-    with LLM(checkpoint("opt")[1], dtype="float32", emulate_gpu="1500KiB") as llm:
+    with Engine(checkpoint("opt")[1], dtype="float32", emulate_gpu="1500KiB") as llm:
         expected = [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
         loaded = llm._loaded
         llm.generate(prompts_of(LENGTHS[:2]), **SETTINGS)
@@ -184,11 +185,11 @@ def test_weights_stay_where_they_are_while_caches_fit_beside_them(checkpoint) ->
 
 def test_the_rule_places_as_much_as_fits_on_the_fastest_tier(checkpoint) -> None:
     folder = checkpoint("opt")[1]
-    with LLM(folder, dtype="float32", emulate_gpu="1GiB") as llm:
+    with Engine(folder, dtype="float32", emulate_gpu="1GiB") as llm:
         llm.generate(prompts_of(LENGTHS * 4), **SETTINGS)
         assert llm.last_record.policy["weights"] == {"gpu": 1.0}
         whole = llm.last_plan.footprint.total("gpu")
-    with LLM(folder, dtype="float32", emulate_gpu=f"{whole - 30000}B") as llm:
+    with Engine(folder, dtype="float32", emulate_gpu=f"{whole - 30000}B") as llm:
         llm.generate(prompts_of(LENGTHS * 4), **SETTINGS)
         weights = llm.last_record.policy["weights"]
         assert 0 < weights["gpu"] < 1

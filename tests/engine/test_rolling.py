@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
 from tests.engine.compare import History, assert_engine_equals_oracle
 from tests.policy_matrix import EVICTING, PolicyRow
@@ -34,7 +34,7 @@ def test_nothing_changes_while_nothing_goes(name: str, checkpoint) -> None:
     settings = {"max_new_tokens": NEW, "ignore_eos": True, "logprobs": 0}
     answers = []
     for rolls in (False, True):
-        with LLM(folder, dtype="float32", eviction=EvictionConfig(rolling_positions=rolls)) as llm:
+        with Engine(folder, dtype="float32", eviction=EvictionConfig(rolling_positions=rolls)) as llm:
             answers.append(llm.generate(prompts_of([23, 9, 40]), **settings))
     for absolute, rolling in zip(*answers, strict=True):
         assert rolling.token_ids == absolute.token_ids
@@ -47,7 +47,7 @@ def test_neighbours_with_larger_budgets_do_not_matter(name: str, checkpoint) -> 
     _, folder = checkpoint(name)
     prompts = prompts_of([30, 75, 12])
     settings = {"max_new_tokens": NEW, "ignore_eos": True}
-    with LLM(folder, dtype="float32", eviction=EvictionConfig("h2o", ratio=0.35, rolling_positions=True)) as llm:
+    with Engine(folder, dtype="float32", eviction=EvictionConfig("h2o", ratio=0.35, rolling_positions=True)) as llm:
         together = [output.token_ids for output in llm.generate(prompts, **settings)]
         assert together == [llm.generate([prompt], **settings)[0].token_ids for prompt in prompts]
 
@@ -57,7 +57,7 @@ def test_budgets_that_do_not_fit_the_context_are_refused(name: str, limit: int, 
     _, folder = checkpoint(name)
     for budget, fits in ((limit - 1, True), (limit, False)):
         eviction = EvictionConfig("streaming", budget=budget, rolling_positions=True)
-        with LLM(folder, dtype="float32", eviction=eviction) as llm:
+        with Engine(folder, dtype="float32", eviction=eviction) as llm:
             if fits:
                 assert len(llm.generate(prompts_of([limit]), max_new_tokens=5, ignore_eos=True)[0].token_ids) == 5
             else:

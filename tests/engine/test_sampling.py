@@ -24,7 +24,7 @@ from transformers.generation import EpsilonLogitsWarper, EtaLogitsWarper, TopHLo
 
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.sequence import Hooks, Sequence
 from h2o_flexgen.engine.sampling import processors, sampler
 from h2o_flexgen.engine.sampling.processors import Chooser, Group, Library
@@ -153,10 +153,10 @@ def test_greedy_rows_keep_to_one_max_over_the_batch(monkeypatch) -> None:
 @pytest.mark.slow
 def test_the_engine_does_without_transformers_for_the_usual_options() -> None:
     code = (
-        "import sys, torch\nfrom h2o_flexgen import LLM\n"
+        "import sys, torch\nfrom h2o_flexgen import Engine\n"
         "settings = dict(max_new_tokens=3, min_new_tokens=2, repetition_penalty=1.2, do_sample=True,"
         " temperature=0.7, top_k=9, top_p=0.9, min_p=0.1)\n"
-        "with LLM('demo') as llm:\n"
+        "with Engine('demo') as llm:\n"
         "    llm.generate([[2, 5]], **settings)\n"
         "    llm.generate_ids(torch.tensor([[2, 5]]), **settings)\n"
         "assert 'transformers' not in sys.modules\n"
@@ -309,7 +309,7 @@ def test_sampled_tokens_do_not_depend_on_block_shape(checkpoint) -> None:
     settings = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 12, "num_return_sequences": 2, "seed": 5}
     found = []
     for policy in ({"gpu_batch_size": 10}, {"gpu_batch_size": 1}, {"gpu_batch_size": 3, "num_gpu_batches": 2}):
-        with LLM(folder, dtype="float32", policy=policy) as llm:
+        with Engine(folder, dtype="float32", policy=policy) as llm:
             found.append([(o.index, o.sample, o.token_ids) for o in llm.generate(prompts, **settings)])
     assert found[0] == found[1] == found[2]
     assert found[0][0][2] != found[0][1][2]
@@ -328,7 +328,7 @@ def test_logits_that_are_not_finite_end_their_row_only(bad: float) -> None:
 
 def test_logprobs_are_those_of_the_model(checkpoint) -> None:
     _, folder = checkpoint("opt")
-    with LLM(folder, dtype="float32") as llm:
+    with Engine(folder, dtype="float32") as llm:
         output = llm.generate(prompts_of([9]), max_new_tokens=4, logprobs=3, ignore_eos=True)[0]
     assert len(output.logprobs) == len(output.top_logprobs) == 4
     for token, logprob, top in zip(output.token_ids, output.logprobs, output.top_logprobs, strict=True):

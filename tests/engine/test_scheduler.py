@@ -12,7 +12,7 @@ import torch
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from tests.engine.compare import History
 from tests.engine.ragged import LENGTHS, NEW, PROMPTS
@@ -27,7 +27,7 @@ SHAPES = [(5, 1), (3, 2), (1, 3), (2, 4), (1, 5)]
 
 def _alone(folder: str, eviction: EvictionConfig, params: list[SamplingParams]) -> list[RequestOutput]:
     """Every prompt in a GPU batch of its own that nobody shares; indices as in the call of all, so that seeds agree."""
-    with LLM(folder, dtype="float32", eviction=eviction, policy={"gpu_batch_size": 1}, seed=eviction.seed) as llm:
+    with Engine(folder, dtype="float32", eviction=eviction, policy={"gpu_batch_size": 1}, seed=eviction.seed) as llm:
         rows = llm._reader().read(PROMPTS, params)
         return [llm._output(row) for each in rows for row in llm._run([each])]
 

@@ -16,9 +16,9 @@ from h2o_flexgen.cache.lengths import slots_needed
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.batching.scheduler import WaitingQueue, in_order
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.execution import block
 from h2o_flexgen.engine.execution.executor import Executor
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.schedule.tasks import ScheduleShape, Tick
 from tests.engine.ragged import LENGTHS, NEW, PROMPTS
 from tests.engine.ragged import params as _params
@@ -167,7 +167,7 @@ def test_progress_never_goes_back(checkpoint) -> None:
 def test_prompts_beyond_the_context_count_as_they_are_fed(checkpoint) -> None:
     heard: list[tuple[str, int, int]] = []
     eviction = EvictionConfig("streaming", budget=20, rolling_positions=True)
-    with LLM(checkpoint("llama-gqa")[1], dtype="float32", eviction=eviction) as llm:
+    with Engine(checkpoint("llama-gqa")[1], dtype="float32", eviction=eviction) as llm:
         context = llm.model.spec.max_positions
         llm.on_progress = lambda *what: heard.append(what)
         llm.generate([[3 + i % 40 for i in range(context + 9)]], max_new_tokens=3)

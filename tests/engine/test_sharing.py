@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import prompts_of
 
@@ -34,7 +34,7 @@ def test_shared_prefixes_change_nothing(policy: PolicyRow, shape: dict[str, int]
     prompts = _few_shot()
     outputs, computed = [], []
     for share in (True, False):
-        with LLM(folder, dtype="float32", eviction=policy.eviction(), policy=shape, share_prefixes=share) as llm:
+        with Engine(folder, dtype="float32", eviction=policy.eviction(), policy=shape, share_prefixes=share) as llm:
             outputs.append(llm.generate(prompts, **SETTINGS))
             computed.append(llm.last_record.computed_prompt_tokens)
             assert llm.last_record.prompt_tokens == sum(map(len, prompts))
@@ -50,7 +50,7 @@ def test_prompts_in_parts_change_nothing(policy: PolicyRow, checkpoint) -> None:
     outputs = []
     for chunk in (16, 2048):
         shape = {"gpu_batch_size": 5, "num_gpu_batches": 2, "prefill_chunk": chunk}
-        with LLM(folder, dtype="float32", eviction=policy.eviction(), policy=shape) as llm:
+        with Engine(folder, dtype="float32", eviction=policy.eviction(), policy=shape) as llm:
             outputs.append(llm.generate(prompts, **SETTINGS))
     _assert_same(*outputs)
 
@@ -60,7 +60,7 @@ def test_a_question_with_four_answers_is_computed_once(checkpoint) -> None:
     question, *answers = prompts_of([60, 3, 5, 2, 4], seed=4)
     pairs = [(question, answer[1:] or answer) for answer in answers]
     eviction = EvictionConfig("h2o", budget=20)
-    with LLM(folder, dtype="float32", eviction=eviction) as llm:
+    with Engine(folder, dtype="float32", eviction=eviction) as llm:
         together = llm.score(pairs)
         assert llm.last_record.computed_prompt_tokens == 60 + 3  # all but the last token once
         for pair, score in zip(pairs, together, strict=True):
@@ -69,7 +69,7 @@ def test_a_question_with_four_answers_is_computed_once(checkpoint) -> None:
 
 def test_samples_of_one_prompt_share_it(checkpoint) -> None:
     _, folder = checkpoint("opt")
-    with LLM(folder, dtype="float32") as llm:
+    with Engine(folder, dtype="float32") as llm:
         many = llm.generate(prompts_of([50]), do_sample=True, num_return_sequences=4, max_new_tokens=6)
         assert llm.last_record.computed_prompt_tokens == 49 + 4
         alone = llm.generate(prompts_of([50]), do_sample=True, num_return_sequences=1, max_new_tokens=6)

@@ -14,8 +14,8 @@ import pytest
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.execution.stages import ActivationTransfer
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.state.backing import HiddenStore
 from h2o_flexgen.errors import PlanError, UsageError
 from tests.tiny import prompts_of
@@ -45,17 +45,17 @@ def expected(checkpoint):
     def make(model: str, eviction: EvictionConfig) -> list[list[int]]:
         key = model, eviction.name
         if key not in made:
-            with LLM(checkpoint(model)[1], dtype="float32", eviction=eviction, policy={"gpu_batch_size": 1}) as llm:
+            with Engine(checkpoint(model)[1], dtype="float32", eviction=eviction, policy={"gpu_batch_size": 1}) as llm:
                 made[key] = [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
         return made[key]
 
     return make
 
 
-def several(folder: str, gpus: int, place: str, block: tuple[int, int], **settings: Any) -> LLM:
+def several(folder: str, gpus: int, place: str, block: tuple[int, int], **settings: Any) -> Engine:
     policy = {**PLACES[place], "gpu_batch_size": block[0], "num_gpu_batches": block[1]}
     engine = {"dtype": "float32", "eviction": H2O, "emulate_gpu": "1GiB", **settings}
-    return LLM(folder, num_gpus=gpus, policy=policy, **engine)
+    return Engine(folder, num_gpus=gpus, policy=policy, **engine)
 
 
 CASES = [
@@ -100,7 +100,7 @@ def test_rows_that_finish_make_room_in_their_own_group(checkpoint) -> None:
     prompts = prompts_of(LENGTHS)
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in new]
     folder = checkpoint("opt")[1]
-    with LLM(folder, dtype="float32", eviction=H2O, policy={"gpu_batch_size": 1}) as llm:
+    with Engine(folder, dtype="float32", eviction=H2O, policy={"gpu_batch_size": 1}) as llm:
         alone = [output.token_ids for output in llm.generate(prompts, params)]
     for gpus, place, block in ((2, "resident", (2, 2)), (3, "all on cpu", (1, 4)), (2, "weights on cpu", (2, 1))):
         with several(folder, gpus, place, block) as llm:
@@ -112,7 +112,7 @@ def test_prompts_with_a_common_beginning_share_it_within_a_group(checkpoint) -> 
     header = prompts_of([40])[0]
     prompts = [header + tail[1:] for tail in prompts_of([6, 10, 4, 8], seed=1)]
     folder = checkpoint("llama")[1]
-    with LLM(folder, dtype="float32", eviction=H2O) as llm:
+    with Engine(folder, dtype="float32", eviction=H2O) as llm:
         alone = [output.token_ids for output in llm.generate(prompts, **SETTINGS)]
     with several(folder, 2, "all on cpu", (1, 4)) as llm:
         assert [output.token_ids for output in llm.generate(prompts, **SETTINGS)] == alone
@@ -123,12 +123,12 @@ def test_prompts_with_a_common_beginning_share_it_within_a_group(checkpoint) -> 
 
 def test_a_plan_by_rule_divides_the_work_and_each_gpu_has_its_cap(checkpoint, expected) -> None:
     folder = checkpoint("opt")[1]
-    with LLM(folder, dtype="float32", eviction=H2O, num_gpus=2, emulate_gpu="1GiB") as llm:
+    with Engine(folder, dtype="float32", eviction=H2O, num_gpus=2, emulate_gpu="1GiB") as llm:
         assert [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)] == expected("opt", H2O)
         plan, record = llm.last_plan, llm.last_record
     assert (plan.policy.gpu_batch_size, plan.policy.num_gpu_batches) == (5, 2)
     assert record.policy["weights"] == GPU
-    one, two = (LLM(folder, dtype="float32", num_gpus=n, emulate_gpu="1GiB") for n in (1, 2))
+    one, two = (Engine(folder, dtype="float32", num_gpus=n, emulate_gpu="1GiB") for n in (1, 2))
     workload = Workload(100, 20, 64)
     with one, two:
         held = [{i.what: i.nbytes for i in llm.plan(workload).footprint.items if i.tier == "gpu"} for llm in (one, two)]
@@ -136,9 +136,9 @@ def test_a_plan_by_rule_divides_the_work_and_each_gpu_has_its_cap(checkpoint, ex
         needed = two.plan(workload).footprint.total("gpu")
         policy = {**PLACES["resident"], **two.plan(workload).policy.to_json()}
     engine: dict[str, Any] = {"dtype": "float32", "num_gpus": 2, "policy": policy}
-    with LLM(folder, emulate_gpu=needed, **engine) as llm:
+    with Engine(folder, emulate_gpu=needed, **engine) as llm:
         assert llm.plan(workload).footprint.total("gpu") == needed
-    with LLM(folder, emulate_gpu=needed - 1, **engine) as llm, pytest.raises(PlanError, match="on the gpu tier"):
+    with Engine(folder, emulate_gpu=needed - 1, **engine) as llm, pytest.raises(PlanError, match="on the gpu tier"):
         llm.plan(workload)
 
 
@@ -197,14 +197,14 @@ def test_the_timeline_tells_the_devices_apart(checkpoint) -> None:
 def test_too_many_gpus_are_refused(checkpoint) -> None:
     folder = checkpoint("opt")[1]
     with pytest.raises(UsageError, match="--num-gpus is 2, and this run computes on the CPU"):
-        LLM(folder, num_gpus=2, device="cpu")
+        Engine(folder, num_gpus=2, device="cpu")
     with (
         pytest.raises(UsageError, match=r"--num-gpus is 9, and .* has 8 units"),
-        LLM(folder, num_gpus=9, emulate_gpu="1GiB") as llm,
+        Engine(folder, num_gpus=9, emulate_gpu="1GiB") as llm,
     ):
         llm.generate(prompts_of([5]), max_new_tokens=2)
     with pytest.raises(UsageError, match="--num-gpus"):
-        LLM(folder, num_gpus=0)
+        Engine(folder, num_gpus=0)
 
 
 @pytest.fixture(autouse=True)

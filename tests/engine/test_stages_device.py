@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.limits import devices
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.memory.cuda import Stream
 from h2o_flexgen.memory.pinned import PinnedPool
 from tests.engine.test_device import stop_at_races
@@ -30,20 +30,20 @@ class Pair:
         )
         self.races = self.first.races
 
-    def open(self, folder: str, place: str, patch: pytest.MonkeyPatch) -> LLM:
+    def open(self, folder: str, place: str, patch: pytest.MonkeyPatch) -> Engine:
         order_threads(self.first, patch)
         patch.setattr(devices, "open_gpu", lambda _: PinnedPool(self.first, others=[self.second]))
         policy = {**PLACES[place], "gpu_batch_size": 2, "num_gpu_batches": 5}
-        return LLM(folder, dtype="float32", eviction=H2O, num_gpus=2, emulate_gpu="1GiB", policy=policy)
+        return Engine(folder, dtype="float32", eviction=H2O, num_gpus=2, emulate_gpu="1GiB", policy=policy)
 
-    def tokens(self, llm: LLM) -> list[list[int]]:
+    def tokens(self, llm: Engine) -> list[list[int]]:
         with watched(self.first, self.second):
             return [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoint) -> list[list[int]]:
-    with LLM(checkpoint("llama")[1], dtype="float32", eviction=H2O) as llm:
+    with Engine(checkpoint("llama")[1], dtype="float32", eviction=H2O) as llm:
         return [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
 
 

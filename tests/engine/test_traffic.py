@@ -8,8 +8,8 @@ import pytest
 
 from h2o_flexgen.cache.kv_cache import CacheShape
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.execution import block
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.memory.handle import page_ceil
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind, Tick
@@ -48,7 +48,7 @@ def test_counted_bytes_equal_the_plan(name: str, case: str, checkpoint, monkeypa
     monkeypatch.setattr(block, "zigzag", recorded)
     policy = {**placement, "gpu_batch_size": ROWS, "num_gpu_batches": BATCHES}
     eviction = EvictionConfig("h2o", ratio=0.3)
-    with LLM(checkpoint(name)[1], dtype="float32", eviction=eviction, policy=policy, emulate_gpu=gpu) as llm:
+    with Engine(checkpoint(name)[1], dtype="float32", eviction=eviction, policy=policy, emulate_gpu=gpu) as llm:
         llm.generate(prompts_of([PROMPT] * ROWS * BATCHES), max_new_tokens=NEW, ignore_eos=True)
         moved, plan, spec = llm.last_record.bytes_moved, llm.last_plan, llm.model.spec
         homes = llm._loaded.stages[0].weights._locations

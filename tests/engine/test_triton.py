@@ -20,13 +20,13 @@ from h2o_flexgen.calibration import ticks
 from h2o_flexgen.calibration.bench import Bench
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.execution import cuda_graphs, executor
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.kernels import triton_decode, triton_prompt, triton_rotate
 from h2o_flexgen.models.decoder import Decoder
-from h2o_flexgen.schedule.recorded import FIRST_REPLAYED
+from h2o_flexgen.schedule.tasks import FIRST_REPLAYED
 from tests.cost.machines import KINDS, TINY, ticking
 from tests.kernels.tape import FakeGraph
 from tests.tiny import make_model, prompts_of, save
@@ -98,7 +98,7 @@ def answers(model: str, eviction: EvictionConfig, prompts: list[list[int]] = PRO
     engine = {"dtype": "float32", "policy": {"gpu_batch_size": 2}, **engine}
     each = new if isinstance(new, list) else [new] * len(prompts)
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True, logprobs=0) for count in each]
-    with LLM(model, eviction=eviction, seed=eviction.seed, **engine) as llm:
+    with Engine(model, eviction=eviction, seed=eviction.seed, **engine) as llm:
         return llm.generate(prompts, params)
 
 
@@ -181,7 +181,7 @@ def test_gpu_batches_and_changes(folder, log: list[str]) -> None:
 
 def plain(model: str, eviction: EvictionConfig, prompts: list[list[int]], params: Any, **engine: Any) -> Any:
     """Tokens of rows of which nothing else is asked."""
-    with LLM(model, eviction=eviction, dtype="float32", **engine) as llm:
+    with Engine(model, eviction=eviction, dtype="float32", **engine) as llm:
         return [(each.token_ids, each.finish_reason) for each in llm.generate(prompts, params)]
 
 
@@ -289,7 +289,7 @@ def test_a_recording_that_fails(
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, logprobs=0)
     with (
         caplog.at_level(logging.WARNING, cuda_graphs.__name__),
-        LLM(args[0], eviction=args[1], dtype="float32", policy={"gpu_batch_size": 2}) as llm,
+        Engine(args[0], eviction=args[1], dtype="float32", policy={"gpu_batch_size": 2}) as llm,
     ):
         assert_same(llm.generate(PROMPTS, params), expected)
         told = [warning for warning in llm.last_record.warnings if "CUDA graphs" in warning]

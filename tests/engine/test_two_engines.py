@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.limits import devices
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.memory.pinned import PinnedPool
 from tests.memory.fake_cuda import FakeDevice
 from tests.programs import write_model
@@ -31,33 +31,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def open_llm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
+def open_llm(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
     """Engines of a process that holds 100 MiB beside what they place."""
-    opened: list[LLM] = []
+    opened: list[Engine] = []
 
     def measured() -> int:
         return PROCESS + sum(used(llm) for llm in opened)
 
-    def make(**settings: Any) -> LLM:
-        opened.append(LLM(str(model), offload_dir=str(tmp_path / "offload"), **settings))
+    def make(**settings: Any) -> Engine:
+        opened.append(Engine(str(model), offload_dir=str(tmp_path / "offload"), **settings))
         return opened[-1]
 
     monkeypatch.setattr(devices, "before_placement", measured)
     return make
 
 
-def used(llm: LLM) -> int:
+def used(llm: Engine) -> int:
     """Bytes in the memory tiers of an engine."""
     stages = () if llm._loaded is None else llm._loaded.stages
     return sum(tier.used for tier in {tier for each in stages for tier in (each.tiers.cpu, each.tiers.compute)})
 
 
-def baseline(llm: LLM) -> int:
+def baseline(llm: Engine) -> int:
     return llm.plan(WORK).request.baseline
 
 
 @pytest.mark.parametrize("settings", [{}, {"emulate_gpu": "64MiB"}, {"emulate_gpu": "64MiB", "num_gpus": 2}], ids=str)
-def test_what_another_engine_holds_is_counted(settings: dict[str, Any], open_llm: Callable[..., LLM]) -> None:
+def test_what_another_engine_holds_is_counted(settings: dict[str, Any], open_llm: Callable[..., Engine]) -> None:
     with open_llm() as second:
         with open_llm(**settings) as first:
             assert baseline(second) == PROCESS
@@ -71,7 +71,7 @@ def test_what_another_engine_holds_is_counted(settings: dict[str, Any], open_llm
             assert baseline(second) == baseline(third) == PROCESS, "what is closed holds nothing"
 
 
-def test_caches_and_spare_memory_count_while_a_stream_goes_on(open_llm: Callable[..., LLM]) -> None:
+def test_caches_and_spare_memory_count_while_a_stream_goes_on(open_llm: Callable[..., Engine]) -> None:
     with open_llm(policy={"gpu_batch_size": 1, "num_gpu_batches": 1}) as first, open_llm() as second:
         stream = first.stream(PROMPTS, **SETTINGS)
         next(stream)
@@ -80,7 +80,7 @@ def test_caches_and_spare_memory_count_while_a_stream_goes_on(open_llm: Callable
         assert during > baseline(second) == PROCESS + used(first)
 
 
-def test_a_cap_that_holds_one_model_streams_the_other(open_llm: Callable[..., LLM]) -> None:
+def test_a_cap_that_holds_one_model_streams_the_other(open_llm: Callable[..., Engine]) -> None:
     cap = 106 * MIB
     with open_llm(cpu_mem=cap) as first, open_llm(cpu_mem=cap) as second:
         assert second.plan(WORK).policy.weights == {"cpu": 1.0}
@@ -91,7 +91,7 @@ def test_a_cap_that_holds_one_model_streams_the_other(open_llm: Callable[..., LL
         assert PROCESS + used(first) + second._loaded.peaks()["cpu"] <= cap
 
 
-def test_a_gpu_is_shared_too(open_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_shared_too(open_llm: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     """One whose memory is the host's: what is held there is held on it."""
     with open_llm() as first:
         first.generate(PROMPTS, **SETTINGS)

@@ -8,8 +8,8 @@ import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.config.work import PhaseWork, Work
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.schedule.work import CountedWork, PhaseWork
 from tests.engine.compare import History
 from tests.tiny import prompts_of
 
@@ -23,12 +23,13 @@ CPU, DISK, GPU = {"cpu": 1.0}, {"disk": 1.0}, {"gpu": 1.0}
 POLICY: dict[str, Any] = {"weights": CPU, "cache": CPU, "hidden": CPU, "gpu_batch_size": ROWS, "num_gpu_batches": 1}
 
 
-def _run(folder: str, new: int = NEW, count: int = ROWS, budget: int | None = 10, **settings: Any) -> LLM:
+def _run(folder: str, new: int = NEW, count: int = ROWS, budget: int | None = 10, **settings: Any) -> Engine:
     """An engine, closed, that has run equal prompts; `settings` beside those of POLICY, and emulate_gpu."""
     gpu = settings.pop("emulate_gpu", None)
     eviction = EvictionConfig() if budget is None else EvictionConfig("h2o", budget=budget)
     policy = {**POLICY, **settings}
-    with LLM(folder, dtype="float32", eviction=eviction, policy=policy, emulate_gpu=gpu, share_prefixes=False) as llm:
+    settings = {"eviction": eviction, "policy": policy, "emulate_gpu": gpu, "share_prefixes": False}
+    with Engine(folder, dtype="float32", **settings) as llm:
         llm.generate(prompts_of([PROMPT] * count), max_new_tokens=new, ignore_eos=True)
     return llm
 
@@ -135,7 +136,7 @@ def test_what_caches_held_when_rows_come_and_go(budget: int | None, batches: int
     eviction = EvictionConfig() if budget is None else EvictionConfig("h2o", budget=budget)
     policy = {**POLICY, "num_gpu_batches": batches, "gpu_batch_size": 3}
     params = [SamplingParams(max_new_tokens=each, ignore_eos=True) for each in new]
-    with LLM(checkpoint()[1], dtype="float32", eviction=eviction, policy=policy, share_prefixes=False) as llm:
+    with Engine(checkpoint()[1], dtype="float32", eviction=eviction, policy=policy, share_prefixes=False) as llm:
         llm.generate(prompts_of(lengths), params)
     work = llm.last_work
     seen = 0
@@ -154,14 +155,14 @@ def test_what_caches_held_when_rows_come_and_go(budget: int | None, batches: int
         assert min([*phase.cache_tokens.values(), *phase.cache_calls.values(), *phase.products.values()]) >= 0
 
 
-def _both(work: Work, amount: Any) -> float:
+def _both(work: CountedWork, amount: Any) -> float:
     phases: list[PhaseWork] = [work.prefill, work.decode]
     return sum(amount(phase) for phase in phases)
 
 
 def test_a_window_bounds_what_is_read(checkpoint) -> None:
     """Gemma's local layers see 12 tokens, whatever the cache; the keys of their prompts' queries likewise."""
-    with LLM(checkpoint("gemma3")[1], dtype="float32", policy=POLICY, share_prefixes=False) as llm:
+    with Engine(checkpoint("gemma3")[1], dtype="float32", policy=POLICY, share_prefixes=False) as llm:
         llm.generate(prompts_of([PROMPT] * ROWS), max_new_tokens=NEW, ignore_eos=True)
         spec = llm.model.spec
     windows = [spec.arch.window_of(layer) for layer in range(spec.num_layers)]

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import OPTForCausalLM
 
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.planning.llm import LLM
 from tests.tiny import VOCAB, make_opt, save
 
 POSITIONS = 128

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
 from h2o_flexgen.evaluation.quality import cut_windows, likelihood
 from h2o_flexgen.evaluation.settings import EvaluationSettings, read_text
+from h2o_flexgen.planning.llm import LLM
 from tests.evaluation.conftest import POSITIONS, make_tiny
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import RecallTally
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluation.quality import answered, recall
 from h2o_flexgen.evaluation.settings import Question, read_cases, read_text, spread
+from h2o_flexgen.planning.llm import LLM
 from tests.tiny import make_opt, save
 
 

@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from h2o_flexgen.config.reports.quality import StreamReport, StreamRow
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluate import main
 from h2o_flexgen.evaluation.settings import EvaluationSettings, StreamSettings
 from h2o_flexgen.evaluation.stream import cut_streams, evaluate_streams
+from h2o_flexgen.planning.llm import LLM
 from h2o_flexgen.reporting.plots import plot_stream
 from h2o_flexgen.reporting.tables import stream_table
 from tests.evaluation.conftest import random_words, write_tokenizer

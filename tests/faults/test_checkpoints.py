@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from h2o_flexgen.engine import llm
+from h2o_flexgen.engine import engine
 from tests.programs import CONFIG, Run, tensors
 
 WEIGHTS = "model.safetensors"
@@ -28,7 +28,7 @@ Refused = Callable[..., None]
 @pytest.fixture
 def refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> Refused:
     """Runs on a folder that must be refused, before memory is taken for its weights, with all of `words`."""
-    monkeypatch.setattr(llm, "load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(engine, "load", lambda *_: pytest.fail("weights were loaded"))
 
     def call(model: Path, *words: str) -> None:
         ran = run("--model", model, "--prompt", "abc")

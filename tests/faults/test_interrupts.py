@@ -16,7 +16,7 @@ import pytest
 
 from h2o_flexgen.checkpoint.reader import CheckpointSource
 from h2o_flexgen.engine.execution.executor import Executor
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.planning.llm import LLM
 from h2o_flexgen.schedule.tasks import Task
 from tests.programs import Child, answers, left_in, until
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.planning.llm import LLM
 from tests.faults.test_interrupts import slow_steps
 from tests.programs import Child, Run, answers, left_in, until
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.engine import llm
+from h2o_flexgen.engine import engine
 from h2o_flexgen.engine.limits import devices
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.planning.llm import LLM
 from tests.programs import Run, write_model
 from tests.tiny import prompts_of
 
@@ -112,7 +112,7 @@ def test_row_25_a_plan_that_does_not_fit_names_the_smallest_cap_that_works(
 ) -> None:
     more = ("--hidden-placement", "cpu", "--cache-placement", "cpu") if tier == "cpu" and len(caps) > 2 else ()
     with monkeypatch.context() as patch:
-        patch.setattr(llm, "load", no_loading)
+        patch.setattr(engine, "load", no_loading)
         ran = run("--model", model, *WORK, *caps, *more)
     assert (ran.code, ran.out) == (5, "")
     assert re.search(rf"error: the plan needs \S+ [KMG]iB on the {tier} tier, and its cap is ", ran.err), ran.err

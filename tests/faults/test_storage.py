@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.engine.execution.executor import Executor
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.disk import Syscalls
 from h2o_flexgen.memory.rundir import OffloadDir
+from h2o_flexgen.planning.llm import LLM
 from tests.programs import Child, Run, answers, left_in
 
 DISK_CACHE = ("--cache-placement", "disk", "--gpu-batch-size", 2, "--num-gpu-batches", 2)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from h2o_flexgen import SamplingParams
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.execution import cuda_graphs
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import prompts_of
@@ -39,7 +39,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 def answers(folder: str, policy: PolicyRow, shape: dict[str, int], **settings: Any) -> list[RequestOutput]:
     eviction = policy.eviction(**({"budget": 9} if policy.name != "full" else {}))
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True, logprobs=0) for count in NEW]
-    with LLM(folder, device="cuda", eviction=eviction, seed=3, policy={**GPU, **shape}, **settings) as llm:
+    with Engine(folder, device="cuda", eviction=eviction, seed=3, policy={**GPU, **shape}, **settings) as llm:
         found = llm.generate(PROMPTS, params)
         assert llm.last_record is not None
         assert not [said for said in llm.last_record.warnings if "computed by torch" in said]

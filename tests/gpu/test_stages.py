@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from tests.tiny import prompts_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -32,10 +32,10 @@ def test_the_tokens_of_one_device(name: str, place: str, devices: tuple[int, int
     monkeypatch.setattr(devices, "resolve_devices", lambda config, first: found)
     folder, settings = checkpoint(name)[1], {"max_new_tokens": 20, "ignore_eos": True}
     engine: dict[str, Any] = {"dtype": "float32", "eviction": EvictionConfig("h2o", ratio=0.3), "device": "cuda"}
-    with LLM(folder, policy={**PLACES["resident"], "gpu_batch_size": 8}, **engine) as llm:
+    with Engine(folder, policy={**PLACES["resident"], "gpu_batch_size": 8}, **engine) as llm:
         alone = [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **settings)]
     policy = {**PLACES[place], "gpu_batch_size": 2, "num_gpu_batches": 4}
-    with LLM(folder, num_gpus=2, policy=policy, **engine) as llm:
+    with Engine(folder, num_gpus=2, policy=policy, **engine) as llm:
         for _ in range(2):
             assert [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **settings)] == alone
         assert llm.last_record.bytes_moved["gpu->gpu"] > 0

@@ -13,7 +13,7 @@ import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from tests.gpu.decisions import CLOSE, Run, fault, watched
 from tests.gpu.device import CUDA, engine_settings, on_a_gpu
@@ -61,7 +61,7 @@ def outputs(
     folder: str, eviction: EvictionConfig, machine: dict[str, Any], policy: dict[str, Any], likeliest: int = 0
 ) -> list[RequestOutput]:
     """Of ragged prompts, with their log-probabilities and those of the likeliest tokens."""
-    with LLM(folder, dtype="float32", eviction=eviction, policy=policy, seed=eviction.seed, **machine) as llm:
+    with Engine(folder, dtype="float32", eviction=eviction, policy=policy, seed=eviction.seed, **machine) as llm:
         found = llm.generate(prompts_of(LENGTHS), max_new_tokens=NEW, ignore_eos=True, logprobs=likeliest)
         record = llm.last_record
     assert record is not None
@@ -120,7 +120,7 @@ def test_rows_that_finish_make_room_for_others(checkpoint) -> None:
     """Lengths that differ: batches shrink and are filled again, which changes shapes between steps."""
     answers = []
     for machine in ({"device": "cpu"}, engine_settings()):
-        with LLM(checkpoint("opt")[1], dtype="float32", policy={"gpu_batch_size": 3}, **machine) as llm:
+        with Engine(checkpoint("opt")[1], dtype="float32", policy={"gpu_batch_size": 3}, **machine) as llm:
             params = [SamplingParams(max_new_tokens=3 + 5 * (i % 4), ignore_eos=True) for i in range(len(LENGTHS))]
             rows = [llm.generate([p], each)[0] for p, each in zip(prompts_of(LENGTHS), params, strict=True)]
             together = llm.generate(prompts_of(LENGTHS), params)
@@ -131,7 +131,7 @@ def test_rows_that_finish_make_room_for_others(checkpoint) -> None:
 
 def test_an_engine_can_be_used_again(checkpoint) -> None:
     """A second call of another shape, and the first one's work once more: what was captured or kept does not leak."""
-    with LLM(
+    with Engine(
         checkpoint("opt")[1], dtype="float32", eviction=EvictionConfig("h2o", ratio=0.3), **engine_settings()
     ) as llm:
         first = [o.token_ids for o in llm.generate(prompts_of(LENGTHS), max_new_tokens=NEW, ignore_eos=True)]
@@ -147,6 +147,6 @@ def test_half_precision_scores_like_float32(dtype: str, checkpoint) -> None:
     pairs = [(prompt, [5, 9, 40, 7]) for prompt in prompts_of(LENGTHS)]
     scores = {}
     for kind in ("float32", dtype):
-        with LLM(checkpoint("opt")[1], dtype=kind, device="cuda") as llm:
+        with Engine(checkpoint("opt")[1], dtype=kind, device="cuda") as llm:
             scores[kind] = [score.logprob for score in llm.score(pairs)]
     assert scores[dtype] == pytest.approx(scores["float32"], rel=0.1, abs=1.0)

@@ -17,6 +17,7 @@ from h2o_flexgen.kernels import KeysValues, prompt, torch_attention
 from h2o_flexgen.kernels.native import why_not
 from h2o_flexgen.kernels.types import PrefillAttention
 from h2o_flexgen.schedule import workspace
+from h2o_flexgen.schedule.request import BlockShape, Caps, PlanRequest
 from tests.oracles import attention as reference
 from tests.schedule.test_workspace import Live
 from tests.seeds import torch_generator
@@ -243,7 +244,8 @@ def test_the_footprint_allows_what_it_takes(
         pad_token_id=1,
     )
     policy = OffloadPolicy(n, prefill_chunk=max(16, n * length))
-    block = workspace.BlockShape.of(spec, Workload(total, 1, n), policy, EvictionConfig(), "bfloat16", "cpu")
+    asked = PlanRequest(spec, Workload(total, 1, n), EvictionConfig(), "bfloat16", Caps(), "cpu")
+    block = BlockShape(asked, policy)
     torch.set_num_threads(64)  # on any number of cores
     qkv, past = make(n, heads, kv_heads, length, d), make_past(kv_heads, before, d)
     with Live() as live:

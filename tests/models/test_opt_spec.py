@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import OPTConfig, OPTForCausalLM
 
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.config.work import PhaseWork
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models import opt
 from h2o_flexgen.models.families import FAMILIES, checkpoint_names, family_of, ignored_names, spec_from_config
+from h2o_flexgen.schedule.work import PhaseWork
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -15,7 +15,7 @@ def bytes_on(program: Program, shares: Mapping[str, Mapping[str, float]]) -> dic
             total[tier] += nbytes * shares[kind].get(home, 0.0)
     buffers: dict[tuple[str, str, str], float] = {}
     for charge in program.charges:
-        if shares[charge.kind].get(charge.home, 0.0) > 0:
+        if shares[charge.kind].get(charge.on, 0.0) > 0:
             key = (charge.kind, charge.tier, charge.what)
             buffers[key] = max(buffers.get(key, 0.0), charge.nbytes)
     for (_, tier, _), nbytes in buffers.items():

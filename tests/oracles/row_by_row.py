@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from h2o_flexgen.schedule.tasks import ActiveBatches, LastStep, ScheduleShape, Tick
-from h2o_flexgen.schedule.zigzag import walk
+from h2o_flexgen.schedule.tasks import ActiveBatches, LastStep, ScheduleShape, Task, TaskKind, Tick
+from h2o_flexgen.schedule.zigzag import WeightStream, state_loads, state_stores, still_active
 
 
 def row_by_row(
@@ -16,4 +16,26 @@ def row_by_row(
     Streamed weights are read once per GPU batch and step instead of once per step; hidden states never move. Laziness,
     read-ahead, `active` and `last` are those of `zigzag`.
     """
-    return walk(shape, active, last, lambda batches: [(batch,) for batch in batches])
+    weights = WeightStream(shape, shape.units)
+    batches: Sequence[int] = range(shape.num_batches)
+    stores: tuple[Task, ...] = ()
+    index = 0
+    for step in range(shape.num_steps):
+        batches = batches if active is None else still_active(active(step), batches, step)
+        if not batches:
+            break
+        ends = step == shape.num_steps - 1 or (last is not None and last(step))
+        for batch in batches:
+            last_of_step = batch == batches[-1]
+            weights.start_pass(step + last_of_step, goes_on=not (ends and last_of_step))
+            for unit, following in zip(shape.units, [*shape.units[1:], None], strict=True):
+                loads = weights.loads(unit, state_loads(shape, step, (following, batch), 1) if following else ())
+                compute = Task(TaskKind.COMPUTE, step, unit.index, batch)
+                yield Tick(index, loads, compute, stores, weights.frees(step, unit))
+                stores = state_stores(shape, compute, ends, 1)
+                index += 1
+        if ends:
+            break
+    frees = weights.drain()
+    if stores or frees:
+        yield Tick(index, (), None, stores, frees)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.offload import Kernels, OffloadPolicy
 from h2o_flexgen.config.placement import place
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.schedule.footprint import Footprint, footprint
+from h2o_flexgen.schedule.request import Caps, PlanRequest
 from tests.cost.machines import TINY
 
 SPEC = TINY
@@ -21,18 +24,13 @@ def measure(
     compute: str = "gpu",
     spec: ModelSpec = SPEC,
     workload: Workload = WORKLOAD,
-    **others,
+    kernels: Kernels = Kernels.CPU,
+    baseline: int = 0,
+    unit_bytes: dict[str, int] | None = None,
 ) -> Footprint:
-    return footprint(
-        spec,
-        workload,
-        policy,
-        eviction or EvictionConfig(),
-        dtype="float16",
-        compute_tier=compute,
-        assignment=place(spec, policy, "float16"),
-        **others,
-    )
+    caps, triton = Caps(emulated=kernels is Kernels.CPU), kernels is Kernels.TRITON
+    asked = PlanRequest(spec, workload, eviction or EvictionConfig(), "float16", caps, compute, triton=triton)
+    return footprint(replace(asked, baseline=baseline), policy, place(spec, policy, "float16"), unit_bytes)
 
 
 def amounts(foot: Footprint) -> dict[tuple[str, str], int]:

@@ -14,6 +14,7 @@ from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 from h2o_flexgen.config.placement import place
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.schedule.footprint import Footprint, Item, footprint
+from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.schedule.weight_room import weight_room
 from tests.schedule.footprints import PAGE, SPEC, WORKLOAD, amounts, measure, pages
 
@@ -109,15 +110,8 @@ def test_a_windowed_layer_has_slots_of_its_own(eviction: EvictionConfig, slots: 
 def test_buffers_are_for_caches_that_move() -> None:
     placed = place(WINDOWED, OffloadPolicy(4, 2), "float16")
     placed = dataclasses.replace(placed, cache={(layer, k): ("gpu", "cpu")[layer] for layer, k in placed.cache})
-    foot = footprint(
-        WINDOWED,
-        WORKLOAD,
-        OffloadPolicy(4, 2),
-        EvictionConfig(),
-        dtype="float16",
-        compute_tier="gpu",
-        assignment=placed,
-    )
+    asked = PlanRequest(WINDOWED, WORKLOAD, EvictionConfig(), "float16", Caps(), "gpu")
+    foot = footprint(asked, OffloadPolicy(4, 2), placed)
     assert amounts(foot)["gpu", "cache buffers"] == 3 * pages(2 * 4 * 64 * 9 * 2), "the windowed layer's only"
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.kernels import Kernels
 from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
-from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.offload import Kernels, OffloadPolicy
 from h2o_flexgen.config.workload import Workload
 from tests.schedule.footprints import SPEC, amounts, measure, pages
 

@@ -11,23 +11,22 @@ import pytest
 import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.kernels import Kernels
-from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.offload import Kernels, OffloadPolicy
 from h2o_flexgen.config.placement import place
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.cost.request import SearchRequest
+from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.search import search
-from h2o_flexgen.engine.limits.plan import Caps, Plan, PlanRequest, automatic, make_plan
+from h2o_flexgen.engine.limits.plan import Plan, by_rule, make_plan
 from h2o_flexgen.kernels import KeysValues, prompt, torch_attention
 from h2o_flexgen.schedule import workspace
-from h2o_flexgen.schedule.workspace import BlockShape
+from h2o_flexgen.schedule.footprint import footprint
+from h2o_flexgen.schedule.request import BlockShape, Caps, PlanRequest
 from tests.cost.machines import TINY, profile, rates
 from tests.schedule.test_workspace import Live
 
 LARGE = replace(TINY, num_heads=32, num_kv_heads=32, head_dim=64, max_positions=20_000)
 LONG = Workload(5000, 8, 24)
 H2O = EvictionConfig("h2o", 0.2)
-ALL = frozenset({"gpu_batch_size", "num_gpu_batches", "weights", "cache", "hidden"})
 
 DEVICES: dict[str, tuple[dict[str, Any], int, int]] = {
     "cpu": ({"compute_tier": "cpu"}, 2048, 1 << 20),
@@ -43,10 +42,8 @@ def request(**changes: Any) -> PlanRequest:
     return PlanRequest(**{**usual, **changes})
 
 
-def question(asked: PlanRequest, **fixed: Any) -> SearchRequest:
-    both = profile({"cpu": rates(), "gpu": rates()})
-    work = asked.spec, asked.workload, asked.eviction, asked.dtype, {}, asked.compute_tier, both, fixed
-    return SearchRequest(*work, emulated=asked.caps.emulated, triton=asked.triton)
+def question(asked: PlanRequest, **fixed: Any) -> PlanRequest:
+    return replace(asked, profile=profile({"cpu": rates(), "gpu": rates()}), fixed=fixed)
 
 
 def item(plan: Plan, what: str) -> int:
@@ -62,11 +59,12 @@ def test_prompts_are_cut_by_the_device_in_plan_footprint_and_cost(device: str) -
     assert plan.policy.prefill_chunk == chunk
     keys = (chunk + 2 * 5000) * LARGE.kv_bytes_per_token_and_layer("bfloat16")
     assert item(plan, "prompt K and V of one layer") == keys
-    assert automatic(asked, OffloadPolicy(), ALL).policy.prefill_chunk == chunk
+    assert by_rule(asked).policy.prefill_chunk == chunk
     searched = question(asked)
     assert search(searched).policy.prefill_chunk == chunk
-    assert searched.footprint(plan.policy, plan.placement) == plan.footprint
-    products = [term.name for term in searched.model(plan.policy, plan.placement).terms() if "products" in term.name]
+    assert footprint(searched, plan.policy, plan.placement) == plan.footprint
+    terms = CostModel(searched, plan.policy, plan.placement).terms()
+    products = [term.name for term in terms if "products" in term.name]
     assert f"attn: products of {chunk} rows" in products
 
 
@@ -90,7 +88,7 @@ def test_where_there_is_no_room_prompts_are_cut_smaller() -> None:
         assert plan.policy.prefill_chunk == size
         assert plan.shortage() is None
         both = {"gpu_batch_size": 4, "num_gpu_batches": 1, "weights": {"gpu": 1.0}, "cache": {"gpu": 1.0}}
-        found = search(replace(question(request(compute_tier="gpu"), **both), caps={"gpu": cap}))
+        found = search(question(request(compute_tier="gpu", caps=Caps(gpu=cap)), **both))
         assert found.policy.prefill_chunk == size
         assert found.footprint == plan.footprint
     assert make_plan(request(compute_tier="gpu", caps=Caps(gpu=small - 1)), policy).shortage() is not None
@@ -129,7 +127,8 @@ SHAPES = [(24, 2048, 0), (1, 20_000, 0), (4, 500, 1500), (1, 3000, 9000), (64, 1
 def block(rows: int, length: int, before: int, kernels: Kernels) -> BlockShape:
     policy = OffloadPolicy(max(rows, 1 + bool(before)), prefill_chunk=max(16, rows * length))
     work = Workload(before + length, 1)
-    return BlockShape.of(LARGE, work, policy, H2O, "bfloat16", "gpu", kernels)
+    asked = request(workload=work, compute_tier="gpu", triton=kernels is Kernels.TRITON)
+    return BlockShape(asked, policy)
 
 
 def attended(prefill: Prefill, rows: int, length: int, before: int, device: str) -> Live:

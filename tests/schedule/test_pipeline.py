@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.models.families import spec_from_config
-from h2o_flexgen.schedule.pipeline import pipeline
-from h2o_flexgen.schedule.stages import stages_of
+from h2o_flexgen.schedule.pipeline import pipeline, stages_of
 from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, Tick
 from h2o_flexgen.schedule.zigzag import zigzag
 from tests.oracles.schedule import ScheduleError, check

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.config.checks import known_keys, whole
-from h2o_flexgen.config.flags import called
+from h2o_flexgen.config.flags import called, flag
 from h2o_flexgen.config.hardware.rates import ComputeRates, Curve, GemmShape, LinkRate
 from h2o_flexgen.config.model.known import configs_folder
-from h2o_flexgen.config.model.products import all_products
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import dtype_bytes
 from h2o_flexgen.config.offload import TIERS
@@ -220,8 +219,36 @@ def _gpu(profile: HardwareProfile) -> int:
 
 def _measured(profile: HardwareProfile, spec: ModelSpec) -> bool:
     """Whether all products of `spec` were measured, on every device."""
-    wanted = set(all_products(spec))
+    wanted = set(spec.all_products)
     return all(
         wanted <= {(shape.out_features, shape.in_features) for shape in rates.shapes}
         for rates in profile.compute.values()
+    )
+
+
+@dataclass(frozen=True)
+class PlanningConfig:
+    """What a program does to know how fast the machine is.
+
+    hardware   a shipped profile's name, or a file; None: what was calibrated on this machine
+    calibrate  True: calibrate it now, if that was never done; False: never; None: only where something has to move
+    """
+
+    hardware: str | None = field(
+        default=None,
+        metadata=flag(
+            "--hardware",
+            help="plan on the rates of another machine (t4, a100, h200), or of a file that calibrate wrote",
+            metavar="NAME|FILE",
+            unset="this machine, as calibrated",
+        ),
+    )
+    calibrate: bool | None = field(
+        default=None,
+        metadata=flag(
+            "--calibrate",
+            help="measure this machine first, for about 45 s, unless that was done before; without its rates plans go "
+            "by rule and nothing is predicted",
+            unset="where not everything fits beside the compute",
+        ),
     )

@@ -100,7 +100,7 @@ class ComputeRates:
 
     gemm_flops          FLOP/s over the number of rows, weights large and not in any cache: for shapes not in `shapes`
     memory_bytes_per_s  of streaming reads: no product is faster than its weight can be read
-    shapes              products at the shapes of a model (`config.model.products`), where they were measured
+    shapes              products at the shapes of a model (`ModelSpec.products`), where they were measured
     decode_attention    seconds of one `KVCache.attend` (all rows and heads of a GPU batch in one layer), its fixed cost
                         included, over the bytes of K and V it reads. `scored`: by a policy that evicts by score, so
                         with probability rows, their sum, and the choice of what goes
@@ -115,7 +115,7 @@ class ComputeRates:
     tick_s              what a tick takes beyond all of the above, by kind of unit (`UNIT_KINDS`): its tasks issued, its
                         kernels started, products slower in a row than alone. Seconds, or a curve over the tick's
                         tokens, measured in decode ticks of the engine
-    graph_tick_s        the same of decode steps that are recorded once and launched as a whole (`schedule.recorded`):
+    graph_tick_s        the same of decode steps that are recorded once and launched as a whole (`schedule.tasks`):
                         seconds over a tick's tokens, of whatever unit, their mean. None: no steps are recorded
     sample_s            of choosing one row's token, greedily, beside the output head's product
     fresh_bytes_per_s   of the first write to memory that the system has just given, as the caches of a call's first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
@@ -21,6 +21,13 @@ class UnitSpec:
     kind: Literal["embed", "attn", "mlp", "head"]
     layer: int | None
     weights: str
+
+
+class Product(NamedTuple):
+    """x (rows, in_features) times a weight (out_features, in_features)."""
+
+    out_features: int
+    in_features: int
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,27 @@ class ModelSpec:
     def bridged(self) -> bool:
         """Whether project_in and project_out are there."""
         return self.embed_dim != self.hidden_size
+
+    def products(self, kind: str) -> tuple[Product, ...]:
+        """The matrix products of one unit, "embed", "attn", "mlp" or "head", in the order of computation.
+
+        Projections of one input are one product, as they are where the engine lays out the buffer itself.
+        """
+        hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if kind == "embed":
+            return (Product(hidden, self.embed_dim),) if self.bridged else ()
+        if kind == "attn":
+            return Product(query + 2 * kv, hidden), Product(hidden, query)
+        if kind == "mlp":
+            return Product(self.ffn_size * (2 if self.arch.gated_mlp else 1), hidden), Product(hidden, self.ffn_size)
+        vocab = Product(self.vocab_size, self.embed_dim)
+        return (Product(self.embed_dim, hidden), vocab) if self.bridged else (vocab,)
+
+    @property
+    def all_products(self) -> tuple[Product, ...]:
+        """The products of all units, each shape once."""
+        kinds = ("attn", "mlp", "head", "embed")
+        return tuple(dict.fromkeys(product for kind in kinds for product in self.products(kind)))
 
 
 def _embed_tensors(spec: ModelSpec) -> tuple[TensorSpec, ...]:

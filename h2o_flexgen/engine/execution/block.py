@@ -26,9 +26,9 @@ from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.kv_store import CacheMaker, Place
 from h2o_flexgen.engine.state.loader import LoadedStage
 from h2o_flexgen.models.decoder import Decoder
-from h2o_flexgen.schedule.host_attention import prompt_bytes
 from h2o_flexgen.schedule.pipeline import pipeline
 from h2o_flexgen.schedule.tasks import ScheduleShape, Tick, groups_of
+from h2o_flexgen.schedule.workspace import prompt_bytes
 from h2o_flexgen.schedule.zigzag import zigzag
 
 

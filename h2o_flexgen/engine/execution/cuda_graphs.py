@@ -30,7 +30,7 @@ from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.sampling.sampler import pack
 from h2o_flexgen.kernels.triton_available import interpreting
-from h2o_flexgen.schedule.recorded import PATIENCE
+from h2o_flexgen.schedule.tasks import PATIENCE
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,7 @@ from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.kv_store import BatchCache, CacheMaker
 from h2o_flexgen.models.decoder import Decoder, Weights
 from h2o_flexgen.models.rotary import Angles, Rotary
-from h2o_flexgen.schedule.recorded import recordable
-from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
+from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick, recordable
 
 
 class _StageGroup(NamedTuple):

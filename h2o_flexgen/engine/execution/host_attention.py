@@ -29,7 +29,8 @@ from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.models.decoder import Decoder, Weights
-from h2o_flexgen.schedule.host_attention import (
+from h2o_flexgen.schedule.tasks import Task
+from h2o_flexgen.schedule.workspace import (
     FILL_BUFFERS,
     HOST_ATTENTION,
     answer_bytes,
@@ -37,7 +38,6 @@ from h2o_flexgen.schedule.host_attention import (
     output_bytes,
     query_bytes,
 )
-from h2o_flexgen.schedule.tasks import Task
 
 
 class _Desk(NamedTuple):

@@ -25,7 +25,7 @@ from h2o_flexgen.memory.handle import page_ceil, torch_dtype
 from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.models.decoder import Decoder
-from h2o_flexgen.schedule.stage_footprint import LEAVING, most_arrivals
+from h2o_flexgen.schedule.footprint import LEAVING, most_arrivals
 
 
 class _Arrival(NamedTuple):

@@ -17,7 +17,6 @@ import psutil
 import torch
 
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.engine.limits.plan import Caps
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.memory.cuda import Device, open_device
@@ -25,6 +24,7 @@ from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
 from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.memory.pinned import PinnedPool, lockable_memory
 from h2o_flexgen.memory.tiers import Tier
+from h2o_flexgen.schedule.request import Caps
 from h2o_flexgen.units import format_bytes
 
 DEFAULT_OFFLOAD_DIR = "~/.cache/h2o_flexgen/offload"

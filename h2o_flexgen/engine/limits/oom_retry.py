@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.engine.limits.plan import Caps, Plan, Planner, PlanRequest
+from h2o_flexgen.engine.limits.plan import Plan, Planner
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.errors import PlanError, is_out_of_memory
+from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -45,20 +45,21 @@ class OomRetry:
         if not self._caps:
             return planner
 
-        def plan(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Plan:
+        def plan(request: PlanRequest) -> Plan:
             smaller = replace(request, caps=self._lowered(request.caps))
             try:
                 try:
-                    return planner(smaller, fixed, free)
+                    return planner(smaller)
                 except PlanError:
-                    if free >= _SHAPE:
+                    if request.free >= _SHAPE:
                         raise
-                return planner(smaller, fixed, free | _SHAPE)
+                fixed = {name: value for name, value in request.fixed.items() if name not in _SHAPE}
+                return planner(replace(smaller, fixed=fixed))
             except PlanError as error:
                 if not self._tried:
                     # The lesson was another call's. What fits its memory is not known to fail.
                     self._caps.clear()
-                    return planner(request, fixed, free)
+                    return planner(request)
                 raise self._given_up(str(error).partition("\n")[0]) from error
 
         return plan

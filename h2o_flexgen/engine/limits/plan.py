@@ -8,76 +8,21 @@ checked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.kernels import Kernels
-from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.placement import Placement, cache_slots, place
-from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.config.placement import KINDS, Placement
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.schedule.footprint import Footprint, footprint
-from h2o_flexgen.schedule.stage_footprint import stage_footprint
-from h2o_flexgen.schedule.stages import stages_of
-from h2o_flexgen.schedule.tasks import groups_of
-from h2o_flexgen.schedule.workspace import BlockShape
-from h2o_flexgen.units import GIB, MIB, format_bytes
+from h2o_flexgen.schedule.request import PlanRequest
+from h2o_flexgen.units import format_bytes, size_at_least
 
-DEFAULT_BATCH = 32  # rows at which GEMMs of a decode step come close to their full rate
-MOST_BATCHES = (
-    8  # GPU batches per block when weights stream: each halves the weight bytes per token, ever less worth it
-)
-
-
-@dataclass(frozen=True)
-class Caps:
-    """Bytes each tier may hold; None: no limit. `emulated`: the gpu is host memory, capped by --emulate-gpu.
-
-    `why` says of each tier where its cap comes from.
-    """
-
-    gpu: int | None = None
-    cpu: int | None = None
-    disk: int | None = None
-    emulated: bool = False
-    why: Mapping[str, str] = field(default_factory=dict, compare=False)
-
-    def of(self, tier: str) -> int | None:
-        return {"gpu": self.gpu, "cpu": self.cpu, "disk": self.disk}[tier]
-
-    def flag(self, tier: str) -> str:
-        """The flag that sets the cap of `tier`."""
-        gpu = "--emulate-gpu" if self.emulated else "--gpu-mem"
-        return {"gpu": gpu, "cpu": "--cpu-mem", "disk": "--nvme-mem"}[tier]
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """What a plan is made for. `baseline`: host bytes the process holds before anything is placed; `num_gpus`: that the
-    units are divided among; `triton`: whether it serves the GPU, if a real one computes."""
-
-    spec: ModelSpec
-    workload: Workload
-    eviction: EvictionConfig
-    dtype: str
-    caps: Caps
-    compute_tier: str
-    baseline: int = 0
-    num_gpus: int = 1
-    triton: bool = True
-
-    @property
-    def kernels(self) -> Kernels:
-        """Those of the compute tier."""
-        return Kernels.of(self.compute_tier, emulated=self.caps.emulated, triton=self.triton)
-
-    @property
-    def stages(self) -> tuple[range, ...]:
-        """The units of each GPU."""
-        return stages_of(self.spec, self.num_gpus)
+DEFAULT_BATCH = 32
+"""Rows at which products of a decode step come close to their full rate."""
+MOST_BATCHES = 8
+"""GPU batches per block when weights stream: each halves the weight bytes per token, ever less worth it."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +30,7 @@ class Plan:
     """A block shape, a placement, and what it takes.
 
     `predicted` is what the planner expects of the whole call, as a RunRecord has it; None where it expects nothing.
+    `searched`: whether a search chose it.
     """
 
     request: PlanRequest
@@ -92,20 +38,24 @@ class Plan:
     placement: Placement
     footprint: Footprint
     predicted: Mapping[str, Any] | None = None
+    searched: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything lives elsewhere than where it is computed on."""
+        return self.placement.tiers != {self.request.compute_tier}
 
     def shortage(self) -> tuple[str, int, int] | None:
         """(tier, needed, cap) of the tier that is exceeded most, None where everything fits."""
-        tight = []
-        for tier in ("gpu", "cpu", "disk"):
-            cap, needed = self.request.caps.of(tier), self.footprint.total(tier)
-            if cap is not None and needed > cap:
-                tight.append((needed - cap, (tier, needed, cap)))
-        return max(tight)[1] if tight else None
+        over = self.footprint.over(self.request.capped)
+        if not over:
+            return None
+        tier = max(over, key=lambda name: over[name])
+        return tier, self.footprint.total(tier), self.request.capped[tier]
 
 
-Planner = Callable[[PlanRequest, OffloadPolicy, frozenset[str]], Plan]
-"""Fills in the fields of a policy that are in the set, a subset of config.engine.PLANNED_FIELDS; PlanError where
-nothing fits."""
+Planner = Callable[[PlanRequest], Plan]
+"""Chooses what a request leaves free; PlanError where nothing fits."""
 
 
 def make_plan(request: PlanRequest, policy: OffloadPolicy) -> Plan:
@@ -114,33 +64,9 @@ def make_plan(request: PlanRequest, policy: OffloadPolicy) -> Plan:
     count = request.workload.num_sequences
     size = min(policy.gpu_batch_size, count)
     policy = replace(policy, gpu_batch_size=size, num_gpu_batches=min(policy.num_gpu_batches, -(-count // size)))
-    slots = cache_slots(request.spec, request.workload, request.eviction)
-    placement = place(request.spec, policy, request.dtype, slots)
-    groups = groups_of(policy.num_gpu_batches, request.num_gpus)
-    # One batch alone is never parked: its hidden states are wanted again by the very next unit.
-    alone = {group[0]: request.compute_tier for group in groups if len(group) == 1}
-    placement = replace(placement, hidden={**placement.hidden, **alone})
-    cuts = policy.cuts(request.kernels)
-    plans = [Plan(request, cut, placement, _footprint(request, cut, placement)) for cut in cuts]
+    placement = request.place(policy)
+    plans = [Plan(request, cut, placement, footprint(request, cut, placement)) for cut in policy.cuts(request.kernels)]
     return next((plan for plan in plans if plan.shortage() is None), plans[-1])
-
-
-def _footprint(request: PlanRequest, policy: OffloadPolicy, placement: Placement) -> Footprint:
-    spec, workload, eviction, tier = request.spec, request.workload, request.eviction, request.compute_tier
-    if request.num_gpus > 1:
-        block = BlockShape.of(spec, workload, policy, eviction, request.dtype, tier, request.kernels)
-        return stage_footprint(block, placement, request.stages, request.baseline)
-    return footprint(
-        spec,
-        workload,
-        policy,
-        eviction,
-        dtype=request.dtype,
-        compute_tier=tier,
-        assignment=placement,
-        baseline=request.baseline,
-        kernels=request.kernels,
-    )
 
 
 def require_fit(plan: Plan) -> Plan:
@@ -152,26 +78,19 @@ def require_fit(plan: Plan) -> Plan:
     raise PlanError(
         f"the plan needs {format_bytes(needed)} on the {tier} tier, and its cap is {format_bytes(cap)}:\n"
         + plan.footprint.table(),
-        change=f"give {plan.request.caps.flag(tier)} {_at_least(needed)} or more, "
+        change=f"give {plan.request.caps.flag(tier)} {size_at_least(needed)} or more, "
         "a smaller --gpu-batch-size, a smaller --hh-ratio, or a larger share on another tier",
     )
 
 
-def _at_least(nbytes: int) -> str:
-    """A size to type that is no smaller than `nbytes`."""
-    if nbytes < 10 * GIB:
-        return f"{-(-nbytes // MIB)}MiB"
-    return f"{-(-10 * nbytes // GIB) / 10:.1f}GiB"
-
-
-def automatic(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Plan:
+def by_rule(request: PlanRequest) -> Plan:
     """The planner that goes by the rule above; PlanError with the smallest plan's needs where nothing fits."""
     last: Plan | None = None
-    resident = all_resident(request, fixed, free)
+    resident = _all_resident(request)
     if resident is not None:
         return resident
-    for policy in _candidates(request, fixed, free):
-        plan = _fill_weights(request, policy) if "weights" in free else make_plan(request, policy)
+    for policy in _candidates(request):
+        plan = _fill_weights(request, policy) if "weights" in request.free else make_plan(request, policy)
         if plan.shortage() is None:
             return plan
         last = plan
@@ -180,31 +99,30 @@ def automatic(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) 
     return require_fit(last)
 
 
-def all_resident(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Plan | None:
+def _all_resident(request: PlanRequest) -> Plan | None:
     """All that is free on the compute tier, one GPU batch at a time, which then is as good as many, and on several GPUs
     one for each. None where that does not fit, or the weights are not free."""
+    free = request.free
     if "weights" not in free:
         return None
-    changes: dict[str, Any] = {
-        name: {request.compute_tier: 1.0} for name in ("weights", "cache", "hidden") if name in free
-    }
+    changes: dict[str, Any] = {kind: {request.compute_tier: 1.0} for kind in KINDS if kind in free}
     if "gpu_batch_size" in free:
         changes["gpu_batch_size"] = min(-(-request.workload.num_sequences // request.num_gpus), DEFAULT_BATCH)
     if "num_gpu_batches" in free:
         changes["num_gpu_batches"] = request.num_gpus
-    plan = make_plan(request, replace(fixed, **changes))
+    plan = make_plan(request, replace(request.policy, **changes))
     return plan if plan.shortage() is None else None
 
 
 def keeping(planner: Planner, weights: Mapping[str, float], load_seconds: float) -> Planner:
     """`planner`, but weights that lie in these shares, which took `load_seconds`, stay there if that is as good."""
 
-    def plan(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Plan:
-        best = planner(request, fixed, free)
-        if "weights" not in free:
+    def plan(request: PlanRequest) -> Plan:
+        best = planner(request)
+        if "weights" not in request.free:
             return best
         try:
-            kept = planner(request, replace(fixed, weights=weights), free - {"weights"})
+            kept = planner(replace(request, fixed={**request.fixed, "weights": weights}))
         except PlanError:
             return best
         return kept if _as_good(kept, best, load_seconds) else best
@@ -220,26 +138,18 @@ def _as_good(kept: Plan, best: Plan, load_seconds: float) -> bool:
     return kept.policy.block_size >= best.policy.block_size and kept.policy.cache == best.policy.cache
 
 
-def _candidates(request: PlanRequest, fixed: OffloadPolicy, free: frozenset[str]) -> Iterator[OffloadPolicy]:
+def _candidates(request: PlanRequest) -> Iterator[OffloadPolicy]:
     """Policies to try when weights stream, best first: the largest block, on the fastest tier that takes its caches."""
-    count = request.workload.num_sequences
+    count, given, free = request.workload.num_sequences, request.policy, request.free
     largest = min(-(-count // request.num_gpus), DEFAULT_BATCH)
-    sizes = _halvings(largest) if "gpu_batch_size" in free else [fixed.gpu_batch_size]
-    for slower in _fallbacks(request, free):
+    sizes = _halvings(largest) if "gpu_batch_size" in free else [given.gpu_batch_size]
+    state = [kind for kind in ("cache", "hidden") if kind in free]
+    for tier in request.tiers if state else request.tiers[:1]:
+        slower: dict[str, Any] = {kind: {tier: 1.0} for kind in state}
         for size in sizes:
             wanted = min(MOST_BATCHES * request.num_gpus, -(-count // size))
-            for batches in _halvings(wanted) if "num_gpu_batches" in free else [fixed.num_gpu_batches]:
-                changes: dict[str, Any] = {"gpu_batch_size": size, "num_gpu_batches": batches, **slower}
-                yield replace(fixed, **changes)
-
-
-def _fallbacks(request: PlanRequest, free: frozenset[str]) -> Iterator[dict[str, dict[str, float]]]:
-    """Where cache and hidden states may live, fastest first."""
-    tiers = ("gpu", "cpu", "disk") if request.compute_tier == "gpu" else ("cpu", "disk")
-    for tier in tiers:
-        yield {name: {tier: 1.0} for name in ("cache", "hidden") if name in free}
-        if "cache" not in free and "hidden" not in free:
-            return
+            for batches in _halvings(wanted) if "num_gpu_batches" in free else [given.num_gpu_batches]:
+                yield replace(given, gpu_batch_size=size, num_gpu_batches=batches, **slower)
 
 
 def _halvings(value: int) -> list[int]:
@@ -251,7 +161,7 @@ def _halvings(value: int) -> list[int]:
 
 def _fill_weights(request: PlanRequest, policy: OffloadPolicy) -> Plan:
     """As many weights as fit on the fastest tier, then on the next: the largest shares, by bisection."""
-    tiers = ["gpu", "cpu", "disk"] if request.compute_tier == "gpu" else ["cpu", "disk"]
+    tiers = request.tiers
     shares: dict[str, float] = {}
     left = 1.0
     for tier, rest in pairwise(tiers):
@@ -268,8 +178,7 @@ def _largest_share(
     def fits(share: float) -> bool:
         weights = {name: s for name, s in {**done, tier: share, rest: left - share}.items() if s > 1e-9}
         plan = make_plan(request, replace(policy, weights=weights))
-        cap = request.caps.of(tier)
-        return cap is None or plan.footprint.total(tier) <= cap
+        return tier not in plan.footprint.over(request.capped)
 
     if fits(left):
         return left

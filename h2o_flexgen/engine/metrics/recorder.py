@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
-from h2o_flexgen.config.work import Work, unpriced
+from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cores import CoreCount, sharing_warning
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.limits.plan import Plan
@@ -21,6 +21,8 @@ from h2o_flexgen.engine.model import Model
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.state.loader import Loaded
 from h2o_flexgen.kernels import triton_available
+from h2o_flexgen.schedule.traffic import io_lower_bound
+from h2o_flexgen.schedule.work import CountedWork, rooflines
 from h2o_flexgen.units import format_bytes
 
 
@@ -40,7 +42,7 @@ class BlockTotals:
     """Decode steps of GPU batches that were launched as CUDA graphs."""
     not_recorded: str | None = None
     """Why such a graph could not be recorded, the first time of all; None where none failed."""
-    work: Work = field(default_factory=Work)
+    work: CountedWork = field(default_factory=CountedWork)
     """Counted step by step; of sequences that a failed block left unfinished without what decode read from caches."""
 
 
@@ -91,13 +93,20 @@ class RunMetrics:
 def make_record(
     config: EngineConfig,
     model: Model,
-    plan: Plan,
+    plans: SequenceOf[Plan],
     rows: SequenceOf[Sequence],
     metrics: RunMetrics,
     warnings: SequenceOf[str] = (),
 ) -> RunRecord:
-    """The record of one call of `LLM.generate`, `stream` or `score`."""
-    totals = metrics.totals
+    """The record of one call of `Engine.generate`, `stream` or `score`.
+
+    Where memory ran out there are several `plans`: what ran is the last one's, what was predicted the first one's.
+    """
+    totals, first, plan = metrics.totals, plans[0], plans[-1]
+    bandwidth = {
+        link: n / metrics.busy_seconds[link] if metrics.busy_seconds.get(link) else None
+        for link, n in metrics.bytes_moved.items()
+    }
     achieved, peaks = plan.placement.achieved(model.spec, model.dtype), metrics.peak_bytes
     said = [
         *warnings,
@@ -113,7 +122,7 @@ def make_record(
         device=_device(plan, config),
         weights="dummy" if model.dummy else "checkpoint",
         eviction=_eviction(config, rows),
-        policy=_policy(config, plan, achieved, metrics),
+        policy=_policy(config, plan, achieved, metrics, searched=first.searched),
         prompt_len=plan.request.workload.prompt_len,
         gen_len=plan.request.workload.gen_len,
         sequences=totals.sequences,
@@ -124,30 +133,45 @@ def make_record(
         decode_s=totals.decode_seconds,
         total_s=metrics.total_seconds,
         bytes_moved=metrics.bytes_moved,
-        bandwidth={
-            link: n / metrics.busy_seconds[link] if metrics.busy_seconds.get(link) else None
-            for link, n in metrics.bytes_moved.items()
-        },
+        bandwidth=bandwidth,
         flops=totals.work.flops(model.spec),
         peak_bytes={"gpu": None, "cpu": None, "disk": None, **peaks},
         kv_bytes=totals.kv_bytes,
         computed_prompt_tokens=totals.computed_prompt_tokens,
         bound=_bound(metrics),
-        roofline=unpriced(
+        roofline=rooflines(
             totals.work,
-            model.spec,
-            model.dtype,
-            plan.request.compute_tier,
+            first.request,
             {"prefill": totals.prefill_seconds, "decode": totals.decode_seconds},
+            {} if first.request.num_gpus > 1 else bandwidth,
         ),
-        predicted=None if plan.predicted is None else dict(plan.predicted),
+        predicted=None if first.predicted is None else dict(first.predicted),
+        least_bytes_moved=_least_moved(plan, rows) if len(plans) == 1 and plan.request.num_gpus == 1 else None,
         shared=metrics.cores.shared,
         warnings=[warning for warning in said if warning is not None],
     )
 
 
+def _least_moved(plan: Plan, rows: SequenceOf[Sequence]) -> dict[str, int]:
+    """The fewest bytes that any schedule must move, by blocks of the size that ran, within the same caps, less what the
+    process holds whatever the schedule. All rows are counted as long as the shortest: the bound holds for each."""
+    request, sequences = plan.request, plan.request.workload.num_sequences
+    block = min(plan.policy.block_size, sequences)
+    if request.caps.cpu is not None:
+        request = request.with_caps(cpu=max(0, request.caps.cpu - request.baseline))
+    prompt, new = min(row.prompt_tokens for row in rows), min(len(row.token_ids) for row in rows)
+    shortest = replace(request, workload=Workload(prompt, max(1, new), block))
+    least = io_lower_bound(shortest, block, cpu_cache_compute=plan.policy.cpu_cache_compute)
+    return {link: sequences // block * nbytes for link, nbytes in least.items()}
+
+
 def _policy(
-    config: EngineConfig, plan: Plan, achieved: Mapping[str, Mapping[str, float]], metrics: RunMetrics
+    config: EngineConfig,
+    plan: Plan,
+    achieved: Mapping[str, Mapping[str, float]],
+    metrics: RunMetrics,
+    *,
+    searched: bool,
 ) -> dict[str, Any]:
     """The shape and placement that were run; of several GPUs the units of each, the bytes of their weights, wherever
     these live, and the most that it had in use."""
@@ -160,8 +184,7 @@ def _policy(
         "overlap": policy.overlap,
         "lookahead": policy.lookahead,
         "prefill_chunk": policy.chunk,
-        # A planner that searched says so itself.
-        "chosen": "rule" if config.free_fields else "given",
+        "chosen": "search" if searched else "rule" if config.free_fields else "given",
     }
     if request.num_gpus == 1:
         return entry

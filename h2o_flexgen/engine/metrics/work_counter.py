@@ -7,11 +7,11 @@ from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.config.work import PHASES, PhaseWork, Window, Work
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.schedule.traffic import links
+from h2o_flexgen.schedule.work import PHASES, CountedWork, PhaseWork, Window
 
 
 class _CacheCounts(NamedTuple):
@@ -25,7 +25,7 @@ class _CacheCounts(NamedTuple):
 class WorkCounter:
     """Adds one block to `work`. `step` is told of every step before it is computed, `finished` of every row."""
 
-    def __init__(self, spec: ModelSpec, plan: Plan, work: Work) -> None:
+    def __init__(self, spec: ModelSpec, plan: Plan, work: CountedWork) -> None:
         self._spec, self._plan, self._work = spec, plan, work
         self._tier = plan.request.compute_tier
         self._token = spec.kv_bytes_per_token_and_layer(plan.request.dtype)

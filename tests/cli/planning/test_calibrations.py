@@ -11,9 +11,9 @@ import pytest
 
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
 from h2o_flexgen.cli import planning
-from h2o_flexgen.cli.planning import calibrate_here
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.planning.llm import LLM
+from h2o_flexgen.planning.planner import calibrate_here
 from tests.cli.planning.conftest import RATES, TIGHT, WORK
 from tests.programs import Run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,11 @@ import pytest
 
 from h2o_flexgen import search
 from h2o_flexgen.cli.arguments import parse_arguments
-from h2o_flexgen.cli.planning import Planning
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.limits import devices
-from h2o_flexgen.engine.llm import LLM
 from h2o_flexgen.models.decoder import Decoder
+from h2o_flexgen.planning.llm import LLM
 from tests.cli.planning.conftest import RATES, TIGHT, WORK
 from tests.programs import Run
 
@@ -137,8 +137,7 @@ def test_an_emulated_gpu_is_planned_for(model: Path, run: Run, hardware: Path) -
 
 
 def test_weights_stay_unless_moving_them_pays(model: Path) -> None:
-    with LLM(str(model), cpu_mem=TIGHT[1], dtype="float32") as llm:
-        llm.planner = Planning(llm, RATES, False, quiet=True)
+    with LLM(str(model), cpu_mem=TIGHT[1], dtype="float32", hardware=RATES) as llm:
         llm.generate([[5] * 20] * 8, max_new_tokens=4)
         loaded = llm._loaded
         assert loaded is not None
@@ -146,7 +145,7 @@ def test_weights_stay_unless_moving_them_pays(model: Path) -> None:
         llm.generate([[5] * 9] * 3, max_new_tokens=2)
         assert llm._loaded is loaded
         loaded.seconds = 0.0
-        best = llm.planner(llm.plan(Workload(9, 2, 3)).request, llm.config.fixed_policy, llm.config.free_fields)
+        best = llm.planner(dataclasses.replace(llm.plan(Workload(9, 2, 3)).request, fixed={}))
         assert llm.plan(Workload(9, 2, 3)).predicted["decode_s"] <= best.predicted["decode_s"] * 1.001
 
 

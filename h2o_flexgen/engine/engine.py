@@ -1,4 +1,4 @@
-"""`LLM`: a model and a machine's limits in, text out."""
+"""`Engine`: a model, a machine's limits and a planner in, text out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -18,14 +18,13 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import check_positions
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.config.work import Work
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.batching.scheduler import WaitingQueue, in_order
 from h2o_flexgen.engine.execution.block import BlockRunner
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.limits.devices import held_bytes
 from h2o_flexgen.engine.limits.oom_retry import OomRetry, forget
-from h2o_flexgen.engine.limits.plan import Caps, Plan, Planner, PlanRequest, automatic, keeping
+from h2o_flexgen.engine.limits.plan import Plan, Planner, by_rule, keeping
 from h2o_flexgen.engine.metrics.recorder import RunMetrics, make_record
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.model import Model, open_model
@@ -41,40 +40,42 @@ from h2o_flexgen.errors import PlanError, UsageError
 from h2o_flexgen.kernels.native import library, must_compile
 from h2o_flexgen.kernels.prompt import by_triton
 from h2o_flexgen.models.decoder import Decoder
+from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.schedule.timeline import Timeline
+from h2o_flexgen.schedule.work import CountedWork
 
 
-class LLM:
+class Engine:
     """An offline engine. A context manager: `close` stops its threads and removes its files.
 
-    `settings` are the fields of EngineConfig by name. Weights are placed by the first call that needs them, when its
-    lengths are known, and stay; a later call whose plan differs places them anew. Not thread safe.
+    `settings` are the fields of EngineConfig by name; `planner` decides what the policy leaves open. Weights are placed
+    by the first call that needs them, when its lengths are known, and stay; a later call whose plan differs places them
+    anew. Not thread safe.
     """
 
-    def __init__(self, model: str = "demo", **settings: Any) -> None:
+    def __init__(self, model: str = "demo", *, planner: Planner = by_rule, **settings: Any) -> None:
         self.config = EngineConfig.of(model, **settings)
         self.device = devices.resolve_device(self.config)
         self._devices = devices.resolve_devices(self.config, self.device)
         self.model: Model = open_model(self.config, self.device)
         self.last_record: RunRecord | None = None
         self.last_plan: Plan | None = None
-        self.last_work = Work()
-        """What the last call had to do: a roofline for whoever knows the machine's rates."""
+        self.last_work = CountedWork()
+        """What the last call had to compute, read and move."""
         self.on_progress: Progress = lambda what, done, total: None
-        """Hears how far a call has come: "compiling kernels" (the first on a machine), "loading weights" and "packing
+        """Called as a call proceeds: "compiling kernels" (the first on a machine), "loading weights" and "packing
         weights" in bytes, "prefill" in tokens of its prompts, after each unit, and "generating" in new tokens, before
         each step."""
-        self.planner: Planner = automatic
-        """Decides what the policy leaves open. Programs that know the machine's rates put one here that searches."""
+        self.planner = planner
         self.on_plan: Callable[[Plan], None] = lambda plan: None
-        """Hears of a plan before anything is done for it."""
+        """Called with each plan before anything is done for it."""
         try:
             check_positions(self.model.spec, self.config.eviction)
         except UsageError:
             self.model.source.close()
             raise
         self._loaded: Loaded | None = None
-        self._replay, self._turn = OomRetry(), CallGuard()
+        self._retry, self._guard = OomRetry(), CallGuard()
         self._decoder = Decoder(self.model.spec)
         self._pins = devices.open_gpu(self._devices)
         self._trace = Trace(self.config.trace, () if self._pins is None else self._pins.devices)
@@ -157,12 +158,22 @@ class LLM:
         tier, baseline = self._compute_tier(), self._baseline + held_bytes(self._loaded)
         dtype, caps = self.model.dtype, self._caps()
         triton = by_triton(self.device, spec.head_dim)
-        request = PlanRequest(spec, workload, config.eviction, dtype, caps, tier, baseline, config.num_gpus, triton)
-        policy = config.fixed_policy if tier == "gpu" else config.fixed_policy.with_gpu_as_cpu()
+        request = PlanRequest(
+            spec,
+            workload,
+            config.eviction,
+            dtype,
+            caps,
+            tier,
+            config.fixed,
+            baseline=baseline,
+            num_gpus=config.num_gpus,
+            triton=triton,
+        )
         planner = self.planner
         if self._loaded is not None and self.last_plan is not None:
             planner = keeping(planner, self.last_plan.policy.weights, self._loaded.seconds)
-        return self._replay.within(planner)(request, policy, config.free_fields)
+        return self._retry.within(planner)(request)
 
     @property
     def offload_folder(self) -> Path:
@@ -176,7 +187,7 @@ class LLM:
 
     def close(self) -> None:
         """Gives memory, threads and files back. A second call does nothing."""
-        self._turn.end()
+        self._guard.end()
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.close()
@@ -184,7 +195,7 @@ class LLM:
             self._pins.close()
         self.model.source.close()
 
-    def __enter__(self) -> LLM:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -194,32 +205,33 @@ class LLM:
 
     def _run(self, rows: list[Sequence]) -> Iterator[Sequence]:
         """Runs sequences; yields them as they finish, leaves `last_record`. UsageError while another call does."""
-        with self._turn.taken():
+        with self._guard.taken():
             yield from self._until_done(rows)
 
     def _until_done(self, rows: list[Sequence]) -> Iterator[Sequence]:
         """Runs sequences in blocks whose places are filled again; yields them as they finish, leaves `last_record`.
 
-        Where memory runs out, those that are not finished are planned and run anew: see `replay`.
+        Where memory runs out, those that are not finished are planned and run anew: see OomRetry.
         """
         if not rows:
             return
-        self._replay.begin()
+        self._retry.begin()
         meter, sampler = RunMetrics(self._trace), Sampler(self.model.codec.decode if self.model.codec else None)
-        waiting = {row.row_id: row for row in rows}
+        waiting, plans = {row.row_id: row for row in rows}, list[Plan]()
         while waiting:
             plan = self.plan(workload_of(list(waiting.values())))
+            plans.append(plan)
             self.on_plan(plan)
             try:
                 for row in self._attempt(plan, list(waiting.values()), rows, meter, sampler):
                     del waiting[row.row_id]
                     yield row
             except (MemoryError, RuntimeError, PlanError) as error:
-                self._replay.learn(error, plan, waiting.values())
+                self._retry.learn(error, plan, waiting.values())
             if waiting:
                 forget()
         self.last_work = meter.totals.work
-        self.last_record = make_record(self.config, self.model, plan, rows, meter, self._replay.warnings)
+        self.last_record = make_record(self.config, self.model, plans, rows, meter, self._retry.warnings)
 
     def _attempt(
         self, plan: Plan, rows: list[Sequence], every: list[Sequence], meter: RunMetrics, sampler: Sampler
@@ -260,10 +272,8 @@ class LLM:
         if must_compile():
             self._note("compiling kernels", 0, 1)
         library()
-        config = self.config
-        place = str(self.offload_folder)
-        trace, note = self._trace.add, self._note
-        self._loaded = load(plan, self.model.source, config, self._devices, place, trace, note, self._pins)
+        place, trace, note = str(self.offload_folder), self._trace.add, self._note
+        self._loaded = load(plan, self.model.source, self.config, self._devices, place, trace, note, self._pins)
         self._loaded.seconds = time.perf_counter() - started
         return self._loaded
 

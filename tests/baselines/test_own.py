@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.baselines import own
 from h2o_flexgen.baselines.own import LEAST_SPARED
 from h2o_flexgen.baselines.settings import SYSTEMS, BenchSettings
 from h2o_flexgen.baselines.work import AdapterWork, Outcome
 from h2o_flexgen.calibration.stored import keep_profile, profile_key
-from h2o_flexgen.cli import adapter, planning
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.engine.limits import devices
-from h2o_flexgen.engine.llm import LLM
+from h2o_flexgen.planning.llm import LLM
 from tests.cost.machines import profile
 from tests.programs import write_model
 
@@ -40,7 +40,7 @@ def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
         calls.append(config)
         return RATES
 
-    monkeypatch.setattr(planning, "calibrate_here", measure)
+    monkeypatch.setattr(own, "calibrate_here", measure)
     return calls
 
 
@@ -76,7 +76,7 @@ def _keep_rates(model: Path, tmp_path: Path) -> None:
 
 
 def _outcome(folder: str) -> Outcome:
-    return Outcome.from_line(adapter.measure(folder).to_line())
+    return Outcome.from_line(own.measure(folder).to_line())
 
 
 def test_every_plan_gives_the_same_tokens_and_says_how_it_was_chosen(
@@ -109,12 +109,12 @@ def test_what_is_measured_never_calibrates(work, calibrations) -> None:
 
 def test_preparing_calibrates_where_run_would(work, calibrations) -> None:
     for plan, cpu_mem, times in (("rule", TIGHT, 0), ("all", None, 0), ("all", TIGHT, 1), ("placement", TIGHT, 2)):
-        adapter.prepare(work(plan, cpu_mem))
+        own.prepare(work(plan, cpu_mem))
         assert len(calibrations) == times
 
 
 def test_bench_asks_for_it() -> None:
-    assert SYSTEMS.get("h2o").adapter == SYSTEMS.get("full").adapter == adapter.__name__
+    assert SYSTEMS.get("h2o").adapter == SYSTEMS.get("full").adapter == own.__name__
     assert BenchSettings(batch_sizes=(8,)).plan == "placement"
     assert BenchSettings(batch_sizes=(8, 16)).plan == BenchSettings(batch_sizes=()).plan == "all"
     assert BenchSettings(batch_sizes=(), search=False).plan == "rule"

@@ -1,0 +1,371 @@
+"""What is priced: a block under a plan on a machine, sizes that prices share, and what its loads and stores move."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple, Self
+
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import PAGE, dtype_bytes, round_up
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.placement import Placement
+from h2o_flexgen.schedule.footprint import REWRITE_EVERY
+from h2o_flexgen.schedule.request import PlanRequest
+from h2o_flexgen.schedule.tasks import NO_BATCH, ScheduleShape, Task, TaskKind, alone, recordable
+from h2o_flexgen.schedule.traffic import links
+from h2o_flexgen.schedule.workspace import answer_bytes, query_bytes
+
+
+@dataclass(frozen=True)
+class CostInputs:
+    """One block of a request whose sequences all have its lengths, under one plan, on the request's machine.
+
+    rows: the sequences of each GPU batch; left out, those of the call's first block. later: another block of the call
+    came before it, whose memory its caches get; of endless work that is always so.
+    """
+
+    request: PlanRequest
+    policy: OffloadPolicy
+    placement: Placement
+    rows: tuple[int, ...] = ()
+    later: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            object.__setattr__(self, "rows", self.blocks[0])
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """The request's."""
+        return self.request.spec
+
+    @cached_property
+    def machine(self) -> HardwareProfile:
+        """The request's."""
+        return self.request.machine
+
+    @cached_property
+    def compute_tier(self) -> str:
+        """The request's."""
+        return self.request.compute_tier
+
+    @property
+    def call_sequences(self) -> int:
+        """Of the whole call; of endless work a block's."""
+        return self.policy.block_size if self.request.endless else self.request.workload.num_sequences
+
+    @property
+    def blocks(self) -> list[tuple[int, ...]]:
+        """How the call is divided: for each block, the rows of its GPU batches."""
+
+        def parts(whole: int, size: int) -> tuple[int, ...]:
+            return (*[size] * (whole // size), *([whole % size] if whole % size else []))
+
+        rows = self.policy.gpu_batch_size
+        return [parts(block, rows) for block in parts(self.call_sequences, self.policy.block_size)]
+
+    @property
+    def sequences(self) -> int:
+        """Of the block."""
+        return sum(self.rows)
+
+    @cached_property
+    def prompt_len(self) -> int:
+        """Tokens of a prompt."""
+        return self.request.workload.prompt_len
+
+    @cached_property
+    def steps(self) -> int:
+        """Steps of the schedule; the first computes the prompts and the first new token."""
+        return self.request.workload.gen_len
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes per number."""
+        return dtype_bytes(self.request.dtype)
+
+    @property
+    def query_width(self) -> int:
+        """Numbers of one token's queries in one layer."""
+        return self.spec.num_heads * self.spec.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers of one token's keys in one layer; as many of its values."""
+        return self.spec.num_kv_heads * self.spec.head_dim
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """The first layer of each kind: those whose caches have a budget of their own."""
+        return tuple({budget: layer for layer, budget in reversed(list(enumerate(self.request.budgets)))}.values())
+
+    @cached_property
+    def first_alike(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """For each unit and GPU batch the first whose tasks cost the same; with NO_BATCH the first whose weights do."""
+        first: dict[object, tuple[int, int]] = {}
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        for unit in self.spec.units:
+            size = self.spec.groups_by_key[unit.weights].buffer_bytes(self.request.dtype)
+            weights = (unit.kind, self.placement.weights[unit.weights], size)
+            found[unit.index, NO_BATCH] = first.setdefault(weights, (unit.index, NO_BATCH))
+            alike: tuple[object, ...] = (unit.index,)
+            if unit.layer is not None:
+                last, window = unit.layer == self.spec.num_layers - 1, self.spec.arch.window_of(unit.layer)
+                alike = (unit.kind, last, self.request.budgets[unit.layer], window)
+            for batch, rows in enumerate(self.rows):
+                cache = None if unit.layer is None else self.placement.cache[unit.layer, batch]
+                place = (unit.index, batch)
+                found[place] = first.setdefault((*alike, rows, cache, self.placement.hidden[batch]), place)
+        return found
+
+    @cached_property
+    def alike(self) -> Counter[tuple[int, int]]:
+        """How many computes of a step cost the same, by the first unit and GPU batch of each sort."""
+        return Counter(like for (_, batch), like in self.first_alike.items() if batch != NO_BATCH)
+
+    def held(self, layer: int, step: int) -> int:
+        """Slots of a row's cache in `layer` that are in use in a decode step, the new token's included."""
+        budget = self.request.budgets[layer]
+        return min(min(self.prompt_len, budget.total) + step, self.request.slots[layer])
+
+    def attention_device(self, layer: int, batch: int) -> str:
+        """Where the attention over a cache is computed in decode steps."""
+        on_cpu = self.policy.cpu_cache_compute and self.placement.cache[layer, batch] == "cpu"
+        return "cpu" if on_cpu else self.compute_tier
+
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether any attention may be computed elsewhere than all else, beside it."""
+        return self.policy.cpu_cache_compute and self.policy.overlap and self.compute_tier != "cpu"
+
+    def sums_columns(self, layer: int) -> bool:
+        """Whether the caches of `layer` are told how much attention the prompt's tokens received."""
+        return self.request.budgets[layer].scored and self.request.eviction.name != "random"
+
+    @cached_property
+    def shape(self) -> ScheduleShape:
+        """The shape of the schedule that the engine would run."""
+        placed, batches = self.placement, range(len(self.rows))
+        parked = set(batches) - set(alone(len(batches)))
+        return ScheduleShape(
+            units=self.spec.units,
+            num_steps=self.steps,
+            num_batches=len(batches),
+            streamed=frozenset(key for key, tier in placed.weights.items() if tier != self.compute_tier),
+            cache_moves=frozenset(
+                p for p in self._all_places() if placed.cache[p] not in (self.attention_device(*p), self.compute_tier)
+            ),
+            hidden_moves=frozenset(batch for batch in parked if placed.hidden[batch] != self.compute_tier),
+            lookahead=self.policy.lookahead,
+            host_attends=frozenset(p for p in self._all_places() if self._attends_beside(p)),
+        )
+
+    def attends_beside(self, task: Task) -> bool:
+        """Whether the attention of a compute task is the host's work, while other GPU batches are computed."""
+        place = self.spec.units[task.unit].layer, task.batch
+        return task.step > 0 and self.spec.units[task.unit].kind == "attn" and place in self.shape.host_attends
+
+    def fills_beside(self, task: Task) -> bool:
+        """Whether the prompts of a compute task are brought into its cache by the host, while others are computed."""
+        unit = self.spec.units[task.unit]
+        if task.step > 0 or unit.kind != "attn" or not self.policy.overlap:
+            return False
+        return self.attention_device(unit.layer or 0, task.batch) != self.compute_tier
+
+    def stays(self, task: Task) -> bool:
+        """Whether a hidden task moves nothing, because attention on the host is still to be added to what it is of."""
+        unit = self.spec.units[task.unit]
+        halves = {TaskKind.STORE_HIDDEN: "attn", TaskKind.LOAD_HIDDEN: "mlp"}
+        if task.step == 0 or halves.get(task.kind) != unit.kind:
+            return False
+        return (unit.layer, task.batch) in self.shape.host_attends
+
+    def _attends_beside(self, place: tuple[int, int]) -> bool:
+        beside = self.policy.overlap and len(self.rows) > 1
+        return beside and self.attention_device(*place) != self.compute_tier
+
+    def _all_places(self) -> Iterator[tuple[int, int]]:
+        return ((layer, batch) for layer in range(self.spec.num_layers) for batch in range(len(self.rows)))
+
+    @cached_property
+    def recorded(self) -> bool:
+        """Whether decode steps are recorded and launched again as a whole, on a machine that is known to do that."""
+        shape = self.shape
+        return self.machine.rates(self.compute_tier).graph_tick_s is not None and recordable(
+            moves=bool(shape.streamed or shape.cache_moves or shape.hidden_moves),
+            elsewhere=any(self.attention_device(*place) != self.compute_tier for place in self.placement.cache),
+            rolling=self.request.eviction.rolling_positions,
+        )
+
+    def with_rows(self, rows: tuple[int, ...], *, later: bool = False) -> Self:
+        """The same plan for a block of other GPU batches, no more of them than the policy has."""
+        return replace(self, rows=rows, later=later)
+
+
+class PromptPart(NamedTuple):
+    """Prompts, or parts of long ones, that go through attention together: `rows` times `length` tokens after `past`."""
+
+    rows: int
+    length: int
+    past: int
+
+
+def chunks(tokens: int, chunk: int) -> Counter[int]:
+    """`tokens` in chunks, and a rest: how many there are of each size."""
+    return +Counter({chunk: tokens // chunk, tokens % chunk: 1 if tokens % chunk else 0})
+
+
+def prompt_parts(rows: int, prompt_len: int, chunk: int) -> Counter[PromptPart]:
+    """How the engine cuts `rows` prompts that share nothing, and how many parts of each kind there are.
+
+    Whole prompts, as many as a chunk holds; longer ones alone, in parts. Each part is a chunk of its own.
+    """
+    if prompt_len > chunk:
+        starts = range(0, prompt_len, chunk)
+        return Counter({PromptPart(1, min(chunk, prompt_len - start), start): rows for start in starts})
+    fitting = chunk // prompt_len
+    parts = Counter({PromptPart(fitting, prompt_len, 0): rows // fitting, PromptPart(rows % fitting, prompt_len, 0): 1})
+    return Counter({part: count for part, count in parts.items() if part.rows and count})
+
+
+class Transfer(NamedTuple):
+    """Bytes over one link, and the seconds that takes while nothing else runs."""
+
+    link: str
+    nbytes: int
+    seconds: float
+
+
+class Traffic(NamedTuple):
+    """What many transfers over one link add up to; `seconds` one after the other, while nothing else runs."""
+
+    nbytes: int
+    seconds: float
+
+
+class Moves:
+    """The transfers of one block."""
+
+    def __init__(self, block: CostInputs) -> None:
+        self._block = block
+        self._keys = [unit.weights for unit in block.spec.units]
+
+    @cached_property
+    def group_bytes(self) -> dict[str, int]:
+        """Of each weight group as it is moved: its packed buffer. Read in place from a checkpoint it is no more than
+        its padding less."""
+        return {group.key: group.buffer_bytes(self._block.request.dtype) for group in self._block.spec.weight_groups}
+
+    def state_bytes(self, task: Task) -> int:
+        """Of a cache or hidden task. A store of a cache between two rewrites moves nothing: its tokens wait."""
+        block, unit = self._block, self._block.spec.units[task.unit]
+        if block.stays(task):
+            return 0
+        if task.kind in (TaskKind.LOAD_CACHE, TaskKind.STORE_CACHE):
+            if task.kind is TaskKind.STORE_CACHE and task.step % REWRITE_EVERY:
+                return 0
+            return self.cache_bytes(unit.layer or 0, task.batch)
+        store, last = task.kind is TaskKind.STORE_HIDDEN, unit.layer == block.spec.num_layers - 1
+        # After the last layer's attention only each prompt's last token goes on.
+        ends_only = unit.kind == "head" or (last and (unit.kind == "mlp" or (unit.kind == "attn" and store)))
+        rows = block.rows[task.batch]
+        tokens = rows if task.step > 0 or ends_only else rows * block.prompt_len
+        return round_up(block.spec.hidden_bytes(tokens, block.request.dtype), PAGE)
+
+    def cache_bytes(self, layer: int, batch: int) -> int:
+        """K and V of one (layer, GPU batch), all slots."""
+        block = self._block
+        per_slot = block.rows[batch] * block.spec.kv_bytes_per_token_and_layer(block.request.dtype)
+        return round_up(per_slot * block.request.slots[layer], PAGE)
+
+    def transfers(self, task: Task) -> tuple[Transfer, ...]:
+        """Of one load or store, in the order in which they follow each other; of a compute whose attention is the
+        host's work what goes there and comes back, or each of the prompts that do. Nothing for other tasks."""
+        if task.kind is TaskKind.COMPUTE:
+            rate = self._block.machine.link
+            return tuple(Transfer(link, size, rate(link).seconds(size)) for link, _, size in self.exchanged(task))
+        if task.kind is TaskKind.FREE_WEIGHTS:
+            return ()
+        nbytes = self._bytes(task)
+        inward = task.kind not in (TaskKind.STORE_CACHE, TaskKind.STORE_HIDDEN)
+        path = links(self._tier_of(task), self._block.compute_tier, inward=inward) if nbytes else ()
+        rate = self._block.machine.link
+        return tuple(Transfer(link, nbytes, rate(link).seconds(nbytes)) for link in path)
+
+    def exchanged(self, task: Task) -> list[tuple[str, str, int]]:
+        """What a compute task and a host that attends or fills send each other: links, names and bytes, in order."""
+        block, rows, tier = self._block, self._block.rows[task.batch], self._block.compute_tier
+        dtype = block.request.dtype
+        if block.attends_beside(task):
+            down, up = query_bytes(block.spec, rows, dtype), answer_bytes(block.spec, rows, dtype)
+            return [(f"{tier}->cpu", "queries", down), (f"cpu->{tier}", "answers", up)]
+        if not block.fills_beside(task):
+            return []
+        layer, length = block.spec.units[task.unit].layer or 0, block.prompt_len
+        summed = 4 * block.spec.num_kv_heads if block.sums_columns(layer) else 0
+        token = block.spec.kv_bytes_per_token_and_layer(dtype) + summed
+        parts = prompt_parts(rows, length, block.policy.chunk).elements()
+        whole = [part.rows for part in parts if part.past + part.length == length]
+        return [(f"{tier}->cpu", "prompts", count * length * token) for count in whole]
+
+    def traffic(self, steps: range) -> dict[tuple[str, str], Traffic]:
+        """What all loads and stores that belong to `steps` add up to, by link and by what is moved."""
+        block, found = self._block, dict[tuple[str, str], Traffic]()
+        keys = self._keys
+        for key in sorted(block.shape.streamed):
+            # Tied embeddings stay from the head to the next embedding: only the first pass reads them twice.
+            times = len(steps) + (keys[0] == keys[-1] == key and 0 in steps)
+            self._add(found, "weights", block.placement.weights[key], self.group_bytes[key], inward=times)
+        loads = len(steps) - (0 in steps)
+        stores = sum(step % REWRITE_EVERY == 0 and step < block.steps - 1 for step in steps)
+        passes = ((0, len(steps) - loads), (1, loads))
+        for (unit, batch), alike in block.alike.items():
+            place = block.spec.units[unit].layer or 0, batch
+            if block.spec.units[unit].kind == "attn" and place in block.shape.cache_moves:
+                tier, nbytes = block.placement.cache[place], self.cache_bytes(*place)
+                self._add(found, "cache", tier, nbytes, inward=alike * loads, outward=alike * stores)
+        for (unit, batch), alike in block.alike.items():
+            for step, times in passes if unit > 0 and batch in block.shape.hidden_moves else ():
+                # What a unit loads, the one before it has stored.
+                nbytes = self.state_bytes(Task(TaskKind.LOAD_HIDDEN, step, unit, batch))
+                tier, both = block.placement.hidden[batch], alike * times
+                self._add(found, "hidden", tier, nbytes, inward=both, outward=both)
+        for (unit, batch), alike in block.alike.items() if block.attends_on_host else ():
+            for step, times in passes:
+                for link, what, nbytes in self.exchanged(Task(TaskKind.COMPUTE, step, unit, batch)) if times else ():
+                    self._count(found, link, what, nbytes, alike * times)
+        return found
+
+    def bytes_moved(self) -> Counter[str]:
+        """Bytes over each link in all steps: what walking the whole schedule adds up to."""
+        moved = Counter[str]()
+        for (link, _), traffic in self.traffic(range(self._block.steps)).items():
+            moved[link] += traffic.nbytes
+        return moved
+
+    def _add(
+        self, found: dict[tuple[str, str], Traffic], what: str, tier: str, nbytes: int, *, inward: int, outward: int = 0
+    ) -> None:
+        for times, direction in ((inward, True), (outward, False)):
+            for link in links(tier, self._block.compute_tier, inward=direction) if times else ():
+                self._count(found, link, what, nbytes, times)
+
+    def _count(self, found: dict[tuple[str, str], Traffic], link: str, what: str, nbytes: int, times: int) -> None:
+        before = found.get((link, what), Traffic(0, 0.0))
+        seconds = self._block.machine.link(link).seconds(nbytes)
+        found[link, what] = Traffic(before.nbytes + times * nbytes, before.seconds + times * seconds)
+
+    def _bytes(self, task: Task) -> int:
+        return self.group_bytes[self._keys[task.unit]] if task.kind is TaskKind.LOAD_WEIGHTS else self.state_bytes(task)
+
+    def _tier_of(self, task: Task) -> str:
+        placement = self._block.placement
+        if task.kind is TaskKind.LOAD_WEIGHTS:
+            return placement.weights[self._keys[task.unit]]
+        if task.kind in (TaskKind.LOAD_HIDDEN, TaskKind.STORE_HIDDEN):
+            return placement.hidden[task.batch]
+        return placement.cache[self._block.spec.units[task.unit].layer or 0, task.batch]

@@ -1,0 +1,1 @@
+"""The planner as a library, and the public engine that uses it: what `LLM`, `run` and `bench` share."""

@@ -1,0 +1,113 @@
+"""Plans by search where the machine's rates are known, else by the engine's rule; and how rates become known."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.cost.explain import bound_text
+from h2o_flexgen.cost.model import CostModel
+from h2o_flexgen.cost.search import search
+from h2o_flexgen.cost.simulate import Prediction, predict
+from h2o_flexgen.engine.limits.plan import Plan, by_rule, make_plan, require_fit
+from h2o_flexgen.schedule.request import PlanRequest
+
+FindRates = Callable[[], HardwareProfile | None]
+"""Finds or measures the rates of this machine; None where it cannot."""
+
+_MEASURED = ("model", "path", "revision", "offline", "dtype", "device", "emulate_gpu", "offload_dir")
+"""The settings of an engine that say what is calibrated, and where."""
+
+
+class SearchPlanner:
+    """A planner (`engine.limits.plan.Planner`) that asks the cost model as soon as the machine's rates are known.
+
+    find: looks for rates that were measured before, once. calibrate: measures them, at most once; set by programs that
+    may take the time: where a plan by rule has to move something, or, with `always`, before any other plan.
+    """
+
+    def __init__(self, find: FindRates) -> None:
+        self._find: FindRates | None = find
+        self._profile: HardwareProfile | None = None
+        self.calibrate: FindRates | None = None
+        self.always = False
+
+    def __call__(self, request: PlanRequest) -> Plan:
+        """The plan that is fastest by the cost model, with what it predicts; without rates the plan by rule.
+
+        A plan by rule that keeps everything where it is computed on leaves little to gain, and is not worth a
+        calibration. What is divided among several GPUs is always planned by rule: the cost model knows one.
+        """
+        if request.num_gpus > 1:
+            return by_rule(request)
+        if self._find is not None:
+            find, self._find = self._find, None
+            self._profile = find()
+        if self._profile is None:
+            plan = by_rule(request)
+            if self.calibrate is not None and (self.always or (request.free and plan.moves)):
+                calibrate, self.calibrate = self.calibrate, None
+                self._profile = calibrate()
+            if self._profile is None:
+                return plan
+        return _priced(replace(request, profile=self._profile))
+
+
+def _priced(request: PlanRequest) -> Plan:
+    """The plan of a request with rates, and what is expected of it."""
+    if not request.free:
+        plan = require_fit(make_plan(request, request.policy))
+        return replace(plan, predicted=_predicted(request, predict(CostModel(request, plan.policy, plan.placement))))
+    found = search(request)
+    plan = require_fit(make_plan(request, found.policy))
+    predicted = {**_predicted(request, found.predicted), "binding": found.binding}
+    return replace(plan, predicted=predicted, searched=True)
+
+
+def _predicted(request: PlanRequest, prediction: Prediction) -> dict[str, Any]:
+    """The `predicted` object of a RunRecord: what is expected of which work, why, and on whose rates."""
+    return {
+        "prompt_tokens": prediction.prompt_tokens,
+        "generated_tokens": prediction.generated_tokens,
+        **prediction.to_json(),
+        "bound_text": bound_text(prediction),
+        "hardware": request.machine.name,
+        "calibrated": request.machine.date,
+    }
+
+
+def calibrate_here(config: EngineConfig, quiet: bool) -> HardwareProfile | None:
+    """Runs `h2o_flexgen.calibrate`, which keeps what it measures; None where it fails.
+
+    In a process of its own: what it takes of memory is no part of the run's, and is given back before that begins.
+    """
+    command = [sys.executable, "-m", "h2o_flexgen.calibrate", *_flags(config), *(["--quiet"] if quiet else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "profile.json"
+        # A session of its own: a Ctrl-C reaches it once, from here, and it has the time to remove its files.
+        process = subprocess.Popen([*command, f"--output={output}"], stdout=subprocess.DEVNULL, start_new_session=True)
+        try:
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        return None if code else HardwareProfile.load(output)
+
+
+def _flags(config: EngineConfig) -> Iterator[str]:
+    """The settings in `_MEASURED` as one types them."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if item.name in _MEASURED and value is not None:
+            name = item.metadata["flags"][0]
+            shown = f"{value}B" if item.name == "emulate_gpu" else str(value).lower() if value is True else value
+            yield f"{name}={shown}"

@@ -1,0 +1,225 @@
+"""What is planned: a model, its work, a machine and its caps, and what the user has already decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from h2o_flexgen.config.engine import PLANNED_FIELDS
+from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import dtype_bytes
+from h2o_flexgen.config.offload import TIERS, Kernels, OffloadPolicy
+from h2o_flexgen.config.placement import KINDS, Placement, place
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.schedule.pipeline import stages_of
+from h2o_flexgen.schedule.tasks import alone
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Bytes each tier may hold; None: no limit. `emulated`: the gpu is host memory, capped by --emulate-gpu.
+
+    `why` says of each tier where its cap comes from.
+    """
+
+    gpu: int | None = None
+    cpu: int | None = None
+    disk: int | None = None
+    emulated: bool = False
+    why: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def of(self, tier: str) -> int | None:
+        return {"gpu": self.gpu, "cpu": self.cpu, "disk": self.disk}[tier]
+
+    def flag(self, tier: str) -> str:
+        """The flag that sets the cap of `tier`."""
+        gpu = "--emulate-gpu" if self.emulated else "--gpu-mem"
+        return {"gpu": gpu, "cpu": "--cpu-mem", "disk": "--nvme-mem"}[tier]
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The inputs of every planner, of footprints and of prices.
+
+    compute_tier  "cpu" or "gpu"
+    fixed         the fields of the OffloadPolicy that are decided; a planner chooses those of PLANNED_FIELDS that are
+                  not among them, others keep their defaults
+    profile       the machine's rates, None where they are not known
+    baseline      host bytes that the process holds before anything is placed
+    num_gpus      that the units are divided among
+    triton        whether it serves the GPU, if a real one computes
+    endless       whether there are always more sequences: whole blocks count, whatever workload.num_sequences says
+    """
+
+    spec: ModelSpec
+    workload: Workload
+    eviction: EvictionConfig
+    dtype: str
+    caps: Caps
+    compute_tier: str
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    profile: HardwareProfile | None = None
+    baseline: int = 0
+    num_gpus: int = 1
+    triton: bool = True
+    endless: bool = False
+
+    @cached_property
+    def policy(self) -> OffloadPolicy:
+        """A policy of the fixed fields and of defaults."""
+        policy = OffloadPolicy(**self.fixed)
+        return policy if self.compute_tier == "gpu" else policy.with_gpu_as_cpu()
+
+    @cached_property
+    def free(self) -> frozenset[str]:
+        """The fields of the policy that a planner chooses."""
+        return PLANNED_FIELDS - set(self.fixed)
+
+    @cached_property
+    def tiers(self) -> tuple[str, ...]:
+        """Tiers that things may live on, the compute tier first."""
+        return TIERS if self.compute_tier == "gpu" else TIERS[1:]
+
+    @cached_property
+    def capped(self) -> dict[str, int]:
+        """The caps of the tiers that have one."""
+        return {tier: cap for tier in self.tiers if (cap := self.caps.of(tier)) is not None}
+
+    @property
+    def machine(self) -> HardwareProfile:
+        """The profile. ValueError where there is none: prices need one."""
+        if self.profile is None:
+            raise ValueError("there are no rates to price a plan with")
+        return self.profile
+
+    @property
+    def kernels(self) -> Kernels:
+        """Those of the compute tier."""
+        return Kernels.of(self.compute_tier, emulated=self.caps.emulated, triton=self.triton)
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """The units of each GPU."""
+        return stages_of(self.spec, self.num_gpus)
+
+    @cached_property
+    def budgets(self) -> tuple[Budget, ...]:
+        """Of a row's cache, layer by layer: the budget within the layer's window."""
+        budget = self.eviction.resolve(self.workload.prompt_len, self.workload.gen_len)
+        return tuple(budget.within(self.spec.arch.window_of(layer)) for layer in range(self.spec.num_layers))
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """Of a row's cache, layer by layer: the budget, and one for the newest token where something is evicted."""
+        return tuple(budget.total + (not budget.full) for budget in self.budgets)
+
+    @property
+    def may_compute_on_cpu(self) -> bool:
+        """Whether attention beside a GPU can be priced, so that --cpu-cache-compute is a choice."""
+        return self.compute_tier == "gpu" and "cpu" in self.machine.compute
+
+    def fixed_shares(self, policy: OffloadPolicy) -> dict[str, Mapping[str, float]]:
+        """The placements that are not to be chosen for a block of `policy`'s shape, by kind."""
+        fixed: dict[str, Mapping[str, float]] = {k: getattr(self.policy, k) for k in KINDS if k in self.fixed}
+        if len(alone(policy.num_gpu_batches, self.num_gpus)) == policy.num_gpu_batches:
+            fixed["hidden"] = {self.compute_tier: 1.0}
+        return fixed
+
+    def with_caps(self, **caps: int) -> PlanRequest:
+        """The same request under other caps."""
+        changed: dict[str, Any] = dict(caps)
+        return replace(self, caps=replace(self.caps, **changed))
+
+    def with_shares(self, policy: OffloadPolicy, shares: Mapping[str, Mapping[str, float]]) -> OffloadPolicy:
+        """`policy` with placements by kind, as far as they are free."""
+        free: dict[str, Any] = {kind: each for kind, each in shares.items() if kind not in self.fixed}
+        return replace(policy, **free)
+
+    def place(self, policy: OffloadPolicy) -> Placement:
+        """Whole units on their tiers, as the engine places them."""
+        placement = place(self.spec, policy, self.dtype, self.slots)
+        kept = dict.fromkeys(alone(policy.num_gpu_batches, self.num_gpus), self.compute_tier)
+        return replace(placement, hidden={**placement.hidden, **kept}) if kept else placement
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """One block of `policy`'s shape, all of whose sequences have the workload's lengths; letters: `footprint`'s."""
+
+    request: PlanRequest
+    policy: OffloadPolicy
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.request.spec
+
+    @property
+    def dtype(self) -> str:
+        return self.request.dtype
+
+    @property
+    def compute_tier(self) -> str:
+        return self.request.compute_tier
+
+    @property
+    def size(self) -> int:
+        """s: bytes per number."""
+        return dtype_bytes(self.dtype)
+
+    @property
+    def rows(self) -> int:
+        """b."""
+        return self.policy.gpu_batch_size
+
+    @property
+    def prompt(self) -> int:
+        """P."""
+        return self.request.workload.prompt_len
+
+    @property
+    def tokens(self) -> int:
+        """T: prompt tokens of one GPU batch."""
+        return self.rows * self.prompt
+
+    @property
+    def chunk(self) -> int:
+        """t: prompt tokens that go through a unit at once."""
+        return min(self.tokens, self.policy.chunk)
+
+    @property
+    def follows(self) -> bool:
+        """Whether a prompt may come in parts that attend to earlier ones: it is long, or rows share its beginning."""
+        return self.prompt > self.chunk or self.policy.block_size > 1
+
+    @property
+    def evicts(self) -> bool:
+        """Whether any layer lets tokens go."""
+        return not all(budget.full for budget in self.request.budgets)
+
+    @property
+    def rolling(self) -> bool:
+        """Whether caches hold keys that are rotated anew in each step."""
+        return self.request.eviction.rolling_positions
+
+    @property
+    def most_slots(self) -> int:
+        """C of the layer that has most."""
+        return max(self.request.slots)
+
+    @property
+    def heads(self) -> int:
+        """b x kv_heads: rows of a cache that decide for themselves what stays."""
+        return self.rows * self.spec.num_kv_heads
+
+    @property
+    def rotary_dims(self) -> list[int]:
+        """D of each way that positions are rotated in."""
+        return [rotary.dim for rotary in {self.spec.arch.rotary, self.spec.arch.local_rotary} if rotary is not None]
+
+    def staged(self, tiers: set[str]) -> bool:
+        """Whether something on one of `tiers` goes through the host on its way between disk and compute tier."""
+        return self.compute_tier == "gpu" and "disk" in tiers

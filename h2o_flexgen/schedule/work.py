@@ -1,0 +1,241 @@
+"""What the blocks of a call had to compute, read and move, counted phase by phase, and the least time that takes.
+
+Counted are sequences that are still going: a row that is finished and not yet removed is no work. Where prompts and
+decode rows go through a tick together, both phases get a share of it by tokens, as the clock is divided, so that counts
+are not always whole numbers.
+
+Products and attention of the computing thread follow each other: their seconds add up. Links work beside it and beside
+each other: the bound is the largest of these sums. docs/roofline.md says how each number is made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from h2o_flexgen.config.hardware.rates import ComputeRates
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import dtype_bytes
+from h2o_flexgen.schedule.request import PlanRequest
+
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+Window = int | None
+READS, ARITHMETIC = "memory reads", "arithmetic"
+HERE = "this run"
+"""Whose rate it is where the profile has none: that of a link while it was busy in the run itself."""
+
+
+def _sums() -> defaultdict[Any, float]:
+    """Sums that start at nothing."""
+    return defaultdict(float)
+
+
+@dataclass
+class PhaseWork:
+    """What one phase had to do, in tokens and bytes.
+
+    steps           of the schedule
+    products        times that a unit of a kind ("embed", "attn", "mlp", "head") computed so many rows at once
+    prompt_pairs    queries times keys of prompts in one layer with a window, by the window and the keys of a query;
+                    causality is not deducted
+    cache_tokens    tokens that decode steps read from the caches of all rows, over all layers, their own included, by
+                    the window of the layers and the device that reads
+    cache_calls     how many reads of one GPU batch's cache in one layer that were, likewise
+    moved           bytes by link and by what they are ("weights", "cache", "hidden"): the fewest that the placement
+                    allows, each streamed weight once per step, and of a cache what it holds, without padding
+    """
+
+    steps: float = 0.0
+    products: dict[tuple[str, int], float] = field(default_factory=_sums)
+    prompt_pairs: dict[tuple[Window, int], float] = field(default_factory=_sums)
+    cache_tokens: dict[tuple[Window, str], float] = field(default_factory=_sums)
+    cache_calls: dict[tuple[Window, str], float] = field(default_factory=_sums)
+    moved: dict[tuple[str, str], float] = field(default_factory=_sums)
+
+    def weight_bytes(self, spec: ModelSpec, dtype: str) -> float:
+        """Bytes of the matrices that products read, each time anew."""
+        return sum(calls * _numbers(spec, kind) for (kind, _), calls in self.products.items()) * dtype_bytes(dtype)
+
+    def cache_bytes(self, spec: ModelSpec, dtype: str) -> dict[str, float]:
+        """Bytes of keys and values that decode steps read, by the device that reads."""
+        found: dict[str, float] = _sums()
+        for (_, device), tokens in self.cache_tokens.items():
+            found[device] += tokens * spec.kv_bytes_per_token_and_layer(dtype)
+        return dict(found)
+
+    def product_flops(self, spec: ModelSpec) -> float:
+        """Of all products; 2 m n k each."""
+        return sum(2 * rows * calls * _numbers(spec, kind) for (kind, rows), calls in self.products.items())
+
+    def attention_flops(self, spec: ModelSpec) -> float:
+        """Of scores and weighted values."""
+        layers = _layers_by_window(spec)
+        pairs = sum(layers[window] * count for (window, _), count in self.prompt_pairs.items())
+        return 4 * spec.num_heads * spec.head_dim * (pairs + sum(self.cache_tokens.values()))
+
+
+@dataclass
+class CountedWork:
+    """Of a call, or of some of its blocks."""
+
+    phases: dict[Phase, PhaseWork] = field(default_factory=lambda: {phase: PhaseWork() for phase in PHASES})
+
+    @property
+    def prefill(self) -> PhaseWork:
+        return self.phases["prefill"]
+
+    @property
+    def decode(self) -> PhaseWork:
+        return self.phases["decode"]
+
+    def flops(self, spec: ModelSpec) -> int:
+        """Of products and attention in both phases."""
+        return round(sum(work.product_flops(spec) + work.attention_flops(spec) for work in self.phases.values()))
+
+
+def rooflines(
+    work: CountedWork,
+    request: PlanRequest,
+    seconds: Mapping[Phase, float],
+    bandwidth: Mapping[str, float | None] | None = None,
+) -> dict[str, Any]:
+    """The `roofline` object of a RunRecord, by phase; docs/roofline.md explains the keys.
+
+    Without a profile in `request` rates and times are None, but for links with a `bandwidth`: bytes per second in the
+    run itself. `seconds`: measured, of each phase.
+    """
+    priced = _Roofline(request, bandwidth or {})
+    return {phase: priced.of(each, seconds[phase]) for phase, each in work.phases.items()}
+
+
+class _Spent(NamedTuple):
+    """Seconds of calls at their calibrated rates, and what such calls wait for."""
+
+    kind: str
+    resource: str
+    seconds: float
+
+
+class _Roofline:
+    """Amounts of one phase, priced at the rates that are known."""
+
+    def __init__(self, request: PlanRequest, bandwidth: Mapping[str, float | None]) -> None:
+        self._request, self._profile, self._bandwidth = request, request.profile, bandwidth
+        self._tier, self._size = request.compute_tier, dtype_bytes(request.dtype)
+
+    def of(self, work: PhaseWork, measured: float) -> dict[str, Any]:
+        """The entry of one phase that took `measured` seconds."""
+        resources = {
+            name: {unit: {part: round(amount) for part, amount in parts.items()}, **self._at_best(name, parts)}
+            for name, (unit, parts) in self._amounts(work).items()
+        }
+        entry = {"steps": work.steps, "measured_s": measured, "resources": resources}
+        if self._profile is None or not resources or not self._knows_devices(work):
+            return {**entry, "kernels_s": None, "bound": None, "achieved": None}
+        kinds, waits = dict.fromkeys(("products", "attention"), 0.0), dict[str, float]()
+        for kind, resource, seconds in (*self._products(work), *self._caches(work), *self._prompts(work)):
+            kinds[kind] += seconds
+            waits[resource] = waits.get(resource, 0.0) + seconds
+        # One resource speaks for the computing thread: the one that its calls wait for longest.
+        bounds = {max(waits, key=lambda name: waits[name]): sum(waits.values())} if waits else {}
+        bounds |= {name: each["seconds"] for name, each in resources.items() if "->" in name and each["seconds"]}
+        resource = max(bounds, key=lambda name: bounds[name])
+        return {
+            **entry,
+            "kernels_s": kinds,
+            "bound": {"resource": resource, "seconds": bounds[resource]},
+            "achieved": bounds[resource] / measured if measured else None,
+        }
+
+    def _amounts(self, work: PhaseWork) -> dict[str, tuple[str, dict[str, float]]]:
+        """By resource: the unit, and how much of it goes into what."""
+        spec, dtype = self._request.spec, self._request.dtype
+        read: dict[str, dict[str, float]] = {READS: {"weights": work.weight_bytes(spec, dtype)}}
+        for device, nbytes in work.cache_bytes(spec, dtype).items():
+            read.setdefault(self._reads_of(device), {})["cache"] = nbytes
+        for (link, what), nbytes in sorted(work.moved.items()):
+            read.setdefault(link, {})[what] = nbytes
+        flops = {"products": work.product_flops(spec), "attention": work.attention_flops(spec)}
+        amounts = {name: ("bytes", parts) for name, parts in read.items()} | {ARITHMETIC: ("flops", flops)}
+        return {name: (unit, parts) for name, (unit, parts) in amounts.items() if any(parts.values())}
+
+    def _reads_of(self, device: str) -> str:
+        """The resource that `device` reads its memory by."""
+        return READS if device == self._tier else f"{READS} of the {device}"
+
+    def _at_best(self, name: str, parts: Mapping[str, float]) -> dict[str, Any]:
+        """The rate of a resource at its best, whose rate that is, and the seconds at this rate."""
+        rate, source = self._rate(name), None if self._profile is None else self._profile.name
+        if rate is None and self._bandwidth.get(name):
+            rate, source = self._bandwidth[name], HERE
+        if rate is None:
+            return {"rate": None, "of": None, "seconds": None}
+        return {"rate": rate, "of": source, "seconds": sum(map(round, parts.values())) / rate}
+
+    def _rate(self, name: str) -> float | None:
+        if self._profile is None:
+            return None
+        if "->" in name:
+            return self._profile.links[name].bytes_per_s if name in self._profile.links else None
+        device = next((each for each in self._profile.compute if name == self._reads_of(each)), self._tier)
+        rates = self._profile.compute.get(device)
+        if rates is None or (name.startswith(READS) and name != self._reads_of(device)):
+            return None
+        return peak_flops(rates) if name == ARITHMETIC else rates.memory_bytes_per_s
+
+    def _knows_devices(self, work: PhaseWork) -> bool:
+        needed = {self._tier, *(device for _, device in work.cache_tokens)}
+        return self._profile is not None and needed <= set(self._profile.compute)
+
+    def _products(self, work: PhaseWork) -> Iterator[_Spent]:
+        rates = self._request.machine.rates(self._tier)
+        # Up to so many rows a matrix is multiplied with sooner than it is read.
+        few = self._size * peak_flops(rates) / (2 * rates.memory_bytes_per_s)
+        for (kind, rows), calls in work.products.items():
+            seconds = sum(rates.gemm_seconds(rows, *each, self._size) for each in self._request.spec.products(kind))
+            yield _Spent("products", READS if rows <= few else ARITHMETIC, calls * seconds)
+
+    def _caches(self, work: PhaseWork) -> Iterator[_Spent]:
+        """Attention of decode steps; every call as large as they are on average."""
+        token = self._request.spec.kv_bytes_per_token_and_layer(self._request.dtype)
+        for (window, device), tokens in work.cache_tokens.items():
+            calls = work.cache_calls.get((window, device), 0.0)
+            if calls > 0:
+                curves = self._request.machine.rates(device).decode_attention
+                curve = curves["scored" if self._ranks(window) else "plain"]
+                yield _Spent("attention", self._reads_of(device), calls * curve.time_at(tokens * token / calls))
+
+    def _prompts(self, work: PhaseWork) -> Iterator[_Spent]:
+        rates, spec = self._request.machine.rates(self._tier).prefill_attention, self._request.spec
+        for (window, keys), pairs in work.prompt_pairs.items():
+            sums = self._ranks(window) and self._request.eviction.name != "random"
+            flops = 4 * spec.num_heads * spec.head_dim * pairs * _layers_by_window(spec)[window]
+            yield _Spent("attention", ARITHMETIC, flops / rates["scored" if sums else "plain"].at(keys))
+
+    def _ranks(self, window: Window) -> bool:
+        """Whether the caches of layers with this window choose by score."""
+        lengths = self._request.workload
+        return self._request.eviction.resolve(lengths.prompt_len, lengths.gen_len).within(window).scored
+
+
+def peak_flops(rates: ComputeRates) -> float:
+    """The most FLOPs per second that any product reached when the device was calibrated."""
+    general = [flops for _, flops in rates.gemm_flops.points]
+    shapes = [
+        2 * rows * shape.out_features * shape.in_features / seconds
+        for shape in rates.shapes
+        for rows, seconds in shape.seconds.points
+    ]
+    return max(general + shapes)
+
+
+def _layers_by_window(spec: ModelSpec) -> Counter[Window]:
+    return Counter(spec.arch.window_of(layer) for layer in range(spec.num_layers))
+
+
+def _numbers(spec: ModelSpec, kind: str) -> int:
+    """In the matrices of a unit of `kind`."""
+    return sum(product.out_features * product.in_features for product in spec.products(kind))
