@@ -111,6 +111,24 @@ def test_assertions_prints_and_names() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_class_name_stands_for_two_things() -> None:
+    files = [
+        path for folder in ("h2o_flexgen", "benchmarks", "training") for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    where: dict[str, list[str]] = {}
+    for path in files:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert len(where) > 200
+    twice = {name: paths for name, paths in where.items() if len(paths) > 1}
+    assert not twice, twice
+
+
+def test_the_package_has_fewer_files_than_one_can_lose_count_of() -> None:
+    assert len(FILES) < 230
+
+
 def test_every_file_says_what_it_is() -> None:
     silent = [str(path.relative_to(PACKAGE)) for path in FILES if not ast.get_docstring(tree_of(path))]
     assert not silent, f"no docstring: {silent}"

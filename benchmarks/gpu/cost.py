@@ -19,7 +19,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 
 
 @dataclass(frozen=True)
-class Setting:
+class PredictedSetting:
     """A workload; `gpu_mem` as --gpu-mem takes it, "" for all there is; `emulated` for a dry run."""
 
     model: str
@@ -52,22 +52,22 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("opt-6.7b", "", 64, 512, 128, 0.2),
-    Setting("opt-6.7b", "", 32, 512, 128, 1.0),
-    Setting("opt-6.7b", "8GiB", 64, 512, 32, 0.2),
-    Setting("opt-6.7b", "16GiB", 64, 512, 32, 1.0),
+    PredictedSetting("opt-6.7b", "", 64, 512, 128, 0.2),
+    PredictedSetting("opt-6.7b", "", 32, 512, 128, 1.0),
+    PredictedSetting("opt-6.7b", "8GiB", 64, 512, 32, 0.2),
+    PredictedSetting("opt-6.7b", "16GiB", 64, 512, 32, 1.0),
 )
 
 
-def settings(section: Section) -> tuple[Setting, ...]:
+def settings(section: Section) -> tuple[PredictedSetting, ...]:
     """What is measured."""
     if not section.dry_run:
         return SETTINGS
     model = tiny_model(section.output / "tiny-opt")
-    return Setting(model, "", 4, 32, 8, 0.2, "64MiB"), Setting(model, "", 4, 32, 8, 1.0, "2MiB")
+    return PredictedSetting(model, "", 4, 32, 8, 0.2, "64MiB"), PredictedSetting(model, "", 4, 32, 8, 1.0, "2MiB")
 
 
-def calibrate(section: Section, setting: Setting, budget_s: float) -> Path:
+def calibrate(section: Section, setting: PredictedSetting, budget_s: float) -> Path:
     """The profile of this machine for a model, measured once and kept beside the records."""
     path = section.output / f"profile-{Path(setting.model).name}.json"
     if not path.is_file():
@@ -76,7 +76,7 @@ def calibrate(section: Section, setting: Setting, budget_s: float) -> Path:
     return path.resolve()
 
 
-def measured(section: Section, setting: Setting) -> Record:
+def measured(section: Section, setting: PredictedSetting) -> Record:
     """Facts of one run."""
     profile = calibrate(section, setting, 3 if section.dry_run else 40)
     work = {"setting": asdict(setting), "profile": str(profile)}
@@ -95,7 +95,7 @@ def measured(section: Section, setting: Setting) -> Record:
 
 def one(work: dict[str, Any]) -> Record:
     """The record of one run after a warm-up, planned as `h2o_flexgen.run` plans."""
-    setting = Setting(**work["setting"])
+    setting = PredictedSetting(**work["setting"])
     from h2o_flexgen import LLM
     from h2o_flexgen.cli.prompts import random_prompts
     from h2o_flexgen.config.hardware.profile import HardwareProfile
