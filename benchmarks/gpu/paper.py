@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cost import Setting, calibrate
+from benchmarks.gpu.cost import PredictedSetting, calibrate
 from benchmarks.gpu.peers import PEERS, PROBE, RATIOS, Cell, command, host_bytes, one_of, sizes
 from benchmarks.gpu.section import ONE, Section, module_command, run, scratch_folder, serve, timed, tiny_model
 from h2o_flexgen.baselines.process import RunFailed
@@ -143,7 +143,9 @@ def _facts(cell: Cell, ran: Ran, cut: bool) -> dict[str, Any]:
 
 def ours(section: Section, cell: Cell) -> dict[str, Any]:
     """Searches a policy, then runs it. The machine is calibrated for the model before the clock of its first cell."""
-    setting = Setting(cell.model, cell.gpu_mem, 1, cell.prompt_len, cell.gen_len, 1.0, cell.gpu_mem * cell.emulated)
+    setting = PredictedSetting(
+        cell.model, cell.gpu_mem, 1, cell.prompt_len, cell.gen_len, 1.0, cell.gpu_mem * cell.emulated
+    )
     profile = calibrate(section, setting, 3 if cell.emulated else 30)
     ratio, until = RATIOS[cell.system], deadline(section, cell)
     search = [sys.executable, "-m", "h2o_flexgen.search", "--model", cell.model, "--hardware", str(profile), "--quiet"]
