@@ -398,7 +398,7 @@ def test_sections_warm_up_with_what_they_run(section: str, tmp_path: Path, monke
         facts = {**asdict(Cell(model, 32, "h2o", 32, "8MiB", emulated=True)), "policy": policy, "host": 0}
         found = paper.one({**facts, "generated": 12, "budget": 13})
     else:
-        setting = cost.Setting(model, "", 2, 32, 12, 0.2, "64MiB")
+        setting = cost.PredictedSetting(model, "", 2, 32, 12, 0.2, "64MiB")
         profile = ROOT / "configs/hardware/t4-16gb.json"
         found = cost.one({"setting": asdict(setting), "profile": str(profile)})
     assert asked == [(2, 32, 12)] * 2
