@@ -104,6 +104,7 @@ COMMANDS: dict[str, str] = {
     "scripts/paper_table.sh": SCRIPT,
     "scripts/peer_env.sh all": SCRIPT,
     "scripts/peer_env.sh deepspeed": SCRIPT,
+    "scripts/long_prompt.sh qwen2.5-0.5b 2": SCRIPT,
     "scripts/prefill_rate.sh --repetitions 2": SCRIPT,
     "scripts/ragged.sh": SCRIPT,
     "scripts/scaling.sh --panels batch,stream,prompt,generated,budget --repetitions 5": SCRIPT,
