@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
+
+from h2o_flexgen.units import format_seconds
+
+_SHADES = " .:-=+*#"  # idle to always busy
 
 
 def on_stage(resource: str, stage: int) -> str:
@@ -40,6 +44,79 @@ class Timeline:
         """Seconds at which the first row starts; 0 without rows."""
         return min((row.start for row in self.rows), default=0.0)
 
+    @property
+    def span(self) -> float:
+        """Seconds from the first start to the last end."""
+        return max((row.end for row in self.rows), default=0.0) - self.start
+
+    def busy(self, resource: str) -> float:
+        """Seconds in which `resource` did anything; rows that overlap on it count once. 0 for an unknown one."""
+        return sum(end - start for start, end in self._intervals.get(resource, ()))
+
+    @property
+    def overlap(self) -> float:
+        """Share of the span in which at least two resources were busy at once, 0 to 1."""
+        edges = sorted(
+            edge for merged in self._intervals.values() for start, end in merged for edge in ((start, 1), (end, -1))
+        )
+        together, running, since = 0.0, 0, 0.0
+        for at, change in edges:
+            if running > 1:
+                together += at - since
+            running, since = running + change, at
+        return together / self.span if self.span > 0 else 0.0
+
+    @cached_property
+    def _intervals(self) -> dict[str, list[tuple[float, float]]]:
+        """Each resource's busy intervals: disjoint and ascending."""
+        by_resource: dict[str, list[tuple[float, float]]] = {resource: [] for resource in self.resources}
+        for row in sorted(self.rows, key=lambda row: row.start):
+            merged = by_resource[row.resource]
+            if merged and row.start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(merged[-1][1], row.end))
+            else:
+                merged.append((row.start, row.end))
+        return by_resource
+
+    def table(self, width: int = 48) -> str:
+        """One line per resource: tasks, busy time, share of the span, and how busy it was over time in `width` cells.
+
+        A cell is blank where the resource idled through it and `#` where it never did.
+        """
+        if not self.rows:
+            return "nothing ran"
+        name_width = max(len(name) for name in (*self.resources, "resource"))
+        lines = [f"{'resource':{name_width}}  tasks      busy  share  over {format_seconds(self.span)}"]
+        for resource in self.resources:
+            tasks = sum(row.resource == resource for row in self.rows)
+            busy = self.busy(resource)
+            share = busy / self.span if self.span > 0 else 0.0
+            strip = self._strip(resource, width)
+            lines.append(f"{resource:{name_width}}  {tasks:5d}  {format_seconds(busy):>8}  {share:5.0%}  |{strip}|")
+        lines.append(f"two or more at once: {self.overlap:.0%} of the time")
+        return "\n".join(lines)
+
+    def _strip(self, resource: str, width: int) -> str:
+        cell = self.span / width
+        if cell <= 0:
+            return " " * width
+        filled = [0.0] * width
+        for start, end in self._intervals[resource]:
+            low, high = (start - self.start) / cell, (end - self.start) / cell
+            for index in range(int(low), min(width, int(high) + 1)):
+                filled[index] += max(0.0, min(high, index + 1) - max(low, index))
+        top = len(_SHADES) - 1
+        return "".join(_SHADES[min(top, -int(-share * top // 1) if share > 1e-9 else 0)] for share in filled)
+
+    def to_json(self) -> dict[str, object]:
+        """The rows and what follows from them, in seconds, as plain JSON types."""
+        return {
+            "span": self.span,
+            "overlap": self.overlap,
+            "busy": {resource: self.busy(resource) for resource in self.resources},
+            "rows": [row._asdict() for row in self.rows],
+        }
+
     def write_chrome_trace(self, path: str | Path, process: str = "h2o_flexgen") -> None:
         """Write Chrome Trace Event JSON (ui.perfetto.dev, chrome://tracing): one thread per resource, microseconds.
 
@@ -47,7 +124,7 @@ class Timeline:
         """
         with Path(path).open("w", encoding="utf-8") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            file.write(",\n".join(json.dumps(event) for event in self._events(process)))
+            file.writelines(_separated(json.dumps(event) for event in self._events(process)))
             file.write("\n]}\n")
 
     def _events(self, process: str) -> Iterator[dict[str, object]]:
@@ -66,3 +143,8 @@ class Timeline:
                 "ts": round((row.start - self.start) * 1e6, 3),
                 "dur": round((row.end - row.start) * 1e6, 3),
             }
+
+
+def _separated(lines: Iterable[str]) -> Iterator[str]:
+    for index, line in enumerate(lines):
+        yield line if index == 0 else ",\n" + line

@@ -23,7 +23,6 @@ from h2o_flexgen.schedule.tasks import NO_BATCH, Task, TaskKind
 from h2o_flexgen.schedule.zigzag import zigzag
 from tests.cost.machines import LINKS, TINY, asked, known, model_of, on, profile, ticking
 from tests.cost.plans import EVICTIONS, machines, plans
-from tests.oracles.timeline import busy, overlap
 from tests.oracles.traffic import planned_bytes
 
 UNTIED = replace(TINY, num_layers=1, arch=replace(TINY.arch, tied_head=False))
@@ -84,7 +83,7 @@ def test_a_link_that_is_slower_than_the_compute_never_idles() -> None:
 def test_without_overlap_everything_waits_for_every_transfer() -> None:
     found = simulate(timed(OffloadPolicy(**on(weights="disk"), overlap=False), 2, disk_cpu=3))
     assert (found.prefill_s, found.decode_s) == (pytest.approx(5 * 3 + 4), pytest.approx(3 * 3 + 4))
-    assert overlap(found.timeline) == 0
+    assert found.timeline.overlap == 0
 
 
 def test_parked_hidden_states_go_through_three_buffers() -> None:
@@ -238,7 +237,7 @@ def test_overlap_never_costs_and_resources_bound_the_total(
     assert found.total_s <= serial.total_s * (1 + 1e-9)
     for resource, seconds in found.busy.items():
         assert seconds <= found.total_s * (1 + 1e-9)
-        assert busy(found.timeline, resource) >= seconds * (1 - 1e-9) or resource == "compute"
+        assert found.timeline.busy(resource) >= seconds * (1 - 1e-9) or resource == "compute"
 
 
 def test_a_slow_link_is_all_that_counts() -> None:

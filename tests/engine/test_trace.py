@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.memory.cuda import Device, Stream
+from h2o_flexgen.planning.llm import LLM
 from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind
 from h2o_flexgen.schedule.zigzag import zigzag
 from tests.cost.machines import TINY
@@ -24,7 +24,7 @@ DISK = {"weights": {"disk": 1.0}, "cache": {"disk": 1.0}, "gpu_batch_size": 2, "
 
 @pytest.fixture(scope="module")
 def traced(checkpoint):
-    with Engine(checkpoint("opt")[1], dtype="float32", policy=DISK, trace=True) as llm:
+    with LLM(checkpoint("opt")[1], dtype="float32", policy=DISK, trace=True) as llm:
         llm.generate(prompts_of([9, 9, 9, 9]), max_new_tokens=NEW, ignore_eos=True)
         return llm.timeline, llm.model.spec
 
@@ -57,7 +57,7 @@ def test_the_file_opens_as_a_chrome_trace(traced, tmp_path: Path) -> None:
 
 
 def test_without_trace_nothing_is_kept(checkpoint) -> None:
-    with Engine(checkpoint("opt")[1], dtype="float32") as llm:
+    with LLM(checkpoint("opt")[1], dtype="float32") as llm:
         llm.generate(prompts_of([5]), max_new_tokens=2)
         assert llm.timeline.rows == ()
 

@@ -1,4 +1,4 @@
-"""Timelines: what counts as busy and as overlap, the trace file."""
+"""Timelines: what counts as busy and as overlap, the trace file, the table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from h2o_flexgen.schedule.timeline import Row, Timeline
-from tests.oracles.timeline import busy, overlap, span
 
 ROWS = (
     Row("load layers.0.mlp", 10.0, 12.0, "disk->cpu"),
@@ -23,21 +22,32 @@ ROWS = (
 def test_busy_span_overlap() -> None:
     timeline = Timeline(ROWS)
     assert timeline.resources == ("disk->cpu", "compute")
-    assert span(timeline) == 10.0
-    assert busy(timeline, "disk->cpu") == 3.0
-    assert busy(timeline, "compute") == 5.0
-    assert busy(timeline, "gpu->cpu") == 0.0
-    assert overlap(timeline) == pytest.approx(0.2)  # 11 to 13
+    assert timeline.span == 10.0
+    assert timeline.busy("disk->cpu") == 3.0
+    assert timeline.busy("compute") == 5.0
+    assert timeline.busy("gpu->cpu") == 0.0
+    assert timeline.overlap == pytest.approx(0.2)  # 11 to 13
 
 
 def test_an_empty_timeline() -> None:
     timeline = Timeline(())
-    assert (span(timeline), overlap(timeline), timeline.resources) == (0.0, 0.0, ())
+    assert (timeline.span, timeline.overlap, timeline.resources) == (0.0, 0.0, ())
+    assert timeline.table() == "nothing ran"
 
 
 def test_rows_without_duration() -> None:
     timeline = Timeline((Row("a", 1.0, 1.0, "compute"),))
-    assert overlap(timeline) == 0.0
+    assert timeline.overlap == 0.0
+    assert "compute" in timeline.table()
+
+
+def test_table() -> None:
+    assert Timeline(ROWS).table(width=10).splitlines() == [
+        "resource   tasks      busy  share  over 10 s",
+        "disk->cpu      2       3 s    30%  |###       |",
+        "compute        2       5 s    50%  | ###    ##|",
+        "two or more at once: 20% of the time",
+    ]
 
 
 def test_chrome_trace(tmp_path: Path) -> None:
@@ -62,6 +72,12 @@ def test_chrome_trace_without_rows(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]) == 1
 
 
+def test_to_json_is_plain() -> None:
+    data = json.loads(json.dumps(Timeline(ROWS).to_json()))
+    assert [Row(**row) for row in data["rows"]] == list(ROWS)
+    assert data["busy"] == {"disk->cpu": 3.0, "compute": 5.0}
+
+
 TIMES = st.integers(0, 40)
 
 
@@ -72,6 +88,7 @@ def test_busy_and_overlap_agree_with_counting_moments(raw: list[tuple[int, int, 
     moments = range(41)  # [m, m + 1) for whole m
     working = [{row.resource for row in rows if row.start <= m < row.end} for m in moments]
     for resource in timeline.resources:
-        assert busy(timeline, resource) == sum(resource in now for now in working)
+        assert timeline.busy(resource) == sum(resource in now for now in working)
     together = sum(len(now) > 1 for now in working)
-    assert overlap(timeline) * span(timeline) == pytest.approx(together)
+    assert timeline.overlap * timeline.span == pytest.approx(together)
+    timeline.table()
