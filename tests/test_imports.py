@@ -97,7 +97,7 @@ def _type_checking(tree: ast.AST) -> set[ast.AST]:
     return {
         inner
         for block in blocks
-        if ast.unparse(block.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        if getattr(block.test, "id", getattr(block.test, "attr", "")) == "TYPE_CHECKING"
         for statement in block.body
         for inner in ast.walk(statement)
     }

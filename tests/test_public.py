@@ -33,6 +33,7 @@ def test_a_name_that_is_not_there() -> None:
         from h2o_flexgen import Policy  # noqa: F401
 
 
+@pytest.mark.slow
 def test_what_needs_no_torch_loads_none() -> None:
     code = (
         "import sys, h2o_flexgen\nfrom h2o_flexgen import EvictionConfig, OffloadPolicy, RunRecord, SamplingParams\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import groupby, pairwise
 
+from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import dtype_bytes
 from h2o_flexgen.schedule.request import PlanRequest
@@ -35,10 +36,12 @@ def links(tier: str, compute_tier: str, *, inward: bool) -> tuple[str, ...]:
     return tuple(f"{source}->{target}" for source, target in pairwise(stops))
 
 
-def io_lower_bound(request: PlanRequest, sequences: int, *, cpu_cache_compute: bool = False) -> dict[str, int]:
+def io_lower_bound(
+    request: PlanRequest, sequences: int, *, budget: Budget | None = None, cpu_cache_compute: bool = False
+) -> dict[str, int]:
     """Bytes over each link that any schedule must move, for `sequences` that go through their steps together.
 
-    cpu_cache_compute: whether attention may be computed where caches on the cpu live. Links that nothing has to cross
+    budget: of each, where it is not what the lengths of the workload resolve to. cpu_cache_compute: whether attention may be computed where caches on the cpu live. Links that nothing has to cross
     are left out.
 
     Every step needs all weights (of an embedding that is no head as good as nothing), and a decode step needs what the
@@ -49,7 +52,7 @@ def io_lower_bound(request: PlanRequest, sequences: int, *, cpu_cache_compute: b
     on them, so that the bound is below what any real plan moves.
     """
     weights = _needed_weights(request.spec) * dtype_bytes(request.dtype)
-    caches = [sequences * held for held in _held(request)]
+    caches = [sequences * held for held in _held(request, budget)]
     bound: dict[str, int] = {}
     near = 0
     for upper, lower in pairwise(request.tiers):
@@ -73,9 +76,11 @@ def _needed_weights(spec: ModelSpec) -> int:
     return sum(tensor.numel for tensor in sizes)
 
 
-def _held(request: PlanRequest) -> list[int]:
+def _held(request: PlanRequest, budget: Budget | None) -> list[int]:
     """Bytes that one sequence's caches hold when each step starts; nothing before the first."""
-    layers = Counter(budget.total for budget in request.budgets)
+    windows = map(request.spec.arch.window_of, range(request.spec.num_layers))
+    budgets = request.budgets if budget is None else [budget.within(window) for window in windows]
+    layers = Counter(each.total for each in budgets)
     prompt, token = request.workload.prompt_len, request.spec.kv_bytes_per_token_and_layer(request.dtype)
 
     def before(step: int) -> int:

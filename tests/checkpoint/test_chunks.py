@@ -28,9 +28,9 @@ SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).m
 @settings(max_examples=60, deadline=None)
 @given(
     SPANS.filter(lambda spans: any(start < stop for start, stop in spans)),
-    st.sampled_from([(), (1,), (3,), (700,), (2048,)]),
+    st.sampled_from([(), (1,), (3,), (90,), (700,)]),
     st.sampled_from([torch.float16, torch.float32]),
-    st.sampled_from([1 << 6, 1 << 12, checkpoint_reader.CHUNK]),
+    st.sampled_from([1 << 8, 1 << 12, checkpoint_reader.CHUNK]),
     st.integers(0, 3),
 )
 def test_any_spans_read_as_numpy_indexes(

@@ -85,6 +85,7 @@ def test_bytes_after_the_last_tensor(tmp_path: Path) -> None:
     assert f"has bytes after its last tensor: expected {size} bytes, found {size + 4}" in refused(tmp_path)
 
 
+@pytest.mark.slow
 def test_headers_with_random_damage_never_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     path = write_single(tmp_path, weights(make_spec()))

@@ -105,6 +105,7 @@ def test_a_fault_without_a_message_is_named_by_its_kind(tmp_path: Path, monkeypa
     assert f"{BIN} cannot be read: EOFError" in refused(tmp_path)
 
 
+@pytest.mark.slow
 def test_random_damage_never_crashes(tmp_path: Path) -> None:
     spec, chance, accepted = make_spec(), python_random(3), 0
     torch.save(weights(spec), tmp_path / BIN)

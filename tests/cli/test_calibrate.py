@@ -55,6 +55,7 @@ def test_a_table_and_the_profile(model: Path, program: Calibrate, tmp_path: Path
     assert left_in(tmp_path / "offload") == []
 
 
+@pytest.mark.slow
 def test_flags(model: Path, program: Calibrate, tmp_path: Path) -> None:
     ran = program(
         "--model", model, "--budget-s", 0.01, "--dtype", "bfloat16", "--emulate-gpu", "1GiB", "--quiet",
@@ -126,6 +127,7 @@ def test_a_disk_without_room(model: Path, program: Calibrate, monkeypatch: pytes
     assert "--offload-dir" in ran.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_nothing_behind(
     number: int, code: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,6 +145,7 @@ def test_a_signal_leaves_nothing_behind(
     assert kept <= {"native"}, "no profile; kernels are built once, and stay"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [0, 100])
 def test_a_bar_on_a_terminal(tmp_path: Path, model: Path, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "main", calibrate.main)

@@ -104,6 +104,7 @@ def test_of_one_plan_alone_there_is_no_runner_up(result: SearchResult) -> None:
     assert to_json(alone)["runner_up"] is None
 
 
+@pytest.mark.slow
 def test_attention_on_the_cpu_beside_a_gpu() -> None:
     """A GPU behind a slow link, and a CPU that attends as fast: caches stay on the CPU, and the reader is told."""
     slow = profile({"gpu": rates(), "cpu": rates()}, links={**profile().links})

@@ -72,6 +72,7 @@ def test_no_placement_on_a_grid_is_faster(seed: int) -> None:
         assert nbytes <= program.caps[tier] + 1e-4 * sum(program.held.values())
 
 
+@pytest.mark.slow
 def test_the_seeds_say_something() -> None:
     fitting = [on_grid(some_program(seed)) is not None for seed in range(12)]
     assert True in fitting

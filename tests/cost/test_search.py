@@ -226,6 +226,7 @@ def test_a_large_model_in_three_tiers() -> None:
     assert result.predicted.sequences == result.policy.block_size
 
 
+@pytest.mark.slow
 def test_more_memory_buys_about_what_is_said() -> None:
     """With a gigabyte more, the search finds a plan about as much faster as the linear program said."""
     caps = {"cpu": 4 * GIB, "disk": 64 * GIB}

@@ -177,6 +177,7 @@ def test_what_is_used_is_there_and_no_more_copies_than_stated(
         assert alive <= model.policy.lookahead + 1
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(plans(), EVICTIONS, st.integers(5, 60), machines())
 def test_few_steps_say_what_all_would(
@@ -226,6 +227,7 @@ def test_a_faster_link_is_never_slower(
     assert total[0] <= total[1] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(plans(), EVICTIONS, machines(disturbed=False))
 def test_overlap_never_costs_and_resources_bound_the_total(

@@ -89,6 +89,7 @@ def test_the_same_tokens_and_no_races(place: str, open_llm, expected, monkeypatc
     assert not device._locked, "all is unlocked at the end"
 
 
+@pytest.mark.slow
 def test_pageable_memory_and_a_gpu_that_is_capped(open_llm, expected, caplog, monkeypatch) -> None:
     device = FakeDevice(lockable=200_000)
     order_threads(device, monkeypatch)

@@ -153,10 +153,10 @@ def test_greedy_rows_keep_to_one_max_over_the_batch(monkeypatch) -> None:
 @pytest.mark.slow
 def test_the_engine_does_without_transformers_for_the_usual_options() -> None:
     code = (
-        "import sys, torch\nfrom h2o_flexgen import Engine\n"
+        "import sys, torch\nfrom h2o_flexgen import LLM\n"
         "settings = dict(max_new_tokens=3, min_new_tokens=2, repetition_penalty=1.2, do_sample=True,"
         " temperature=0.7, top_k=9, top_p=0.9, min_p=0.1)\n"
-        "with Engine('demo') as llm:\n"
+        "with LLM('demo') as llm:\n"
         "    llm.generate([[2, 5]], **settings)\n"
         "    llm.generate_ids(torch.tensor([[2, 5]]), **settings)\n"
         "assert 'transformers' not in sys.modules\n"

@@ -229,6 +229,7 @@ def test_a_pair_that_fails_has_no_log_probability(tmp_path) -> None:
     assert (good.is_greedy, good.token_is_greedy, good.error) == (alone.is_greedy, alone.token_is_greedy, None)
 
 
+@pytest.mark.slow
 def test_an_end_in_the_middle_leaves_an_engine_that_works(checkpoint, alone) -> None:
     policy = next(row for row in POLICIES if row.name == "h2o")
     for tier in ("cpu", "disk"):

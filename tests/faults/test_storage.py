@@ -256,6 +256,7 @@ def test_row_26_a_checkpoint_that_changes_during_the_run(
     assert f"{own_model / 'model.safetensors'} changed during the run: " in ran.err
 
 
+@pytest.mark.slow
 def test_an_engine_survives_a_failing_disk(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error the same engine works again, and has given everything of the failed block back."""
     prompts = [[2, 9, 8, 7, 6], [2, 30, 31], [2, 40, 50, 60], [2, 70]]

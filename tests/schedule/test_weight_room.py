@@ -28,6 +28,7 @@ def _check(room: WeightRoom, sizes: dict[str, int], lookahead: int) -> None:
     assert room.nbytes >= max(sum(sizes[keys[(i + j) % len(keys)]] for j in range(at_once)) for i in range(len(keys)))
 
 
+@pytest.mark.slow
 @given(st.lists(pages, min_size=1, max_size=12), st.integers(1, 4))
 def test_neighbours_are_apart(numbers: list[int], lookahead: int) -> None:
     sizes = {f"group {index}": nbytes for index, nbytes in enumerate(numbers)}

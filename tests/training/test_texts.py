@@ -22,6 +22,7 @@ def corpus() -> Corpus:
     return Corpus(PreTrainedTokenizerFast.from_pretrained(str(DEMO)), [])
 
 
+@pytest.mark.slow
 def test_held_out_stories_are_those_that_ship() -> None:
     shipped = (DEMO / "heldout.txt").read_text(encoding="utf-8")
     assert shipped.startswith(heldout_texts(corpus(), 20_000)["stories"] + "\n\n")

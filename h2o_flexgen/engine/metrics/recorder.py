@@ -161,7 +161,9 @@ def _least_moved(plan: Plan, rows: SequenceOf[Sequence]) -> dict[str, int]:
         request = request.with_caps(cpu=max(0, request.caps.cpu - request.baseline))
     prompt, new = min(row.prompt_tokens for row in rows), min(len(row.token_ids) for row in rows)
     shortest = replace(request, workload=Workload(prompt, max(1, new), block))
-    least = io_lower_bound(shortest, block, cpu_cache_compute=plan.policy.cpu_cache_compute)
+    # Of lengths that no row has, a budget need not follow: the smallest that a row has.
+    budget = min((row.budget for row in rows), key=lambda budget: budget.total)
+    least = io_lower_bound(shortest, block, budget=budget, cpu_cache_compute=plan.policy.cpu_cache_compute)
     return {link: sequences // block * nbytes for link, nbytes in least.items()}
 
 

@@ -149,6 +149,7 @@ def test_weights_stay_unless_moving_them_pays(model: Path) -> None:
         assert llm.plan(Workload(9, 2, 3)).predicted["decode_s"] <= best.predicted["decode_s"] * 1.001
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_is_told(model: Path, run: Run, hardware: Path, monkeypatch) -> None:
     calls: list[int] = []
     mlp = Decoder.mlp
