@@ -41,8 +41,8 @@ def io_lower_bound(
 ) -> dict[str, int]:
     """Bytes over each link that any schedule must move, for `sequences` that go through their steps together.
 
-    budget: of each, where it is not what the lengths of the workload resolve to. cpu_cache_compute: whether attention may be computed where caches on the cpu live. Links that nothing has to cross
-    are left out.
+    budget: of each, where it is not what the lengths of the workload resolve to. cpu_cache_compute: whether attention
+    may be computed where caches on the cpu live. Links that nothing has to cross are left out.
 
     Every step needs all weights (of an embedding that is no head as good as nothing), and a decode step needs what the
     caches hold. Of these W + K bytes, the tiers on the near side of a link hold M when the step starts, so that
