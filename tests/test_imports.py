@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.test_style import tree_of
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "h2o_flexgen"
 
@@ -84,11 +86,6 @@ def _targets(node: ast.Import | ast.ImportFrom, folder: tuple[str, ...]) -> list
     if part == "":  # from h2o_flexgen import x: x is what counts
         return [alias.name for alias in node.names]
     return [] if part is None else [part]
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def _type_checking(tree: ast.AST) -> set[ast.AST]:

@@ -50,6 +50,7 @@ def test_more_repetitions_are_added_to_those_that_are_there(pretend, bench, tmp_
     assert (ran, again) == ([], summary)
 
 
+@pytest.mark.slow
 def test_an_interrupted_repetition_goes_on_in_the_same_minutes_and_is_done_again_later(
     pretend, bench, tmp_path: Path
 ) -> None:
@@ -93,6 +94,7 @@ def test_systems_may_be_added(pretend, bench) -> None:
     }
 
 
+@pytest.mark.slow
 def test_what_failed_is_not_tried_again_unless_its_file_goes(pretend, bench, tmp_path: Path) -> None:
     pretend("ours", own=True)
     pretend("theirs", {"fail": "boom"})
@@ -127,6 +129,7 @@ def test_searched_batches_are_used_again(pretend, bench, tmp_path: Path) -> None
     assert "broken: no batch worked before" in err
 
 
+@pytest.mark.slow
 def test_only_the_best(pretend, bench, tmp_path: Path) -> None:
     pretend("ours", {"flat": 16}, own=True)
     pretend("theirs", {"room": 8})
@@ -147,6 +150,7 @@ def test_only_the_best(pretend, bench, tmp_path: Path) -> None:
     assert "best,ours,16" in (tmp_path / "out" / "table.csv").read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_loses_the_run_in_progress_alone(pretend, bench, monkeypatch) -> None:
     """In the search and in the comparison."""
     pretend("ours", {"room": 8}, own=True)
@@ -169,6 +173,7 @@ def test_ctrl_c_loses_the_run_in_progress_alone(pretend, bench, monkeypatch) -> 
     assert summary["ratios"]["ours/theirs"]["pairs"] == 2
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_that_took_over_stays(pretend, bench, tmp_path: Path) -> None:
     """At its full length the best batch has no room: the next one is taken, by the next call too."""
     pretend("ours", own=True)
@@ -186,6 +191,7 @@ def test_a_smaller_batch_that_took_over_stays(pretend, bench, tmp_path: Path) ->
     assert bench("-r", "2", "-b", "2,3", "--only-best")[0] == [("ours", 2), ("theirs", 3)]
 
 
+@pytest.mark.slow
 def test_the_table_says_where_each_part_comes_from(pretend, bench, tmp_path: Path) -> None:
     pretend("ours", own=True)
     pretend("theirs")
@@ -204,6 +210,7 @@ def test_the_table_says_where_each_part_comes_from(pretend, bench, tmp_path: Pat
     assert [part["repetitions"] for part in summary["measured_in"]] == [[2], [1, 3]]
 
 
+@pytest.mark.slow
 def test_the_table_says_what_a_newcomer_asks(pretend, bench, tmp_path: Path) -> None:
     """Every pair with ours, others by the reference, and where each system put its weights."""
     policy = {"gpu_batch_size": 2, "num_gpu_batches": 3, "chosen": "search", "hidden": {"cpu": 1.0}}

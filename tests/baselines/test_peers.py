@@ -155,6 +155,7 @@ def test_reads_from_disks_are_counted(tmp_path: Path) -> None:
     assert finished.read_bytes >= 8 << 20
 
 
+@pytest.mark.slow
 def test_the_best_batch_is_found_and_shown_beside_the_equal_one(pretend, capsys, tmp_path: Path) -> None:
     pretend("ours", {"flat": 32}, own=True)  # no faster beyond 32
     pretend("theirs", {"room": 8})  # no room beyond 8
@@ -176,6 +177,7 @@ def test_the_best_batch_is_found_and_shown_beside_the_equal_one(pretend, capsys,
     assert (folder / "best" / "run-01-ours.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_list_of_batches_and_systems_that_never_run(pretend, capsys, tmp_path: Path) -> None:
     pretend("broken", {"fail": "boom"})
     pretend("good")

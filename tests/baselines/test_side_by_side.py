@@ -54,6 +54,7 @@ def test_another_machine_or_commit_begins_another_repetition(what: str, folder: 
     assert (folder / "run-02-theirs.json").is_file()
 
 
+@pytest.mark.slow
 def test_two_machines_or_commits_give_no_ratio(folder: Path, bench) -> None:
     bench("-r", "3")
     _change(folder / "run-01-ours.json", commit="abc")
@@ -69,6 +70,7 @@ def test_two_machines_or_commits_give_no_ratio(folder: Path, bench) -> None:
     assert "| ours / theirs | - | - | - | 0 |" in (folder / "table.md").read_text()
 
 
+@pytest.mark.slow
 def test_systems_are_prepared_before_a_repetition(pretend, bench, tmp_path: Path, monkeypatch) -> None:
     """It may take minutes, and runs apart from each other would be of different repetitions."""
     for name in ("ours", "theirs"):

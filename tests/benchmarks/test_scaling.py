@@ -75,6 +75,7 @@ def _record(point: dict[str, Any], number: int) -> dict[str, Any]:
     return {**point, **rates, **facts, "date": "2026-01-01T00:00:00", "windows": windows, "peak_bytes": {"rss": 2**30}}
 
 
+@pytest.mark.slow
 def test_table_and_picture_of_all_panels(tmp_path: Path) -> None:
     records = [_record(point, number) for number in (1, 2, 3) for point in _points("--quick")]
     said = "\n".join(scaling.table(records))

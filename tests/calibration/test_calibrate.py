@@ -139,6 +139,7 @@ def test_a_table_names_every_figure(profile: HardwareProfile) -> None:
     assert max(map(len, table.splitlines())) < 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ["opt-projected", "llama-gqa", "qwen3", "gemma3", "gpt-neox", "phi3"])
 def test_other_architectures(row: str, tmp_path: Path) -> None:
     profile = calibrate(tiny(tmp_path / "offload", row))
@@ -147,12 +148,14 @@ def test_other_architectures(row: str, tmp_path: Path) -> None:
     check_rates(profile.compute["cpu"], spec_of(row))
 
 
+@pytest.mark.slow
 def test_weights_larger_than_the_arena_are_measured_in_part(tmp_path: Path) -> None:
     spec = dataclasses.replace(spec_of("opt"), vocab_size=40_000)  # 5 MB
     profile = calibrate(dataclasses.replace(tiny(tmp_path / "offload"), spec=spec))
     check_rates(profile.compute["cpu"], spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "all_slots"), [("float16", True), ("bfloat16", why_not() is not None)])
 def test_whether_caches_are_read_whole(dtype: str, all_slots: bool, tmp_path: Path) -> None:
     """By torch they are, by the native kernel, which takes no float16, they are not."""
@@ -166,6 +169,7 @@ def test_which_products_a_gpu_adds_to_the_residual(row: str, fuses: bool) -> Non
     assert measuring._fuses(SimpleNamespace(name="gpu", spec=spec_of(row))) is fuses
 
 
+@pytest.mark.slow
 def test_progress_names_each_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And all that is measured shares the time to measure anything again."""
     shared: set[Repeats] = set()
@@ -186,6 +190,7 @@ def test_progress_names_each_part_once(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(shared) == 1
 
 
+@pytest.mark.slow
 def test_others_on_the_cores_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

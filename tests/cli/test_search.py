@@ -66,6 +66,7 @@ def test_what_is_typed_of_the_policy_is_fixed(tmp_path: Path) -> None:
     assert OffloadPolicy(**whole) == OffloadPolicy(4, 3)
 
 
+@pytest.mark.slow
 def test_a_policy_for_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy, timeline = tmp_path / "policy.json", tmp_path / "timeline.json"
     assert main([*SMALL.split(), "--output", str(policy), "--simulate", str(timeline), "--hh-ratio", "0.5"]) == 0
@@ -130,6 +131,7 @@ def test_a_prompt_past_the_context_is_fed_step_by_step_as_the_engine_does() -> N
     assert request.workload == workload_of(reader.read([[5] * 5000], SamplingParams(max_new_tokens=32)))
 
 
+@pytest.mark.slow
 def test_rates_of_another_dtype_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL.split(), "--dtype", "float32"]) == 0
     assert capsys.readouterr().err == "note: the rates of t4-16gb are for float16, and this is float32\n"

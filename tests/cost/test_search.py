@@ -147,6 +147,7 @@ def grid(request: PlanRequest) -> float:
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cap", [5, 8, 12, 20])
 def test_no_plan_on_a_grid_is_much_faster(cap: int) -> None:
     request = ask(caps={"cpu": cap * MIB, "disk": GIB})
@@ -154,6 +155,7 @@ def test_no_plan_on_a_grid_is_much_faster(cap: int) -> None:
     assert result.best.seconds <= 1.03 * grid(request)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["cpu", "gpu"])
 def test_the_same_question_has_the_same_answer(tier: str) -> None:
     request = ask(tier, {"gpu": 8 * MIB, "cpu": 12 * MIB, "disk": GIB})
@@ -201,6 +203,7 @@ def test_a_whole_policy_is_priced_as_it_is() -> None:
     assert result.runner_up is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endless", [False, True])
 def test_a_policy_file_goes_through_run(tmp_path: Path, endless: bool) -> None:
     result = search(ask("gpu", {"gpu": 8 * MIB, "cpu": 12 * MIB, "disk": GIB}, endless=endless))
@@ -239,6 +242,7 @@ def test_more_memory_buys_about_what_is_said() -> None:
     assert before.more["disk"] == pytest.approx(0, abs=0.01 * (before.predicted.gen_throughput or 0))
 
 
+@pytest.mark.slow
 def test_long_schedules_are_estimated_well() -> None:
     """Ranking by a model of fewer layers comes to nearly the time of all."""
     caps = {"gpu": 6 * GIB, "cpu": 16 * GIB, "disk": 256 * GIB}

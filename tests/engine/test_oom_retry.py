@@ -113,6 +113,7 @@ def test_running_out_while_computing(
     assert list((tmp_path / "o").glob("run-*")) == []
 
 
+@pytest.mark.slow
 def test_the_next_plan_takes_less(checkpoint, expected, monkeypatch) -> None:
     plans: list[Plan] = []
     with Engine(checkpoint("opt")[1], policy=BLOCK, **ENGINE) as llm:
@@ -134,6 +135,7 @@ def test_the_next_plan_takes_less(checkpoint, expected, monkeypatch) -> None:
         assert plans[-1].request.caps.why["cpu"] != "after memory ran out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", [None, "1GiB"], ids=["cpu", "emulated gpu"])
 @pytest.mark.parametrize("call", [1, 3, 6, 10])
 def test_running_out_while_loading(call: int, gpu: str | None, checkpoint, expected, tmp_path, monkeypatch) -> None:
@@ -144,6 +146,7 @@ def test_running_out_while_loading(call: int, gpu: str | None, checkpoint, expec
     assert list((tmp_path / "o").glob("run-*")) == []
 
 
+@pytest.mark.slow
 def test_running_out_on_a_copy_thread(checkpoint, expected, monkeypatch) -> None:
     """What a transfer raises reaches the waiting compute, and the buffers that were on their way come back."""
     policy = {**BLOCK, "weights": {"disk": 1.0}, "cache": {"disk": 1.0}}
@@ -167,6 +170,7 @@ def test_a_block_that_was_fixed_gives_way_at_last(checkpoint, expected, monkeypa
     assert plans[1].policy.weights == {"cpu": 1.0}
 
 
+@pytest.mark.slow
 def test_after_some_tries_it_is_an_error_that_says_what_was_tried(checkpoint, monkeypatch) -> None:
     monkeypatch.setattr(oom_retry, "LESS", 0.99)
     with Engine(checkpoint("opt")[1], policy=BLOCK, **ENGINE) as llm:
@@ -198,6 +202,7 @@ def test_other_errors_are_not_tried_again(checkpoint, monkeypatch) -> None:
         assert failing.calls == 1
 
 
+@pytest.mark.slow
 def test_scores_and_streamers_are_told_once(checkpoint, monkeypatch) -> None:
     class Heard(list):
         def put(self, value: torch.Tensor) -> None:

@@ -111,6 +111,7 @@ def test_every_policy_on_every_tier(policy: PolicyRow, placement: str, gpu: str 
     assert tokens == expected[policy.name]
 
 
+@pytest.mark.slow
 def test_weights_are_read_once_per_step_and_block(checkpoint) -> None:
     """Bytes counted equal the plan: every group once per step, the tied vocabulary once more at the start."""
     folder = checkpoint("opt")[1]

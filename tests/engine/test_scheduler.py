@@ -131,6 +131,7 @@ def test_caches_keep_what_they_keep_alone(
     assert compared > 300
 
 
+@pytest.mark.slow
 def test_stop_tokens_at_random_places(checkpoint) -> None:
     """All rows may become long, most end early: nobody knows beforehand which."""
     folder = checkpoint("llama-gqa")[1]
@@ -190,6 +191,7 @@ def test_samples_and_shared_prefixes_come_in_together(checkpoint) -> None:
             assert [o.token_ids for o in many] == [o.token_ids for o in wide.generate(PROMPTS[:3], sampled)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernel")
 def test_a_failed_row_leaves_nothing_to_those_who_take_its_place(tmp_path) -> None:
     """Its keys and values are not finite, and lie where later rows have slots that are not used yet."""

@@ -97,6 +97,7 @@ def frozen() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("frozen")
 def test_memory_does_not_grow(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over many changes tiers hold what they held at first, and of a layer's caches only the last ones live on."""

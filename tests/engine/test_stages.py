@@ -94,6 +94,7 @@ def test_the_tokens_of_one_device(model, eviction, gpus, place, block, checkpoin
     assert record.bytes_moved["gpu->gpu"] > 0
 
 
+@pytest.mark.slow
 def test_rows_that_finish_make_room_in_their_own_group(checkpoint) -> None:
     """Lengths that differ by far, few places: groups change at different times, and end at different times."""
     new = [3, 17, 5, 2, 11, 1, 7, 16, 4, 9]
@@ -108,6 +109,7 @@ def test_rows_that_finish_make_room_in_their_own_group(checkpoint) -> None:
             assert llm.last_record.generated_tokens == sum(new)
 
 
+@pytest.mark.slow
 def test_prompts_with_a_common_beginning_share_it_within_a_group(checkpoint) -> None:
     header = prompts_of([40])[0]
     prompts = [header + tail[1:] for tail in prompts_of([6, 10, 4, 8], seed=1)]

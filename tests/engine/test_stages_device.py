@@ -47,6 +47,7 @@ def expected(checkpoint) -> list[list[int]]:
         return [output.token_ids for output in llm.generate(prompts_of(LENGTHS), **SETTINGS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["resident", "all on cpu", "three tiers", "attention on the host"])
 def test_the_same_tokens_and_no_races(place: str, checkpoint, expected, monkeypatch) -> None:
     pair = Pair()
@@ -83,6 +84,7 @@ def test_no_wait_between_two_gpus_can_be_left_out(device, stream, other, behind,
     assert pair.races.found
 
 
+@pytest.mark.slow
 def test_the_thread_that_computes_waits_for_no_device_while_it_runs(checkpoint, monkeypatch) -> None:
     """However many steps, as often: at the end of the block, when buffers are given back."""
     waits = []

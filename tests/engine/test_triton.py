@@ -137,6 +137,7 @@ def test_the_same_tokens_as_torch(name: str, policy: str, folder, through_triton
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_rule")
 def test_a_policy_with_a_score_rule_of_its_own(folder, through_triton: list[str]) -> None:
     args = folder("opt"), EVICTION["h2o"]

@@ -27,6 +27,7 @@ def test_cells_name_the_full_cache_once() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_program_end_to_end(
     tiny: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

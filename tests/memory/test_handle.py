@@ -58,6 +58,7 @@ def located_groups(draw: st.DrawFn) -> tuple[WeightGroup, str, dict[str, Locatio
     return group, dtype, locations
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(located_groups())
 def test_direct_layout_keeps_offsets_modulo_the_page(case: tuple[WeightGroup, str, dict[str, Location]]) -> None:

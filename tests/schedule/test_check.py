@@ -77,6 +77,7 @@ def test_dropping_any_task_is_found(case: Case, order: bool, data: st.DataObject
     assert fails(dropped(ticks, place), case)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.booleans(), st.data())
 def test_duplicating_any_task_is_found(case: Case, order: bool, data: st.DataObject) -> None:
@@ -86,6 +87,7 @@ def test_duplicating_any_task_is_found(case: Case, order: bool, data: st.DataObj
     assert fails(duplicated(ticks, place), case)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.booleans(), st.data())
 def test_moving_any_task_is_found(case: Case, order: bool, data: st.DataObject) -> None:

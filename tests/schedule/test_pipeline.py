@@ -147,6 +147,7 @@ def test_a_cache_is_loaded_for_the_first_unit_of_a_stage() -> None:
             assert (tick.compute.unit == 1) == own
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(several(), st.sampled_from(["drop", "twice", "move"]), st.data())
 def test_what_is_dropped_doubled_or_moved_is_found(case: Groups, change: str, data: st.DataObject) -> None:

@@ -155,6 +155,7 @@ def test_shapes_without_a_schedule_are_refused(change: dict, message: str) -> No
         make_shape(**change)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_zigzag_is_sound_and_in_order(case: Case) -> None:

@@ -73,6 +73,7 @@ def test_the_roofline_is_priced_where_rates_are_known(model: Path, run: Run, har
     assert unknown["policy"]["chosen"] == "rule"
 
 
+@pytest.mark.slow
 def test_what_is_moved_is_compared_with_the_least(model: Path, run: Run, hardware: Path) -> None:
     for flags in ((), ("--gbs", 2, "--num-gb", 2), ("--hh-ratio", 0.3), ("--no-calibrate",)):
         known = ("--hardware", hardware) if flags != ("--no-calibrate",) else ()
@@ -136,6 +137,7 @@ def test_an_emulated_gpu_is_planned_for(model: Path, run: Run, hardware: Path) -
     assert "planned of 2 MiB: --emulate-gpu" in ran.err
 
 
+@pytest.mark.slow
 def test_weights_stay_unless_moving_them_pays(model: Path) -> None:
     with LLM(str(model), cpu_mem=TIGHT[1], dtype="float32", hardware=RATES) as llm:
         llm.generate([[5] * 20] * 8, max_new_tokens=4)
