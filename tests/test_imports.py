@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "schedule": {"config"},
     "cost": {"schedule", "config"},
     "reporting": {"schedule", "config"},
-    "kernels": set(),
+    "kernels": {"config"},  # the layouts of packed matrices, which plans count with
     "quant": {"kernels", "config"},
     "memory": {"quant", "config"},
     "cache": {"memory", "quant", "kernels", "config"},

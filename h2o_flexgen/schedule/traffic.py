@@ -7,7 +7,6 @@ from itertools import groupby, pairwise
 
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.config.model.tensors import dtype_bytes
 from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.schedule.tasks import ScheduleShape
 
@@ -51,7 +50,7 @@ def io_lower_bound(
     and loading the model is no part of a block. No workspace, buffer or padding is counted, and none of a cap is spent
     on them, so that the bound is below what any real plan moves.
     """
-    weights = _needed_weights(request.spec) * dtype_bytes(request.dtype)
+    weights = _needed_weights(request.spec, request.dtype)
     caches = [sequences * held for held in _held(request, budget)]
     bound: dict[str, int] = {}
     near = 0
@@ -69,11 +68,11 @@ def io_lower_bound(
     return bound
 
 
-def _needed_weights(spec: ModelSpec) -> int:
-    """Numbers that every pass over the model reads whole: not those of tables of which it reads single rows."""
+def _needed_weights(spec: ModelSpec, dtype: str) -> int:
+    """Bytes that every pass over the model reads whole: not those of tables of which it reads single rows."""
     tables = {"embed.positions"} if spec.arch.tied_head else {"embed.positions", "embed.tokens"}
     sizes = (tensor for group in spec.weight_groups for tensor in group.tensors if tensor.name not in tables)
-    return sum(tensor.numel for tensor in sizes)
+    return sum(tensor.nbytes(dtype) for tensor in sizes)
 
 
 def _held(request: PlanRequest, budget: Budget | None) -> list[int]:

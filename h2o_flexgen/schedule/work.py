@@ -57,7 +57,7 @@ class PhaseWork:
 
     def weight_bytes(self, spec: ModelSpec, dtype: str) -> float:
         """Bytes of the matrices that products read, each time anew."""
-        return sum(calls * _numbers(spec, kind) for (kind, _), calls in self.products.items()) * dtype_bytes(dtype)
+        return sum(calls * _matrix_bytes(spec, kind, dtype) for (kind, _), calls in self.products.items())
 
     def cache_bytes(self, spec: ModelSpec, dtype: str) -> dict[str, float]:
         """Bytes of keys and values that decode steps read, by the device that reads."""
@@ -239,3 +239,22 @@ def _layers_by_window(spec: ModelSpec) -> Counter[Window]:
 def _numbers(spec: ModelSpec, kind: str) -> int:
     """In the matrices of a unit of `kind`."""
     return sum(product.out_features * product.in_features for product in spec.products(kind))
+
+
+def _matrix_bytes(spec: ModelSpec, kind: str, dtype: str) -> float:
+    """Of the matrices of a unit of `kind`; where some are packed, in the mean over such units."""
+    if not spec.packings:
+        return _numbers(spec, kind) * dtype_bytes(dtype)
+    units = [unit for unit in spec.units if unit.kind == kind]
+    table = "embed.tokens" if spec.arch.tied_head and kind == "head" else None
+    tensors = (tensor for unit in units for tensor in spec.groups_by_key[unit.weights].tensors)
+    read = (
+        each for each in tensors if len(each.shape) == 2 and (each.name == table or _is_multiplied(each.name, kind))
+    )
+    return sum(each.nbytes(dtype) for each in read) / len(units)
+
+
+def _is_multiplied(name: str, kind: str) -> bool:
+    """Whether a unit of `kind` has a product with the matrix `name` of its weight group."""
+    part = name.split(".", 1)[0]
+    return name not in ("embed.tokens", "embed.positions") and part == (kind if kind in ("embed", "head") else "layers")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
+from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup, dtype_bytes
 from h2o_flexgen.errors import ModelError, UsageError
 
@@ -50,6 +51,8 @@ class ModelSpec:
     eos_token_id: int | tuple[int, ...]
     pad_token_id: int | None
     dtype: str = "float16"
+    packings: tuple[tuple[str, Packing], ...] = ()
+    """The tensors of fewer bits, by canonical name."""
 
     def __post_init__(self) -> None:
         try:
@@ -109,7 +112,12 @@ class ModelSpec:
         for layer in range(self.num_layers):
             groups.append(WeightGroup(f"layers.{layer}.attn", _attn_tensors(self, f"layers.{layer}.attn")))
             groups.append(WeightGroup(f"layers.{layer}.mlp", _mlp_tensors(self, f"layers.{layer}.mlp")))
-        return (*groups,) if tied else (*groups, WeightGroup("head", head))
+        groups += [] if tied else [WeightGroup("head", head)]
+        packings = dict(self.packings)
+        return tuple(
+            WeightGroup(group.key, tuple(replace(each, packing=packings.get(each.name)) for each in group.tensors))
+            for group in groups
+        )
 
     @cached_property
     def groups_by_key(self) -> dict[str, WeightGroup]:
@@ -123,7 +131,7 @@ class ModelSpec:
 
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights, without the padding of buffers."""
-        return self.num_parameters * dtype_bytes(dtype)
+        return sum(group.nbytes(dtype) for group in self.weight_groups)
 
     def kv_bytes_per_token_and_layer(self, dtype: str) -> int:
         """Bytes of one token's key and value in one layer."""

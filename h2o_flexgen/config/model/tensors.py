@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 
@@ -35,6 +36,8 @@ class TensorSpec:
 
     name: str
     shape: tuple[int, ...]
+    packing: Packing | None = None
+    """How a matrix of fewer bits is kept; None: as numbers of the dtype that is computed with."""
 
     @property
     def numel(self) -> int:
@@ -45,8 +48,8 @@ class TensorSpec:
         return product
 
     def nbytes(self, dtype: str) -> int:
-        """Its bytes in `dtype`."""
-        return self.numel * dtype_bytes(dtype)
+        """Its bytes in `dtype`, or packed."""
+        return self.numel * dtype_bytes(dtype) if self.packing is None else self.packing.nbytes(self.shape)
 
 
 @dataclass(frozen=True)
@@ -57,19 +60,25 @@ class WeightGroup:
     tensors: tuple[TensorSpec, ...]
 
     @cached_property
-    def numels(self) -> tuple[int, ...]:
-        """How many numbers each tensor holds: all that sizes depend on."""
-        return tuple(tensor.numel for tensor in self.tensors)
+    def _numels(self) -> tuple[int, ...]:
+        """How many numbers each tensor holds that is not packed."""
+        return tuple(tensor.numel for tensor in self.tensors if tensor.packing is None)
+
+    @cached_property
+    def _packed(self) -> tuple[int, ...]:
+        """Bytes of each packed tensor."""
+        return tuple(tensor.packing.nbytes(tensor.shape) for tensor in self.tensors if tensor.packing is not None)
 
     def nbytes(self, dtype: str) -> int:
         """The bytes of the tensors alone."""
-        return sum(self.numels) * dtype_bytes(dtype)
+        return sum(self._numels) * dtype_bytes(dtype) + sum(self._packed)
 
     def buffer_bytes(self, dtype: str) -> int:
         """The bytes of the buffer: tensors start at multiples of TENSOR_ALIGN, the whole is a multiple of PAGE."""
-        return _buffer_bytes(self.numels, dtype_bytes(dtype))
+        return _buffer_bytes(self._numels, dtype_bytes(dtype), self._packed)
 
 
 @cache  # a search asks for the sizes of the same few shapes many thousand times
-def _buffer_bytes(numels: tuple[int, ...], size: int) -> int:
-    return round_up(sum(round_up(numel * size, TENSOR_ALIGN) for numel in numels), PAGE)
+def _buffer_bytes(numels: tuple[int, ...], size: int, packed: tuple[int, ...]) -> int:
+    sizes = (*(numel * size for numel in numels), *packed)
+    return round_up(sum(round_up(nbytes, TENSOR_ALIGN) for nbytes in sizes), PAGE)

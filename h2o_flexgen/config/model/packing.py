@@ -1,0 +1,113 @@
+"""How matrices of fewer bits lie in memory: the internal layouts that every stored format is converted to. No torch.
+
+A matrix (outs, ins) is kept row by row, and a row in groups of neighbouring inputs. A number is
+
+    level(code) * scale + low
+
+where code is what is stored of it, and scale and low are those of its group, both taken as float32 numbers. Sheng et
+al. 2023, "FlexGen", section 5, has scale and low; GPTQ and AWQ a zero point; GGUF's "K" formats two levels of scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, NamedTuple
+
+LEVEL_BITS = {"uint4": 4, "e2m1": 4, "int8": 8, "e4m3": 8}
+"""What a code stands for, and its bits: 0 to 15; -128 to 127; the floats of 4 and 8 bits of OCP's MX and FP8."""
+SUPER = 256
+"""Inputs of a super-block: those of GGUF's K formats."""
+_PART_ALIGN = 64
+
+_SIZES = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "float16": 2, "bfloat16": 2, "float32": 4}
+
+
+class Part(NamedTuple):
+    """One tensor of a packed matrix: bytes [offset, offset + nbytes) of the matrix's bytes, row-major."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Packing:
+    """One layout. ValueError for one that does not exist.
+
+    levels  a key of LEVEL_BITS. With 4 bits byte j of a row holds code 2 j in its lower, code 2 j + 1 in its upper half
+    group   inputs that share a scale, a power of two from 16 on; a row's last group may be shorter. 0: the whole row
+    scale   the dtype of the scales; "e8m0": uint8 e for 2 ** (e - 127); "super": an int8 times the float16 of its
+            super-block of 256 inputs
+    low     "none": 0; "middle": -8 times the scale; "zero": -zero times the scale, zero an int16 per group; a dtype: a
+            number of its own; "super": minus an int8 times a float16 per super-block
+    ordered whether inputs are permuted: column j of the codes belongs to input order[j] (GPTQ's act-order)
+    """
+
+    levels: str = "uint4"
+    group: int = 64
+    scale: Literal["bfloat16", "float16", "float32", "e8m0", "super"] = "bfloat16"
+    low: Literal["none", "middle", "zero", "bfloat16", "float16", "float32", "super"] = "bfloat16"
+    ordered: bool = False
+
+    def __post_init__(self) -> None:
+        if self.levels not in LEVEL_BITS:
+            raise ValueError(f"levels {self.levels!r}: needed one of {', '.join(LEVEL_BITS)}")
+        if self.group and (self.group < 16 or self.group & (self.group - 1)):
+            raise ValueError(f"groups of {self.group}: needed a power of two from 16 on, or 0 for whole rows")
+        if "super" in (self.scale, self.low) and not 16 <= self.group <= SUPER:
+            raise ValueError(f"groups of {self.group} in super-blocks of {SUPER}")
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return LEVEL_BITS[self.levels]
+
+    def groups(self, ins: int) -> int:
+        """Groups of a row."""
+        return -(-ins // self.group) if self.group else 1
+
+    def parts(self, shape: tuple[int, ...]) -> tuple[Part, ...]:
+        """The tensors of a matrix of `shape` (outs, ins), in the order in which they lie. ValueError for no matrix, or
+        an odd number of inputs with 4 bits."""
+        return _parts(self, shape)
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a matrix, with the gaps between its parts."""
+        last = self.parts(shape)[-1]
+        return last.offset + last.nbytes
+
+    def bits_per_number(self, shape: tuple[int, ...]) -> float:
+        """With scales and lows."""
+        return 8 * self.nbytes(shape) / (shape[0] * shape[1])
+
+
+@cache
+def _parts(packing: Packing, shape: tuple[int, ...]) -> tuple[Part, ...]:
+    if len(shape) != 2:
+        raise ValueError(f"a tensor of shape {shape} cannot be packed: needed a matrix")
+    outs, ins = shape
+    if ins * packing.bits % 8:
+        raise ValueError(f"rows of {ins} numbers of {packing.bits} bits do not end with a byte")
+    groups, blocks = (outs, packing.groups(ins)), (outs, -(-ins // SUPER))
+    wanted: list[tuple[str, str, tuple[int, ...]]] = [("codes", "uint8", (outs, ins * packing.bits // 8))]
+    if packing.scale == "super":
+        wanted += [("scale", "int8", groups), ("super_scale", "float16", blocks)]
+    else:
+        wanted.append(("scale", "uint8" if packing.scale == "e8m0" else packing.scale, groups))
+    if packing.low == "super":
+        wanted += [("low", "int8", groups), ("super_low", "float16", blocks)]
+    elif packing.low == "zero":
+        wanted.append(("low", "int16", groups))
+    elif packing.low not in ("none", "middle"):
+        wanted.append(("low", packing.low, groups))
+    if packing.ordered:
+        wanted.append(("order", "int32", (ins,)))
+    parts, offset = [], 0
+    for name, dtype, size in wanted:
+        nbytes = _SIZES[dtype] * size[0] * (size[1] if len(size) > 1 else 1)
+        parts.append(Part(name, dtype, size, offset, nbytes))
+        offset += -(-nbytes // _PART_ALIGN) * _PART_ALIGN
+    return tuple(parts)
