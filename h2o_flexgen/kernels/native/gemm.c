@@ -1,9 +1,12 @@
 /* y[r, o] = sum over i of x[r, i] * w[o, i], plus bias[o]: bfloat16 products of many rows, sums in float32.
 
-   A panel is COLS outputs: one thread packs their weights once, in pairs of inputs as the dot product instruction wants
-   them, and takes all rows with them. The packed weights of DEPTH inputs stay in the first cache while BLOCK rows pass,
-   TILE at a time; their sums wait in the second cache for the next inputs. Rows of x are read as they lie. Meanwhile the
-   weights of the next panel are asked for, so that packing finds them in the second cache.
+   One of the two matrices is packed: COLS of its rows at a time make a panel, in pairs of inputs as the dot product
+   instruction wants them. The other one is read as it lies. The panel's DEPTH inputs stay in the first cache while BLOCK
+   rows of the other pass, TILE at a time; their sums wait in the second cache for the next inputs. Packing a row takes
+   as long as multiplying a dozen, so:
+   - Of few rows x is packed: by all threads, once, before they take blocks of outputs times panels.
+   - Of many rows w is packed: each thread packs a panel and takes all rows with it.
+   Meanwhile the weights that come next are asked for, so that they are found in the second cache.
 
    As everywhere in the processor's bfloat16 instructions, denormal numbers count as zero. */
 
@@ -15,31 +18,52 @@
 
 enum {
     COLS = VECTORS * LANES,
-    DEPTH = 192, /* inputs: 24 KiB of packed weights */
-    BLOCK = 96,  /* rows, a multiple of TILE */
+    DEPTH = 192, /* inputs: 24 KiB of a packed panel */
+    BLOCK = 96,  /* rows, a multiple of TILE and of LANES */
     LINE = 64,   /* bytes of a cache line */
+    FEW = 384,   /* rows up to which x is packed: beyond that packing w takes less than two per cent */
 };
 
-/* Weights of the outputs from `out` on, as (pair of inputs, COLS, 2). The last output stands in for missing ones. */
-static void pack(const Product *p, int64_t out, bf16 *packed) {
-    const int64_t outs = least(COLS, p->outs - out);
+/* Rows of a matrix as they lie. */
+typedef struct {
+    const bf16 *at;
+    int64_t stride;
+} Rows;
+
+/* `count` rows, at most COLS, as (pair of inputs, COLS, 2). The last one stands in for missing ones. */
+static void pack(Rows from, int64_t count, int64_t ins, bf16 *packed) {
     for (int64_t col = 0; col < COLS; col += LANES) {
         const bf16 *rows[LANES];
-        for (int i = 0; i < LANES; i++) rows[i] = p->w + (out + least(col + i, outs - 1)) * p->ins;
-        pack_rows(rows, p->ins, 2 * COLS, packed + 2 * col);
+        for (int i = 0; i < LANES; i++) rows[i] = from.at + least(col + i, count - 1) * from.stride;
+        pack_rows(rows, ins, 2 * COLS, packed + 2 * col);
     }
 }
 
-/* sums (TILE, COLS) = or += a times packed weights b. */
-INLINE void tile(const int first, const bf16 *a, int64_t lda, const bf16 *b, int64_t pairs, float *sums) {
+/* sums (TILE, COLS) = or += a times a packed panel b, of which `vectors` are in use. */
+INLINE void tile(const int first, const int vectors, Rows a, const bf16 *b, int64_t pairs, float *sums) {
     __m512 acc[TILE][WIDEST];
     UNROLL for (int i = 0; i < TILE; i++)
-        UNROLL for (int j = 0; j < VECTORS; j++)
+        UNROLL for (int j = 0; j < vectors; j++)
             acc[i][j] = first ? _mm512_setzero_ps() : _mm512_load_ps(sums + i * COLS + j * LANES);
-    multiply(VECTORS, acc, a, lda, b, 2 * COLS, 2 * LANES, pairs);
+    multiply(vectors, acc, a.at, a.stride, b, 2 * COLS, 2 * LANES, pairs);
     UNROLL for (int i = 0; i < TILE; i++)
-        UNROLL for (int j = 0; j < VECTORS; j++) _mm512_store_ps(sums + i * COLS + j * LANES, acc[i][j]);
+        UNROLL for (int j = 0; j < vectors; j++) _mm512_store_ps(sums + i * COLS + j * LANES, acc[i][j]);
 }
+
+#define TILES(N) \
+    static void tile_##N(int first, Rows a, const bf16 *b, int64_t pairs, float *sums) { \
+        if (first) \
+            tile(1, N, a, b, pairs, sums); \
+        else \
+            tile(0, N, a, b, pairs, sums); \
+    }
+TILES(1) TILES(2)
+#if VECTORS == 4
+TILES(3) TILES(4)
+static void (*const tiles[])(int, Rows, const bf16 *, int64_t, float *) = {tile_1, tile_2, tile_3, tile_4};
+#else
+static void (*const tiles[])(int, Rows, const bf16 *, int64_t, float *) = {tile_1, tile_2};
+#endif
 
 /* Memory that will be read later, asked for bit by bit. */
 typedef struct {
@@ -47,58 +71,126 @@ typedef struct {
     int64_t lines; /* at a time */
 } Ahead;
 
+static Ahead ahead(const Product *p, int64_t out, int64_t outs, int64_t times) {
+    const bf16 *from = p->w + least(out, p->outs) * p->ins, *to = p->w + least(out + outs, p->outs) * p->ins;
+    return (Ahead){(const char *)from, (const char *)to, ((const char *)to - (const char *)from) / LINE / times + 1};
+}
+
 INLINE void ask(Ahead *next) {
     for (int64_t i = 0; i < next->lines && next->at < next->end; i++, next->at += LINE)
         _mm_prefetch(next->at, _MM_HINT_T1);
 }
 
-/* DEPTH inputs, or the last ones, of up to BLOCK rows. */
-static void slice_of(const Product *p, int64_t row, int64_t rows, int64_t in, const bf16 *packed, float *sums,
-                     Ahead *next) {
+/* Up to BLOCK rows of `a` times a packed panel whose first `cols` rows are wanted: sums (rows, COLS). */
+static void block(Rows a, int64_t rows, const bf16 *packed, int64_t cols, int64_t ins, float *sums, Ahead *next) {
     bf16 last[TILE * DEPTH] __attribute__((aligned(64)));
-    const int64_t depth = least(DEPTH, p->ins - in);
-    for (int64_t r = 0; r < rows; r += TILE) {
-        const bf16 *a = p->x + (row + r) * p->x_stride + in;
-        int64_t lda = p->x_stride;
-        if (rows - r < TILE) { /* the last row stands for those that are missing */
-            for (int64_t i = 0; i < TILE; i++)
-                memcpy(last + i * DEPTH, a + least(i, rows - r - 1) * lda, (size_t)depth * sizeof(bf16));
-            a = last, lda = DEPTH;
-        } else { /* most tiles have another one below */
-            for (int64_t i = TILE; i < 2 * TILE; i++)
-                for (int64_t j = 0; j < depth; j += LINE / (int64_t)sizeof(bf16))
-                    _mm_prefetch((const char *)(a + i * lda + j), _MM_HINT_T0);
+    const int64_t vectors = (cols + LANES - 1) / LANES;
+    for (int64_t in = 0; in < ins; in += DEPTH) {
+        const int64_t depth = least(DEPTH, ins - in);
+        for (int64_t r = 0; r < rows; r += TILE) {
+            Rows some = {a.at + r * a.stride + in, a.stride};
+            if (rows - r < TILE) { /* the last row stands for those that are missing */
+                for (int64_t i = 0; i < TILE; i++)
+                    memcpy(last + i * DEPTH, some.at + least(i, rows - r - 1) * a.stride, (size_t)depth * sizeof(bf16));
+                some = (Rows){last, DEPTH};
+            } else { /* most tiles have another one below */
+                for (int64_t i = TILE; i < 2 * TILE; i++)
+                    for (int64_t j = 0; j < depth; j += LINE / (int64_t)sizeof(bf16))
+                        _mm_prefetch((const char *)(some.at + i * a.stride + j), _MM_HINT_T0);
+            }
+            ask(next);
+            tiles[vectors - 1](in == 0, some, packed + in * COLS, depth / 2, sums + r * COLS);
         }
-        ask(next);
-        if (in == 0)
-            tile(1, a, lda, packed + in * COLS, depth / 2, sums + r * COLS);
-        else
-            tile(0, a, lda, packed + in * COLS, depth / 2, sums + r * COLS);
     }
 }
 
-static void panel(const Product *p, int64_t out, int64_t following, bf16 *packed) {
-    float sums[BLOCK * COLS] __attribute__((aligned(64)));
-    const int64_t tiles = up(p->rows, TILE) / TILE * (up(p->ins, DEPTH) / DEPTH);
-    const bf16 *first = p->w + least(following, p->outs) * p->ins;
-    Ahead next = {(const char *)first, (const char *)(p->w + least(following + COLS, p->outs) * p->ins), 0};
-    next.lines = ((next.end - next.at) / LINE + tiles - 1) / tiles;
-    pack(p, out, packed);
-    for (int64_t row = 0; row < p->rows; row += BLOCK) {
-        const int64_t rows = least(BLOCK, p->rows - row);
-        for (int64_t in = 0; in < p->ins; in += DEPTH) slice_of(p, row, rows, in, packed, sums, &next);
-        finish(p, sums, COLS, row, rows, out, least(COLS, p->outs - out));
-    }
-}
+static int64_t tiles_of(int64_t rows, int64_t ins) { return up(rows, TILE) / TILE * (up(ins, DEPTH) / DEPTH); }
 
+/* What threads share: pieces are panels to be packed or to be multiplied, or blocks of outputs. */
 typedef struct {
     Product p;
-    int64_t next; /* output that no thread has taken */
+    bf16 *packed; /* x, where it is packed: panel by panel */
+    int64_t next; /* piece that no thread has taken */
     int failed;
-} Panels;
+} Pieces;
+
+/* ---- x is packed */
+
+static void pack_panels(void *task, int member) {
+    Pieces *all = task;
+    const Product *p = &all->p;
+    (void)member;
+    for (int64_t row; (row = claim(&all->next, COLS)) < p->rows;)
+        pack((Rows){p->x + row * p->x_stride, p->x_stride}, least(COLS, p->rows - row), p->ins,
+             all->packed + row * p->ins);
+}
+
+/* sums (outs, COLS) as (COLS, BLOCK): rows of y. */
+static void turn(const float *sums, int64_t outs, int64_t rows, float *turned) {
+    for (int64_t o = 0; o < outs; o += LANES)
+        for (int64_t r = 0; r < rows; r += LANES) {
+            __m512i square[LANES];
+            for (int i = 0; i < LANES; i++)
+                square[i] = _mm512_castps_si512(_mm512_load_ps(sums + least(o + i, outs - 1) * COLS + r));
+            transpose(square);
+            for (int i = 0; i < LANES; i++)
+                _mm512_store_ps(turned + (r + i) * BLOCK + o, _mm512_castsi512_ps(square[i]));
+        }
+}
+
+/* A unit of work is BLOCK outputs of the rows of one panel; units of one block follow one another. */
+static int64_t panels_of(const Product *p) { return up(p->rows, COLS) / COLS; }
+
+static int64_t units_of(const Product *p) { return up(p->outs, BLOCK) / BLOCK * panels_of(p); }
+
+/* `following`: the unit that the thread takes after this one. */
+static void take_unit(const Pieces *all, int64_t unit, int64_t following) {
+    const Product *p = &all->p;
+    float sums[BLOCK * COLS] __attribute__((aligned(64))), turned[COLS * BLOCK] __attribute__((aligned(64)));
+    const int64_t panels = panels_of(p), out = unit / panels * BLOCK, row = unit % panels * COLS;
+    const int64_t outs = least(BLOCK, p->outs - out), rows = least(COLS, p->rows - row);
+    const int64_t then = following / panels * BLOCK, wanted = then > out ? BLOCK / panels : 0;
+    Ahead next = ahead(p, then + unit % panels * wanted, wanted, tiles_of(outs, p->ins));
+    block((Rows){p->w + out * p->ins, p->ins}, outs, all->packed + row * p->ins, rows, p->ins, sums, &next);
+    turn(sums, outs, rows, turned);
+    finish(p, turned, BLOCK, row, rows, out, outs);
+}
+
+/* How many units a thread takes next: single ones towards the end, so that no thread waits long for another. */
+static int64_t count_at(const Pieces *all) {
+    const int64_t units = units_of(&all->p), panels = panels_of(&all->p);
+    return units - __atomic_load_n(&all->next, __ATOMIC_RELAXED) > units / 4 + panels ? panels : 1;
+}
+
+static void take_units(void *task, int member) {
+    Pieces *all = task;
+    (void)member;
+    const int64_t units = units_of(&all->p), panels = panels_of(&all->p);
+    int64_t count = count_at(all), first = claim(&all->next, count);
+    while (first < units) {
+        const int64_t after = count_at(all), following = claim(&all->next, after);
+        for (int64_t unit = first; unit < least(first + count, units); unit++)
+            take_unit(all, unit, unit / panels < following / panels ? following : unit);
+        count = after, first = following;
+    }
+}
+
+/* ---- w is packed */
+
+static void take_panel(const Product *p, int64_t out, int64_t following, bf16 *packed) {
+    float sums[BLOCK * COLS] __attribute__((aligned(64)));
+    const int64_t outs = least(COLS, p->outs - out);
+    Ahead next = ahead(p, following, COLS, tiles_of(p->rows, p->ins));
+    pack((Rows){p->w + out * p->ins, p->ins}, outs, p->ins, packed);
+    for (int64_t row = 0; row < p->rows; row += BLOCK) {
+        const int64_t rows = least(BLOCK, p->rows - row);
+        block((Rows){p->x + row * p->x_stride, p->x_stride}, rows, packed, outs, p->ins, sums, &next);
+        finish(p, sums, COLS, row, rows, out, outs);
+    }
+}
 
 static void take_panels(void *task, int member) {
-    Panels *all = task;
+    Pieces *all = task;
     (void)member;
     int64_t out = claim(&all->next, COLS);
     if (out >= all->p.outs) return;
@@ -106,7 +198,7 @@ static void take_panels(void *task, int member) {
     if (!packed) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
     while (packed && out < all->p.outs) {
         const int64_t following = claim(&all->next, COLS);
-        panel(&all->p, out, following, packed);
+        take_panel(&all->p, out, following, packed);
         out = following;
     }
     free(packed);
@@ -115,7 +207,16 @@ static void take_panels(void *task, int member) {
 /* As `linear` in linear.c, for an even number of inputs. Returns 0, or 1 where memory is short. */
 int gemm(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
          long y_stride, int wide, int relu, int onto, int threads) {
-    Panels all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto}};
-    team_run(take_panels, &all, threads);
-    return all.failed;
+    Pieces all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto}};
+    if (rows < outs && rows <= FEW)
+        all.packed = aligned_alloc(LINE, (size_t)(up(rows, COLS) * ins) * sizeof(bf16));
+    if (!all.packed) {
+        team_run(take_panels, &all, threads);
+        return all.failed;
+    }
+    team_run(pack_panels, &all, threads);
+    all.next = 0;
+    team_run(take_units, &all, threads);
+    free(all.packed);
+    return 0;
 }
