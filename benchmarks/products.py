@@ -3,9 +3,9 @@
     python -m benchmarks.products                          every model's shapes, three turns of each cell
     python -m benchmarks.products --models opt-125m,llama-1b --rows 1,64,128
 
-A process per model. A cell is a shape (outputs x inputs) and a number of rows; in a turn torch's linear and ours run one
-after the other, each for some milliseconds, on copies of the weight that no cache holds together, as layers follow one
-another in a model. Rates are 2 x rows x outputs x inputs over the seconds, bfloat16, no bias. The tables have our
+A process per model. A cell is a shape (outputs x inputs) and a number of rows; in a turn torch's linear and ours run
+one after the other, each for some milliseconds, on copies of the weight that no cache holds together, as layers follow
+one another in a model. Rates are 2 x rows x outputs x inputs over the seconds, bfloat16, no bias. The tables have our
 rate over torch's, the median over all turns of all runs; and the share of the shape's fastest rate that we reach.
 """
 

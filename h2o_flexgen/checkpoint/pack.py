@@ -7,6 +7,7 @@ being by rename, after fsync, so that an interrupted packing keeps what it finis
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.errors import StorageError, storage_error
 from h2o_flexgen.memory.copies import checksum
 from h2o_flexgen.memory.disk import DirectFile, host_view
-from h2o_flexgen.memory.handle import Extent, UnitLayout, packed_layout, views
+from h2o_flexgen.memory.handle import Extent, TensorSlot, UnitLayout, packed_layout, views
 from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.memory.rundir import OffloadDir, packed_name
 
@@ -225,7 +226,13 @@ def _is_record(record: Any) -> bool:
 
 def _slots(layout: UnitLayout) -> list[list[Any]]:
     """The slots of `layout` as JSON gives them back."""
-    return [[slot.name, list(slot.shape), slot.dtype, slot.offset, slot.nbytes] for slot in layout.slots]
+    return [
+        [slot.name, list(slot.shape), slot.dtype, slot.offset, slot.nbytes, *_packing_of(slot)] for slot in layout.slots
+    ]
+
+
+def _packing_of(slot: TensorSlot) -> list[Any]:
+    return [] if slot.packing is None else [list(dataclasses.astuple(slot.packing))]
 
 
 def _packed(layout: UnitLayout, path: Path, digest: bytes) -> PackedUnit:

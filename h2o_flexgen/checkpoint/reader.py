@@ -22,6 +22,7 @@ from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
 from h2o_flexgen.checkpoint.shards import Shards, find_shards
 from h2o_flexgen.checkpoint.source import convert, copy, flat_out
 from h2o_flexgen.checkpoint.tables import Entry, bin_table, safetensors_table
+from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE
 from h2o_flexgen.errors import ModelError
@@ -29,6 +30,7 @@ from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.memory.pages import HostMemory
 from h2o_flexgen.models.stored import Stored
+from h2o_flexgen.quant import Weight
 
 CHUNK = 4 << 20  # bytes
 _GAP = 4 * PAGE  # bytes that are read and left rather than that a second request is made
@@ -115,6 +117,7 @@ class CheckpointSource:
     """
 
     dummy = False
+    packings: Mapping[str, Packing] = {}
 
     def __init__(self, tensors: Mapping[str, FileTensor], files: Sequence[CheckpointFile]) -> None:
         self._tensors = dict(tensors)
@@ -126,7 +129,7 @@ class CheckpointSource:
         self.fingerprint = _fingerprint(self._files, self._tensors)
         self._chunks = ChunkReader()
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: Weight) -> None:
         """Fill `out` with tensor `name`; see WeightSource. Raises ModelError, StorageError or ValueError."""
         part = self._tensors[name]
         if part.file.closed:

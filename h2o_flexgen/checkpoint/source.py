@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.handle import Location, torch_dtype
+from h2o_flexgen.quant import PackedWeight, Weight
 
 WEIGHT_DTYPES = ("float16", "bfloat16", "float32")
 _SERIAL = 1 << 14  # numbers; half of what torch gives to a second thread
@@ -36,8 +39,13 @@ class WeightSource(Protocol):
     @property
     def dummy(self) -> bool: ...
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out` (contiguous, of the canonical shape, any of WEIGHT_DTYPES, any device) with tensor `name`."""
+    @property
+    def packings(self) -> Mapping[str, Packing]:
+        """The tensors that are kept in fewer bits, and how; the others are in `dtype`."""
+
+    def read_into(self, name: str, out: Weight) -> None:
+        """Fill `out` with tensor `name`: contiguous, of the canonical shape, any of WEIGHT_DTYPES, any device; or of
+        the packing that the source has for it."""
 
     def location(self, name: str) -> Location | None:
         """The bytes of `name` on disk in the source's dtype, row-major without gaps; None where no file has them so."""
@@ -46,8 +54,10 @@ class WeightSource(Protocol):
         """Close the files; reading afterwards raises ValueError."""
 
 
-def flat_out(name: str, shape: tuple[int, ...], out: torch.Tensor) -> torch.Tensor:
+def flat_out(name: str, shape: tuple[int, ...], out: Weight) -> torch.Tensor:
     """`out` as a flat tensor; ValueError unless it is contiguous, of `shape` and of a dtype in WEIGHT_DTYPES."""
+    if isinstance(out, PackedWeight):
+        raise ValueError(f"{name} is not packed")
     dtype = str(out.dtype).removeprefix("torch.")
     if tuple(out.shape) != shape or not out.is_contiguous() or dtype not in WEIGHT_DTYPES:
         raise ValueError(f"{name} needs a contiguous float tensor of shape {shape}, got {dtype} of {tuple(out.shape)}")
@@ -86,6 +96,7 @@ class DummySource:
     """
 
     dummy = True
+    packings: Mapping[str, Packing] = {}
 
     def __init__(self, spec: ModelSpec, dtype: str | None = None, seed: int = 0) -> None:
         """`dtype`: one of WEIGHT_DTYPES, the model's own where it is None; ModelError for another."""
@@ -101,7 +112,7 @@ class DummySource:
         pool = torch.empty(_POOL).normal_(0.0, _STD, generator=generator)
         self._pools = {self.dtype: pool.to(torch_dtype(self.dtype))}
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
+    def read_into(self, name: str, out: Weight) -> None:
         """Fill `out` with tensor `name`; see WeightSource."""
         flat = flat_out(name, self._shapes[name], out)
         if name.endswith("bias"):

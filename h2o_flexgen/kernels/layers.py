@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -10,11 +11,16 @@ from torch import Tensor
 
 from h2o_flexgen.huge import LARGE, LEAST
 from h2o_flexgen.kernels.native import function, library
+from h2o_flexgen.kernels.packed import PackedWeight, Weight
 
 MOST_ROWS = 128
 """Up to so many rows a bfloat16 product reads its weights as they lie (`linear.c`), beyond that it packs them first
 (`gemm.c`). Measured over shapes of OPT-125M and 1.3B on two cores of an AMD EPYC with AVX-512 bfloat16: torch took 1.4
 to 2.3 times as long up to 8 rows, 1.05 to 1.5 times at 32, and from 64 to 2,048 rows 0.96 to 1.08 times."""
+
+MOST_PACKED_ROWS = 63
+"""The same of packed weights: `linear.c` expands a few outputs at a time, `gemm.c` whole blocks of them."""
+_EXPANDED = 1 << 20  # numbers of a packed weight that torch is given at once
 
 _MANY = LEAST // 4  # numbers that may be large
 
@@ -30,7 +36,7 @@ _NATIVE_GATES = {"silu": False, "gelu_tanh": True}
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     wide: bool = False,
@@ -39,24 +45,56 @@ def linear(
 ) -> Tensor:
     """x (T, in) times weight (out, in) transposed, plus bias (out): newly made (T, out), in x's dtype.
 
+    A packed weight stands for its numbers rounded to x's dtype.
+
     `wide`: in float32. A native product then keeps the sums as they are, where torch's are rounded to x's dtype first.
     `relu`: negative results become 0. `onto` (T, out), in x's dtype: the product is added to it in place, and it is
     returned; not with `wide`. Sums are float32 either way. Gradients do not flow through native products. Raises
     RuntimeError for shapes that do not fit together, as F.linear does.
     """
     # Written out, and in this order, because it is done some fifty times per step: 2 microseconds.
+    if isinstance(weight, PackedWeight):
+        return _packed_linear(x, weight, bias, wide, relu, onto)
     if x.dtype is weight.dtype is torch.bfloat16 and x.is_cpu and weight.is_cpu and x.ndim == weight.ndim == 2:
         (rows, ins), (outs, same), (stride, one) = x.shape, weight.shape, x.stride()
         fits = rows and outs and ins and ins == same and one == 1 and weight.is_contiguous() and library()
         if fits and _is_vector(bias, outs) and (onto is None or _takes(onto, rows, outs)):
-            call = function("linear" if rows <= MOST_ROWS or ins % 2 else "gemm", "PPPPllllliiii", "i")
+            call = function("linear" if rows <= MOST_ROWS or ins % 2 else "gemm", "PPPPllllliiiiP", "i")
             y = _new(rows, outs, torch.float32 if wide else torch.bfloat16) if onto is None else onto
             places = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
             kind = wide, relu, onto is not None, torch.get_num_threads()
-            if call(*places, rows, outs, ins, stride, y.stride(0), *kind):
+            if call(*places, rows, outs, ins, stride, y.stride(0), *kind, None):
                 raise MemoryError(f"no memory to pack weights of {ins} inputs")
             return y
     return _linear_by_torch(x, weight, bias, wide, relu, onto)
+
+
+def _packed_linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, wide: bool, relu: bool, onto: Tensor | None
+) -> Tensor:
+    """In C where `linear` would be, else by torch, some expanded rows of the weight at a time."""
+    (outs, ins), rows = weight.shape, x.shape[0]
+    x = x if weight.order is None else x.index_select(1, weight.order)
+    native = x.dtype is torch.bfloat16 and x.ndim == 2 and x.shape == (rows, ins) and rows and x.stride(1) == 1
+    place = weight.place if native and _is_vector(bias, outs) and (onto is None or _takes(onto, rows, outs)) else None
+    if place is not None:
+        call = function("linear" if rows <= MOST_PACKED_ROWS or ins % 2 else "gemm", "PPPPllllliiiiP", "i")
+        y = _new(rows, outs, torch.float32 if wide else torch.bfloat16) if onto is None else onto
+        places = x.data_ptr(), None, None if bias is None else bias.data_ptr(), y.data_ptr()
+        kind = wide, relu, onto is not None, torch.get_num_threads()
+        if call(*places, rows, outs, ins, x.stride(0), y.stride(0), *kind, ctypes.byref(place)):
+            raise MemoryError(f"no memory to expand weights of {ins} inputs")
+        return y
+    y = x.new_empty(rows, outs)
+    some = max(1, _EXPANDED // ins)
+    for start in range(0, outs, some):
+        stop = min(outs, start + some)
+        y[:, start:stop] = F.linear(x, weight.rows(start, stop).in_order(x.dtype))
+    y = y if bias is None else y.add_(bias)
+    y = y.relu_() if relu else y
+    if onto is not None:
+        return onto.add_(y)
+    return y.float() if wide else y
 
 
 def _new(rows: int, outs: int, dtype: torch.dtype) -> Tensor:

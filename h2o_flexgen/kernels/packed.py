@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.config.model.packing import SUPER, Packing
+from h2o_flexgen.kernels.native import fields, function, library
+
+_LEVELS = ("uint4", "e2m1", "int8", "e4m3")
+_KINDS = ("bfloat16", "float16", "float32", "e8m0", "super", "none", "middle", "zero")
+
+
+class PackedPlace(ctypes.Structure):
+    """`Packed` of native/weights.h."""
+
+    _fields_ = fields("P codes scale super_scale low super_low", "q levels group scale_kind low_kind ins")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +52,22 @@ class PackedWeight:
     def device(self) -> torch.device:
         return self.parts["codes"].device
 
+    @cached_property
+    def order(self) -> Tensor | None:
+        """Which input each column of the codes belongs to; None: as they lie."""
+        return self.parts["order"].long() if self.packing.ordered else None
+
+    @cached_property
+    def place(self) -> PackedPlace | None:
+        """What kernels in C are given; None where they cannot take it."""
+        group = self.packing.group
+        if self.device.type != "cpu" or library() is None or (self.packing.bits == 4 and 0 < group < 32):
+            return None
+        kinds = (_KINDS.index(kind) for kind in (self.packing.scale, self.packing.low))
+        names = ("codes", "scale", "super_scale", "low", "super_low")
+        places = (self.parts[name].data_ptr() if name in self.parts else None for name in names)
+        return PackedPlace(*places, _LEVELS.index(self.packing.levels), group, *kinds, self.shape[1])
+
     def rows(self, start: int, stop: int) -> PackedWeight:
         """Outputs [start, stop): a view."""
         parts = {name: part if name == "order" else part[start:stop] for name, part in self.parts.items()}
@@ -47,27 +75,53 @@ class PackedWeight:
 
     def expanded(self, dtype: torch.dtype | None = None) -> Tensor:
         """What it stands for, (outs, ins) in `dtype`, its own where that is None: computed in float32, rounded once."""
-        return _expanded(self.packing, self.parts, self.shape[1], dtype or self.dtype)
+        return self._sorted(self.in_order(dtype or self.dtype))
+
+    def in_order(self, dtype: torch.dtype) -> Tensor:
+        """`expanded` with the inputs in the order of the codes."""
+        return self._expanded(None, dtype)
 
     def look_up(self, rows: Tensor) -> Tensor:
         """Rows (T,) of it, (T, ins) in its dtype."""
-        parts = {name: part if name == "order" else part[rows] for name, part in self.parts.items()}
-        return _expanded(self.packing, parts, self.shape[1], self.dtype)
+        return self._sorted(self._expanded(rows, self.dtype))
+
+    def _sorted(self, values: Tensor) -> Tensor:
+        return values if self.order is None else torch.empty_like(values).index_copy_(1, self.order, values)
+
+    def _expanded(self, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if self.place is None or dtype not in (torch.bfloat16, torch.float32):
+            parts = {name: part if rows is None else part[rows] for name, part in self.parts.items() if name != "order"}
+            return expand(self.packing, parts, self.shape[1], dtype)
+        chosen = None if rows is None else rows.to("cpu", torch.int64).contiguous()
+        count = self.shape[0] if chosen is None else chosen.numel()
+        out = torch.empty(count, self.shape[1], dtype=dtype)
+        where = None if chosen is None else chosen.data_ptr()
+        kind = 0, count, dtype is torch.float32, torch.get_num_threads()
+        if count and function("expand", "PPPllii", "i")(ctypes.byref(self.place), where, out.data_ptr(), *kind):
+            raise MemoryError(f"no memory to expand weights of {self.shape[1]} inputs")
+        return out
 
 
-def _expanded(packing: Packing, parts: Mapping[str, Tensor], ins: int, dtype: torch.dtype) -> Tensor:
-    """By torch's operations on any device: the reference of all kernels."""
+Weight = Tensor | PackedWeight
+"""A tensor of weights in the dtype that is computed with, or a packed matrix."""
+
+
+def look_up(table: Weight, rows: Tensor) -> Tensor:
+    """Rows (T,) of a table (n, ins), (T, ins) in its dtype."""
+    return table.look_up(rows) if isinstance(table, PackedWeight) else F.embedding(rows, table)
+
+
+def expand(packing: Packing, parts: Mapping[str, Tensor], ins: int, dtype: torch.dtype) -> Tensor:
+    """What `parts` (rows of them) stand for, (rows, ins) in `dtype`, in the order of the codes.
+
+    By torch's operations on any device: the reference of all kernels.
+    """
     scale, low = scales_and_lows(packing, parts)
     group = packing.group or ins
     values = _levels(packing, parts["codes"])
-    by_input = (each.repeat_interleave(group, -1)[:, :ins] for each in (scale, low) if each is not None)
-    values = values.mul_(next(by_input))
-    for each in by_input:
-        values = values.add_(each)
-    if packing.ordered:
-        back = torch.empty_like(values)
-        back[:, parts["order"].long()] = values
-        values = back
+    values = values.mul_(scale.repeat_interleave(group, -1)[:, :ins])
+    if low is not None:
+        values = values.add_(low.repeat_interleave(group, -1)[:, :ins])
     return values.to(dtype)
 
 

@@ -12,8 +12,10 @@ from typing import NamedTuple
 
 import torch
 
+from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, WeightGroup, round_up
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.quant import PackedWeight, Weight
 
 
 def page_floor(value: int) -> int:
@@ -44,13 +46,14 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """One tensor in a buffer: bytes [offset, offset + nbytes)."""
+    """One tensor in a buffer: bytes [offset, offset + nbytes). A packed one is used in `dtype`."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     offset: int
     nbytes: int
+    packing: Packing | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def packed_layout(group: WeightGroup, dtype: str) -> UnitLayout:
     slots, cursor = [], 0
     for tensor in group.tensors:
         nbytes = tensor.nbytes(dtype)
-        slots.append(TensorSlot(tensor.name, tuple(tensor.shape), dtype, cursor, nbytes))
+        slots.append(TensorSlot(tensor.name, tuple(tensor.shape), dtype, cursor, nbytes, tensor.packing))
         cursor = round_up(cursor + nbytes, TENSOR_ALIGN)
     return UnitLayout(group.key, tuple(slots), page_ceil(cursor))
 
@@ -94,6 +97,8 @@ def direct_obstacle(group: WeightGroup, dtype: str, locations: Mapping[str, tupl
     """
     itemsize = torch_dtype(dtype).itemsize
     for tensor in group.tensors:
+        if tensor.packing is not None:
+            return f"{tensor.name} is packed"
         if tensor.name not in locations:
             return f"{tensor.name} has no single run of bytes in a file"
         path, offset, nbytes = locations[tensor.name]
@@ -133,16 +138,20 @@ def direct_layout(
     return UnitLayout(group.key, slots, cursor), tuple(extents)
 
 
-def views(layout: UnitLayout, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+def views(layout: UnitLayout, buffer: torch.Tensor) -> dict[str, Weight]:
     """The layout's tensors over `buffer` (1-D uint8, at least layout.nbytes), without a copy, in slot order."""
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or buffer.numel() < layout.nbytes:
         raise ValueError(
             f"{layout.key} needs a flat uint8 buffer of {layout.nbytes} bytes, got {buffer.dtype} {tuple(buffer.shape)}"
         )
-    return {
-        slot.name: buffer.narrow(0, slot.offset, slot.nbytes).view(torch_dtype(slot.dtype)).view(slot.shape)
-        for slot in layout.slots
-    }
+    return {slot.name: _view(slot, buffer.narrow(0, slot.offset, slot.nbytes)) for slot in layout.slots}
+
+
+def _view(slot: TensorSlot, data: torch.Tensor) -> Weight:
+    dtype = torch_dtype(slot.dtype)
+    if slot.packing is not None:
+        return PackedWeight.over(slot.packing, slot.shape, data, dtype)
+    return data.view(dtype).view(slot.shape)
 
 
 def _runs(locations: Mapping[str, Location]) -> list[list[tuple[str, Location]]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +21,11 @@ from torch import Tensor
 from h2o_flexgen.config.model.arch import ArchSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, rms_norm
+from h2o_flexgen.kernels.packed import PackedWeight, look_up
 from h2o_flexgen.models.rotary import Rotary
 
-Weights = Mapping[str, Tensor]
+Weights = Mapping[str, Any]
+"""Vectors and tables of positions are tensors, matrices tensors or packed (`kernels.packed.Weight`)."""
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q (T, heads, d), k (T, kv_heads, d), v (T, kv_heads, d)) -> (T, heads, d); rotates q and k, keeps the cache."""
 
@@ -37,7 +40,7 @@ _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("up", "gate")}
 """Projections of the same input that one GEMM can do, in the order of their tensors in a unit's buffer."""
 
 
-def bind(views: Weights) -> dict[str, Tensor]:
+def bind(views: Weights) -> dict[str, Any]:
     """The tensors of a weight group under names without the layer ("q.weight"), plus "qkv.*" and "gate_up.*" (rows of
     up, then of gate) where their parts adjoin.
 
@@ -48,7 +51,7 @@ def bind(views: Weights) -> dict[str, Tensor]:
     for fused, names in _FUSED.items():
         for kind in ("weight", "bias"):
             parts = [bound[f"{name}.{kind}"] for name in names if f"{name}.{kind}" in bound]
-            if len(parts) == len(names) and _adjacent(parts):
+            if len(parts) == len(names) and not isinstance(parts[0], PackedWeight) and _adjacent(parts):
                 rows, first = sum(part.shape[0] for part in parts), parts[0]
                 bound[f"{fused}.{kind}"] = first.as_strided((rows, *first.shape[1:]), first.stride())
         if f"{names[0]}.bias" in bound and f"{fused}.bias" not in bound:
@@ -92,7 +95,7 @@ class Decoder:
 
     def embed(self, w: Weights, tokens: Tensor, positions: Tensor) -> Tensor:
         """(T,) token ids and (T,) absolute positions to hidden states (T, hidden_width)."""
-        hidden = F.embedding(tokens, w["embed.tokens"])
+        hidden = look_up(w["embed.tokens"], tokens)
         for step in self._embed_steps:
             hidden = step(w, hidden, positions)
         return hidden

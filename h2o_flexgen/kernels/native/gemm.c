@@ -30,9 +30,9 @@ typedef struct {
     int64_t stride;
 } Rows;
 
-/* `count` rows, at most COLS, as (pair of inputs, COLS, 2). The last one stands in for missing ones. */
-static void pack(Rows from, int64_t count, int64_t ins, bf16 *packed) {
-    for (int64_t col = 0; col < COLS; col += LANES) {
+/* `count` rows as `cols` of (pair of inputs, COLS, 2). The last one stands in for missing ones. */
+static void pack(Rows from, int64_t count, int64_t cols, int64_t ins, bf16 *packed) {
+    for (int64_t col = 0; col < cols; col += LANES) {
         const bf16 *rows[LANES];
         for (int i = 0; i < LANES; i++) rows[i] = from.at + least(col + i, count - 1) * from.stride;
         pack_rows(rows, ins, 2 * COLS, packed + 2 * col);
@@ -65,13 +65,14 @@ static void (*const tiles[])(int, Rows, const bf16 *, int64_t, float *) = {tile_
 static void (*const tiles[])(int, Rows, const bf16 *, int64_t, float *) = {tile_1, tile_2};
 #endif
 
-/* Memory that will be read later, asked for bit by bit. */
+/* Memory that will be read later, asked for bit by bit; nothing of packed weights. */
 typedef struct {
     const char *at, *end;
     int64_t lines; /* at a time */
 } Ahead;
 
 static Ahead ahead(const Product *p, int64_t out, int64_t outs, int64_t times) {
+    if (p->packed) return (Ahead){NULL, NULL, 0};
     const bf16 *from = p->w + least(out, p->outs) * p->ins, *to = p->w + least(out + outs, p->outs) * p->ins;
     return (Ahead){(const char *)from, (const char *)to, ((const char *)to - (const char *)from) / LINE / times + 1};
 }
@@ -121,7 +122,7 @@ static void pack_panels(void *task, int member) {
     const Product *p = &all->p;
     (void)member;
     for (int64_t row; (row = claim(&all->next, COLS)) < p->rows;)
-        pack((Rows){p->x + row * p->x_stride, p->x_stride}, least(COLS, p->rows - row), p->ins,
+        pack((Rows){p->x + row * p->x_stride, p->x_stride}, least(COLS, p->rows - row), COLS, p->ins,
              all->packed + row * p->ins);
 }
 
@@ -143,15 +144,29 @@ static int64_t panels_of(const Product *p) { return up(p->rows, COLS) / COLS; }
 
 static int64_t units_of(const Product *p) { return up(p->outs, BLOCK) / BLOCK * panels_of(p); }
 
+/* What a thread has expanded: the block from `out` on. */
+typedef struct {
+    bf16 *room;
+    int64_t out;
+} Expanded;
+
+static const bf16 *block_weights(const Product *p, Expanded *held, int64_t out, int64_t outs) {
+    if (!p->packed) return p->w + out * p->ins;
+    if (held->out != out) bf16_rows(NULL, p->packed, p->ins, out, outs, held->room, scales_behind(held->room, BLOCK, p->ins));
+    held->out = out;
+    return held->room;
+}
+
 /* `following`: the unit that the thread takes after this one. */
-static void take_unit(const Pieces *all, int64_t unit, int64_t following) {
+static void take_unit(const Pieces *all, int64_t unit, int64_t following, Expanded *held) {
     const Product *p = &all->p;
     float sums[BLOCK * COLS] __attribute__((aligned(64))), turned[COLS * BLOCK] __attribute__((aligned(64)));
     const int64_t panels = panels_of(p), out = unit / panels * BLOCK, row = unit % panels * COLS;
     const int64_t outs = least(BLOCK, p->outs - out), rows = least(COLS, p->rows - row);
     const int64_t then = following / panels * BLOCK, wanted = then > out ? BLOCK / panels : 0;
     Ahead next = ahead(p, then + unit % panels * wanted, wanted, tiles_of(outs, p->ins));
-    block((Rows){p->w + out * p->ins, p->ins}, outs, all->packed + row * p->ins, rows, p->ins, sums, &next);
+    const Rows w = {block_weights(p, held, out, outs), p->ins};
+    block(w, outs, all->packed + row * p->ins, rows, p->ins, sums, &next);
     turn(sums, outs, rows, turned);
     finish(p, turned, BLOCK, row, rows, out, outs);
 }
@@ -167,21 +182,39 @@ static void take_units(void *task, int member) {
     (void)member;
     const int64_t units = units_of(&all->p), panels = panels_of(&all->p);
     int64_t count = count_at(all), first = claim(&all->next, count);
-    while (first < units) {
+    if (first >= units) return;
+    Expanded held = {all->p.packed ? room_for(BLOCK, all->p.ins) : NULL, -1};
+    const int able = held.room || !all->p.packed;
+    if (!able) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
+    while (able && first < units) {
         const int64_t after = count_at(all), following = claim(&all->next, after);
         for (int64_t unit = first; unit < least(first + count, units); unit++)
-            take_unit(all, unit, unit / panels < following / panels ? following : unit);
+            take_unit(all, unit, unit / panels < following / panels ? following : unit, &held);
         count = after, first = following;
     }
+    free(held.room);
 }
 
 /* ---- w is packed */
 
-static void take_panel(const Product *p, int64_t out, int64_t following, bf16 *packed) {
+/* Packs the weights of `outs` outputs; `room` is for LANES rows that have to be expanded. */
+static void pack_weights(const Product *p, int64_t out, int64_t outs, bf16 *packed, bf16 *room) {
+    if (!p->packed) {
+        pack((Rows){p->w + out * p->ins, p->ins}, outs, COLS, p->ins, packed);
+        return;
+    }
+    for (int64_t col = 0; col < outs; col += LANES) {
+        const int64_t count = least(LANES, outs - col);
+        bf16_rows(NULL, p->packed, p->ins, out + col, count, room, scales_behind(room, LANES, p->ins));
+        pack((Rows){room, p->ins}, count, LANES, p->ins, packed + 2 * col);
+    }
+}
+
+static void take_panel(const Product *p, int64_t out, int64_t following, bf16 *packed, bf16 *room) {
     float sums[BLOCK * COLS] __attribute__((aligned(64)));
     const int64_t outs = least(COLS, p->outs - out);
     Ahead next = ahead(p, following, COLS, tiles_of(p->rows, p->ins));
-    pack((Rows){p->w + out * p->ins, p->ins}, outs, p->ins, packed);
+    pack_weights(p, out, outs, packed, room);
     for (int64_t row = 0; row < p->rows; row += BLOCK) {
         const int64_t rows = least(BLOCK, p->rows - row);
         block((Rows){p->x + row * p->x_stride, p->x_stride}, rows, packed, outs, p->ins, sums, &next);
@@ -195,19 +228,22 @@ static void take_panels(void *task, int member) {
     int64_t out = claim(&all->next, COLS);
     if (out >= all->p.outs) return;
     bf16 *packed = aligned_alloc(LINE, (size_t)all->p.ins * COLS * sizeof(bf16));
-    if (!packed) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
-    while (packed && out < all->p.outs) {
+    bf16 *room = all->p.packed ? room_for(LANES, all->p.ins) : NULL;
+    const int able = packed && (room || !all->p.packed);
+    if (!able) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
+    while (able && out < all->p.outs) {
         const int64_t following = claim(&all->next, COLS);
-        take_panel(&all->p, out, following, packed);
+        take_panel(&all->p, out, following, packed, room);
         out = following;
     }
     free(packed);
+    free(room);
 }
 
 /* As `linear` in linear.c, for an even number of inputs. Returns 0, or 1 where memory is short. */
 int gemm(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
-         long y_stride, int wide, int relu, int onto, int threads) {
-    Pieces all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto}};
+         long y_stride, int wide, int relu, int onto, int threads, const Packed *packed) {
+    Pieces all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto, packed}};
     if (rows < outs && rows <= FEW)
         all.packed = aligned_alloc(LINE, (size_t)(up(rows, COLS) * ins) * sizeof(bf16));
     if (!all.packed) {
@@ -218,5 +254,5 @@ int gemm(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, lon
     all.next = 0;
     team_run(take_units, &all, threads);
     free(all.packed);
-    return 0;
+    return all.failed;
 }

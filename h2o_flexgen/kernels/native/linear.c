@@ -133,8 +133,8 @@ typedef struct {
 } Cut;
 
 /* The sums of `outs` outputs for all rows, from at on. */
-static void sum_rows(Place at, Cut cut, int outs) {
-    const int lines = (TILE_OUTS + cut.tiles - 1) / cut.tiles;
+static void sum_rows(Place at, Cut cut, int outs, int asks) {
+    const int lines = asks ? (TILE_OUTS + cut.tiles - 1) / cut.tiles : 0;
     const char *enough = at.ahead + outs * at.ins * (long)sizeof(bf16);
     for (int t = 0; t < cut.tiles; t++) {
         const int height = cut.height + (t < cut.taller);
@@ -152,8 +152,9 @@ static void sum_rows(Place at, Cut cut, int outs) {
     }
 }
 
-/* All outputs from `first` to `last`, for at most BLOCK_ROWS rows from `row` on; `following`: the output to go on at. */
-static void stretch(const Product *p, long row, long rows, long first, long last, long following) {
+/* All outputs from `first` to `last`, for at most BLOCK_ROWS rows from `row` on; `following`: the output to go on at.
+   Packed weights are expanded into `room`, of a tile's outputs, and nothing is asked for. */
+static void stretch(const Product *p, long row, long rows, long first, long last, long following, bf16 *room) {
     float sums[BLOCK_ROWS * BLOCK_OUTS] __attribute__((aligned(64)));
     const int tiles = (int)((rows + TILE_ROWS - 1) / TILE_ROWS);
     const Cut cut = {tiles, (int)rows / tiles, (int)rows % tiles};
@@ -162,9 +163,10 @@ static void stretch(const Product *p, long row, long rows, long first, long last
         const long end = block + BLOCK_OUTS < last ? block + BLOCK_OUTS : last;
         for (long o = block, n; o < end; o += n) {
             n = end - o >= outs ? outs : 1;
-            const bf16 *w = p->w + o * p->ins, *ahead = o + n < last ? w + n * p->ins : p->w + following * p->ins;
+            const bf16 *w = bf16_rows(p->w, p->packed, p->ins, o, n, room, scales_behind(room, only_outs[0], p->ins));
+            const bf16 *ahead = room || o + n < last ? w + n * p->ins : p->w + following * p->ins;
             const Place at = {p->x + row * p->x_stride, w, p->ins, p->x_stride, sums + (o - block), (const char *)ahead};
-            sum_rows(at, cut, (int)n);
+            sum_rows(at, cut, (int)n, !room);
         }
         finish(p, sums, BLOCK_OUTS, row, rows, block, end - block);
     }
@@ -205,11 +207,12 @@ static long piece_of(const Product *p, int threads) {
 
 /* Outputs from `first` to `last` for all rows, which are cut evenly: no part of them is a few that use the weights
    badly. */
-static void take(const Product *p, long first, long last, long following) {
+static void take(const Product *p, long first, long last, long following, bf16 *room) {
     const long parts = (p->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     for (long part = 0; part < parts; part++) {
         const long row = part * p->rows / parts;
-        stretch(p, row, (part + 1) * p->rows / parts - row, first, last, part + 1 < parts ? first : following);
+        stretch(p, row, (part + 1) * p->rows / parts - row, first, last, part + 1 < parts ? first : following,
+                room);
     }
 }
 
@@ -218,6 +221,7 @@ typedef struct {
     long piece;
     int spreads;
     int64_t next; /* output that no thread has taken */
+    int failed;
 } Pieces;
 
 static void take_pieces(void *task, int member) {
@@ -226,21 +230,25 @@ static void take_pieces(void *task, int member) {
     (void)member;
     /* The piece that follows is taken early, so that its first weights are asked for in time. */
     long first = claim(&all->next, all->piece);
-    if (first < p.outs && all->spreads) spread(&p);
-    while (first < p.outs) {
+    if (first >= p.outs) return;
+    bf16 *room = p.packed ? room_for(only_outs[0], p.ins) : NULL;
+    if (p.packed && !room) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
+    if (all->spreads) spread(&p);
+    while (first < p.outs && (room || !p.packed)) {
         const long following = claim(&all->next, all->piece), end = first + all->piece;
-        take(&p, first, end < p.outs ? end : p.outs, following < p.outs ? following : first);
+        take(&p, first, end < p.outs ? end : p.outs, following < p.outs ? following : first, room);
         first = following;
     }
+    free(room);
 }
 
-/* A `Product`, field by field. None of the tensors is empty. Returns 0: nothing can fail. */
+/* A `Product`, field by field. None of the tensors is empty. Returns 0, or 1 where memory for packed weights is short. */
 int linear(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
-            long y_stride, int wide, int relu, int onto, int threads) {
-    Pieces all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto}};
+           long y_stride, int wide, int relu, int onto, int threads, const Packed *packed) {
+    Pieces all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto, packed}};
     if (rows * outs * ins < ALONE) threads = 1;
     all.piece = piece_of(&all.p, threads);
-    all.spreads = crowded(&all.p) && outs >= ENOUGH * (long)threads;
+    all.spreads = !packed && crowded(&all.p) && outs >= ENOUGH * (long)threads;
     team_run(take_pieces, &all, threads);
-    return 0;
+    return all.failed;
 }

@@ -3,6 +3,7 @@
 #define PRODUCT_H
 
 #include "simd.h"
+#include "weights.h"
 
 typedef struct {
     const bf16 *x, *w, *bias; /* (rows, ins), (outs, ins) contiguous, (outs) or NULL */
@@ -12,6 +13,7 @@ typedef struct {
     int wide;                /* y is float32, not bfloat16 */
     int relu;                /* what is negative becomes 0 */
     int onto;                /* the rounded product is added to what y holds; not with `wide` */
+    const Packed *packed;    /* the weights, where they are not in w */
 } Product;
 
 /* Writes y for `rows` and `outs` from `row` and `out` on; rows of sums are `pitch` apart. Bias is added, results are

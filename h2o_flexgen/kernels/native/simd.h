@@ -130,6 +130,7 @@ INLINE i512 v_set1_i(int x) { return I2(_mm256_set1_epi32(x), _mm256_set1_epi32(
 
 /* ---- arithmetic */
 #define _mm512_castsi512_ps v_as_f
+#define _mm512_castps_si512 v_as_i
 #define _mm512_castps_pd(x) (x)
 #define _mm512_castpd_ps(x) (x)
 BOTH_F(_v_add, _mm256_add_ps) BOTH_F(_v_sub, _mm256_sub_ps) BOTH_F(_v_mul, _mm256_mul_ps) BOTH_F(_v_div, _mm256_div_ps)

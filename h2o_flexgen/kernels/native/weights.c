@@ -1,0 +1,249 @@
+/* Packed weights in bfloat16 or float32: level(code) * scale + low in float32, rounded once.
+
+   Of 4 bits, a group's sixteen possible values are computed and rounded, and every code picks one of them: one
+   instruction permutes 32 numbers, so that all of it takes a third of an instruction per number. Without AVX-512 the
+   work is left to the compiler. */
+
+#include "weights.h"
+
+#include <stdlib.h>
+
+#include "team.h"
+
+static const float E2M1_LEVELS[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+
+static float half_number(uint16_t x) { return _cvtsh_ss(x); }
+
+static float wide_number(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static float e4m3_number(uint8_t x) {
+    const float size = wide_number((uint32_t)(x & 0x7F) << 20) * 0x1p120f;
+    return (x & 0x7F) == 0x7F ? __builtin_nanf("") : x & 0x80 ? -size : size;
+}
+
+/* Numbers [0, n) of a kind, from `at` on: of scales, of lows, or the whole numbers that stand for them. */
+#ifdef __AVX512BF16__
+INLINE __m512 sixteen(int64_t kind, const void *at, int64_t i, __mmask16 mask) {
+    switch (kind) {
+    case BFLOAT16: return widened(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)at + i));
+    case FLOAT16: return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)at + i));
+    case FLOAT32: return _mm512_maskz_loadu_ps(mask, (const float *)at + i);
+    case E8M0:
+        return _mm512_castsi512_ps(
+            _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask, (const uint8_t *)at + i)), 23));
+    case SUPER: return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, (const int8_t *)at + i)));
+    default: return _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(mask, (const int16_t *)at + i)));
+    }
+}
+
+static void numbers_of(int64_t kind, const void *at, int64_t n, float *to) {
+    for (int64_t i = 0; i < n; i += LANES) _mm512_storeu_ps(to + i, sixteen(kind, at, i, first_lanes(n - i)));
+}
+#else
+static void numbers_of(int64_t kind, const void *at, int64_t n, float *to) {
+    for (int64_t i = 0; i < n; i++) {
+        switch (kind) {
+        case BFLOAT16: to[i] = wide_number((uint32_t)((const uint16_t *)at)[i] << 16); break;
+        case FLOAT16: to[i] = half_number(((const uint16_t *)at)[i]); break;
+        case FLOAT32: to[i] = ((const float *)at)[i]; break;
+        case E8M0: to[i] = wide_number((uint32_t)((const uint8_t *)at)[i] << 23); break;
+        case SUPER: to[i] = ((const int8_t *)at)[i]; break;
+        default: to[i] = ((const int16_t *)at)[i]; break;
+        }
+    }
+}
+#endif
+
+static int64_t size_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == E8M0 || kind == SUPER ? 1 : 2; }
+
+/* Times the number of each super-block of 256 inputs, `per` groups. */
+static void times_super(const uint16_t *super, int64_t per, int64_t n, float *to) {
+    for (int64_t i = 0; i < n; i += per) {
+        const float factor = half_number(super[i / per]);
+        for (int64_t j = i; j < least(i + per, n); j++) to[j] *= factor;
+    }
+}
+
+/* The numbers of groups as those of units, `times` a group. */
+static void repeat(const float *from, int64_t times, int64_t units, float *to) {
+    if (times == 1) {
+        memcpy(to, from, (size_t)units * sizeof *to);
+    } else {
+        int shift = 0;
+        while (1 << shift < times) shift++;
+        for (int64_t i = 0; i < units; i++) to[i] = from[i >> shift];
+    }
+}
+
+int unit_scales(const Packed *w, int64_t out, float *scale, float *low) {
+    const int64_t unit = unit_of(w), units = up(w->ins, unit) / unit;
+    const int64_t group = w->group ? w->group : up(w->ins, unit);
+    const int64_t groups = (w->ins + group - 1) / group, blocks = (w->ins + 255) / 256;
+    float s[units + LANES], l[units + LANES];
+    const char *at = (const char *)w->scale + out * groups * size_of(w->scale_kind);
+    numbers_of(w->scale_kind, at, groups, s);
+    if (w->scale_kind == SUPER) times_super((const uint16_t *)w->super_scale + out * blocks, 256 / group, groups, s);
+    if (w->group)
+        repeat(s, group / unit, units, scale);
+    else
+        for (int64_t i = 0; i < units; i++) scale[i] = s[0];
+    if (w->low_kind == NONE) return 0;
+    if (w->low_kind == MIDDLE) {
+        for (int64_t i = 0; i < units; i++) low[i] = -8 * scale[i];
+        return 1;
+    }
+    at = (const char *)w->low + out * groups * size_of(w->low_kind);
+    numbers_of(w->low_kind, at, groups, l);
+    if (w->low_kind == SUPER) times_super((const uint16_t *)w->super_low + out * blocks, 256 / group, groups, l);
+    if (w->low_kind == SUPER)
+        for (int64_t i = 0; i < groups; i++) l[i] = -l[i];
+    if (w->low_kind == ZERO)
+        for (int64_t i = 0; i < groups; i++) l[i] *= -s[i];
+    if (w->group)
+        repeat(l, group / unit, units, low);
+    else
+        for (int64_t i = 0; i < units; i++) low[i] = l[0];
+    return 1;
+}
+
+static float level(const Packed *w, const uint8_t *codes, int64_t i) {
+    switch (w->levels) {
+    case UINT4: return (float)(codes[i / 2] >> (i & 1) * 4 & 15);
+    case E2M1: return E2M1_LEVELS[codes[i / 2] >> (i & 1) * 4 & 15];
+    case INT8: return (float)(int8_t)codes[i];
+    default: return e4m3_number(codes[i]);
+    }
+}
+
+static const uint8_t *codes_of(const Packed *w, int64_t out) {
+    return w->codes + out * (has_nibbles(w) ? w->ins / 2 : w->ins);
+}
+
+void expand_row_wide(const Packed *w, int64_t out, float *to, float *scale, float *low) {
+    const uint8_t *codes = codes_of(w, out);
+    const int lows = unit_scales(w, out, scale, low);
+    const int64_t unit = unit_of(w);
+    for (int64_t i = 0; i < w->ins; i++) {
+        to[i] = level(w, codes, i) * scale[i / unit];
+        if (lows) to[i] += low[i / unit];
+    }
+}
+
+static void expand_plain(const Packed *w, const uint8_t *codes, int64_t from, bf16 *to, const float *scale,
+                         const float *low) {
+    const int64_t unit = unit_of(w);
+    for (int64_t i = from; i < w->ins; i++) {
+        float sixteen_of[LANES] = {level(w, codes, i) * scale[i / unit] + low[i / unit]};
+        bf16 one[LANES];
+        _mm256_storeu_si256((__m256i *)one, rounded(_mm512_loadu_ps(sixteen_of)));
+        to[i] = one[0];
+    }
+}
+
+#ifdef __AVX512BF16__
+/* 32 codes of 4 bits, in their order, each in the low bits of 16. */
+INLINE __m512i nibbles(const uint8_t *codes) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
+    return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)); /* what is above them plays no part */
+}
+
+INLINE __m512 e4m3(__m512i codes) {
+    const __m512i size = _mm512_and_si512(codes, _mm512_set1_epi32(0x7F));
+    const __m512 value = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(size, 20)), _mm512_set1_ps(0x1p120f));
+    const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(codes, _mm512_set1_epi32(0x80)), 24);
+    const __m512 number = _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), sign));
+    const __mmask16 none = _mm512_cmpeq_epi32_mask(size, _mm512_set1_epi32(0x7F));
+    return _mm512_mask_mov_ps(number, none, _mm512_set1_ps(__builtin_nanf("")));
+}
+
+INLINE __m512 bytes16(const uint8_t *codes, const int floats) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)codes);
+    return floats ? e4m3(_mm512_cvtepu8_epi32(bytes)) : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+
+/* Whole units, and how many numbers those are. */
+INLINE int64_t expand_nibbles(const uint8_t *codes, int64_t ins, __m512 levels, bf16 *to, const float *scale,
+                              const float *low) {
+    int64_t i = 0;
+    for (; i + 32 <= ins; i += 32) {
+        const __m512 values = _mm512_fmadd_ps(levels, _mm512_set1_ps(scale[i / 32]), _mm512_set1_ps(low[i / 32]));
+        const __m512i table = _mm512_broadcast_i64x4(rounded(values));
+        _mm_prefetch((const char *)codes + i / 2 + 2048, _MM_HINT_T0);
+        _mm512_storeu_si512(to + i, _mm512_permutexvar_epi16(nibbles(codes + i / 2), table));
+    }
+    return i;
+}
+
+INLINE int64_t expand_bytes(const uint8_t *codes, int64_t ins, const int floats, bf16 *to, const float *scale,
+                            const float *low) {
+    int64_t i = 0;
+    for (; i + 32 <= ins; i += 32) {
+        __m512 part[2];
+        UNROLL for (int j = 0; j < 2; j++)
+            part[j] = _mm512_fmadd_ps(bytes16(codes + i + 16 * j, floats), _mm512_set1_ps(scale[i / 16 + j]),
+                                      _mm512_set1_ps(low[i / 16 + j]));
+        _mm_prefetch((const char *)codes + i + 2048, _MM_HINT_T0);
+        _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(part[1], part[0]));
+    }
+    return i;
+}
+#endif
+
+void expand_row(const Packed *w, int64_t out, bf16 *to, float *scale, float *low) {
+    const uint8_t *codes = codes_of(w, out);
+    if (!unit_scales(w, out, scale, low)) memset(low, 0, (size_t)(up(w->ins, 16) / unit_of(w) + 1) * sizeof *low);
+    int64_t done = 0;
+#ifdef __AVX512BF16__
+    if (has_nibbles(w)) {
+        const __m512 whole = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512 levels = w->levels == UINT4 ? whole : _mm512_loadu_ps(E2M1_LEVELS);
+        done = expand_nibbles(codes, w->ins, levels, to, scale, low);
+    } else if (w->levels == INT8) {
+        done = expand_bytes(codes, w->ins, 0, to, scale, low);
+    } else {
+        done = expand_bytes(codes, w->ins, 1, to, scale, low);
+    }
+#endif
+    expand_plain(w, codes, done, to, scale, low);
+}
+
+typedef struct {
+    const Packed *w;
+    const int64_t *rows;
+    void *to;
+    int64_t first, count;
+    int wide;
+    int64_t next; /* row that no thread has taken */
+    int failed;
+} Expansion;
+
+static void take_rows(void *task, int member) {
+    Expansion *all = task;
+    const int64_t ins = all->w->ins, some = most(1, (1 << 15) / ins);
+    (void)member;
+    int64_t row = claim(&all->next, some);
+    if (row >= all->count) return;
+    float *room = malloc((size_t)units_room(ins) * 2 * sizeof *room), *lows = room + units_room(ins);
+    if (!room) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
+    for (; room && row < all->count; row = claim(&all->next, some))
+        for (int64_t i = row; i < least(row + some, all->count); i++) {
+            const int64_t out = all->rows ? all->rows[i] : all->first + i;
+            if (all->wide)
+                expand_row_wide(all->w, out, (float *)all->to + i * ins, room, lows);
+            else
+                expand_row(all->w, out, (bf16 *)all->to + i * ins, room, lows);
+        }
+    free(room);
+}
+
+/* Rows `rows`, or where that is NULL `count` rows from `first` on: (count, ins) in bfloat16, or `wide` in float32.
+   Returns 0, or 1 where memory is short. */
+int expand(const Packed *w, const int64_t *rows, void *to, long first, long count, int wide, int threads) {
+    Expansion all = {.w = w, .rows = rows, .to = to, .first = first, .count = count, .wide = wide};
+    team_run(take_rows, &all, threads);
+    return all.failed;
+}

@@ -1,0 +1,51 @@
+/* Matrices of weights (outs, ins): in bfloat16, or packed as config/model/packing.py describes it. */
+#ifndef WEIGHTS_H
+#define WEIGHTS_H
+
+#include <stdlib.h>
+
+#include "simd.h"
+
+/* `PackedPlace` in packed.py has the same fields in the same order, and the same numbers for levels and kinds. */
+typedef struct {
+    const uint8_t *codes;
+    const void *scale, *super_scale, *low, *super_low;
+    int64_t levels, group, scale_kind, low_kind;
+    int64_t ins;
+} Packed;
+
+enum { UINT4, E2M1, INT8, E4M3 };
+enum { BFLOAT16, FLOAT16, FLOAT32, E8M0, SUPER, NONE, MIDDLE, ZERO };
+
+INLINE int has_nibbles(const Packed *w) { return w->levels <= E2M1; }
+/* Inputs that share a scale in the arrays of `unit_scales`: a group has one unit or more. */
+INLINE int64_t unit_of(const Packed *w) { return has_nibbles(w) ? 32 : 16; }
+
+/* Room for the scales, or the lows, of a row. */
+INLINE int64_t units_room(int64_t ins) { return up(ins, 16 * LANES) / 16 + LANES; }
+
+/* The scale and low of each unit of row `out`, float32; whether lows are not all 0. Both have `units_room` numbers. */
+int unit_scales(const Packed *w, int64_t out, float *scale, float *low);
+
+/* Row `out` in bfloat16 or float32; `scale` and `low` are room for its units. */
+void expand_row(const Packed *w, int64_t out, bf16 *to, float *scale, float *low);
+void expand_row_wide(const Packed *w, int64_t out, float *to, float *scale, float *low);
+
+/* Rows [out, out + count) in bfloat16, `ins` apart: `w` itself, or expanded into `room` (count x ins). */
+static inline const bf16 *bf16_rows(const bf16 *w, const Packed *packed, int64_t ins, int64_t out, int64_t count,
+                                    bf16 *room, float *scales) {
+    if (!packed) return w + out * ins;
+    for (int64_t i = 0; i < count; i++) expand_row(packed, out + i, room + i * ins, scales, scales + units_room(ins));
+    return room;
+}
+
+/* Memory for `count` rows and the scales of one, which lie behind them; NULL where there is none. */
+static inline bf16 *room_for(int64_t count, int64_t ins) {
+    const int64_t rows = up(count * ins, 32) * (int64_t)sizeof(bf16), scales = 2 * units_room(ins) * (int64_t)sizeof(float);
+    return aligned_alloc(64, (size_t)up(rows + scales, 64));
+}
+static inline float *scales_behind(bf16 *room, int64_t count, int64_t ins) {
+    return (float *)(room + up(count * ins, 32));
+}
+
+#endif

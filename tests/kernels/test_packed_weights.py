@@ -1,0 +1,147 @@
+"""Packed matrices: expanded, looked up and multiplied, beside the layout's definition written out in loops."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from h2o_flexgen.config.model.packing import SUPER, Packing
+from h2o_flexgen.kernels import layers, linear
+from h2o_flexgen.kernels.packed import PackedWeight, look_up
+from tests.seeds import torch_generator
+
+PACKINGS = [
+    Packing("uint4", 64, "bfloat16", "bfloat16"),
+    Packing("uint4", 32, "float16", "middle"),
+    Packing("uint4", 128, "float16", "zero"),
+    Packing("uint4", 128, "bfloat16", "zero", ordered=True),
+    Packing("uint4", 32, "super", "super"),
+    Packing("uint4", 0, "float32", "middle"),
+    Packing("uint4", 16, "float16", "float16"),
+    Packing("e2m1", 32, "e8m0", "none"),
+    Packing("int8", 32, "float16", "none"),
+    Packing("int8", 16, "super", "none"),
+    Packing("int8", 64, "bfloat16", "bfloat16"),
+    Packing("int8", 32, "super", "super"),
+    Packing("int8", 0, "float32", "zero"),
+    Packing("e4m3", 128, "float32", "none"),
+    Packing("e4m3", 0, "bfloat16", "none"),
+]
+SHAPES = [(5, 32), (9, 416), (70, 640)]
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def random_weight(packing: Packing, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> PackedWeight:
+    weight, random = PackedWeight.empty(packing, shape, dtype), torch_generator()
+    for name, part in weight.parts.items():
+        if name == "order":
+            part.copy_(torch.randperm(shape[1], generator=random))
+        elif part.dtype.is_floating_point:
+            part.copy_(torch.rand(part.shape, generator=random) * 0.1 + (0.01 if "scale" in name else -0.05))
+        elif packing.scale == "e8m0" and name == "scale":
+            part.copy_(torch.randint(120, 130, part.shape, generator=random))
+        else:
+            low, high = (
+                (-128, 128) if part.dtype == torch.int8 else (-20, 20) if part.dtype == torch.int16 else (0, 256)
+            )
+            part.copy_(torch.randint(low, high, part.shape, generator=random))
+    if packing.levels == "e4m3":
+        codes = weight.parts["codes"]
+        codes[(codes & 127) == 127] = 3  # not a number
+    return weight
+
+
+def meaning(weight: PackedWeight) -> torch.Tensor:
+    """`Packing`'s docstring, number by number, in float64."""
+    packing, (outs, ins) = weight.packing, weight.shape
+    parts = {
+        name: part.double().tolist() if part.is_floating_point() else part.tolist()
+        for name, part in weight.parts.items()
+    }
+    floats = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double().tolist()
+    found = torch.zeros(outs, ins, dtype=torch.float64)
+    for out, i in itertools.product(range(outs), range(ins)):
+        group, block = i // packing.group if packing.group else 0, i // SUPER
+        byte = parts["codes"][out][i // 2 if packing.bits == 4 else i]
+        code = (byte >> 4 if i % 2 else byte & 15) if packing.bits == 4 else byte
+        if packing.levels == "e2m1":
+            level = E2M1[code & 7] * (-1 if code & 8 else 1)
+        else:
+            level = {"uint4": code, "int8": code - 256 if code > 127 else code, "e4m3": floats[code]}[packing.levels]
+        scale = parts["scale"][out][group]
+        if packing.scale == "e8m0":
+            scale = 2.0 ** (scale - 127)
+        if packing.scale == "super":
+            scale *= parts["super_scale"][out][block]
+        if packing.low == "none":
+            low = 0.0
+        elif packing.low == "middle":
+            low = -8 * scale
+        elif packing.low == "zero":
+            low = -parts["low"][out][group] * scale
+        elif packing.low == "super":
+            low = -parts["low"][out][group] * parts["super_low"][out][block]
+        else:
+            low = parts["low"][out][group]
+        found[out, parts["order"][i] if packing.ordered else i] = level * scale + low
+    return found
+
+
+def id_of(packing: Packing) -> str:
+    return "-".join(map(str, (packing.levels, packing.group, packing.scale, packing.low)))
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("packing", PACKINGS, ids=id_of)
+def test_what_a_packed_matrix_stands_for(packing: Packing, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native:
+        monkeypatch.setattr("h2o_flexgen.kernels.packed.library", lambda: None)
+    for shape in SHAPES[: 3 if native else 2]:
+        weight = random_weight(packing, shape)
+        wanted = meaning(weight)
+        torch.testing.assert_close(weight.expanded().double(), wanted, rtol=3e-6, atol=2e-6)
+        rounded = weight.expanded(torch.bfloat16).double()
+        assert (rounded - wanted).abs().le(wanted.abs() * 2**-8 + 2e-6).all()
+        chosen = torch.tensor([shape[0] - 1, 0, 2, 2])
+        assert torch.equal(look_up(weight, chosen), weight.expanded()[chosen])
+        assert torch.equal(weight.rows(1, 4).expanded(), weight.expanded()[1:4])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("packing", PACKINGS, ids=id_of)
+def test_products(packing: Packing, dtype: torch.dtype) -> None:
+    """Each number of rows takes another way: one tile, several, blocks, panels."""
+    random = torch_generator()
+    for shape, rows in itertools.product(SHAPES, (1, 2, 3, 5, 33, 70, 401)):
+        weight = random_weight(packing, shape, dtype)
+        x, bias = (
+            torch.randn(rows, shape[1], generator=random).to(dtype),
+            torch.randn(shape[0], generator=random).to(dtype),
+        )
+        exact = x.double() @ weight.expanded(torch.float32).double().t()
+        size = x.double().abs() @ weight.expanded(torch.float32).double().abs().t() + 1
+        unit = 2**-8 if dtype is torch.bfloat16 else 2**-20
+        found = linear(x, weight, bias, wide=True)
+        assert ((found.double() - exact - bias.double()).abs() <= 3 * unit * size).all()
+        onto = torch.randn(rows, shape[0], generator=random).to(dtype)
+        wanted = onto.double() + exact
+        added = linear(x, weight, onto=onto.clone()).double()
+        assert ((added - wanted).abs() <= 3 * unit * (size + onto.double().abs())).all()
+        assert (linear(x, weight, bias, relu=True) >= 0).all()
+
+
+def test_rows_of_x_that_are_not_contiguous() -> None:
+    weight = random_weight(PACKINGS[0], (70, 256), torch.bfloat16)
+    wide = torch.randn(6, 512, generator=torch_generator()).bfloat16()
+    assert torch.equal(linear(wide[:, 256:], weight), linear(wide[:, 256:].contiguous(), weight))
+
+
+def test_all_ways_to_a_product_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the order of sums: the same rows by tiles and by panels."""
+    weight = random_weight(PACKINGS[1], (130, 640), torch.bfloat16)
+    x = torch.randn(60, 640, generator=torch_generator()).bfloat16()
+    few = linear(x, weight, wide=True)
+    monkeypatch.setattr(layers, "MOST_PACKED_ROWS", 1)
+    torch.testing.assert_close(linear(x, weight, wide=True), few, rtol=1e-2, atol=1e-2)
