@@ -117,6 +117,7 @@ class CheckpointSource:
     """
 
     dummy = False
+    format: str | None = None
     packings: Mapping[str, Packing] = {}
 
     def __init__(self, tensors: Mapping[str, FileTensor], files: Sequence[CheckpointFile]) -> None:

@@ -40,6 +40,10 @@ class WeightSource(Protocol):
     def dummy(self) -> bool: ...
 
     @property
+    def format(self) -> str | None:
+        """What the format of the packed tensors is called; None where there are none."""
+
+    @property
     def packings(self) -> Mapping[str, Packing]:
         """The tensors that are kept in fewer bits, and how; the others are in `dtype`."""
 
@@ -96,6 +100,7 @@ class DummySource:
     """
 
     dummy = True
+    format: str | None = None
     packings: Mapping[str, Packing] = {}
 
     def __init__(self, spec: ModelSpec, dtype: str | None = None, seed: int = 0) -> None:

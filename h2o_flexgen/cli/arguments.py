@@ -24,12 +24,11 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.errors import UsageError
 
 _SHARES = "layers are placed by shares: --percent 50 50 100 0 100 0; leave it out and they are placed for you"
-_QUANTISED = "4-bit weights and caches are not built yet; --hh-ratio 0.2 makes the KV cache a fifth"
+_QUANTISED = "caches of fewer bits are not built yet; --hh-ratio 0.2 makes the KV cache a fifth"
 REFUSED = {
     "--hh-long-seq": "it left out OPT's position embedding, which is another model; longer prompts are refused instead",
     "--cut-gen-len": "it projected decode time from fewer tokens; every figure here is measured",
     "--debug-mode": "a breakdown comes with every run's report, and --trace FILE writes a timeline",
-    "--compress-weight": _QUANTISED,
     "--compress-cache": _QUANTISED,
     "--kv-cache-dtype": _QUANTISED,
     "--cache-type-k": _QUANTISED,
@@ -298,6 +297,14 @@ def add_known_choices(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar=("WG", "WC", "CG", "CC", "HG", "HC"),
         help="percent of weights, cache, hidden states on gpu and cpu each; disk has the rest",
+    )
+    group.add_argument(
+        "--compress-weight",
+        dest="weight_bits",
+        action="store_const",
+        const=4,
+        default=argparse.SUPPRESS,
+        help="--weight-bits 4",
     )
     group.add_argument("--policy", default="auto", metavar="auto|FILE", help="a policy file (JSON), or auto (default)")
     group.add_argument("--heavy-ratio", type=float, metavar="R", help="heavy hitters as a share; with --recent-ratio")

@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.checkpoint.hub import resolve_model
+from h2o_flexgen.checkpoint.quantising import QuantisingSource
 from h2o_flexgen.checkpoint.reader import open_checkpoint
 from h2o_flexgen.checkpoint.source import DummySource, WeightSource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.limits.devices import resolve_dtype
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, read_json
-from h2o_flexgen.errors import ModelError
+from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.models.families import checkpoint_names, ignored_names, spec_from_config
 
 
@@ -56,7 +57,25 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
     if dummy:
         # Random numbers have no stored dtype: making them in the dtype they are used in saves a conversion.
         source = DummySource(spec, dtype, config.seed)
+    spec, source = _with_bits(spec, source, config)
     return Model(spec, source, codec, dtype, Path(found.folder) if found.folder else None, found.origin)
+
+
+def _with_bits(spec: ModelSpec, source: WeightSource, config: EngineConfig) -> tuple[ModelSpec, WeightSource]:
+    """The model as it is kept: packed as it is stored or as the settings say."""
+    if source.packings and not config.dequantize:
+        if config.weight_bits != 16:
+            source.close()
+            raise UsageError(
+                f"weight_bits is {config.weight_bits} for {spec.name}, whose checkpoint has packed weights",
+                "needed a checkpoint of 16 bits or more",
+                "leave it out, or dequantize as well: what is expanded is then packed anew",
+            )
+        return replace(spec, packings=tuple(sorted(source.packings.items()))), source
+    if config.weight_bits == 16:
+        return spec, source
+    made = spec.with_bits(config.weight_bits, config.weight_group)
+    return made, QuantisingSource(source, made)
 
 
 def _with_generation_eos(spec: ModelSpec, folder: Path | None) -> ModelSpec:

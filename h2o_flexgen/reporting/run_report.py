@@ -51,6 +51,8 @@ def _lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     dummy = record.weights == "dummy"
     source = "random weights: speed only, text would mean nothing" if dummy else "checkpoint weights"
     yield "model", f"{record.model}, {record.dtype} on {record.device}, {source}"
+    if record.quantization:
+        yield "bits", _bits(record.quantization)
     yield "eviction", _eviction(record.eviction)
     yield "block", block_text(policy)
     yield "placement", shares_text(policy)
@@ -162,6 +164,12 @@ def roofline_lines(roofline: Mapping[str, Any]) -> Iterator[str]:
         kernels = ", ".join(f"{kind} {format_seconds(took)}" for kind, took in each["kernels_s"].items() if took)
         best = ", ".join(_at_best(name, found) for name, found in each["resources"].items())
         yield f"{' ' * len(phase)}  kernels as calibrated: {kernels}; at best rates: {best}"
+
+
+def _bits(quantization: Mapping[str, Any]) -> str:
+    weights = quantization["weights"]
+    group = f" in groups of {weights['group']}" if weights["group"] else ""
+    return f"weights of {weights['bits']:g} bits{group} ({weights['format']})"
 
 
 def _at_best(name: str, found: Mapping[str, Any]) -> str:

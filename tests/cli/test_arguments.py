@@ -77,7 +77,7 @@ def test_a_budget_in_tokens_means_h2o() -> None:
         ("--n-gpu-layers 20", "--percent"),
         ("--cut-gen-len 5", "every figure here is measured"),
         ("--debug-mode breakdown", "--trace FILE"),
-        ("--compress-weight", "not built yet"),
+        ("--compress-cache", "not built yet"),
         ("--hh-long-seq", "another model"),
         ("--gpu-memory-utilization 0.9", "--gpu-mem SIZE"),
         ("--cpu-offload-gb 8", "--cpu-mem SIZE"),

@@ -129,6 +129,37 @@ class ModelSpec:
         """Numbers in all weights, shared ones counted once."""
         return sum(tensor.numel for group in self.weight_groups for tensor in group.tensors)
 
+    def with_bits(self, bits: int, group: int) -> ModelSpec:
+        """This model with its matrices in 4 or 8 bits, `group` inputs sharing a scale.
+
+        Norms, biases, learned positions and an untied embedding stay as they are; the head has 8 bits at least, and
+        where it is tied so has the one table.
+        """
+        made = {4: Packing("uint4", group), 8: Packing("int8", group, low="none")}
+        packings = []
+        for tensor in (tensor for each in self.weight_groups for tensor in each.tensors):
+            table = tensor.name in ("embed.tokens", "head.vocab")
+            kept = tensor.name == "embed.positions" or (tensor.name == "embed.tokens" and not self.arch.tied_head)
+            if len(tensor.shape) == 2 and not kept and not tensor.shape[1] % 2:
+                packings.append((tensor.name, made[8 if table else bits]))
+        return replace(self, packings=tuple(packings))
+
+    @property
+    def packed_kind(self) -> dict[str, int | float | None] | None:
+        """Bits and group of the packed matrices, None where there are none. Tables that are looked up or multiplied
+        with by the head do not count, unless all the others differ: then bits are the mean per number, with scales."""
+        packings = dict(self.packings)
+        tensors = [tensor for group in self.weight_groups for tensor in group.tensors if tensor.packing is not None]
+        inner = [each for name, each in packings.items() if name not in ("embed.tokens", "head.vocab")]
+        kinds = {(each.bits, each.group or None) for each in inner or packings.values()}
+        if not kinds:
+            return None
+        if len(kinds) == 1:
+            bits, group = kinds.pop()
+            return {"bits": bits, "group": group}
+        nbytes, numbers = sum(each.nbytes(self.dtype) for each in tensors), sum(each.numel for each in tensors)
+        return {"bits": round(8 * nbytes / numbers, 3), "group": None}
+
     def weight_bytes(self, dtype: str) -> int:
         """Bytes of all weights, without the padding of buffers."""
         return sum(group.nbytes(dtype) for group in self.weight_groups)

@@ -27,7 +27,7 @@ _NESTED: dict[str, tuple[str, ...]] = {
     "bound": ("phase", "resource", "seconds"),
 }
 """Keys that a nested object must have; it may have more."""
-_LATER = {"shared"}
+_LATER = {"shared", "quantization"}
 """Keys that records of earlier versions lack."""
 
 
@@ -130,6 +130,9 @@ class RunRecord(Throughput):
     device: str
     weights: str
     """"checkpoint" or "dummy"."""
+    quantization: dict[str, Any] | None = None
+    """`weights` {format, bits, group} and `cache` {bits, group}, each None where that is not packed; None: neither is.
+    Bits of weights of several kinds are the mean per number, with scales, and their group is None."""
     eviction: dict[str, Any]
     policy: dict[str, Any]
     prompt_len: int

@@ -121,6 +121,7 @@ def make_record(
         dtype=model.dtype,
         device=_device(plan, config),
         weights="dummy" if model.dummy else "checkpoint",
+        quantization=_quantization(model),
         eviction=_eviction(config, rows),
         policy=_policy(config, plan, achieved, metrics, searched=first.searched),
         prompt_len=plan.request.workload.prompt_len,
@@ -150,6 +151,11 @@ def make_record(
         shared=metrics.cores.shared,
         warnings=[warning for warning in said if warning is not None],
     )
+
+
+def _quantization(model: Model) -> dict[str, Any] | None:
+    kind = model.spec.packed_kind
+    return None if kind is None else {"weights": {"format": model.source.format, **kind}, "cache": None}
 
 
 def _least_moved(plan: Plan, rows: SequenceOf[Sequence]) -> dict[str, int]:

@@ -1,0 +1,152 @@
+/* Packs rows of float32 numbers: 4 bits with a scale and a low per group, or 8 bits with a scale, all in bfloat16.
+
+   Of 4 bits, the least and greatest number of a group give a first scale (Sheng et al. 2023, "FlexGen", section 5). Then
+   codes and line are improved in turns: for given codes the scale and low of the least squared error follow from a 2 x 2
+   system; for a given line the nearest codes are best. Several ranges, each a bit narrower than the last, are tried as a
+   start, since a few outliers may be worth clipping. What has the least error with rounded scale and low is kept. */
+
+#include <math.h>
+
+#include "simd.h"
+#include "team.h"
+
+enum { STARTS = 6, TURNS = 2, MOST_GROUP = 1024 };
+
+typedef struct {
+    float scale, low;
+} Line;
+
+static bf16 to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bf16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+
+static float from_bf16(bf16 x) {
+    const uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+static Line rounded_line(Line line) { return (Line){from_bf16(to_bf16(line.scale)), from_bf16(to_bf16(line.low))}; }
+
+/* A group: n numbers, a multiple of LANES; the last of them are repeated where there are fewer. */
+typedef struct {
+    float x[MOST_GROUP] __attribute__((aligned(64))), codes[MOST_GROUP] __attribute__((aligned(64)));
+    int n;
+} Group;
+
+static void load_group(Group *group, const float *x, int64_t n) {
+    group->n = (int)up(n, LANES);
+    for (int i = 0; i < group->n; i++) group->x[i] = x[least(i, n - 1)];
+}
+
+/* The nearest codes, as floats, and the squared error. */
+static float codes_for(Group *group, Line line, float top) {
+    const __m512 low = _mm512_set1_ps(line.low), scale = _mm512_set1_ps(line.scale), most_code = _mm512_set1_ps(top);
+    const __m512 step = _mm512_set1_ps(line.scale > 0 ? 1 / line.scale : 0);
+    __m512 error = _mm512_setzero_ps();
+    for (int i = 0; i < group->n; i += LANES) {
+        const __m512 x = _mm512_load_ps(group->x + i);
+        const __m512 nearest = _mm512_roundscale_ps(_mm512_mul_ps(_mm512_sub_ps(x, low), step), 8);
+        const __m512 code = _mm512_min_ps(_mm512_max_ps(nearest, _mm512_setzero_ps()), most_code);
+        const __m512 off = _mm512_sub_ps(_mm512_fmadd_ps(code, scale, low), x);
+        _mm512_store_ps(group->codes + i, code);
+        error = _mm512_fmadd_ps(off, off, error);
+    }
+    return _mm512_reduce_add_ps(error);
+}
+
+/* The line of the least squared error for the group's codes; `before` where they are all the same. */
+static Line fitted(const Group *group, Line before) {
+    __m512 codes = _mm512_setzero_ps(), squares = codes, numbers = codes, products = codes;
+    for (int i = 0; i < group->n; i += LANES) {
+        const __m512 x = _mm512_load_ps(group->x + i), code = _mm512_load_ps(group->codes + i);
+        codes = _mm512_add_ps(codes, code);
+        squares = _mm512_fmadd_ps(code, code, squares);
+        numbers = _mm512_add_ps(numbers, x);
+        products = _mm512_fmadd_ps(code, x, products);
+    }
+    const float n = (float)group->n, c = _mm512_reduce_add_ps(codes), cc = _mm512_reduce_add_ps(squares);
+    const float x = _mm512_reduce_add_ps(numbers), cx = _mm512_reduce_add_ps(products), det = n * cc - c * c;
+    if (!(det > 0)) return before;
+    const Line line = {(n * cx - c * x) / det, (cc * x - c * cx) / det};
+    return line.scale > 0 ? line : before;
+}
+
+/* Leaves the codes of the line that it returns. */
+static Line best_line(Group *group, float top, int searches) {
+    float low = group->x[0], high = group->x[0], least_error = INFINITY;
+    for (int i = 1; i < group->n; i++) low = fminf(low, group->x[i]), high = fmaxf(high, group->x[i]);
+    Line best = rounded_line((Line){(high - low) / top, low});
+    for (int start = 0; searches && high > low && start < STARTS; start++) {
+        const float cut = 0.03f * (float)start * (high - low);
+        Line line = {(high - low - 2 * cut) / top, low + cut};
+        for (int turn = 0; turn <= TURNS; turn++) {
+            const Line kept = rounded_line(line);
+            const float error = codes_for(group, kept, top);
+            if (error < least_error) least_error = error, best = kept;
+            if (turn < TURNS) line = fitted(group, line);
+        }
+    }
+    codes_for(group, best, top);
+    return best;
+}
+
+typedef struct {
+    const float *x;
+    uint8_t *codes;
+    bf16 *scale, *low;
+    int64_t rows, ins, group;
+    int bits, searches;
+    int64_t next; /* row that no thread has taken */
+} Quantisation;
+
+static void pack_four(const Quantisation *q, int64_t row) {
+    const int64_t groups = (q->ins + q->group - 1) / q->group;
+    Group group;
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = g * q->group;
+        const int64_t n = least(q->group, q->ins - at);
+        load_group(&group, q->x + row * q->ins + at, n);
+        const Line line = best_line(&group, 15, q->searches);
+        q->scale[row * groups + g] = to_bf16(line.scale);
+        q->low[row * groups + g] = to_bf16(line.low);
+        uint8_t *to = q->codes + (row * q->ins + at) / 2;
+        for (int64_t i = 0; i < n; i += 2) to[i / 2] = (uint8_t)((int)group.codes[i] | (int)group.codes[i + 1] << 4);
+    }
+}
+
+static void pack_eight(const Quantisation *q, int64_t row) {
+    const int64_t groups = (q->ins + q->group - 1) / q->group;
+    for (int64_t g = 0; g < groups; g++) {
+        const int64_t at = g * q->group, n = least(q->group, q->ins - at);
+        const float *x = q->x + row * q->ins + at;
+        float largest = 0;
+        for (int64_t i = 0; i < n; i++) largest = fmaxf(largest, fabsf(x[i]));
+        const float scale = from_bf16(to_bf16(largest / 127)), step = scale > 0 ? 1 / scale : 0;
+        q->scale[row * groups + g] = to_bf16(scale);
+        for (int64_t i = 0; i < n; i++)
+            q->codes[row * q->ins + at + i] = (uint8_t)(int8_t)fminf(fmaxf(rintf(x[i] * step), -127), 127);
+    }
+}
+
+static void take_rows(void *task, int member) {
+    Quantisation *q = task;
+    const int64_t some = most(1, (1 << 14) / q->ins);
+    (void)member;
+    for (int64_t row; (row = claim(&q->next, some)) < q->rows;)
+        for (int64_t i = row; i < least(row + some, q->rows); i++)
+            if (q->bits == 4)
+                pack_four(q, i);
+            else
+                pack_eight(q, i);
+}
+
+/* x (rows, ins) float32, contiguous, as codes, scales and (of 4 bits) lows. `searches`: whether for the least error. */
+void quantise(const float *x, uint8_t *codes, bf16 *scale, bf16 *low, long rows, long ins, long group, int bits,
+              int searches, int threads) {
+    Quantisation q = {x, codes, scale, low, rows, ins, group ? group : ins, bits, searches, 0};
+    team_run(take_rows, &q, threads);
+}
