@@ -5,18 +5,32 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
+from h2o_flexgen.checkpoint.quantized import (
+    PACKED_DTYPES,
+    PART_NAMES,
+    Array,
+    StoredMatrix,
+    StoredPart,
+    stored_matrix,
+)
 from h2o_flexgen.checkpoint.shards import Shards
 from h2o_flexgen.checkpoint.source import WEIGHT_DTYPES
 from h2o_flexgen.checkpoint.tables import Entry
+from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.models.quantized import Quantization
 from h2o_flexgen.models.stored import Stored
 
 log = logging.getLogger(__name__)
 
+_SMALL = 1 << 20  # bytes
 _TIED_HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDING = "embed.tokens"
 
@@ -38,7 +52,7 @@ class FileTensor(NamedTuple):
     """A canonical tensor in a file: the bytes of its `runs`, one after another, are its rows, row-major.
 
     runs    [start, stop) bytes of the file, in the order of the rows; none follows the one before it without a gap
-    dtype   torch's word, one of WEIGHT_DTYPES
+    dtype   torch's word: one of WEIGHT_DTYPES, but for the parts of quantised matrices
     """
 
     file: CheckpointFile
@@ -49,6 +63,25 @@ class FileTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(stop - start for start, stop in self.runs)
+
+    def rows(self, start: int, stop: int) -> FileTensor:
+        """Rows [start, stop) of a tensor in one run."""
+        first, last = self.runs[0]
+        row = (last - first) // self.shape[0]
+        return self._replace(runs=((first + start * row, first + stop * row),), shape=(stop - start, *self.shape[1:]))
+
+
+class PackedTensor(NamedTuple):
+    """A canonical matrix of fewer bits: the outputs `rows` of `stored`, whose tensors are `parts`."""
+
+    stored: StoredMatrix
+    parts: Mapping[str, FileTensor]
+    rows: tuple[Range, ...]
+    packing: Packing
+    shape: tuple[int, ...]
+
+
+FoundTensor = FileTensor | PackedTensor
 
 
 def tensor_in(entry: Entry, stored: Stored, shape: tuple[int, ...]) -> FileTensor:
@@ -74,6 +107,7 @@ def merged(spans: Iterable[Range]) -> list[Range]:
 class Binding:
     """What the model of `spec` needs, to be compared with the tables of its files; notes every difference.
 
+    `quantization`: what config.json says of packed matrices; None: there are none.
     `tied_copy`: the output head that a tied model's checkpoint holds besides its token embedding, once bound.
     """
 
@@ -83,8 +117,10 @@ class Binding:
         names: Mapping[str, Sequence[str | Stored]],
         ignored: tuple[re.Pattern[str], ...],
         problems: Problems,
+        quantization: Quantization | None = None,
     ) -> None:
         self._wanted = Wanted(spec, names)
+        self._quantization = quantization
         self._ignored = ignored
         self._tied_heads = {name: Stored(name) for name in _TIED_HEADS if spec.arch.tied_head}
         self._vocab_shape = (spec.vocab_size, spec.embed_dim)
@@ -92,7 +128,9 @@ class Binding:
         self.tied_copy: tuple[str, FileTensor] | None = None
 
     def least_bytes(self, shards: Shards, shard: str) -> int:
-        """What the weights that `shard` should hold take in 16 bits."""
+        """What the weights that `shard` should hold take in 16 bits; 0 where they have fewer."""
+        if self._quantization is not None:
+            return 0
         index = shards.index
         held = (
             name
@@ -101,19 +139,22 @@ class Binding:
         )
         return 2 * sum(self._wanted.numel(name) for name in held)
 
-    def bind(self, shards: Shards, tables: Tables) -> dict[str, FileTensor]:
+    def bind(self, shards: Shards, tables: Tables) -> dict[str, FoundTensor]:
         """Canonical name -> where its bytes are, for all tensors that are fine."""
         where: dict[str, list[str]] = {}
         for shard, table in tables.items():
             for stored in table:
                 where.setdefault(stored, []).append(shard)
         self._check_index(shards, tables, where)
+        index = shards.index or {}
+        lost = {stored for stored, shard in index.items() if shard not in tables}
+        found: dict[str, str] = {}
+        tensors: dict[str, FoundTensor] = {}
+        packed = self._claim_packed(tables, where, lost, found, tensors)
         quantised = {stored: None for stored in where if self._is_quantised(stored)}
         self._note_quantised(list(quantised))
-        found: dict[str, str] = {}
-        tensors: dict[str, FileTensor] = {}
         for stored, holders in where.items():
-            if self._is_ignored(stored) or stored in quantised:
+            if self._is_ignored(stored) or stored in quantised or stored in packed:
                 continue
             if len(holders) > 1:
                 self.problems.add(f"tensor {stored!r} is in {' and in '.join(holders)}")
@@ -130,15 +171,57 @@ class Binding:
         if len(tables) == len(shards.files):
             self._check_missing(found)
         elif shards.index is not None:
-            lost = {stored for stored, shard in shards.index.items() if shard not in tables}
             self._check_missing(found, lost)
         return tensors
 
-    def _claim(self, stored: str, entry: Entry, found: dict[str, str], tensors: dict[str, FileTensor]) -> None:
+    def _claim(self, stored: str, entry: Entry, found: dict[str, str], tensors: dict[str, FoundTensor]) -> None:
         """Give tensor `stored` to the canonical tensors that it holds. `found`: canonical name -> stored name."""
         fine = self._check_tensor(stored, self._wanted.shape(stored), entry)
+        self._give(stored, partial(tensor_in, entry) if fine else None, found, tensors)
+
+    def _claim_packed(
+        self, tables: Tables, where: Mapping[str, list[str]], lost: set[str], found: dict[str, str],
+        tensors: dict[str, FoundTensor],
+    ) -> set[str]:  # fmt: skip
+        """Give quantised matrices to the canonical tensors that they hold: the names of the tensors that they are
+        stored as. `lost`: those that are in files already reported."""
+        packed: set[str] = set()
+        if self._quantization is None:
+            return packed
+        for stored, users in self._wanted.users.items():
+            module = stored.removesuffix(".weight")
+            held = {part: f"{module}.{part}" for part in PART_NAMES if f"{module}.{part}" in where}
+            entries = {part: tables[where[name][0]][name] for part, name in held.items()}
+            shape = self._wanted.shape(stored)
+            if module == stored or len(shape) != 2 or not _is_packed(entries):
+                continue
+            packed.update(held.values())
+            bias = f"{module}.bias"  # some programs give every module one
+            if bias in where and not self._is_known(bias) and _is_zero(tables[where[bias][0]][bias]):
+                packed.add(bias)
+            for name in held.values():
+                if len(where[name]) > 1:
+                    self.problems.add(f"tensor {name!r} is in {' and in '.join(where[name])}")
+            scheme = self._quantization.scheme(module, "Embedding" if _EMBEDDING in users else "Linear")
+            if scheme is None:
+                self.problems.add(
+                    f"tensor {next(iter(held.values()))!r} is of quantised weights, "
+                    f"but quantization_config in config.json leaves {module} out"
+                )
+                self._give(stored, None, found, tensors)
+            else:
+                matrix = stored_matrix(scheme, (shape[0], shape[1]), list(held))
+                excused = {part for part in PART_NAMES if f"{module}.{part}" in lost}
+                self._give(stored, MatrixParts(module, matrix, entries).bound(excused, self.problems), found, tensors)
+        return packed
+
+    def _give(
+        self, stored: str, part_of: Callable[[Stored, tuple[int, ...]], FoundTensor] | None, found: dict[str, str],
+        tensors: dict[str, FoundTensor],
+    ) -> None:  # fmt: skip
+        """Give `part_of` tensor `stored` to each canonical tensor that is a part of it; None: it is faulty."""
         unused = ", ".join(f"{start} to {stop - 1}" for start, stop in self._wanted.unused(stored))
-        if fine and unused:
+        if part_of is not None and unused:
             self.problems.add(f"tensor {stored!r}: rows {unused} are not part of this model")
         doubled: dict[str, list[str]] = {}
         for name, option in self._wanted.users[stored].items():
@@ -146,8 +229,8 @@ class Binding:
                 doubled.setdefault(found[name], []).append(name)
                 continue
             found[name] = stored
-            if fine:
-                tensors[name] = tensor_in(entry, option, self._wanted.shapes[name])
+            if part_of is not None:
+                tensors[name] = part_of(option, self._wanted.shapes[name])
         for other, names in doubled.items():
             self.problems.add(f"tensors {other!r} and {stored!r} are both {', '.join(names)}")
 
@@ -155,7 +238,7 @@ class Binding:
         if self._check_tensor(stored, self._vocab_shape, entry):
             self.tied_copy = (stored, tensor_in(entry, self._tied_heads[stored], self._vocab_shape))
 
-    def _settle_tied(self, found: dict[str, str], tensors: dict[str, FileTensor]) -> None:
+    def _settle_tied(self, found: dict[str, str], tensors: dict[str, FoundTensor]) -> None:
         """Of a tied pair either one may be in a checkpoint, or both."""
         if self.tied_copy is None:
             return
@@ -174,6 +257,9 @@ class Binding:
         return not self._is_known(stored) and any(pattern.search(stored) for pattern in self._ignored)
 
     def _is_quantised(self, stored: str) -> bool:
+        """Whether it is of quantised weights of which config.json does not say what they are."""
+        if self._quantization is not None:
+            return False
         return not self._is_known(stored) and not self._is_ignored(stored) and bool(_QUANTISED.search(stored))
 
     def _note_quantised(self, stored: Sequence[str]) -> None:
@@ -205,12 +291,93 @@ class Binding:
     def _check_missing(self, found: Mapping[str, str], excused: Iterable[str] = ()) -> None:
         """Note what is missing, but for tensors that a file already reported would hold."""
         missing: dict[str, list[str]] = {}
-        excused = set(excused)
+        modules = {name.rpartition(".")[0] for name in excused} if self._quantization else set()
+        excused = {*excused, *(f"{module}.weight" for module in modules)}
         for name, options in self._wanted.options.items():
             if name not in found and not excused.intersection(option.name for option in options):
                 missing.setdefault(options[0].name, []).append(name)
         for stored, names in missing.items():
             self.problems.add(f"tensor {stored!r} ({', '.join(names)}) is missing", download=True)
+
+
+class MatrixParts(NamedTuple):
+    """The tensors `entries` (by their names in `module`) that a checkpoint has of the quantised `matrix`."""
+
+    module: str
+    matrix: StoredMatrix
+    entries: Mapping[str, Entry]
+
+    def bound(
+        self, excused: Collection[str], problems: Problems
+    ) -> Callable[[Stored, tuple[int, ...]], PackedTensor] | None:
+        """What makes a canonical tensor of rows of it; None, and why in `problems`, where the tensors are not what they
+        must be. `excused`: parts that may be missing."""
+        before = len(problems.texts)
+        expected = self.matrix.parts()
+        misfit = self.matrix.misfit()
+        if misfit:
+            problems.add(f"{self.module} cannot be quantised as config.json says: {misfit}")
+            return None
+        for part, entry in self.entries.items():
+            if part in expected:
+                self._check(part, expected[part], entry, problems)
+            elif part != "weight_zero_point" or not _is_zero(entry):  # symmetric weights may have some that are all 0
+                problems.add(f"tensor '{self.module}.{part}' has no place in weights quantised as config.json says")
+        for part, each in expected.items():
+            if each.needed and part not in self.entries and part not in excused:
+                problems.add(f"tensor '{self.module}.{part}' is missing", download=True)
+        if len(problems.texts) > before or any(expected[part].needed for part in expected if part not in self.entries):
+            return None
+        packing = self._packing(problems)
+        return None if packing is None else partial(self._rows, packing)
+
+    def _check(self, part: str, expected: StoredPart, entry: Entry, problems: Problems) -> None:
+        for what, fine, found in (
+            ("shape", expected.shapes, entry.shape),
+            ("dtype", expected.dtypes, entry.dtype),
+        ):
+            if found not in fine:
+                wanted = " or ".join(str(each) for each in fine)
+                problems.add(f"tensor '{self.module}.{part}': expected {what} {wanted}, found {found}")
+
+    def _packing(self, problems: Problems) -> Packing | None:
+        """Its layout here, which the groups of its inputs decide too. None, and why, where contents are wrong."""
+        scale = next(entry.dtype for part, entry in self.entries.items() if "scale" in part)
+        ordered, before = False, len(problems.texts)
+        if "weight_shape" in self.entries:
+            said = self._content("weight_shape")
+            if said is not None and tuple(said) != self.matrix.shape:
+                text = f"expected {self.matrix.shape} from config.json, found {tuple(said.tolist())}"
+                problems.add(f"tensor '{self.module}.weight_shape': {text}")
+        if self.matrix.g_idx in self.entries:
+            groups = self._content(self.matrix.g_idx)
+            try:
+                ordered = groups is not None and self.matrix.order(groups) is not None
+            except ValueError as error:
+                problems.add(f"tensor '{self.module}.{self.matrix.g_idx}': {error}")
+        return self.matrix.packing(scale, ordered) if len(problems.texts) == before else None
+
+    def _content(self, part: str) -> Array | None:
+        """The whole numbers of a part; None where the file is shorter, which has been reported."""
+        entry = self.entries[part]
+        data = entry.file.head(entry.nbytes, entry.offset)
+        return np.frombuffer(data, np.dtype(entry.dtype)) if len(data) == entry.nbytes else None
+
+    def _rows(self, packing: Packing, option: Stored, shape: tuple[int, ...]) -> PackedTensor:
+        rows = tuple(merged(option.spans or [(0, self.matrix.shape[0])]))
+        parts = {part: tensor_in(entry, Stored(option.name), entry.shape) for part, entry in self.entries.items()}
+        return PackedTensor(self.matrix, parts, rows, packing, shape)
+
+
+def _is_zero(entry: Entry) -> bool:
+    """Whether it is a small tensor of zeros."""
+    data = entry.file.head(entry.nbytes, entry.offset) if entry.nbytes <= _SMALL else b""
+    return len(data) == entry.nbytes and not any(data)
+
+
+def _is_packed(entries: Mapping[str, Entry]) -> bool:
+    """Whether tensors of a module, by their names in it, are a quantised matrix rather than a plain weight."""
+    return bool(set(entries) - {"weight"}) or any(entry.dtype in PACKED_DTYPES for entry in entries.values())
 
 
 class Wanted:

@@ -15,10 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from h2o_flexgen.checkpoint.binding import Binding, FileTensor, Range
+from h2o_flexgen.checkpoint.binding import Binding, FileTensor, FoundTensor, PackedTensor, Range
 from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
+from h2o_flexgen.checkpoint.quantized import Array, Read
 from h2o_flexgen.checkpoint.shards import Shards, find_shards
 from h2o_flexgen.checkpoint.source import convert, copy, flat_out
 from h2o_flexgen.checkpoint.tables import Entry, bin_table, safetensors_table
@@ -29,11 +31,13 @@ from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.memory.pages import HostMemory
+from h2o_flexgen.models.quantized import Quantization
 from h2o_flexgen.models.stored import Stored
-from h2o_flexgen.quant import Weight
+from h2o_flexgen.quant import PackedWeight, Weight
 
 CHUNK = 4 << 20  # bytes
 _GAP = 4 * PAGE  # bytes that are read and left rather than that a second request is made
+_EXPANDED = 1 << 20  # numbers that are expanded at once
 _READERS = 4  # tensors that may be read ahead at once; each has one read under way at most
 
 
@@ -42,12 +46,14 @@ def open_checkpoint(
     spec: ModelSpec,
     names: Mapping[str, Sequence[str | Stored]],
     ignored: Iterable[str | re.Pattern[str]] = (),
+    quantization: Quantization | None = None,
 ) -> CheckpointSource:
     """The checkpoint in `folder`, ready to be read as the model of `spec`.
 
     `names`: canonical name -> the tensors of a checkpoint, or rows of them, that it may be; one of them must be there.
-    Tensors that match one of the patterns `ignored` (searched for, as re.search does) are left alone. Links to files
-    elsewhere are followed, as the Hugging Face cache needs it. Takes no weight memory.
+    Tensors that match one of the patterns `ignored` (searched for, as re.search does) are left alone. `quantization`:
+    what config.json says of packed matrices. Links to files elsewhere are followed, as the Hugging Face cache needs it.
+    Takes no weight memory.
 
     Raises ModelError with the complete list of what is wrong: missing, doubled, unknown, misshapen or unusable tensors,
     rows of them that are no part of the model, missing or foreign files, damaged ones, a tied output head that is not
@@ -60,11 +66,11 @@ def open_checkpoint(
         shards = find_shards(root, problems)
         if shards is not None:
             patterns = tuple(re.compile(pattern) for pattern in ignored)
-            binding = Binding(spec, names, patterns, problems)
+            binding = Binding(spec, names, patterns, problems, quantization)
             tables = _read_tables(root, shards, files, binding)
             tensors = binding.bind(shards, tables)
         problems.raise_any(root)
-        source = CheckpointSource(tensors, files)
+        source = CheckpointSource(tensors, files, quantization and quantization.method)
         try:
             _check_tied(source, binding, root)
         except BaseException:
@@ -113,35 +119,84 @@ def _read_tables(
 class CheckpointSource:
     """The weights of an open checkpoint: a WeightSource. It owns the open files; reading is thread-safe.
 
-    Every read checks afterwards that the file is still the one that was opened: ModelError otherwise.
+    Every read checks afterwards that the file is still the one that was opened: ModelError otherwise. `packings`: the
+    layouts of the matrices of fewer bits, by canonical name. `dtype` is that of the plain tensors, if there are any.
     """
 
     dummy = False
-    format: str | None = None
-    packings: Mapping[str, Packing] = {}
 
-    def __init__(self, tensors: Mapping[str, FileTensor], files: Sequence[CheckpointFile]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, FoundTensor], files: Sequence[CheckpointFile], method: str | None = None
+    ) -> None:
+        """`method`: what quantised the packed ones."""
         self._tensors = dict(tensors)
         self._files = tuple(files)
+        self.packings: Mapping[str, Packing] = {
+            name: each.packing for name, each in tensors.items() if isinstance(each, PackedTensor)
+        }
+        self.format = method if self.packings else None
         sizes: Counter[str] = Counter()
         for tensor in self._tensors.values():
-            sizes[tensor.dtype] += tensor.nbytes
-        self.dtype = max(sizes, key=lambda dtype: (sizes[dtype], dtype))
+            if isinstance(tensor, FileTensor):
+                sizes[tensor.dtype] += tensor.nbytes
+        self.dtype = max(sizes, key=lambda dtype: (sizes[dtype], dtype), default="float16")
         self.fingerprint = _fingerprint(self._files, self._tensors)
         self._chunks = ChunkReader()
 
     def read_into(self, name: str, out: Weight) -> None:
         """Fill `out` with tensor `name`; see WeightSource. Raises ModelError, StorageError or ValueError."""
         part = self._tensors[name]
-        if part.file.closed:
+        if any(file.closed for file in _files_of(part)):
             raise ValueError(f"the checkpoint is closed, {name} cannot be read")
-        flat = flat_out(name, part.shape, out)
+        if isinstance(part, PackedTensor):
+            self._read_packed(name, part, out)
+        else:
+            self._stream(part, f"tensor {name}", flat_out(name, part.shape, out))
+        for file in _files_of(part):
+            file.check()
+
+    def _stream(self, part: FileTensor, what: str, flat: torch.Tensor) -> None:
+        """Fill `flat` with the numbers of `part`."""
         stored = torch_dtype(part.dtype)
         move = copy if flat.dtype == stored else convert
-        for start, chunk in self._chunks.stream(part, f"tensor {name}"):
+        for start, chunk in self._chunks.stream(part, what):
             values = chunk.view(stored)
             move(flat.narrow(0, start // stored.itemsize, values.numel()), values)
-        part.file.check()
+
+    def _read_packed(self, name: str, part: PackedTensor, out: Weight) -> None:
+        """Fill `out` with a matrix of fewer bits, or with what it stands for."""
+        if isinstance(out, PackedWeight):
+            if (out.packing, out.shape) != (part.packing, part.shape):
+                raise ValueError(f"{name} is {part.packing} of {part.shape}, got {out.packing} of {out.shape}")
+            packed = out if out.device.type == "cpu" else PackedWeight.empty(part.packing, part.shape)
+        else:
+            flat_out(name, part.shape, out)
+            packed = PackedWeight.empty(part.packing, part.shape)
+        try:
+            part.stored.fill(
+                self._reader(name, part), part.rows, {key: raw(each) for key, each in packed.parts.items()}
+            )
+        except ValueError as error:
+            raise ModelError(f"{name} cannot be read: {error}", "needed the files that were opened") from error
+        if isinstance(out, PackedWeight):
+            for key, each in packed.parts.items() if packed is not out else ():
+                out.parts[key].copy_(each)
+            return
+        rows = max(1, _EXPANDED // part.shape[1])
+        for start in range(0, part.shape[0], rows):
+            stop = min(start + rows, part.shape[0])
+            out[start:stop].copy_(packed.rows(start, stop).expanded(out.dtype))
+
+    def _reader(self, name: str, tensor: PackedTensor) -> Read:
+        """What reads rows of the stored parts of a matrix."""
+
+        def read(part: str, start: int = 0, stop: int | None = None) -> Array:
+            stored = tensor.parts[part] if stop is None else tensor.parts[part].rows(start, stop)
+            data = torch.empty(stored.shape, dtype=torch_dtype(stored.dtype))
+            self._stream(stored, f"tensor {name}, {part}", data.view(-1))
+            return raw(data)
+
+        return read
 
     def location(self, name: str) -> Location | None:
         """Where the bytes of `name` lie, if they are one run, of this source's dtype, on a multiple of its size.
@@ -149,6 +204,8 @@ class CheckpointSource:
         ModelError where the file is no longer the one that was opened.
         """
         part = self._tensors[name]
+        if isinstance(part, PackedTensor):
+            return None
         part.file.check()
         start, stop = part.runs[0]
         if len(part.runs) > 1 or part.dtype != self.dtype or start % torch_dtype(self.dtype).itemsize:
@@ -158,6 +215,8 @@ class CheckpointSource:
     def equals(self, name: str, other: FileTensor) -> bool:
         """Whether `other` holds the same numbers as tensor `name`, to the bit. Raises as read_into does."""
         part = self._tensors[name]
+        if isinstance(part, PackedTensor):
+            return False
         if (part.file, part.runs) == (other.file, other.runs):
             return True
         if (part.dtype, part.shape) != (other.dtype, other.shape):
@@ -178,11 +237,28 @@ class CheckpointSource:
         self.close()
 
 
-def _fingerprint(files: Iterable[CheckpointFile], tensors: Mapping[str, FileTensor]) -> str:
+def _fingerprint(files: Iterable[CheckpointFile], tensors: Mapping[str, FoundTensor]) -> str:
     """A digest of which files these are, when they were last written to, and which of their bytes are which tensor."""
     facts = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in files]
-    places = {name: (each.file.name, each.runs, each.dtype) for name, each in tensors.items()}
+    places = {}
+    for name, each in tensors.items():
+        parts = each.parts if isinstance(each, PackedTensor) else {"": each}
+        places[name] = [(key, part.file.name, part.runs, part.dtype) for key, part in parts.items()]
+        if isinstance(each, PackedTensor):
+            places[name].append((repr(each.stored.scheme), repr(each.packing), each.rows, ""))
     return hashlib.sha256(json.dumps([facts, places], sort_keys=True).encode()).hexdigest()
+
+
+def _files_of(part: FoundTensor) -> tuple[CheckpointFile, ...]:
+    """The files that hold it."""
+    return tuple({each.file for each in part.parts.values()}) if isinstance(part, PackedTensor) else (part.file,)
+
+
+def raw(tensor: torch.Tensor) -> Array:
+    """The numbers of a contiguous host tensor as unsigned integers of their width, and int16 as it is."""
+    kinds = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+    kind = np.int16 if tensor.dtype == torch.int16 else kinds[tensor.itemsize]
+    return np.frombuffer(host_view(tensor).view, kind).reshape(tensor.shape)
 
 
 class Excerpt(NamedTuple):

@@ -25,7 +25,8 @@ _PREFIX = 8  # bytes of the little-endian header length
 
 _ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 _ITEMSIZE |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
-_FLOATS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+_WORDS = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F8_E4M3": "float8_e4m3fn"}
+_WORDS |= {"I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8", "F8_E8M0": "float8_e8m0fnu"}
 _LOCAL_HEADER = 30  # bytes before the name in a zip entry
 _CONVERT = "load it with transformers elsewhere and save_pretrained it, which writes safetensors"
 
@@ -78,7 +79,7 @@ def safetensors_table(file: CheckpointFile, problems: Problems) -> dict[str, Ent
             continue
         start, stop = info["data_offsets"]
         table[name] = Entry(
-            file, data_start + start, stop - start, _FLOATS.get(info["dtype"], info["dtype"]), tuple(info["shape"])
+            file, data_start + start, stop - start, _WORDS.get(info["dtype"], info["dtype"]), tuple(info["shape"])
         )
     if len(table) == len(header):
         _check_extents(file, data_start, table, problems)

@@ -17,6 +17,7 @@ from h2o_flexgen.engine.limits.devices import resolve_dtype
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, read_json
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.models.families import checkpoint_names, ignored_names, spec_from_config
+from h2o_flexgen.models.quantized import read_quantization
 
 
 @dataclass
@@ -51,7 +52,9 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
     elif found.folder is None:
         raise ModelError(f"{found.name} has a known shape, and no checkpoint was found")
     else:
-        source = open_checkpoint(str(found.folder), spec, checkpoint_names(spec), ignored_names(spec))
+        quantization = read_quantization(found.config, found.name)
+        names, ignored = checkpoint_names(spec), ignored_names(spec)
+        source = open_checkpoint(str(found.folder), spec, names, ignored, quantization)
     dtype = resolve_dtype(config.dtype, source.dtype, device)
     codec = TextCodec.open(Path(found.tokenizer_folder) if found.tokenizer_folder else None)
     if dummy:

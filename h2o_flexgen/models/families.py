@@ -9,6 +9,7 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models import gemma3, gpt_neox, llama, llama_like, mistral, opt, phi3, qwen2, qwen3
 from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.quantized import read_quantization
 from h2o_flexgen.models.stored import Names
 from h2o_flexgen.registry import Registry
 
@@ -45,13 +46,14 @@ def family_of(config: Mapping[str, Any], name: str) -> Family:
     return FAMILIES.get(model_type)
 
 
-UNDONE = ("quantization_config", "num_local_experts", "num_experts", "n_routed_experts")
+UNDONE = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys that ask for things which no family does here."""
 
 
 def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     """The ModelSpec of a config.json of any supported family; ModelError for what it asks and is not done."""
     ConfigReader(config, name).refuse(UNDONE)
+    read_quantization(config, name)
     return family_of(config, name).spec_from_config(config, name)
 
 

@@ -52,7 +52,7 @@ class ConfigReader:
         value = self._value(key, {})
         if not isinstance(value, dict):
             raise self.error(key, "an object")
-        return ConfigReader(value, self._name, f"{self._path}{key}.")
+        return ConfigReader(value, self._name, f"{self._path}{_shown(key)}.")
 
     def filled(self, **defaults: Any) -> ConfigReader:
         """The same with `defaults` for the keys that have no value."""
@@ -68,6 +68,13 @@ class ConfigReader:
         for key in keys:
             if self._config.get(key):
                 raise self.error(key, "a model without it: it is not supported")
+
+    def refuse_others(self, keys: Iterable[str], what: str) -> None:
+        """ModelError for a key outside of `keys` that asks for something; `what` is the object that they belong to."""
+        known = set(keys)
+        for key, value in self._config.items():
+            if value and key not in known:
+                raise self._error(_shown(key), value, f"{what} without it: it is not supported")
 
     def whole(self, key: str, default: int | None = None) -> int:
         """A whole number, at least 1; without a default the key has to be there."""
@@ -176,3 +183,8 @@ class ConfigReader:
         shown = repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}..."
         found = f"{self._path}{key} is {'missing' if value is None else shown} in config.json"
         return ModelError(f"{self._name}: {found}", f"needed {needed}", change)
+
+
+def _shown(key: str) -> str:
+    """A key that a file chose, as an error may show it."""
+    return key if key.isprintable() and len(key) <= _SHOWN else ascii(key)[:_SHOWN]

@@ -33,7 +33,7 @@ def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
         "tensor 'surplus' of model-00003-of-00003.safetensors is not part of this model",
         "tensor 'model.decoder.layers.0.fc1.weight' (layers.0.mlp.up.weight) is missing",
         "'model.decoder.layers.1.fc1.bias': expected shape (64,) from config.json, found (63,)",
-        "'model.decoder.layers.1.fc2.bias': expected dtype float16, bfloat16, float32, found I8",
+        "'model.decoder.layers.1.fc2.bias': expected dtype float16, bfloat16, float32, found int8",
         "6 problems",
         "download again",
     ):

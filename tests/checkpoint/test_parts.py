@@ -141,7 +141,7 @@ def test_wrong_rows_are_reported_once(tmp_path: Path) -> None:
     write_single(tmp_path, stored)
     message = refused(tmp_path, names)
     assert f"tensor {FUSED!r}: expected shape (96, 32) from config.json, found (64, 32)" in message
-    assert "qkv_proj.bias': expected dtype float16, bfloat16, float32, found I8" in message
+    assert "qkv_proj.bias': expected dtype float16, bfloat16, float32, found int8" in message
     assert "2 problems" in message
 
 

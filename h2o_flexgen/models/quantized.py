@@ -1,0 +1,300 @@
+"""What config.json says of weights that are stored in fewer bits: its quantization_config. No torch.
+
+Frantar et al. 2022, "GPTQ", arXiv 2210.17323; Lin et al. 2023, "AWQ", arXiv 2306.00978; the keys are those that
+GPTQModel, AutoAWQ, transformers and compressed-tensors write. A key is understood, known to describe only how the
+numbers were found, or refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from h2o_flexgen.models.fields import ConfigReader
+
+Layout = Literal["gptq", "awq", "packed", "scaled"]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one kind of matrix is stored.
+
+    layout     gptq, awq: words of 32 bits with inputs (awq: outputs) side by side, an input a row; packed: the
+               weight_packed of compressed-tensors; scaled: a weight of one byte a number, and its scale
+    levels     what a number is: uint4, int8 (stored with 128 added, but for scaled) or e4m3
+    block      (outputs, inputs) that share a scale, 0 for all; None: all of the matrix or of a row, as the scale's
+               shape says
+    symmetric  whether there are no zero points; gptq has them nevertheless
+    zero_step  what was subtracted from zero points when they were stored
+    """
+
+    layout: Layout
+    levels: Literal["uint4", "int8", "e4m3"]
+    block: tuple[int, int] | None
+    symmetric: bool = True
+    zero_step: int = 0
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.levels == "uint4" else 8
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The schemes of a checkpoint that `method` made, by the targets of each, and the modules that are left out.
+
+    A target is the name of a module, "re:" and a pattern that its name begins with, or "Linear" or "Embedding". Which
+    matrices are really packed is seen from a checkpoint's tensors: plain ones are read as what they are.
+    """
+
+    method: str
+    schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
+    ignore: tuple[str, ...] = ()
+
+    def scheme(self, module: str, kind: Literal["Linear", "Embedding"]) -> Scheme | None:
+        """That of `module`; None where quantization_config leaves it out. Names go before patterns before kinds."""
+        if any(_matches(each, module) or each == kind for each in self.ignore):
+            return None
+        tests: tuple[Callable[[str], bool], ...] = (
+            lambda target: target == module,
+            lambda target: _matches(target, module),
+            lambda target: target == kind,
+        )
+        for test in tests:
+            for targets, scheme in self.schemes:
+                if any(test(target) for target in targets):
+                    return scheme
+        return None
+
+
+def read_quantization(config: Mapping[str, Any], name: str) -> Quantization | None:
+    """The quantization_config of a config.json, None where it has none. ModelError for what is not understood."""
+    key = "quantization_config"
+    if not config.get(key) and config.get("compression_config"):
+        key = "compression_config"  # what compressed-tensors wrote first
+    if not config.get(key):
+        return None
+    read = ConfigReader(config, name).section(key)
+    method = read.values().get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        change = "name the .gguf file itself" if method == "gguf" else "use the model's checkpoint in 16 bits"
+        raise read.error("quant_method", f"one of {', '.join(_METHODS)}", change)
+    return _METHODS[method](read)
+
+
+_TRAINING = (
+    "quant_method static_groups true_sequential damp_percent damp_auto_increment act_group_aware hyb_act mse dataset "
+    "tokenizer nsamples seqlen model_seqlen batch_size pad_token_id model_name_or_path model_file_base_name meta "
+    "backend exllama_config disable_exllama use_exllama max_input_length cache_block_outputs use_cuda_fp16 pack_impl "
+    "block_name_to_quantize module_name_preceding_first_block modules_in_block_to_quantize lm_head iters lr minmax_lr "
+    "enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps low_gpu_mem_usage amp "
+    "autoround_version scale_dtype data_type to_quant_block_names sampler train_bs act_bits act_group_size act_sym "
+    "act_dynamic act_data_type super_bits super_group_size do_fuse fuse_max_seq_len modules_to_fuse "
+)
+"""Keys of GPTQ and AWQ that say how weights were quantised, which were, or how another program should run them."""
+
+
+def _gptq(read: ConfigReader) -> Quantization:
+    _only(read, "gptq", _TRAINING + "bits group_size sym desc_act checkpoint_format format pack_dtype")
+    _no_other_activations(read)
+    read.choice("pack_dtype", "int32", {"int32": None})
+    key = "checkpoint_format" if "checkpoint_format" in read else "format"
+    step = read.choice(key, "gptq", {"gptq": 1, "gptq_v2": 0})
+    read.flag("desc_act", False)  # the order of inputs is seen from g_idx
+    levels: Literal["uint4", "int8"] = "uint4" if _bits(read, "bits", (4, 8)) == 4 else "int8"
+    scheme = Scheme("gptq", levels, (1, _group(read, "group_size")), read.flag("sym", True), step)
+    return _everywhere("gptq", scheme)
+
+
+def _awq(read: ConfigReader) -> Quantization:
+    known = "bits w_bit group_size q_group_size zero_point version format sym modules_to_not_convert"
+    _only(read, "awq", _TRAINING + known)
+    _no_other_activations(read)
+    _bits(read, "w_bit" if "w_bit" in read else "bits", (4,))
+    key = "version" if "version" in read else "format"
+    read.choice(key, "gemm", {"gemm": None, "GEMM": None})
+    if not read.flag("zero_point", True):
+        raise read.error("zero_point", "true")
+    if read.values().get("backend") == "llm-awq":
+        raise read.error("backend", "the layout of AutoAWQ")
+    _texts(read, "modules_to_not_convert")
+    group = _group(read, "q_group_size" if "q_group_size" in read else "group_size")
+    return _everywhere("awq", Scheme("awq", "uint4", (1, group), symmetric=False))
+
+
+def _fp8(read: ConfigReader) -> Quantization:
+    known = "quant_method activation_scheme weight_block_size modules_to_not_convert ignored_layers fmt scale_fmt"
+    _only(read, "fp8", known + " dequantize expert_dtype")
+    if read.choice("activation_scheme", "dynamic", {"dynamic": False, "static": True}):
+        raise read.error("activation_scheme", "'dynamic': static scales of activations are not used")
+    read.choice("fmt", "e4m3", {"e4m3": None, "float8_e4m3fn": None})
+    read.choice("scale_fmt", "float", {"float": None, "ue8m0": None})
+    read.choice("expert_dtype", "fp8", {"fp8": None})
+    for key in ("modules_to_not_convert", "ignored_layers"):
+        _texts(read, key)
+    return _everywhere("fp8", Scheme("scaled", "e4m3", _block(read, "weight_block_size")))
+
+
+def _compressed(read: ConfigReader) -> Quantization:
+    known = "quant_method config_groups format ignore quantization_status global_compression_ratio version "
+    _only(read, "compressed-tensors", known + "run_compressed sparsity_config")
+    read.choice("quantization_status", "compressed", {"compressed": None, "frozen": None})
+    sparse = read.section("sparsity_config")
+    if sparse.values():
+        sparse.choice("format", "", {"dense": None})
+    groups = read.section("config_groups")
+    schemes = []
+    for key in groups.values():
+        group = groups.section(key)
+        targets = _patterns(group, "targets")
+        stored = group if "format" in group else read
+        layouts = dict.fromkeys(("float-quantized", "naive-quantized", "int-quantized"), "scaled")
+        layout = stored.choice("format", "", {"pack-quantized": "packed", **layouts})
+        _only(group, "compressed-tensors", "targets weights input_activations output_activations format")
+        if not targets or "weights" not in group:
+            raise group.error("weights" if targets else "targets", "a group with targets and weights")
+        _check_activations(group)
+        schemes.append((targets, _compressed_scheme(group.section("weights"), layout)))
+    if not schemes:
+        raise read.error("config_groups", "at least one group")
+    return Quantization("compressed-tensors", tuple(schemes), _patterns(read, "ignore"))
+
+
+def _check_activations(group: ConfigReader) -> None:
+    """Those that are quantised as they come may be kept in 16 bits; scales found beforehand would cut them off."""
+    for key in ("input_activations", "output_activations"):
+        if key in group and group.section(key).values().get("dynamic") is not True:
+            raise group.error(key, "none, or dynamic ones: static scales of activations are not used")
+
+
+def _compressed_scheme(read: ConfigReader, layout: str) -> Scheme:
+    known = "num_bits type symmetric group_size strategy block_structure dynamic actorder observer observer_kwargs"
+    _only(read, "compressed-tensors", known + " scale_dtype zp_dtype")
+    read.refuse(["dynamic"])
+    if read.choice("type", "int", {"int": False, "float": True}):
+        if layout == "packed":
+            raise read.error("type", "'int' in the format pack-quantized")
+        _bits(read, "num_bits", (8,))
+    bits = _bits(read, "num_bits", (4, 8) if layout == "packed" else (8,))
+    symmetric = read.flag("symmetric", True)
+    floats = read.values().get("type") == "float"
+    if floats and not symmetric:
+        raise read.error("symmetric", "true for numbers of the type float")
+    strategy = read.choice("strategy", _strategy(read), {key: key for key in ("tensor", "channel", "group", "block")})
+    if strategy == "tensor" and layout == "packed":
+        raise read.error("strategy", "'group' or 'channel' in the format pack-quantized")
+    if strategy == "block" and not floats:
+        raise read.error("strategy", "'group' or 'channel' for numbers of the type int")
+    group = _group(read, "group_size", -1)
+    if (strategy == "group") != bool(group):
+        raise read.error("group_size", f"{'a' if strategy == 'group' else 'no'} size for the strategy {strategy!r}")
+    blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, group), "block": _block(read, "block_structure")}
+    if strategy == "block" and blocks["block"] is None:
+        raise read.error("block_structure", "two numbers for the strategy 'block'")
+    levels: Literal["uint4", "int8", "e4m3"] = "e4m3" if floats else "uint4" if bits == 4 else "int8"
+    return Scheme("packed" if layout == "packed" else "scaled", levels, blocks[strategy], symmetric)
+
+
+def _strategy(read: ConfigReader) -> str:
+    """The one that a group size implies."""
+    group = read.values().get("group_size")
+    return "tensor" if group is None else "channel" if group == -1 else "group"
+
+
+_METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+    "fp8": _fp8,
+}
+
+
+def _everywhere(method: str, scheme: Scheme) -> Quantization:
+    return Quantization(method, ((("Linear", "Embedding"), scheme),))
+
+
+def _only(read: ConfigReader, method: str, known: str) -> None:
+    """ModelError for a key that is not one of `known` and asks for something."""
+    read.refuse_others(known.split(), f"a checkpoint of {method}")
+
+
+def _no_other_activations(read: ConfigReader) -> None:
+    if read.values().get("act_bits", 16) != 16:
+        raise read.error("act_bits", "activations of 16 bits")
+
+
+def _bits(read: ConfigReader, key: str, allowed: tuple[int, ...]) -> int:
+    bits = read.whole(key)
+    if bits not in allowed:
+        raise read.error(key, " or ".join(str(each) for each in allowed))
+    return bits
+
+
+def _group(read: ConfigReader, key: str, default: int = 128) -> int:
+    """Inputs that share a scale; 0 for all."""
+    value = read.values().get(key, default)
+    if value == -1 and type(value) is int:
+        return 0
+    group = read.whole(key, default)
+    _check_group(read, key, group)
+    return group
+
+
+def _check_group(read: ConfigReader, key: str, group: int) -> None:
+    if group < 16 or group & (group - 1):
+        raise read.error(key, "groups of inputs of a power of two from 16 on, or -1 for whole rows")
+
+
+def _block(read: ConfigReader, key: str) -> tuple[int, int] | None:
+    """(outputs, inputs) that share a scale, None where there is no such key."""
+    if key not in read:
+        return None
+    value = read.values()[key]
+    if not isinstance(value, list) or not all(type(each) is int for each in value):
+        raise read.error(key, "two whole numbers")
+    outs, ins = read.numbers(key, 2)
+    _check_group(read, key, int(ins))
+    return int(outs), int(ins)
+
+
+def _texts(read: ConfigReader, key: str) -> tuple[str, ...]:
+    values = read.values().get(key, [])
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise read.error(key, "a list of names")
+    return tuple(values)
+
+
+_MOST_PATTERNS = 64
+_LONGEST = 200
+_SLOW = re.compile(r"\)\s*[*+{]|\(\?(?!:)|\\[1-9]|([*+{].*){5}")
+"""What makes a pattern slow to search for: repeated groups, references back, many repetitions."""
+
+
+def _patterns(read: ConfigReader, key: str) -> tuple[str, ...]:
+    """Names and patterns that are safe to search for; ModelError for others."""
+    texts = _texts(read, key)
+    patterns = [text.removeprefix("re:") for text in texts if text.startswith("re:")]
+    if len(patterns) > _MOST_PATTERNS:
+        raise read.error(key, f"at most {_MOST_PATTERNS} patterns")
+    for pattern in patterns:
+        if len(pattern) > _LONGEST or _SLOW.search(pattern):
+            raise read.error(key, f"patterns of at most {_LONGEST} characters without repeated groups")
+        try:
+            _compiled(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise read.error(key, f"regular expressions ({error})") from error
+    return texts
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+def _matches(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return _compiled(target.removeprefix("re:")).match(module) is not None
+    return target == module

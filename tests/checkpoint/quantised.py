@@ -1,0 +1,354 @@
+"""Tiny quantised checkpoints, every stored format written with slow loops, and what their weights stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from h2o_flexgen.checkpoint.reader import CheckpointSource, open_checkpoint
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.models.families import checkpoint_names, ignored_names, spec_from_config
+from h2o_flexgen.models.quantized import read_quantization
+from tests.seeds import torch_generator
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "torch_dtype": "float16",
+}
+
+
+class Matrix(NamedTuple):
+    """A stored matrix: its tensors by their names in their module, and what it stands for in float32."""
+
+    parts: dict[str, Tensor]
+    dense: Tensor
+
+
+Writer = Callable[[torch.Generator, int, int], Matrix]
+
+
+class Format(NamedTuple):
+    """The quantization_config of a checkpoint and what writes its matrices."""
+
+    config: dict[str, Any]
+    write: Writer
+
+
+def _codes(generator: torch.Generator, outs: int, ins: int, bits: int) -> Tensor:
+    return torch.randint(0, 1 << bits, (outs, ins), generator=generator)
+
+
+def _scales(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return (torch.rand(shape, generator=generator) * 0.02 + 0.002).to(dtype)
+
+
+def words(rows: list[list[int]], bits: int) -> Tensor:
+    """Codes side by side in words of 32 bits, the first lowest; the last word of a row is filled up with zeros."""
+    per_word, packed = 32 // bits, []
+    for row in rows:
+        line = []
+        for start in range(0, len(row), per_word):
+            word = 0
+            for place, code in enumerate(row[start : start + per_word]):
+                word |= int(code) << (bits * place)
+            line.append(word - (1 << 32) if word >= 1 << 31 else word)
+        packed.append(line)
+    return torch.tensor(packed, dtype=torch.int32)
+
+
+def dense(codes: Tensor, zeros: Tensor, scales: Tensor, group_of: list[int]) -> Tensor:
+    """(code - zero) * scale of its group, number by number; zeros and scales (outs, groups)."""
+    rows = zip(codes.tolist(), zeros.tolist(), scales.float().tolist(), strict=True)
+    values = [
+        [
+            float(np.float32(code - zero[group]) * np.float32(scale[group]))
+            for code, group in zip(row, group_of, strict=True)
+        ]
+        for row, zero, scale in rows
+    ]
+    return torch.tensor(values)
+
+
+def groups_of(ins: int, size: int) -> list[int]:
+    return [0 if size < 0 else i // size for i in range(ins)]
+
+
+def gptq(
+    bits: int = 4,
+    size: int = 32,
+    sym: bool = True,
+    shuffled: bool = False,
+    dtype: torch.dtype = torch.float16,
+    **more: Any,
+) -> Format:
+    step = 0 if more.get("checkpoint_format") == "gptq_v2" else 1
+    config = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": sym, "desc_act": shuffled, **more}
+
+    def write(generator: torch.Generator, outs: int, ins: int) -> Matrix:
+        group_of = groups_of(ins, size)
+        count = group_of[-1] + 1
+        if shuffled:
+            group_of = [group_of[i] for i in torch.randperm(ins, generator=generator).tolist()]
+        codes, scales = _codes(generator, outs, ins, bits), _scales(generator, outs, count, dtype=dtype)
+        zeros = torch.full((outs, count), 1 << (bits - 1)) if sym else _codes(generator, outs, count, bits)
+        stored = (zeros - step) % (1 << bits)
+        parts = {
+            "qweight": words(codes.tolist(), bits).T.contiguous(),
+            "qzeros": words(stored.T.tolist(), bits),
+            "scales": scales.T.contiguous(),
+            "g_idx": torch.tensor(group_of, dtype=torch.int32),
+        }
+        return Matrix(parts, dense(codes, zeros, scales, group_of))
+
+    return Format(config, write)
+
+
+def awq(size: int = 32, **more: Any) -> Format:
+    config = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm", "zero_point": True, **more}
+
+    def interleaved(rows: list[list[int]]) -> list[list[int]]:
+        return [[row[8 * (n // 8) + (0, 2, 4, 6, 1, 3, 5, 7)[n % 8]] for n in range(len(row))] for row in rows]
+
+    def write(generator: torch.Generator, outs: int, ins: int) -> Matrix:
+        group_of = groups_of(ins, size)
+        count = group_of[-1] + 1
+        codes, zeros = _codes(generator, outs, ins, 4), _codes(generator, outs, count, 4)
+        scales = _scales(generator, outs, count)
+        parts = {
+            "qweight": words(interleaved(codes.T.tolist()), 4),
+            "qzeros": words(interleaved(zeros.T.tolist()), 4),
+            "scales": scales.T.contiguous(),
+        }
+        return Matrix(parts, dense(codes, zeros, scales, group_of))
+
+    return Format(config, write)
+
+
+def compressed(weights: Mapping[str, Any], form: str, **more: Any) -> dict[str, Any]:
+    """The config of compressed-tensors for one group of all linear modules."""
+    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": group},
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "global_compression_ratio": 1.5,
+        "kv_cache_scheme": None,
+        **more,
+    }
+
+
+def packed(
+    bits: int = 4, size: int = 32, sym: bool = True, shuffled: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> Format:
+    strategy = "group" if size > 0 else "channel"
+    said: dict[str, Any] = {"num_bits": bits, "type": "int", "symmetric": sym, "strategy": strategy, "dynamic": False}
+    said |= {"group_size": size if size > 0 else None, "actorder": "group" if shuffled else None}
+
+    def write(generator: torch.Generator, outs: int, ins: int) -> Matrix:
+        group_of = groups_of(ins, size)
+        count = group_of[-1] + 1
+        if shuffled:
+            group_of = [group_of[i] for i in torch.randperm(ins, generator=generator).tolist()]
+        codes, scales = _codes(generator, outs, ins, bits), _scales(generator, outs, count, dtype=dtype)
+        zeros = torch.full((outs, count), 1 << (bits - 1)) if sym else _codes(generator, outs, count, bits)
+        parts = {
+            "weight_packed": words(codes.tolist(), bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor([outs, ins]),
+        }
+        if not sym:
+            parts["weight_zero_point"] = words(zeros.T.tolist(), bits).T.contiguous()
+        if shuffled:
+            parts["weight_g_idx"] = torch.tensor(group_of, dtype=torch.int32)
+        return Matrix(parts, dense(codes, zeros, scales, group_of))
+
+    return Format(compressed(said, "pack-quantized"), write)
+
+
+def _scaled(
+    config: dict[str, Any], name: str, block: tuple[int, int], dtype: torch.dtype = torch.float32, flat: bool = False
+) -> Format:
+    """fp8 with a scale for each block of (outputs, inputs); 0: all."""
+
+    def write(generator: torch.Generator, outs: int, ins: int) -> Matrix:
+        tall, wide = block[0] or outs, block[1] or ins
+        scales = _scales(generator, -(-outs // tall), -(-ins // wide), dtype=dtype)
+        weight = (torch.randn(outs, ins, generator=generator) * 100).to(torch.float8_e4m3fn)
+        numbers, factors = weight.float().tolist(), scales.float().tolist()
+        values = [
+            [np.float32(numbers[o][i]) * np.float32(factors[o // tall][i // wide]) for i in range(ins)]
+            for o in range(outs)
+        ]
+        meant = torch.from_numpy(np.array(values, np.float32))
+        return Matrix({"weight": weight, name: scales.view(-1) if flat else scales}, meant)
+
+    return Format(config, write)
+
+
+def int8(sym: bool = True) -> Format:
+    """W8A8 of compressed-tensors: whole rows, activations as they come."""
+    said = {"num_bits": 8, "type": "int", "symmetric": sym, "strategy": "channel", "dynamic": False}
+    config = compressed(said, "int-quantized")
+    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+
+    def write(generator: torch.Generator, outs: int, ins: int) -> Matrix:
+        weight = torch.randint(-128, 128, (outs, ins), generator=generator)
+        zeros = torch.zeros(outs, 1) if sym else torch.randint(-128, 128, (outs, 1), generator=generator)
+        scales = _scales(generator, outs, 1, dtype=torch.bfloat16)
+        parts = {"weight": weight.to(torch.int8), "weight_scale": scales}
+        if not sym:
+            parts["weight_zero_point"] = zeros.to(torch.int8)
+        return Matrix(parts, dense(weight, zeros, scales, [0] * ins))
+
+    return Format(config, write)
+
+
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+_FLOAT = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+
+FORMATS: dict[str, Format] = {
+    "gptq": gptq(),
+    "gptq 128": gptq(size=128, checkpoint_format="gptq", meta={"quantizer": ["gptqmodel:5.0.0"]}, lm_head=False),
+    "gptq rows": gptq(size=-1),
+    "gptq zeros": gptq(sym=False, size=16),
+    "gptq 8": gptq(bits=8, size=32),
+    "gptq 8 zeros": gptq(bits=8, sym=False, dtype=torch.bfloat16),
+    "gptq act-order": gptq(shuffled=True),
+    "gptq act-order ragged": gptq(size=64, shuffled=True, sym=False),
+    "gptq 8 act-order": gptq(bits=8, shuffled=True, sym=False),
+    "gptq v2": gptq(sym=False, checkpoint_format="gptq_v2"),
+    "gptq v2 8": gptq(bits=8, sym=False, checkpoint_format="gptq_v2"),
+    "awq": awq(),
+    "awq 128": awq(128, modules_to_not_convert=None, backend="autoawq"),
+    "awq rows": awq(-1),
+    "packed 4": packed(),
+    "packed 4 zeros": packed(sym=False, dtype=torch.float16),
+    "packed 4 rows": packed(size=-1),
+    "packed 4 rows zeros": packed(size=-1, sym=False),
+    "packed 8": packed(bits=8),
+    "packed 8 zeros": packed(bits=8, sym=False),
+    "packed 8 rows": packed(bits=8, size=-1),
+    "packed 4 act-order": packed(shuffled=True),
+    "packed 8 act-order": packed(bits=8, shuffled=True, sym=False),
+    "float tensor": _scaled(
+        compressed({**_FLOAT, "strategy": "tensor"}, "float-quantized"),
+        "weight_scale",
+        (0, 0),
+        torch.bfloat16,
+        flat=True,
+    ),
+    "float channel": _scaled(
+        compressed({**_FLOAT, "strategy": "channel"}, "naive-quantized"), "weight_scale", (1, 0), torch.bfloat16
+    ),
+    "float block": _scaled(
+        compressed({**_FLOAT, "strategy": "block", "block_structure": [32, 64]}, "float-quantized"),
+        "weight_scale",
+        (32, 64),
+    ),
+    "int8": int8(),
+    "int8 zeros": int8(sym=False),
+    "fp8 tensor": _scaled(_FP8, "weight_scale", (0, 0), flat=True),
+    "fp8 tensor inverse": _scaled({**_FP8, "weight_block_size": None}, "weight_scale_inv", (0, 0)),
+    "fp8 channel": _scaled(_FP8, "weight_scale", (1, 0)),
+    "fp8 128": _scaled({**_FP8, "weight_block_size": [128, 128]}, "weight_scale_inv", (128, 128)),
+    "fp8 blocks": _scaled({**_FP8, "weight_block_size": [32, 16]}, "weight_scale_inv", (32, 16), torch.bfloat16),
+}
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint to be written, and what its tensors stand for, by their usual names."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    dense: dict[str, Tensor]
+
+    @property
+    def spec(self) -> ModelSpec:
+        return spec_from_config(self.config, "tiny")
+
+    def put(self, module: str, weight: Matrix | Tensor) -> None:
+        """Store the weight of `module` anew: quantised, or as it is."""
+        for name in [name for name in self.tensors if name.startswith(f"{module}.")]:
+            self.tensors.pop(name)
+        matrix = weight if isinstance(weight, Matrix) else Matrix({"weight": weight}, weight.float())
+        self.tensors.update({f"{module}.{part}": each for part, each in matrix.parts.items()})
+        self.dense[f"{module}.weight"] = matrix.dense
+
+    def write(self, folder: Path) -> Path:
+        (folder / "config.json").write_text(json.dumps(self.config))
+        save_file(self.tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    def open(self, folder: Path) -> CheckpointSource:
+        return open_folder(folder)
+
+
+def checkpoint(form: Format, **changes: Any) -> Checkpoint:
+    """A tiny model whose projections are all stored so."""
+    plain = CONFIG | changes
+    generator = torch_generator(3)
+    spec = spec_from_config(plain, "tiny")
+    shapes = {tensor.name: tensor.shape for group in spec.weight_groups for tensor in group.tensors}
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name, options in checkpoint_names(spec).items():
+        option = options[0]
+        stored, rows = (option, shapes[name][0]) if isinstance(option, str) else (option.name, option.rows)
+        sizes[stored] = (rows, *shapes[name][1:])
+    tensors: dict[str, Tensor] = {}
+    meant: dict[str, Tensor] = {}
+    for stored, size in sizes.items():
+        module = stored.removesuffix(".weight")
+        if len(size) == 2 and ".layers." in stored:
+            matrix = form.write(generator, *size)
+            tensors |= {f"{module}.{part}": each for part, each in matrix.parts.items()}
+            meant[stored] = matrix.dense
+        else:
+            tensors[stored] = (torch.randn(size, generator=generator) * 0.1).half()
+            meant[stored] = tensors[stored].float()
+    return Checkpoint({**plain, "quantization_config": form.config}, tensors, meant)
+
+
+def open_folder(folder: Path) -> CheckpointSource:
+    config = json.loads((folder / "config.json").read_text())
+    spec = spec_from_config(config, "tiny")
+    quantization = read_quantization(config, "tiny")
+    return open_checkpoint(folder, spec, checkpoint_names(spec), ignored_names(spec), quantization)
+
+
+def expected_tensors(written: Checkpoint) -> dict[str, Tensor]:
+    """What each canonical tensor stands for."""
+    found = {}
+    for name, options in checkpoint_names(written.spec).items():
+        option = options[0]
+        if isinstance(option, str):
+            found[name] = written.dense[option]
+        else:
+            found[name] = torch.cat([written.dense[option.name][start:stop] for start, stop in option.spans or ()])
+    return found
+
+
+def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    return {tensor.name: tuple(tensor.shape) for group in spec.weight_groups for tensor in group.tensors}
+
+
+def read_tensor(source: CheckpointSource, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    out = torch.full(shape, float("nan"), dtype=dtype)
+    source.read_into(name, out)
+    return out

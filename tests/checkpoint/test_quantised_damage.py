@@ -1,0 +1,311 @@
+"""Quantised checkpoints that are not what they say: every one refused before anything is read, with all its faults."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from h2o_flexgen.errors import H2OFlexGenError, ModelError
+from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.models.quantized import read_quantization
+from tests.checkpoint.models import write_shards
+from tests.checkpoint.quantised import CONFIG, FORMATS, Checkpoint, checkpoint, open_folder
+from tests.checkpoint.test_headers import edited_header
+from tests.seeds import python_random
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+def _refused(written: Checkpoint, folder: Path) -> str:
+    open_fds = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ModelError) as caught:
+        written.open(written.write(folder))
+    assert caught.value.exit_code == 4
+    assert len(os.listdir("/proc/self/fd")) == open_fds
+    return str(caught.value)
+
+
+def _without(part: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.pop(f"{UP}.{part}")
+
+
+def _with(part: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.__setitem__(f"{UP}.{part}", change(tensors[f"{UP}.{part}"]).contiguous())
+
+
+def _extra(part: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.__setitem__(f"{UP}.{part}", torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "fault"),
+    [
+        ("gptq", _without("scales"), f"tensor '{UP}.scales' is missing"),
+        ("gptq", _without("qweight"), f"tensor '{UP}.qweight' is missing"),
+        ("gptq", _with("scales", lambda x: x[:1]), "scales': expected shape (2, 96), found (1, 96)"),
+        ("gptq", _with("qweight", lambda x: x.T), "qweight': expected shape (8, 96), found (96, 8)"),
+        ("gptq", _with("qweight", lambda x: x.float()), "qweight': expected dtype int32, found float32"),
+        ("gptq", _with("scales", lambda x: x.double()), "expected dtype float16 or bfloat16 or float32, found F64"),
+        ("gptq", _with("g_idx", lambda x: x.long()), "g_idx': expected dtype int32, found int64"),
+        ("gptq", _with("g_idx", lambda x: x + 1), "g_idx': expected 2 groups of 32 inputs"),
+        ("gptq", _with("g_idx", lambda x: x - 1), "g_idx': expected 2 groups of 32 inputs"),
+        ("gptq", _with("g_idx", lambda x: x * (1 << 30)), "g_idx': expected 2 groups of 32 inputs"),
+        ("gptq", _with("g_idx", lambda x: x * 0), "g_idx': expected 2 groups of 32 inputs"),
+        ("gptq", _extra("weight"), f"tensor '{UP}.weight' has no place in weights quantised as config.json says"),
+        ("gptq", _extra("weight_scale"), f"tensor '{UP}.weight_scale' has no place"),
+        ("gptq", _extra("input_scale"), f"tensor '{UP}.input_scale' of model.safetensors is not part of this model"),
+        ("gptq", _extra("qzeros.absmax"), "qzeros.absmax' of model.safetensors is not part of this model"),
+        ("awq", _without("qzeros"), f"tensor '{UP}.qzeros' is missing"),
+        ("awq", _with("qweight", lambda x: x[:-1]), "qweight': expected shape (64, 12), found (63, 12)"),
+        ("awq", _extra("g_idx"), f"tensor '{UP}.g_idx' has no place"),
+        ("packed 4", _without("weight_shape"), f"tensor '{UP}.weight_shape' is missing"),
+        ("packed 4", _with("weight_shape", lambda x: x.flip(0)), "expected (96, 64) from config.json, found (64, 96)"),
+        ("packed 4", _with("weight_packed", lambda x: x[:, 1:]), "expected shape (96, 8), found (96, 7)"),
+        ("packed 4", _extra("weight_zero_point"), f"tensor '{UP}.weight_zero_point' has no place"),
+        ("packed 4 zeros", _without("weight_zero_point"), f"tensor '{UP}.weight_zero_point' is missing"),
+        ("packed 4 act-order", _with("weight_g_idx", lambda x: x // 2), "weight_g_idx': expected 2 groups"),
+        ("fp8 128", _without("weight_scale_inv"), f"tensor '{UP}.weight_scale' is missing"),
+        ("fp8 128", _extra("weight_scale"), f"tensor '{UP}.weight_scale' has no place"),
+        ("fp8 blocks", _with("weight_scale_inv", lambda x: x[:1]), "expected shape (3, 4), found (1, 4)"),
+        ("fp8 tensor", _with("weight_scale", lambda x: x.repeat(7)), "expected shape () or (1,) or (1, 1) or (96,) or"),
+        ("fp8 tensor", _with("weight", lambda x: x.to(torch.float8_e5m2)), "dtype float8_e4m3fn, found F8_E5M2"),
+        ("fp8 tensor", _with("weight", lambda x: x.half()), "expected dtype float8_e4m3fn, found float16"),
+        ("int8", _with("weight", lambda x: x.to(torch.uint8)), "weight': expected dtype int8, found uint8"),
+    ],
+)  # fmt: skip
+def test_tensors_that_are_not_as_config_json_says(
+    tmp_path: Path, name: str, edit: Callable[[dict[str, Tensor]], object], fault: str
+) -> None:
+    written = checkpoint(FORMATS[name])
+    edit(written.tensors)
+    message = _refused(written, tmp_path)
+    assert fault in message
+    assert "one problem" in message
+
+
+def test_all_faults_are_listed_at_once(tmp_path: Path) -> None:
+    written = checkpoint(FORMATS["gptq"])
+    for edit in (_without("scales"), _with("qzeros", lambda x: x[:, 1:]), _extra("weight_packed")):
+        edit(written.tensors)
+    written.tensors.pop("model.norm.weight")
+    message = _refused(written, tmp_path)
+    for fault in ("scales' is missing", "qzeros': expected shape", "weight_packed' has no place", "model.norm.weight"):
+        assert fault in message
+
+
+def test_quantised_weights_without_a_quantization_config(tmp_path: Path) -> None:
+    written = checkpoint(FORMATS["gptq"])
+    written.config.pop("quantization_config")
+    assert "of quantised weights, which are not read" in _refused(written, tmp_path)
+
+
+def test_a_quantised_module_that_config_json_leaves_out(tmp_path: Path) -> None:
+    written = checkpoint(FORMATS["packed 4"])
+    written.config["quantization_config"]["ignore"].append(UP)
+    assert f"quantization_config in config.json leaves {UP} out" in _refused(written, tmp_path)
+
+
+def test_sizes_that_do_not_fit_into_words(tmp_path: Path) -> None:
+    written = checkpoint(FORMATS["gptq"])
+    written.config["intermediate_size"] = 94
+    message = _refused(written, tmp_path)
+    assert f"{UP} cannot be quantised as config.json says: its sizes are not multiples of 8" in message
+
+
+def test_a_lost_shard_is_one_problem(tmp_path: Path) -> None:
+    written = checkpoint(FORMATS["gptq"])
+    (tmp_path / "config.json").write_text(json.dumps(written.config))
+    paths = write_shards(tmp_path, written.tensors, 5)
+    paths[2].unlink()
+    with pytest.raises(ModelError, match="one problem") as caught:
+        open_folder(tmp_path)
+    assert f"{paths[2].name} is missing" in str(caught.value)
+
+
+def test_a_part_in_two_shards(tmp_path: Path) -> None:
+    written = checkpoint(FORMATS["gptq"])
+    (tmp_path / "config.json").write_text(json.dumps(written.config))
+    paths = write_shards(tmp_path, written.tensors, 2)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    from safetensors.torch import load_file, save_file
+
+    name = next(name for name in index if index[name] == paths[0].name and name.endswith("scales"))
+    save_file({**load_file(paths[1]), name: written.tensors[name]}, paths[1])
+    with pytest.raises(ModelError, match=f"tensor '{name}' is in {paths[0].name} and in {paths[1].name}"):
+        open_folder(tmp_path)
+
+
+def test_a_truncated_file(tmp_path: Path) -> None:
+    path = checkpoint(FORMATS["gptq act-order"]).write(tmp_path) / "model.safetensors"
+    data = path.read_bytes()
+    for size in (len(data) - 1, len(data) // 2, 1000):
+        path.write_bytes(data[:size])
+        with pytest.raises(ModelError, match="is truncated"):
+            open_folder(tmp_path)
+
+
+def _config(method: str, **changes: Any) -> dict[str, Any]:
+    config = json.loads(json.dumps(FORMATS[method].config))
+    group = config.get("config_groups", {}).get("group_0", {})
+    for key, value in changes.items():
+        (group.get("weights", {}) if key.startswith("weights_") else config)[key.removeprefix("weights_")] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "fault"),
+    [
+        ([1], "quantization_config is [1] in config.json. needed an object"),
+        ({"bits": 4}, "quantization_config.quant_method is missing"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method is 'bitsandbytes' in config.json. n"),
+        ({"quant_method": "exl2"}, "quant_method is 'exl2'"),
+        ({"quant_method": "gguf"}, "name the .gguf file itself"),
+        (_config("gptq", bits=3), "quantization_config.bits is 3 in config.json. needed 4 or 8"),
+        (_config("gptq", bits=True), "bits is True"),
+        (_config("gptq", group_size=48), "group_size is 48 in config.json. needed groups of inputs of a power of two"),
+        (_config("gptq", group_size=8), "group_size is 8"),
+        (_config("gptq", group_size=0), "group_size is 0"),
+        (_config("gptq", group_size=-2), "group_size is -2"),
+        (_config("gptq", checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
+        (_config("gptq", is_marlin_format=True), "is_marlin_format is True in config.json. needed a checkpoint of"),
+        (_config("gptq", dynamic={".*": {"bits": 8}}), "dynamic is {'.*'"),
+        (_config("gptq", pack_dtype="int64"), "pack_dtype is 'int64'"),
+        (_config("gptq", act_bits=8), "act_bits is 8"),
+        (_config("gptq", rotation="hadamard"), "rotation is 'hadamard' in config.json. needed a checkpoint of gptq"),
+        (_config("gptq", **{"x" * 500: 1}), "'" + "x" * 79 + " is 1"),
+        (_config("gptq", **{"a\nb": 1}), "'a\\nb' is 1"),
+        (_config("awq", bits=8), "bits is 8 in config.json. needed 4"),
+        (_config("awq", version="gemv"), "version is 'gemv'"),
+        (_config("awq", zero_point=False), "zero_point is False"),
+        (_config("awq", backend="llm-awq"), "backend is 'llm-awq'"),
+        (_config("awq", modules_to_not_convert="lm_head"), "modules_to_not_convert is 'lm_head'"),
+        (_config("fp8 128", activation_scheme="static"), "static scales of activations are not used"),
+        (_config("fp8 128", weight_block_size=[128]), "weight_block_size is [128]"),
+        (_config("fp8 128", weight_block_size=[128, 100]), "weight_block_size is [128, 100]"),
+        (_config("fp8 128", weight_block_size=[0, 128]), "weight_block_size is [0, 128]"),
+        (_config("fp8 128", weight_block_size="128"), "weight_block_size is '128'"),
+        (_config("fp8 128", fmt="e5m2"), "fmt is 'e5m2'"),
+        (_config("packed 4", format="marlin-24"), "format is 'marlin-24'"),
+        (_config("packed 4", format="nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'"),
+        (_config("packed 4", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is {'num_bits': 8}"),
+        (_config("packed 4", transform_config={"config_groups": {"R1": {}}}), "transform_config is {"),
+        (_config("packed 4", sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config.format is 'sparse-24"),
+        (_config("packed 4", quantization_status="initialized"), "quantization_status is 'initialized'"),
+        (_config("packed 4", config_groups={}), "config_groups is {} in config.json. needed at least one group"),
+        (_config("packed 4", config_groups={"W4A16": ["Linear"]}), "config_groups.W4A16 is ['Linear']"),
+        (_config("packed 4", config_groups={"a": {"targets": ["Linear"]}}), "config_groups.a.weights is missing"),
+        (_config("packed 4", config_groups={"a": {"weights": {}}}), "config_groups.a.targets is missing"),
+        (_config("packed 4", weights_num_bits=3), "group_0.weights.num_bits is 3 in config.json. needed 4 or 8"),
+        (_config("packed 4", weights_type="float"), "weights.type is 'float'"),
+        (_config("packed 4", weights_strategy="tensor"), "weights.strategy is 'tensor'"),
+        (_config("packed 4", weights_strategy="block"), "weights.strategy is 'block'"),
+        (_config("packed 4", weights_strategy="group", weights_group_size=None), "weights.group_size is missing"),
+        (_config("packed 4", weights_strategy="channel"), "weights.group_size is 32 in config.json. needed no size"),
+        (_config("packed 4", weights_group_size=24), "weights.group_size is 24"),
+        (_config("packed 4", weights_dynamic=True), "weights.dynamic is True"),
+        (_config("packed 4", weights_novel=1), "weights.novel is 1 in config.json. needed a checkpoint of compressed"),
+        (_config("float block", weights_block_structure=None), "weights.block_structure is missing"),
+        (_config("float block", weights_symmetric=False), "weights.symmetric is False"),
+        (_config("int8", weights_num_bits=4), "weights.num_bits is 4 in config.json. needed 8"),
+        (_config("packed 4", ignore=["re:(a+)+b"]), "ignore is ['re:(a+)+b'] in config.json. needed patterns of"),
+        (_config("packed 4", ignore=["re:.*.*.*.*.*x"]), "without repeated groups"),
+        (_config("packed 4", ignore=["re:(?=a)"]), "without repeated groups"),
+        (_config("packed 4", ignore=["re:" + "a" * 300]), "patterns of at most 200 characters"),
+        (_config("packed 4", ignore=["re:["]), "needed regular expressions"),
+        (_config("packed 4", ignore=["re:a"] * 100), "at most 64 patterns"),
+        (_config("packed 4", ignore=[1]), "ignore is [1] in config.json. needed a list of names"),
+    ],
+)  # fmt: skip
+def test_configs_that_are_not_understood(config: object, fault: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        spec_from_config({**CONFIG, "quantization_config": config}, "tiny")
+    assert fault in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+def test_static_scales_of_activations() -> None:
+    config = _config("int8")
+    config["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
+    with pytest.raises(ModelError, match="static scales of activations are not used"):
+        read_quantization({"quantization_config": config}, "tiny")
+
+
+def test_the_first_name_of_the_section_is_known() -> None:
+    config = _config("packed 4")
+    assert read_quantization({"compression_config": config}, "x") == read_quantization(
+        {"quantization_config": config}, "x"
+    )
+
+
+JUNK: list[Any] = [0, -1, 1, 4, 8, 128, 10**400, 1e300, float("nan"), "", "x", "int", "float", "block", True, False]
+JUNK += [[], [1], [16, 16], ["Linear"], ["re:.*"], {}, {"a": 1}, {"dynamic": True}, None]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_junk_in_configs_is_a_model_error(data: st.DataObject) -> None:
+    config = json.loads(json.dumps(FORMATS[data.draw(st.sampled_from(sorted(FORMATS)))].config))
+    group = config.get("config_groups", {}).get("group_0", {})
+    places = [place for place in (config, group, group.get("weights")) if place]
+    for place in places:
+        for key in data.draw(st.lists(st.sampled_from(sorted(place)), max_size=2)):
+            if key != "quant_method":
+                place[key] = data.draw(st.sampled_from(JUNK))
+    with contextlib.suppress(ModelError):
+        quantization = read_quantization({"quantization_config": config}, "x")
+        assert quantization is not None
+        quantization.scheme(UP, "Linear")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_headers_of_quantised_files_with_other_records(tmp_path: Path, data: st.DataObject) -> None:
+    """Names, dtypes and shapes of tensors exchanged: accepted and read, or an error of ours."""
+    written = checkpoint(FORMATS[data.draw(st.sampled_from(["gptq act-order", "awq", "packed 4 zeros", "fp8 blocks"]))])
+    path = written.write(tmp_path) / "model.safetensors"
+
+    def edit(header: dict[str, Any]) -> None:
+        names = sorted(name for name in header if name != "__metadata__")
+        for _ in range(data.draw(st.integers(1, 3))):
+            one, other = data.draw(st.sampled_from(names)), data.draw(st.sampled_from(names))
+            key = data.draw(st.sampled_from(["dtype", "shape", "data_offsets", "all"]))
+            if key == "all":
+                header[one], header[other] = header[other], header[one]
+            else:
+                header[one][key] = header[other][key]
+            if data.draw(st.booleans()):
+                header[one]["dtype"] = data.draw(
+                    st.sampled_from(["I32", "F16", "F8_E4M3", "I8", "F8_E8M0", "X", "I64"])
+                )
+
+    edited_header(path, edit)
+    with contextlib.suppress(H2OFlexGenError), open_folder(tmp_path) as source:
+        for group in written.spec.weight_groups:
+            for tensor in group.tensors:
+                source.read_into(tensor.name, torch.empty(tensor.shape))
+
+
+@pytest.mark.slow
+def test_random_damage_never_crashes(tmp_path: Path) -> None:
+    written, chance = checkpoint(FORMATS["gptq act-order"]), python_random(4)
+    path = written.write(tmp_path) / "model.safetensors"
+    data = path.read_bytes()
+    for _ in range(200):
+        damaged = bytearray(data)
+        for _ in range(chance.randint(1, 3)):
+            damaged[chance.randrange(4000)] = chance.randrange(256)
+        path.write_bytes(damaged)
+        with contextlib.suppress(H2OFlexGenError), open_folder(tmp_path) as source:
+            for group in written.spec.weight_groups:
+                for tensor in group.tensors:
+                    source.read_into(tensor.name, torch.empty(tensor.shape))

@@ -1,0 +1,77 @@
+"""Checkpoints that the library compressed-tensors wrote stand for what it takes them for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.quantised import Format, Matrix, checkpoint, compressed, expected_tensors, read_tensor, shapes_of
+
+pytest.importorskip("compressed_tensors")
+
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+
+def _official(form: str, **weights: Any) -> Format:
+    """What the library's compressor of the format `form` makes of random weights, and dequantises it to."""
+    args = QuantizationArgs(**weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
+    compressor = BaseCompressor.get_value_from_registry(form)
+
+    def write(generator: torch.Generator, outs: int, ins: int) -> Matrix:
+        tall, wide = args.block_structure or (1, 1)
+        shape = {
+            "tensor": (1,),
+            "channel": (outs, 1),
+            "group": (outs, ins // (args.group_size or 1)),
+            "block": (-(-outs // tall), -(-ins // wide)),
+        }[str(args.strategy)]
+        peak = 240.0 if args.type == "float" else float(1 << (args.num_bits - 1))
+        weight = torch.randn(outs, ins, generator=generator)
+        state = {"weight": weight, "weight_scale": (torch.rand(shape, generator=generator) + 2.5) / peak}
+        if not args.symmetric:
+            half = 1 << (args.num_bits - 1)
+            state["weight_zero_point"] = torch.randint(-half, half, shape, generator=generator).to(torch.int8)
+        state["weight_scale"] = state["weight_scale"].half().float()  # so that products with codes are exact
+        parts = compressor.compress(state, scheme)
+        return Matrix(dict(parts), compressor.decompress(parts, scheme)["weight"])
+
+    return Format(compressed(args.model_dump(mode="json"), form), write)
+
+
+FORMATS = {
+    "4 bits in groups": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32}),
+    "4 bits with zero points": (
+        "pack-quantized",
+        {"num_bits": 4, "strategy": "group", "group_size": 16, "symmetric": False},
+    ),
+    "4 bits in rows": ("pack-quantized", {"num_bits": 4, "strategy": "channel"}),
+    "8 bits with zero points": (
+        "pack-quantized",
+        {"num_bits": 8, "strategy": "group", "group_size": 32, "symmetric": False},
+    ),
+    "8 bits in rows": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "int8": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "int8 with zero points": ("naive-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
+    "float8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    "float8 in rows": ("naive-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "float8 in blocks": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_compressed_tensors_writes(tmp_path: Path, name: str) -> None:
+    form, weights = FORMATS[name]
+    written = checkpoint(_official(form, **weights))
+    expected, shapes = expected_tensors(written), shapes_of(written.spec)
+    with written.open(written.write(tmp_path)) as source:
+        assert len(source.packings) == 7
+        for key, meant in expected.items():
+            assert torch.equal(read_tensor(source, key, shapes[key], torch.float32), meant), key

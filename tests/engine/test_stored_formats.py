@@ -1,0 +1,63 @@
+"""Quantised checkpoints answer as transformers' model of their dequantised weights, from memory and from disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from h2o_flexgen.engine.engine import Engine
+from tests.checkpoint.quantised import FORMATS, Checkpoint, checkpoint
+from tests.seeds import python_random
+from tests.tiny import transformers_logprobs
+
+PHI3 = {"model_type": "phi3", "pad_token_id": 0}
+NAMES = [
+    "gptq 128",
+    "gptq act-order",
+    "gptq 8 zeros",
+    "awq",
+    "packed 4",
+    "packed 8 zeros",
+    "int8",
+    "fp8 128",
+    "fp8 channel",
+]
+
+
+def _model_of(written: Checkpoint) -> PreTrainedModel:
+    """transformers' model of what the weights stand for."""
+    fields = {key: value for key, value in written.config.items() if key not in ("model_type", "quantization_config")}
+    config = AutoConfig.for_model(written.config["model_type"], **{**fields, "torch_dtype": "float32"})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.load_state_dict(written.dense)
+    return model
+
+
+def _pairs() -> list[tuple[list[int], list[int]]]:
+    chance = python_random(1)
+    return [
+        ([chance.randrange(3, 40) for _ in range(n)], [chance.randrange(3, 40) for _ in range(6)]) for n in (5, 19, 1)
+    ]
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("name", "changes"), [*((name, {}) for name in NAMES), ("gptq act-order", PHI3), ("awq", PHI3)]
+)
+def test_log_probabilities(tmp_path: Path, name: str, changes: dict[str, Any], place: str) -> None:
+    written = checkpoint(FORMATS[name], num_hidden_layers=2, **changes)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    written.write(folder)
+    policy = {"gpu_batch_size": 2, "weights": {"cpu": 1.0} if place == "memory" else {"disk": 1.0}}
+    model, pairs = _model_of(written), _pairs()
+    with Engine(str(folder), dtype="float32", policy=policy, offload_dir=str(tmp_path / "offload")) as llm:
+        scores = llm.score(pairs)
+    for (context, continuation), score in zip(pairs, scores, strict=True):
+        rows = transformers_logprobs(model, context, continuation)
+        expected = rows[torch.arange(len(continuation)), torch.tensor(continuation)]
+        assert score.token_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
