@@ -322,7 +322,7 @@ def checkpoint(form: Format, **changes: Any) -> Checkpoint:
         else:
             tensors[stored] = (torch.randn(size, generator=generator) * 0.1).half()
             meant[stored] = tensors[stored].float()
-    return Checkpoint({**plain, "quantization_config": form.config}, tensors, meant)
+    return Checkpoint({**plain, "quantization_config": json.loads(json.dumps(form.config))}, tensors, meant)
 
 
 def open_folder(folder: Path) -> CheckpointSource:

@@ -44,7 +44,7 @@ def _with(part: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, 
 
 
 def _extra(part: str) -> Callable[[dict[str, Tensor]], object]:
-    return lambda tensors: tensors.__setitem__(f"{UP}.{part}", torch.zeros(1))
+    return lambda tensors: tensors.__setitem__(f"{UP}.{part}", torch.ones(1))
 
 
 @pytest.mark.parametrize(
