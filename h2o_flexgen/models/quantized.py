@@ -269,8 +269,9 @@ def _texts(read: ConfigReader, key: str) -> tuple[str, ...]:
 
 _MOST_PATTERNS = 64
 _LONGEST = 200
-_SLOW = re.compile(r"\)\s*[*+{]|\(\?(?!:)|\\[1-9]|([*+{].*){5}")
-"""What makes a pattern slow to search for: repeated groups, references back, many repetitions."""
+_SLOW = re.compile(r"\)\s*[*+?{]|\(\?(?!:)|\\[1-9]")
+"""Repeated groups, looks ahead and references back: with those a pattern may take for ever."""
+_REPEATED = re.compile(r"[*+{]|(?<!\()\?")
 
 
 def _patterns(read: ConfigReader, key: str) -> tuple[str, ...]:
@@ -280,8 +281,10 @@ def _patterns(read: ConfigReader, key: str) -> tuple[str, ...]:
     if len(patterns) > _MOST_PATTERNS:
         raise read.error(key, f"at most {_MOST_PATTERNS} patterns")
     for pattern in patterns:
-        if len(pattern) > _LONGEST or _SLOW.search(pattern):
-            raise read.error(key, f"patterns of at most {_LONGEST} characters without repeated groups")
+        many = len(_REPEATED.findall(pattern)) > 4 or pattern.count("(") > 3
+        if many or len(pattern) > _LONGEST or _SLOW.search(pattern):
+            what = "4 repetitions and 3 groups, none of them repeated"
+            raise read.error(key, f"patterns of at most {_LONGEST} characters with at most {what}")
         try:
             _compiled(pattern)
         except (re.error, OverflowError, RecursionError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,8 +219,11 @@ def _config(method: str, **changes: Any) -> dict[str, Any]:
         (_config("float block", weights_symmetric=False), "weights.symmetric is False"),
         (_config("int8", weights_num_bits=4), "weights.num_bits is 4 in config.json. needed 8"),
         (_config("packed 4", ignore=["re:(a+)+b"]), "ignore is ['re:(a+)+b'] in config.json. needed patterns of"),
-        (_config("packed 4", ignore=["re:.*.*.*.*.*x"]), "without repeated groups"),
-        (_config("packed 4", ignore=["re:(?=a)"]), "without repeated groups"),
+        (_config("packed 4", ignore=["re:.*.*.*.*.*x"]), "at most 4 repetitions and 3 groups"),
+        (_config("packed 4", ignore=["re:" + ".?" * 40 + "x"]), "at most 4 repetitions and 3 groups"),
+        (_config("packed 4", ignore=["re:" + "(.|.)" * 30 + "x"]), "at most 4 repetitions and 3 groups"),
+        (_config("packed 4", ignore=["re:(a|b)?c"]), "none of them repeated"),
+        (_config("packed 4", ignore=["re:(?=a)"]), "none of them repeated"),
         (_config("packed 4", ignore=["re:" + "a" * 300]), "patterns of at most 200 characters"),
         (_config("packed 4", ignore=["re:["]), "needed regular expressions"),
         (_config("packed 4", ignore=["re:a"] * 100), "at most 64 patterns"),
@@ -231,6 +235,20 @@ def test_configs_that_are_not_understood(config: object, fault: str) -> None:
         spec_from_config({**CONFIG, "quantization_config": config}, "tiny")
     assert fault in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(".*self_attn.(q|k|v)_proj$", "model.layers.0.*", r".*\.layers\.[0-9]+\.mlp\..*up_proj.*", ".*lm_head"),
+        *("(?:model|vision_tower).*gate$", r"model\.layers\.\d{1,2}\.mlp.*", "^model[.]layers[.](0|1|2)[.]mlp.+"),
+    ],
+)
+def test_patterns_that_people_have(pattern: str) -> None:
+    quantization = read_quantization({"quantization_config": _config("packed 4", ignore=[f"re:{pattern}"])}, "x")
+    assert quantization is not None
+    for module in (UP, "model.layers.0.self_attn.k_proj", "lm_head"):
+        assert (quantization.scheme(module, "Linear") is None) == bool(re.match(pattern, module))
 
 
 def test_static_scales_of_activations() -> None:

@@ -56,6 +56,7 @@ def test_log_probabilities(tmp_path: Path, name: str, changes: dict[str, Any], p
     policy = {"gpu_batch_size": 2, "weights": {"cpu": 1.0} if place == "memory" else {"disk": 1.0}}
     model, pairs = _model_of(written), _pairs()
     with Engine(str(folder), dtype="float32", policy=policy, offload_dir=str(tmp_path / "offload")) as llm:
+        assert len(llm.model.spec.packings) == 14
         scores = llm.score(pairs)
     for (context, continuation), score in zip(pairs, scores, strict=True):
         rows = transformers_logprobs(model, context, continuation)
