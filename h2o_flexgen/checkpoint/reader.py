@@ -70,7 +70,7 @@ def open_checkpoint(
             tables = _read_tables(root, shards, files, binding)
             tensors = binding.bind(shards, tables)
         problems.raise_any(root)
-        source = CheckpointSource(tensors, files, quantization and quantization.method)
+        source = CheckpointSource(tensors, files, quantization.method if quantization else None)
         try:
             _check_tied(source, binding, root)
         except BaseException:

@@ -55,7 +55,6 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
         quantization = read_quantization(found.config, found.name)
         names, ignored = checkpoint_names(spec), ignored_names(spec)
         source = open_checkpoint(str(found.folder), spec, names, ignored, quantization)
-        spec = replace(spec, packings=tuple(source.packings.items()))
     dtype = resolve_dtype(config.dtype, source.dtype, device)
     codec = TextCodec.open(Path(found.tokenizer_folder) if found.tokenizer_folder else None)
     if dummy:

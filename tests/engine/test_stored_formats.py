@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.errors import UsageError
 from tests.checkpoint.quantised import FORMATS, Checkpoint, checkpoint
 from tests.seeds import python_random
 from tests.tiny import transformers_logprobs
@@ -44,7 +45,7 @@ def _pairs() -> list[tuple[list[int], list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("place", ["memory", "disk"])
+@pytest.mark.parametrize("place", ["memory", "disk", "dequantized"])
 @pytest.mark.parametrize(
     ("name", "changes"), [*((name, {}) for name in NAMES), ("gptq act-order", PHI3), ("awq", PHI3)]
 )
@@ -53,12 +54,34 @@ def test_log_probabilities(tmp_path: Path, name: str, changes: dict[str, Any], p
     folder = tmp_path / "model"
     folder.mkdir()
     written.write(folder)
-    policy = {"gpu_batch_size": 2, "weights": {"cpu": 1.0} if place == "memory" else {"disk": 1.0}}
+    policy = {"gpu_batch_size": 2, "weights": {"disk": 1.0} if place == "disk" else {"cpu": 1.0}}
     model, pairs = _model_of(written), _pairs()
-    with Engine(str(folder), dtype="float32", policy=policy, offload_dir=str(tmp_path / "offload")) as llm:
-        assert len(llm.model.spec.packings) == 14
+    settings: dict[str, Any] = {"dtype": "float32", "policy": policy, "dequantize": place == "dequantized"}
+    with Engine(str(folder), offload_dir=str(tmp_path / "offload"), **settings) as llm:
+        packed = 0 if place == "dequantized" else written.config["num_hidden_layers"] * 7
+        assert len(llm.model.spec.packings) == packed
         scores = llm.score(pairs)
     for (context, continuation), score in zip(pairs, scores, strict=True):
         rows = transformers_logprobs(model, context, continuation)
         expected = rows[torch.arange(len(continuation)), torch.tensor(continuation)]
         assert score.token_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def test_weight_bits_of_a_packed_checkpoint(tmp_path: Path) -> None:
+    """They are packed once: in other bits only where they are dequantised first."""
+    checkpoint(FORMATS["gptq"]).write(tmp_path)
+    with pytest.raises(UsageError, match="whose checkpoint has packed weights"):
+        Engine(str(tmp_path), weight_bits=8)
+    with Engine(str(tmp_path), weight_bits=8, dequantize=True, dtype="float32") as llm:
+        assert {packing.bits for _, packing in llm.model.spec.packings} == {8}
+        assert len(llm.generate([[3, 4, 5]], max_new_tokens=3, ignore_eos=True)[0].token_ids) == 3
+
+
+def test_the_format_is_known_by_its_method(tmp_path: Path) -> None:
+    written = checkpoint(FORMATS["packed 4"])
+    with written.open(written.write(tmp_path)) as source:
+        assert source.format == "compressed-tensors"
+    for name in [name for name in written.dense if name.endswith("_proj.weight")]:
+        written.put(name.removesuffix(".weight"), written.dense[name].half())
+    with written.open(written.write(tmp_path)) as source:
+        assert (source.format, source.packings) == (None, {})
