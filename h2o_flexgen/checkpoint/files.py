@@ -15,6 +15,7 @@ from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.disk import DirectFile, host_view
 
 _SHOWN = 100
+_NEEDED = "needed all weights of the model that config.json describes, and no others"
 _DRIVE = re.compile(r"[A-Za-z]:")
 
 
@@ -56,7 +57,7 @@ class Problems:
         self.texts.append(text)
         self._download = self._download or download
 
-    def raise_any(self, folder: str) -> None:
+    def raise_any(self, folder: str, needed: str = _NEEDED) -> None:
         """Raise one ModelError that lists the faults (the first 100 of them), if there are any."""
         if not self.texts:
             return
@@ -67,7 +68,7 @@ class Problems:
         advice = "download again what is damaged or missing" if self._download else "check that they belong together"
         raise ModelError(
             f"the checkpoint in {folder} cannot be used, {many}",
-            "needed all weights of the model that config.json describes, and no others",
+            needed,
             f"{advice}:\n  " + "\n  ".join(shown),
         )
 

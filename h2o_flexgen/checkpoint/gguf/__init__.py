@@ -1,0 +1,1 @@
+"""GGUF files, those of llama.cpp: weights, config and tokenizer in one."""
