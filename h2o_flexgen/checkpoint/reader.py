@@ -277,8 +277,8 @@ class FileRead(NamedTuple):
     excerpts: tuple[Excerpt, ...]
 
 
-def requests_for(runs: Iterable[Range]) -> list[FileRead]:
-    """What to ask the file for, to get the bytes of `runs`, none of which is empty, one after another.
+def requests_for(runs: Iterable[Range], most: int = CHUNK) -> list[FileRead]:
+    """What to ask the file for, to get the bytes of `runs`, none of which is empty, one after another, `most` at once.
 
     A request takes in as many runs as follow one another in the file with small gaps: for a bias, a fused projection
     leaves each head a run of a few hundred bytes.
@@ -288,12 +288,12 @@ def requests_for(runs: Iterable[Range]) -> list[FileRead]:
     for start, stop in runs:
         while start < stop:
             last = found[-1] if found else None
-            if last is not None and 0 <= start - last.stop <= _GAP and start < last.offset + CHUNK:
-                end = min(stop, last.offset + CHUNK)
+            if last is not None and 0 <= start - last.stop <= _GAP and start < last.offset + most:
+                end = min(stop, last.offset + most)
                 excerpt = Excerpt(done, start - last.offset, end - start)
                 found[-1] = FileRead(last.offset, end, (*last.excerpts, excerpt))
             else:
-                end = min(stop, start + CHUNK)
+                end = min(stop, start + most)
                 found.append(FileRead(start, end, (Excerpt(done, 0, end - start),)))
             done += end - start
             start = end
@@ -310,13 +310,14 @@ class ChunkReader:
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-read")
 
-    def stream(self, tensor: FileTensor, what: str) -> Iterator[tuple[int, torch.Tensor]]:
+    def stream(self, tensor: FileTensor, what: str, whole: int = 1) -> Iterator[tuple[int, torch.Tensor]]:
         """The bytes of `tensor` in order, as (first byte, uint8 chunk); a chunk is valid until the next is asked for.
 
-        `what` names them in errors. StorageError and ModelError as file.read."""
+        `what` names them in errors. A tensor of one run comes in multiples of `whole` bytes, which are CHUNK at most.
+        StorageError and ModelError as file.read."""
         pair = self._take()
         views = tuple(host_view(buffer) for buffer in pair)
-        requests, itemsize = requests_for(tensor.runs), torch_dtype(tensor.dtype).itemsize
+        requests, itemsize = requests_for(tensor.runs, CHUNK - CHUNK % whole), torch_dtype(tensor.dtype).itemsize
 
         def place(number: int) -> int:
             # Chunks lie in their pages as they do in the file's, so that whole pages are read in place. What starts at

@@ -1,0 +1,103 @@
+"""Where a GGUF file keeps a canonical tensor. The names are those of llama.cpp (its docs/gguf.md, "Standardized")."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from h2o_flexgen.checkpoint.files import Problems
+from h2o_flexgen.checkpoint.gguf.blocks import FORMATS
+from h2o_flexgen.checkpoint.gguf.header import NEEDED, GgufHeader, GgufTensor
+from h2o_flexgen.config.model.spec import ModelSpec
+
+_OUTER = {
+    "embed.tokens": "token_embd.weight",
+    "head.norm.weight": "output_norm.weight",
+    "head.norm.bias": "output_norm.bias",
+    "head.vocab": "output.weight",
+}
+_PARTS = {
+    "attn.norm": "attn_norm",
+    "attn.q": "attn_q",
+    "attn.k": "attn_k",
+    "attn.v": "attn_v",
+    "attn.o": "attn_output",
+    "attn.q_norm": "attn_q_norm",
+    "attn.k_norm": "attn_k_norm",
+    "attn.post_norm": "post_attention_norm",
+    "mlp.norm": "ffn_norm",
+    "mlp.up": "ffn_up",
+    "mlp.gate": "ffn_gate",
+    "mlp.down": "ffn_down",
+    "mlp.post_norm": "post_ffw_norm",
+}
+_FUSED = {"q": "attn_qkv", "k": "attn_qkv", "v": "attn_qkv", "gate": "ffn_up", "up": "ffn_up"}
+
+ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors that belong to the config: what the rotary frequencies are divided by."""
+
+
+class Place(NamedTuple):
+    """Rows of a stored tensor that are a canonical one.
+
+    start   the first of them
+    rows    of the stored tensor in all
+    heads   where it is not 0: rows come head by head, and within a head the two halves that are rotated against each
+            other take turns, as llama.cpp keeps q and k of Llama
+    offset  to be added to every number: GGUF has norms with the 1 that Gemma adds to them
+    """
+
+    name: str
+    start: int = 0
+    rows: int = 0
+    heads: int = 0
+    offset: float = 0.0
+
+
+class Bound(NamedTuple):
+    """A canonical tensor of `shape`: `place` in the stored `tensor`."""
+
+    tensor: GgufTensor
+    place: Place
+    shape: tuple[int, ...]
+
+
+def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, Bound]:
+    """Where each canonical tensor of `spec` is. ModelError with all that is missing, misshapen or too much."""
+    problems, found = Problems(), {}
+    shapes = {tensor.name: tuple(tensor.shape) for group in spec.weight_groups for tensor in group.tensors}
+    for name, shape in shapes.items():
+        place = _place(spec, name, shape[0])
+        tensor = header.tensors.get(place.name)
+        if tensor is None:
+            problems.add(f"tensor {place.name!r} ({name}) is missing", download=True)
+            continue
+        stored = (place.rows, *shape[1:])
+        if len(shape) == 1 and FORMATS[tensor.kind].dtype is None:
+            problems.add(f"tensor {place.name!r} is a list in blocks of {tensor.kind}: needed floats")
+        elif tensor.shape == stored:
+            found[name] = Bound(tensor, place, shape)
+        else:
+            problems.add(f"tensor {place.name!r}: expected shape {stored} from the metadata, found {tensor.shape}")
+    used = {_place(spec, name, shape[0]).name for name, shape in shapes.items()}
+    for name in header.tensors:
+        if name not in used and name not in ROTARY_FACTORS:
+            problems.add(f"tensor {name!r} is not part of this model")
+    problems.raise_any(header.path, NEEDED.replace("GGUF file", "GGUF file of a model whose weights fit its metadata"))
+    return found
+
+
+def _place(spec: ModelSpec, name: str, rows: int) -> Place:
+    """Where the canonical tensor `name` of so many rows is."""
+    if name in _OUTER:
+        return Place(_OUTER[name], 0, rows, 0, -spec.arch.norm_offset if "norm" in name else 0.0)
+    _, layer, half, part, suffix = name.split(".")
+    query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    family = spec.arch.family
+    fused = ("q", "k", "v", "gate", "up") if family == "phi3" else ("q", "k", "v") if family == "gpt_neox" else ()
+    if part in fused:
+        starts = {"q": 0, "k": query, "v": query + kv, "gate": 0, "up": spec.ffn_size}
+        whole = 2 * spec.ffn_size if half == "mlp" else query + 2 * kv
+        return Place(f"blk.{layer}.{_FUSED[part]}.{suffix}", starts[part], whole)
+    turned = {"q": spec.num_heads, "k": spec.num_kv_heads} if family == "llama" else {}
+    offset = -spec.arch.norm_offset if part.endswith("norm") else 0.0
+    return Place(f"blk.{layer}.{_PARTS[f'{half}.{part}']}.{suffix}", 0, rows, turned.get(part, 0), offset)

@@ -1,0 +1,186 @@
+"""The weights of GGUF files: read in ranges of rows, and converted on the way to where they will be used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from h2o_flexgen.checkpoint.binding import FileTensor
+from h2o_flexgen.checkpoint.files import CheckpointFile
+from h2o_flexgen.checkpoint.gguf.blocks import FORMATS, Bytes, Format, Parts
+from h2o_flexgen.checkpoint.gguf.config import stored_dtype
+from h2o_flexgen.checkpoint.gguf.header import GgufHeader
+from h2o_flexgen.checkpoint.gguf.names import Bound, bind
+from h2o_flexgen.checkpoint.reader import CHUNK, ChunkReader
+from h2o_flexgen.checkpoint.source import convert, copy, flat_out
+from h2o_flexgen.config.model.packing import Packing
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.errors import ModelError
+from h2o_flexgen.kernels.packed import PackedWeight
+from h2o_flexgen.memory.handle import Location, torch_dtype
+
+_SERIAL = 1 << 14  # numbers; half of what torch gives to a second thread
+
+
+class GgufSource:
+    """The weights of a GGUF model: a WeightSource. It owns the open files; reading is thread-safe.
+
+    packings    the tensors that it can fill as PackedWeight, by canonical name; any tensor can be read as floats
+
+    Every read checks afterwards that the file is still the one that was opened: ModelError otherwise.
+    """
+
+    dummy = False
+
+    def __init__(self, header: GgufHeader, spec: ModelSpec) -> None:
+        """ModelError with all that is missing, misshapen or too much for the model of `spec`, or where the files are
+        no longer those of `header`."""
+        self._bound = bind(header, spec)
+        self.dtype = stored_dtype(header)
+        packings = {name: FORMATS[bound.tensor.kind].packing for name, bound in self._bound.items()}
+        self.packings: dict[str, Packing] = {
+            name: packing
+            for name, packing in packings.items()
+            if packing is not None
+        }
+        for name, bound in self._bound.items():
+            if _row_bytes(bound) > CHUNK:
+                raise ModelError(f"{header.path}: rows of {name} have {_row_bytes(bound)} bytes", f"needed {CHUNK}")
+        facts = [[tuple(part) for part in header.parts], self._bound]
+        self.fingerprint = hashlib.sha256(json.dumps(["gguf", facts], sort_keys=True).encode()).hexdigest()
+        self._files: list[CheckpointFile] = []
+        try:
+            self._open(header)
+        except BaseException:
+            self.close()
+            raise
+        self._chunks = ChunkReader()
+
+    def _open(self, header: GgufHeader) -> None:
+        for part in header.parts:
+            try:
+                file = CheckpointFile(part.path)
+            except OSError as error:
+                raise ModelError(f"cannot open {part.path}: {error.strerror}") from error
+            self._files.append(file)
+            if (file.size, file.mtime_ns) != (part.size, part.mtime_ns):
+                raise ModelError(f"{part.path} changed while it was read", change="run again")
+
+    def read_into(self, name: str, out: torch.Tensor | PackedWeight) -> None:
+        """Fill `out` with tensor `name`: floats as WeightSource has it, or a PackedWeight of `packings[name]`.
+
+        Raises ModelError, StorageError or ValueError.
+        """
+        bound = self._bound[name]
+        file = self._files[bound.tensor.part]
+        if file.closed:
+            raise ValueError(f"the checkpoint is closed, {name} cannot be read")
+        if isinstance(out, PackedWeight):
+            if out.packing != self.packings.get(name) or out.shape != bound.shape:
+                raise ValueError(f"{name} is {self.packings.get(name)} of {bound.shape}, got {out.packing}")
+            convert_blocks = FORMATS[bound.tensor.kind].convert
+            assert convert_blocks is not None, "only blocks have a packing"
+            for rows, blocks in self._rows(name, bound):
+                _fill(out, _destination(bound, rows), convert_blocks(blocks))
+        else:
+            flat = flat_out(name, bound.shape, out)
+            for rows, blocks in self._rows(name, bound):
+                _fill_floats(bound, rows, blocks, flat)
+        file.check()
+
+    def location(self, name: str) -> Location | None:
+        """Where the bytes of `name` lie, if they are floats of this source's dtype, just as they are wanted."""
+        bound = self._bound[name]
+        tensor, place = bound.tensor, bound.place
+        file = self._files[tensor.part]
+        file.check()
+        start = tensor.offset + place.start * _row_bytes(bound)
+        if FORMATS[tensor.kind].dtype != self.dtype or place.heads or place.offset:
+            return None
+        if start % torch_dtype(self.dtype).itemsize:
+            return None
+        return Location(file.path, start, bound.shape[0] * _row_bytes(bound))
+
+    def close(self) -> None:
+        """Close the files; closing twice is fine."""
+        if hasattr(self, "_chunks"):
+            self._chunks.close()
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> GgufSource:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _rows(self, name: str, bound: Bound) -> Iterator[tuple[range, np.ndarray]]:
+        """The rows of a tensor as the file has them, some at a time: which, and their bytes (rows, blocks, bytes)."""
+        row, tensor = _row_bytes(bound), bound.tensor
+        start = tensor.offset + bound.place.start * row
+        run = (start, start + bound.shape[0] * row)
+        whole = FileTensor(self._files[tensor.part], (run,), "uint8", bound.shape)
+        block = FORMATS[tensor.kind].nbytes
+        for at, chunk in self._chunks.stream(whole, f"tensor {name}", row):
+            rows = range(at // row, (at + chunk.numel()) // row)
+            yield rows, chunk.numpy().reshape(len(rows), row // block, block)
+
+
+def _row_bytes(bound: Bound) -> int:
+    """Bytes of a row; a list of numbers is a column of them."""
+    form = FORMATS[bound.tensor.kind]
+    return (bound.shape[1] if len(bound.shape) > 1 else 1) // form.numbers * form.nbytes
+
+
+def _destination(bound: Bound, rows: range) -> slice | np.ndarray:
+    """Where `rows` of the file belong in the canonical tensor."""
+    if not bound.place.heads:
+        return slice(rows.start, rows.stop)
+    dim = bound.shape[0] // bound.place.heads
+    stored = np.arange(rows.start, rows.stop)
+    within = stored % dim
+    return stored - within + within % 2 * (dim // 2) + within // 2
+
+
+def _fill(out: PackedWeight, where: slice | np.ndarray, parts: Parts) -> None:
+    """Rows `where` of `out`."""
+    for name, values in parts.items():
+        part = out.parts[name]
+        if part.device.type == "cpu":
+            part.numpy()[where] = values
+        else:
+            part[where] = torch.from_numpy(np.ascontiguousarray(values)).to(part.device)
+
+
+def _fill_floats(bound: Bound, rows: range, blocks: Bytes, out: torch.Tensor) -> None:
+    """The rows of `out`, which is flat, from the file's bytes of them."""
+    form, place = FORMATS[bound.tensor.kind], bound.place
+    width = out.numel() // bound.shape[0]
+    if form.dtype is not None:
+        values = torch.from_numpy(blocks.reshape(-1)).view(torch_dtype(form.dtype))
+        if not place.heads and not place.offset:
+            move = copy if values.dtype == out.dtype else convert
+            move(out.narrow(0, rows.start * width, values.numel()), values)
+            return
+        pieces = iter([(rows, values.view(len(rows), width).float() + place.offset)])
+    else:
+        pieces = _expanded(form, rows, blocks, width)
+    matrix = out.view(bound.shape[0], width)
+    for some, numbers in pieces:
+        matrix[_destination(bound, some)] = numbers.to(out.dtype).to(out.device)
+
+
+def _expanded(form: Format, rows: range, blocks: Bytes, width: int) -> Iterator[tuple[range, torch.Tensor]]:
+    """What the blocks of `rows` stand for, in float32, in pieces too small for torch to share among threads."""
+    assert form.packing is not None, "floats are not expanded"
+    assert form.convert is not None, "floats are not expanded"
+    step = max(1, _SERIAL // width)
+    for start in range(0, len(rows), step):
+        some = rows[start : start + step]
+        parts = form.convert(blocks[start : start + len(some)])
+        held = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in parts.items()}
+        yield some, PackedWeight(form.packing, (len(some), width), held, torch.float32).expanded()
