@@ -82,12 +82,11 @@ def _calibration(config: EngineConfig, args: Namespace) -> Any:
     from h2o_flexgen.calibration import Calibration
     from h2o_flexgen.checkpoint.hub import resolve_model
     from h2o_flexgen.engine.limits.devices import offload_folder, resolve_device, resolve_dtype
-    from h2o_flexgen.models.families import spec_from_config
 
     found = resolve_model(
         config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=False
     )
-    spec, device = spec_from_config(found.config, found.name), resolve_device(config)
+    spec, device = found.spec(), resolve_device(config)
     return Calibration(
         spec,
         resolve_dtype(config.dtype, spec.dtype, device),

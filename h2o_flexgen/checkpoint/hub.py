@@ -12,15 +12,20 @@ import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from h2o_flexgen.checkpoint.files import Problems
+from h2o_flexgen.checkpoint.gguf.config import config_of
+from h2o_flexgen.checkpoint.gguf.header import GgufHeader, part_number, read_header
+from h2o_flexgen.checkpoint.gguf.names import packings_of
 from h2o_flexgen.checkpoint.shards import find_shards, wanted_files
 from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, read_config
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError, StorageError
+from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.registry import suggestion
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -54,6 +59,7 @@ class ResolvedModel:
 
     `folder` holds its weights (None for "builtin"), `config` is its config.json without the keys that name code,
     `tokenizer_folder` is None where no tokenizer was found, and `searched` says where was looked before, in order.
+    Where `gguf` is not None the weights, `config` and the tokenizer are those of a GGUF file in `folder`.
     """
 
     name: str
@@ -62,6 +68,12 @@ class ResolvedModel:
     tokenizer_folder: Path | None
     origin: Literal["folder", "cache", "hub", "builtin", "demo"]
     searched: tuple[str, ...] = ()
+    gguf: GgufHeader | None = field(default=None, repr=False)
+
+    def spec(self) -> ModelSpec:
+        """The shape of the model. ModelError for what is not supported."""
+        spec = spec_from_config(self.config, self.name)
+        return spec if self.gguf is None else replace(spec, packings=packings_of(self.gguf, spec))
 
 
 def resolve_model(
@@ -75,9 +87,10 @@ def resolve_model(
 ) -> ResolvedModel:
     """Find the model called `name`: one of SHIPPED, a folder, or a name on the hub such as opt-30b or facebook/opt-30b.
 
-    `path` is a folder of models to look in, and then the only place besides the cache. The network is asked last, and
-    never for a folder, with `path`, or with `offline` (default: what HF_HUB_OFFLINE says). Without `need_weights` the
-    sizes are enough, which are built in for well-known models. Nothing is ever executed, whatever config.json names.
+    A .gguf file is a model, and so is a folder with one of them and without a config.json. `path` is a folder of
+    models to look in, and then the only place besides the cache. The network is asked last, and never for a folder,
+    with `path`, or with `offline` (default: what HF_HUB_OFFLINE says). Without `need_weights` the sizes are enough,
+    which are built in for well-known models. Nothing is ever executed, whatever config.json names.
 
     Raises ModelError that says where was looked and what to do, within seconds on a machine without a network, and
     StorageError where the disk is full.
@@ -87,12 +100,15 @@ def resolve_model(
     searched: list[str] = []
     for folder in _candidates(name, path):
         searched.append(f"folder {folder}")
+        file = _gguf_file(folder) if name else None
+        if file is not None:
+            return _in_gguf(name, file, tuple(searched))
         if name and folder.is_dir() and (path is None or (folder / "config.json").exists()):
             return _in_folder(name, folder, "folder", tuple(searched))
     if _is_path(name):
         raise ModelError(
             f"{name!r} is {'a file' if Path(name).expanduser().is_file() else 'not there'}",
-            "needed the folder that holds config.json and the weights, or the name of a model",
+            "needed a .gguf file, the folder that holds config.json and the weights, or the name of a model",
         )
     if path is not None:
         barred = "a folder of models is given, so that it is not asked"
@@ -140,6 +156,28 @@ def _in_folder(
 ) -> ResolvedModel:
     tokenizer = folder if any((folder / file).is_file() for file in _TOKENIZER_FILES) else None
     return ResolvedModel(name, folder, read_config(folder), tokenizer, origin, searched)
+
+
+def _gguf_file(place: Path) -> Path | None:
+    """The GGUF file that `place` is, or that it holds where there is no config.json. ModelError where it holds several.
+
+    Of a split model this is the first part.
+    """
+    if place.is_file():
+        return place if place.suffix.lower() == ".gguf" else None
+    if not place.is_dir() or (place / "config.json").exists():
+        return None
+    files = [file for file in sorted(place.glob("*.gguf")) if file.is_file()]
+    first = [file for file in files if part_number(file.name) in (None, 1)]
+    if len(first) > 1:
+        names = ", ".join(file.name for file in first[:5]) + (", ..." if len(first) > 5 else "")
+        raise ModelError(f"{place} holds {len(first)} GGUF models: {names}", change="give one of them with --model")
+    return first[0] if first else files[0] if files else None
+
+
+def _in_gguf(name: str, file: Path, searched: tuple[str, ...]) -> ResolvedModel:
+    header = read_header(file)
+    return ResolvedModel(name, file.parent, config_of(header), None, "folder", searched, header)
 
 
 def _candidates(name: str, path: str | os.PathLike[str] | None) -> Iterator[Path]:

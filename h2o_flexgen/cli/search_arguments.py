@@ -176,10 +176,11 @@ def _spec(name: str) -> ModelSpec:
         return spec_from_config(read_config(folder), name)
     if known is not None:
         return spec_from_config(known, name)
-    if "/" not in name or folder.is_dir():
+    gguf = folder.suffix == ".gguf" or any(folder.glob("*.gguf"))
+    if not gguf and ("/" not in name or folder.is_dir()):
         near = suggestion(name, known_names())
         raise ModelError(f"no model {name!r}: neither a folder with a config.json nor a well-known name", near)
     # The readers of checkpoints load torch: only names that nothing else knows have to wait for it.
     from h2o_flexgen.checkpoint.hub import resolve_model
 
-    return spec_from_config(resolve_model(name, need_weights=False).config, name)
+    return resolve_model(name, need_weights=False).spec()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from h2o_flexgen.checkpoint.gguf.source import GgufSource
 from h2o_flexgen.checkpoint.hub import resolve_model
 from h2o_flexgen.checkpoint.quantising import QuantisingSource
 from h2o_flexgen.checkpoint.reader import open_checkpoint
@@ -49,6 +50,8 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
     source: WeightSource
     if dummy:
         source = DummySource(spec, spec.dtype, config.seed)
+    elif found.gguf is not None:
+        source = GgufSource(found.gguf, spec)
     elif found.folder is None:
         raise ModelError(f"{found.name} has a known shape, and no checkpoint was found")
     else:
@@ -56,7 +59,10 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
         names, ignored = checkpoint_names(spec), ignored_names(spec)
         source = open_checkpoint(str(found.folder), spec, names, ignored, quantization)
     dtype = resolve_dtype(config.dtype, source.dtype, device)
-    codec = TextCodec.open(Path(found.tokenizer_folder) if found.tokenizer_folder else None)
+    if found.gguf is not None:
+        codec = TextCodec.of_gguf(found.gguf.metadata, found.gguf.path)
+    else:
+        codec = TextCodec.open(Path(found.tokenizer_folder) if found.tokenizer_folder else None)
     if dummy:
         # Random numbers have no stored dtype: making them in the dtype they are used in saves a conversion.
         source = DummySource(spec, dtype, config.seed)

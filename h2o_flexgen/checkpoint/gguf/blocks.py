@@ -72,7 +72,7 @@ def _q4_1(blocks: Bytes) -> Parts:
 def _fives(blocks: Bytes, high: int, low: int) -> Bytes:
     """Codes of 5 bits, 32 to the block: their highest bits in 4 bytes from `high` on, the others from `low` on."""
     bits = np.unpackbits(blocks[:, :, high : high + 4], axis=-1, bitorder="little")
-    return _nibbles(blocks[:, :, low:]) | bits << 4
+    return _nibbles(blocks[:, :, low:]) | bits << np.uint8(4)
 
 
 def _q5_0(blocks: Bytes) -> Parts:

@@ -111,6 +111,12 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
     return GgufHeader(root, tuple(parts), metadata, tensors)
 
 
+def part_number(name: str) -> int | None:
+    """Which part of a split model a file of this name is, from 1 on; None: it is a whole one."""
+    found = _PART.fullmatch(name)
+    return int(found["number"]) if found else None
+
+
 def _part_paths(path: str) -> list[str]:
     """The files of the model of which `path` is one."""
     folder, name = os.path.split(path)
@@ -132,7 +138,8 @@ def _check_split(path: str, metadata: dict[str, Any], parts: list[GgufPart], ten
             "needed all of them in one folder, named NAME-00001-of-0000N.gguf",
         )
     if total != len(tensors):
-        raise ModelError(f"the files of {path} hold {len(tensors)} tensors, needed {total}", change="download them again")
+        found = f"the files of {path} hold {len(tensors)} tensors"
+        raise ModelError(found, f"needed {total}", "download them again")
 
 
 def _read_one(file: CheckpointFile, number: int) -> tuple[dict[str, Any], dict[str, GgufTensor]]:

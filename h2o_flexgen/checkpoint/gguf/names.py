@@ -7,6 +7,7 @@ from typing import NamedTuple
 from h2o_flexgen.checkpoint.files import Problems
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS
 from h2o_flexgen.checkpoint.gguf.header import NEEDED, GgufHeader, GgufTensor
+from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 
 _OUTER = {
@@ -84,6 +85,12 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, Bound]:
             problems.add(f"tensor {name!r} is not part of this model")
     problems.raise_any(header.path, NEEDED.replace("GGUF file", "GGUF file of a model whose weights fit its metadata"))
     return found
+
+
+def packings_of(header: GgufHeader, spec: ModelSpec) -> tuple[tuple[str, Packing], ...]:
+    """The layouts that the tensors in blocks are converted to, by canonical name. ModelError as `bind` raises it."""
+    packings = ((name, FORMATS[bound.tensor.kind].packing) for name, bound in bind(header, spec).items())
+    return tuple((name, packing) for name, packing in packings if packing is not None)
 
 
 def _place(spec: ModelSpec, name: str, rows: int) -> Place:

@@ -14,10 +14,9 @@ from h2o_flexgen.checkpoint.files import CheckpointFile
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS, Bytes, Format, Parts
 from h2o_flexgen.checkpoint.gguf.config import stored_dtype
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader
-from h2o_flexgen.checkpoint.gguf.names import Bound, bind
+from h2o_flexgen.checkpoint.gguf.names import Bound, bind, packings_of
 from h2o_flexgen.checkpoint.reader import CHUNK, ChunkReader
 from h2o_flexgen.checkpoint.source import convert, copy, flat_out
-from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels.packed import PackedWeight
@@ -41,12 +40,7 @@ class GgufSource:
         no longer those of `header`."""
         self._bound = bind(header, spec)
         self.dtype = stored_dtype(header)
-        packings = {name: FORMATS[bound.tensor.kind].packing for name, bound in self._bound.items()}
-        self.packings: dict[str, Packing] = {
-            name: packing
-            for name, packing in packings.items()
-            if packing is not None
-        }
+        self.packings = dict(packings_of(header, spec))
         for name, bound in self._bound.items():
             if _row_bytes(bound) > CHUNK:
                 raise ModelError(f"{header.path}: rows of {name} have {_row_bytes(bound)} bytes", f"needed {CHUNK}")

@@ -35,7 +35,7 @@ _SPLITS = {
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
 }
-"""How a text is cut into words before these are, by `tokenizer.ggml.pre`: the published patterns of the vocabularies."""
+"""How a text is cut into words, by `tokenizer.ggml.pre`: the published patterns of the vocabularies."""
 _LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe", "falcon3")
 """Vocabularies whose words are taken whole where they are tokens, and that start a text with BOS unless told not to."""
 
@@ -210,7 +210,10 @@ def _add_tokens(tokenizer: Any, read: _Metadata, special: Mapping[str, str]) -> 
     def of(kind: int) -> Iterable[str]:
         return (token for token, its in zip(read.tokens, kinds, strict=False) if its == kind and token)
 
-    whole = dict.fromkeys([*of(_CONTROL), *special.values()])
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in whole])
-    others = [AddedToken(token, normalized=False) for token in of(_USER_DEFINED) if token not in whole]
-    tokenizer.add_tokens(others)
+    # What is no token under its own spelling would become one with a new id.
+    there = tokenizer.get_vocab(with_added_tokens=False)
+    whole = {token: True for token in (*of(_CONTROL), *special.values()) if token in there}
+    whole |= {token: False for token in of(_USER_DEFINED) if token in there and token not in whole}
+    added = [AddedToken(token, normalized=False, special=its) for token, its in whole.items()]
+    tokenizer.add_special_tokens([token for token in added if token.special])
+    tokenizer.add_tokens([token for token in added if not token.special])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from h2o_flexgen.engine.requests.gguf_tokenizer import gguf_tokenizer
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.errors import ModelError
 
@@ -212,7 +213,9 @@ class TextCodec:
             return None
         try:
             tokenizer = light_tokenizer(folder)
-            return cls._auto(folder) if tokenizer is None else cls._light(folder, tokenizer)
+            if tokenizer is None:
+                return cls._auto(folder)
+            return cls._light(tokenizer, lambda: _transformed(folder) if has_chat_template(folder) else None)
         except ModelError:
             raise
         except Exception as error:  # the libraries raise bare Exception for a torn file
@@ -222,12 +225,24 @@ class TextCodec:
             ) from error
 
     @classmethod
-    def _light(cls, folder: Path, tokenizer: Any) -> TextCodec:
+    def of_gguf(cls, metadata: Mapping[str, Any], path: str) -> TextCodec | None:
+        """The tokenizer in the metadata of the GGUF file at `path`, None where there is none. ModelError for one that
+        is damaged or of an unknown kind."""
+        try:
+            found = gguf_tokenizer(metadata, path)
+        except ModelError:
+            raise
+        except Exception as error:  # the library raises bare Exception for merges of what is no token
+            raise ModelError(f"the tokenizer in {path} cannot be used: {error}", change="download it again") from error
+        return None if found is None else cls._light(found.tokenizer, found.transformed)
+
+    @classmethod
+    def _light(cls, tokenizer: Any, transformed: Callable[[], Any]) -> TextCodec:
         return cls(
             lambda text: list(tokenizer.encode(text).ids),
             lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
             lambda ids: str(tokenizer.decode(ids)),
-            lambda: _transformed(folder) if has_chat_template(folder) else None,
+            transformed,
         )
 
     @classmethod
