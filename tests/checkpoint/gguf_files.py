@@ -1,0 +1,174 @@
+"""GGUF files of tiny models, written by the `gguf` package as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from tests.tiny import make_model
+
+Kind = gguf.GGMLQuantizationType
+
+SIZES: dict[str, Any] = {"intermediate_size": 64, "hidden_size": 64}
+"""What rows of blocks of 32 need. GGUF keeps nothing of what the other settings of a row in tests/tiny.py change."""
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-gqa": ("llama-gqa", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 128, "tie_word_embeddings": False}),
+    "phi3": ("phi3", {}),
+    "gemma3": (
+        "gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 2000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "gptneox": ("gpt-neox", {}),
+    "gptneox-serial": ("gpt-neox-serial", {}),
+}
+"""Models that are made: a row of tests/tiny.py, and what is changed."""
+
+_NEOX = {
+    "embed_in": "token_embd", "final_layer_norm": "output_norm", "lm_head": "output", "embed_out": "output", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
+}  # fmt: skip
+
+
+def tiny_model(row: str) -> PreTrainedModel:
+    name, changes = ROWS[row]
+    return make_model(name, **{**SIZES, **changes})
+
+
+def architecture_of(model: PreTrainedModel) -> str:
+    return {"gemma3_text": "gemma3", "gpt_neox": "gptneox"}.get(model.config.model_type, model.config.model_type)
+
+
+def stored_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    """The weights as GGUF has them: q and k of Llama with halves that take turns, 1 added to Gemma's norms, q, k and v
+    of GPT-NeoX one after another."""
+    architecture, config = architecture_of(model), model.config
+    found: dict[str, np.ndarray] = {}
+    for name, parameter in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values, stored = parameter.float().numpy(), _stored_name(architecture, config.num_hidden_layers, name)
+        if architecture == "llama" and re.search(r"attn_[qk]\.", stored):
+            heads = config.num_attention_heads if "attn_q." in stored else config.num_key_value_heads
+            values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        if architecture == "gemma3" and stored.endswith("norm.weight"):
+            values = values + 1
+        if architecture == "gptneox" and "attn_qkv" in stored:
+            heads = config.num_attention_heads
+            values = values.reshape(heads, 3, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
+        found[stored] = np.ascontiguousarray(values)
+    return found
+
+
+def _stored_name(architecture: str, layers: int, name: str) -> str:
+    name, _, suffix = name.rpartition(".")
+    if architecture == "gptneox":
+        inner = re.fullmatch(r"gpt_neox\.layers\.(\d+)\.(.+)", name)
+        if inner:
+            return f"blk.{inner[1]}.{_NEOX[inner[2]]}.{suffix}"
+        return f"{_NEOX[name.removeprefix('gpt_neox.')]}.{suffix}"
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), layers)
+    stored = names.get_name(name)
+    assert stored is not None, name
+    return f"{stored}.{suffix}"
+
+
+def model_keys(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+    """The keys that say what the model's shape is."""
+    config, architecture = model.config, architecture_of(model)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(1)
+    if architecture == "gptneox":
+        writer.add_rope_dimension_count(int(config.hidden_size // config.num_attention_heads * _turned(config)))
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_parallel_residual(config.use_parallel_residual)
+        return
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    writer.add_rope_dimension_count(head_dim)
+    if architecture == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+
+
+def _turned(config: Any) -> float:
+    return float(config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
+Blocks = Callable[[str, np.ndarray], tuple[np.ndarray, Kind]]
+"""Of a matrix, by its name: its bytes, and what they are."""
+
+
+def in_kind(kind: Kind) -> Blocks:
+    """All matrices in one kind, rounded as the package does it."""
+    return lambda name, values: (values if kind == Kind.F32 else gguf.quants.quantize(values, kind), kind)
+
+
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    blocks: Blocks = in_kind(Kind.F32),
+    *,
+    extra: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    tensors: Mapping[str, np.ndarray] | None = None,
+) -> Path:
+    """The model as a GGUF file. Lists of numbers are in F32, as they are everywhere.
+
+    `extra` adds keys, `tensors` tensors.
+    """
+    writer = gguf.GGUFWriter(str(path), architecture_of(model))
+    writer.add_name("tiny")
+    model_keys(writer, model)
+    extra(writer)
+    for name, values in {**stored_tensors(model), **(tensors or {})}.items():
+        data, kind = (values.astype(np.float32), Kind.F32) if values.ndim == 1 else blocks(name, values)
+        writer.add_tensor(name, data, raw_dtype=None if kind == Kind.F32 else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def by_transformers(path: Path) -> PreTrainedModel:
+    """The model that transformers makes of the file: dequantised, in float32."""
+    config = AutoConfig.for_model(**load_gguf_checkpoint(str(path))["config"])
+    if config.model_type == "gemma3_text":  # GGUF has no word for it, and transformers takes that of the large ones
+        config.query_pre_attn_scalar = config.head_dim
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    missing = model.load_state_dict(tensors, strict=False).missing_keys
+    assert missing in ([], ["lm_head.weight"]), missing
+    model.tie_weights()
+    return model.eval().to(torch.float32)
