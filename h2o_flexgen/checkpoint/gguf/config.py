@@ -42,8 +42,13 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{header.path} has no matrix token_embd.weight", "needed the weights of a model")
+    vocab, tokens = embedding.shape[0], header.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > vocab:
+        raise ModelError(f"{header.path} has {len(tokens)} tokens", f"needed at most {vocab}, the rows of token_embd")
+    if keys.whole("block_count") > len(header.tensors):  # a number of layers that can be no other is not counted up to
+        raise keys.error("block_count", f"no more layers than there are tensors, {len(header.tensors)}")
     config = {
-        "vocab_size": embedding.shape[0],
+        "vocab_size": vocab,
         "hidden_size": keys.whole("embedding_length"),
         "intermediate_size": keys.whole("feed_forward_length"),
         "num_hidden_layers": keys.whole("block_count"),
@@ -51,7 +56,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "max_position_embeddings": keys.whole("context_length"),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "torch_dtype": stored_dtype(header),
-        **_special_tokens(header),
+        **_special_tokens(header, vocab),
         **_FAMILIES[architecture](keys),
     }
     keys.refuse_rest()
@@ -122,7 +127,7 @@ class _Keys:
                 raise self.error(key, "a model without it: it is not supported")
 
 
-def _special_tokens(header: GgufHeader) -> dict[str, Any]:
+def _special_tokens(header: GgufHeader, vocab: int) -> dict[str, Any]:
     """bos, eos and pad. A model of conversations has a token that ends a turn besides the one that ends a text."""
     found: dict[str, Any] = {}
     for name, words in _SPECIAL.items():
@@ -130,8 +135,8 @@ def _special_tokens(header: GgufHeader) -> dict[str, Any]:
         for word in words:
             key = f"tokenizer.ggml.{word}_token_id"
             token = header.metadata.get(key)
-            if token is not None and (type(token) is not int or token < 0):
-                raise ModelError(f"{header.path}: {key} is {str(token)[:80]!r}", "needed a token id")
+            if token is not None and (type(token) is not int or not 0 <= token < vocab):
+                raise ModelError(f"{header.path}: {key} is {str(token)[:80]!r}", f"needed a token id below {vocab}")
             ids += [] if token is None or token in ids else [token]
         found[name] = ids if len(ids) > 1 else ids[0] if ids else None
     return found
@@ -258,11 +263,16 @@ def _phi3(keys: _Keys) -> dict[str, Any]:
     return {
         "model_type": "phi3",
         **config,
-        "partial_rotary_factor": turned / config["head_dim"],
+        "partial_rotary_factor": _share(turned, config["head_dim"]),
         "rope_scaling": scaling,
         "original_max_position_embeddings": original,
         "sliding_window": keys.value("attention.sliding_window") or None,
     }
+
+
+def _share(turned: int, head_dim: int) -> float:
+    """Of a head's dimensions, so that rounding down gives `turned` again."""
+    return 1.0 if turned == head_dim else (turned + 0.5) / head_dim
 
 
 def _gemma3(keys: _Keys) -> dict[str, Any]:
@@ -298,7 +308,7 @@ def _gptneox(keys: _Keys) -> dict[str, Any]:
         "model_type": "gpt_neox",
         "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
         "use_parallel_residual": keys.flag("use_parallel_residual", True),
-        "rotary_pct": turned * heads / hidden,
+        "rotary_pct": _share(turned, max(1, hidden // heads)),
         "rotary_emb_base": keys.number("rope.freq_base", 10000.0),
         "attention_bias": "blk.0.attn_qkv.bias" in keys.header.tensors,
     }
