@@ -44,7 +44,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 """Models that are made: a row of tests/tiny.py, and what is changed."""
 
 _NEOX = {
-    "embed_in": "token_embd", "final_layer_norm": "output_norm", "lm_head": "output", "embed_out": "output", "input_layernorm": "attn_norm",
+    "embed_in": "token_embd", "final_layer_norm": "output_norm", "lm_head": "output", "embed_out": "output",
+    "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm", "attention.query_key_value": "attn_qkv", "attention.dense": "attn_output",
     "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
 }  # fmt: skip
@@ -135,10 +136,13 @@ def in_kind(kind: Kind) -> Blocks:
     return lambda name, values: (values if kind == Kind.F32 else gguf.quants.quantize(values, kind), kind)
 
 
+FLOATS = in_kind(Kind.F32)
+
+
 def write_gguf(
     path: Path,
     model: PreTrainedModel,
-    blocks: Blocks = in_kind(Kind.F32),
+    blocks: Blocks = FLOATS,
     *,
     extra: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     tensors: Mapping[str, np.ndarray] | None = None,
