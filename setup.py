@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 SENTENCEPIECE = ["sentencepiece>=0.2", "protobuf>=4"]
 TEST = ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-tqdm", "types-psutil"]
-STORED = ["compressed-tensors>=0.15"]  # what the tests have write quantised checkpoints
+STORED = ["compressed-tensors>=0.15", "gguf>=0.17"]  # what the tests have write quantised checkpoints
 REPORT = ["matplotlib>=3.8"]
 TRITON = ["triton>=3.6; sys_platform == 'linux'"]  # on a GPU what its kernels are made with, in tests their interpreter
 

@@ -108,7 +108,7 @@ def resolve_model(
     if _is_path(name):
         raise ModelError(
             f"{name!r} is {'a file' if Path(name).expanduser().is_file() else 'not there'}",
-            "needed a .gguf file, the folder that holds config.json and the weights, or the name of a model",
+            "needed the folder that holds config.json and the weights, a .gguf file, or the name of a model",
         )
     if path is not None:
         barred = "a folder of models is given, so that it is not asked"

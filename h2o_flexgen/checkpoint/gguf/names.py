@@ -37,7 +37,7 @@ ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factor
 """Tensors that belong to the config: what the rotary frequencies are divided by."""
 
 
-class Place(NamedTuple):
+class StoredRows(NamedTuple):
     """Rows of a stored tensor that are a canonical one.
 
     start   the first of them
@@ -54,15 +54,15 @@ class Place(NamedTuple):
     offset: float = 0.0
 
 
-class Bound(NamedTuple):
+class StoredTensor(NamedTuple):
     """A canonical tensor of `shape`: `place` in the stored `tensor`."""
 
     tensor: GgufTensor
-    place: Place
+    place: StoredRows
     shape: tuple[int, ...]
 
 
-def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, Bound]:
+def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, StoredTensor]:
     """Where each canonical tensor of `spec` is. ModelError with all that is missing, misshapen or too much."""
     problems, found = Problems(), {}
     shapes = {tensor.name: tuple(tensor.shape) for group in spec.weight_groups for tensor in group.tensors}
@@ -76,7 +76,7 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, Bound]:
         if len(shape) == 1 and FORMATS[tensor.kind].dtype is None:
             problems.add(f"tensor {place.name!r} is a list in blocks of {tensor.kind}: needed floats")
         elif tensor.shape == stored:
-            found[name] = Bound(tensor, place, shape)
+            found[name] = StoredTensor(tensor, place, shape)
         else:
             problems.add(f"tensor {place.name!r}: expected shape {stored} from the metadata, found {tensor.shape}")
     used = {_place(spec, name, shape[0]).name for name, shape in shapes.items()}
@@ -93,10 +93,10 @@ def packings_of(header: GgufHeader, spec: ModelSpec) -> tuple[tuple[str, Packing
     return tuple((name, packing) for name, packing in packings if packing is not None)
 
 
-def _place(spec: ModelSpec, name: str, rows: int) -> Place:
+def _place(spec: ModelSpec, name: str, rows: int) -> StoredRows:
     """Where the canonical tensor `name` of so many rows is."""
     if name in _OUTER:
-        return Place(_OUTER[name], 0, rows, 0, -spec.arch.norm_offset if "norm" in name else 0.0)
+        return StoredRows(_OUTER[name], 0, rows, 0, -spec.arch.norm_offset if "norm" in name else 0.0)
     _, layer, half, part, suffix = name.split(".")
     query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     family = spec.arch.family
@@ -104,7 +104,7 @@ def _place(spec: ModelSpec, name: str, rows: int) -> Place:
     if part in fused:
         starts = {"q": 0, "k": query, "v": query + kv, "gate": 0, "up": spec.ffn_size}
         whole = 2 * spec.ffn_size if half == "mlp" else query + 2 * kv
-        return Place(f"blk.{layer}.{_FUSED[part]}.{suffix}", starts[part], whole)
+        return StoredRows(f"blk.{layer}.{_FUSED[part]}.{suffix}", starts[part], whole)
     turned = {"q": spec.num_heads, "k": spec.num_kv_heads} if family == "llama" else {}
     offset = -spec.arch.norm_offset if part.endswith("norm") else 0.0
-    return Place(f"blk.{layer}.{_PARTS[f'{half}.{part}']}.{suffix}", 0, rows, turned.get(part, 0), offset)
+    return StoredRows(f"blk.{layer}.{_PARTS[f'{half}.{part}']}.{suffix}", 0, rows, turned.get(part, 0), offset)

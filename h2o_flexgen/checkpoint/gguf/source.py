@@ -14,7 +14,7 @@ from h2o_flexgen.checkpoint.files import CheckpointFile
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS, Bytes, Format, Parts
 from h2o_flexgen.checkpoint.gguf.config import stored_dtype
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader
-from h2o_flexgen.checkpoint.gguf.names import Bound, bind, packings_of
+from h2o_flexgen.checkpoint.gguf.names import StoredTensor, bind, packings_of
 from h2o_flexgen.checkpoint.reader import CHUNK, ChunkReader
 from h2o_flexgen.checkpoint.source import convert, copy, flat_out
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -112,7 +112,7 @@ class GgufSource:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _rows(self, name: str, bound: Bound) -> Iterator[tuple[range, np.ndarray]]:
+    def _rows(self, name: str, bound: StoredTensor) -> Iterator[tuple[range, np.ndarray]]:
         """The rows of a tensor as the file has them, some at a time: which, and their bytes (rows, blocks, bytes)."""
         row, tensor = _row_bytes(bound), bound.tensor
         start = tensor.offset + bound.place.start * row
@@ -124,13 +124,13 @@ class GgufSource:
             yield rows, chunk.numpy().reshape(len(rows), row // block, block)
 
 
-def _row_bytes(bound: Bound) -> int:
+def _row_bytes(bound: StoredTensor) -> int:
     """Bytes of a row; a list of numbers is a column of them."""
     form = FORMATS[bound.tensor.kind]
     return (bound.shape[1] if len(bound.shape) > 1 else 1) // form.numbers * form.nbytes
 
 
-def _destination(bound: Bound, rows: range) -> slice | np.ndarray:
+def _destination(bound: StoredTensor, rows: range) -> slice | np.ndarray:
     """Where `rows` of the file belong in the canonical tensor."""
     if not bound.place.heads:
         return slice(rows.start, rows.stop)
@@ -150,7 +150,7 @@ def _fill(out: PackedWeight, where: slice | np.ndarray, parts: Parts) -> None:
             part[where] = torch.from_numpy(np.ascontiguousarray(values)).to(part.device)
 
 
-def _fill_floats(bound: Bound, rows: range, blocks: Bytes, out: torch.Tensor) -> None:
+def _fill_floats(bound: StoredTensor, rows: range, blocks: Bytes, out: torch.Tensor) -> None:
     """The rows of `out`, which is flat, from the file's bytes of them."""
     form, place = FORMATS[bound.tensor.kind], bound.place
     width = out.numel() // bound.shape[0]

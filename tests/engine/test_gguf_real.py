@@ -1,0 +1,82 @@
+"""The real model of scripts/real_model.sh, Gemma 3 270M in Q4_K_M: as transformers and the `gguf` package have it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from h2o_flexgen import LLM, OffloadPolicy, SamplingParams
+from h2o_flexgen.checkpoint.gguf.header import read_header
+from h2o_flexgen.checkpoint.gguf.names import bind
+from h2o_flexgen.checkpoint.gguf.source import GgufSource
+from h2o_flexgen.checkpoint.hub import resolve_model
+from h2o_flexgen.config.hardware.profile import cache_folder
+from h2o_flexgen.engine.requests.tokenizer import TextCodec
+from tests.checkpoint.gguf_files import by_transformers
+from tests.engine.test_gguf_tokenizer import TEXTS
+
+FILE = cache_folder().parent / "models" / "gemma-3-270m-q4_k_m.gguf"
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.slow,
+    pytest.mark.skipif(not FILE.is_file(), reason=f"scripts/real_model.sh has not put {FILE} there"),
+]
+
+PROMPTS = [
+    "The capital of France is", "Once upon a time", "def fib(n):\n", "Water boils at", "I think, therefore",
+    "两个黄鹂鸣翠柳，", "Der Hund ist", "1, 2, 3, 4,", "The quick brown fox", "import numpy as np\n",
+    "Q: What is 2+2?\nA:", "Dear Sir,", "The meaning of life", "In 1969,", "Roses are red,", "SELECT * FROM", "<html>",
+    "La vie est", "Once more unto the breach", "\U0001f600\U0001f600",
+]  # fmt: skip
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedModel:
+    return by_transformers(FILE)
+
+
+def test_every_tensor_is_what_gguf_makes_of_it() -> None:
+    found = resolve_model(str(FILE), offline=True)
+    assert found.gguf is not None
+    places = bind(found.gguf, found.spec())
+    stored = {each.name: each for each in gguf.GGUFReader(str(FILE)).tensors}
+    with GgufSource(found.gguf, found.spec()) as source:
+        assert {packing.levels for packing in source.packings.values()} == {"uint4", "int8"}
+        for name, bound in places.items():
+            values = torch.empty(bound.shape)
+            source.read_into(name, values)
+            raw = stored[bound.place.name]
+            wanted = gguf.quants.dequantize(np.array(raw.data), raw.tensor_type) + np.float32(bound.place.offset)
+            assert np.array_equal(values.numpy(), wanted), name
+
+
+def test_ids_and_texts_are_transformers() -> None:
+    codec = TextCodec.of_gguf(read_header(FILE).metadata, str(FILE))
+    other = AutoTokenizer.from_pretrained(str(FILE.parent), gguf_file=FILE.name)
+    assert codec is not None
+    this = Path(__file__).read_text(encoding="utf-8")
+    for text in [*TEXTS, *PROMPTS, this, "<start_of_turn>user\nHi<end_of_turn>\n", "<unused7>", "a" + " " * 40 + "b"]:
+        ids = codec.encode(text)
+        assert ids == other(text).input_ids, text
+        assert codec.decode(ids) == other.decode(ids, skip_special_tokens=True), text
+
+
+def test_greedy_tokens_are_transformers(reference: PreTrainedModel) -> None:
+    everything = {"cpu": 1.0}
+    policy = OffloadPolicy(
+        gpu_batch_size=len(PROMPTS), num_gpu_batches=1, weights=everything, cache=everything, hidden=everything
+    )
+    with LLM(str(FILE), dtype="float32", device="cpu", policy=policy) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(max_new_tokens=NEW))
+    codec = TextCodec.of_gguf(read_header(FILE).metadata, str(FILE))
+    assert codec is not None
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids = torch.tensor([codec.encode(prompt)])
+        wanted = reference.generate(ids, max_new_tokens=NEW, do_sample=False)[0, ids.shape[1] :].tolist()
+        assert list(output.token_ids) == wanted, prompt
