@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "memory": {"quant", "config"},
     "cache": {"memory", "quant", "kernels", "config"},
     "models": {"kernels", "quant", "config"},
-    "checkpoint": {"models", "memory", "quant", "kernels", "config"},
+    "checkpoint": {"models", "memory", "quant", "config"},
     # The prompt's attention runs over groups of rows, which only the engine knows: it calls the kernel itself.
     "engine": {"schedule", "checkpoint", "models", "cache", "memory", "kernels", "config"},
     # A tick is one of the executor walking a schedule, less what cost says of it; a token's cost is the sampler's.

@@ -89,7 +89,7 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, StoredTensor]:
 
 def packings_of(header: GgufHeader, spec: ModelSpec) -> tuple[tuple[str, Packing], ...]:
     """The layouts that the tensors in blocks are converted to, by canonical name. ModelError as `bind` raises it."""
-    packings = ((name, FORMATS[bound.tensor.kind].packing) for name, bound in bind(header, spec).items())
+    packings = ((name, FORMATS[bound.tensor.kind].packing) for name, bound in sorted(bind(header, spec).items()))
     return tuple((name, packing) for name, packing in packings if packing is not None)
 
 

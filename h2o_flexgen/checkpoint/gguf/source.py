@@ -19,8 +19,8 @@ from h2o_flexgen.checkpoint.reader import CHUNK, ChunkReader
 from h2o_flexgen.checkpoint.source import convert, copy, flat_out
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.memory.handle import Location, torch_dtype
+from h2o_flexgen.quant import PackedWeight, Weight
 
 _SERIAL = 1 << 14  # numbers; half of what torch gives to a second thread
 
@@ -41,6 +41,7 @@ class GgufSource:
         self._bound = bind(header, spec)
         self.dtype = stored_dtype(header)
         self.packings = dict(packings_of(header, spec))
+        self.format = "gguf" if self.packings else None
         for name, bound in self._bound.items():
             if _row_bytes(bound) > CHUNK:
                 raise ModelError(f"{header.path}: rows of {name} have {_row_bytes(bound)} bytes", f"needed {CHUNK}")
@@ -64,7 +65,7 @@ class GgufSource:
             if (file.size, file.mtime_ns) != (part.size, part.mtime_ns):
                 raise ModelError(f"{part.path} changed while it was read", change="run again")
 
-    def read_into(self, name: str, out: torch.Tensor | PackedWeight) -> None:
+    def read_into(self, name: str, out: Weight) -> None:
         """Fill `out` with tensor `name`: floats as WeightSource has it, or a PackedWeight of `packings[name]`.
 
         Raises ModelError, StorageError or ValueError.
