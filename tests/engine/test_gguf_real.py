@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -33,7 +35,16 @@ PROMPTS = [
     "Q: What is 2+2?\nA:", "Dear Sir,", "The meaning of life", "In 1969,", "Roses are red,", "SELECT * FROM", "<html>",
     "La vie est", "Once more unto the breach", "\U0001f600\U0001f600",
 ]  # fmt: skip
-NEW = 24
+NEW = 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_cores() -> Iterator[None]:
+    """A real model takes more than one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,11 @@ _PARTS = {
     "mlp.down": "ffn_down",
     "mlp.post_norm": "post_ffw_norm",
 }
-_FUSED = {"q": "attn_qkv", "k": "attn_qkv", "v": "attn_qkv", "gate": "ffn_up", "up": "ffn_up"}
+_QKV = dict.fromkeys("qkv", "attn_qkv")
+_FUSED = {"phi3": {**_QKV, "gate": "ffn_up", "up": "ffn_up"}, "gptneox": _QKV}
+"""The parts that are one tensor, one after another, by architecture."""
+_TURNED = ("llama",)
+"""Architectures whose q and k have their rows in another order: see StoredRows.heads."""
 
 ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that belong to the config: what the rotary frequencies are divided by."""
@@ -65,9 +69,11 @@ class StoredTensor(NamedTuple):
 def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, StoredTensor]:
     """Where each canonical tensor of `spec` is. ModelError with all that is missing, misshapen or too much."""
     problems, found = Problems(), {}
+    architecture = str(header.metadata.get("general.architecture"))
     shapes = {tensor.name: tuple(tensor.shape) for group in spec.weight_groups for tensor in group.tensors}
-    for name, shape in shapes.items():
-        place = _place(spec, name, shape[0])
+    places = {name: _place(architecture, spec, name, shape[0]) for name, shape in shapes.items()}
+    for name, place in places.items():
+        shape = shapes[name]
         tensor = header.tensors.get(place.name)
         if tensor is None:
             problems.add(f"tensor {place.name!r} ({name}) is missing", download=True)
@@ -79,7 +85,7 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, StoredTensor]:
             found[name] = StoredTensor(tensor, place, shape)
         else:
             problems.add(f"tensor {place.name!r}: expected shape {stored} from the metadata, found {tensor.shape}")
-    used = {_place(spec, name, shape[0]).name for name, shape in shapes.items()}
+    used = {place.name for place in places.values()}
     for name in header.tensors:
         if name not in used and name not in ROTARY_FACTORS:
             problems.add(f"tensor {name!r} is not part of this model")
@@ -93,18 +99,16 @@ def packings_of(header: GgufHeader, spec: ModelSpec) -> tuple[tuple[str, Packing
     return tuple((name, packing) for name, packing in packings if packing is not None)
 
 
-def _place(spec: ModelSpec, name: str, rows: int) -> StoredRows:
+def _place(architecture: str, spec: ModelSpec, name: str, rows: int) -> StoredRows:
     """Where the canonical tensor `name` of so many rows is."""
     if name in _OUTER:
         return StoredRows(_OUTER[name], 0, rows, 0, -spec.arch.norm_offset if "norm" in name else 0.0)
     _, layer, half, part, suffix = name.split(".")
     query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    family = spec.arch.family
-    fused = ("q", "k", "v", "gate", "up") if family == "phi3" else ("q", "k", "v") if family == "gpt_neox" else ()
-    if part in fused:
+    if part in _FUSED.get(architecture, {}):
         starts = {"q": 0, "k": query, "v": query + kv, "gate": 0, "up": spec.ffn_size}
         whole = 2 * spec.ffn_size if half == "mlp" else query + 2 * kv
-        return StoredRows(f"blk.{layer}.{_FUSED[part]}.{suffix}", starts[part], whole)
-    turned = {"q": spec.num_heads, "k": spec.num_kv_heads} if family == "llama" else {}
+        return StoredRows(f"blk.{layer}.{_FUSED[architecture][part]}.{suffix}", starts[part], whole)
+    heads = {"q": spec.num_heads, "k": spec.num_kv_heads}.get(part, 0) if architecture in _TURNED else 0
     offset = -spec.arch.norm_offset if part.endswith("norm") else 0.0
-    return StoredRows(f"blk.{layer}.{_PARTS[f'{half}.{part}']}.{suffix}", 0, rows, turned.get(part, 0), offset)
+    return StoredRows(f"blk.{layer}.{_PARTS[f'{half}.{part}']}.{suffix}", 0, rows, heads, offset)

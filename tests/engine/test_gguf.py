@@ -1,0 +1,83 @@
+"""GGUF files, whole models: the tokens are those of transformers' dequantised load of the same file, on any tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from h2o_flexgen.checkpoint.gguf.header import read_header
+from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.engine.requests.tokenizer import TextCodec
+from h2o_flexgen.errors import UsageError
+from tests.checkpoint.gguf_files import FLOATS, ROWS, Kind, by_transformers, in_kind, tiny_model, write_gguf
+from tests.engine.test_gguf_tokenizer import sentencepiece
+from tests.engine.test_packed import PLACES
+from tests.tiny import prompts_of
+
+NEW = 6
+OURS_ONLY = ("gptneox", "gptneox-serial")
+"""What transformers does not read from GGUF."""
+
+
+def check(path: Path, judge: PreTrainedModel, place: str = "cpu", **settings: object) -> Engine:
+    """Tokens and log-probabilities are those of `judge`; gives the engine, which is closed."""
+    prompts = prompts_of([11, 4, 17])
+    with Engine(str(path), dtype="float32", **PLACES[place], **settings) as llm:
+        outputs = llm.generate(prompts, max_new_tokens=NEW, ignore_eos=True, logprobs=0)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            with torch.no_grad():
+                logits = judge(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
+            chosen = logits.log_softmax(-1).gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+            assert (logits.log_softmax(-1).amax(-1) - chosen).max() < 1e-4
+            assert output.logprobs == pytest.approx(chosen.tolist(), abs=2e-4)
+    return llm
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("row", [row for row in ROWS if row not in OURS_ONLY])
+def test_every_family(row: str, kind: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(row), in_kind(Kind[kind]))
+    llm = check(path, by_transformers(path))
+    assert llm.last_record.quantization["weights"]["format"] == "gguf"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("row", OURS_ONLY)
+def test_floats_of_a_family_that_transformers_does_not_read(row: str, place: str, tmp_path: Path) -> None:
+    model = tiny_model(row)
+    llm = check(write_gguf(tmp_path / "tiny.gguf", model), model, place)
+    assert llm.last_record.quantization is None
+
+
+@pytest.mark.parametrize("place", ["disk", "gpu"])
+@pytest.mark.parametrize("blocks", [FLOATS, in_kind(Kind.Q4_0), in_kind(Kind.F16)], ids=["F32", "Q4_0", "F16"])
+def test_every_tier(blocks: object, place: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama-gqa"), blocks)  # type: ignore[arg-type]
+    check(path, by_transformers(path), place)
+
+
+def test_blocks_may_be_expanded_or_packed_anew(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("qwen2"), in_kind(Kind.Q4_0))
+    llm = check(path, by_transformers(path), dequantize=True)
+    assert llm.last_record.quantization is None
+    with Engine(str(path), dequantize=True, weight_bits=8) as llm:
+        llm.generate(prompts_of([5]), max_new_tokens=1)
+        assert llm.last_record.quantization["weights"]["format"] == "groupwise"
+    with pytest.raises(UsageError, match="whose checkpoint has packed weights"):
+        Engine(str(path), weight_bits=8)
+
+
+def test_a_file_brings_its_tokenizer(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.resize_token_embeddings(700)
+    path = write_gguf(tmp_path / "tiny.gguf", model, extra=sentencepiece())
+    codec = TextCodec.of_gguf(read_header(path).metadata, str(path))
+    assert codec is not None
+    with Engine(str(path.parent)) as llm:
+        settings = {"max_new_tokens": 4, "ignore_eos": True}
+        by_text, by_ids = llm.generate(["the cache", codec.encode("the cache")], **settings)
+    assert by_text.token_ids == by_ids.token_ids
+    assert by_text.text == codec.decode(by_text.token_ids)
