@@ -35,7 +35,7 @@ def test_specs_say_which_family_they_are_of(name: str) -> None:
 
 ASKING = {
     "baselines/flexgen.py": "FlexGen runs OPT models only",
-    "checkpoint/gguf/config.py": "a GGUF file has the architecture, and the config made of it says which family that is",
+    "checkpoint/gguf/config.py": "a GGUF file has an architecture, and the config made of it a family",
     "engine/requests/tokenizer.py": "transformers overrules tokenizer_config.json by model_type, and so must we",
 }
 """Modules outside h2o_flexgen/models that ask which family a model is of, and the reason."""

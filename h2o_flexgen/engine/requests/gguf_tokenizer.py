@@ -210,10 +210,10 @@ def _add_tokens(tokenizer: Any, read: _Metadata, special: Mapping[str, str]) -> 
     def of(kind: int) -> Iterable[str]:
         return (token for token, its in zip(read.tokens, kinds, strict=False) if its == kind and token)
 
+    whole = {token: True for token in (*of(_CONTROL), *special.values())}
+    whole |= {token: False for token in of(_USER_DEFINED) if token not in whole}
     # What is no token under its own spelling would become one with a new id.
-    there = tokenizer.get_vocab(with_added_tokens=False)
-    whole = {token: True for token in (*of(_CONTROL), *special.values()) if token in there}
-    whole |= {token: False for token in of(_USER_DEFINED) if token in there and token not in whole}
-    added = [AddedToken(token, normalized=False, special=its) for token, its in whole.items()]
+    there = {token: its for token, its in whole.items() if tokenizer.token_to_id(token) is not None}
+    added = [AddedToken(token, normalized=False, special=its) for token, its in there.items()]
     tokenizer.add_special_tokens([token for token in added if token.special])
     tokenizer.add_tokens([token for token in added if not token.special])
