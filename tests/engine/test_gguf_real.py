@@ -35,7 +35,7 @@ PROMPTS = [
     "Q: What is 2+2?\nA:", "Dear Sir,", "The meaning of life", "In 1969,", "Roses are red,", "SELECT * FROM", "<html>",
     "La vie est", "Once more unto the breach", "\U0001f600\U0001f600",
 ]  # fmt: skip
-NEW = 24
+NEW = 12
 
 
 @pytest.fixture(scope="module", autouse=True)
