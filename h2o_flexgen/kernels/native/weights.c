@@ -62,28 +62,44 @@ static int64_t size_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == E8M0
 
 /* Times the number of each super-block of 256 inputs, `per` groups. */
 static void times_super(const uint16_t *super, int64_t per, int64_t n, float *to) {
+#ifdef __AVX512BF16__
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const int64_t blocks = (n + per - 1) / per;
+    for (int64_t i = 0; i < n; i += LANES) {
+        const __mmask16 mask = first_lanes(blocks - i / per);
+        const __m512 factors = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, super + i / per));
+        const __m512i which = _mm512_srli_epi32(lanes, per == LANES ? 4 : 3);
+        _mm512_storeu_ps(to + i, _mm512_mul_ps(_mm512_loadu_ps(to + i), _mm512_permutexvar_ps(which, factors)));
+    }
+    return;
+#endif
     for (int64_t i = 0; i < n; i += per) {
         const float factor = half_number(super[i / per]);
         for (int64_t j = i; j < least(i + per, n); j++) to[j] *= factor;
     }
 }
 
-/* The numbers of groups as those of units, `times` a group. */
+/* The numbers of groups as those of units, `times` a group, a power of two. Writes whole vectors. */
 static void repeat(const float *from, int64_t times, int64_t units, float *to) {
-    if (times == 1) {
-        memcpy(to, from, (size_t)units * sizeof *to);
-    } else {
-        int shift = 0;
-        while (1 << shift < times) shift++;
-        for (int64_t i = 0; i < units; i++) to[i] = from[i >> shift];
+    int shift = 0;
+    while (1 << shift < times) shift++;
+#ifdef __AVX512BF16__
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (int64_t i = 0; i < units; i += LANES) {
+        const __m512i which = _mm512_srli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32((int)(i % times))), shift);
+        const __m512 some = _mm512_loadu_ps(from + (i >> shift));
+        _mm512_storeu_ps(to + i, shift ? _mm512_permutexvar_ps(which, some) : some);
     }
+#else
+    for (int64_t i = 0; i < units; i++) to[i] = from[i >> shift];
+#endif
 }
 
 int unit_scales(const Packed *w, int64_t out, float *scale, float *low) {
     const int64_t unit = unit_of(w), units = up(w->ins, unit) / unit;
     const int64_t group = w->group ? w->group : up(w->ins, unit);
     const int64_t groups = (w->ins + group - 1) / group, blocks = (w->ins + 255) / 256;
-    float s[units + LANES], l[units + LANES];
+    float s[units + 2 * LANES], l[units + 2 * LANES];
     const char *at = (const char *)w->scale + out * groups * size_of(w->scale_kind);
     numbers_of(w->scale_kind, at, groups, s);
     if (w->scale_kind == SUPER) times_super((const uint16_t *)w->super_scale + out * blocks, 256 / group, groups, s);
@@ -91,7 +107,7 @@ int unit_scales(const Packed *w, int64_t out, float *scale, float *low) {
         repeat(s, group / unit, units, scale);
     else
         for (int64_t i = 0; i < units; i++) scale[i] = s[0];
-    if (w->low_kind == NONE) return 0;
+    if (w->low_kind == NONE || !low) return 0;
     if (w->low_kind == MIDDLE) {
         for (int64_t i = 0; i < units; i++) low[i] = -8 * scale[i];
         return 1;
@@ -110,6 +126,11 @@ int unit_scales(const Packed *w, int64_t out, float *scale, float *low) {
     return 1;
 }
 
+/* `unit_scales`, with zeros where there are no lows. */
+static void units_and_lows(const Packed *w, int64_t out, float *scale, float *low) {
+    if (!unit_scales(w, out, scale, low)) memset(low, 0, (size_t)(up(w->ins, 16) / unit_of(w) + 1) * sizeof *low);
+}
+
 static float level(const Packed *w, const uint8_t *codes, int64_t i) {
     switch (w->levels) {
     case UINT4: return (float)(codes[i / 2] >> (i & 1) * 4 & 15);
@@ -121,16 +142,6 @@ static float level(const Packed *w, const uint8_t *codes, int64_t i) {
 
 static const uint8_t *codes_of(const Packed *w, int64_t out) {
     return w->codes + out * (has_nibbles(w) ? w->ins / 2 : w->ins);
-}
-
-void expand_row_wide(const Packed *w, int64_t out, float *to, float *scale, float *low) {
-    const uint8_t *codes = codes_of(w, out);
-    const int lows = unit_scales(w, out, scale, low);
-    const int64_t unit = unit_of(w);
-    for (int64_t i = 0; i < w->ins; i++) {
-        to[i] = level(w, codes, i) * scale[i / unit];
-        if (lows) to[i] += low[i / unit];
-    }
 }
 
 static void expand_plain(const Packed *w, const uint8_t *codes, int64_t from, bf16 *to, const float *scale,
@@ -145,6 +156,8 @@ static void expand_plain(const Packed *w, const uint8_t *codes, int64_t from, bf
 }
 
 #ifdef __AVX512BF16__
+INLINE __m512 whole_levels(void) { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+
 /* 32 codes of 4 bits, in their order, each in the low bits of 16. */
 INLINE __m512i nibbles(const uint8_t *codes) {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
@@ -193,14 +206,54 @@ INLINE int64_t expand_bytes(const uint8_t *codes, int64_t ins, const int floats,
 }
 #endif
 
+/* Whole units of 32 numbers in float32, and how many numbers those are. */
+#ifdef __AVX512BF16__
+static int64_t expand_wide(const Packed *w, const uint8_t *codes, float *to, const float *scale, const float *low) {
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    const __m512 levels = w->levels == UINT4 ? whole_levels() : _mm512_loadu_ps(E2M1_LEVELS);
+    int64_t i = 0;
+    for (; i + 32 <= w->ins; i += 32) {
+        __m512 part[2];
+        if (has_nibbles(w)) {
+            const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(codes + i / 2)));
+            const __m512 even = _mm512_permutexvar_ps(bytes, levels);
+            const __m512 odd = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), levels);
+            part[0] = _mm512_permutex2var_ps(even, first, odd);
+            part[1] = _mm512_permutex2var_ps(even, second, odd);
+        } else {
+            UNROLL for (int j = 0; j < 2; j++) part[j] = bytes16(codes + i + 16 * j, w->levels == E4M3);
+        }
+        const int64_t unit = unit_of(w);
+        UNROLL for (int j = 0; j < 2; j++) {
+            const int64_t at = (i + 16 * j) / unit;
+            const __m512 scaled = _mm512_mul_ps(part[j], _mm512_set1_ps(scale[at]));
+            _mm512_storeu_ps(to + i + 16 * j, _mm512_add_ps(scaled, _mm512_set1_ps(low[at])));
+        }
+    }
+    return i;
+}
+#else
+static int64_t expand_wide(const Packed *w, const uint8_t *codes, float *to, const float *scale, const float *low) {
+    return 0 * (w->ins + codes[0] + (to == scale) + (low == NULL));
+}
+#endif
+
+void expand_row_wide(const Packed *w, int64_t out, float *to, float *scale, float *low) {
+    const uint8_t *codes = codes_of(w, out);
+    units_and_lows(w, out, scale, low);
+    const int64_t unit = unit_of(w);
+    for (int64_t i = expand_wide(w, codes, to, scale, low); i < w->ins; i++)
+        to[i] = level(w, codes, i) * scale[i / unit] + low[i / unit];
+}
+
 void expand_row(const Packed *w, int64_t out, bf16 *to, float *scale, float *low) {
     const uint8_t *codes = codes_of(w, out);
-    if (!unit_scales(w, out, scale, low)) memset(low, 0, (size_t)(up(w->ins, 16) / unit_of(w) + 1) * sizeof *low);
+    units_and_lows(w, out, scale, low);
     int64_t done = 0;
 #ifdef __AVX512BF16__
     if (has_nibbles(w)) {
-        const __m512 whole = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m512 levels = w->levels == UINT4 ? whole : _mm512_loadu_ps(E2M1_LEVELS);
+        const __m512 levels = w->levels == UINT4 ? whole_levels() : _mm512_loadu_ps(E2M1_LEVELS);
         done = expand_nibbles(codes, w->ins, levels, to, scale, low);
     } else if (w->levels == INT8) {
         done = expand_bytes(codes, w->ins, 0, to, scale, low);

@@ -24,7 +24,8 @@ INLINE int64_t unit_of(const Packed *w) { return has_nibbles(w) ? 32 : 16; }
 /* Room for the scales, or the lows, of a row. */
 INLINE int64_t units_room(int64_t ins) { return up(ins, 16 * LANES) / 16 + LANES; }
 
-/* The scale and low of each unit of row `out`, float32; whether lows are not all 0. Both have `units_room` numbers. */
+/* The scale and low of each unit of row `out`, float32; whether lows are not all 0. Both have `units_room` numbers;
+   `low` is NULL where it is not wanted. */
 int unit_scales(const Packed *w, int64_t out, float *scale, float *low);
 
 /* Row `out` in bfloat16 or float32; `scale` and `low` are room for its units. */

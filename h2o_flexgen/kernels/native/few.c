@@ -1,0 +1,172 @@
+/* y = x w^T for a few rows of x and weights of 4 bits, bound by how fast the codes come from memory.
+
+   A vector of 64 bytes holds 128 codes; the codes of one place within 16 bits are 32 levels, by one shift and one
+   permutation of a table. They belong to every fourth input, so x is put in that order once. Sums of a block of 128
+   inputs are multiplied by the scales of its four units and added up; lows are multiplied by the sums of x over units.
+   Levels are exact in bfloat16: unlike in `linear` and `gemm`, scaled weights are not rounded. */
+
+#include "few.h"
+
+#ifdef __AVX512BF16__
+#include "team.h"
+
+enum {
+    BLOCK = 128,    /* inputs of a vector of codes */
+    WORDS = 4,      /* codes in 16 bits */
+    UNIT = 32,      /* inputs of a scale */
+    OUTS = 4,       /* outputs of a tile */
+    PIECE = 48,     /* outputs that are finished together, */
+    TURNS = 4,      /* and pieces that a thread takes, at least */
+};
+
+/* What threads share. */
+typedef struct {
+    Product p;
+    const bf16 *x;     /* (rows, ins): in each block the inputs of the first code in 16 bits, of the second, ... */
+    const float *sums; /* (rows, units) of x */
+    __m512i table;     /* levels, twice; where lows are -8 times the scale it has them */
+    int lows;          /* whether there are others */
+    int64_t next;      /* output that no thread has taken */
+    int64_t piece;
+    int failed;
+} Few;
+
+/* Scales and lows of a tile's outputs. */
+typedef struct {
+    float *scale[OUTS], *low[OUTS];
+    int lows;
+} Scales;
+
+/* The sums of `rows` x `outs` from output `out` on: to (rows, PIECE). */
+INLINE void tile(const Few *f, const Scales *s, int64_t out, const int rows, const int outs, float *to) {
+    const int64_t ins = f->p.ins, blocks = ins / BLOCK, units = ins / UNIT;
+    const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const uint8_t *codes = f->p.packed->codes + out * ins / 2;
+    __m512 acc[FEW_ROWS][OUTS];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int o = 0; o < outs; o++) acc[r][o] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++) {
+        UNROLL for (int o = 0; o < outs; o++) {
+            const uint8_t *at = codes + o * ins / 2 + b * BLOCK / 2;
+            const __m512i packed = _mm512_loadu_si512(at);
+            _mm_prefetch((const char *)at + outs * ins / 2, _MM_HINT_T0);
+            __m512bh level[WORDS];
+            level[0] = (__m512bh)_mm512_permutexvar_epi16(packed, f->table);
+            level[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 4), f->table);
+            level[2] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 8), f->table);
+            level[3] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 12), f->table);
+            const __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(s->scale[o] + b * (BLOCK / UNIT)));
+            const __m512 scale = _mm512_permutexvar_ps(spread, four);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const bf16 *x = f->x + r * ins + b * BLOCK;
+                __m512 sum = _mm512_setzero_ps();
+                UNROLL for (int w = 0; w < WORDS; w++)
+                    sum = _mm512_dpbf16_ps(sum, level[w], (__m512bh)_mm512_loadu_si512(x + w * UNIT));
+                acc[r][o] = _mm512_fmadd_ps(sum, scale, acc[r][o]);
+            }
+        }
+    }
+    UNROLL for (int o = 0; o < outs; o++) {
+        for (int64_t u = 0; s->lows && u < units; u += LANES) {
+            const __mmask16 mask = first_lanes(units - u);
+            const __m512 low = _mm512_maskz_loadu_ps(mask, s->low[o] + u);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const __m512 sums = _mm512_maskz_loadu_ps(mask, f->sums + r * units + u);
+                acc[r][o] = _mm512_fmadd_ps(low, sums, acc[r][o]);
+            }
+        }
+        UNROLL for (int r = 0; r < rows; r++) to[r * PIECE + o] = _mm512_reduce_add_ps(acc[r][o]);
+    }
+}
+
+#define ROWS(R) \
+    static void tile_##R(const Few *f, const Scales *s, int64_t out, int outs, float *to) { \
+        if (outs == OUTS) \
+            tile(f, s, out, R, OUTS, to); \
+        else \
+            for (int o = 0; o < outs; o++) { \
+                const Scales one = {{s->scale[o]}, {s->low[o]}, s->lows}; \
+                tile(f, &one, out + o, R, 1, to + o); \
+            } \
+    }
+ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+static void (*const tiles[])(const Few *, const Scales *, int64_t, int, float *) = {tile_1, tile_2, tile_3,
+                                                                                   tile_4, tile_5, tile_6};
+
+static void take_piece(const Few *f, int64_t first, int64_t last, Scales *s) {
+    float sums[FEW_ROWS * PIECE];
+    for (int64_t block = first; block < last; block += PIECE) {
+        const int64_t end = least(block + PIECE, last);
+        for (int64_t out = block; out < end; out += OUTS) {
+            const int outs = (int)least(OUTS, end - out);
+            for (int o = 0; o < outs; o++)
+                s->lows = unit_scales(f->p.packed, out + o, s->scale[o], f->lows ? s->low[o] : NULL);
+            tiles[f->p.rows - 1](f, s, out, outs, sums + (out - block));
+        }
+        finish(&f->p, sums, PIECE, 0, f->p.rows, block, end - block);
+    }
+}
+
+static void take_pieces(void *task, int member) {
+    Few *f = task;
+    (void)member;
+    int64_t first = claim(&f->next, f->piece);
+    if (first >= f->p.outs) return;
+    const int64_t room = units_room(f->p.ins);
+    float *held = malloc((size_t)(2 * OUTS * room) * sizeof *held);
+    if (!held) __atomic_store_n(&f->failed, 1, __ATOMIC_RELAXED);
+    Scales s = {.lows = 0};
+    for (int o = 0; o < OUTS; o++) s.scale[o] = held + 2 * o * room, s.low[o] = s.scale[o] + room;
+    for (; held && first < f->p.outs; first = claim(&f->next, f->piece))
+        take_piece(f, first, least(first + f->piece, f->p.outs), &s);
+    free(held);
+}
+
+/* x as `tile` wants it, and its sums over units. */
+static void arrange(const Product *p, bf16 *x, float *sums) {
+    for (int64_t r = 0; r < p->rows; r++, x += p->ins) {
+        const bf16 *from = p->x + r * p->x_stride;
+        for (int64_t i = 0; i < p->ins; i += BLOCK)
+            for (int64_t w = 0; w < WORDS; w++)
+                for (int64_t j = 0; j < UNIT; j++) x[i + w * UNIT + j] = from[i + WORDS * j + w];
+        for (int64_t i = 0; i < p->ins; i += UNIT) {
+            const __m512 low = widened(_mm256_loadu_si256((const __m256i *)(from + i)));
+            const __m512 high = widened(_mm256_loadu_si256((const __m256i *)(from + i + LANES)));
+            *sums++ = _mm512_reduce_add_ps(_mm512_add_ps(low, high));
+        }
+    }
+}
+
+int takes_few(const Product *p) {
+    return p->packed && has_nibbles(p->packed) && p->rows <= FEW_ROWS && p->ins % BLOCK == 0;
+}
+
+/* What codes stand for, twice. */
+static __m512i levels_of(const Packed *w) {
+    static const float E2M1_LEVELS[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+    const __m512 whole = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512 levels = w->levels == UINT4 ? whole : _mm512_loadu_ps(E2M1_LEVELS);
+    const float down = w->low_kind == MIDDLE ? 8 : 0;
+    return _mm512_broadcast_i64x4(rounded(_mm512_sub_ps(levels, _mm512_set1_ps(down))));
+}
+
+int few(const Product *p, int threads) {
+    bf16 *x = aligned_alloc(64, (size_t)up(p->rows * p->ins, UNIT) * sizeof *x);
+    float *sums = malloc((size_t)(p->rows * p->ins / UNIT) * sizeof *sums);
+    Few all = {.p = *p, .x = x, .sums = sums, .failed = !x || !sums};
+    if (!all.failed) {
+        arrange(p, x, sums);
+        all.table = levels_of(p->packed);
+        all.lows = p->packed->low_kind != MIDDLE;
+        const int64_t share = p->outs / (TURNS * threads) / PIECE;
+        all.piece = most(1, least(share, 8)) * PIECE;
+        team_run(take_pieces, &all, threads);
+    }
+    free(x);
+    free(sums);
+    return all.failed;
+}
+#else
+int takes_few(const Product *p) { return 0 * p->rows; }
+int few(const Product *p, int threads) { return (int)p->rows + threads; }
+#endif
