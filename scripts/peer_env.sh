@@ -36,11 +36,13 @@ if sources=$(grep '^llama_cpp_python==' "$pins"); then # its programs alone, for
   build=$folder/build
   "$folder/bin/python" -m pip download -qq --disable-pip-version-check --no-deps --no-binary :all: -d "$build" "$sources"
   tar -xzf "$build/${sources/==/-}.tar.gz" -C "$build" --strip-components=3 "${sources/==/-}/vendor/llama.cpp"
-  # Without the version the build would take that of the repository around it.
-  PATH=$folder/bin:$PATH cmake -S "$build" -B "$build/made" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
-    -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_{TESTS,EXAMPLES,SERVER,APP}=OFF \
-    -DLLAMA_BUILD_NUMBER=0 -DLLAMA_BUILD_COMMIT="${sources/==/-}" >"$build/log"
-  "$folder/bin/cmake" --build "$build/made" --target llama-batched-bench llama-quantize -j "$(nproc)" >>"$build/log"
+  {
+    # Without a commit, the build would name that of the repository around it.
+    "$folder/bin/cmake" -S "$build" -B "$build/made" -G Ninja -DCMAKE_MAKE_PROGRAM="$folder/bin/ninja" \
+      -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF \
+      -DLLAMA_BUILD_{TESTS,EXAMPLES,SERVER,APP}=OFF -DLLAMA_BUILD_NUMBER=0 -DLLAMA_BUILD_COMMIT="${sources/==/-}" &&
+      "$folder/bin/cmake" --build "$build/made" --target llama-batched-bench llama-quantize -j "$(nproc)"
+  } >"$build/log" 2>&1 || { tail -n 20 "$build/log" >&2; exit 1; }
   cp "$build"/made/bin/llama-{batched-bench,quantize} "$folder/bin"
   rm -r "$build"
 fi

@@ -112,14 +112,14 @@ def _program(name: str) -> str:
 
 
 def _output(command: list[str], threads: int) -> str:
-    """What a program of llama.cpp writes to stdout; where it fails this process ends as it did."""
+    """What a program of llama.cpp writes, stdout first; where it fails this process ends as it did."""
     environment = {**os.environ, **_PASSIVE, "OMP_NUM_THREADS": str(threads)}
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
         raise CannotRun(f"{command[0]}: {error.strerror} (scripts/peer_env.sh llamacpp builds it)") from None
     if ended.returncode == 0:
-        return ended.stdout
+        return ended.stdout + ended.stderr
     sys.stderr.write(ended.stdout + ended.stderr)
     refused = next((line for line in ended.stderr.splitlines() if _NO_MEMORY.search(line)), None)
     if refused is not None:
@@ -137,10 +137,9 @@ def _row(said: str) -> dict[str, Any]:
 
 
 def _version(threads: int) -> str:
-    """What it was built from: the commit that it names, as scripts/peer_env.sh gives it."""
-    said = _output([_program("llama-batched-bench"), "--version"], threads)
-    found = re.search(r"\((\S+?)\)", said)
-    return found[1] if found else "unknown"
+    """What it says of itself: the commit that it names is the package that it was built from."""
+    lines = _output([_program("llama-batched-bench"), "--version"], threads).splitlines()
+    return next((line.removeprefix("version: ") for line in lines if line.startswith("version: ")), "unknown")
 
 
 def _times_of_children() -> CoreTimes | None:

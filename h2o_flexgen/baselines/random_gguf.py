@@ -73,7 +73,7 @@ class Shape:
                 heads=heads,
                 kv_heads=config.get("num_key_value_heads") or heads,
                 head_dim=config.get("head_dim") or hidden // heads,
-                context=config["max_position_embeddings"],
+                context=config.get("max_position_embeddings") or 2048,
                 epsilon=config.get("rms_norm_eps", 1e-6),
                 rope_base=float(config.get("rope_theta") or 10000.0),
                 tied=bool(config.get("tie_word_embeddings", False)),

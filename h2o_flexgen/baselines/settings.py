@@ -121,8 +121,8 @@ LLAMACPP_TYPES = {
 for _name, _weights in LLAMACPP_TYPES.items():
     _system = System(
         _PEER + "llamacpp",
-        f"llama.cpp's own benchmark on the CPU, weights in {_weights}, full KV cache in float16; random tokens, of which "
-        "none is chosen; OpenMP's threads wait passively",
+        f"llama.cpp's own benchmark on the CPU, weights in {_weights}, full KV cache in float16; it is fed "
+        "random tokens and chooses none; OpenMP's threads wait passively",
         partial(lambda kind, ratio: {"type": kind}, _name),
         environment=LLAMACPP,
         scratch=LLAMACPP,
