@@ -62,6 +62,7 @@ class Shape:
         if family not in ARCHITECTURES:
             written = ", ".join(ARCHITECTURES)
             raise CannotRun(f"llama.cpp is compared on models of {written}, and this is a {family}")
+        rope = config.get("rope_parameters") or {}
         try:
             hidden, heads = config["hidden_size"], config["num_attention_heads"]
             return cls(
@@ -75,7 +76,7 @@ class Shape:
                 head_dim=config.get("head_dim") or hidden // heads,
                 context=config.get("max_position_embeddings") or 2048,
                 epsilon=config.get("rms_norm_eps", 1e-6),
-                rope_base=float(config.get("rope_theta") or 10000.0),
+                rope_base=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
                 tied=bool(config.get("tie_word_embeddings", False)),
             )
         except KeyError as missing:
