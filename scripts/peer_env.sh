@@ -33,18 +33,18 @@ if grep -q '^deepspeed==' "$pins"; then # its build looks at the torch that is i
     'from deepspeed.ops.op_builder import ShareMemCommBuilder as op; op().load()' >/dev/null
 fi
 if sources=$(grep '^llama_cpp_python==' "$pins"); then # its programs alone, for the processor of this machine
-  build=$folder/build
-  "$folder/bin/python" -m pip download -qq --disable-pip-version-check --no-deps --no-binary :all: -d "$build" "$sources"
-  tar -xzf "$build/${sources/==/-}.tar.gz" -C "$build" --strip-components=3 "${sources/==/-}/vendor/llama.cpp"
-  {
-    # Without a commit, the build would name that of the repository around it.
-    "$folder/bin/cmake" -S "$build" -B "$build/made" -G Ninja -DCMAKE_MAKE_PROGRAM="$folder/bin/ninja" \
-      -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF \
-      -DLLAMA_BUILD_{TESTS,EXAMPLES,SERVER,APP}=OFF -DLLAMA_BUILD_NUMBER=0 -DLLAMA_BUILD_COMMIT="${sources/==/-}" &&
-      "$folder/bin/cmake" --build "$build/made" --target llama-batched-bench llama-quantize -j "$(nproc)"
-  } >"$build/log" 2>&1 || { tail -n 20 "$build/log" >&2; exit 1; }
-  cp "$build"/made/bin/llama-{batched-bench,quantize} "$folder/bin"
-  rm -r "$build"
+  package=${sources/==/-} build=$folder/build
+  mkdir -p "$build"
+  run() { "$folder/bin/python" -m "$@" >>"$build/log" 2>&1 || { tail -n 20 "$build/log" >&2; exit 1; }; }
+  run pip download -q --disable-pip-version-check --no-deps --no-binary :all: -d "$build" "$sources"
+  run tarfile -e "$build/$package.tar.gz" "$build"
+  # Without a commit, the build would name that of the repository around it.
+  run cmake -S "$build/$package/vendor/llama.cpp" -B "$build/made" -G Ninja -DCMAKE_MAKE_PROGRAM="$folder/bin/ninja" \
+    -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF \
+    -DLLAMA_BUILD_{TESTS,EXAMPLES,SERVER,APP}=OFF -DLLAMA_BUILD_NUMBER=0 -DLLAMA_BUILD_COMMIT="$package"
+  run cmake --build "$build/made" --target llama-batched-bench llama-quantize --parallel "$(nproc)"
+  run cmake -E copy "$build"/made/bin/llama-{batched-bench,quantize} "$folder/bin"
+  rm -rf "$build"
 fi
 echo "$wanted" >"$folder/installed"
 echo "$folder is ready" >&2

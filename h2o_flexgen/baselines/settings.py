@@ -129,6 +129,8 @@ for _name, _weights in LLAMACPP_TYPES.items():
         prepares=True,
     )
     SYSTEMS.register(f"{LLAMACPP}-{_name}", _system)
+NAMES = (*(name for name in SYSTEMS.names() if not name.startswith(LLAMACPP)), LLAMACPP)
+"""What --systems is said to take."""
 
 
 def usable_threads() -> int:
@@ -181,7 +183,7 @@ class BenchSettings:
     systems: tuple[str, ...] = option(
         ("h2o", "full", "transformers"),
         "--systems",
-        help=f"what to run, with commas: {', '.join(SYSTEMS.names())}; {LLAMACPP}: those of --llamacpp-types",
+        help=f"what to run, with commas: {', '.join(NAMES)}",
         metavar="NAMES",
         parse=between_commas,
         show=with_commas,
@@ -275,7 +277,7 @@ class BenchSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "systems", tuple(self._one_per_type()))
         if not self.systems:
-            raise UsageError("--systems names no system", f"needed names among {', '.join(SYSTEMS.names())}")
+            raise UsageError("--systems names no system", f"needed names among {', '.join(NAMES)}")
         for name in self.systems:
             SYSTEMS.get(name)
         if len(set(self.systems)) != len(self.systems):
