@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.baselines.random_gguf import TYPES, Shape, write_random
+from h2o_flexgen.baselines.random_gguf import TYPES, GgufShape, write_random
 from h2o_flexgen.baselines.work import AdapterWork, CannotRun, Outcome, run
 from h2o_flexgen.cores import CoreCount, CoreTimes, core_times
 
@@ -59,7 +59,7 @@ def prepare(folder: str) -> None:
     made(work, shape, work.options["type"])
 
 
-def made(work: AdapterWork, shape: Shape, kind: str) -> Path:
+def made(work: AdapterWork, shape: GgufShape, kind: str) -> Path:
     """The file of random weights of a type in the scratch folder, made there once."""
     path = Path(work.scratch) / f"random-{shape.fingerprint}-{work.seed}-{kind}.gguf"
     if not path.is_file():
@@ -74,7 +74,7 @@ def made(work: AdapterWork, shape: Shape, kind: str) -> Path:
     return path
 
 
-def _asked(folder: str) -> tuple[AdapterWork, Shape]:
+def _asked(folder: str) -> tuple[AdapterWork, GgufShape]:
     """The work and the model's shape; CannotRun for what is not done."""
     work = AdapterWork.read(Path(folder))
     if work.weights != "dummy":
@@ -83,7 +83,7 @@ def _asked(folder: str) -> tuple[AdapterWork, Shape]:
         raise CannotRun("llama.cpp is built for the CPU here: --device cpu")
     if len(work.prompts) > MOST_SEQUENCES:
         raise CannotRun(f"llama.cpp takes {MOST_SEQUENCES} sequences at most, not {len(work.prompts)}")
-    return work, Shape.from_config(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+    return work, GgufShape.from_config(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
 
 
 def _command(work: AdapterWork) -> list[str]:

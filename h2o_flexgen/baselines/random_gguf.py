@@ -39,7 +39,7 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shape:
+class GgufShape:
     """What a file of random weights needs to know of a model. `tied`: the head is the embedding."""
 
     architecture: str
@@ -56,7 +56,7 @@ class Shape:
     tied: bool
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Shape:
+    def from_config(cls, config: Mapping[str, Any]) -> GgufShape:
         """The shape of a config.json; CannotRun for a family that is not written here, or where sizes are missing."""
         family = config.get("model_type")
         if family not in ARCHITECTURES:
@@ -108,7 +108,7 @@ class Shape:
             yield Tensor("output.weight", (self.vocab, self.hidden))
 
 
-def write_random(path: Path, shape: Shape, kind: str, seed: int) -> None:
+def write_random(path: Path, shape: GgufShape, kind: str, seed: int) -> None:
     """Writes a model of `shape` in a type of TYPES, a tensor at a time, whole or not at all."""
     wanted = TYPES[kind]
     tensors = {tensor.name: (tensor, _type_of(tensor, wanted)) for tensor in shape.tensors()}
@@ -145,7 +145,7 @@ def _nbytes(tensor: Tensor, type_: gguf.GGMLQuantizationType) -> int:
     return math.prod(tensor.shape) // block * nbytes
 
 
-def _describe(writer: gguf.GGUFWriter, shape: Shape, wanted: gguf.GGMLQuantizationType) -> None:
+def _describe(writer: gguf.GGUFWriter, shape: GgufShape, wanted: gguf.GGMLQuantizationType) -> None:
     writer.add_name("random")
     writer.add_file_type(gguf.LlamaFileType["MOSTLY_" + wanted.name])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

@@ -14,7 +14,7 @@ gguf = pytest.importorskip("gguf")
 
 from h2o_flexgen.baselines import llamacpp  # noqa: E402  needs gguf
 from h2o_flexgen.baselines.process import Finished, run_process  # noqa: E402
-from h2o_flexgen.baselines.random_gguf import Shape, write_random  # noqa: E402
+from h2o_flexgen.baselines.random_gguf import GgufShape, write_random  # noqa: E402
 from h2o_flexgen.baselines.settings import LLAMACPP_TYPES, PEERS, SYSTEMS, BenchSettings  # noqa: E402
 from h2o_flexgen.baselines.work import AdapterWork, CannotRun, Outcome  # noqa: E402
 from h2o_flexgen.config.model.spec import ModelSpec  # noqa: E402
@@ -92,7 +92,7 @@ def work(tmp_path: Path):
 def test_a_file_has_the_models_shape_in_the_type_asked_for(family: str, kind: str, tmp_path: Path) -> None:
     config = _config(family)
     path = tmp_path / "model.gguf"
-    write_random(path, Shape.from_config(config), kind, seed=0)
+    write_random(path, GgufShape.from_config(config), kind, seed=0)
     reader, spec = gguf.GGUFReader(path), _spec(config)
     assert sum(int(tensor.n_elements) for tensor in reader.tensors) == spec.num_parameters
     for tensor in reader.tensors:
@@ -116,7 +116,7 @@ def test_a_file_has_the_models_shape_in_the_type_asked_for(family: str, kind: st
 def test_tensors_have_the_names_that_llama_cpp_gives_them(family: str) -> None:
     """By the table of the gguf package, which maps what transformers calls them."""
     model = make_model(family)
-    shape = Shape.from_config(model.config.to_dict())
+    shape = GgufShape.from_config(model.config.to_dict())
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[shape.architecture.upper()], shape.layers)
     wanted = {
         table.get_name(name, (".weight", ".bias")): tuple(tensor.shape) for name, tensor in model.named_parameters()
@@ -125,7 +125,7 @@ def test_tensors_have_the_names_that_llama_cpp_gives_them(family: str) -> None:
 
 
 def test_matrices_whose_rows_are_no_whole_blocks_stay_in_float16(tmp_path: Path) -> None:
-    write_random(tmp_path / "odd.gguf", Shape.from_config(_config("llama", intermediate_size=80)), "q4_0", seed=0)
+    write_random(tmp_path / "odd.gguf", GgufShape.from_config(_config("llama", intermediate_size=80)), "q4_0", seed=0)
     types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "odd.gguf").tensors}
     assert (types["blk.0.ffn_down.weight"], types["blk.0.ffn_up.weight"]) == ("F16", "Q4_0")
 
