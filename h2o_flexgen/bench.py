@@ -2,6 +2,7 @@
 
     python -m h2o_flexgen.bench --systems h2o,full,transformers --model opt-125m --batch-size 32 --repetitions 5
     python -m h2o_flexgen.bench --systems h2o,full,transformers,accelerate,flexgen,deepspeed,kvpress --batch-size auto
+    python -m h2o_flexgen.bench --systems full,llamacpp --weight-bits 4 --model llama-3.2-1b
     python -m h2o_flexgen.bench --model demo --dtype float32 --batch-size 4 --gen-len 32
 
 Each repetition runs every system in turn, each in a fresh process, peers in environments of their own

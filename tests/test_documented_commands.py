@@ -63,6 +63,7 @@ COMMANDS: dict[str, str] = {
     "python -m h2o_flexgen.bench --systems h2o,full,transformers,flexgen --model opt-1.3b --batch-size 8 "
     "--prompt-len 256 --gen-len 32 --repetitions 5": STARTED,
     "bench --systems h2o,full,transformers,accelerate,flexgen,deepspeed,kvpress": STARTED,
+    "bench --systems full,llamacpp --weight-bits 4 --model qwen2.5-0.5b": STARTED,
     "python -m h2o_flexgen.calibrate": STARTED,
     "python -m h2o_flexgen.calibrate --model M": "python -m h2o_flexgen.calibrate --model opt-30b --budget-s 0.01",
     "python -m h2o_flexgen.calibrate --model opt-1.3b --dtype bfloat16": STARTED,
@@ -104,6 +105,7 @@ COMMANDS: dict[str, str] = {
     "scripts/paper_table.sh": SCRIPT,
     "scripts/peer_env.sh all": SCRIPT,
     "scripts/peer_env.sh deepspeed": SCRIPT,
+    "scripts/peer_env.sh llamacpp": SCRIPT,
     "scripts/long_prompt.sh qwen2.5-0.5b 2": SCRIPT,
     "scripts/prefill_rate.sh --repetitions 2": SCRIPT,
     "scripts/ragged.sh": SCRIPT,
@@ -317,7 +319,7 @@ class Tree:
                 continue
             if words[0] == "-P":
                 yield str(Path(words[1]).resolve().relative_to(ROOT).with_suffix("")).replace("/", "."), words[2:]
-            elif words[1] not in ("pip", "venv"):
+            elif words[1] not in ("pip", "venv", "tarfile", "cmake"):
                 yield words[1], words[2:]
 
 

@@ -86,6 +86,7 @@ def engine_of(work: AdapterWork) -> Engine:
         policy=policy,
         weights=work.weights,
         dtype=work.dtype,
+        weight_bits=work.weight_bits,
         device=work.device,
         seed=work.seed,
         cpu_mem=None if work.cpu_mem is None else within(work.cpu_mem),

@@ -110,6 +110,7 @@ class Runner:
             scratch=str(scratch.resolve()),
             plan=settings.plan if system.own else "rule",
             room_len=settings.gen_len,
+            weight_bits=settings.weight_bits if system.own else 16,
         )
         work.write(folder, self._model.config)
         return folder, scratch

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.config.checks import share, whole
+from h2o_flexgen.config.engine import WEIGHT_BITS
 from h2o_flexgen.config.flags import between_commas, option, with_commas
 from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, read_config
 from h2o_flexgen.errors import ModelError, UsageError
@@ -107,6 +109,28 @@ for _name, _system in {
     ),
 }.items():
     SYSTEMS.register(_name, _system)
+LLAMACPP = "llamacpp"
+LLAMACPP_TYPES = {
+    "q4_0": "Q4_0 in all matrices",
+    "q4_k": "Q4_K_M, a mix of Q4_K and Q6_K",
+    "q8_0": "Q8_0 in all matrices",
+    "bf16": "bfloat16",
+    "f16": "float16",
+}
+"""Each is a system of its own, `llamacpp-q4_0`; "llamacpp" among those asked for is those of --llamacpp-types."""
+for _name, _weights in LLAMACPP_TYPES.items():
+    _system = System(
+        _PEER + "llamacpp",
+        f"llama.cpp's own benchmark on the CPU, weights in {_weights}, full KV cache in float16; it is fed "
+        "random tokens and chooses none; OpenMP's threads wait passively",
+        partial(lambda kind, ratio: {"type": kind}, _name),
+        environment=LLAMACPP,
+        scratch=LLAMACPP,
+        prepares=True,
+    )
+    SYSTEMS.register(f"{LLAMACPP}-{_name}", _system)
+NAMES = (*(name for name in SYSTEMS.names() if not name.startswith(LLAMACPP)), LLAMACPP)
+"""What --systems is said to take."""
 
 
 def usable_threads() -> int:
@@ -145,12 +169,13 @@ def _capacity(name: str, help: str) -> Any:
 class BenchSettings:
     """The settings of `bench`; UsageError for values that make no sense.
 
-    systems      in the order in which each repetition runs them
+    systems      in the order in which each repetition runs them; "llamacpp" becomes a system per type
     reference    what the others are compared with: the first of our own among the systems, else the last
     weights      "auto" becomes "checkpoint" where the model has one at hand, else "dummy"
     batch_sizes  one: that of every system; several: tried, in this order; none: tried, doubling
     batch_of     the sizes of systems whose best is known from before, in place of the one in batch_sizes
     search       whether our own systems plan as `run` does: the placement, and with several batch sizes the blocks, too
+    weight_bits  of our own systems, which then pack what they load; the others' weights are of `dtype` or as they say
     cpu_mem      bytes of host memory that every process is held to, where the machine allows that, and told
     gpu_mem      bytes of GPU memory that every system is told
     """
@@ -158,8 +183,16 @@ class BenchSettings:
     systems: tuple[str, ...] = option(
         ("h2o", "full", "transformers"),
         "--systems",
-        help=f"what to run, with commas: {', '.join(SYSTEMS.names())}",
+        help=f"what to run, with commas: {', '.join(NAMES)}",
         metavar="NAMES",
+        parse=between_commas,
+        show=with_commas,
+    )
+    llamacpp_types: tuple[str, ...] = option(
+        ("q4_0", "q4_k", "f16"),
+        "--llamacpp-types",
+        help=f"what {LLAMACPP} runs with, a system each: {', '.join(LLAMACPP_TYPES)}",
+        metavar="TYPES",
         parse=between_commas,
         show=with_commas,
     )
@@ -204,6 +237,9 @@ class BenchSettings:
     prompt_len: int = option(512, "--prompt-len", "--input-len", "-p", help="tokens per prompt", metavar="N")
     gen_len: int = option(64, "--gen-len", "--output-len", "-n", help="new tokens per sequence", metavar="N")
     dtype: str = option("bfloat16", "--dtype", help=", ".join(DTYPES), metavar="DTYPE")
+    weight_bits: int = option(
+        16, "--weight-bits", help="16, or 8 or 4: our own systems pack their weights while loading", metavar="N"
+    )
     device: str = option("auto", "--device", help=", ".join(DEVICES), metavar="DEVICE")
     hh_ratio: float = option(0.2, "--hh-ratio", help="KV budget of h2o as a share of the sequence", metavar="R")
     cpu_mem: int | None = _capacity("--cpu-mem", "host memory of every system")
@@ -239,8 +275,9 @@ class BenchSettings:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "systems", tuple(self._one_per_type()))
         if not self.systems:
-            raise UsageError("--systems names no system", f"needed names among {', '.join(SYSTEMS.names())}")
+            raise UsageError("--systems names no system", f"needed names among {', '.join(NAMES)}")
         for name in self.systems:
             SYSTEMS.get(name)
         if len(set(self.systems)) != len(self.systems):
@@ -252,6 +289,9 @@ class BenchSettings:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--device", self.device, DEVICES)
         _one_of("--weights", self.weights, WEIGHTS)
+        if self.weight_bits not in WEIGHT_BITS:
+            needed = f"needed one of {', '.join(map(str, WEIGHT_BITS))}"
+            raise UsageError(f"--weight-bits is {self.weight_bits}", needed)
         if self.weights == AUTO:
             object.__setattr__(self, "weights", "checkpoint" if _has_checkpoint(self.model) else "dummy")
         for size in self.batch_sizes:
@@ -269,6 +309,16 @@ class BenchSettings:
             if not getattr(self, name) > 0:
                 flag_name = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag_name} is {getattr(self, name)}", "needed seconds above 0")
+
+    def _one_per_type(self) -> Iterator[str]:
+        """The systems, with one for each of llamacpp_types where llama.cpp is named alone."""
+        for kind in self.llamacpp_types:
+            _one_of("a type of --llamacpp-types", kind, tuple(LLAMACPP_TYPES))
+        for name in self.systems:
+            if name == LLAMACPP:
+                yield from (f"{LLAMACPP}-{kind}" for kind in self.llamacpp_types)
+            else:
+                yield name
 
     @property
     def model_name(self) -> str:
@@ -293,7 +343,7 @@ class BenchSettings:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, without paths of this machine."""
         values = asdict(self)
-        for name in ("peers", "scratch_dir"):
+        for name in ("peers", "scratch_dir", "llamacpp_types"):  # the systems say which types
             del values[name]
         values |= {"systems": list(self.systems), "batch_sizes": list(self.batch_sizes) or AUTO}
         return {**values, "model": self.model_name, "text_reference": self.text_reference}

@@ -234,9 +234,11 @@ def _title(summary: dict[str, Any]) -> str:
     threads, sizes = settings["threads"], sorted(set(summary["batches"].values()))
     weights = "random weights" if settings["weights"] == "dummy" else "checkpoint"
     batch = f"batch {sizes[0]}" if len(sizes) == 1 else "each at its own batch"
+    bits = settings.get("weight_bits", 16)
+    packed = "" if bits == 16 else f" (our weights in {bits} bits)"
     cap = "" if settings["cpu_mem"] is None else f", within {format_bytes(settings['cpu_mem'])}"
     return (
-        f"{settings['model']} ({weights}), {settings['dtype']}, {batch}, "
+        f"{settings['model']} ({weights}), {settings['dtype']}{packed}, {batch}, "
         f"{settings['prompt_len']}+{settings['gen_len']} tokens, h2o at {settings['hh_ratio']:.0%}; "
         f"{threads} thread{'s' if threads > 1 else ''} of {host['cpu']}, {format_bytes(host['memory_bytes'])}{cap}"
     )

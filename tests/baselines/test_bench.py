@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.baselines.process import run_process
-from h2o_flexgen.baselines.settings import SYSTEMS, BenchSettings, find_model
+from h2o_flexgen.baselines.settings import NAMES, SYSTEMS, BenchSettings, find_model
 from h2o_flexgen.baselines.summary import ratio_of, ratio_spread, spread
 from h2o_flexgen.bench import main
 from h2o_flexgen.errors import ModelError, UsageError
@@ -87,6 +87,17 @@ def test_batches_that_are_known(pretend, capsys, tmp_path: Path) -> None:
     assert (tmp_path / "records" / "table.csv").read_text().splitlines()[1].startswith("given,one,2,")
 
 
+def test_weights_in_fewer_bits_are_our_own(pretend, capsys, tmp_path: Path) -> None:
+    pretend("ours", own=True)
+    pretend("theirs")
+    arguments = ["--systems", "ours,theirs", "-r", "1", "--weight-bits", "4", "--output-dir", str(tmp_path)]
+    _, table, summary, _ = _bench(capsys, *arguments)
+    assert "bfloat16 (our weights in 4 bits), batch 2" in table
+    assert summary["settings"]["weight_bits"] == 4
+    records = [json.loads((tmp_path / f"run-01-{name}.json").read_text()) for name in ("ours", "theirs")]
+    assert [record["detail"]["weight_bits"] for record in records] == [4, 16]
+
+
 def test_our_own_failure_is_an_exit_code(pretend, capsys, tmp_path: Path) -> None:
     pretend("ours", {"fail": "boom"}, own=True)
     code, table, summary, _ = _bench(capsys, "--systems", "ours", "-r", "1", "--output-dir", str(tmp_path))
@@ -140,6 +151,7 @@ def test_the_own_engine_in_a_process(capsys, tmp_path: Path) -> None:
         ({"batch_of": {"h2o": 8}, "batch_sizes": ()}, "--batch-of beside several sizes"),
         ({"search_time": 0.0}, "--search-time"),
         ({"dtype": "int8"}, "--dtype"),
+        ({"weight_bits": 5}, "--weight-bits is 5"),
         ({"repetitions": 0}, "--repetitions is 0"),
         ({"hh_ratio": 1.5}, "--hh-ratio"),
         ({"timeout": float("nan")}, "--timeout"),
@@ -153,7 +165,8 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
 
 def test_help_names_the_systems(capsys) -> None:
     assert main(["--help"]) == 0
-    assert f"what to run, with commas: {', '.join(SYSTEMS.names())}" in " ".join(capsys.readouterr().out.split())
+    assert f"what to run, with commas: {', '.join(NAMES)}" in " ".join(capsys.readouterr().out.split())
+    assert {*NAMES} - {"llamacpp"} == {name for name in SYSTEMS.names() if not name.startswith("llamacpp-")}
     assert "static" in SYSTEMS
     assert "static" not in BenchSettings().systems
 

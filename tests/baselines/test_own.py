@@ -55,14 +55,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def work(model: Path, tmp_path: Path):
     """`work(plan, cpu_mem)`: a folder with eight prompts of twenty tokens."""
 
-    def make(plan: str, cpu_mem: int | None = TIGHT) -> str:
+    def make(plan: str, cpu_mem: int | None = TIGHT, weight_bits: int = 16) -> str:
         folder = tmp_path / f"work-{plan}-{cpu_mem}"
         prompts = [[2, *range(4 + row, 23 + row)] for row in range(8)]
         options = {"name": "h2o", "ratio": 0.5}
         settings: dict[str, Any] = {"folder": str(model), "weights": "checkpoint", "dtype": "float32", "device": "cpu"}
         AdapterWork(
             model=str(model), threads=1, seed=0, gen_len=4, prompts=prompts, options=options, cpu_mem=cpu_mem,
-            scratch=str(tmp_path / "scratch"), plan=plan, **settings,
+            scratch=str(tmp_path / "scratch"), plan=plan, weight_bits=weight_bits,
+            **settings,
         ).write(folder, {})  # fmt: skip
         return str(folder)
 
@@ -111,6 +112,11 @@ def test_preparing_calibrates_where_run_would(work, calibrations) -> None:
     for plan, cpu_mem, times in (("rule", TIGHT, 0), ("all", None, 0), ("all", TIGHT, 1), ("placement", TIGHT, 2)):
         own.prepare(work(plan, cpu_mem))
         assert len(calibrations) == times
+
+
+def test_weights_are_packed_where_that_is_asked(work) -> None:
+    detail = _outcome(work("rule", None, weight_bits=4)).detail
+    assert detail["quantization"]["weights"]["bits"] == 4
 
 
 def test_bench_asks_for_it() -> None:

@@ -1,0 +1,152 @@
+"""Adapter of llama.cpp: `python -m h2o_flexgen.baselines.llamacpp FOLDER [prepare]`; `options`: {"type": "q4_0"}.
+
+Runs its `llama-batched-bench`, beside this interpreter, on a file of random weights: the prompts of all sequences, then
+steps of one token for each, all with the full cache in float16. It feeds random tokens and chooses none, so that the
+tokens it is said to have made are zeros; its warm-up is 16 tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from h2o_flexgen.baselines.random_gguf import TYPES, GgufShape, write_random
+from h2o_flexgen.baselines.work import AdapterWork, CannotRun, Outcome, run
+from h2o_flexgen.cores import CoreCount, CoreTimes, core_times
+
+QUANTISED = {"q4_k": "Q4_K_M"}
+"""Types that llama.cpp's own program makes of float16, and what they are called there: a mix, as people have them."""
+MOST_SEQUENCES = 256  # that llama.cpp is compiled for
+_BATCH, _MICRO_BATCH, _PADDING = 2048, 512, 256  # its defaults, and what it rounds a sequence's cells up to
+_PASSIVE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+"""Without these its threads wait for each other by spinning, which is erratic on few cores."""
+_NO_MEMORY = re.compile(r"failed to allocate|insufficient memory")
+
+
+def measure(folder: str) -> Outcome:
+    """Runs the work in `folder`."""
+    work, shape = _asked(folder)
+    command = [*_command(work), "-m", str(made(work, shape, work.options["type"]))]
+    cores = CoreCount(_times_of_children)
+    cores.start()
+    started = time.perf_counter()
+    said = _output(command, work.threads)
+    seconds = time.perf_counter() - started
+    cores.stop()
+    row = _row(said)
+    decode_s = row["t_tg"] if work.gen_len > 1 else 0.0
+    return Outcome(
+        prefill_s=row["t_pp"],
+        decode_s=decode_s,
+        total_s=row["t_pp"] + decode_s,
+        load_s=max(0.0, seconds - row["t"]),
+        token_ids=[[0] * work.gen_len for _ in work.prompts],
+        versions={"llama.cpp": _version(work.threads)},
+        detail={"type": work.options["type"], "cache": "f16", "threads": work.threads, "row": row},
+        shared=cores.shared,
+    )
+
+
+def prepare(folder: str) -> None:
+    """Writes the file of random weights."""
+    work, shape = _asked(folder)
+    made(work, shape, work.options["type"])
+
+
+def made(work: AdapterWork, shape: GgufShape, kind: str) -> Path:
+    """The file of random weights of a type in the scratch folder, made there once."""
+    path = Path(work.scratch) / f"random-{shape.fingerprint}-{work.seed}-{kind}.gguf"
+    if not path.is_file():
+        if kind in TYPES:
+            write_random(path, shape, kind, work.seed)
+        else:
+            partial = path.with_name(f".{path.name}.partial")
+            source = made(work, shape, "f16")
+            program, threads = _program("llama-quantize"), str(work.threads)
+            _output([program, str(source), str(partial), QUANTISED[kind], threads], work.threads)
+            partial.replace(path)
+    return path
+
+
+def _asked(folder: str) -> tuple[AdapterWork, GgufShape]:
+    """The work and the model's shape; CannotRun for what is not done."""
+    work = AdapterWork.read(Path(folder))
+    if work.weights != "dummy":
+        raise CannotRun("llama.cpp's benchmark takes no prompts, so it is compared on random weights: --weights dummy")
+    if work.device == "cuda" or (work.device == "auto" and Path("/dev/nvidiactl").exists()):
+        raise CannotRun("llama.cpp is built for the CPU here: --device cpu")
+    if len(work.prompts) > MOST_SEQUENCES:
+        raise CannotRun(f"llama.cpp takes {MOST_SEQUENCES} sequences at most, not {len(work.prompts)}")
+    return work, GgufShape.from_config(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+
+
+def _command(work: AdapterWork) -> list[str]:
+    """`llama-batched-bench` for the work: cells for all tokens of all sequences, a step of all of them in one batch.
+
+    The first new token is of the prompt's last, so there is one step less than there are new tokens.
+    """
+    batch, prompt, steps = len(work.prompts), len(work.prompts[0]), max(1, work.gen_len - 1)
+    longest = prompt + max(steps, work.room_len - 1)
+    values = {
+        "-c": batch * (-(-longest // _PADDING) * _PADDING),
+        "-b": max(_BATCH, batch),
+        "-ub": max(_MICRO_BATCH, batch),
+        "-npp": prompt,
+        "-ntg": steps,
+        "-npl": batch,
+        "-t": work.threads,
+        "-tb": work.threads,
+        "--output-format": "jsonl",
+    }
+    return [_program("llama-batched-bench"), *(str(word) for pair in values.items() for word in pair)]
+
+
+def _program(name: str) -> str:
+    return str(Path(sys.prefix) / "bin" / name)
+
+
+def _output(command: list[str], threads: int) -> str:
+    """What a program of llama.cpp writes, stdout first; where it fails this process ends as it did."""
+    environment = {**os.environ, **_PASSIVE, "OMP_NUM_THREADS": str(threads)}
+    try:
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise CannotRun(f"{command[0]}: {error.strerror} (scripts/peer_env.sh llamacpp builds it)") from None
+    if ended.returncode == 0:
+        return ended.stdout + ended.stderr
+    sys.stderr.write(ended.stdout + ended.stderr)
+    refused = next((line for line in ended.stderr.splitlines() if _NO_MEMORY.search(line)), None)
+    if refused is not None:
+        sys.stderr.write(f"out of memory: {refused}\n")
+    raise SystemExit(128 - ended.returncode if ended.returncode < 0 else ended.returncode)
+
+
+def _row(said: str) -> dict[str, Any]:
+    """The row that the benchmark printed last."""
+    rows = [line for line in said.splitlines() if line.startswith("{") and '"t_pp"' in line]
+    if not rows:
+        raise RuntimeError(f"llama-batched-bench printed no row: {said[-500:]!r}")
+    row: dict[str, Any] = json.loads(rows[-1])
+    return row
+
+
+def _version(threads: int) -> str:
+    """What it says of itself: the commit that it names is the package that it was built from."""
+    lines = _output([_program("llama-batched-bench"), "--version"], threads).splitlines()
+    return next((line.removeprefix("version: ") for line in lines if line.startswith("version: ")), "unknown")
+
+
+def _times_of_children() -> CoreTimes | None:
+    """The counters now, with what children of this process computed counted as its own."""
+    counted, times = core_times(), os.times()
+    return counted and counted._replace(own=counted.own + times.children_user + times.children_system)
+
+
+if __name__ == "__main__":
+    sys.exit(run(measure, prepare))
