@@ -14,9 +14,12 @@ enum {
     BLOCK = 128,    /* inputs of a vector of codes */
     WORDS = 4,      /* codes in 16 bits */
     UNIT = 32,      /* inputs of a scale */
-    OUTS = 4,       /* outputs of a tile */
+    OUTS = 4,       /* outputs of a tile, */
+    LONG = 4096,    /* inputs, from which on there are several: of short rows that would be too many streams */
     PIECE = 48,     /* outputs that are finished together, */
     TURNS = 4,      /* and pieces that a thread takes, at least */
+    AHEAD = 8192,   /* bytes of codes that are asked for before they are used, */
+    ROWS_AHEAD = 8, /* and outputs whose scales are */
 };
 
 /* What threads share. */
@@ -49,7 +52,7 @@ INLINE void tile(const Few *f, const Scales *s, int64_t out, const int rows, con
         UNROLL for (int o = 0; o < outs; o++) {
             const uint8_t *at = codes + o * ins / 2 + b * BLOCK / 2;
             const __m512i packed = _mm512_loadu_si512(at);
-            _mm_prefetch((const char *)at + outs * ins / 2, _MM_HINT_T0);
+            _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T0);
             __m512bh level[WORDS];
             level[0] = (__m512bh)_mm512_permutexvar_epi16(packed, f->table);
             level[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 4), f->table);
@@ -97,11 +100,13 @@ static void take_piece(const Few *f, int64_t first, int64_t last, Scales *s) {
     float sums[FEW_ROWS * PIECE];
     for (int64_t block = first; block < last; block += PIECE) {
         const int64_t end = least(block + PIECE, last);
-        for (int64_t out = block; out < end; out += OUTS) {
-            const int outs = (int)least(OUTS, end - out);
-            for (int o = 0; o < outs; o++)
+        for (int64_t out = block, outs; out < end; out += outs) {
+            outs = f->p.ins < LONG ? 1 : least(OUTS, end - out);
+            for (int o = 0; o < outs; o++) {
+                ask_scales(f->p.packed, out + o + ROWS_AHEAD);
                 s->lows = unit_scales(f->p.packed, out + o, s->scale[o], f->lows ? s->low[o] : NULL);
-            tiles[f->p.rows - 1](f, s, out, outs, sums + (out - block));
+            }
+            tiles[f->p.rows - 1](f, s, out, (int)outs, sums + (out - block));
         }
         finish(&f->p, sums, PIECE, 0, f->p.rows, block, end - block);
     }

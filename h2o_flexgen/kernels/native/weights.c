@@ -64,11 +64,12 @@ static int64_t size_of(int64_t kind) { return kind == FLOAT32 ? 4 : kind == E8M0
 static void times_super(const uint16_t *super, int64_t per, int64_t n, float *to) {
 #ifdef __AVX512BF16__
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const int64_t blocks = (n + per - 1) / per;
+    const int shift = __builtin_ctzll((unsigned long long)per);
+    const int64_t blocks = (n + per - 1) >> shift;
     for (int64_t i = 0; i < n; i += LANES) {
-        const __mmask16 mask = first_lanes(blocks - i / per);
-        const __m512 factors = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, super + i / per));
-        const __m512i which = _mm512_srli_epi32(lanes, per == LANES ? 4 : 3);
+        const __mmask16 mask = first_lanes(blocks - (i >> shift));
+        const __m512 factors = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, super + (i >> shift)));
+        const __m512i which = _mm512_srli_epi32(lanes, (unsigned)shift);
         _mm512_storeu_ps(to + i, _mm512_mul_ps(_mm512_loadu_ps(to + i), _mm512_permutexvar_ps(which, factors)));
     }
     return;
@@ -81,12 +82,11 @@ static void times_super(const uint16_t *super, int64_t per, int64_t n, float *to
 
 /* The numbers of groups as those of units, `times` a group, a power of two. Writes whole vectors. */
 static void repeat(const float *from, int64_t times, int64_t units, float *to) {
-    int shift = 0;
-    while (1 << shift < times) shift++;
+    const int shift = __builtin_ctzll((unsigned long long)times);
 #ifdef __AVX512BF16__
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     for (int64_t i = 0; i < units; i += LANES) {
-        const __m512i which = _mm512_srli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32((int)(i % times))), shift);
+        const __m512i which = _mm512_srli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32((int)(i & (times - 1)))), shift);
         const __m512 some = _mm512_loadu_ps(from + (i >> shift));
         _mm512_storeu_ps(to + i, shift ? _mm512_permutexvar_ps(which, some) : some);
     }
@@ -95,16 +95,30 @@ static void repeat(const float *from, int64_t times, int64_t units, float *to) {
 #endif
 }
 
+static void ask(const void *from, int64_t row, int64_t bytes) {
+    const char *at = (const char *)from + row * bytes;
+    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(at + i, _MM_HINT_T0);
+}
+
+void ask_scales(const Packed *w, int64_t out) {
+    const int64_t groups = w->group ? (w->ins + w->group - 1) >> __builtin_ctzll((uint64_t)w->group) : 1;
+    const int64_t blocks = (w->ins + 255) / 256;
+    ask(w->scale, out, groups * size_of(w->scale_kind));
+    if (w->scale_kind == SUPER) ask(w->super_scale, out, blocks * 2);
+    if (w->low) ask(w->low, out, groups * size_of(w->low_kind));
+    if (w->low_kind == SUPER) ask(w->super_low, out, blocks * 2);
+}
+
 int unit_scales(const Packed *w, int64_t out, float *scale, float *low) {
-    const int64_t unit = unit_of(w), units = up(w->ins, unit) / unit;
-    const int64_t group = w->group ? w->group : up(w->ins, unit);
-    const int64_t groups = (w->ins + group - 1) / group, blocks = (w->ins + 255) / 256;
+    const int64_t unit = unit_of(w), unit_bits = unit == 32 ? 5 : 4, units = (w->ins + unit - 1) >> unit_bits;
+    const int64_t times = w->group >> unit_bits, group_bits = w->group ? __builtin_ctzll((uint64_t)w->group) : 0;
+    const int64_t groups = w->group ? (w->ins + w->group - 1) >> group_bits : 1, blocks = (w->ins + 255) / 256;
     float s[units + 2 * LANES], l[units + 2 * LANES];
     const char *at = (const char *)w->scale + out * groups * size_of(w->scale_kind);
     numbers_of(w->scale_kind, at, groups, s);
-    if (w->scale_kind == SUPER) times_super((const uint16_t *)w->super_scale + out * blocks, 256 / group, groups, s);
+    if (w->scale_kind == SUPER) times_super((const uint16_t *)w->super_scale + out * blocks, 256 >> group_bits, groups, s);
     if (w->group)
-        repeat(s, group / unit, units, scale);
+        repeat(s, times, units, scale);
     else
         for (int64_t i = 0; i < units; i++) scale[i] = s[0];
     if (w->low_kind == NONE || !low) return 0;
@@ -114,13 +128,13 @@ int unit_scales(const Packed *w, int64_t out, float *scale, float *low) {
     }
     at = (const char *)w->low + out * groups * size_of(w->low_kind);
     numbers_of(w->low_kind, at, groups, l);
-    if (w->low_kind == SUPER) times_super((const uint16_t *)w->super_low + out * blocks, 256 / group, groups, l);
+    if (w->low_kind == SUPER) times_super((const uint16_t *)w->super_low + out * blocks, 256 >> group_bits, groups, l);
     if (w->low_kind == SUPER)
         for (int64_t i = 0; i < groups; i++) l[i] = -l[i];
     if (w->low_kind == ZERO)
         for (int64_t i = 0; i < groups; i++) l[i] *= -s[i];
     if (w->group)
-        repeat(l, group / unit, units, low);
+        repeat(l, times, units, low);
     else
         for (int64_t i = 0; i < units; i++) low[i] = l[0];
     return 1;

@@ -28,6 +28,9 @@ INLINE int64_t units_room(int64_t ins) { return up(ins, 16 * LANES) / 16 + LANES
    `low` is NULL where it is not wanted. */
 int unit_scales(const Packed *w, int64_t out, float *scale, float *low);
 
+/* Asks for the scales and lows of a row that is wanted later. */
+void ask_scales(const Packed *w, int64_t out);
+
 /* Row `out` in bfloat16 or float32; `scale` and `low` are room for its units. */
 void expand_row(const Packed *w, int64_t out, bf16 *to, float *scale, float *low);
 void expand_row_wide(const Packed *w, int64_t out, float *to, float *scale, float *low);
