@@ -1,9 +1,10 @@
-/* y = x w^T for a few rows of x and weights of 4 bits, bound by how fast the codes come from memory.
+/* y = x w^T for a few rows of x and weights of 4 or 8 bits, bound by how fast the codes come from memory.
 
-   A vector of 64 bytes holds 128 codes; the codes of one place within 16 bits are 32 levels, by one shift and one
-   permutation of a table. They belong to every fourth input, so x is put in that order once. Sums of a block of 128
-   inputs are multiplied by the scales of its four units and added up; lows are multiplied by the sums of x over units.
-   Levels are exact in bfloat16: unlike in `linear` and `gemm`, scaled weights are not rounded. */
+   A vector of 64 bytes holds 128 codes of 4 bits; those of one place within 16 bits are 32 levels, by one shift and one
+   permutation of a table. They belong to every fourth input, so x is put in that order once. A code of 8 bits is the
+   sum of two such levels, of its halves. Sums of a vector's inputs are multiplied by the scales of its four units and
+   added up; lows are multiplied by the sums of x over units. Levels are exact in bfloat16: unlike in `linear` and
+   `gemm`, scaled weights are not rounded. */
 
 #include "few.h"
 
@@ -11,9 +12,8 @@
 #include "team.h"
 
 enum {
-    BLOCK = 128,    /* inputs of a vector of codes */
-    WORDS = 4,      /* codes in 16 bits */
-    UNIT = 32,      /* inputs of a scale */
+    PLACES = 4,     /* of 4 bits within 16 */
+    UNITS = 4,      /* of a vector of codes: inputs that share a scale */
     OUTS = 4,       /* outputs of a tile, */
     LONG = 4096,    /* inputs, from which on there are several: of short rows that would be too many streams */
     PIECE = 48,     /* outputs that are finished together, */
@@ -25,9 +25,9 @@ enum {
 /* What threads share. */
 typedef struct {
     Product p;
-    const bf16 *x;     /* (rows, ins): in each block the inputs of the first code in 16 bits, of the second, ... */
+    const bf16 *x;     /* (rows, ins): of each vector the inputs of the first code in 16 bits, of the second, ... */
     const float *sums; /* (rows, units) of x */
-    __m512i table;     /* levels, twice; where lows are -8 times the scale it has them */
+    __m512i table[2];  /* levels, twice, of even and odd places; where lows are -8 times the scale they have them */
     int lows;          /* whether there are others */
     int64_t next;      /* output that no thread has taken */
     int64_t piece;
@@ -40,31 +40,35 @@ typedef struct {
     int lows;
 } Scales;
 
-/* The sums of `rows` x `outs` from output `out` on: to (rows, PIECE). */
-INLINE void tile(const Few *f, const Scales *s, int64_t out, const int rows, const int outs, float *to) {
-    const int64_t ins = f->p.ins, blocks = ins / BLOCK, units = ins / UNIT;
+/* The sums of `rows` x `outs` from output `out` on: to (rows, PIECE). `halves`: a code has 8 bits. */
+INLINE void tile(const Few *f, const Scales *s, int64_t out, const int halves, const int rows, const int outs,
+                 float *to) {
+    const int64_t block = halves ? 64 : 128, ins = f->p.ins, blocks = ins / block, units = blocks * UNITS;
+    const int64_t row_bytes = halves ? ins : ins / 2;
     const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    const uint8_t *codes = f->p.packed->codes + out * ins / 2;
+    const uint8_t *codes = f->p.packed->codes + out * row_bytes;
     __m512 acc[FEW_ROWS][OUTS];
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int o = 0; o < outs; o++) acc[r][o] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b++) {
         UNROLL for (int o = 0; o < outs; o++) {
-            const uint8_t *at = codes + o * ins / 2 + b * BLOCK / 2;
+            const uint8_t *at = codes + o * row_bytes + b * 64;
             const __m512i packed = _mm512_loadu_si512(at);
             _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T0);
-            __m512bh level[WORDS];
-            level[0] = (__m512bh)_mm512_permutexvar_epi16(packed, f->table);
-            level[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 4), f->table);
-            level[2] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 8), f->table);
-            level[3] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 12), f->table);
-            const __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(s->scale[o] + b * (BLOCK / UNIT)));
+            __m512bh level[PLACES];
+            level[0] = (__m512bh)_mm512_permutexvar_epi16(packed, f->table[0]);
+            level[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 4), f->table[1]);
+            level[2] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 8), f->table[0]);
+            level[3] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 12), f->table[1]);
+            const __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(s->scale[o] + b * UNITS));
             const __m512 scale = _mm512_permutexvar_ps(spread, four);
             UNROLL for (int r = 0; r < rows; r++) {
-                const bf16 *x = f->x + r * ins + b * BLOCK;
+                const bf16 *x = f->x + r * ins + b * block;
                 __m512 sum = _mm512_setzero_ps();
-                UNROLL for (int w = 0; w < WORDS; w++)
-                    sum = _mm512_dpbf16_ps(sum, level[w], (__m512bh)_mm512_loadu_si512(x + w * UNIT));
+                UNROLL for (int place = 0; place < PLACES; place++) {
+                    const int vector = halves ? place / 2 : place;
+                    sum = _mm512_dpbf16_ps(sum, level[place], (__m512bh)_mm512_loadu_si512(x + vector * 2 * LANES));
+                }
                 acc[r][o] = _mm512_fmadd_ps(sum, scale, acc[r][o]);
             }
         }
@@ -82,19 +86,21 @@ INLINE void tile(const Few *f, const Scales *s, int64_t out, const int rows, con
     }
 }
 
-#define ROWS(R) \
-    static void tile_##R(const Few *f, const Scales *s, int64_t out, int outs, float *to) { \
+#define TILES(HALVES, R) \
+    static void tile_##HALVES##_##R(const Few *f, const Scales *s, int64_t out, int outs, float *to) { \
         if (outs == OUTS) \
-            tile(f, s, out, R, OUTS, to); \
+            tile(f, s, out, HALVES, R, OUTS, to); \
         else \
             for (int o = 0; o < outs; o++) { \
                 const Scales one = {{s->scale[o]}, {s->low[o]}, s->lows}; \
-                tile(f, &one, out + o, R, 1, to + o); \
+                tile(f, &one, out + o, HALVES, R, 1, to + o); \
             } \
     }
-ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
-static void (*const tiles[])(const Few *, const Scales *, int64_t, int, float *) = {tile_1, tile_2, tile_3,
-                                                                                   tile_4, tile_5, tile_6};
+TILES(0, 1) TILES(0, 2) TILES(0, 3) TILES(0, 4) TILES(0, 5) TILES(0, 6)
+TILES(1, 1) TILES(1, 2) TILES(1, 3) TILES(1, 4) TILES(1, 5) TILES(1, 6)
+static void (*const tiles[2][FEW_ROWS])(const Few *, const Scales *, int64_t, int, float *) = {
+    {tile_0_1, tile_0_2, tile_0_3, tile_0_4, tile_0_5, tile_0_6},
+    {tile_1_1, tile_1_2, tile_1_3, tile_1_4, tile_1_5, tile_1_6}};
 
 static void take_piece(const Few *f, int64_t first, int64_t last, Scales *s) {
     float sums[FEW_ROWS * PIECE];
@@ -106,7 +112,7 @@ static void take_piece(const Few *f, int64_t first, int64_t last, Scales *s) {
                 ask_scales(f->p.packed, out + o + ROWS_AHEAD);
                 s->lows = unit_scales(f->p.packed, out + o, s->scale[o], f->lows ? s->low[o] : NULL);
             }
-            tiles[f->p.rows - 1](f, s, out, (int)outs, sums + (out - block));
+            tiles[!has_nibbles(f->p.packed)][f->p.rows - 1](f, s, out, (int)outs, sums + (out - block));
         }
         finish(&f->p, sums, PIECE, 0, f->p.rows, block, end - block);
     }
@@ -127,41 +133,48 @@ static void take_pieces(void *task, int member) {
     free(held);
 }
 
+static int64_t block_of(const Packed *w) { return has_nibbles(w) ? 128 : 64; }
+
 /* x as `tile` wants it, and its sums over units. */
 static void arrange(const Product *p, bf16 *x, float *sums) {
+    const int64_t block = block_of(p->packed), vectors = block / (2 * LANES), unit = block / UNITS;
     for (int64_t r = 0; r < p->rows; r++, x += p->ins) {
         const bf16 *from = p->x + r * p->x_stride;
-        for (int64_t i = 0; i < p->ins; i += BLOCK)
-            for (int64_t w = 0; w < WORDS; w++)
-                for (int64_t j = 0; j < UNIT; j++) x[i + w * UNIT + j] = from[i + WORDS * j + w];
-        for (int64_t i = 0; i < p->ins; i += UNIT) {
-            const __m512 low = widened(_mm256_loadu_si256((const __m256i *)(from + i)));
-            const __m512 high = widened(_mm256_loadu_si256((const __m256i *)(from + i + LANES)));
-            *sums++ = _mm512_reduce_add_ps(_mm512_add_ps(low, high));
+        for (int64_t i = 0; i < p->ins; i += block)
+            for (int64_t v = 0; v < vectors; v++)
+                for (int64_t j = 0; j < 2 * LANES; j++) x[i + v * 2 * LANES + j] = from[i + vectors * j + v];
+        for (int64_t i = 0; i < p->ins; i += unit) {
+            __m512 sum = widened(_mm256_loadu_si256((const __m256i *)(from + i)));
+            if (unit > LANES) sum = _mm512_add_ps(sum, widened(_mm256_loadu_si256((const __m256i *)(from + i + LANES))));
+            *sums++ = _mm512_reduce_add_ps(sum);
         }
     }
 }
 
 int takes_few(const Product *p) {
-    return p->packed && has_nibbles(p->packed) && p->rows <= FEW_ROWS && p->ins % BLOCK == 0;
+    return p->packed && p->packed->levels != E4M3 && p->rows <= FEW_ROWS && p->ins % block_of(p->packed) == 0;
 }
 
-/* What codes stand for, twice. */
-static __m512i levels_of(const Packed *w) {
+static __m512i twice(__m512 levels) { return _mm512_broadcast_i64x4(rounded(levels)); }
+
+/* What codes of 4 bits stand for, or the lower and the upper half of one of 8. */
+static void set_tables(const Packed *w, __m512i *table) {
     static const float E2M1_LEVELS[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
     const __m512 whole = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512 levels = w->levels == UINT4 ? whole : _mm512_loadu_ps(E2M1_LEVELS);
+    const __m512 upper = _mm512_setr_ps(0, 16, 32, 48, 64, 80, 96, 112, -128, -112, -96, -80, -64, -48, -32, -16);
+    const __m512 levels = w->levels == E2M1 ? _mm512_loadu_ps(E2M1_LEVELS) : whole;
     const float down = w->low_kind == MIDDLE ? 8 : 0;
-    return _mm512_broadcast_i64x4(rounded(_mm512_sub_ps(levels, _mm512_set1_ps(down))));
+    table[0] = twice(_mm512_sub_ps(levels, _mm512_set1_ps(down)));
+    table[1] = w->levels == INT8 ? twice(upper) : table[0];
 }
 
 int few(const Product *p, int threads) {
-    bf16 *x = aligned_alloc(64, (size_t)up(p->rows * p->ins, UNIT) * sizeof *x);
-    float *sums = malloc((size_t)(p->rows * p->ins / UNIT) * sizeof *sums);
+    bf16 *x = aligned_alloc(64, (size_t)(p->rows * p->ins) * sizeof *x);
+    float *sums = malloc((size_t)(p->rows * p->ins / block_of(p->packed) * UNITS) * sizeof *sums);
     Few all = {.p = *p, .x = x, .sums = sums, .failed = !x || !sums};
     if (!all.failed) {
         arrange(p, x, sums);
-        all.table = levels_of(p->packed);
+        set_tables(p->packed, all.table);
         all.lows = p->packed->low_kind != MIDDLE;
         const int64_t share = p->outs / (TURNS * threads) / PIECE;
         all.piece = most(1, least(share, 8)) * PIECE;

@@ -1,4 +1,4 @@
-/* Products of a few rows with weights of 4 bits: see few.c. */
+/* Products of a few rows with weights of 4 or 8 bits: see few.c. */
 #ifndef FEW_H
 #define FEW_H
 
