@@ -78,7 +78,7 @@ class Bench:
         self._allocation = memory.allocate(arena_bytes or arena_size())
         self.arena = self._allocation.tensor
         # The first touch of memory can take longer than anything that is measured: all of it is written here.
-        self._tile_over(self.arena.view(self.dtype))
+        self.refill()
 
     def measure(self, figure: str, call: Callable[[], object], seconds: float, **settings: Any) -> Sample:
         """See Timer.measure; the sample is one of those that `figure` of this device is made of."""
@@ -109,6 +109,10 @@ class Bench:
         """Weights (out, in) without end, one place of the arena after the other."""
         places = self.places(out_features * in_features * self.itemsize)
         return cycle([place.view(self.dtype).view(out_features, in_features) for place in places])
+
+    def refill(self) -> None:
+        """The arena full of small numbers again, whatever was written to it."""
+        self._tile_over(self.arena.view(self.dtype))
 
     def close(self) -> None:
         """Give the arena back."""

@@ -27,6 +27,7 @@ from h2o_flexgen.calibration.links import (
     measured_rate,
     queued_sample,
 )
+from h2o_flexgen.calibration.packed import packed_factors, usual_packings
 from h2o_flexgen.calibration.stored import keep_profile, machine_facts, profile_key
 from h2o_flexgen.calibration.ticks import recorded_ticks, unexplained_ticks
 from h2o_flexgen.calibration.timing import WIDE, Repeats, Spreads, TimeBudget, Timer
@@ -50,6 +51,7 @@ Progress = Callable[[str, float, float], None]
 
 COMPUTE_PARTS = {
     "products": 12.0,
+    "packed products": 4.0,
     "memory": 1.0,
     "elementwise": 1.5,
     "attention of decode steps": 7.0,
@@ -72,7 +74,8 @@ _REPEATED = 2 / 3  # of the seconds: what measuring again may take beside them
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is measured, and where. `emulated`: a gpu tier in host memory; `file_bytes`: of the file read at most.
+    """What is measured, and where. Of packed weights in `spec` it is how long products with them take, all else is
+    measured in the dtype. `emulated`: a gpu tier in host memory; `file_bytes`: of the file read at most.
 
     dtype: a word of config.model.tensors. budget_s: seconds in all, about; measuring everything once may take longer.
     Beside that, two thirds of it at most go to measuring again what something disturbed.
@@ -105,7 +108,8 @@ class Calibration:
     @property
     def unit_bytes(self) -> int:
         """The largest unit of a layer, as it is moved."""
-        sizes = [group.buffer_bytes(self.dtype) for group in self.spec.weight_groups if group.key.startswith("layers.")]
+        groups = replace(self.spec, packings=()).weight_groups
+        sizes = [group.buffer_bytes(self.dtype) for group in groups if group.key.startswith("layers.")]
         return max(sizes)
 
     @property
@@ -181,7 +185,8 @@ class CalibrationRun:
         )
 
     def _bench(self, device: torch.device) -> Bench:
-        return Bench(self._c.spec, self._c.dtype, device, self._c.arena_bytes, self.spreads, self._repeats)
+        spec = replace(self._c.spec, packings=())
+        return Bench(spec, self._c.dtype, device, self._c.arena_bytes, self.spreads, self._repeats)
 
     def _start(self, part: str) -> float:
         self._on_progress(part, self._budget.elapsed, self._budget.seconds)
@@ -204,6 +209,7 @@ class CalibrationRun:
             return self._start(_on(bench.name, part))
 
         shapes = compute.product_shapes(bench, seconds("products"))
+        packed = packed_factors(bench, usual_packings(self._c.spec), seconds("packed products"))
         memory = compute.fastest_read(bench, shapes, seconds("memory"))
         share = seconds("elementwise")
         elementwise = compute.elementwise_rate(bench, share * 0.6)
@@ -224,6 +230,7 @@ class CalibrationRun:
             reads_all_slots=bench.name == "cpu" and not available(bench.dtype, spec.head_dim, bench.device),
             fused_products=_fuses(bench),
             torch_attention=bench.name == "gpu" and not by_triton(bench.device, spec.head_dim),
+            packed=packed,
         )
         recorded = recorded_ticks(bench, rates, seconds(RECORDED)) if bench.name == "gpu" else None
         return replace(rates, tick_s=unexplained_ticks(bench, rates, seconds("ticks")), graph_tick_s=recorded)

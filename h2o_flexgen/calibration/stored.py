@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from h2o_flexgen.config.hardware.profile import HardwareProfile, kept_file, load_kept
+from h2o_flexgen.config.model.packing import groupwise
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.reports.record import host_facts
 from h2o_flexgen.engine.execution.cuda_graphs import recorder
@@ -45,7 +46,9 @@ def profile_key(
     kinds = (arch.gated_mlp, arch.activation, arch.norm, arch.mlp_bias, arch.parallel, arch.qk_norm, arch.post_norms)
     machine = [facts.get(name) for name in ("cpu", "cores", "threads", "gpu", "torch", "kernels", "triton", "graphs")]
     place = str(_mount_point(Path(offload_dir)))
-    everything = [machine, memory, place, dtype, emulated, *shapes, spec.embed_dim, *kinds]
+    everything: list[object] = [machine, memory, place, dtype, emulated, *shapes, spec.embed_dim, *kinds]
+    if packed := sorted({str(packing) for _, packing in spec.packings} - {str(groupwise(bits, 64)) for bits in (8, 4)}):
+        everything.append(packed)  # others than those that are measured for every model
     digest = hashlib.sha256(json.dumps(everything).encode()).hexdigest()[:16]
     return f"{'gpu' if device.type == 'cuda' or emulated else 'cpu'}-{dtype}-{spec.hidden_size}-{digest}"
 

@@ -64,7 +64,8 @@ class Compute:
             return 0.0
         arch, width = block.spec.arch, block.spec.hidden_size
         seconds = self._moves.transfers(task)[-1].seconds
-        seconds += self._rates.gemm_seconds(rows, *block.spec.products("attn")[-1], block.itemsize)
+        packed = self._rates.packed_factor(block.spec.packed_shares["attn"], rows, block.itemsize)
+        seconds += packed * self._rates.gemm_seconds(rows, *block.spec.products("attn")[-1], block.itemsize)
         if arch.post_norms or not arch.pre_norm:
             seconds += self._norm(rows, width)
         return seconds
@@ -238,8 +239,7 @@ class Compute:
         return sum(count * self._products(kind, tokens) for tokens, count in parts.items())
 
     def _products(self, kind: str, rows: int) -> float:
-        size = self._block.itemsize
-        return sum(self._rates.gemm_seconds(rows, *product, size) for product in self._block.spec.products(kind))
+        return self._rates.products_seconds(self._block.spec, kind, rows, self._block.itemsize)
 
     def _half(self, tokens: int, *, attn: bool) -> float:
         """The norms and the residual addition of one half of a layer. A product that adds to the residual reads it."""

@@ -192,11 +192,13 @@ class _Roofline:
 
     def _products(self, work: PhaseWork) -> Iterator[_Spent]:
         rates = self._request.machine.rates(self._tier)
-        # Up to so many rows a matrix is multiplied with sooner than it is read.
-        few = self._size * peak_flops(rates) / (2 * rates.memory_bytes_per_s)
+        spec, dtype = self._request.spec, self._request.dtype
         for (kind, rows), calls in work.products.items():
-            seconds = sum(rates.gemm_seconds(rows, *each, self._size) for each in self._request.spec.products(kind))
-            yield _Spent("products", READS if rows <= few else ARITHMETIC, calls * seconds)
+            # Whether a matrix is multiplied with sooner than it is read.
+            arithmetic = 2 * rows * _numbers(spec, kind) / peak_flops(rates)
+            few = arithmetic <= _matrix_bytes(spec, kind, dtype) / rates.memory_bytes_per_s
+            seconds = rates.products_seconds(spec, kind, rows, self._size)
+            yield _Spent("products", READS if few else ARITHMETIC, calls * seconds)
 
     def _caches(self, work: PhaseWork) -> Iterator[_Spent]:
         """Attention of decode steps; every call as large as they are on average."""
@@ -242,19 +244,6 @@ def _numbers(spec: ModelSpec, kind: str) -> int:
 
 
 def _matrix_bytes(spec: ModelSpec, kind: str, dtype: str) -> float:
-    """Of the matrices of a unit of `kind`; where some are packed, in the mean over such units."""
-    if not spec.packings:
-        return _numbers(spec, kind) * dtype_bytes(dtype)
-    units = [unit for unit in spec.units if unit.kind == kind]
-    table = "embed.tokens" if spec.arch.tied_head and kind == "head" else None
-    tensors = (tensor for unit in units for tensor in spec.groups_by_key[unit.weights].tensors)
-    read = (
-        each for each in tensors if len(each.shape) == 2 and (each.name == table or _is_multiplied(each.name, kind))
-    )
-    return sum(each.nbytes(dtype) for each in read) / len(units)
-
-
-def _is_multiplied(name: str, kind: str) -> bool:
-    """Whether a unit of `kind` has a product with the matrix `name` of its weight group."""
-    part = name.split(".", 1)[0]
-    return name not in ("embed.tokens", "embed.positions") and part == (kind if kind in ("embed", "head") else "layers")
+    """Of the matrices of a unit of `kind`, in the mean over such units."""
+    count = sum(unit.kind == kind for unit in spec.units)
+    return sum(each.nbytes(dtype) for each in spec.multiplied[kind]) / count

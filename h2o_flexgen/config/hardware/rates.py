@@ -9,9 +9,10 @@ import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from h2o_flexgen.config.checks import truth, whole
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import UsageError
 
 Points = tuple[tuple[float, float], ...]
@@ -91,6 +92,14 @@ class GemmShape:
             whole(getattr(self, name), name, 1)
 
 
+UNMEASURED_PACKED: Mapping[int, Curve] = {
+    2: Curve(((1, 0.85), (8, 1.1), (32, 1.1), (64, 1.02))),
+    4: Curve(((1, 3.0), (32, 3.0), (256, 1.5))),
+}
+"""How many times as long a product takes whose weight is packed, over its rows, where that was not measured, by the
+bytes per number of the dtype: as 4 bits in bfloat16 did on a CPU with AVX-512, and an assumption for float32."""
+PACKED_BITS = ("4", "8")
+
 UNIT_KINDS = ("embed", "attn", "mlp", "head")
 
 
@@ -101,6 +110,8 @@ class ComputeRates:
     gemm_flops          FLOP/s over the number of rows, weights large and not in any cache: for shapes not in `shapes`
     memory_bytes_per_s  of streaming reads: no product is faster than its weight can be read
     shapes              products at the shapes of a model (`ModelSpec.products`), where they were measured
+    packed              how many times as long as in the dtype a product takes whose weight is packed in so many bits
+                        ("4", "8"), over the number of rows; those left out take as long as UNMEASURED_PACKED says
     decode_attention    seconds of one `KVCache.attend` (all rows and heads of a GPU batch in one layer), its fixed cost
                         included, over the bytes of K and V it reads. `scored`: by a policy that evicts by score, so
                         with probability rows, their sum, and the choice of what goes
@@ -136,6 +147,7 @@ class ComputeRates:
     graph_tick_s: Curve | None = None
     fused_products: bool = False
     torch_attention: bool = False
+    packed: Mapping[str, Curve] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes_per_s", "elementwise_bytes_per_s"):
@@ -151,6 +163,8 @@ class ComputeRates:
         ):
             if set(getattr(self, name)) != set(keys):
                 raise UsageError(f"{name} has {sorted(getattr(self, name))}", f"needed {', '.join(keys)}")
+        if not set(self.packed) <= set(PACKED_BITS):
+            raise UsageError(f"packed has {sorted(self.packed)}", f"needed bits among {', '.join(PACKED_BITS)}")
         ticks = [("tick_s", value) for value in self.tick_s.values() if not isinstance(value, Curve)]
         for name, value in [*ticks, ("sample_s", self.sample_s)]:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -171,6 +185,19 @@ class ComputeRates:
                 return shape.seconds.time_at(rows)
         reading = out_features * in_features * itemsize / self.memory_bytes_per_s
         return max(reading, 2 * rows * out_features * in_features / self.gemm_flops.at(rows))
+
+    def products_seconds(self, spec: ModelSpec, kind: str, rows: float, itemsize: int) -> float:
+        """Of all products of a unit of `kind`, its weights packed as those of `spec` are, in the mean over such units.
+
+        itemsize: bytes of a number of the dtype that is computed with.
+        """
+        plain = sum(self.gemm_seconds(rows, *product, itemsize) for product in spec.products(kind))
+        return plain * self.packed_factor(spec.packed_shares[kind], rows, itemsize)
+
+    def packed_factor(self, shares: Mapping[int, float], rows: float, itemsize: int) -> float:
+        """How many times as long as in the dtype products take of whose numbers `shares` are packed, by their bits."""
+        curves = {bits: self.packed.get(str(bits), UNMEASURED_PACKED[itemsize]) for bits in shares}
+        return 1 + sum(share * (curves[bits].at(rows) - 1) for bits, share in shares.items())
 
 
 def _positive(value: float, name: str) -> None:

@@ -84,6 +84,11 @@ class Packing:
         return 8 * self.nbytes(shape) / (shape[0] * shape[1])
 
 
+def groupwise(bits: int, group: int) -> Packing:
+    """How matrices are packed in 4 or 8 bits that are stored in more, `group` inputs sharing a scale."""
+    return Packing("uint4", group) if bits == 4 else Packing("int8", group, low="none")
+
+
 @cache
 def _parts(packing: Packing, shape: tuple[int, ...]) -> tuple[Part, ...]:
     if len(shape) != 2:

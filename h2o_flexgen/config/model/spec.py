@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
-from h2o_flexgen.config.model.packing import Packing
+from h2o_flexgen.config.model.packing import Packing, groupwise
 from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup, dtype_bytes
 from h2o_flexgen.errors import ModelError, UsageError
 
@@ -135,13 +135,12 @@ class ModelSpec:
         Norms, biases, learned positions and an untied embedding stay as they are; the head has 8 bits at least, and
         where it is tied so has the one table.
         """
-        made = {4: Packing("uint4", group), 8: Packing("int8", group, low="none")}
         packings = []
         for tensor in (tensor for each in self.weight_groups for tensor in each.tensors):
             table = tensor.name in ("embed.tokens", "head.vocab")
             kept = tensor.name == "embed.positions" or (tensor.name == "embed.tokens" and not self.arch.tied_head)
             if len(tensor.shape) == 2 and not kept and not tensor.shape[1] % 2:
-                packings.append((tensor.name, made[8 if table else bits]))
+                packings.append((tensor.name, groupwise(8 if table else bits, group)))
         return replace(self, packings=tuple(packings))
 
     @property
@@ -197,6 +196,32 @@ class ModelSpec:
             return Product(self.ffn_size * (2 if self.arch.gated_mlp else 1), hidden), Product(hidden, self.ffn_size)
         vocab = Product(self.vocab_size, self.embed_dim)
         return (Product(self.embed_dim, hidden), vocab) if self.bridged else (vocab,)
+
+    @cached_property
+    def multiplied(self) -> dict[str, tuple[TensorSpec, ...]]:
+        """By the kind of unit, the matrices that the products of all such units read."""
+        found: dict[str, tuple[TensorSpec, ...]] = {}
+        looked_up = ("embed.tokens", "embed.positions")
+        for unit in self.units:
+            table = ("embed.tokens",) if unit.kind == "head" and self.arch.tied_head else ()
+            matrices = (each for each in self.groups_by_key[unit.weights].tensors if len(each.shape) == 2)
+            own = (each for each in matrices if each.name.startswith(f"{unit.name}.") or each.name in table)
+            read = (each for each in own if each.name in table or each.name not in looked_up)
+            found[unit.kind] = (*found.get(unit.kind, ()), *read)
+        return found
+
+    @cached_property
+    def packed_shares(self) -> dict[str, dict[int, float]]:
+        """By the kind of unit: of the numbers that its products read, the share with so many bits, where they are
+        packed, in the mean over such units."""
+        found: dict[str, dict[int, float]] = {}
+        for kind, tensors in self.multiplied.items():
+            whole, numbers = sum(each.numel for each in tensors), dict[int, int]()
+            for each in tensors:
+                if each.packing is not None:
+                    numbers[each.packing.bits] = numbers.get(each.packing.bits, 0) + each.numel
+            found[kind] = {bits: count / whole for bits, count in numbers.items()}
+        return found
 
     @property
     def all_products(self) -> tuple[Product, ...]:
