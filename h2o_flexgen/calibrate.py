@@ -17,6 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from h2o_flexgen.cli.arguments import add_compress_weight
 from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import (
     add_json,
@@ -37,7 +38,10 @@ from h2o_flexgen.cores import sharing_warning
 from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
 
-TAKEN = ("model", "path", "revision", "offline", "dtype", "device", "emulate_gpu", "offload_dir")
+TAKEN = (
+    *("model", "path", "revision", "offline", "dtype", "device", "emulate_gpu", "offload_dir"),
+    *("weight_bits", "weight_group", "dequantize"),
+)
 """The settings of an engine that say what is measured, and where."""
 
 
@@ -81,12 +85,13 @@ def _run(argv: Sequence[str] | None) -> int:
 def _calibration(config: EngineConfig, args: Namespace) -> Any:
     from h2o_flexgen.calibration import Calibration
     from h2o_flexgen.checkpoint.hub import resolve_model
+    from h2o_flexgen.checkpoint.opening import stored_spec
     from h2o_flexgen.engine.limits.devices import offload_folder, resolve_device, resolve_dtype
 
     found = resolve_model(
         config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=False
     )
-    spec, device = found.spec(), resolve_device(config)
+    spec, device = config.kept(stored_spec(found)), resolve_device(config)
     return Calibration(
         spec,
         resolve_dtype(config.dtype, spec.dtype, device),
@@ -105,6 +110,7 @@ def _parser() -> Parser:
     )
     refused = set(EngineConfig.__dataclass_fields__) - set(TAKEN)
     add_arguments(parser, EngineConfig, exclude=refused, title="model and machine")
+    add_compress_weight(parser.add_argument_group("known from FlexGen"))
     work = parser.add_argument_group("measuring")
     work.add_argument(
         "--budget-s", type=float, default=45.0, metavar="SECONDS", help="how long it may take, about (default: 45)"

@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _search(arguments: SearchArguments) -> int:
     request = arguments.request
-    for why in () if arguments.quiet else misfits(request.machine, request.spec, request.dtype):
+    *_, fewest = (request.spec, *request.choices.values())
+    for why in () if arguments.quiet else misfits(request.machine, fewest, request.dtype):
         print_error(f"note: {why}")
     result = search(request, arguments.solver)
     entry = to_json(result)

@@ -298,17 +298,17 @@ def add_known_choices(group: argparse._ArgumentGroup) -> None:
         metavar=("WG", "WC", "CG", "CC", "HG", "HC"),
         help="percent of weights, cache, hidden states on gpu and cpu each; disk has the rest",
     )
-    group.add_argument(
-        "--compress-weight",
-        dest="weight_bits",
-        action="store_const",
-        const=4,
-        default=argparse.SUPPRESS,
-        help="--weight-bits 4",
-    )
+    add_compress_weight(group)
     group.add_argument("--policy", default="auto", metavar="auto|FILE", help="a policy file (JSON), or auto (default)")
     group.add_argument("--heavy-ratio", type=float, metavar="R", help="heavy hitters as a share; with --recent-ratio")
     group.add_argument("--compression-ratio", type=float, metavar="R", help="1 - hh-ratio")
+
+
+def add_compress_weight(group: argparse._ArgumentGroup) -> None:
+    """FlexGen's way to ask for weights of 4 bits."""
+    unset = argparse.SUPPRESS
+    text = "--weight-bits 4"
+    group.add_argument("--compress-weight", dest="weight_bits", action="store_const", const=4, default=unset, help=text)
 
 
 class _Refuse(argparse.Action):

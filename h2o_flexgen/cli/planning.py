@@ -49,8 +49,12 @@ def _lines(plan: Plan) -> Iterator[tuple[str, str]]:
         units = request.spec.units
         yield "GPUs", "; ".join(f"{units[stage[0]].name} to {units[stage[-1]].name}" for stage in request.stages)
         yield "predicted", ONE_GPU
+    if request.choices:
+        yield "bits", "as they are: --allow-compress chooses where this machine's rates are known"
     if plan.predicted is None:  # the report says why
         return
+    if "bits" in plan.predicted:
+        yield "bits", plan.predicted["bits"]["text"]
     yield "predicted", f"{predicted_text(plan.predicted)}, on the rates of {plan.predicted['hardware']}"
     yield "bound", plan.predicted["bound_text"]
     if plan.predicted.get("binding"):

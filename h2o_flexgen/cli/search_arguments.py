@@ -25,6 +25,7 @@ from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.lp import SOLVERS
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.models.quantized import read_quantization
 from h2o_flexgen.registry import suggestion
 from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.units import GIB, MIB
@@ -35,6 +36,7 @@ PROCESS = {"cpu": 512 * MIB, "gpu": 3 * GIB}
 """Host bytes that a process holds before anything is placed: Python and torch, and CUDA's libraries and context."""
 _LENGTHS = {"prompt_len": 512, "gen_len": 32}
 _OF_ENGINE = {"model", "dtype", "device", "gpu_mem", "cpu_mem", "disk_mem"}
+_OF_ENGINE |= {"weight_bits", "weight_group", "allow_compress", "dequantize"}
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def search_parser() -> Parser:
 def _request(args: argparse.Namespace) -> PlanRequest:
     engine = from_namespace(EngineConfig, args)
     named = None if args.hardware is None else find_profile(args.hardware)
-    spec = _spec(engine.model)
+    stored = _spec(engine.model)
+    spec = engine.kept(stored)
     profile = named or kept_profile(spec, engine.dtype, engine.device)
     tier = _compute_tier(engine, profile)
     eviction = eviction_of(args)
@@ -124,6 +127,7 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         baseline=PROCESS[tier],
         endless=not hasattr(args, "num_prompts"),
         triton=not profile.rates(tier).torch_attention,
+        choices=engine.choices(stored),
     )
 
 
@@ -168,19 +172,22 @@ def _fixed(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _spec(name: str) -> ModelSpec:
-    """The shape of a model: in a folder, of a well-known name, or of one in the Hugging Face cache or on the hub."""
+    """The shape of a model as it is stored in a folder, of a well-known name, or of one on the hub or in its cache."""
     shipped = resources.files("h2o_flexgen") / "data" / name
     folder = Path(str(shipped)) if name in SHIPPED else Path(name).expanduser()
     known = known_config(name)
-    if (folder / "config.json").is_file():
-        return spec_from_config(read_config(folder), name)
-    if known is not None:
-        return spec_from_config(known, name)
     gguf = folder.suffix == ".gguf" or any(folder.glob("*.gguf"))
-    if not gguf and ("/" not in name or folder.is_dir()):
+    if (folder / "config.json").is_file():
+        config = read_config(folder)
+        if read_quantization(config, name) is None:
+            return spec_from_config(config, name)
+    elif known is not None:
+        return spec_from_config(known, name)
+    elif not gguf and ("/" not in name or folder.is_dir()):
         near = suggestion(name, known_names())
         raise ModelError(f"no model {name!r}: neither a folder with a config.json nor a well-known name", near)
-    # The readers of checkpoints load torch: only names that nothing else knows have to wait for it.
+    # The readers of checkpoints load torch: only names that nothing else knows, and packed weights, wait for it.
     from h2o_flexgen.checkpoint.hub import resolve_model
+    from h2o_flexgen.checkpoint.opening import stored_spec
 
-    return resolve_model(name, need_weights=False).spec()
+    return stored_spec(resolve_model(name, need_weights=False))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from h2o_flexgen.config.checks import known_keys, whole
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import option
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import DTYPES
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.errors import UsageError
@@ -48,6 +49,7 @@ class EngineConfig:
     weights       "checkpoint", or "dummy": random numbers of the model's shape
     dtype         "auto", "float32", "bfloat16", "float16"
     weight_bits   16, or 8 or 4: matrices of a checkpoint of 16 bits or more are packed while they are loaded
+    allow_compress  whether a planner that knows the machine's rates chooses among these bits
     weight_group  inputs that share a scale then
     dequantize    whether matrices that a checkpoint has packed are expanded to `dtype` while they are loaded
     gpu_mem, cpu_mem, disk_mem   caps per tier, that of the gpu for each GPU; None: what the machine has free
@@ -74,6 +76,7 @@ class EngineConfig:
     dtype: str = option("auto", "--dtype", help="auto, float32, bfloat16, float16", metavar="DTYPE")
     weight_bits: int = option(16, "--weight-bits", help="16, or 8 or 4: weights are packed while loading", metavar="N")
     weight_group: int = option(64, "--weight-group", help="inputs that share a scale, of packed weights", metavar="N")
+    allow_compress: bool = option(False, "--allow-compress", help="let the search choose 16, 8 or 4 bits for weights")
     dequantize: bool = option(False, "--dequantize", help="expand weights that the checkpoint has packed")
     device: str = option("auto", "--device", help="auto, cpu, cuda", metavar="DEVICE")
     gpu_mem: int | None = _size("--gpu-mem", help="memory the run may use of each GPU")
@@ -118,6 +121,11 @@ class EngineConfig:
         group = whole(self.weight_group, "weight_group", 32)
         if group & (group - 1) or group > 1024:
             raise UsageError(f"weight_group is {group}", "needed a power of two from 32 to 1024")
+        if self.allow_compress and self.weight_bits != 16:
+            raise UsageError(
+                f"weight_bits={self.weight_bits} is given with allow_compress=True, which would choose them",
+                "needed one of them",
+            )
         _one_of("verify", self.verify, VERIFY)
         if isinstance(self.policy, str):
             _one_of("policy", self.policy, ("auto",))
@@ -136,6 +144,26 @@ class EngineConfig:
     def of(cls, model: str, **settings: Any) -> EngineConfig:
         """From keyword arguments; an unknown name raises UsageError with a suggestion."""
         return cls(**known_keys({"model": model, **settings}, cls))
+
+    def kept(self, stored: ModelSpec) -> ModelSpec:
+        """A model, `stored` as its checkpoint has it, as its weights are kept in memory; until a planner chooses their
+        bits, that is with all of them. UsageError for bits of what is packed already."""
+        if stored.packings and not self.dequantize:
+            if self.weight_bits == 16:
+                return stored
+            raise UsageError(
+                f"weight_bits is {self.weight_bits} for {stored.name}, whose checkpoint has packed weights",
+                "needed a checkpoint of 16 bits or more",
+                "leave it out, or dequantize as well: what is expanded is then packed anew",
+            )
+        plain = replace(stored, packings=())
+        return plain if self.weight_bits == 16 else plain.with_bits(self.weight_bits, self.weight_group)
+
+    def choices(self, stored: ModelSpec) -> dict[int, ModelSpec]:
+        """What a planner may choose among, by the bits of weights, most first; nothing where these are decided."""
+        if not self.allow_compress or (stored.packings and not self.dequantize):
+            return {}
+        return {bits: replace(self, allow_compress=False, weight_bits=bits).kept(stored) for bits in WEIGHT_BITS}
 
     @property
     def fixed_policy(self) -> OffloadPolicy:

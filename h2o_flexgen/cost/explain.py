@@ -34,6 +34,8 @@ def to_json(result: SearchResult) -> dict[str, Any]:
     return {
         "model": request.spec.name,
         "dtype": request.dtype,
+        "weight_bits": request.spec.packed_kind,
+        "bits_choice": None if result.bits is None else result.bits.to_json(),
         "compute_tier": request.compute_tier,
         "hardware": request.machine.name,
         "eviction": {**request.eviction.to_json(), "tokens": _budget(result).total},
@@ -85,8 +87,10 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
     request, predicted, policy = result.request, result.predicted, result.policy
     yield (
         "model",
-        f"{request.spec.name}, {request.dtype} on the {request.compute_tier.upper()} of {request.machine.name}",
+        f"{request.spec.name}, {_dtype(result)} on the {request.compute_tier.upper()} of {request.machine.name}",
     )
+    if result.bits is not None:
+        yield "bits", result.bits.text
     work = f"{request.workload.prompt_len} + {request.workload.gen_len} tokens"
     amount = "one block of as many as there are" if request.endless else f"{request.workload.num_sequences} sequences"
     yield "work", f"{amount}, {work}; {_eviction(result)}"
@@ -113,6 +117,15 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
         gains = ", ".join(f"{tier} {gain:+.2g} tokens/s" for tier, gain in result.more.items())
         yield "1 GiB more", f"of {gains} (by the linear program, with the block chosen anew)"
     yield "searched", f"{result.tried} block shapes, {result.simulated} plans simulated"
+
+
+def _dtype(result: SearchResult) -> str:
+    """Of numbers, and the bits of packed weights."""
+    request, kind = result.request, result.request.spec.packed_kind
+    if kind is None:
+        return request.dtype
+    groups = f" in groups of {kind['group']}" if kind["group"] else ""
+    return f"{request.dtype} with weights of {kind['bits']:g} bits{groups}"
 
 
 def _block(candidate: Candidate) -> str:

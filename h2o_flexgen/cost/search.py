@@ -16,6 +16,7 @@ from itertools import combinations
 
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import KINDS
+from h2o_flexgen.cost.bits import BitsChoice
 from h2o_flexgen.cost.candidate import Candidate, fit, place, shift
 from h2o_flexgen.cost.linear import Programs
 from h2o_flexgen.cost.lp import Program, solve
@@ -52,6 +53,8 @@ class SearchResult:
     more: Mapping[str, float] = field(default_factory=dict)
     """Generated tokens per second that one more GiB of each capped tier would add: the linear programs say so, with
     the block shape chosen anew."""
+    bits: BitsChoice | None = None
+    """Among which bits of weights was chosen; None where these were given."""
 
     @property
     def request(self) -> PlanRequest:
@@ -84,7 +87,23 @@ class SearchResult:
 
 def search(request: PlanRequest, solver: str = "highs") -> SearchResult:
     """The best policy. PlanError that names the cap that is too small, and the smallest that works, where none fits."""
-    return _PlanSearch(request, solver).run()
+    return _of_all_bits(request, solver) if request.choices else _PlanSearch(request, solver).run()
+
+
+def _of_all_bits(request: PlanRequest, solver: str) -> SearchResult:
+    """The best of all choices of bits; PlanError as of the fewest, which need least, where none fits."""
+    found: dict[int, SearchResult] = {}
+    refused: PlanError | None = None
+    for bits, spec in request.choices.items():
+        try:
+            found[bits] = _PlanSearch(replace(request, spec=spec, choices={}), solver).run()
+        except PlanError as error:
+            refused = error
+    if not found and refused is not None:
+        raise refused
+    rates = {bits: found[bits].predicted.gen_throughput if bits in found else None for bits in request.choices}
+    choice = BitsChoice(rates)
+    return replace(found[choice.bits], bits=choice)
 
 
 class _PlanSearch:

@@ -169,6 +169,8 @@ class Engine:
             baseline=baseline,
             num_gpus=config.num_gpus,
             triton=triton,
+            # Weights that are loaded are no longer a matter of choice.
+            choices=self.model.choices if self._loaded is None else {},
         )
         planner = self.planner
         if self._loaded is not None and self.last_plan is not None:
@@ -268,6 +270,8 @@ class Engine:
         if self._loaded is not None:
             self._loaded.close()
             self._loaded = None
+        if plan.request.spec is not self.model.spec:
+            self.model.keep_as(plan.request.spec)
         started = time.perf_counter()
         if must_compile():
             self._note("compiling kernels", 0, 1)

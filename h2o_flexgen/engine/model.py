@@ -2,39 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from h2o_flexgen.checkpoint.gguf.source import GgufSource
 from h2o_flexgen.checkpoint.hub import resolve_model
+from h2o_flexgen.checkpoint.opening import open_stored
 from h2o_flexgen.checkpoint.quantising import QuantisingSource
-from h2o_flexgen.checkpoint.reader import open_checkpoint
 from h2o_flexgen.checkpoint.source import DummySource, WeightSource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.limits.devices import resolve_dtype
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, read_json
 from h2o_flexgen.errors import ModelError, UsageError
-from h2o_flexgen.models.families import checkpoint_names, ignored_names, spec_from_config
-from h2o_flexgen.models.quantized import read_quantization
+from h2o_flexgen.models.families import spec_from_config
 
 
 @dataclass
 class Model:
-    """What `open_model` found. `source` holds open files until it is closed."""
+    """What `open_model` found. `stored`, and `source` with it, holds open files until it is closed.
+
+    `stored` has the weights as they are in the checkpoint, `source` as `spec` has them; `choices` are the specs that a
+    planner may choose instead, by the bits of weights.
+    """
 
     spec: ModelSpec
-    source: WeightSource
+    stored: WeightSource
     codec: TextCodec | None
     dtype: str
     folder: Path | None
     origin: str
+    choices: Mapping[int, ModelSpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.keep_as(self.spec)
+
+    def keep_as(self, spec: ModelSpec) -> None:
+        """From now on the weights are to be had as `spec`, one of `choices`, has them."""
+        self.spec, self.source = spec, _packed_as(spec, self.stored)
 
     @property
     def dummy(self) -> bool:
-        return self.source.dummy
+        return self.stored.dummy
 
 
 def open_model(config: EngineConfig, device: torch.device) -> Model:
@@ -50,14 +61,8 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
     source: WeightSource
     if dummy:
         source = DummySource(spec, spec.dtype, config.seed)
-    elif found.gguf is not None:
-        source = GgufSource(found.gguf, spec)
-    elif found.folder is None:
-        raise ModelError(f"{found.name} has a known shape, and no checkpoint was found")
     else:
-        quantization = read_quantization(found.config, found.name)
-        names, ignored = checkpoint_names(spec), ignored_names(spec)
-        source = open_checkpoint(str(found.folder), spec, names, ignored, quantization)
+        source = open_stored(found, spec)
     dtype = resolve_dtype(config.dtype, source.dtype, device)
     if found.gguf is not None:
         codec = TextCodec.of_gguf(found.gguf.metadata, found.gguf.path)
@@ -66,25 +71,18 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
     if dummy:
         # Random numbers have no stored dtype: making them in the dtype they are used in saves a conversion.
         source = DummySource(spec, dtype, config.seed)
-    spec, source = _with_bits(spec, source, config)
-    return Model(spec, source, codec, dtype, Path(found.folder) if found.folder else None, found.origin)
+    stored = replace(spec, packings=tuple(sorted(source.packings.items())))
+    try:
+        kept, choices = config.kept(stored), config.choices(stored)
+    except UsageError:
+        source.close()
+        raise
+    return Model(kept, source, codec, dtype, Path(found.folder) if found.folder else None, found.origin, choices)
 
 
-def _with_bits(spec: ModelSpec, source: WeightSource, config: EngineConfig) -> tuple[ModelSpec, WeightSource]:
-    """The model as it is kept: packed as it is stored or as the settings say."""
-    if source.packings and not config.dequantize:
-        if config.weight_bits != 16:
-            source.close()
-            raise UsageError(
-                f"weight_bits is {config.weight_bits} for {spec.name}, whose checkpoint has packed weights",
-                "needed a checkpoint of 16 bits or more",
-                "leave it out, or dequantize as well: what is expanded is then packed anew",
-            )
-        return replace(spec, packings=tuple(sorted(source.packings.items()))), source
-    if config.weight_bits == 16:
-        return spec, source
-    made = spec.with_bits(config.weight_bits, config.weight_group)
-    return made, QuantisingSource(source, made)
+def _packed_as(spec: ModelSpec, stored: WeightSource) -> WeightSource:
+    """`stored` packed as `spec` has it, unless it is so already."""
+    return QuantisingSource(stored, spec) if dict(spec.packings).items() - stored.packings.items() else stored
 
 
 def _with_generation_eos(spec: ModelSpec, folder: Path | None) -> ModelSpec:

@@ -23,7 +23,10 @@ from h2o_flexgen.schedule.request import PlanRequest
 FindRates = Callable[[], HardwareProfile | None]
 """Finds or measures the rates of this machine; None where it cannot."""
 
-_MEASURED = ("model", "path", "revision", "offline", "dtype", "device", "emulate_gpu", "offload_dir")
+_MEASURED = (
+    *("model", "path", "revision", "offline", "dtype", "device", "emulate_gpu", "offload_dir"),
+    *("weight_bits", "weight_group", "dequantize"),
+)
 """The settings of an engine that say what is calibrated, and where."""
 
 
@@ -63,12 +66,14 @@ class SearchPlanner:
 
 def _priced(request: PlanRequest) -> Plan:
     """The plan of a request with rates, and what is expected of it."""
-    if not request.free:
+    if not (request.free or request.choices):
         plan = require_fit(make_plan(request, request.policy))
         return replace(plan, predicted=_predicted(request, predict(CostModel(request, plan.policy, plan.placement))))
     found = search(request)
-    plan = require_fit(make_plan(request, found.policy))
+    plan = require_fit(make_plan(found.request, found.policy))
     predicted = {**_predicted(request, found.predicted), "binding": found.binding}
+    if found.bits is not None:
+        predicted["bits"] = found.bits.to_json()
     return replace(plan, predicted=predicted, searched=True)
 
 

@@ -52,6 +52,7 @@ class PlanRequest:
     baseline      host bytes that the process holds before anything is placed
     num_gpus      that the units are divided among
     triton        whether it serves the GPU, if a real one computes
+    choices       the model with weights of other bits, by the bits, most first: a search may choose one for `spec`
     endless       whether there are always more sequences: whole blocks count, whatever workload.num_sequences says
     """
 
@@ -67,6 +68,7 @@ class PlanRequest:
     num_gpus: int = 1
     triton: bool = True
     endless: bool = False
+    choices: Mapping[int, ModelSpec] = field(default_factory=dict)
 
     @cached_property
     def policy(self) -> OffloadPolicy:

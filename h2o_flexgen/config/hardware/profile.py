@@ -211,6 +211,9 @@ def misfits(profile: HardwareProfile, spec: ModelSpec, dtype: str) -> list[str]:
     if any(rates.shapes for rates in profile.compute.values()) and not _measured(profile, spec):
         better = f"{called('calibrate')} --model {spec.name} measures those"
         found.append(f"the rates of {profile.name} were not measured at the shapes of {spec.name}; {better}")
+    unmeasured = {str(bits) for shares in spec.packed_shares.values() for bits in shares}
+    if any(unmeasured - set(rates.packed) for rates in profile.compute.values()):
+        found.append(f"the rates of {profile.name} do not say how long products of packed weights take: it is assumed")
     return found
 
 
