@@ -98,8 +98,9 @@ def streamed_sizes(
 
 
 def group_bytes(group: WeightGroup, dtype: str, tier: str, known: Mapping[str, int] | None = None) -> int:
-    """Buffer bytes of a group on `tier`: known, or the packed size, on disk with the most that reading in
-    place can take, two pages more per tensor."""
+    """Buffer bytes of a group on `tier`: known, or the packed size, on disk with the most that reading in place can
+    take, two pages more per tensor; a group with a tensor of fewer bits is never read in place."""
     if known is not None and group.key in known:
         return known[group.key]
-    return group.buffer_bytes(dtype) + (2 * PAGE * len(group.tensors) if tier == "disk" else 0)
+    in_place = tier == "disk" and not group.fewer_bits
+    return group.buffer_bytes(dtype) + (2 * PAGE * len(group.tensors) if in_place else 0)

@@ -69,6 +69,11 @@ class WeightGroup:
         """Bytes of each packed tensor."""
         return tuple(tensor.packing.nbytes(tensor.shape) for tensor in self.tensors if tensor.packing is not None)
 
+    @property
+    def fewer_bits(self) -> bool:
+        """Whether any of its tensors is packed."""
+        return bool(self._packed)
+
     def nbytes(self, dtype: str) -> int:
         """The bytes of the tensors alone."""
         return sum(self._numels) * dtype_bytes(dtype) + sum(self._packed)
