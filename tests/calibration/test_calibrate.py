@@ -78,6 +78,8 @@ def check_rates(rates: ComputeRates, spec: ModelSpec) -> None:
     for shape in rates.shapes:
         assert shape.seconds.points[0][0] == 1
         assert len(shape.seconds.points) >= 3
+    assert set(rates.packed) == {"4", "8"}
+    assert min(y for curve in rates.packed.values() for _, y in curve.points) > 0
     curves = (*rates.decode_attention.values(), *rates.prefill_attention.values(), rates.gemm_flops)
     assert all(isinstance(curve, Curve) for curve in curves)
 
@@ -237,6 +239,12 @@ class TestKept:
         before = profile_key(spec, "float32", CPU)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
         assert profile_key(spec, "float32", CPU) != before
+
+    def test_packings_that_are_always_measured_have_the_same_key(self) -> None:
+        spec = spec_of("llama-gqa")
+        keys = {profile_key(spec if bits == 16 else spec.with_bits(bits, 64), "float32", CPU) for bits in (16, 8, 4)}
+        assert len(keys) == 1
+        assert profile_key(spec.with_bits(4, 32), "float32", CPU) not in keys
 
     def test_other_kernels_have_another_key(self, monkeypatch: pytest.MonkeyPatch) -> None:
         gpu, keys = SimpleNamespace(name="a GPU", total_memory=1 << 34), set[tuple[str, str]]()

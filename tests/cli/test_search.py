@@ -19,6 +19,7 @@ from h2o_flexgen.engine.requests.reader import RequestReader, workload_of
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.search import main
 from h2o_flexgen.units import GIB
+from tests.checkpoint.quantised import FORMATS, checkpoint
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--model opt-125m --hardware t4-16gb --num-prompts 16 --prompt-len 64 --gen-len 8"
@@ -139,7 +140,7 @@ def test_rates_of_another_dtype_are_told(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("line", ["--help", SMALL, "--model opt-125m --hardware nothing"])
+@pytest.mark.parametrize("line", ["--help", SMALL, f"{SMALL} --weight-bits 4", "--model opt-125m --hardware nothing"])
 def test_no_torch_is_loaded(line: str) -> None:
     program = (
         "import sys; from h2o_flexgen.search import main; code = main(sys.argv[1:]); "
@@ -172,3 +173,42 @@ def test_a_models_folder_is_read_as_run_reads_it(tmp_path: Path) -> None:
 def test_mistakes_in_the_environment_name_their_origin() -> None:
     with pytest.raises(UsageError, match="from the environment: H2O_FLEXGEN_HH_RATIO=7"):
         parse("--model", "opt-125m", "--hardware", "t4", HH_RATIO="7")
+
+
+class TestBits:
+    """Weights of fewer bits: as `run` takes them."""
+
+    LINE = ("--model", "opt-125m", "--hardware", "t4")
+
+    def test_flags(self) -> None:
+        assert parse(*self.LINE).request.spec.packed_kind is None
+        found = parse(*self.LINE, "--weight-bits", "8", "--weight-group", "128").request
+        assert (found.spec.packed_kind, found.choices) == ({"bits": 8, "group": 128}, {})
+        assert parse(*self.LINE, "--compress-weight").request.spec.packed_kind == {"bits": 4, "group": 64}
+        chosen = parse(*self.LINE, "--allow-compress", "--weight-group", "32").request
+        assert chosen.spec.packed_kind is None
+        assert {bits: spec.packed_kind for bits, spec in chosen.choices.items()} == {
+            16: None, 8: {"bits": 8, "group": 32}, 4: {"bits": 4, "group": 32},
+        }  # fmt: skip
+        with pytest.raises(UsageError, match="needed one of them"):
+            parse(*self.LINE, "--allow-compress", "--weight-bits", "4")
+
+    def test_what_was_chosen(self, capsys: pytest.CaptureFixture[str]) -> None:
+        fixed = ("--gbs", "4", "--num-gb", "1", "--device", "cpu", "--cpu-mem", "1GiB", "--allow-compress")
+        assert main([*SMALL.split(), *fixed]) == 0
+        out, err = capsys.readouterr()
+        assert err == "note: the rates of t4-16gb do not say how long products of packed weights take: it is assumed\n"
+        assert "\nbits        " in out
+        assert entry(out)["bits_choice"]["chosen"] in (16, 8, 4)
+
+    def test_a_packed_checkpoint_is_known_as_such(self, tmp_path: Path) -> None:
+        written = checkpoint(FORMATS["gptq 128"], num_hidden_layers=2)
+        written.write(tmp_path)
+        line = ("--model", str(tmp_path), "--hardware", "t4", "--prompt-len", "8", "--gen-len", "4")
+        found = parse(*line).request.spec
+        assert len(found.packings) == 2 * 7
+        assert found.packed_kind == {"bits": 4, "group": 128}
+        expanded = parse(*line, "--dequantize").request.spec
+        assert expanded.packings == ()
+        with pytest.raises(UsageError, match="whose checkpoint has packed weights"):
+            parse(*line, "--weight-bits", "8")

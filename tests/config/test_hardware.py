@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.config.hardware.profile import HardwareProfile, misfits
 from h2o_flexgen.config.hardware.rates import UNIT_KINDS, ComputeRates, Curve, GemmShape, LinkRate
 from h2o_flexgen.errors import UsageError
-from tests.cost.machines import profile, rates
+from tests.cost.machines import TINY, profile, rates
 
 PROFILES = sorted((Path(__file__).parents[2] / "configs" / "hardware").glob("*.json"))
 
@@ -153,3 +153,24 @@ def test_shipped_profiles_load_and_say_where_their_figures_come_from(path: Path)
     found = HardwareProfile.load(path)
     assert HardwareProfile.from_json(found.to_json()) == found
     assert found.sources
+
+
+def test_profiles_without_rates_of_packed_weights_are_as_before() -> None:
+    """Old ones load, and what has none is written as old programs read it."""
+    plain = profile().to_json()
+    assert all("packed" not in each for each in plain["compute"].values())
+    assert HardwareProfile.from_json(plain) == profile()
+    measured = profile(rates(packed={"4": Curve(((1, 0.8), (64, 1.1))), "8": Curve(((1, 0.9),))}))
+    text = json.dumps(measured.to_json())
+    assert json.loads(text)["compute"]["cpu"]["packed"] == {"4": [[1, 0.8], [64, 1.1]], "8": [[1, 0.9]]}
+    assert HardwareProfile.from_json(json.loads(text)) == measured
+    with pytest.raises(UsageError, match=r"packed has \['5'\]"):
+        rates(packed={"5": Curve(((1, 1),))})
+
+
+def test_what_is_assumed_of_packed_weights_is_told() -> None:
+    measured = profile(rates(packed={"4": Curve(((1, 0.8),)), "8": Curve(((1, 0.9),))}))
+    packed = TINY.with_bits(4, 64)
+    assert misfits(profile(), TINY, "float16") == misfits(measured, packed, "float16") == []
+    (said,) = misfits(profile(), packed, "float16")
+    assert said == "the rates of test do not say how long products of packed weights take: it is assumed"
