@@ -183,6 +183,15 @@ def _device(device: str, rates: ComputeRates) -> Iterator[str]:
             *([of, *(f"{known[n] / 1e12:.3g}" if n in known else "-" for n in counts)] for of, known in flops.items()),
         ]
     )
+    if rates.packed:
+        yield ""
+        counts = sorted({n for curve in rates.packed.values() for n, _ in curve.points})
+        yield from _aligned(
+            [
+                [f"{device}: products of packed weights, times as long by rows", *(f"{n:g}" for n in counts)],
+                *([f"  {bits} bits", *(f"{curve.at(n):.2f}" for n in counts)] for bits, curve in rates.packed.items()),
+            ]
+        )
     decode, prefill = rates.decode_attention, rates.prefill_attention
     sizes = sorted({x for curve in decode.values() for x, _ in curve.points})
     times = [[(x, decode[kind].time_at(x)) for x in sizes] for kind in ("plain", "scored")]

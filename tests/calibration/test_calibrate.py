@@ -130,6 +130,7 @@ def test_a_table_names_every_figure(profile: HardwareProfile) -> None:
     for words in (
         "96 x 32",
         "TFLOP/s by rows",
+        "packed weights, times as long",
         "decode step",
         "prompts",
         "elementwise",
