@@ -74,6 +74,8 @@ COMMANDS: dict[str, str] = {
         "python -m h2o_flexgen.search --model opt-125m --hardware t4-16gb --gpu-mem 1 --cpu-mem 4 --prompt-len 64 "
         "--gen-len 8 --hh-ratio 0.2 --num-prompts 8"
     ),
+    "python -m h2o_flexgen.search --model opt-6.7b --weight-bits 4 --cpu-mem 6GiB --device cpu --gpu-batch-size 4 "
+    "--num-gpu-batches 1": STARTED,
     "search --output FILE": STARTED,
     "python -m training.demo": STARTED,
     "pytest -m gpu": STARTED,

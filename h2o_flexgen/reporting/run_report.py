@@ -53,6 +53,8 @@ def _lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "model", f"{record.model}, {record.dtype} on {record.device}, {source}"
     if record.quantization:
         yield "bits", _bits(record.quantization)
+    if record.predicted and "bits" in record.predicted:
+        yield "chosen", record.predicted["bits"]["text"]
     yield "eviction", _eviction(record.eviction)
     yield "block", block_text(policy)
     yield "placement", shares_text(policy)

@@ -14,6 +14,7 @@ from h2o_flexgen.config.hardware.rates import Curve
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.units import GIB, MIB
 from tests.cost.machines import KINDS, profile, rates
 from tests.programs import Run, write_model
 
@@ -108,3 +109,22 @@ def test_run_says_what_it_chose(model: Path, run: Run, tmp_path: Path) -> None:
 def test_bits_that_are_given_are_not_chosen() -> None:
     with pytest.raises(UsageError, match="needed one of them"):
         LLM("demo", weight_bits=8, allow_compress=True)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_reports_follow_the_packed_size(model: Path, run: Run, bits: int, tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    flags = ("--prompt-len", 4, "--num-prompts", 2, "--gen-len", 6, "--dtype", "float32", "--log-file", log)
+    ran = run("--model", model, *flags, "--weight-bits", bits, "--no-calibrate")
+    with LLM(str(model), weight_bits=bits, dtype="float32") as llm:
+        spec = llm.model.spec
+    read = sum(
+        tensor.nbytes("float32")
+        for group in spec.weight_groups
+        for tensor in group.tensors
+        if len(tensor.shape) == 2 and group.key != "embed"
+    )
+    decode = ran.record["roofline"]["decode"]
+    assert decode["resources"]["memory reads"]["bytes"]["weights"] == 5 * read
+    assert f"model size: {spec.weight_bytes('float32') / GIB:.3f} GB" in log.read_text()
+    assert spec.weight_bytes("float32") < (1 if bits == 4 else 4) * MIB
