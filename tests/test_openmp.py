@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from h2o_flexgen import openmp
-from h2o_flexgen.openmp import SHORT_SPIN, SWITCH, spin_briefly, without_short_spin
+from h2o_flexgen.openmp import SHORT_SPIN, SWITCH, spin_briefly, spin_warning, without_short_spin
 
 PRINT = "import os, h2o_flexgen, sys; print([os.environ.get(name) for name in ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')])"
 
@@ -44,15 +44,14 @@ def test_what_the_user_said_stands(name: str, value: str, bare: pytest.MonkeyPat
     assert dict(os.environ) == before
 
 
-def test_a_torch_that_is_loaded_already_is_told_in_the_debug_log(
-    bare: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_a_torch_that_is_loaded_already_there_is_a_warning(bare: pytest.MonkeyPatch) -> None:
+    bare.setattr(openmp, "_torch_first", [False])
+    assert spin_warning() is None
     bare.setitem(sys.modules, "torch", openmp)  # any module
     before = dict(os.environ)
-    with caplog.at_level("DEBUG", "h2o_flexgen"):
-        spin_briefly()
+    spin_briefly()
     assert dict(os.environ) == before
-    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+    assert "import h2o_flexgen first" in (spin_warning() or "")
 
 
 def test_what_is_taken_away_for_others_is_ours_alone() -> None:

@@ -21,6 +21,7 @@ from h2o_flexgen.engine.model import Model
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.state.loader import Loaded
 from h2o_flexgen.kernels import triton_available
+from h2o_flexgen.openmp import spin_warning
 from h2o_flexgen.schedule.traffic import io_lower_bound
 from h2o_flexgen.schedule.work import CountedWork, rooflines
 from h2o_flexgen.units import format_bytes
@@ -113,6 +114,7 @@ def make_record(
         _slow_kernels(_device(plan, config)),
         _not_recorded(totals.not_recorded),
         sharing_warning(metrics.cores.shared),
+        spin_warning() if _device(plan, config) == "cpu" else None,
     ]
     return RunRecord(
         model=model.spec.name,
