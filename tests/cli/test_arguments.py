@@ -77,7 +77,7 @@ def test_a_budget_in_tokens_means_h2o() -> None:
         ("--n-gpu-layers 20", "--percent"),
         ("--cut-gen-len 5", "every figure here is measured"),
         ("--debug-mode breakdown", "--trace FILE"),
-        ("--compress-cache", "not built yet"),
+        ("--cache-type-k q8_0", "--cache-bits 8"),
         ("--hh-long-seq", "another model"),
         ("--gpu-memory-utilization 0.9", "--gpu-mem SIZE"),
         ("--cpu-offload-gb 8", "--cpu-mem SIZE"),
