@@ -57,6 +57,10 @@ class CacheShape:
         """The dtype of K and V, where `dtype` is the computation's."""
         return dtype if self.bits == 16 else torch.uint8
 
+    def computed(self, dtype: torch.dtype) -> torch.dtype:
+        """What K and V of `dtype` are computed with; packed ones may be with any."""
+        return dtype if self.bits == 16 else torch.float32
+
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of K and V together."""
         return 2 * prod(self.size) * self.kept(dtype).itemsize
@@ -172,7 +176,7 @@ class KVCache:
                 found = f"{name} {tuple(buffer.shape)} on {buffer.device}"
                 raise ValueError(f"{found}: needed contiguous {size} on {self.device}")
         self.k, self.v = k, v
-        self._reads_occupied = available(k.dtype, self.shape.head_dim, self.device)
+        self._reads_occupied = available(self.shape.computed(k.dtype), self.shape.head_dim, self.device)
         self._flat_k, self._flat_v = k.view(-1, size[-1]), v.view(-1, size[-1])
         if self._fused is not None:
             self._fused.attach(k, v)
@@ -220,8 +224,7 @@ class KVCache:
 
     def packing(self, spans: Sequence[tuple[int, int, int]]) -> PackedPrompts | None:
         """What `fill_packed` takes, for prompts as (row, first token, length); None where no kernel does that."""
-        takes = self._packing is None and self._slots.packs
-        if not (takes and self._reads_occupied and keeps(*self._buffers())):
+        if not (self._slots.packs and self._reads_occupied and keeps(*self._buffers())):
             return None
         budgets = [self._lengths.budgets[row] for row, _, _ in spans]
         return PackedPrompts.of(
@@ -238,7 +241,8 @@ class KVCache:
         """
         for row in prompts.rows:
             self._lengths.fill(row.place, row.length)
-        keep_prompts(prompts, KeysValues(k, v), self._buffers(), self._lengths.window, column_sums, self._slots.table)
+        window, table = self._lengths.window, self._slots.table
+        keep_prompts(prompts, KeysValues(k, v), self._buffers(), window, column_sums, table, bits=self.shape.bits)
 
     def _stored(self, x: Tensor) -> Tensor:
         """Keys or values (..., head_dim) as the buffers hold them."""
@@ -263,7 +267,7 @@ class KVCache:
         """
         buffers = self._buffers()
         if not self._lengths.started:
-            self._start(*buffers, q.shape[1], table is not None)
+            self._start(*buffers, q, table is not None)
         if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
@@ -283,11 +287,11 @@ class KVCache:
         """Steps that others launch, from a recording of one; -1: the last was only recorded, and is yet to be done."""
         self._lengths.tick(steps)
 
-    def _start(self, k: Tensor, v: Tensor, heads: int, rolling: bool) -> None:
-        """All prompts are in: which way the steps go is settled for good."""
+    def _start(self, k: Tensor, v: Tensor, q: Tensor, rolling: bool) -> None:
+        """All prompts are in: which way the steps go is settled for good, by the first query among others."""
         self._lengths.start()
         self._slots.start(rolling)
-        self._fused = None if rolling else FusedStep.of(self._lengths, self._slots, k, heads)
+        self._fused = None if rolling else FusedStep.of(self._lengths, self._slots, k, q, self.shape.bits)
         if self._fused is not None:
             self._fused.attach(k, v)
         elif self._reads_occupied:  # so that nothing was zeroed

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.model.packing import CACHE_GROUP, EXPANDED, CachePacking
+from h2o_flexgen.kernels import pieces
 from h2o_flexgen.kernels.types import Quantised
 from h2o_flexgen.quant import groupwise
 from h2o_flexgen.quant.groupwise import GroupFormat
@@ -17,6 +18,8 @@ from h2o_flexgen.quant.groupwise import GroupFormat
 
 def pack(x: Tensor, packing: CachePacking) -> Tensor:
     """Keys or values x (..., dim) in their pieces, (..., nbytes) uint8. What torch takes for that is bounded."""
+    if pieces.available(x.dtype, packing.dim, x.device):
+        return pieces.pack(x, packing.bits, packing.nbytes)
     if x.numel() > EXPANDED and x.dim() > 2:
         if len(x) == 1:
             return pack(x[0], packing).unsqueeze(0)
@@ -33,4 +36,6 @@ def parts_of(packed: Tensor, packing: CachePacking) -> Quantised:
 
 def expand(packed: Tensor, packing: CachePacking, dtype: torch.dtype) -> Tensor:
     """What `packed` (..., nbytes) stands for, (..., dim) in `dtype`."""
+    if pieces.available(dtype, packing.dim, packed.device):
+        return pieces.expand(packed, packing.bits, packing.dim, dtype)
     return groupwise.dequantise(parts_of(packed, packing), dtype, GroupFormat(packing.bits, CACHE_GROUP))

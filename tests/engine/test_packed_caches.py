@@ -30,17 +30,24 @@ PLACES: dict[str, dict[str, Any]] = {
     },
 }
 
-each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 each_kind = pytest.mark.parametrize("bits", [4, 8])
 
 
-@each_kind
-@pytest.mark.parametrize("place", PLACES)
-@each_policy
+CELLS = [
+    pytest.param(row, place, bits, id=f"{row.name}-{place}-{bits}", marks=() if fast else pytest.mark.slow)
+    for i, row in enumerate(POLICIES)
+    for j, place in enumerate(PLACES)
+    for bits, fast in ((4, i % len(PLACES) == j), (8, False))
+]
+"""Every pair of a policy and a tier, and one of each policy in the fast tier."""
+
+
+@pytest.mark.parametrize(("policy", "place", "bits"), CELLS)
 def test_every_policy_on_every_tier(policy: PolicyRow, place: str, bits: int, checkpoint, history: History) -> None:
     assert_engine_equals_oracle(checkpoint("llama-gqa"), policy, LENGTHS, NEW, history, bits, PLACES[place])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rolling", [False, True], ids=["absolute", "rolling"])
 @pytest.mark.parametrize("name", ["gemma3", "gpt-neox", "opt"])
 def test_other_families(name: str, rolling: bool, checkpoint, history: History) -> None:
@@ -50,6 +57,7 @@ def test_other_families(name: str, rolling: bool, checkpoint, history: History) 
     assert_engine_equals_oracle(checkpoint(name), POLICIES[1], LENGTHS, NEW, history, 8, **changes)
 
 
+@pytest.mark.slow
 @each_kind
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_tokens_do_not_depend_on_tiers_neighbours_or_shared_prefixes(dtype: str, bits: int, checkpoint) -> None:

@@ -4,12 +4,15 @@
    attend to the occupied slots of that row, scores grow by the probabilities, and the slot is found that the next token
    takes. K and V are read once each, in order, and nothing is read that is not occupied.
 
+   K and V may be packed: then a few vectors at a time are expanded, and multiplied while they are in the first cache.
+
    All slots of a head go through the same sequence of operations, wherever they lie: equal keys get equal
    probabilities, bit for bit, so that ties stay ties. Sums are float32, where products of bfloat16 are exact. */
 
 #include <math.h>
 #include <stdlib.h>
 
+#include "pieces.h"
 #include "simd.h"
 #include "team.h"
 
@@ -33,12 +36,12 @@ typedef struct {
 } Vectors;
 
 typedef struct {
-    int64_t rows, kv_heads, group, capacity, dim, bf16, threads;
+    int64_t rows, kv_heads, group, capacity, dim, bf16, bits, threads;
     int64_t step;
     int64_t window;         /* tokens that a query sees, itself included; 0: all */
     int64_t adds;           /* whether the probabilities are added to the scores */
     double scale;
-    char *k, *v;            /* (rows, kv_heads, capacity, dim) */
+    char *k, *v;            /* (rows, kv_heads, capacity, dim), or pieces where there are `bits` */
     char *out;              /* (rows, kv_heads * group, dim) */
     Vectors new_q, new_k, new_v;
     const Row *rule;        /* (rows) */
@@ -215,12 +218,28 @@ static int64_t victim(const float *score, const int32_t *pos, int64_t count, con
     return _mm512_mask_reduce_min_epi32(best, slot);
 }
 
+/* ---- packed keys and values */
+
+/* `count` vectors of slots from `slot` of the path on; `stretch`: 0 for keys, 1 for values. */
+static const char *expanded(const Pieces *pieces, const Path *path, int stretch, int64_t slot, int64_t count,
+                            char *tile) {
+    const int64_t piece = kept_bytes(pieces), bytes = vector_bytes(pieces);
+    const char *from = (stretch ? path->values : path->keys) + slot * piece;
+    for (int64_t i = 0; i < count; i += 4) {
+        fetch(path, stretch * path->size + (slot + i) * piece, 4 * piece);
+        expand_pieces(pieces, (const uint8_t *)from + i * piece, least(4, count - i), tile + i * bytes);
+    }
+    return tile;
+}
+
 /* ---- one row and KV head */
 
 INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int bf16, int nv) {
     const Row *rule = s->rule + row;
     const int accs = bf16 ? 2 * nv : nv, together = accs > 8 ? 1 : 16 / accs;
-    const int64_t bytes = s->dim * (bf16 ? 2 : 4), task = row * s->kv_heads + head, base = task * s->capacity;
+    const Pieces pieces = {s->dim, s->bits, !bf16};
+    const int64_t bytes = vector_bytes(&pieces), piece = kept_bytes(&pieces);
+    const int64_t task = row * s->kv_heads + head, base = task * s->capacity;
     const int64_t now = rule->prompt + s->step, arrivals = rule->held + s->step, limit = rule->limit;
     const int64_t count = least(arrivals + 1, limit);
     const int64_t first = s->window ? most(0, least(now + 1 - s->window, rule->hides)) : 0;
@@ -228,30 +247,35 @@ INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int
     int64_t slot = arrivals < limit ? arrivals : rule->ring + (arrivals - rule->ring) % (limit - rule->ring);
     if (s->given || s->next) slot = (s->given ? s->given : s->next)[task] - base;
     s->used[task] = slot;
-    memcpy(s->k + (base + slot) * bytes, s->new_k.at + row * s->new_k.row + head * s->new_k.head, bytes);
-    memcpy(s->v + (base + slot) * bytes, s->new_v.at + row * s->new_v.row + head * s->new_v.head, bytes);
+    uint8_t *taken_k = (uint8_t *)s->k + (base + slot) * piece, *taken_v = (uint8_t *)s->v + (base + slot) * piece;
+    keep_vector(&pieces, s->new_k.at + row * s->new_k.row + head * s->new_k.head, taken_k);
+    keep_vector(&pieces, s->new_v.at + row * s->new_v.row + head * s->new_v.head, taken_v);
 
     float *x = scratch, *mixed = x + group * pitch, *sums = mixed + group * accs * LANES;
-    const char *k = s->k + (base + first) * bytes, *v = s->v + (base + first) * bytes;
+    char *tile = (char *)(sums + up(group, LANES));
+    const char *k = s->k + (base + first) * piece, *v = s->v + (base + first) * piece;
     const char *q = s->new_q.at + row * s->new_q.row + head * group * s->new_q.head;
-    const Path path = {k, v, k + s->capacity * bytes, n * bytes};
+    const Path path = {k, v, k + s->capacity * piece, n * piece};
     for (int64_t i = 0; i < n; i += LANES) {
-        UNROLL for (int64_t j = 0; j < LANES; j += 4) fetch(&path, (i + j) * bytes, 4 * bytes);
+        const char *keys = k + i * bytes;
+        if (s->bits) keys = expanded(&pieces, &path, 0, i, least(LANES, n - i), tile);
+        else UNROLL for (int64_t j = 0; j < LANES; j += 4) fetch(&path, (i + j) * bytes, 4 * bytes);
         for (int64_t g = 0; g < group; g++)
-            _mm512_storeu_ps(x + g * pitch + i, logits_of(q + g * s->new_q.head, k + i * bytes, n - i, s->dim,
-                                                          (float)s->scale, bf16, nv));
+            _mm512_storeu_ps(x + g * pitch + i,
+                             logits_of(q + g * s->new_q.head, keys, n - i, s->dim, (float)s->scale, bf16, nv));
     }
     for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch);
     memset(mixed, 0, group * accs * LANES * sizeof(float));
-    const int64_t block = group == 1 ? n : BLOCK; /* that stays in the first cache while the heads take turns */
+    const int64_t block = group == 1 && !s->bits ? n : BLOCK; /* that stays in the first cache while the heads take turns */
     for (int64_t i = 0; i < n; i += block) {
         int64_t g = 0, some = least(block, n - i);
+        const char *values = s->bits ? expanded(&pieces, &path, 1, i, some, tile) : v + i * bytes;
         for (; g + together <= group; g += together)
-            mix(mixed + g * accs * LANES, v + i * bytes, x + g * pitch + i, pitch, some, s->dim, together, bf16, nv,
-                g ? NULL : &path);
+            mix(mixed + g * accs * LANES, values, x + g * pitch + i, pitch, some, s->dim, together, bf16, nv,
+                g || s->bits ? NULL : &path);
         for (; g < group; g++)
-            mix(mixed + g * accs * LANES, v + i * bytes, x + g * pitch + i, pitch, some, s->dim, 1, bf16, nv,
-                g ? NULL : &path);
+            mix(mixed + g * accs * LANES, values, x + g * pitch + i, pitch, some, s->dim, 1, bf16, nv,
+                g || s->bits ? NULL : &path);
     }
     for (int64_t g = 0; g < group; g++)
         write_out(s->out + (task * group + g) * bytes, mixed + g * accs * LANES, sums[g], s->dim, bf16, nv);
@@ -330,7 +354,8 @@ int attend_step(const Step *s) {
         longest = most(longest, count);
         slots += count * s->kv_heads;
     }
-    const int64_t floats = s->group * (up(longest, LANES) + 2 * nv * LANES) + up(s->group, LANES);
+    const int64_t tile = s->bits ? BLOCK * up(s->dim, LANES) : 0;
+    const int64_t floats = s->group * (up(longest, LANES) + 2 * nv * LANES) + up(s->group, LANES) + tile;
     const int many = slots * s->dim * (s->bf16 ? 4 : 8) > FEW_BYTES;
     Attend *one = KINDS[s->bf16 != 0][nv];
     Tasks all = {s, one ? one : ANY[s->bf16 != 0], floats, most(1, tasks / (8 * s->threads)), 0, 0};
