@@ -4,7 +4,7 @@
    attend to the occupied slots of that row, scores grow by the probabilities, and the slot is found that the next token
    takes. K and V are read once each, in order, and nothing is read that is not occupied.
 
-   K and V may be packed: then a few vectors at a time are expanded, and multiplied while they are in the first cache.
+   K and V may be packed: see packed_attend.h.
 
    All slots of a head go through the same sequence of operations, wherever they lie: equal keys get equal
    probabilities, bit for bit, so that ties stay ties. Sums are float32, where products of bfloat16 are exact. */
@@ -12,7 +12,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "pieces.h"
+#include "packed_attend.h"
 #include "simd.h"
 #include "team.h"
 
@@ -218,84 +218,145 @@ static int64_t victim(const float *score, const int32_t *pos, int64_t count, con
     return _mm512_mask_reduce_min_epi32(best, slot);
 }
 
-/* ---- packed keys and values */
-
-/* `count` vectors of slots from `slot` of the path on; `stretch`: 0 for keys, 1 for values. */
-static const char *expanded(const Pieces *pieces, const Path *path, int stretch, int64_t slot, int64_t count,
-                            char *tile) {
-    const int64_t piece = kept_bytes(pieces), bytes = vector_bytes(pieces);
-    const char *from = (stretch ? path->values : path->keys) + slot * piece;
-    for (int64_t i = 0; i < count; i += 4) {
-        fetch(path, stretch * path->size + (slot + i) * piece, 4 * piece);
-        expand_pieces(pieces, (const uint8_t *)from + i * piece, least(4, count - i), tile + i * bytes);
-    }
-    return tile;
-}
-
 /* ---- one row and KV head */
 
-INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int bf16, int nv) {
-    const Row *rule = s->rule + row;
-    const int accs = bf16 ? 2 * nv : nv, together = accs > 8 ? 1 : 16 / accs;
-    const Pieces pieces = {s->dim, s->bits, !bf16};
-    const int64_t bytes = vector_bytes(&pieces), piece = kept_bytes(&pieces);
-    const int64_t task = row * s->kv_heads + head, base = task * s->capacity;
-    const int64_t now = rule->prompt + s->step, arrivals = rule->held + s->step, limit = rule->limit;
-    const int64_t count = least(arrivals + 1, limit);
-    const int64_t first = s->window ? most(0, least(now + 1 - s->window, rule->hides)) : 0;
-    const int64_t n = count - first, pitch = up(n, LANES), group = s->group;
-    int64_t slot = arrivals < limit ? arrivals : rule->ring + (arrivals - rule->ring) % (limit - rule->ring);
-    if (s->given || s->next) slot = (s->given ? s->given : s->next)[task] - base;
-    s->used[task] = slot;
-    uint8_t *taken_k = (uint8_t *)s->k + (base + slot) * piece, *taken_v = (uint8_t *)s->v + (base + slot) * piece;
-    keep_vector(&pieces, s->new_k.at + row * s->new_k.row + head * s->new_k.head, taken_k);
-    keep_vector(&pieces, s->new_v.at + row * s->new_v.row + head * s->new_v.head, taken_v);
+/* Where it is in a step. */
+typedef struct {
+    const Row *rule;
+    int64_t row, head, task, base; /* its number, and its first slot, among all */
+    int64_t now, limit, count, first, n, pitch; /* position; slots: all, occupied, first and how many that are seen */
+    int64_t slot;                               /* of the new token */
+} Head;
 
+/* Puts the new token into its slot. */
+INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *pieces) {
+    const Row *rule = s->rule + row;
+    const int64_t piece = kept_bytes(pieces), arrivals = rule->held + s->step, limit = rule->limit;
+    Head h = {.rule = rule, .row = row, .head = head, .task = row * s->kv_heads + head, .limit = limit};
+    h.base = h.task * s->capacity;
+    h.now = rule->prompt + s->step;
+    h.count = least(arrivals + 1, limit);
+    h.first = s->window ? most(0, least(h.now + 1 - s->window, rule->hides)) : 0;
+    h.n = h.count - h.first;
+    h.pitch = up(h.n, LANES);
+    h.slot = arrivals < limit ? arrivals : rule->ring + (arrivals - rule->ring) % (limit - rule->ring);
+    if (s->given || s->next) h.slot = (s->given ? s->given : s->next)[h.task] - h.base;
+    s->used[h.task] = h.slot;
+    const int64_t at = (h.base + h.slot) * piece;
+    keep_vector(pieces, s->new_k.at + row * s->new_k.row + head * s->new_k.head, (uint8_t *)s->k + at);
+    keep_vector(pieces, s->new_v.at + row * s->new_v.row + head * s->new_v.head, (uint8_t *)s->v + at);
+    return h;
+}
+
+/* What becomes of the exponentials x (group, pitch) and their sums: probabilities, scores, and the next slot. */
+INLINE void settle(const Step *s, const Head *h, float *x, const float *sums) {
+    const Row *rule = h->rule;
+    if (s->probs || s->adds) average(x, sums, s->group, h->pitch);
+    if (s->probs) {
+        float *probs = s->probs + h->task * s->width;
+        memset(probs, 0, s->width * sizeof(float));
+        memcpy(probs + h->first, x, h->n * sizeof(float));
+    }
+    if (!s->next) return;
+    float *score = s->score + h->base;
+    int32_t *pos = s->pos + h->base;
+    int64_t slot = h->slot;
+    pos[slot] = (int32_t)h->now;
+    score[slot] = h->now < rule->sinks ? INFINITY : s->fresh ? s->fresh[h->task] : 0.0f;
+    if (s->adds)
+        for (int64_t i = 0; i < h->n; i++) score[h->first + i] += x[i];
+    if (s->step >= rule->evicts) slot = victim(score, pos, h->count, rule, h->now, s->window);
+    else slot = slot + 1 == h->limit ? rule->ring : slot + 1;
+    s->next[h->task] = h->base + slot;
+}
+
+INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int bf16, int nv) {
+    const Pieces plain = {s->dim, 0, !bf16};
+    const Head h = begin(s, row, head, &plain);
+    const int accs = bf16 ? 2 * nv : nv, together = accs > 8 ? 1 : 16 / accs;
+    const int64_t bytes = s->dim * (bf16 ? 2 : 4), n = h.n, pitch = h.pitch, group = s->group;
     float *x = scratch, *mixed = x + group * pitch, *sums = mixed + group * accs * LANES;
-    char *tile = (char *)(sums + up(group, LANES));
-    const char *k = s->k + (base + first) * piece, *v = s->v + (base + first) * piece;
+    const char *k = s->k + (h.base + h.first) * bytes, *v = s->v + (h.base + h.first) * bytes;
     const char *q = s->new_q.at + row * s->new_q.row + head * group * s->new_q.head;
-    const Path path = {k, v, k + s->capacity * piece, n * piece};
+    const Path path = {k, v, k + s->capacity * bytes, n * bytes};
     for (int64_t i = 0; i < n; i += LANES) {
-        const char *keys = k + i * bytes;
-        if (s->bits) keys = expanded(&pieces, &path, 0, i, least(LANES, n - i), tile);
-        else UNROLL for (int64_t j = 0; j < LANES; j += 4) fetch(&path, (i + j) * bytes, 4 * bytes);
+        UNROLL for (int64_t j = 0; j < LANES; j += 4) fetch(&path, (i + j) * bytes, 4 * bytes);
         for (int64_t g = 0; g < group; g++)
-            _mm512_storeu_ps(x + g * pitch + i,
-                             logits_of(q + g * s->new_q.head, keys, n - i, s->dim, (float)s->scale, bf16, nv));
+            _mm512_storeu_ps(x + g * pitch + i, logits_of(q + g * s->new_q.head, k + i * bytes, n - i, s->dim,
+                                                          (float)s->scale, bf16, nv));
     }
     for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch);
     memset(mixed, 0, group * accs * LANES * sizeof(float));
-    const int64_t block = group == 1 && !s->bits ? n : BLOCK; /* that stays in the first cache while the heads take turns */
+    const int64_t block = group == 1 ? n : BLOCK; /* that stays in the first cache while the heads take turns */
     for (int64_t i = 0; i < n; i += block) {
         int64_t g = 0, some = least(block, n - i);
-        const char *values = s->bits ? expanded(&pieces, &path, 1, i, some, tile) : v + i * bytes;
         for (; g + together <= group; g += together)
-            mix(mixed + g * accs * LANES, values, x + g * pitch + i, pitch, some, s->dim, together, bf16, nv,
-                g || s->bits ? NULL : &path);
+            mix(mixed + g * accs * LANES, v + i * bytes, x + g * pitch + i, pitch, some, s->dim, together, bf16, nv,
+                g ? NULL : &path);
         for (; g < group; g++)
-            mix(mixed + g * accs * LANES, values, x + g * pitch + i, pitch, some, s->dim, 1, bf16, nv,
-                g || s->bits ? NULL : &path);
+            mix(mixed + g * accs * LANES, v + i * bytes, x + g * pitch + i, pitch, some, s->dim, 1, bf16, nv,
+                g ? NULL : &path);
     }
     for (int64_t g = 0; g < group; g++)
-        write_out(s->out + (task * group + g) * bytes, mixed + g * accs * LANES, sums[g], s->dim, bf16, nv);
+        write_out(s->out + (h.task * group + g) * bytes, mixed + g * accs * LANES, sums[g], s->dim, bf16, nv);
+    settle(s, &h, x, sums);
+}
 
-    if (s->probs || s->adds) average(x, sums, group, pitch);
-    if (s->probs) {
-        float *probs = s->probs + task * s->width;
-        memset(probs, 0, s->width * sizeof(float));
-        memcpy(probs + first, x, n * sizeof(float));
+/* `mix` of packed values; mixed (heads, width) vectors. */
+INLINE void mix_packed(const Order *order, float *mixed, const char *v, const float *p, int64_t pitch, int64_t n,
+                       const int heads, const int bits, const int units, const Path *path) {
+    const int vectors = heads * width_of(bits, units);
+    __m512 sums[MOST_WIDTH];
+    UNROLL for (int i = 0; i < vectors; i++) sums[i] = _mm512_loadu_ps(mixed + i * LANES);
+    for (int64_t s = 0; s < n; s++, v += order->piece) {
+        if (path && s % 4 == 0) fetch(path, path->size + (v - path->values), 4 * order->piece);
+        packed_value(order, sums, (const uint8_t *)v, p + s, pitch, heads, bits, units);
     }
-    if (!s->next) return;
-    float *score = s->score + base;
-    int32_t *pos = s->pos + base;
-    pos[slot] = (int32_t)now;
-    score[slot] = now < rule->sinks ? INFINITY : s->fresh ? s->fresh[task] : 0.0f;
-    if (s->adds)
-        for (int64_t i = 0; i < n; i++) score[first + i] += x[i];
-    if (s->step >= rule->evicts) slot = victim(score, pos, count, rule, now, s->window);
-    else slot = slot + 1 == limit ? rule->ring : slot + 1;
-    s->next[task] = base + slot;
+    UNROLL for (int i = 0; i < vectors; i++) _mm512_storeu_ps(mixed + i * LANES, sums[i]);
+}
+
+/* As `attend`, of packed keys and values. */
+INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scratch, const int bits, const int units) {
+    const Pieces pieces = {s->dim, bits, !s->bf16};
+    const Order order = order_of(&pieces, bits, units);
+    const Head h = begin(s, row, head, &pieces);
+    const int accs = units * vectors_of(bits), together = accs > 8 ? 1 : 8 / accs * 2;
+    const int64_t width = width_of(bits, units) * LANES, n = h.n, pitch = h.pitch, group = s->group;
+    float *x = scratch, *mixed = x + group * pitch, *q = mixed + group * width, *lanes = q + group * width;
+    float *sums = lanes + group * LANES * LANES;
+    const char *k = s->k + (h.base + h.first) * order.piece, *v = s->v + (h.base + h.first) * order.piece;
+    const Path path = {k, v, k + s->capacity * order.piece, n * order.piece};
+    for (int64_t g = 0; g < group; g++)
+        arrange(&pieces, s->new_q.at + row * s->new_q.row + (head * group + g) * s->new_q.head, bits, units, q + g * width);
+    for (int64_t i = 0; i < n; i += LANES) {
+        for (int64_t j = 0; j < least(LANES, n - i); j++) {
+            if (j % 4 == 0) fetch(&path, (i + j) * order.piece, 4 * order.piece);
+            packed_products(&order, q, group, (const uint8_t *)k + (i + j) * order.piece, bits, units, lanes + j * LANES);
+        }
+        for (int64_t g = 0; g < group; g++) {
+            __m512 each[LANES];
+            UNROLL for (int j = 0; j < LANES; j++) each[j] = _mm512_loadu_ps(lanes + (g * LANES + j) * LANES);
+            const __m512 logits = _mm512_mul_ps(sums_of(each), _mm512_set1_ps((float)s->scale));
+            const __m512 none = _mm512_set1_ps(-INFINITY);
+            _mm512_storeu_ps(x + g * pitch + i, _mm512_mask_mov_ps(none, first_lanes(n - i), logits));
+        }
+    }
+    for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch);
+    memset(mixed, 0, group * width * sizeof(float));
+    const int64_t block = group == 1 ? n : BLOCK;
+    for (int64_t i = 0; i < n; i += block) {
+        int64_t g = 0, some = least(block, n - i);
+        for (; g + together <= group; g += together)
+            mix_packed(&order, mixed + g * width, v + i * order.piece, x + g * pitch + i, pitch, some, together, bits,
+                       units, g ? NULL : &path);
+        for (; g < group; g++)
+            mix_packed(&order, mixed + g * width, v + i * order.piece, x + g * pitch + i, pitch, some, 1, bits, units,
+                       g ? NULL : &path);
+    }
+    for (int64_t g = 0; g < group; g++)
+        bring_back(&pieces, mixed + g * width, 1.0f / sums[g], bits, units,
+                   s->out + (h.task * group + g) * vector_bytes(&pieces));
+    settle(s, &h, x, sums);
 }
 
 typedef void Attend(const Step *, int64_t, int64_t, float *);
@@ -320,6 +381,18 @@ static Attend *const KINDS[2][17] = {
     {[1] = attend_1_1, [2] = attend_1_2, [3] = attend_1_3, [4] = attend_1_4, [8] = attend_1_8},
 };
 static Attend *const ANY[2] = {attend_0, attend_1};
+
+#define PACKED(bits, units) \
+    static void packed_##bits##_##units(const Step *s, int64_t row, int64_t head, float *scratch) { \
+        attend_packed(s, row, head, scratch, bits, units); \
+    }
+PACKED(4, 1) PACKED(4, 2) PACKED(8, 1) PACKED(8, 2) PACKED(8, 4)
+
+/* By the units of a head; three are four, of which one is empty. */
+static Attend *const PACKED_KINDS[2][MOST_UNITS + 1] = {
+    {[1] = packed_4_1, [2] = packed_4_2},
+    {[1] = packed_8_1, [2] = packed_8_2, [3] = packed_8_4, [4] = packed_8_4},
+};
 
 typedef struct {
     const Step *step;
@@ -354,10 +427,10 @@ int attend_step(const Step *s) {
         longest = most(longest, count);
         slots += count * s->kv_heads;
     }
-    const int64_t tile = s->bits ? BLOCK * up(s->dim, LANES) : 0;
-    const int64_t floats = s->group * (up(longest, LANES) + 2 * nv * LANES) + up(s->group, LANES) + tile;
+    const int64_t units = (s->dim * s->bits / 8 + UNIT - 1) / UNIT, packed = s->bits ? 2 * 4 * 9 + LANES : 0;
+    const int64_t floats = s->group * (up(longest, LANES) + (2 * nv + packed) * LANES) + up(s->group, LANES);
     const int many = slots * s->dim * (s->bf16 ? 4 : 8) > FEW_BYTES;
-    Attend *one = KINDS[s->bf16 != 0][nv];
+    Attend *one = s->bits ? PACKED_KINDS[s->bits == 8][units] : KINDS[s->bf16 != 0][nv];
     Tasks all = {s, one ? one : ANY[s->bf16 != 0], floats, most(1, tasks / (8 * s->threads)), 0, 0};
     team_run(take_tasks, &all, many ? (int)s->threads : 1);
     return all.failed;

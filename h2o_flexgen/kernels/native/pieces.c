@@ -30,27 +30,33 @@ static bf16 to_bf16(float x) { /* to nearest even */
     return (bf16)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-/* The codes of `n` numbers, at most a group, and their line. */
+/* The codes of `n` numbers, at most a group and a multiple of LANES, and their line. */
 static void codes_of(const float *x, int64_t n, float top, int32_t *codes, bf16 *scale, bf16 *low) {
-    float least_of = x[0], most_of = x[0];
-    for (int64_t i = 1; i < n; i++) least_of = x[i] < least_of ? x[i] : least_of;
-    for (int64_t i = 1; i < n; i++) most_of = x[i] > most_of ? x[i] : most_of;
-    *low = away(least_of, 0);
+    __m512 highest = _mm512_loadu_ps(x), lowest = highest;
+    for (int64_t i = LANES; i < n; i += LANES) {
+        highest = _mm512_max_ps(highest, _mm512_loadu_ps(x + i));
+        lowest = _mm512_min_ps(lowest, _mm512_loadu_ps(x + i));
+    }
+    *low = away(-_mm512_reduce_max_ps(_mm512_sub_ps(_mm512_setzero_ps(), lowest)), 0);
     const float start = from_bf16(*low);
-    *scale = away((most_of - start) / top, 1);
-    const float step = from_bf16(*scale), by = step > 0 ? step : 1;
-    for (int64_t i = 0; i < n; i++) {
-        const float code = (x[i] - start) / by + 0.5f;
-        codes[i] = (int32_t)(code > top ? top : code);
+    *scale = away((_mm512_reduce_max_ps(highest) - start) / top, 1);
+    const float step = from_bf16(*scale);
+    const __m512 from = _mm512_set1_ps(start), by = _mm512_set1_ps(step > 0 ? step : 1);
+    for (int64_t i = 0; i < n; i += LANES) {
+        const __m512 steps = _mm512_div_ps(_mm512_sub_ps(_mm512_loadu_ps(x + i), from), by);
+        const __m512 code = _mm512_min_ps(_mm512_set1_ps(top), _mm512_add_ps(steps, _mm512_set1_ps(0.5f)));
+        _mm512_storeu_ps((float *)codes + i, _mm512_castsi512_ps(_mm512_cvttps_epi32(code)));
     }
 }
 
-static void pack(const Pieces *p, const float *x, uint8_t *to) {
-    const int64_t groups = piece_groups(p), lines = p->dim * p->bits / 8;
+/* x has room for whole vectors. */
+static void pack(const Pieces *p, float *x, uint8_t *to) {
+    const int64_t groups = piece_groups(p), lines = p->dim * p->bits / 8, padded = up(p->dim, LANES);
     bf16 scale[MOST_DIM / PIECE_GROUP], low[MOST_DIM / PIECE_GROUP];
     int32_t codes[MOST_DIM];
+    for (int64_t i = p->dim; i < padded; i++) x[i] = x[p->dim - 1];
     for (int64_t g = 0; g < groups; g++) {
-        const int64_t first = g * PIECE_GROUP, n = least(PIECE_GROUP, p->dim - first);
+        const int64_t first = g * PIECE_GROUP, n = least(PIECE_GROUP, padded - first);
         codes_of(x + first, n, p->bits == 4 ? 15 : 255, codes + first, scale + g, low + g);
     }
     if (p->bits == 8)
@@ -65,12 +71,13 @@ void keep_vector(const Pieces *p, const void *from, uint8_t *to) {
     float x[MOST_DIM];
     if (!p->bits) {
         memcpy(to, from, (size_t)vector_bytes(p));
-    } else if (p->wide) {
-        pack(p, from, to);
-    } else {
-        for (int64_t i = 0; i < p->dim; i++) x[i] = from_bf16(((const bf16 *)from)[i]);
-        pack(p, x, to);
+        return;
     }
+    if (p->wide)
+        memcpy(x, from, (size_t)vector_bytes(p));
+    for (int64_t i = 0; !p->wide && i < p->dim; i += LANES)
+        _mm512_storeu_ps(x + i, widened(_mm256_maskz_loadu_epi16(first_lanes(p->dim - i), (const bf16 *)from + i)));
+    pack(p, x, to);
 }
 
 /* Numbers [first, n) of a vector, one by one. */
