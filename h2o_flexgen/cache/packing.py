@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.model.packing import CACHE_GROUP, EXPANDED, CachePacking
-from h2o_flexgen.kernels import pieces
+from h2o_flexgen.kernels import pieces, triton_available
 from h2o_flexgen.kernels.types import Quantised
 from h2o_flexgen.quant import groupwise
 from h2o_flexgen.quant.groupwise import GroupFormat
@@ -18,14 +18,21 @@ from h2o_flexgen.quant.groupwise import GroupFormat
 
 def pack(x: Tensor, packing: CachePacking) -> Tensor:
     """Keys or values x (..., dim) in their pieces, (..., nbytes) uint8. What torch takes for that is bounded."""
+    if triton_available.serves(x.device):
+        from h2o_flexgen.kernels import triton_quant  # imports Triton, which is not there on every machine
+
+        return _in_one(triton_quant.quantise(x, packing.bits, CACHE_GROUP))
     if pieces.available(x.dtype, packing.dim, x.device):
         return pieces.pack(x, packing.bits, packing.nbytes)
     if x.numel() > EXPANDED and x.dim() > 2:
         if len(x) == 1:
             return pack(x[0], packing).unsqueeze(0)
         return torch.cat([pack(half, packing) for half in x.tensor_split(2)])
-    found = groupwise.quantise(x, GroupFormat(packing.bits, CACHE_GROUP))
-    return torch.cat([part.view(torch.uint8) for part in found], dim=-1)
+    return _in_one(groupwise.quantise(x, GroupFormat(packing.bits, CACHE_GROUP)))
+
+
+def _in_one(parts: Quantised) -> Tensor:
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
 
 
 def parts_of(packed: Tensor, packing: CachePacking) -> Quantised:
@@ -36,6 +43,11 @@ def parts_of(packed: Tensor, packing: CachePacking) -> Quantised:
 
 def expand(packed: Tensor, packing: CachePacking, dtype: torch.dtype) -> Tensor:
     """What `packed` (..., nbytes) stands for, (..., dim) in `dtype`."""
+    if triton_available.serves(packed.device):
+        from h2o_flexgen.kernels import triton_quant
+
+        apart = Quantised(*(part.contiguous() for part in parts_of(packed, packing)))
+        return triton_quant.dequantise(apart, dtype, packing.bits, CACHE_GROUP)
     if pieces.available(dtype, packing.dim, packed.device):
         return pieces.expand(packed, packing.bits, packing.dim, dtype)
     return groupwise.dequantise(parts_of(packed, packing), dtype, GroupFormat(packing.bits, CACHE_GROUP))

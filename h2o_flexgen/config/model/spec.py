@@ -189,6 +189,11 @@ class ModelSpec:
         """As much, of keys and values as they are computed, before a cache packs them."""
         return 2 * self.num_kv_heads * self.head_dim * dtype_bytes(dtype)
 
+    def attended_kv_bytes(self, dtype: str) -> int:
+        """Bytes of a token in a cache of `dtype` that takes as long to attend to: of a packed one, half-way between
+        what is read of it and what is computed with. Kernels have to take the codes apart."""
+        return (self.kv_bytes_per_token_and_layer(dtype) + self.computed_kv_bytes(dtype)) // 2
+
     @property
     def hidden_width(self) -> int:
         """Numbers of one token's hidden state between two units: hidden_size, and beside it the sum that both halves of
