@@ -65,6 +65,12 @@ def test_ratios_are_exact(line: str, name: str, ratio: float) -> None:
     assert (eviction.name, eviction.ratio) == (name, ratio)
 
 
+def test_fewer_bits_by_flexgens_names() -> None:
+    engine = parse("--compress-cache", "--compress-weight").engine
+    assert (engine.cache_bits, engine.weight_bits) == (4, 4)
+    assert parse("--cache-bits", "8").engine.cache_bits == 8
+
+
 def test_a_budget_in_tokens_means_h2o() -> None:
     eviction = parse("--kv-budget", "100", "--recent", "30").engine.eviction
     assert (eviction.name, eviction.budget, eviction.recent) == ("h2o", 100, 30)
