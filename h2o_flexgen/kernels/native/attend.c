@@ -304,11 +304,18 @@ INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int
 
 /* `mix` of packed values; mixed (heads, width) vectors. */
 INLINE void mix_packed(const Order *order, float *mixed, const char *v, const float *p, int64_t pitch, int64_t n,
-                       const int heads, const int bits, const int units, const Path *path) {
+                       const int heads, const int bits, const int units, const int paired, const Path *path) {
     const int vectors = heads * width_of(bits, units);
     __m512 sums[MOST_WIDTH];
     UNROLL for (int i = 0; i < vectors; i++) sums[i] = _mm512_loadu_ps(mixed + i * LANES);
-    for (int64_t s = 0; s < n; s++, v += order->piece) {
+#ifdef __AVX512BF16__
+    for (; paired && n > 1; n -= 2, p += 2, v += 2 * order->piece) {
+        if (path) fetch(path, path->size + (v - path->values), 2 * order->piece);
+        pair_values(order, sums, (const uint8_t *)v, p, pitch, 1, heads);
+    }
+    if (paired && n) pair_values(order, sums, (const uint8_t *)v, p, pitch, 0, heads);
+#endif
+    for (int64_t s = 0; !paired && s < n; s++, v += order->piece) {
         if (path && s % 4 == 0) fetch(path, path->size + (v - path->values), 4 * order->piece);
         packed_value(order, sums, (const uint8_t *)v, p + s, pitch, heads, bits, units);
     }
@@ -316,7 +323,8 @@ INLINE void mix_packed(const Order *order, float *mixed, const char *v, const fl
 }
 
 /* As `attend`, of packed keys and values. */
-INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scratch, const int bits, const int units) {
+INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scratch, const int bits, const int units,
+                          const int paired) {
     const Pieces pieces = {s->dim, bits, !s->bf16};
     const Order order = order_of(&pieces, bits, units);
     const Head h = begin(s, row, head, &pieces);
@@ -329,7 +337,15 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
     for (int64_t g = 0; g < group; g++)
         arrange(&pieces, s->new_q.at + row * s->new_q.row + (head * group + g) * s->new_q.head, bits, units, q + g * width);
     for (int64_t i = 0; i < n; i += LANES) {
-        for (int64_t j = 0; j < least(LANES, n - i); j++) {
+#ifdef __AVX512BF16__
+        for (int64_t j = 0; paired && j < least(LANES, n - i); j += 2) {
+            const char *key = k + (i + j) * order.piece;
+            fetch(&path, (i + j) * order.piece, 2 * order.piece);
+            if (i + j + 1 < n) pair_products(&order, q, group, (const uint8_t *)key, 1, lanes + j * LANES);
+            else pair_products(&order, q, group, (const uint8_t *)key, 0, lanes + j * LANES);
+        }
+#endif
+        for (int64_t j = 0; !paired && j < least(LANES, n - i); j++) {
             if (j % 4 == 0) fetch(&path, (i + j) * order.piece, 4 * order.piece);
             packed_products(&order, q, group, (const uint8_t *)k + (i + j) * order.piece, bits, units, lanes + j * LANES);
         }
@@ -348,10 +364,10 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
         int64_t g = 0, some = least(block, n - i);
         for (; g + together <= group; g += together)
             mix_packed(&order, mixed + g * width, v + i * order.piece, x + g * pitch + i, pitch, some, together, bits,
-                       units, g ? NULL : &path);
+                       units, paired, g ? NULL : &path);
         for (; g < group; g++)
             mix_packed(&order, mixed + g * width, v + i * order.piece, x + g * pitch + i, pitch, some, 1, bits, units,
-                       g ? NULL : &path);
+                       paired, g ? NULL : &path);
     }
     for (int64_t g = 0; g < group; g++)
         bring_back(&pieces, mixed + g * width, 1.0f / sums[g], bits, units,
@@ -384,13 +400,13 @@ static Attend *const ANY[2] = {attend_0, attend_1};
 
 #define PACKED(bits, units) \
     static void packed_##bits##_##units(const Step *s, int64_t row, int64_t head, float *scratch) { \
-        attend_packed(s, row, head, scratch, bits, units); \
+        attend_packed(s, row, head, scratch, bits, units ? units : 1, !units); \
     }
-PACKED(4, 1) PACKED(4, 2) PACKED(8, 1) PACKED(8, 2) PACKED(8, 4)
+PACKED(4, 0) PACKED(4, 1) PACKED(4, 2) PACKED(8, 1) PACKED(8, 2) PACKED(8, 4)
 
-/* By the units of a head; three are four, of which one is empty. */
+/* By the units of a head: 0 where two pieces share one; three are four, of which one is empty. */
 static Attend *const PACKED_KINDS[2][MOST_UNITS + 1] = {
-    {[1] = packed_4_1, [2] = packed_4_2},
+    {[0] = packed_4_0, [1] = packed_4_1, [2] = packed_4_2},
     {[1] = packed_8_1, [2] = packed_8_2, [3] = packed_8_4, [4] = packed_8_4},
 };
 
@@ -429,8 +445,9 @@ int attend_step(const Step *s) {
     }
     const int64_t units = (s->dim * s->bits / 8 + UNIT - 1) / UNIT, packed = s->bits ? 2 * 4 * 9 + LANES : 0;
     const int64_t floats = s->group * (up(longest, LANES) + (2 * nv + packed) * LANES) + up(s->group, LANES);
+    const Pieces pieces = {s->dim, s->bits, !s->bf16};
     const int many = slots * s->dim * (s->bf16 ? 4 : 8) > FEW_BYTES;
-    Attend *one = s->bits ? PACKED_KINDS[s->bits == 8][units] : KINDS[s->bf16 != 0][nv];
+    Attend *one = s->bits ? PACKED_KINDS[s->bits == 8][is_paired(&pieces) ? 0 : units] : KINDS[s->bf16 != 0][nv];
     Tasks all = {s, one ? one : ANY[s->bf16 != 0], floats, most(1, tasks / (8 * s->threads)), 0, 0};
     team_run(take_tasks, &all, many ? (int)s->threads : 1);
     return all.failed;

@@ -3,7 +3,10 @@
    64 bytes of codes are a unit: 16 words of 32 bits, whose parts of 4 or 8 bits become 8 or 4 vectors of numbers. Lane i
    of vector m is number i * (32 / bits) + m of the unit, so that what is in a lane shares a scale and a low. The product
    with a query is scale * (q c) + low * (sum of q), lane by lane, in float32: nothing is rounded on the way. Queries and
-   results are brought into this order and back once per head. */
+   results are brought into this order and back once per head.
+
+   Of 4 bits and up to 64 numbers, which fill half a unit, two pieces share one: `paired`. The second has the upper
+   lanes. */
 #ifndef PACKED_ATTEND_H
 #define PACKED_ATTEND_H
 
@@ -41,6 +44,57 @@ INLINE Order order_of(const Pieces *p, const int bits, const int units) {
     }
     return o;
 }
+
+#ifdef __AVX512BF16__
+INLINE int is_paired(const Pieces *p) { return p->bits == 4 && p->dim <= PIECE_GROUP; }
+
+/* As `lines_of` and `codes_of`, of a piece and the next one, or of no next one: `second` is 0 then. */
+INLINE void pair_of(const Order *o, const uint8_t *piece, const int second, __m512 *scale, __m512 *low, __m512 *x) {
+    const uint8_t *next = piece + (second ? o->piece : 0);
+    const __mmask32 here = (__mmask32)o->mask[0], there = second ? here : 0;
+    int32_t first_line, next_line;
+    memcpy(&first_line, piece + o->codes, 4);
+    memcpy(&next_line, next + o->codes, 4);
+    const __m512i lines = _mm512_mask_set1_epi32(_mm512_set1_epi32(first_line), 0xFF00, next_line);
+    *scale = _mm512_castsi512_ps(_mm512_slli_epi32(lines, 16));
+    *low = _mm512_castsi512_ps(_mm512_and_si512(lines, _mm512_set1_epi32((int)0xFFFF0000)));
+    const __m512i raw = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_maskz_loadu_epi8(here, piece)),
+                                           _mm256_maskz_loadu_epi8(there, next), 1);
+    const __m512 levels = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    UNROLL for (int m = 0; m < 8; m++) x[m] = _mm512_permutexvar_ps(_mm512_srli_epi32(raw, 4 * m), levels);
+}
+
+/* As `packed_products`, with a key and the next one. */
+INLINE void pair_products(const Order *o, const float *q, int64_t group, const uint8_t *key, const int second,
+                          float *sums) {
+    __m512 scale, low, x[8];
+    pair_of(o, key, second, &scale, &low, x);
+    for (int64_t g = 0; g < group; g++, q += 9 * LANES) {
+        __m512 sum[2] = {_mm512_mul_ps(x[0], _mm512_loadu_ps(q)), _mm512_mul_ps(x[1], _mm512_loadu_ps(q + LANES))};
+        UNROLL for (int m = 2; m < 8; m++) sum[m & 1] = _mm512_fmadd_ps(x[m], _mm512_loadu_ps(q + m * LANES), sum[m & 1]);
+        __m512 total = _mm512_mul_ps(low, _mm512_loadu_ps(q + 8 * LANES));
+        total = _mm512_fmadd_ps(scale, _mm512_add_ps(sum[0], sum[1]), total);
+        _mm512_storeu_ps(sums + g * LANES * LANES, _mm512_maskz_mov_ps(0x00FF, total));
+        if (second) _mm512_storeu_ps(sums + g * LANES * LANES + LANES, _mm512_maskz_mov_ps(0xFF00, total));
+    }
+}
+
+/* As `packed_value`, of a value and the next one. */
+INLINE void pair_values(const Order *o, __m512 *mixed, const uint8_t *value, const float *p, int64_t pitch,
+                        const int second, const int heads) {
+    __m512 scale, low, x[8];
+    pair_of(o, value, second, &scale, &low, x);
+    UNROLL for (int h = 0; h < heads; h++) {
+        const float next = second ? p[h * pitch + 1] : 0;
+        const __m512 weight = _mm512_mask_mov_ps(_mm512_set1_ps(p[h * pitch]), 0xFF00, _mm512_set1_ps(next));
+        const __m512 scaled = _mm512_mul_ps(weight, scale);
+        UNROLL for (int m = 0; m < 8; m++) mixed[9 * h + m] = _mm512_fmadd_ps(scaled, x[m], mixed[9 * h + m]);
+        mixed[9 * h + 8] = _mm512_fmadd_ps(weight, low, mixed[9 * h + 8]);
+    }
+}
+#else
+INLINE int is_paired(const Pieces *p) { return (void)p, 0; }
+#endif
 
 /* The scales and lows of a piece, unit by unit. */
 INLINE void lines_of(const Order *o, const uint8_t *piece, const int bits, const int units, __m512 *scale,
@@ -103,6 +157,7 @@ INLINE void arrange(const Pieces *p, const char *q, const int bits, const int un
         for (int m = 0; m < vectors; m++)
             for (int i = 0; i < LANES; i++)
                 to[(units * vectors + u) * LANES + i] += to[(u * vectors + m) * LANES + i];
+    for (int m = 0; is_paired(p) && m < width_of(bits, units); m++) memcpy(to + m * LANES + 8, to + m * LANES, 32);
 }
 
 /* A mixture times `share` as numbers in their own order. */
@@ -110,7 +165,10 @@ INLINE void bring_back(const Pieces *p, const float *mixed, float share, const i
     float y[MOST_DIM + LANES];
     for (int64_t d = 0; d < p->dim; d++) {
         const int64_t at = place_of(d, bits), unit = at / (LANES * vectors_of(bits));
-        y[d] = (mixed[at] + mixed[(units * vectors_of(bits) + unit) * LANES + at % LANES]) * share;
+        const float *lows = mixed + (units * vectors_of(bits) + unit) * LANES + at % LANES;
+        y[d] = mixed[at] + lows[0];
+        if (is_paired(p)) y[d] += mixed[at + 8] + lows[8];
+        y[d] *= share;
     }
     if (p->wide) memcpy(out, y, (size_t)p->dim * sizeof *y);
     for (int64_t d = 0; !p->wide && d < p->dim; d += LANES)
