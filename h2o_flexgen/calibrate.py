@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from h2o_flexgen.cli.arguments import add_compress_weight
+from h2o_flexgen.cli.arguments import add_compress
 from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import (
     add_json,
@@ -110,7 +110,7 @@ def _parser() -> Parser:
     )
     refused = set(EngineConfig.__dataclass_fields__) - set(TAKEN)
     add_arguments(parser, EngineConfig, exclude=refused, title="model and machine")
-    add_compress_weight(parser.add_argument_group("known from FlexGen"))
+    add_compress(parser.add_argument_group("known from FlexGen"), "weight")
     work = parser.add_argument_group("measuring")
     work.add_argument(
         "--budget-s", type=float, default=45.0, metavar="SECONDS", help="how long it may take, about (default: 45)"

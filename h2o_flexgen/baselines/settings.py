@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.config.checks import share, whole
-from h2o_flexgen.config.engine import WEIGHT_BITS
+from h2o_flexgen.config.engine import BITS
 from h2o_flexgen.config.flags import between_commas, option, with_commas
 from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, read_config
 from h2o_flexgen.errors import ModelError, UsageError
@@ -289,8 +289,8 @@ class BenchSettings:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--device", self.device, DEVICES)
         _one_of("--weights", self.weights, WEIGHTS)
-        if self.weight_bits not in WEIGHT_BITS:
-            needed = f"needed one of {', '.join(map(str, WEIGHT_BITS))}"
+        if self.weight_bits not in BITS:
+            needed = f"needed one of {', '.join(map(str, BITS))}"
             raise UsageError(f"--weight-bits is {self.weight_bits}", needed)
         if self.weights == AUTO:
             object.__setattr__(self, "weights", "checkpoint" if _has_checkpoint(self.model) else "dummy")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
+from h2o_flexgen.cache.packing import parts_of
 from h2o_flexgen.cache.slots import CacheSlots, ScoredSlots
+from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.kernels.decode import NativeAttend, available
 from h2o_flexgen.kernels.types import DecodeStep, SlotRule
@@ -21,8 +25,10 @@ class FusedStep:
     On a GPU a step neither waits for the device nor sends it anything but launches: its number is counted there.
     """
 
-    def __init__(self, lengths: CacheLengths, slots: CacheSlots, size: tuple[int, int, int, int], triton: bool) -> None:
-        """`size`: rows, kv_heads, capacity, dim."""
+    def __init__(
+        self, lengths: CacheLengths, slots: CacheSlots, size: tuple[int, int, int, int], triton: bool, bits: int
+    ) -> None:
+        """`size`: rows, kv_heads, capacity, dim; `bits` of K and V, 16 where they are not packed."""
         self._lengths, self._slots, self._size = lengths, slots, size
         scored = slots if isinstance(slots, ScoredSlots) else None
         adds = False if scored is None else scored.adds
@@ -33,35 +39,44 @@ class FusedStep:
         ranking = None if self._scored is None else self._scored.ranking
         self._number: Tensor | None = None
         self._kernel: DecodeStep
+        self.attach: Callable[[Tensor, Tensor], None]
         if triton:
             from h2o_flexgen.kernels.triton_decode import TritonAttend
 
             device, window = lengths.device, lengths.window
-            self._kernel = TritonAttend(rules, size, device, window=window, ranking=ranking, adds=bool(adds))
+            made = TritonAttend(rules, size, device, window=window, ranking=ranking, adds=bool(adds))
+            self._kernel, self.attach = made, made.attach
+            if bits != 16:
+                packing = CachePacking(bits, size[3])
+                self.attach = lambda k, v: made.attach_packed(parts_of(k, packing), parts_of(v, packing))
             self._number = torch.full(size[:2], lengths.step, device=device)
         else:
             table = lengths.once(f"table of rules, {ranked}", lambda: torch.tensor(rules))
-            self._kernel = NativeAttend(table, size, window=lengths.window, ranking=ranking, adds=bool(adds))
+            window = lengths.window
+            self._kernel = NativeAttend(table, size, window=window, ranking=ranking, adds=bool(adds), bits=bits)
+            self.attach = self._kernel.attach
         self.used = self._kernel.used
         """Where the newest token was written, (b, kv_heads) int64; the next step changes it in place."""
-        self.attach, self.detach = self._kernel.attach, self._kernel.detach
+        self.detach = self._kernel.detach
 
     @classmethod
-    def of(cls, lengths: CacheLengths, slots: CacheSlots, kv: Tensor, heads: int) -> FusedStep | None:
-        """For a cache with K or V `kv` (b, kv_heads, capacity, dim), asked by `heads` query heads.
+    def of(cls, lengths: CacheLengths, slots: CacheSlots, kv: Tensor, q: Tensor, bits: int) -> FusedStep | None:
+        """For a cache with K or V `kv` (b, kv_heads, capacity, dim) or packed in `bits`, asked by q (b, heads, dim).
 
         None where no kernel takes that.
         """
-        rows, kv_heads, capacity, dim = kv.shape
+        (rows, kv_heads, capacity, _), heads, dim = kv.shape, q.shape[1], q.shape[2]
+        dtype = kv.dtype if bits == 16 else q.dtype
         triton = triton_available.serves(kv.device)
         if triton:
             from h2o_flexgen.kernels import triton_decode  # imports Triton, which is not there on every machine
 
-            fits = kv.dtype in triton_decode.DTYPES and dim <= triton_decode.MAX_DIM
+            fits = dtype in triton_decode.DTYPES and dim <= triton_decode.MAX_DIM
+            fits = fits and (bits == 16 or dim % triton_decode.PACKED_MULTIPLE == 0)
             fits = fits and heads // kv_heads <= triton_decode.MAX_GROUP
         else:
-            fits = available(kv.dtype, dim, kv.device)
-        return cls(lengths, slots, (rows, kv_heads, capacity, dim), triton) if fits else None
+            fits = available(dtype, dim, kv.device)
+        return cls(lengths, slots, (rows, kv_heads, capacity, dim), triton, bits) if fits else None
 
     @property
     def repeats(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -11,33 +12,73 @@ from torch import Tensor
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
+from h2o_flexgen.cache.packing import expand, pack
 from h2o_flexgen.cache.slots import CacheSlots, RingSlots, ScoredSlots
 from h2o_flexgen.cache.vectors import index_of, move_down, rolled, select
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.model.packing import EXPANDED, CachePacking
 from h2o_flexgen.kernels import decode_attention
 from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.prompt import keep_prompts, keeps
-from h2o_flexgen.kernels.types import KeysValues, PackedPrompts, PackedRow
+from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PackedPrompts, PackedRow
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Extent of K and of V: (batch, kv_heads, capacity, head_dim). `capacity` counts slots, see `slots_needed`."""
+    """Extent of K and of V: (batch, kv_heads, capacity, head_dim). `capacity` counts slots, see `slots_needed`.
+
+    With `bits` 8 or 4 keys and values are packed, see `CachePacking`: tensors of K and V are then uint8, and their last
+    dimension is the bytes of one.
+    """
 
     batch: int
     kv_heads: int
     head_dim: int
     capacity: int
+    bits: int = 16
 
     @classmethod
-    def of(cls, budgets: Sequence[Budget], kv_heads: int, head_dim: int) -> CacheShape:
+    def of(cls, budgets: Sequence[Budget], kv_heads: int, head_dim: int, bits: int = 16) -> CacheShape:
         """The smallest cache for rows with these budgets."""
-        return cls(len(budgets), kv_heads, head_dim, slots_needed(budgets))
+        return cls(len(budgets), kv_heads, head_dim, slots_needed(budgets), bits)
+
+    @property
+    def packing(self) -> CachePacking | None:
+        """How a key or a value is kept; None: as its numbers."""
+        return None if self.bits == 16 else CachePacking(self.bits, self.head_dim)
+
+    @property
+    def size(self) -> tuple[int, int, int, int]:
+        """Of K's tensor, and of V's."""
+        packing = self.packing
+        return self.batch, self.kv_heads, self.capacity, self.head_dim if packing is None else packing.nbytes
+
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of K and V, where `dtype` is the computation's."""
+        return dtype if self.bits == 16 else torch.uint8
+
+    def computed(self, dtype: torch.dtype) -> torch.dtype:
+        """What K and V of `dtype` are computed with; packed ones may be with any."""
+        return dtype if self.bits == 16 else torch.float32
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of K and V together."""
+        return 2 * prod(self.size) * self.kept(dtype).itemsize
 
     def buffers(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """A K and a V of this shape, zeros."""
-        size = (self.batch, self.kv_heads, self.capacity, self.head_dim)
-        return torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device)
+        k, v = (torch.zeros(self.size, dtype=self.kept(dtype), device=device) for _ in range(2))
+        return k, v
+
+
+def _some(x: Tensor, rows: slice | None) -> Tensor:
+    """Of a tensor that has something for each row, or one for all, what is of these rows; None: of all."""
+    return x if rows is None or len(x) == 1 else x[rows]
+
+
+def _joined(rows: Sequence[Tensor | None]) -> Tensor | None:
+    found = [row for row in rows if row is not None]
+    return torch.cat(found) if found else None
 
 
 class KVCache:
@@ -76,7 +117,7 @@ class KVCache:
             raise ValueError(f"{len(limits)} budgets and {len(row_ids)} row ids for {shape.batch} rows")
         if shape.capacity < max(limits):
             raise ValueError(f"{shape.capacity} slots are too few, these budgets need {max(limits)}")
-        self.shape = shape
+        self.shape, self._packing = shape, shape.packing
         self.statistic = policy.statistic if self._lengths.chooses else "none"
         self._policy, self._layer, self._row_ids = policy, layer, list(row_ids)
         self._slots: CacheSlots
@@ -129,14 +170,14 @@ class KVCache:
 
     def attach(self, k: Tensor, v: Tensor) -> None:
         """Work on these contiguous buffers from now on: what the cache holds, or anything finite before `fill`."""
-        size = (self.shape.batch, self.shape.kv_heads, self.shape.capacity, self.shape.head_dim)
+        size = self.shape.size
         for name, buffer in (("K", k), ("V", v)):
             if buffer.shape != size or not buffer.is_contiguous() or buffer.device != self.device:
                 found = f"{name} {tuple(buffer.shape)} on {buffer.device}"
                 raise ValueError(f"{found}: needed contiguous {size} on {self.device}")
         self.k, self.v = k, v
-        self._reads_occupied = available(k.dtype, self.shape.head_dim, self.device)
-        self._flat_k, self._flat_v = k.view(-1, self.shape.head_dim), v.view(-1, self.shape.head_dim)
+        self._reads_occupied = available(self.shape.computed(k.dtype), self.shape.head_dim, self.device)
+        self._flat_k, self._flat_v = k.view(-1, size[-1]), v.view(-1, size[-1])
         if self._fused is not None:
             self._fused.attach(k, v)
 
@@ -173,11 +214,11 @@ class KVCache:
             for i, (buffer, own) in enumerate(zip(self._buffers(), (k, v), strict=True)):
                 shared = None if past is None else past[i]
                 if kept is not None:
-                    buffer[target, :, :held] = select(own[source], shared, kept)
+                    buffer[target, :, :held] = self._stored(select(own[source], shared, kept))
                 else:
-                    buffer[target, :, before:held] = own[source]
+                    buffer[target, :, before:held] = self._stored(own[source])
                     if shared is not None:
-                        buffer[target, :, :before] = shared
+                        buffer[target, :, :before] = self._stored(shared)
                 if not self._reads_occupied:
                     buffer[target, :, held:] = 0
 
@@ -200,7 +241,12 @@ class KVCache:
         """
         for row in prompts.rows:
             self._lengths.fill(row.place, row.length)
-        keep_prompts(prompts, KeysValues(k, v), self._buffers(), self._lengths.window, column_sums, self._slots.table)
+        window, table = self._lengths.window, self._slots.table
+        keep_prompts(prompts, KeysValues(k, v), self._buffers(), window, column_sums, table, bits=self.shape.bits)
+
+    def _stored(self, x: Tensor) -> Tensor:
+        """Keys or values (..., head_dim) as the buffers hold them."""
+        return x if self._packing is None else pack(x, self._packing)
 
     def _buffers(self) -> KeysValues:
         if self.k is None or self.v is None:
@@ -221,7 +267,7 @@ class KVCache:
         """
         buffers = self._buffers()
         if not self._lengths.started:
-            self._start(*buffers, q.shape[1], table is not None)
+            self._start(*buffers, q, table is not None)
         if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
@@ -241,11 +287,11 @@ class KVCache:
         """Steps that others launch, from a recording of one; -1: the last was only recorded, and is yet to be done."""
         self._lengths.tick(steps)
 
-    def _start(self, k: Tensor, v: Tensor, heads: int, rolling: bool) -> None:
-        """All prompts are in: which way the steps go is settled for good."""
+    def _start(self, k: Tensor, v: Tensor, q: Tensor, rolling: bool) -> None:
+        """All prompts are in: which way the steps go is settled for good, by the first query among others."""
         self._lengths.start()
         self._slots.start(rolling)
-        self._fused = None if rolling else FusedStep.of(self._lengths, self._slots, k, heads)
+        self._fused = None if rolling else FusedStep.of(self._lengths, self._slots, k, q, self.shape.bits)
         if self._fused is not None:
             self._fused.attach(k, v)
         elif self._reads_occupied:  # so that nothing was zeroed
@@ -254,23 +300,48 @@ class KVCache:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: tuple[Tensor, Tensor] | None) -> Tensor:
         """A step in torch operations, on any device."""
-        buffers = self._buffers()
         slot = self._last = self._slots.allocate()
-        if isinstance(slot, int):
-            buffers.k.select(2, slot).copy_(k)
-            buffers.v.select(2, slot).copy_(v)
-        else:
-            self._flat_k.index_copy_(0, slot, k.reshape(self._flat_k.shape[0] // self.shape.capacity, -1))
-            self._flat_v.index_copy_(0, slot, v.reshape(self._flat_v.shape[0] // self.shape.capacity, -1))
+        for buffer, flat, new in zip(self._buffers(), (self._flat_k, self._flat_v), (k, v), strict=True):
+            stored = self._stored(new)
+            if isinstance(slot, int):
+                buffer.select(2, slot).copy_(stored)
+            else:
+                flat.index_copy_(0, slot, stored.reshape(len(slot), -1))
         length, width, valid = self._lengths.occupied()
         if valid is not None:
             valid = valid.expand(self.shape.batch, self.shape.kv_heads, -1)
-        keys = buffers.k.narrow(2, 0, width)
-        if table is not None:
-            q, keys = rolled(q, keys, table, self._lengths.newest_ranks.view(-1, 1), self._slots.ranks(width))
-        out, row = decode_attention(q, keys, buffers.v.narrow(2, 0, width), scale, valid, self._slots.needs_rows)
+        parts = [self._attend_rows(rows, q, scale, width, valid, table) for rows in self._together(width)]
+        out, row = parts[0]
+        if len(parts) > 1:
+            out, row = torch.cat([part.out for part in parts]), _joined([part.row for part in parts])
         self._slots.evict(None if row is None else row[..., :length], length)
         return out
+
+    def _attend_rows(
+        self,
+        rows: slice | None,
+        q: Tensor,
+        scale: float,
+        width: int,
+        valid: Tensor | None,
+        table: tuple[Tensor, Tensor] | None,
+    ) -> DecodeAttention:
+        """Of some rows, None: of all, over the first `width` slots."""
+        keys, values = (_some(buffer, rows).narrow(2, 0, width) for buffer in self._buffers())
+        if self._packing is not None:
+            keys, values = (expand(held, self._packing, q.dtype) for held in (keys, values))
+        asked, seen = _some(q, rows), None if valid is None else _some(valid, rows)
+        if table is not None:
+            newest, ranks = _some(self._lengths.newest_ranks, rows), _some(self._slots.ranks(width), rows)
+            asked, keys = rolled(asked, keys, table, newest.view(-1, 1), ranks)
+        return decode_attention(asked, keys, values, scale, seen, self._slots.needs_rows)
+
+    def _together(self, width: int) -> list[slice | None]:
+        """The rows that are attended to at once: all, or as many as may be expanded at a time."""
+        batch = some = self.shape.batch
+        if self._packing is not None:
+            some = max(1, EXPANDED // (self.shape.kv_heads * width * self.shape.head_dim))
+        return [None] if some >= batch else [slice(row, row + some) for row in range(0, batch, some)]
 
     @property
     def counts(self) -> list[int]:

@@ -24,12 +24,11 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.errors import UsageError
 
 _SHARES = "layers are placed by shares: --percent 50 50 100 0 100 0; leave it out and they are placed for you"
-_QUANTISED = "caches of fewer bits are not built yet; --hh-ratio 0.2 makes the KV cache a fifth"
+_QUANTISED = "keys and values are packed by --cache-bits 8 or --cache-bits 4"
 REFUSED = {
     "--hh-long-seq": "it left out OPT's position embedding, which is another model; longer prompts are refused instead",
     "--cut-gen-len": "it projected decode time from fewer tokens; every figure here is measured",
     "--debug-mode": "a breakdown comes with every run's report, and --trace FILE writes a timeline",
-    "--compress-cache": _QUANTISED,
     "--kv-cache-dtype": _QUANTISED,
     "--cache-type-k": _QUANTISED,
     "--cache-type-v": _QUANTISED,
@@ -298,17 +297,17 @@ def add_known_choices(group: argparse._ArgumentGroup) -> None:
         metavar=("WG", "WC", "CG", "CC", "HG", "HC"),
         help="percent of weights, cache, hidden states on gpu and cpu each; disk has the rest",
     )
-    add_compress_weight(group)
+    add_compress(group, "weight")
+    add_compress(group, "cache")
     group.add_argument("--policy", default="auto", metavar="auto|FILE", help="a policy file (JSON), or auto (default)")
     group.add_argument("--heavy-ratio", type=float, metavar="R", help="heavy hitters as a share; with --recent-ratio")
     group.add_argument("--compression-ratio", type=float, metavar="R", help="1 - hh-ratio")
 
 
-def add_compress_weight(group: argparse._ArgumentGroup) -> None:
-    """FlexGen's way to ask for weights of 4 bits."""
-    unset = argparse.SUPPRESS
-    text = "--weight-bits 4"
-    group.add_argument("--compress-weight", dest="weight_bits", action="store_const", const=4, default=unset, help=text)
+def add_compress(group: argparse._ArgumentGroup, what: str) -> None:
+    """FlexGen's way to ask for 4 bits of `what`, "weight" or "cache"."""
+    how: dict[str, Any] = {"action": "store_const", "const": 4, "default": argparse.SUPPRESS}
+    group.add_argument(f"--compress-{what}", dest=f"{what}_bits", help=f"--{what}-bits 4", **how)
 
 
 class _Refuse(argparse.Action):

@@ -19,7 +19,7 @@ from h2o_flexgen.units import MIB, parse_bytes
 
 WEIGHTS = ("checkpoint", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
-WEIGHT_BITS = (16, 8, 4)
+BITS = (16, 8, 4)
 VERIFY = ("first", "always", "never")
 POLICY_FIELDS = frozenset(item.name for item in dataclasses.fields(OffloadPolicy))
 PLANNED_FIELDS = frozenset(
@@ -51,6 +51,7 @@ class EngineConfig:
     weight_bits   16, or 8 or 4: matrices of a checkpoint of 16 bits or more are packed while they are loaded
     allow_compress  whether a planner that knows the machine's rates chooses among these bits
     weight_group  inputs that share a scale then
+    cache_bits    16, or 8 or 4: keys and values are packed as they come into their caches
     dequantize    whether matrices that a checkpoint has packed are expanded to `dtype` while they are loaded
     gpu_mem, cpu_mem, disk_mem   caps per tier, that of the gpu for each GPU; None: what the machine has free
     emulate_gpu   capacity of a gpu tier in host memory, None for none
@@ -77,6 +78,7 @@ class EngineConfig:
     weight_bits: int = option(16, "--weight-bits", help="16, or 8 or 4: weights are packed while loading", metavar="N")
     weight_group: int = option(64, "--weight-group", help="inputs that share a scale, of packed weights", metavar="N")
     allow_compress: bool = option(False, "--allow-compress", help="let the search choose 16, 8 or 4 bits for weights")
+    cache_bits: int = option(16, "--cache-bits", help="16, or 8 or 4: of keys and values in caches", metavar="N")
     dequantize: bool = option(False, "--dequantize", help="expand weights that the checkpoint has packed")
     device: str = option("auto", "--device", help="auto, cpu, cuda", metavar="DEVICE")
     gpu_mem: int | None = _size("--gpu-mem", help="memory the run may use of each GPU")
@@ -114,10 +116,9 @@ class EngineConfig:
         _one_of("weights", self.weights, WEIGHTS)
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("device", self.device, DEVICES)
-        if self.weight_bits not in WEIGHT_BITS:
-            raise UsageError(
-                f"weight_bits is {self.weight_bits!r}", f"needed one of {', '.join(map(str, WEIGHT_BITS))}"
-            )
+        for name in ("weight_bits", "cache_bits"):
+            if getattr(self, name) not in BITS:
+                raise UsageError(f"{name} is {getattr(self, name)!r}", f"needed one of {', '.join(map(str, BITS))}")
         group = whole(self.weight_group, "weight_group", 32)
         if group & (group - 1) or group > 1024:
             raise UsageError(f"weight_group is {group}", "needed a power of two from 32 to 1024")
@@ -163,7 +164,7 @@ class EngineConfig:
         """What a planner may choose among, by the bits of weights, most first; nothing where these are decided."""
         if not self.allow_compress or (stored.packings and not self.dequantize):
             return {}
-        return {bits: replace(self, allow_compress=False, weight_bits=bits).kept(stored) for bits in WEIGHT_BITS}
+        return {bits: replace(self, allow_compress=False, weight_bits=bits).kept(stored) for bits in BITS}
 
     @property
     def fixed_policy(self) -> OffloadPolicy:

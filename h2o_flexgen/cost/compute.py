@@ -79,7 +79,7 @@ class Compute:
         if task.kind is TaskKind.STORE_HIDDEN:
             return self._elementwise(2 * self._moves.state_bytes(task))
         if task.kind is TaskKind.STORE_CACHE and task.step % REWRITE_EVERY:
-            return self._elementwise(2 * block.rows[task.batch] * block.kv_width * (2 * block.itemsize + 8))
+            return self._new_tokens(task.batch)
         return 0.0
 
     # ---- units
@@ -201,12 +201,14 @@ class Compute:
         # torch is handed the whole buffer: a prefix of every row's slots would have to be copied first.
         whole = rates.reads_all_slots or (device == "cpu" and block.request.eviction.rolling_positions)
         width = block.request.slots[layer] if whole else block.held(layer, step)
-        nbytes = 2 * rows * width * block.kv_width * block.itemsize
+        spec, dtype = block.spec, block.request.dtype
         curve = rates.decode_attention["scored" if block.request.budgets[layer].scored else "plain"]
-        parts = {"attention": curve.time_at(nbytes)}
+        parts = {"attention": curve.time_at(rows * width * spec.attended_kv_bytes(dtype))}
         if block.request.eviction.rolling_positions:
             # Keys are turned (five passes) by angles that are looked up, cosines and sines of half a head each (two).
-            parts["elementwise"] = 7 * nbytes / 2 / rates.elementwise_bytes_per_s
+            # Packed ones, and values, are expanded before: read, and written.
+            passes = 7 / 2 if spec.cache_packing is None else 7 / 2 + 2
+            parts["elementwise"] = passes * rows * width * spec.computed_kv_bytes(dtype) / rates.elementwise_bytes_per_s
         return parts
 
     def _arrival(self, unit: UnitSpec, task: Task) -> float:
@@ -217,9 +219,15 @@ class Compute:
             seconds += self._elementwise(2 * self._moves.state_bytes(load))
         if unit.kind == "attn" and task.step > 0 and (unit.layer, task.batch) in block.shape.cache_moves:
             waiting = (task.step - 1) % REWRITE_EVERY
-            numbers = 2 * block.rows[task.batch] * block.kv_width
-            seconds += self._elementwise(waiting * numbers * (2 * block.itemsize + 8))
+            seconds += waiting * self._new_tokens(task.batch)
         return seconds
+
+    def _new_tokens(self, batch: int) -> float:
+        """Copying one token of each row out of a cache that moves, or into it, by an index of each number or byte."""
+        block = self._block
+        size = block.itemsize if block.spec.cache_packing is None else 1
+        nbytes = block.rows[batch] * block.spec.kv_bytes_per_token_and_layer(block.request.dtype)
+        return self._elementwise(nbytes * (2 + 8 / size))
 
     # ---- what units share
 

@@ -307,7 +307,7 @@ class Moves:
             return []
         layer, length = block.spec.units[task.unit].layer or 0, block.prompt_len
         summed = 4 * block.spec.num_kv_heads if block.sums_columns(layer) else 0
-        token = block.spec.kv_bytes_per_token_and_layer(dtype) + summed
+        token = block.spec.computed_kv_bytes(dtype) + summed
         parts = prompt_parts(rows, length, block.policy.chunk).elements()
         whole = [part.rows for part in parts if part.past + part.length == length]
         return [(f"{tier}->cpu", "prompts", count * length * token) for count in whole]

@@ -58,6 +58,7 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
         config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=not dummy
     )
     spec = _with_generation_eos(spec_from_config(found.config, found.name), found.folder)
+    spec = spec.with_cache_bits(config.cache_bits)
     source: WeightSource
     if dummy:
         source = DummySource(spec, spec.dtype, config.seed)

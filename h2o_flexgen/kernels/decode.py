@@ -13,6 +13,8 @@ from h2o_flexgen.kernels.types import Ranking, SlotRule
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of keys, values and queries."""
+PIECE_GROUP = 64
+"""Numbers of a packed key or value that share a scale, see pieces.h."""
 MAX_DIM = 256
 """Numbers per head."""
 
@@ -21,7 +23,7 @@ class _DecodeTask(ctypes.Structure):
     """The argument of `attend_step`, as attend.c describes it."""
 
     _fields_ = fields(
-        "q rows kv_heads group capacity dim bf16 threads step window adds",
+        "q rows kv_heads group capacity dim bf16 bits threads step window adds",
         "d scale",
         "P k v out",
         "P new_q",
@@ -55,8 +57,12 @@ class NativeAttend:
         window: int | None = None,
         ranking: Ranking | None = None,
         adds: bool = False,
+        bits: int = 16,
     ) -> None:
-        """As `DecodeStep` says; rules may be (rows, 8) int64. ValueError where there is no kernel, see `available`."""
+        """As `DecodeStep` says; rules may be (rows, 8) int64. ValueError where there is no kernel, see `available`.
+
+        With `bits` 8 or 4 K and V are packed, uint8 (rows, kv_heads, capacity, bytes of a piece).
+        """
         if library() is None or len(rules) != size[0] or size[3] > MAX_DIM:
             raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: see `available`")
         self._call = function("attend_step", "P", "i")
@@ -68,6 +74,8 @@ class NativeAttend:
         self._step = _DecodeTask(rows=rows, kv_heads=kv_heads, capacity=self.capacity, dim=dim)
         self._step.rule, self._step.used = self._rules.data_ptr(), self.used.data_ptr()
         self._step.window, self._step.adds = window or 0, adds
+        self._packed = bits != 16
+        self._step.bits = bits if self._packed else 0
         if ranking is not None:
             self._step.score, self._step.pos = ranking.score.data_ptr(), ranking.pos.data_ptr()
             self._step.next = ranking.free.data_ptr()
@@ -78,14 +86,24 @@ class NativeAttend:
 
     def attach(self, k: Tensor, v: Tensor) -> None:
         """See `DecodeStep`. ValueError for a dtype not in `DTYPES`, another size, and what is not contiguous."""
-        if k.dtype not in DTYPES or v.dtype != k.dtype:
-            raise ValueError(f"K is {k.dtype} and V {v.dtype}: needed one of {DTYPES}")
-        if not all(x.shape == self._size and x.is_contiguous() for x in (k, v)):
-            raise ValueError(f"K is {tuple(k.shape)}, V {tuple(v.shape)}: needed {self._size}, contiguous")
-        self._dtype, self._strides = k.dtype, None
-        self._step.bf16 = k.dtype == torch.bfloat16
+        size = self._size
+        dtypes: tuple[torch.dtype, ...] = DTYPES
+        if self._packed:
+            piece = self._size[3] * self._step.bits // 8 + 4 * -(-self._size[3] // PIECE_GROUP)
+            size, dtypes = (*self._size[:3], piece), (torch.uint8,)
+        if k.dtype not in dtypes or v.dtype != k.dtype:
+            raise ValueError(f"K is {k.dtype} and V {v.dtype}: needed one of {dtypes}")
+        if not all(x.shape == size and x.is_contiguous() for x in (k, v)):
+            raise ValueError(f"K is {tuple(k.shape)}, V {tuple(v.shape)}: needed {size}, contiguous")
+        if not self._packed:
+            self._compute_in(k.dtype)
         self._kv = k, v
         self._step.k, self._step.v = k.data_ptr(), v.data_ptr()
+
+    def _compute_in(self, dtype: torch.dtype) -> None:
+        """What numbers are in, or are expanded to."""
+        self._dtype, self._strides = dtype, None
+        self._step.bf16 = dtype == torch.bfloat16
 
     def detach(self) -> None:
         """See `DecodeStep`."""
@@ -104,6 +122,8 @@ class NativeAttend:
         """See `DecodeStep`. `number` is a whole number. MemoryError where a few KiB are not to be had."""
         if isinstance(number, Tensor):
             raise TypeError("this kernel is told its step: it takes no tensor for it")
+        if self._packed and qkv[0].dtype is not self._dtype and qkv[0].dtype in DTYPES:
+            self._compute_in(qkv[0].dtype)
         q, k, v = (self._fit(x) for x in qkv)
         heads, step = q.shape[1], self._step
         if self._kv is None:

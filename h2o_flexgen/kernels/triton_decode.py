@@ -95,6 +95,7 @@ class TritonAttend:
             score, pos, free = ranking
             self._slots = Slots(table, self.used, score, score, pos, free, free)
         self._held: Held | None = None
+        self._packed = 0, 0, 0
         self._dtype: torch.dtype | None = None  # of K and V; None: packed
 
     def attach(self, k: Tensor, v: Tensor) -> None:
@@ -105,18 +106,26 @@ class TritonAttend:
         self._held, self._dtype = Held(k, v), k.dtype
 
     def attach_packed(self, k: Quantised, v: Quantised) -> None:
-        """As `attach`, of K and V in 4 bits and groups of 64: see `triton_quant`. New tokens are packed as they come.
+        """As `attach`, of K and V in 4 or 8 bits and groups of 64: see `triton_quant`. Slots may lie apart, all alike.
 
-        What is attended to is what is held, the new token included.
+        New tokens are packed as they come; what is attended to is what is held, the new token included.
         """
         rows, kv_heads, capacity, dim = self.size
         if dim % PACKED_MULTIPLE:
             raise ValueError(f"{dim} numbers per head: needed a multiple of {PACKED_MULTIPLE} where they are packed")
         groups = (rows, kv_heads, capacity, -(-dim // QUANT_GROUP))
+        bits = 8 * k.codes.shape[-1] // dim
         for codes, *rest in (k, v):
-            if codes.shape != (rows, kv_heads, capacity, dim // 2) or any(x.shape != groups for x in rest):
-                raise ValueError(f"codes {tuple(codes.shape)}: needed 4 bits each for {self.size}, in groups of 64")
+            fits = bits in (4, 8) and codes.shape == (rows, kv_heads, capacity, dim * bits // 8)
+            if not fits or any(x.shape != groups for x in rest):
+                raise ValueError(f"codes {tuple(codes.shape)}: needed 4 or 8 bits for {self.size}, in groups of 64")
         self._held, self._dtype = Held(k.codes, v.codes, k.scale, k.low, v.scale, v.low), None
+        self._packed = bits, k.codes.stride(2), k.scale.stride(2)
+
+    @property
+    def packed(self) -> tuple[int, int, int]:
+        """Of what is attached: the bits of packed K and V, and how far the codes and lines of slots are apart."""
+        return (0, 0, 0) if self._dtype is not None else self._packed
 
     def detach(self) -> None:
         """See `DecodeStep`."""
@@ -213,7 +222,7 @@ class _Launch:
         """What decides which configuration is the fastest; sizes to the next power of two."""
         q, owner, (rows, kv_heads, _, dim) = self._new.q, self._owner, self._owner.size
         sizes = [triton.next_power_of_2(size) for size in (rows * kv_heads, owner.most)]
-        packed = self._held.k_scale is not None
+        packed = owner.packed
         return (q.device, q.dtype, dim, self._group, packed, self._scratch is not None, owner.splits > 1, *sizes)
 
     def run(self, config: Config) -> None:
@@ -269,9 +278,9 @@ class _Launch:
         join_kernel.run(slots, results, sizes, self._step, form, grid=(tasks,), **options)
 
     def _form(self, config: Config) -> DecodeForm:
-        packed, dim = self._held.k_scale is not None, self._owner.size[3]
+        packed, dim = self._owner.packed, self._owner.size[3]
         d, g = max(triton.next_power_of_2(dim), 16), 1 if self._group == 1 else 16
-        fixed = packed, self._owner.adds, interpreting()
+        fixed = *packed, self._owner.adds, interpreting()
         return DecodeForm(dim, d, self._group, g, config.block, SCAN, config.stages, *fixed)
 
 

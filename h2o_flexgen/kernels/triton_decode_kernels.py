@@ -47,7 +47,7 @@ class Results(NamedTuple):
 
 
 class Held(NamedTuple):
-    """K and V (rows, kv_heads, capacity, dim); packed: codes (.., dim / 2) with scales and lows (.., groups)."""
+    """K and V (rows, kv_heads, capacity, dim); packed: codes (.., bytes) with scales and lows (.., groups)."""
 
     k: Any
     v: Any
@@ -67,7 +67,9 @@ class DecodeForm(NamedTuple):
     block: int  # slots per tile
     scan: int  # slots at a time when scores are added to
     stages: int  # tiles on the way
-    packed: bool
+    bits: int  # of packed K and V; 0: they are not packed
+    pitch: int  # bytes from the codes of one slot to those of the next
+    line_pitch: int  # numbers from its scales or lows to those of the next
     adds: bool
     wide: bool  # see `product`
 
@@ -248,7 +250,7 @@ def _write_out(out, task, mixed, form: tl.constexpr):
 @triton.jit
 def tile(kept, scale, low, base, at, old, form: tl.constexpr):
     """K or V (block, d) of slots `at`; 0 where not `old`, of which nothing is read."""
-    if not form.packed:
+    if form.bits == 0:
         dims = tl.arange(0, form.d)
         mask = old[:, None] & (dims < form.dim)[None, :]
         loaded = tl.load(kept + base * form.dim + at[:, None] * form.dim + dims[None, :], mask=mask, other=0.0)
@@ -260,15 +262,17 @@ def tile(kept, scale, low, base, at, old, form: tl.constexpr):
 @triton.jit
 def _unpacked(kept, scale, low, base, at, old, form: tl.constexpr):
     """As `tile`, float32, of K or V in codes."""
-    wide: tl.constexpr = form.dim // 2
+    wide: tl.constexpr = form.dim * form.bits // 8
     groups: tl.constexpr = (form.dim + _GROUP - 1) // _GROUP
     each: tl.constexpr = min(_GROUP, form.d)
-    bytes_, group = tl.arange(0, form.d // 2), tl.arange(0, form.d // each)
+    bytes_, group = tl.arange(0, form.d * form.bits // 8), tl.arange(0, form.d // each)
     mask = old[:, None] & (bytes_ < wide)[None, :]
-    codes = tl.load(kept + base * wide + at[:, None] * wide + bytes_[None, :], mask=mask, other=0)
-    values = tl.reshape(bytes_to_pairs(codes, form.block, form.d).to(tl.float32), (form.block, form.d // each, each))
+    codes = tl.load(kept + base * form.pitch + at[:, None] * form.pitch + bytes_[None, :], mask=mask, other=0)
+    if form.bits == 4:
+        codes = bytes_to_pairs(codes, form.block, form.d)
+    values = tl.reshape(codes.to(tl.float32), (form.block, form.d // each, each))
     mask = old[:, None] & (group < groups)[None, :]
-    of = base * groups + at[:, None] * groups + group[None, :]
+    of = base * form.line_pitch + at[:, None] * form.line_pitch + group[None, :]
     scales = tl.load(scale + of, mask=mask, other=0.0).to(tl.float32)
     lows = tl.load(low + of, mask=mask, other=0.0).to(tl.float32)
     return tl.reshape(lows[:, :, None] + values * scales[:, :, None], (form.block, form.d))
@@ -278,7 +282,7 @@ def _unpacked(kept, scale, low, base, at, old, form: tl.constexpr):
 def put(source, kept, scale, low, slot, mine, form: tl.constexpr):
     """The new token's K or V (d,) as its slot will hold it; if `mine`, puts it there."""
     dims = tl.arange(0, form.d)
-    if not form.packed:
+    if form.bits == 0:
         x = tl.load(source + dims, mask=dims < form.dim, other=0.0)
         tl.store(kept + slot * form.dim + dims, x, mask=dims < tl.where(mine, form.dim, 0))
     else:
@@ -290,18 +294,22 @@ def put(source, kept, scale, low, slot, mine, form: tl.constexpr):
 def _put_packed(source, kept, scale, low, slot, mine, form: tl.constexpr):
     """As `put`, float32, of K or V in codes."""
     dims = tl.arange(0, form.d)
-    wide: tl.constexpr = form.dim // 2
+    wide: tl.constexpr = form.dim * form.bits // 8
     groups: tl.constexpr = (form.dim + _GROUP - 1) // _GROUP
     each: tl.constexpr = min(_GROUP, form.d)
     n: tl.constexpr = form.d // each
     # What a short group lacks repeats its last number.
     x = tl.load(source + tl.minimum(dims, form.dim - 1)).to(tl.float32)
-    codes, scales, lows = groups_to_codes(tl.reshape(x, (n, each)), 15)
-    bytes_, group = tl.arange(0, form.d // 2), tl.arange(0, n)
-    packed = tl.reshape(pairs_to_bytes(codes, n, each), (form.d // 2,))
-    tl.store(kept + slot * wide + bytes_, packed, mask=bytes_ < tl.where(mine, wide, 0))
-    tl.store(scale + slot * groups + group, scales.to(tl.bfloat16), mask=group < tl.where(mine, groups, 0))
-    tl.store(low + slot * groups + group, lows.to(tl.bfloat16), mask=group < tl.where(mine, groups, 0))
+    codes, scales, lows = groups_to_codes(tl.reshape(x, (n, each)), (1 << form.bits) - 1)
+    bytes_, group = tl.arange(0, form.d * form.bits // 8), tl.arange(0, n)
+    packed = codes.to(tl.uint8)
+    if form.bits == 4:
+        packed = pairs_to_bytes(codes, n, each)
+    packed = tl.reshape(packed, (form.d * form.bits // 8,))
+    tl.store(kept + slot * form.pitch + bytes_, packed, mask=bytes_ < tl.where(mine, wide, 0))
+    line = slot * form.line_pitch + group
+    tl.store(scale + line, scales.to(tl.bfloat16), mask=group < tl.where(mine, groups, 0))
+    tl.store(low + line, lows.to(tl.bfloat16), mask=group < tl.where(mine, groups, 0))
     return tl.reshape(lows[:, None] + codes.to(tl.float32) * scales[:, None], (form.d,))
 
 

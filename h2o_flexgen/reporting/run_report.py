@@ -169,9 +169,13 @@ def roofline_lines(roofline: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _bits(quantization: Mapping[str, Any]) -> str:
-    weights = quantization["weights"]
-    group = f" in groups of {weights['group']}" if weights["group"] else ""
-    return f"weights of {weights['bits']:g} bits{group} ({weights['format']})"
+    parts, weights, cache = [], quantization["weights"], quantization["cache"]
+    if weights:
+        group = f" in groups of {weights['group']}" if weights["group"] else ""
+        parts.append(f"weights of {weights['bits']:g} bits{group} ({weights['format']})")
+    if cache:
+        parts.append(f"KV cache of {cache['bits']} bits in groups of {cache['group']}")
+    return ", ".join(parts)
 
 
 def _at_best(name: str, found: Mapping[str, Any]) -> str:

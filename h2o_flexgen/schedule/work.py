@@ -202,7 +202,7 @@ class _Roofline:
 
     def _caches(self, work: PhaseWork) -> Iterator[_Spent]:
         """Attention of decode steps; every call as large as they are on average."""
-        token = self._request.spec.kv_bytes_per_token_and_layer(self._request.dtype)
+        token = self._request.spec.attended_kv_bytes(self._request.dtype)
         for (window, device), tokens in work.cache_tokens.items():
             calls = work.cache_calls.get((window, device), 0.0)
             if calls > 0:

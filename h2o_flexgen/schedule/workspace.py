@@ -9,6 +9,7 @@ on with the next ones.
 
 from __future__ import annotations
 
+from h2o_flexgen.config.model.packing import EXPANDED
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, WeightGroup, dtype_bytes, round_up
 from h2o_flexgen.config.offload import Kernels
@@ -100,7 +101,7 @@ def prompt_keys(block: BlockShape) -> int:
     With rolling positions their keys are there unrotated as well, half of another 2 P.
     """
     tokens = block.chunk + (block.follows * (3 if block.rolling else 2)) * block.prompt
-    return tokens * block.spec.kv_bytes_per_token_and_layer(block.dtype)
+    return tokens * block.spec.computed_kv_bytes(block.dtype)
 
 
 def decode_attention(block: BlockShape) -> int:
@@ -108,12 +109,17 @@ def decode_attention(block: BlockShape) -> int:
 
     Logits and softmax (b, heads, C) float32, the cast, and the ranks compared, int64. Where positions roll: the keys
     rotated, their cosines and sines, (b, kv_heads, C, head_dim) and twice half of it, ranks, and the table of angles.
+    Of packed caches the K and V that are expanded at once, and as float32 on the way, codes beside them.
     """
     spec, slots, size = block.spec, block.most_slots, block.size
     rolled = 0
     if block.rolling:
         rolled = block.heads * slots * (2 * spec.head_dim * size + 8) + 6 * slots * sum(block.rotary_dims) * 4
-    return block.rows * slots * (spec.num_heads * (8 + size) + 16 * spec.num_kv_heads) + rolled
+    expanded = 0
+    if spec.cache_packing is not None:
+        row = spec.num_kv_heads * slots * spec.head_dim
+        expanded = min(block.rows * row, max(row, EXPANDED)) * (2 * size + 16)
+    return block.rows * slots * (spec.num_heads * (8 + size) + 16 * spec.num_kv_heads) + rolled + expanded
 
 
 def on_cpu_beside_gpu(block: BlockShape) -> int:
@@ -121,7 +127,7 @@ def on_cpu_beside_gpu(block: BlockShape) -> int:
 
     The larger of `decode_attention`, and prompt K and V (t + P tokens) as they arrive with `_fill`.
     """
-    arriving = (block.chunk + block.prompt) * block.spec.kv_bytes_per_token_and_layer(block.dtype)
+    arriving = (block.chunk + block.prompt) * block.spec.computed_kv_bytes(block.dtype)
     return max(decode_attention(block), arriving + _fill(block))
 
 
@@ -172,12 +178,13 @@ def _up(count: int, multiple: int) -> int:
 
 def _fill(block: BlockShape) -> int:
     """To choose from the prompt what stays: ranks, four int64 (b, kv_heads, P); then for K or V the tokens to choose
-    from, those that rows share once, (P + 2 t, G), and the chosen (b, C, G)."""
+    from, those that rows share once, (P + 2 t, G), and the chosen (b, C, G). And what torch takes to pack some."""
+    packing = 0 if block.spec.cache_packing is None else 20 * EXPANDED
     if not block.evicts:
-        return 0
+        return packing
     kv = block.spec.num_kv_heads * block.spec.head_dim * block.size
     chosen = block.prompt + 2 * block.chunk + block.rows * block.most_slots
-    return 32 * block.heads * block.prompt + chosen * kv
+    return 32 * block.heads * block.prompt + chosen * kv + packing
 
 
 # ---- attention on the host
@@ -211,7 +218,7 @@ def prompt_bytes(spec: ModelSpec, dtype: str, rows: int, longest: int, chunk: in
     """
     tokens = min(chunk, rows * longest) + longest
     summed = 4 * rows * spec.num_kv_heads * longest if sums else 0
-    return round_up(tokens * spec.kv_bytes_per_token_and_layer(dtype) + summed + 5 * TENSOR_ALIGN, PAGE)
+    return round_up(tokens * spec.computed_kv_bytes(dtype) + summed + 5 * TENSOR_ALIGN, PAGE)
 
 
 def buffer_bytes(spec: ModelSpec, rows: int, dtype: str) -> int:

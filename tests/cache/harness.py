@@ -14,6 +14,7 @@ from h2o_flexgen.cache import CacheShape, EvictionPolicy, KVCache, make_policy
 from h2o_flexgen.config.eviction import SPLITS, Budget, EvictionConfig
 from h2o_flexgen.kernels import prefill_attention
 from tests.oracles.eviction import EvictionOracle
+from tests.oracles.packed import rounding
 from tests.policy_matrix import PolicyRow
 from tests.seeds import torch_generator
 
@@ -82,12 +83,13 @@ class CacheRun:
         device: str = "cpu",
         window: int | None = None,
         turning: Turning | None = None,
+        bits: int = 16,
     ) -> None:
         self.streams, self.dtype, self.device = list(streams), dtype, device
         self.window, self.turning = window, turning
         kv_heads, _, d = self.streams[0].k.shape
         self.scale = d**-0.5
-        self.shape = CacheShape.of(budgets, kv_heads, d)
+        self.shape = CacheShape.of(budgets, kv_heads, d, bits)
         k, v = buffers or self.shape.buffers(dtype, device)
         ids = range(len(self.streams)) if row_ids is None else row_ids
         self.cache = KVCache(self.shape, budgets, policy, layer=layer, row_ids=ids, device=k.device, window=window)
@@ -191,13 +193,15 @@ def compare(
     layer: int = 0,
     window: int | None = None,
     turning: Turning | None = None,
+    bits: int = 16,
 ) -> int:
     """Run cache and oracles; returns how many (row, head, step) were compared, the rest being too close to call."""
     ids = [3 * row + 1 for row in range(len(streams))]
-    run = CacheRun(streams, budgets, make_policy(config), layer=layer, row_ids=ids, window=window, turning=turning)
+    how: dict[str, Any] = {"window": window, "turning": turning, "bits": bits}
+    run = CacheRun(streams, budgets, make_policy(config), layer=layer, row_ids=ids, **how)
     mode = {"window": window, **({} if turning is None else {"rotate": turning.vector})}
     oracles = [
-        OracleRun(stream, budget, policy.oracle, layer=layer, row_id=row_id, seed=config.seed, **mode)
+        OracleRun(stream, budget, rounding(policy.oracle, bits), layer=layer, row_id=row_id, seed=config.seed, **mode)
         for stream, budget, row_id in zip(streams, budgets, ids, strict=True)
     ]
     compared = 0

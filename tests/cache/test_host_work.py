@@ -16,7 +16,7 @@ from tests.kernels.tape import NoHostWork
 from tests.policy_matrix import POLICIES, PolicyRow
 
 WINDOW = 9
-PROMPTS, HEADS = (12, 3), 1
+PROMPTS, HEADS, D = (12, 3), 1, 16
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +35,13 @@ def budgets_of(policy: PolicyRow) -> list[Budget]:
     return [Budget(7, heavy, 7 - heavy - sinks, sinks, full=False), Budget(8, heavy, 8 - heavy - sinks, sinks, False)]
 
 
-def filled(policy: PolicyRow, window: int | None) -> KVCache:
+def filled(policy: PolicyRow, window: int | None, bits: int = 16) -> KVCache:
     budgets = [budget.within(window) for budget in budgets_of(policy)]
-    shape = CacheShape.of(budgets, HEADS, 8)
+    shape = CacheShape.of(budgets, HEADS, D, bits)
     cache = KVCache(shape, budgets, make_policy(policy.eviction()), layer=1, row_ids=[0, 1], window=window)
     cache.attach(*shape.buffers(torch.float32))
     for row, length in enumerate(PROMPTS):
-        k, v = torch.randn(2, 1, HEADS, length, 8)
+        k, v = torch.randn(2, 1, HEADS, length, D)
         cache.fill([row], k, v, torch.rand(1, HEADS, length) if cache.wants_column_sums else None)
     return cache
 
@@ -49,7 +49,7 @@ def filled(policy: PolicyRow, window: int | None) -> KVCache:
 def run(cache: KVCache) -> None:
     """The first step, in which everything is made, and some more that are watched."""
     for step in range(7):
-        new = torch.randn(2, 4 * HEADS, 8).split([2 * HEADS, HEADS, HEADS], dim=1)
+        new = torch.randn(2, 4 * HEADS, D).split([2 * HEADS, HEADS, HEADS], dim=1)
         if step == 0:
             cache.attend(*new, 0.3)
             continue
@@ -58,12 +58,12 @@ def run(cache: KVCache) -> None:
     assert isinstance(cache._fused, FusedStep)
 
 
-@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize(("window", "bits"), [(None, 16), (WINDOW, 16), (None, 4), (WINDOW, 8)])
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
-def test_no_policy_needs_the_host(policy: PolicyRow, window: int | None) -> None:
+def test_no_policy_needs_the_host(policy: PolicyRow, window: int | None, bits: int) -> None:
     if policy.name == "full" and window is not None:
         pytest.skip("within a window nothing is full")
-    cache = filled(policy, window)
+    cache = filled(policy, window, bits)
     run(cache)
     assert cache.repeats
 
@@ -72,10 +72,10 @@ def test_no_policy_needs_the_host(policy: PolicyRow, window: int | None) -> None
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 def test_nor_do_rolling_positions(policy: PolicyRow, window: int | None) -> None:
     """Ranks are counted on the device, and keys are turned by a kernel."""
-    cache, table = filled(policy, window), (torch.rand(40, 4), torch.rand(40, 4))
+    cache, table = filled(policy, window), (torch.rand(40, D // 2), torch.rand(40, D // 2))
     first = True
     for _ in range(9):
-        new = torch.randn(2, 4 * HEADS, 8).split([2 * HEADS, HEADS, HEADS], dim=1)
+        new = torch.randn(2, 4 * HEADS, D).split([2 * HEADS, HEADS, HEADS], dim=1)
         with nullcontext() if first else NoHostWork():
             cache.attend(*new, 0.3, table)
         # Sinks that leave the window are the first thing that is hidden: what that takes is made then.

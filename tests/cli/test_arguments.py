@@ -65,6 +65,12 @@ def test_ratios_are_exact(line: str, name: str, ratio: float) -> None:
     assert (eviction.name, eviction.ratio) == (name, ratio)
 
 
+def test_fewer_bits_by_flexgens_names() -> None:
+    engine = parse("--compress-cache", "--compress-weight").engine
+    assert (engine.cache_bits, engine.weight_bits) == (4, 4)
+    assert parse("--cache-bits", "8").engine.cache_bits == 8
+
+
 def test_a_budget_in_tokens_means_h2o() -> None:
     eviction = parse("--kv-budget", "100", "--recent", "30").engine.eviction
     assert (eviction.name, eviction.budget, eviction.recent) == ("h2o", 100, 30)
@@ -77,7 +83,7 @@ def test_a_budget_in_tokens_means_h2o() -> None:
         ("--n-gpu-layers 20", "--percent"),
         ("--cut-gen-len 5", "every figure here is measured"),
         ("--debug-mode breakdown", "--trace FILE"),
-        ("--compress-cache", "not built yet"),
+        ("--cache-type-k q8_0", "--cache-bits 8"),
         ("--hh-long-seq", "another model"),
         ("--gpu-memory-utilization 0.9", "--gpu-mem SIZE"),
         ("--cpu-offload-gb 8", "--cpu-mem SIZE"),

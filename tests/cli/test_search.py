@@ -56,6 +56,13 @@ def test_what_is_left_out() -> None:
     assert "gpu" not in cpu.capped
 
 
+def test_caches_of_fewer_bits_take_less() -> None:
+    plain, packed = (parse(*SMALL.split(), *extra).request for extra in ((), ("--cache-bits", "4")))
+    assert packed.spec.cache_bits == 4
+    sizes = [request.spec.kv_bytes_per_token_and_layer("float16") for request in (plain, packed)]
+    assert sizes == [2 * 12 * 64 * 2, 2 * 12 * (64 // 2 + 4)]
+
+
 def test_what_is_typed_of_the_policy_is_fixed(tmp_path: Path) -> None:
     base = ("--model", "opt-125m", "--hardware", "t4")
     fixed = parse(*base, "--percent", "20", "80", "0", "100", "0", "100", "--gbs", "8", "--no-overlap").request.fixed

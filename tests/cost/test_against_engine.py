@@ -36,12 +36,13 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("family", ["opt", "mistral"])
-def test_a_run_is_the_simulated_one(case: str, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "bits"), [("opt", 16), ("mistral", 16), ("opt", 4)])
+def test_a_run_is_the_simulated_one(case: str, family: str, bits: int, tmp_path: Path) -> None:
     placement, gpu = CASES[case]
     policy = {**placement, "gpu_batch_size": ROWS, "num_gpu_batches": BATCHES}
     eviction = EvictionConfig("h2o", ratio=0.3)
     settings: dict[str, Any] = {"dtype": "bfloat16", "eviction": eviction, "emulate_gpu": gpu, "trace": True}
+    settings["cache_bits"] = bits
     with Engine(str(save(make_model(family), tmp_path)), policy=policy, **settings) as llm:
         llm.generate(prompts_of([PROMPT] * ROWS * BATCHES), max_new_tokens=NEW, ignore_eos=True)
         moved, plan, ran = llm.last_record.bytes_moved, llm.last_plan, llm.timeline

@@ -58,15 +58,16 @@ def alike(native: CacheRun, plain: CacheRun, steps: int) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 @pytest.mark.parametrize("window", [None, 13])
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(("group", "bits"), [(1, 16), (3, 16), (1, 4), (3, 8)])
 def test_caches_keep_the_same_with_and_without(
-    policy: PolicyRow, window: int | None, group: int, monkeypatch: pytest.MonkeyPatch
+    policy: PolicyRow, window: int | None, group: int, bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that grow, rows that evict from the start, full ones that end, budgets of their own, sinks."""
     streams = [make_stream(prompt, 120, group=group, d=16, seed=prompt) for prompt in (2, 30, 7, 30, 11)]
     totals = (9, 12, 30, 5, 150)
     budgets = [budget_of(policy, n, s.prompt, 120, 2).within(window) for s, n in zip(streams, totals, strict=True)]
-    alike(*pair(monkeypatch, streams, budgets, make_policy(policy.eviction()), layer=3, window=window), 118)
+    options: dict[str, Any] = {"layer": 3, "window": window, "bits": bits}
+    alike(*pair(monkeypatch, streams, budgets, make_policy(policy.eviction()), **options), 118)
 
 
 @pytest.mark.parametrize("window", [None, 20])

@@ -100,6 +100,7 @@ SCORES = st.sampled_from([0.0, 1e-30, 0.25, 0.5, 0.5000001, 3.0, 700.0, float("i
     window=st.none() | st.integers(2, 40),
     kv_heads=st.integers(1, 3),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    bits=st.sampled_from([16, 8, 4]),
     seed=st.integers(0, 2**20),
 )
 def test_what_is_kept_is_what_torch_keeps(
@@ -109,6 +110,7 @@ def test_what_is_kept_is_what_torch_keeps(
     window: int | None,
     kv_heads: int,
     dtype: torch.dtype,
+    bits: int,
     seed: int,
 ) -> None:
     """Scores of few values, so that there are many ties; budgets of every kind, and places out of order."""
@@ -124,7 +126,7 @@ def test_what_is_kept_is_what_torch_keeps(
     k, v = torch.randn(2, sum(lengths), kv_heads, D).to(dtype)
     pool = torch.tensor(data.draw(st.lists(SCORES, min_size=3, max_size=9)))
     sums = pool[torch.randint(len(pool), (sum(lengths) * kv_heads,))]
-    shape = CacheShape.of(budgets, kv_heads, D)
+    shape = CacheShape.of(budgets, kv_heads, D, bits)
     found, expected = (
         KVCache(shape, budgets, make_policy(config), layer=1, row_ids=range(len(rows)), window=window) for _ in "ab"
     )

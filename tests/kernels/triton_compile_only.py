@@ -64,19 +64,19 @@ class NoGpu:
         return 0
 
 
-def decode(group: int, *, packed: bool = False, splits: int = 1) -> None:
+def decode(group: int, *, bits: int = 16, splits: int = 1) -> None:
     """One step of a scored cache, dimension 128, bfloat16."""
     size = (2, 2, 512, 128)
     ranking = torch.rand(size[:3]), torch.zeros(size[:3], dtype=torch.int32), torch.tensor([0, 512, 1024, 1536])
     rules = [(400, 512, 500, 0, 0, 0, 100, 0)] * 2
     kernel = TritonAttend(rules, size, "cpu", ranking=ranking, adds=True, splits=splits, tune=False)
     k, v = torch.randn(2, *size).bfloat16().unbind(0)
-    if packed:
-        kernel.attach_packed(*(triton_quant.quantise(x) for x in (k, v)))
+    if bits != 16:
+        kernel.attach_packed(*(triton_quant.quantise(x, bits) for x in (k, v)))
     else:
         kernel.attach(k, v)
     # Counted on the device, as the engine has it, or told.
-    number = 5 if packed else torch.full((2, 2), 5)
+    number = 5 if bits != 16 else torch.full((2, 2), 5)
     kernel.step(number, tuple(torch.randn(2, heads, 128).bfloat16() for heads in (2 * group, 2, 2)), 0.1)
 
 
@@ -98,6 +98,7 @@ if __name__ == "__main__":
     driver.set_active(NoGpu())
     decode(1)
     decode(4, splits=3)
-    decode(4, packed=True)
+    decode(4, bits=4)
+    decode(4, bits=8)
     prompt()
     rotate()

@@ -18,6 +18,10 @@ LEVEL_BITS = {"uint4": 4, "e2m1": 4, "int8": 8, "e4m3": 8}
 """What a code stands for, and its bits: 0 to 15; -128 to 127; the floats of 4 and 8 bits of OCP's MX and FP8."""
 SUPER = 256
 """Inputs of a super-block: those of GGUF's K formats."""
+CACHE_GROUP = 64
+"""Numbers of a packed key or value that share a scale and a low, at most."""
+EXPANDED = 1 << 20
+"""Numbers of packed keys, and of values, that torch packs or expands at once, if those of a row are not more."""
 _PART_ALIGN = 64
 
 _SIZES = {"uint8": 1, "int8": 1, "int16": 2, "int32": 4, "float16": 2, "bfloat16": 2, "float32": 4}
@@ -116,3 +120,38 @@ def _parts(packing: Packing, shape: tuple[int, ...]) -> tuple[Part, ...]:
         parts.append(Part(name, dtype, size, offset, nbytes))
         offset += -(-nbytes // _PART_ALIGN) * _PART_ALIGN
     return tuple(parts)
+
+
+@dataclass(frozen=True)
+class CachePacking:
+    """How a key or a value of `dim` numbers is kept in `bits` for each, in one piece of `nbytes` bytes.
+
+    The codes, with 4 bits two in a byte, the first in its lower half; then a scale for each group of neighbours; then
+    a low for each, all bfloat16. A number is code * scale + low. Slots and eviction move the pieces as they are.
+    """
+
+    bits: int
+    dim: int
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise ValueError(f"keys and values of {self.bits} bits: needed 4 or 8")
+        if self.dim * self.bits % 16:
+            raise ValueError(f"{self.dim} numbers of {self.bits} bits: needed a multiple of {16 // self.bits} numbers")
+
+    @property
+    def group(self) -> int:
+        """Numbers that share a scale; the last group may have fewer."""
+        return min(CACHE_GROUP, self.dim)
+
+    @property
+    def groups(self) -> int:
+        return -(-self.dim // self.group)
+
+    @property
+    def code_bytes(self) -> int:
+        return self.dim * self.bits // 8
+
+    @property
+    def nbytes(self) -> int:
+        return self.code_bytes + 4 * self.groups

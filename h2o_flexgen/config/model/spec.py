@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
-from h2o_flexgen.config.model.packing import Packing, groupwise
+from h2o_flexgen.config.model.packing import CachePacking, Packing, groupwise
 from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup, dtype_bytes
 from h2o_flexgen.errors import ModelError, UsageError
 
@@ -53,6 +53,8 @@ class ModelSpec:
     dtype: str = "float16"
     packings: tuple[tuple[str, Packing], ...] = ()
     """The tensors of fewer bits, by canonical name."""
+    cache_bits: int = 16
+    """Of keys and values in caches: 8 or 4, or 16 for numbers of the computation's own dtype."""
 
     def __post_init__(self) -> None:
         try:
@@ -143,6 +145,20 @@ class ModelSpec:
                 packings.append((tensor.name, groupwise(8 if table else bits, group)))
         return replace(self, packings=tuple(packings))
 
+    def with_cache_bits(self, bits: int) -> ModelSpec:
+        """This model with its keys and values in 16, 8 or 4 bits. UsageError where its heads cannot be packed."""
+        made = replace(self, cache_bits=bits)
+        try:
+            made.cache_packing  # noqa: B018 - raises
+        except ValueError as error:
+            raise UsageError(f"cache_bits is {bits} for {self.name}: {error}", "leave it out") from None
+        return made
+
+    @property
+    def cache_packing(self) -> CachePacking | None:
+        """How caches keep a key or a value; None: as numbers of the computation's dtype."""
+        return None if self.cache_bits == 16 else CachePacking(self.cache_bits, self.head_dim)
+
     @property
     def packed_kind(self) -> dict[str, int | float | None] | None:
         """Bits and group of the packed matrices, None where there are none. Tables that are looked up or multiplied
@@ -164,8 +180,18 @@ class ModelSpec:
         return sum(group.nbytes(dtype) for group in self.weight_groups)
 
     def kv_bytes_per_token_and_layer(self, dtype: str) -> int:
-        """Bytes of one token's key and value in one layer."""
+        """Bytes of one token's key and value in one layer's cache."""
+        packing = self.cache_packing
+        return self.computed_kv_bytes(dtype) if packing is None else 2 * self.num_kv_heads * packing.nbytes
+
+    def computed_kv_bytes(self, dtype: str) -> int:
+        """As much, of keys and values as they are computed, before a cache packs them."""
         return 2 * self.num_kv_heads * self.head_dim * dtype_bytes(dtype)
+
+    def attended_kv_bytes(self, dtype: str) -> int:
+        """Bytes of a token in a cache of `dtype` that takes as long to attend to: of a packed one, half-way between
+        what is read of it and what is computed with. Kernels have to take the codes apart."""
+        return (self.kv_bytes_per_token_and_layer(dtype) + self.computed_kv_bytes(dtype)) // 2
 
     @property
     def hidden_width(self) -> int:

@@ -159,7 +159,7 @@ class BlockRunner:
             later = waiting.slots(window)
             for gpu_batch, first in enumerate(rows):
                 budgets = [row.budget.within(window) for row in first]
-                shape = CacheShape.of(budgets, spec.num_kv_heads, spec.head_dim)
+                shape = CacheShape.of(budgets, spec.num_kv_heads, spec.head_dim, spec.cache_bits)
                 shapes[layer, gpu_batch] = replace(shape, capacity=max(shape.capacity, later))
                 on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"
                 devices[layer, gpu_batch] = torch.device("cpu") if on_cpu else at[layer]

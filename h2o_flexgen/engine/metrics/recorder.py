@@ -154,8 +154,13 @@ def make_record(
 
 
 def _quantization(model: Model) -> dict[str, Any] | None:
-    kind = model.spec.packed_kind
-    return None if kind is None else {"weights": {"format": model.source.format, **kind}, "cache": None}
+    kind, packing = model.spec.packed_kind, model.spec.cache_packing
+    if kind is None and packing is None:
+        return None
+    return {
+        "weights": None if kind is None else {"format": model.source.format, **kind},
+        "cache": None if packing is None else {"bits": packing.bits, "group": packing.group},
+    }
 
 
 def _least_moved(plan: Plan, rows: SequenceOf[Sequence]) -> dict[str, int]:

@@ -30,15 +30,9 @@ Place = tuple[int, int]  # (layer, GPU batch)
 
 def kv_views(buffer: Tensor, shape: CacheShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """K and V of `shape`, one after the other in a flat uint8 `buffer`."""
-    dims = (shape.batch, shape.kv_heads, shape.capacity, shape.head_dim)
-    half = dims[0] * dims[1] * dims[2] * dims[3] * dtype.itemsize
-    k, v = (buffer[i * half : (i + 1) * half].view(dtype).view(dims) for i in (0, 1))
+    half, kept = shape.nbytes(dtype) // 2, shape.kept(dtype)
+    k, v = (buffer[i * half : (i + 1) * half].view(kept).view(shape.size) for i in (0, 1))
     return k, v
-
-
-def kv_bytes(shape: CacheShape, dtype: torch.dtype) -> int:
-    """Bytes of K and V together."""
-    return 2 * shape.batch * shape.kv_heads * shape.capacity * shape.head_dim * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,8 @@ class CacheMaker:
         alike = gpu_batch, window, slots, device
         known, lengths = self._lengths.get(alike, (None, None))
         budgets = self.budgets(layer, rows) if lengths is None or known is not rows else lengths.for_another_layer()
-        shape, ids = CacheShape(len(rows), spec.num_kv_heads, spec.head_dim, slots), [row.row_id for row in rows]
+        shape = CacheShape(len(rows), spec.num_kv_heads, spec.head_dim, slots, spec.cache_bits)
+        ids = [row.row_id for row in rows]
         cache = KVCache(shape, budgets, self.eviction, layer=layer, row_ids=ids, device=device, window=window)
         if known is not rows:
             self._lengths[alike] = rows, cache.lengths_for_another_layer()
@@ -95,7 +90,7 @@ class BatchCache:
     @property
     def nbytes(self) -> int:
         """Of K and V, in whole pages."""
-        return page_ceil(kv_bytes(self.shape, self._dtype))
+        return page_ceil(self.shape.nbytes(self._dtype))
 
     def attach(self, buffer: Tensor) -> None:
         """Work on this flat uint8 buffer of `nbytes` or more from now on."""
@@ -181,7 +176,7 @@ class _MovingCache:
                 buffer.scatter_(2, index, new)
 
     def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        index = slots.unsqueeze(-1).unsqueeze(-1).expand(-1, -1, 1, self.cache.shape.head_dim)
+        index = slots.unsqueeze(-1).unsqueeze(-1).expand(-1, -1, 1, self.cache.shape.size[-1])
         k, v = (buffer.gather(2, index) for buffer in self._buffers())
         return k, v
 
@@ -220,7 +215,7 @@ class CacheStore:
         self._used: list[_MovingCache] = []
         self.most_slots = max((shape.capacity for shape in shapes.values()), default=0)
         """Slots of the largest cache."""
-        self.nbytes = sum(kv_bytes(shape, dtype) for shape in shapes.values())
+        self.nbytes = sum(shape.nbytes(dtype) for shape in shapes.values())
         """Of K and V of all places."""
         with ExitStack() as stack:
             sizes = {place: (backing[place], cache.nbytes) for place, cache in self._caches.items() if place in moving}

@@ -4,12 +4,15 @@
    attend to the occupied slots of that row, scores grow by the probabilities, and the slot is found that the next token
    takes. K and V are read once each, in order, and nothing is read that is not occupied.
 
+   K and V may be packed: see packed_attend.h.
+
    All slots of a head go through the same sequence of operations, wherever they lie: equal keys get equal
    probabilities, bit for bit, so that ties stay ties. Sums are float32, where products of bfloat16 are exact. */
 
 #include <math.h>
 #include <stdlib.h>
 
+#include "packed_attend.h"
 #include "simd.h"
 #include "team.h"
 
@@ -33,12 +36,12 @@ typedef struct {
 } Vectors;
 
 typedef struct {
-    int64_t rows, kv_heads, group, capacity, dim, bf16, threads;
+    int64_t rows, kv_heads, group, capacity, dim, bf16, bits, threads;
     int64_t step;
     int64_t window;         /* tokens that a query sees, itself included; 0: all */
     int64_t adds;           /* whether the probabilities are added to the scores */
     double scale;
-    char *k, *v;            /* (rows, kv_heads, capacity, dim) */
+    char *k, *v;            /* (rows, kv_heads, capacity, dim), or pieces where there are `bits` */
     char *out;              /* (rows, kv_heads * group, dim) */
     Vectors new_q, new_k, new_v;
     const Row *rule;        /* (rows) */
@@ -217,22 +220,63 @@ static int64_t victim(const float *score, const int32_t *pos, int64_t count, con
 
 /* ---- one row and KV head */
 
-INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int bf16, int nv) {
-    const Row *rule = s->rule + row;
-    const int accs = bf16 ? 2 * nv : nv, together = accs > 8 ? 1 : 16 / accs;
-    const int64_t bytes = s->dim * (bf16 ? 2 : 4), task = row * s->kv_heads + head, base = task * s->capacity;
-    const int64_t now = rule->prompt + s->step, arrivals = rule->held + s->step, limit = rule->limit;
-    const int64_t count = least(arrivals + 1, limit);
-    const int64_t first = s->window ? most(0, least(now + 1 - s->window, rule->hides)) : 0;
-    const int64_t n = count - first, pitch = up(n, LANES), group = s->group;
-    int64_t slot = arrivals < limit ? arrivals : rule->ring + (arrivals - rule->ring) % (limit - rule->ring);
-    if (s->given || s->next) slot = (s->given ? s->given : s->next)[task] - base;
-    s->used[task] = slot;
-    memcpy(s->k + (base + slot) * bytes, s->new_k.at + row * s->new_k.row + head * s->new_k.head, bytes);
-    memcpy(s->v + (base + slot) * bytes, s->new_v.at + row * s->new_v.row + head * s->new_v.head, bytes);
+/* Where it is in a step. */
+typedef struct {
+    const Row *rule;
+    int64_t row, head, task, base; /* its number, and its first slot, among all */
+    int64_t now, limit, count, first, n, pitch; /* position; slots: all, occupied, first and how many that are seen */
+    int64_t slot;                               /* of the new token */
+} Head;
 
+/* Puts the new token into its slot. */
+INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *pieces) {
+    const Row *rule = s->rule + row;
+    const int64_t piece = kept_bytes(pieces), arrivals = rule->held + s->step, limit = rule->limit;
+    Head h = {.rule = rule, .row = row, .head = head, .task = row * s->kv_heads + head, .limit = limit};
+    h.base = h.task * s->capacity;
+    h.now = rule->prompt + s->step;
+    h.count = least(arrivals + 1, limit);
+    h.first = s->window ? most(0, least(h.now + 1 - s->window, rule->hides)) : 0;
+    h.n = h.count - h.first;
+    h.pitch = up(h.n, LANES);
+    h.slot = arrivals < limit ? arrivals : rule->ring + (arrivals - rule->ring) % (limit - rule->ring);
+    if (s->given || s->next) h.slot = (s->given ? s->given : s->next)[h.task] - h.base;
+    s->used[h.task] = h.slot;
+    const int64_t at = (h.base + h.slot) * piece;
+    keep_vector(pieces, s->new_k.at + row * s->new_k.row + head * s->new_k.head, (uint8_t *)s->k + at);
+    keep_vector(pieces, s->new_v.at + row * s->new_v.row + head * s->new_v.head, (uint8_t *)s->v + at);
+    return h;
+}
+
+/* What becomes of the exponentials x (group, pitch) and their sums: probabilities, scores, and the next slot. */
+INLINE void settle(const Step *s, const Head *h, float *x, const float *sums) {
+    const Row *rule = h->rule;
+    if (s->probs || s->adds) average(x, sums, s->group, h->pitch);
+    if (s->probs) {
+        float *probs = s->probs + h->task * s->width;
+        memset(probs, 0, s->width * sizeof(float));
+        memcpy(probs + h->first, x, h->n * sizeof(float));
+    }
+    if (!s->next) return;
+    float *score = s->score + h->base;
+    int32_t *pos = s->pos + h->base;
+    int64_t slot = h->slot;
+    pos[slot] = (int32_t)h->now;
+    score[slot] = h->now < rule->sinks ? INFINITY : s->fresh ? s->fresh[h->task] : 0.0f;
+    if (s->adds)
+        for (int64_t i = 0; i < h->n; i++) score[h->first + i] += x[i];
+    if (s->step >= rule->evicts) slot = victim(score, pos, h->count, rule, h->now, s->window);
+    else slot = slot + 1 == h->limit ? rule->ring : slot + 1;
+    s->next[h->task] = h->base + slot;
+}
+
+INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int bf16, int nv) {
+    const Pieces plain = {s->dim, 0, !bf16};
+    const Head h = begin(s, row, head, &plain);
+    const int accs = bf16 ? 2 * nv : nv, together = accs > 8 ? 1 : 16 / accs;
+    const int64_t bytes = s->dim * (bf16 ? 2 : 4), n = h.n, pitch = h.pitch, group = s->group;
     float *x = scratch, *mixed = x + group * pitch, *sums = mixed + group * accs * LANES;
-    const char *k = s->k + (base + first) * bytes, *v = s->v + (base + first) * bytes;
+    const char *k = s->k + (h.base + h.first) * bytes, *v = s->v + (h.base + h.first) * bytes;
     const char *q = s->new_q.at + row * s->new_q.row + head * group * s->new_q.head;
     const Path path = {k, v, k + s->capacity * bytes, n * bytes};
     for (int64_t i = 0; i < n; i += LANES) {
@@ -254,24 +298,81 @@ INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int
                 g ? NULL : &path);
     }
     for (int64_t g = 0; g < group; g++)
-        write_out(s->out + (task * group + g) * bytes, mixed + g * accs * LANES, sums[g], s->dim, bf16, nv);
+        write_out(s->out + (h.task * group + g) * bytes, mixed + g * accs * LANES, sums[g], s->dim, bf16, nv);
+    settle(s, &h, x, sums);
+}
 
-    if (s->probs || s->adds) average(x, sums, group, pitch);
-    if (s->probs) {
-        float *probs = s->probs + task * s->width;
-        memset(probs, 0, s->width * sizeof(float));
-        memcpy(probs + first, x, n * sizeof(float));
+/* `mix` of packed values; mixed (heads, width) vectors. */
+INLINE void mix_packed(const Order *order, float *mixed, const char *v, const float *p, int64_t pitch, int64_t n,
+                       const int heads, const int bits, const int units, const int paired, const Path *path) {
+    const int vectors = heads * width_of(bits, units);
+    __m512 sums[MOST_WIDTH];
+    UNROLL for (int i = 0; i < vectors; i++) sums[i] = _mm512_loadu_ps(mixed + i * LANES);
+#ifdef __AVX512BF16__
+    for (; paired && n > 1; n -= 2, p += 2, v += 2 * order->piece) {
+        if (path) fetch(path, path->size + (v - path->values), 2 * order->piece);
+        pair_values(order, sums, (const uint8_t *)v, p, pitch, 1, heads);
     }
-    if (!s->next) return;
-    float *score = s->score + base;
-    int32_t *pos = s->pos + base;
-    pos[slot] = (int32_t)now;
-    score[slot] = now < rule->sinks ? INFINITY : s->fresh ? s->fresh[task] : 0.0f;
-    if (s->adds)
-        for (int64_t i = 0; i < n; i++) score[first + i] += x[i];
-    if (s->step >= rule->evicts) slot = victim(score, pos, count, rule, now, s->window);
-    else slot = slot + 1 == limit ? rule->ring : slot + 1;
-    s->next[task] = base + slot;
+    if (paired && n) pair_values(order, sums, (const uint8_t *)v, p, pitch, 0, heads);
+#endif
+    for (int64_t s = 0; !paired && s < n; s++, v += order->piece) {
+        if (path && s % 4 == 0) fetch(path, path->size + (v - path->values), 4 * order->piece);
+        packed_value(order, sums, (const uint8_t *)v, p + s, pitch, heads, bits, units);
+    }
+    UNROLL for (int i = 0; i < vectors; i++) _mm512_storeu_ps(mixed + i * LANES, sums[i]);
+}
+
+/* As `attend`, of packed keys and values. */
+INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scratch, const int bits, const int units,
+                          const int paired) {
+    const Pieces pieces = {s->dim, bits, !s->bf16};
+    const Order order = order_of(&pieces, bits, units);
+    const Head h = begin(s, row, head, &pieces);
+    const int accs = units * vectors_of(bits), together = accs > 8 ? 1 : 8 / accs * 2;
+    const int64_t width = width_of(bits, units) * LANES, n = h.n, pitch = h.pitch, group = s->group;
+    float *x = scratch, *mixed = x + group * pitch, *q = mixed + group * width, *lanes = q + group * width;
+    float *sums = lanes + group * LANES * LANES;
+    const char *k = s->k + (h.base + h.first) * order.piece, *v = s->v + (h.base + h.first) * order.piece;
+    const Path path = {k, v, k + s->capacity * order.piece, n * order.piece};
+    for (int64_t g = 0; g < group; g++)
+        arrange(&pieces, s->new_q.at + row * s->new_q.row + (head * group + g) * s->new_q.head, bits, units, q + g * width);
+    for (int64_t i = 0; i < n; i += LANES) {
+#ifdef __AVX512BF16__
+        for (int64_t j = 0; paired && j < least(LANES, n - i); j += 2) {
+            const char *key = k + (i + j) * order.piece;
+            fetch(&path, (i + j) * order.piece, 2 * order.piece);
+            if (i + j + 1 < n) pair_products(&order, q, group, (const uint8_t *)key, 1, lanes + j * LANES);
+            else pair_products(&order, q, group, (const uint8_t *)key, 0, lanes + j * LANES);
+        }
+#endif
+        for (int64_t j = 0; !paired && j < least(LANES, n - i); j++) {
+            if (j % 4 == 0) fetch(&path, (i + j) * order.piece, 4 * order.piece);
+            packed_products(&order, q, group, (const uint8_t *)k + (i + j) * order.piece, bits, units, lanes + j * LANES);
+        }
+        for (int64_t g = 0; g < group; g++) {
+            __m512 each[LANES];
+            UNROLL for (int j = 0; j < LANES; j++) each[j] = _mm512_loadu_ps(lanes + (g * LANES + j) * LANES);
+            const __m512 logits = _mm512_mul_ps(sums_of(each), _mm512_set1_ps((float)s->scale));
+            const __m512 none = _mm512_set1_ps(-INFINITY);
+            _mm512_storeu_ps(x + g * pitch + i, _mm512_mask_mov_ps(none, first_lanes(n - i), logits));
+        }
+    }
+    for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch);
+    memset(mixed, 0, group * width * sizeof(float));
+    const int64_t block = group == 1 ? n : BLOCK;
+    for (int64_t i = 0; i < n; i += block) {
+        int64_t g = 0, some = least(block, n - i);
+        for (; g + together <= group; g += together)
+            mix_packed(&order, mixed + g * width, v + i * order.piece, x + g * pitch + i, pitch, some, together, bits,
+                       units, paired, g ? NULL : &path);
+        for (; g < group; g++)
+            mix_packed(&order, mixed + g * width, v + i * order.piece, x + g * pitch + i, pitch, some, 1, bits, units,
+                       paired, g ? NULL : &path);
+    }
+    for (int64_t g = 0; g < group; g++)
+        bring_back(&pieces, mixed + g * width, 1.0f / sums[g], bits, units,
+                   s->out + (h.task * group + g) * vector_bytes(&pieces));
+    settle(s, &h, x, sums);
 }
 
 typedef void Attend(const Step *, int64_t, int64_t, float *);
@@ -296,6 +397,18 @@ static Attend *const KINDS[2][17] = {
     {[1] = attend_1_1, [2] = attend_1_2, [3] = attend_1_3, [4] = attend_1_4, [8] = attend_1_8},
 };
 static Attend *const ANY[2] = {attend_0, attend_1};
+
+#define PACKED(bits, units) \
+    static void packed_##bits##_##units(const Step *s, int64_t row, int64_t head, float *scratch) { \
+        attend_packed(s, row, head, scratch, bits, units ? units : 1, !units); \
+    }
+PACKED(4, 0) PACKED(4, 1) PACKED(4, 2) PACKED(8, 1) PACKED(8, 2) PACKED(8, 4)
+
+/* By the units of a head: 0 where two pieces share one; three are four, of which one is empty. */
+static Attend *const PACKED_KINDS[2][MOST_UNITS + 1] = {
+    {[0] = packed_4_0, [1] = packed_4_1, [2] = packed_4_2},
+    {[1] = packed_8_1, [2] = packed_8_2, [3] = packed_8_4, [4] = packed_8_4},
+};
 
 typedef struct {
     const Step *step;
@@ -330,9 +443,11 @@ int attend_step(const Step *s) {
         longest = most(longest, count);
         slots += count * s->kv_heads;
     }
-    const int64_t floats = s->group * (up(longest, LANES) + 2 * nv * LANES) + up(s->group, LANES);
+    const int64_t units = (s->dim * s->bits / 8 + UNIT - 1) / UNIT, packed = s->bits ? 2 * 4 * 9 + LANES : 0;
+    const int64_t floats = s->group * (up(longest, LANES) + (2 * nv + packed) * LANES) + up(s->group, LANES);
+    const Pieces pieces = {s->dim, s->bits, !s->bf16};
     const int many = slots * s->dim * (s->bf16 ? 4 : 8) > FEW_BYTES;
-    Attend *one = KINDS[s->bf16 != 0][nv];
+    Attend *one = s->bits ? PACKED_KINDS[s->bits == 8][is_paired(&pieces) ? 0 : units] : KINDS[s->bf16 != 0][nv];
     Tasks all = {s, one ? one : ANY[s->bf16 != 0], floats, most(1, tasks / (8 * s->threads)), 0, 0};
     team_run(take_tasks, &all, many ? (int)s->threads : 1);
     return all.failed;

@@ -106,6 +106,7 @@ INLINE void store_some(void *at, const void *from, size_t bytes, size_t whole) {
 #define _mm512_store_si512(at, x) v_storeu(at, v_as_f(x))
 #define _mm512_maskz_loadu_epi32(mask, at) load_some(at, first_bytes((m16)(mask), 4))
 #define _mm512_maskz_loadu_ps(mask, at) v_as_f(load_some(at, first_bytes((m16)(mask), 4)))
+#define _mm512_maskz_loadu_epi8(mask, at) load_some(at, first_bytes(mask, 1))
 #define _mm512_maskz_loadu_epi16(mask, at) load_some(at, first_bytes((m32)(mask), 2))
 #define _mm256_maskz_loadu_epi16(mask, at) load_half(at, first_bytes((m16)(mask), 2))
 #define _mm512_mask_storeu_ps(at, mask, x) v_store_some(at, first_bytes((m16)(mask), 4), v_as_i(x))
@@ -145,6 +146,9 @@ BOTH_I(_v_addi, _mm256_add_epi32) BOTH_I(_v_and, _mm256_and_si256) BOTH_I(_v_or,
 #define _mm512_add_epi32 _v_addi
 #define _mm512_and_si512 _v_and
 #define _mm512_or_si512 _v_or
+#define _mm512_srli_epi32(x, n) I2(_mm256_srli_epi32((x).a, n), _mm256_srli_epi32((x).b, n))
+#define _mm512_cvttps_epi32(x) I2(_mm256_cvttps_epi32((x).a), _mm256_cvttps_epi32((x).b))
+#define _mm512_cvtepi32_ps(x) F2(_mm256_cvtepi32_ps((x).a), _mm256_cvtepi32_ps((x).b))
 #define _mm512_slli_epi32(x, n) I2(_mm256_slli_epi32((x).a, n), _mm256_slli_epi32((x).b, n))
 INLINE f512 v_fmadd(f512 x, f512 y, f512 z) {
     return F2(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));

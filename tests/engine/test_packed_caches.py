@@ -1,0 +1,103 @@
+"""Caches of 8 and 4 bits in whole models: every policy on every tier is its oracle on rounded keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.memory.handle import page_ceil
+from tests.engine.compare import History, assert_engine_equals_oracle
+from tests.policy_matrix import POLICIES, PolicyRow
+from tests.tiny import prompts_of
+
+LENGTHS, NEW = [23, 40, 12, 40, 31], 20  # more than the 16 steps after which a cache on disk is rewritten
+SETTINGS: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
+CPU, DISK, THREE = {"cpu": 1.0}, {"disk": 1.0}, {"gpu": 0.3, "cpu": 0.3, "disk": 0.4}
+PLACES: dict[str, dict[str, Any]] = {
+    "cpu": {"policy": {"gpu_batch_size": 3}},
+    "disk": {"policy": {"gpu_batch_size": 2, "num_gpu_batches": 2, "weights": CPU, "cache": DISK, "hidden": CPU}},
+    "gpu": {
+        "policy": {"gpu_batch_size": 2, "num_gpu_batches": 3, "weights": CPU, "cache": THREE, "hidden": CPU},
+        "emulate_gpu": "1GiB",
+    },
+    "beside": {
+        "policy": {"gpu_batch_size": 2, "num_gpu_batches": 2, "cache": CPU, "cpu_cache_compute": True},
+        "emulate_gpu": "1GiB",
+    },
+}
+
+each_kind = pytest.mark.parametrize("bits", [4, 8])
+
+
+CELLS = [
+    pytest.param(row, place, bits, id=f"{row.name}-{place}-{bits}", marks=() if fast else pytest.mark.slow)
+    for i, row in enumerate(POLICIES)
+    for j, place in enumerate(PLACES)
+    for bits, fast in ((4, i % len(PLACES) == j), (8, False))
+]
+"""Every pair of a policy and a tier, and one of each policy in the fast tier."""
+
+
+@pytest.mark.parametrize(("policy", "place", "bits"), CELLS)
+def test_every_policy_on_every_tier(policy: PolicyRow, place: str, bits: int, checkpoint, history: History) -> None:
+    assert_engine_equals_oracle(checkpoint("llama-gqa"), policy, LENGTHS, NEW, history, bits, PLACES[place])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rolling", [False, True], ids=["absolute", "rolling"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt-neox", "opt"])
+def test_other_families(name: str, rolling: bool, checkpoint, history: History) -> None:
+    if rolling and name == "opt":
+        pytest.skip("learned positions do not roll")
+    changes = {"budget": 12, "rolling_positions": True} if rolling else {}
+    assert_engine_equals_oracle(checkpoint(name), POLICIES[1], LENGTHS, NEW, history, 8, **changes)
+
+
+@pytest.mark.slow
+@each_kind
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_tokens_do_not_depend_on_tiers_neighbours_or_shared_prefixes(dtype: str, bits: int, checkpoint) -> None:
+    """More rows than places, so that they come and go, and prompts that begin alike."""
+    prompts = prompts_of(LENGTHS)
+    prompts = [*prompts, *(prompts[1][:20] + prompt for prompt in prompts[:2])]
+    found = []
+    alone = {"policy": {"gpu_batch_size": 1}, "share_prefixes": False}
+    places = [PLACES["cpu"], alone] if dtype != "float32" else [*PLACES.values(), alone]
+    for place in places:
+        settings = {"dtype": dtype, "cache_bits": bits, "eviction": EvictionConfig("h2o", ratio=0.3), **place}
+        with Engine(checkpoint("llama-gqa")[1], **settings) as llm:
+            found.append([output.token_ids for output in llm.generate(prompts, **SETTINGS)])
+    if dtype == "float32":
+        assert all(tokens == found[0] for tokens in found)
+    else:
+        assert [len(tokens) for tokens in found[0]] == [NEW] * len(prompts)
+
+
+@each_kind
+def test_bytes_are_those_of_the_plan(bits: int, checkpoint) -> None:
+    place = PLACES["disk"]
+    with Engine(checkpoint("opt")[1], dtype="float32", cache_bits=bits, **place) as llm:
+        llm.generate(prompts_of([30, 30]), **SETTINGS)
+        spec, record, plan = llm.model.spec, llm.last_record, llm.last_plan
+    head = spec.head_dim * bits // 8 + 4  # one group
+    cache = 2 * spec.num_kv_heads * head * 2 * (30 + NEW)
+    assert record.kv_bytes == spec.num_layers * cache
+    assert record.bytes_moved["disk->cpu"] == (NEW - 1) * spec.num_layers * page_ceil(cache)
+    assert record.peak_bytes["disk"] <= plan.footprint.total("disk")
+    assert record.quantization == {"weights": None, "cache": {"bits": bits, "group": min(64, spec.head_dim)}}
+
+
+def test_weights_and_caches_of_fewer_bits(checkpoint) -> None:
+    with Engine(checkpoint("llama")[1], weight_bits=4, weight_group=32, cache_bits=8) as llm:
+        llm.generate(prompts_of([9]), **SETTINGS)
+        assert llm.last_record.quantization["weights"]["bits"] == 4
+        assert llm.last_record.quantization["cache"]["bits"] == 8
+
+
+def test_bits_that_there_are_not(checkpoint) -> None:
+    with pytest.raises(UsageError, match="cache_bits is 2"):
+        Engine(checkpoint("opt")[1], cache_bits=2)

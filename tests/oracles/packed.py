@@ -1,0 +1,40 @@
+"""Eviction oracles that hold their keys and values in fewer bits: rounded when they come in, and looked at so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from h2o_flexgen.quant import GroupFormat, dequantise, quantise
+from tests.oracles.eviction import EvictionOracle, Vector
+
+
+def rounded(vector: Vector, bits: int) -> list[float]:
+    """The numbers that are left of `vector` once it has been packed."""
+    form = GroupFormat(bits, 64)
+    return dequantise(quantise(torch.tensor(vector), form), torch.float32, form).tolist()
+
+
+@cache
+def rounding(oracle: type[EvictionOracle], bits: int) -> type[EvictionOracle]:
+    """`oracle` with a cache of `bits`. Prompts attend to exact keys; what stays of them is rounded. A new token is
+    rounded before any query sees it, its own included."""
+    if bits == 16:
+        return oracle
+
+    class Rounding(oracle):  # type: ignore[misc, valid-type]
+        def prompt(
+            self, queries: Sequence[Sequence[Vector]], keys: Sequence[Vector], values: Sequence[Vector]
+        ) -> list[list[list[float]]]:
+            outputs: list[list[list[float]]] = super().prompt(queries, keys, values)
+            for held in (self.keys, self.values):
+                held.update({position: rounded(vector, bits) for position, vector in held.items()})
+            return outputs
+
+        def step(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
+            output: list[list[float]] = super().step(queries, rounded(key, bits), rounded(value, bits))
+            return output
+
+    return Rounding
