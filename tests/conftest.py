@@ -17,8 +17,12 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # which Triton reads when it is imported, by whomever
 
+from h2o_flexgen import openmp
 from h2o_flexgen.kernels import native
 from tests.seeds import SEED, moved
+
+# Tests import torch before the package, of which records would warn.
+openmp._torch_first[0] = False
 
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -50,6 +50,12 @@ COMMANDS: dict[str, str] = {
     "./scripts/test.sh fast": SCRIPT,
     "h2o-flexgen run --model demo": "h2o-flexgen run --model demo --gen-len 2",
     "python -m h2o_flexgen.run": "python -m h2o_flexgen.run --gen-len 2",
+    "python -m h2o_flexgen.run --model demo --weight-bits 4": (
+        "python -m h2o_flexgen.run --model demo --weight-bits 4 --gen-len 2"
+    ),
+    "python -m h2o_flexgen.run --model demo --cache-bits 8 --hh-ratio 0.2": (
+        "python -m h2o_flexgen.run --model demo --cache-bits 8 --hh-ratio 0.2 --gen-len 2"
+    ),
     "python -m h2o_flexgen.run --model facebook/opt-6.7b --hh-ratio 0.2 --prompts prompts.txt --output answers.jsonl": (
         AS_DOCUMENTED
     ),

@@ -113,7 +113,7 @@ def test_row_13_shapes_and_dtypes_that_config_json_does_not_promise(own_model: P
     weights["model.decoder.layers.1.fc1.weight"] = torch.zeros(32, 56)
     weights["model.decoder.layers.1.fc1.bias"] = torch.zeros(56, dtype=torch.int64)
     save_file(weights, own_model / WEIGHTS)
-    refused(own_model, "layers.1.fc1.weight", "56, 32", "32, 56", "layers.1.fc1.bias", "I64")
+    refused(own_model, "layers.1.fc1.weight", "56, 32", "32, 56", "layers.1.fc1.bias", "int64")
 
 
 def test_row_13_another_models_config(own_model: Path, refused: Refused) -> None:
