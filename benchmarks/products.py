@@ -1,7 +1,7 @@
 """How fast is one matrix product, at every number of rows? The engine's products beside torch's.
 
     python -m benchmarks.products                          every model's shapes, three turns of each cell
-    python -m benchmarks.products --models opt-125m,llama-1b --rows 1,64,128
+    python -m benchmarks.products --models opt-125m,llama-3.2-1b --rows 1,64,128
 
 A process per model. A cell is a shape (outputs x inputs) and a number of rows; in a turn torch's linear and ours run
 one after the other, each for some milliseconds, on copies of the weight that no cache holds together, as layers follow

@@ -159,10 +159,8 @@ static __m512i twice(__m512 levels) { return _mm512_broadcast_i64x4(rounded(leve
 
 /* What codes of 4 bits stand for, or the lower and the upper half of one of 8. */
 static void set_tables(const Packed *w, __m512i *table) {
-    static const float E2M1_LEVELS[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-    const __m512 whole = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512 upper = _mm512_setr_ps(0, 16, 32, 48, 64, 80, 96, 112, -128, -112, -96, -80, -64, -48, -32, -16);
-    const __m512 levels = w->levels == E2M1 ? _mm512_loadu_ps(E2M1_LEVELS) : whole;
+    const __m512 levels = _mm512_loadu_ps(w->levels == E2M1 ? E2M1_LEVELS : WHOLE_LEVELS);
     const float down = w->low_kind == MIDDLE ? 8 : 0;
     table[0] = twice(_mm512_sub_ps(levels, _mm512_set1_ps(down)));
     table[1] = w->levels == INT8 ? twice(upper) : table[0];

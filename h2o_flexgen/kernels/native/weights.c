@@ -10,7 +10,9 @@
 
 #include "team.h"
 
-static const float E2M1_LEVELS[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+
+const float WHOLE_LEVELS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+const float E2M1_LEVELS[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
 static float half_number(uint16_t x) { return _cvtsh_ss(x); }
 
@@ -147,7 +149,7 @@ static void units_and_lows(const Packed *w, int64_t out, float *scale, float *lo
 
 static float level(const Packed *w, const uint8_t *codes, int64_t i) {
     switch (w->levels) {
-    case UINT4: return (float)(codes[i / 2] >> (i & 1) * 4 & 15);
+    case UINT4: return WHOLE_LEVELS[codes[i / 2] >> (i & 1) * 4 & 15];
     case E2M1: return E2M1_LEVELS[codes[i / 2] >> (i & 1) * 4 & 15];
     case INT8: return (float)(int8_t)codes[i];
     default: return e4m3_number(codes[i]);
@@ -170,8 +172,6 @@ static void expand_plain(const Packed *w, const uint8_t *codes, int64_t from, bf
 }
 
 #ifdef __AVX512BF16__
-INLINE __m512 whole_levels(void) { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
-
 /* 32 codes of 4 bits, in their order, each in the low bits of 16. */
 INLINE __m512i nibbles(const uint8_t *codes) {
     const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
@@ -225,7 +225,7 @@ INLINE int64_t expand_bytes(const uint8_t *codes, int64_t ins, const int floats,
 static int64_t expand_wide(const Packed *w, const uint8_t *codes, float *to, const float *scale, const float *low) {
     const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    const __m512 levels = w->levels == UINT4 ? whole_levels() : _mm512_loadu_ps(E2M1_LEVELS);
+    const __m512 levels = _mm512_loadu_ps(w->levels == E2M1 ? E2M1_LEVELS : WHOLE_LEVELS);
     int64_t i = 0;
     for (; i + 32 <= w->ins; i += 32) {
         __m512 part[2];
@@ -267,7 +267,7 @@ void expand_row(const Packed *w, int64_t out, bf16 *to, float *scale, float *low
     int64_t done = 0;
 #ifdef __AVX512BF16__
     if (has_nibbles(w)) {
-        const __m512 levels = w->levels == UINT4 ? whole_levels() : _mm512_loadu_ps(E2M1_LEVELS);
+        const __m512 levels = _mm512_loadu_ps(w->levels == E2M1 ? E2M1_LEVELS : WHOLE_LEVELS);
         done = expand_nibbles(codes, w->ins, levels, to, scale, low);
     } else if (w->levels == INT8) {
         done = expand_bytes(codes, w->ins, 0, to, scale, low);
