@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.eviction import SPLITS, EvictionConfig
 from tests.oracles.eviction import (
     EvictionOracle,
     FullOracle,
@@ -14,6 +14,18 @@ from tests.oracles.eviction import (
     LocalOracle,
     RandomOracle,
     StreamingOracle,
+)
+from tests.oracles.policies import (
+    ExpectedAttentionOracle,
+    H2OMeanOracle,
+    InertiaOracle,
+    KeyDiffOracle,
+    KnormOracle,
+    NaclOracle,
+    RoCoOracle,
+    SnapKVOracle,
+    TovaOracle,
+    then_h2o,
 )
 
 
@@ -41,3 +53,19 @@ POLICIES = (
 )
 EVICTING = tuple(row for row in POLICIES if row.name != "full")
 SCORED = tuple(row for row in POLICIES if row.name in ("h2o", "heavy", "random"))
+LATER = (
+    PolicyRow("tova", TovaOracle),
+    PolicyRow("knorm", KnormOracle),
+    PolicyRow("keydiff", KeyDiffOracle),
+    PolicyRow("h2o_mean", H2OMeanOracle),
+    PolicyRow("inertiakv", InertiaOracle),
+    PolicyRow("roco", RoCoOracle),
+    PolicyRow("snapkv", SnapKVOracle, {"ratio": 0.6}),
+    PolicyRow("nacl", NaclOracle, {"ratio": 0.6, "seed": 7}),
+    PolicyRow("expected_attention", ExpectedAttentionOracle, {"ratio": 0.6}),
+)
+"""Newer policies. They go through the same cache as the first ones: some pairs with the rest are enough."""
+PROMPT_ONLY = tuple(row for row in LATER if SPLITS.get(row.name).prompt_only)
+THEN_H2O = tuple(
+    PolicyRow(f"{row.name}+h2o", then_h2o(row.oracle), {**row.config, "ratio": 0.3}) for row in PROMPT_ONLY
+)

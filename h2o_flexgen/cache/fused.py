@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,8 +53,13 @@ class FusedStep:
             self._number = torch.full(size[:2], lengths.step, device=device)
         else:
             table = lengths.once(f"table of rules, {ranked}", lambda: torch.tensor(rules))
-            window = lengths.window
-            self._kernel = NativeAttend(table, size, window=window, ranking=ranking, adds=bool(adds), bits=bits)
+            how: dict[str, Any] = {
+                "window": lengths.window,
+                "ranking": ranking,
+                "adds": bool(adds),
+                "masks": lengths.hides,
+            }
+            self._kernel = NativeAttend(table, size, **how, bits=bits)
             self.attach = self._kernel.attach
         self.used = self._kernel.used
         """Where the newest token was written, (b, kv_heads) int64; the next step changes it in place."""
@@ -68,6 +74,8 @@ class FusedStep:
         (rows, kv_heads, capacity, _), heads, dim = kv.shape, q.shape[1], q.shape[2]
         dtype = kv.dtype if bits == 16 else q.dtype
         triton = triton_available.serves(kv.device)
+        if lengths.hides and triton:
+            return None  # its kernel hides sinks alone
         if triton:
             from h2o_flexgen.kernels import triton_decode  # imports Triton, which is not there on every machine
 
@@ -85,24 +93,44 @@ class FusedStep:
         grow with the cache."""
         return self._number is not None and not self._by_rows
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """The step of the lengths, which the caller moves on afterwards; see `KVCache.attend`."""
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        held: Tensor | None,
+        keys: Callable[[int, torch.dtype], Tensor],
+    ) -> Tensor:
+        """The step of the lengths, which the caller moves on afterwards; see `KVCache.attend`.
+
+        held: the new keys as they are kept, where they are scored. keys: those of the first so many slots.
+        """
         number: int | Tensor = self._lengths.step if self._number is None else self._number
         if self._by_rows:
-            return self._with_rows(number, q, k, v, scale)
-        fresh = None if self._scored is None else self._scored.fresh(number)
+            return self._with_rows(number, (q, k, v), scale, held, keys)
+        fresh = None if self._scored is None else self._scored.fresh(number, held)
         return self._kernel.step(number, (q, k, v), scale, fresh=fresh)
 
-    def _with_rows(self, number: int | Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        slots = self._slots.allocate()
+    def _with_rows(
+        self,
+        number: int | Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        held: Tensor | None,
+        keys: Callable[[int, torch.dtype], Tensor],
+    ) -> Tensor:
+        slots = self._slots.allocate(held)
         if isinstance(slots, int):
             raise RuntimeError("slots in order of arrival have no scores")
-        length = self._lengths.length
-        # Where the kernel counts its steps, it does not know how few slots are occupied yet.
-        width = length if self._number is None else self._size[2]
-        row = torch.empty(*self._size[:2], width, device=self._lengths.device)
-        out = self._kernel.step(number, (q, k, v), scale, slots=slots, probs=row)
-        self._slots.evict(row[..., :length], length)
+        length, row = self._lengths.length, None
+        if self._slots.needs_rows:
+            # Where the kernel counts its steps, it does not know how few slots are occupied yet.
+            width = length if self._number is None else self._size[2]
+            row = torch.empty(*self._size[:2], width, device=self._lengths.device)
+        out = self._kernel.step(number, qkv, scale, slots=slots, probs=row)
+        dtype = qkv[0].dtype
+        self._slots.evict(None if row is None else row[..., :length], length, lambda: keys(length, dtype))
         return out
 
 

@@ -9,11 +9,11 @@ from math import prod
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
+from h2o_flexgen.cache.eviction.base import AttendedPrompts, EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
 from h2o_flexgen.cache.packing import expand, pack
-from h2o_flexgen.cache.slots import CacheSlots, RingSlots, ScoredSlots
+from h2o_flexgen.cache.slots import CacheSlots, RingSlots, Rows, ScoredSlots
 from h2o_flexgen.cache.vectors import index_of, move_down, rolled, select
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.packing import EXPANDED, CachePacking
@@ -193,14 +193,15 @@ class KVCache:
         rows: Sequence[int],
         k: Tensor,
         v: Tensor,
-        column_sums: Tensor | None = None,
+        scores: Tensor | None = None,
         past: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """Prompts of `rows`, all of one length P + S: k, v (n, kv_heads, S, head_dim), the last S tokens of each.
 
-        past: K and V (kv_heads, P, head_dim) of earlier tokens that all these rows share; None: P = 0. column_sums:
-        float32 (n, kv_heads, P + S). Keeps what each row's own budget allows, in time order from slot 0. Its other
-        slots are zeroed where something may read them: torch reads all slots of a cache on a CPU.
+        past: K and V (kv_heads, P, head_dim) of earlier tokens that all these rows share; None: P = 0. scores: what
+        `scores_of` gave for them, or column sums, float32 (n, kv_heads, P + S), where scores are just these.
+        Keeps what each row's own budget allows, in time order from slot 0. Its other slots are zeroed where
+        something may read them: torch reads all slots of a cache on a CPU.
         """
         before = 0 if past is None else past[0].shape[1]
         length, same_budget = before + k.shape[2], dict[Budget, list[int]]()
@@ -209,7 +210,7 @@ class KVCache:
             same_budget.setdefault(self._lengths.budgets[row], []).append(index)
         for budget, members in same_budget.items():
             source, target = (index_of(part, k.device) for part in (members, [rows[index] for index in members]))
-            kept = self._slots.fill(target, length, budget, None if column_sums is None else column_sums[source])
+            kept = self._slots.fill(target, length, budget, None if scores is None else scores[source])
             held = length if kept is None else kept.shape[-1]
             for i, (buffer, own) in enumerate(zip(self._buffers(), (k, v), strict=True)):
                 shared = None if past is None else past[i]
@@ -222,6 +223,30 @@ class KVCache:
                 if not self._reads_occupied:
                     buffer[target, :, held:] = 0
 
+    def scores_of(self, rows: Sequence[int], prompts: AttendedPrompts) -> Tensor | None:
+        """What `fill` of these rows chooses by: float32, (n, parts, kv_heads, S); None where no score decides.
+
+        prompts: of the rows, in this order, on any device.
+        """
+        if self._slots.packs:  # what it chooses by are the column sums
+            return prompts.column_sums
+        same_budget, found = dict[Budget, list[int]](), dict[int, tuple[Rows, Tensor]]()
+        for index, row in enumerate(rows):
+            same_budget.setdefault(self._lengths.budgets[row], []).append(index)
+        for budget, members in same_budget.items():
+            source = index_of(members, prompts.k.device)
+            target = index_of([rows[index] for index in members], self.device)
+            scores = self._slots.scores_of(target, prompts.of(source), budget)
+            if scores is not None:
+                found[members[0]] = source, scores
+        if not found or len(same_budget) == 1:
+            return next((scores for _, scores in found.values()), None)
+        like = next(iter(found.values()))[1]
+        joined = like.new_zeros(len(rows), *like.shape[1:])
+        for source, scores in found.values():
+            joined[source] = scores
+        return joined
+
     def packing(self, spans: Sequence[tuple[int, int, int]]) -> PackedPrompts | None:
         """What `fill_packed` takes, for prompts as (row, first token, length); None where no kernel does that."""
         if not (self._slots.packs and self._reads_occupied and keeps(*self._buffers())):
@@ -229,7 +254,7 @@ class KVCache:
         budgets = [self._lengths.budgets[row] for row, _, _ in spans]
         return PackedPrompts.of(
             [
-                PackedRow(first, length, row, budget.total, budget.heavy, budget.recent, budget.sinks)
+                PackedRow(first, length, row, budget.after_prompt, budget.heavy, budget.recent, budget.sinks)
                 for (row, first, length), budget in zip(spans, budgets, strict=True)
             ]
         )
@@ -268,13 +293,16 @@ class KVCache:
         buffers = self._buffers()
         if not self._lengths.started:
             self._start(*buffers, q, table is not None)
+        held = None
+        if self._slots.scores_keys:
+            held = k if self._packing is None else expand(self._stored(k), self._packing, k.dtype)
         if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
-            out = self._fused.attend(q, k, v, scale)
+            out = self._fused.attend(q, k, v, scale, held, self._keys)
             self._last = self._fused.used
         else:
-            out = self._attend(q, k, v, scale, table)
+            out = self._attend(q, k, v, scale, table, held)
         self._lengths.tick()
         return out
 
@@ -298,9 +326,22 @@ class KVCache:
             for row, held in enumerate(map(min, self._lengths.held, self._lengths.limits)):
                 k[row, :, held:] = v[row, :, held:] = 0
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _keys(self, length: int, dtype: torch.dtype) -> Tensor:
+        """Keys in the first `length` slots, (b, kv_heads, length, d)."""
+        keys = self._buffers().k.narrow(2, 0, length)
+        return keys if self._packing is None else expand(keys, self._packing, dtype)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        table: tuple[Tensor, Tensor] | None,
+        held: Tensor | None,
+    ) -> Tensor:
         """A step in torch operations, on any device."""
-        slot = self._last = self._slots.allocate()
+        slot = self._last = self._slots.allocate(held)
         for buffer, flat, new in zip(self._buffers(), (self._flat_k, self._flat_v), (k, v), strict=True):
             stored = self._stored(new)
             if isinstance(slot, int):
@@ -310,11 +351,14 @@ class KVCache:
         length, width, valid = self._lengths.occupied()
         if valid is not None:
             valid = valid.expand(self.shape.batch, self.shape.kv_heads, -1)
+        seen = self._slots.seen(width)
+        if seen is not None:
+            valid = seen if valid is None else valid & seen
         parts = [self._attend_rows(rows, q, scale, width, valid, table) for rows in self._together(width)]
         out, row = parts[0]
         if len(parts) > 1:
             out, row = torch.cat([part.out for part in parts]), _joined([part.row for part in parts])
-        self._slots.evict(None if row is None else row[..., :length], length)
+        self._slots.evict(None if row is None else row[..., :length], length, lambda: self._keys(length, q.dtype))
         return out
 
     def _attend_rows(

@@ -96,6 +96,9 @@ class CacheLengths:
             raise ValueError(f"{wide[0]} is not within the window of {window} tokens")
         self.limits = [_limit(budget) for budget in budgets]
         self.chooses = chooses(budgets)
+        self.hides = window is not None and any(b.after_prompt < b.total for b in budgets)
+        """Whether tokens that have left the window may be held, sinks apart: the cache must know positions to hide
+        them."""
         self.prompts: list[int | None] = [None] * len(self.budgets)
         self.before = [0] * len(self.budgets)  # steps that a row has taken in other caches
         self.step = 0
@@ -157,7 +160,7 @@ class CacheLengths:
         each step in another cache."""
         if self._held is None:
             rows = zip(self._filled(), self.budgets, self.before, strict=True)
-            self._held = [min(prompt, budget.total) + before for prompt, budget, before in rows]
+            self._held = [min(prompt, budget.after_prompt) + before for prompt, budget, before in rows]
         return self._held
 
     def _filled(self) -> list[int]:

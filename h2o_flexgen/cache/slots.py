@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import RankedPolicy, Tokens
+from h2o_flexgen.cache.eviction.base import AttendedPrompts, AttendedStep, PromptRows, RankedPolicy, Tokens
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
 from h2o_flexgen.cache.vectors import index_of
@@ -18,6 +18,8 @@ from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels.types import Ranking
 
 Rows = slice | Tensor
+Keys = Callable[[], Tensor]
+"""Gives the keys of the occupied slots, (b, kv_heads, length, d)."""
 _BEST = 0x7FFFFFFF  # as score bits: above every number
 _WORST = -1  # and below
 
@@ -29,18 +31,26 @@ class CacheSlots(ABC):
     """
 
     score: Tensor | None = None  # (b, kv_heads, capacity) float32
-    needs_rows = False
+    needs_rows = scores_keys = False
     packs = True
     """Whether a kernel may fill K, V and `table` with prompts by itself: what it chooses by is their column sums."""
     table: tuple[Tensor, Tensor] | None = None
     """Score and position of every slot, as `fill` leaves them, (b, kv_heads, capacity) float32 and int32; if kept."""
 
     @abstractmethod
-    def fill(self, rows: Rows, length: int, budget: Budget, column_sums: Tensor | None) -> Tensor | None:
+    def fill(self, rows: Rows, length: int, budget: Budget, scores: Tensor | None) -> Tensor | None:
         """Choose what stays of prompts of one length and one budget; it goes into slots 0, 1, ... in time order.
 
-        Returns positions, ascending: (c,) for all alike, (n, kv_heads, c), or None where everything stays.
+        scores: as `scores_of` gives them. Returns positions, ascending: (c,) for all alike, (n, kv_heads, c), or None
+        where everything stays.
         """
+
+    def scores_of(self, rows: Rows, prompts: AttendedPrompts, budget: Budget) -> Tensor | None:
+        """What `fill` chooses by, of prompts of one budget: (n, parts, kv_heads, S) float32; None: no score decides.
+
+        The parts are what prompts are ranked by, and what steps start from: none where that is the same.
+        """
+        return None
 
     @abstractmethod
     def resume(self, parts: Sequence[tuple[CacheSlots, Sequence[int]]]) -> None:
@@ -58,8 +68,11 @@ class CacheSlots(ABC):
         """All prompts are in. `rolling`: `ranks` will be asked for."""
 
     @abstractmethod
-    def allocate(self) -> int | Tensor:
-        """The new token's slot: one for all, or indices (b * kv_heads,) into the flattened (b, kv_heads, capacity)."""
+    def allocate(self, keys: Tensor | None = None) -> int | Tensor:
+        """The new token's slot: one for all, or indices (b * kv_heads,) into the flattened (b, kv_heads, capacity).
+
+        keys: (b, kv_heads, d), where they are `scored`.
+        """
 
     @abstractmethod
     def ranks(self, width: int) -> Tensor:
@@ -69,8 +82,13 @@ class CacheSlots(ABC):
         """
 
     @abstractmethod
-    def evict(self, row: Tensor | None, length: int) -> None:
+    def evict(self, row: Tensor | None, length: int, keys: Keys) -> None:
         """Attention over the first `length` slots gave `row` (b, kv_heads, length): score, let one per row go."""
+
+    def seen(self, width: int) -> Tensor | None:
+        """Whether the newest query sees the token in each slot, (b, kv_heads, width) bool, where more than the count
+        of tokens decides that; from `allocate` to `evict`."""
+        return None
 
     @abstractmethod
     def positions(self) -> Tensor:
@@ -93,7 +111,7 @@ class RingSlots(CacheSlots):
         self._slot: int | None = None
         self._flat = torch.empty(0, dtype=torch.int64, device=lengths.device)
 
-    def fill(self, rows: Rows, length: int, budget: Budget, column_sums: Tensor | None) -> Tensor | None:
+    def fill(self, rows: Rows, length: int, budget: Budget, scores: Tensor | None) -> Tensor | None:
         if length <= budget.total:
             return None
         kept = torch.arange(budget.total, device=self._lengths.device)
@@ -116,7 +134,7 @@ class RingSlots(CacheSlots):
         columns = (torch.tensor(x, device=lengths.device) for x in (slots, self._first, lengths.limits))
         self._flat, self._wrap, self._end = (x.repeat_interleave(self._kv_heads) + base for x in columns)
 
-    def allocate(self) -> int | Tensor:
+    def allocate(self, keys: Tensor | None = None) -> int | Tensor:
         return self._flat if self._slot is None else self._slot
 
     def ranks(self, width: int) -> Tensor:
@@ -136,7 +154,7 @@ class RingSlots(CacheSlots):
         slots = torch.arange(width, device=lengths.device)
         return torch.where(slots < start, slots, (slots - 1 - newest) % ring + start)
 
-    def evict(self, row: Tensor | None, length: int) -> None:
+    def evict(self, row: Tensor | None, length: int, keys: Keys) -> None:
         if self._slot is None:
             following = self._flat + 1
             self._flat = torch.where(following == self._end, self._wrap, following)
@@ -221,7 +239,7 @@ class ScoredSlots(CacheSlots):
         row_ids: Sequence[int],
     ) -> None:
         self._lengths, self._policy, self._layer = lengths, policy, layer
-        self.needs_rows = policy.needs_rows
+        self.needs_rows, self.scores_keys = policy.needs_rows, policy.scores_keys
         device = lengths.device
         rows = len(lengths.budgets)
         self._shape = (rows, kv_heads, capacity)
@@ -230,35 +248,55 @@ class ScoredSlots(CacheSlots):
         if not lengths.resumed:
             self.score.fill_(torch.inf)
             self._pos.fill_(-1)
+        self._extra = torch.zeros(self._shape, device=device) if policy.keeps_two else None
         self.table = self.score, self._pos
         self.packs = type(policy).prompt_scores is H2OPolicy.prompt_scores
+        kind = type(policy)
+        self._plain = kind.update is RankedPolicy.update and kind.ranks is RankedPolicy.ranks
         self._flat_score, self._flat_pos = self.score.view(-1), self._pos.view(-1)
         self._rows = row_ids
         self._base = torch.arange(rows * kv_heads, device=device) * capacity
         self._rank: Tensor | None = None
         self._resumed: Tensor | None = None  # free slots (b, kv_heads) of rows that come from other caches
 
-    def fill(self, rows: Rows, length: int, budget: Budget, column_sums: Tensor | None) -> Tensor | None:
+    def scores_of(self, rows: Rows, prompts: AttendedPrompts, budget: Budget) -> Tensor | None:
+        if not budget.scored:
+            return None
+        places = torch.arange(prompts.length, device=prompts.k.device)
+        row_ids, heads = (x.to(prompts.k.device) for x in (self._row_ids[rows], self._heads))
+        asked = PromptRows(Tokens(places, row_ids, heads, self._layer), budget, self._lengths.window)
+        rank, state, extra = self._policy.prompt_scores(prompts, asked)
+        state = rank if state is None else state
+        parts = [rank] if state is rank and extra is None else [rank, state] if extra is None else [rank, state, extra]
+        return torch.stack(parts, dim=1)
+
+    def fill(self, rows: Rows, length: int, budget: Budget, scores: Tensor | None) -> Tensor | None:
+        if scores is None and not budget.scored:
+            scores = torch.zeros((), device=self._lengths.device).expand(1, *self._shape[1:2], length)
+        if scores is None:
+            raise ValueError(f"{self._policy.name} needs scores of the prompt's tokens")
+        rank, *others = scores.unbind(1) if scores.dim() == 4 else (scores,)
         positions = torch.arange(length, device=self._lengths.device)
-        score = self._policy.prompt_scores(self._tokens(positions, self._row_ids[rows]), column_sums)
-        kept = None
-        if length > budget.total:
-            kept = _choose(score, positions, budget, self._lengths.window)
-            score, positions = score.gather(-1, kept), kept
-        held = score.shape[-1]
-        self.score[rows, :, :held] = score
-        self.score[rows, :, : min(budget.sinks, held)] = torch.inf
-        self._pos[rows, :, :held] = positions.to(torch.int32)
+        kept, state = None, others[:1] or [rank]
+        if length > budget.after_prompt:
+            kept = positions = _choose(rank, positions, budget, self._lengths.window)
+        for held, part in zip((self.score, self._extra), (*state, *others[1:]), strict=False):
+            if held is not None:
+                held[rows, :, : positions.shape[-1]] = part if kept is None else part.gather(-1, kept)
+        count = positions.shape[-1]
+        self.score[rows, :, : min(budget.sinks, count)] = torch.inf
+        self._pos[rows, :, :count] = positions.to(torch.int32)
         return kept
 
     def resume(self, parts: Sequence[tuple[CacheSlots, Sequence[int]]]) -> None:
-        pos, score, free = [], [], []
+        pos, score, free, extra = [], [], [], []
         for slots, rows in parts:
             index = index_of(rows, self._lengths.device)
             free.append(slots.free()[index])
             if isinstance(slots, ScoredSlots):
                 pos.append(slots._pos[index])
                 score.append(slots.score[index])
+                extra += [] if slots._extra is None else [slots._extra[index]]
             else:
                 # No score decides in these rows: only what must not go has to stand out.
                 pos.append(slots.positions()[index])
@@ -266,8 +304,11 @@ class ScoredSlots(CacheSlots):
                 first = sum(map(len, free)) - len(rows)
                 lasting = pos[-1] < sinks[first : first + len(rows)].view(-1, 1, 1)
                 score.append(torch.zeros_like(pos[-1], dtype=torch.float32).masked_fill_(lasting, torch.inf))
+                extra.append(torch.zeros_like(score[-1]))
         torch.cat(pos, out=self._pos)
         torch.cat(score, out=self.score)
+        if self._extra is not None:
+            torch.cat(extra, out=self._extra)
         self._resumed = torch.cat(free)
         freed = self._freed((self._resumed.view(-1) + self._base).view(self._shape[:2]))
         self._flat_pos.index_fill_(0, freed, -1)
@@ -331,24 +372,24 @@ class ScoredSlots(CacheSlots):
     @property
     def adds(self) -> bool | None:
         """Whether scores grow by the probabilities of every step; None: the policy has something else in mind."""
-        if not self.needs_rows:
-            return False
-        return True if type(self._policy).accumulate is RankedPolicy.accumulate else None
+        return self.needs_rows if self._plain else None
 
-    def fresh(self, step: int | Tensor) -> Tensor | None:
+    def fresh(self, step: int | Tensor, keys: Tensor | None = None) -> Tensor | None:
         """Scores of the tokens of `step`, (b, kv_heads, 1) float32; None: zero.
 
-        On a device the number may be counted there, as (b, kv_heads).
+        On a device the number may be counted there, as (b, kv_heads). keys: as `allocate` has them.
         """
         if type(self._policy).new_scores is RankedPolicy.new_scores:
             return None
         past = step.unsqueeze(-1) if isinstance(step, Tensor) else step
-        return self._policy.new_scores(self._tokens(self._first_new + past, self._row_ids))
+        return self._policy.new_scores(self._tokens(self._first_new + past, self._row_ids), keys)
 
-    def allocate(self) -> Tensor:
+    def allocate(self, keys: Tensor | None = None) -> Tensor:
         plan, free, step = self._plan, self._free, self._lengths.step
         new = self._lengths.at_step("new positions by head", lambda: plan.first + step)
-        score = self.fresh(step)
+        score = self.fresh(step, keys)
+        if self._extra is not None:
+            self._extra.view(-1).index_fill_(0, free, 0.0)
         if step < plan.sink_steps:
             # By a mask, not by an index of those that are sinks: how many there are only the device knows.
             first = torch.zeros(self._shape[:2], device=free.device) if score is None else score.squeeze(-1)
@@ -372,15 +413,35 @@ class ScoredSlots(CacheSlots):
             raise RuntimeError("this cache was started without rolling positions")
         return self._rank[..., :width]
 
-    def evict(self, row: Tensor | None, length: int) -> None:
-        if row is not None:
-            self._policy.accumulate(self.score[..., :length], row)
-        self._free = self._next_free(length)
+    def evict(self, row: Tensor | None, length: int, keys: Keys) -> None:
+        ranks = self.score[..., :length]
+        if not self._plain:
+            step = self._attended(row, length, keys)
+            if self.needs_rows:
+                self._policy.update(step)
+            if self._lengths.step >= self._lengths.first_eviction:
+                # Whatever became of the sinks' scores, and of those of empty slots, they are not compared.
+                ranks = self._policy.ranks(step).masked_fill(step.pos < self._plan.sinks, torch.inf)
+        elif row is not None:
+            ranks.add_(row)
+        self._free = self._next_free(ranks, length)
         if self._rank is not None:
             # What is newer than the token that goes moves up by one: minus one where the difference is negative. A free
             # slot has the highest rank of all until it is taken.
             gone = self._rank.view(-1).index_select(0, self._free).view(*self._shape[:2], 1)
             self._rank += (gone - self._rank).bitwise_right_shift_(31)
+
+    def _attended(self, row: Tensor | None, length: int, keys: Keys) -> AttendedStep:
+        extra = None if self._extra is None else self._extra[..., :length]
+        now = self._first_new + self._lengths.step
+        score, pos = self.score[..., :length], self._pos[..., :length]
+        return AttendedStep(score, extra, row, pos, now, self._lengths.budgets, keys)
+
+    def seen(self, width: int) -> Tensor | None:
+        if not self._lengths.hides:
+            return None
+        leaving = self._plan.leaving + self._lengths.step
+        return self._pos[..., :width] >= leaving
 
     def positions(self) -> Tensor:
         table = self._pos.clone()
@@ -407,18 +468,18 @@ class ScoredSlots(CacheSlots):
         order = self._pos.masked_fill(self._pos < 0, torch.iinfo(torch.int32).max).argsort(-1).argsort(-1)
         return order.masked_fill_(self._pos < 0, last).to(torch.int32)
 
-    def _next_free(self, length: int) -> Tensor:
+    def _next_free(self, ranks: Tensor, length: int) -> Tensor:
         step, lengths = self._lengths.step, self._lengths
         if step >= lengths.all_evict:
-            return self._victims(length)
+            return self._victims(ranks, length)
         following = torch.minimum(self._free + 1, self._plan.last)
         if step < lengths.first_eviction:
             return following
-        return torch.where(self._plan.evicts_at <= step, self._victims(length), following)
+        return torch.where(self._plan.evicts_at <= step, self._victims(ranks, length), following)
 
-    def _victims(self, length: int) -> Tensor:
+    def _victims(self, ranks: Tensor, length: int) -> Tensor:
         plan, step = self._plan, self._lengths.step
-        bits, pos = self.score.view(torch.int32)[..., :length], self._pos[..., :length]
+        bits, pos = ranks.view(torch.int32), self._pos[..., :length]
         if step >= plan.leaves_from:
             # The budget is smaller than the window: what leaves it goes at once, one token at a time, unless a sink.
             leaving = plan.leaving + step

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from h2o_flexgen.config.checks import known_keys, share, truth, whole
 from h2o_flexgen.config.flags import option
@@ -16,34 +16,121 @@ from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import Registry
 
 
+class Share(NamedTuple):
+    """What the most recent tokens take their part of."""
+
+    total: int
+    """The budget."""
+    rest: int
+    """Of it, what is left beside the sinks."""
+    kept: int
+    """Of the budget, what may be kept of the prompt."""
+    prompt: int
+    """Tokens of the prompt."""
+
+
 class Split(NamedTuple):
     """How an eviction policy divides its budget."""
 
-    rest: Literal["half", "recent", "heavy"]
-    """What is left beside the sinks: half heavy and half recent, all recent, or all heavy."""
+    recent: Callable[[Share], int]
+    """The most recent tokens, which stay, unless given; what is left beside them and the sinks is chosen by score."""
     sinks: int = 0
     """Unless given."""
     takes_sinks: bool = True
+    takes_recent: bool = True
+    least_recent: int = 0
+    prompt_only: bool = False
+    """Whether it prunes the prompt and nothing else: the answer's tokens are added to what is kept of it."""
+
+
+def _half(share: Share) -> int:
+    return share.rest - share.rest // 2
+
+
+def _all(share: Share) -> int:
+    return share.rest
+
+
+def _none(share: Share) -> int:
+    return 0
+
+
+def _window(share: Share) -> int:
+    """The window whose queries score the prompt."""
+    return max(1, min(32, share.total // 2))
+
+
+def _proxies(share: Share) -> int:
+    """A tenth of the prompt, at most half of what is kept of it."""
+    return max(1, min(-(-share.prompt // 10), share.kept // 2))
+
+
+def _steady(share: Share) -> int:
+    """Of a budget so small that three tenths of it are few, no more than these."""
+    return min(10, 3 * share.total // 10)
 
 
 SPLITS: Registry[Split] = Registry("eviction policy")
-SPLITS.register("full", Split("recent", takes_sinks=False))
-SPLITS.register("h2o", Split("half"))
-SPLITS.register("streaming", Split("recent", sinks=4))
-SPLITS.register("local", Split("recent", takes_sinks=False))
-SPLITS.register("heavy", Split("heavy"))
-SPLITS.register("random", Split("half"))
+SPLITS.register("full", Split(_all, takes_sinks=False, takes_recent=False))
+SPLITS.register("h2o", Split(_half))
+SPLITS.register("streaming", Split(_all, sinks=4, takes_recent=False))
+SPLITS.register("local", Split(_all, takes_sinks=False, takes_recent=False))
+SPLITS.register("heavy", Split(_none, takes_recent=False))
+SPLITS.register("random", Split(_half))
+SPLITS.register("tova", Split(_none))
+SPLITS.register("snapkv", Split(_window, least_recent=1, prompt_only=True))
+SPLITS.register("keydiff", Split(_none))
+SPLITS.register("knorm", Split(_none))
+SPLITS.register("expected_attention", Split(_none, sinks=4, prompt_only=True))
+SPLITS.register("nacl", Split(_proxies, takes_recent=False, least_recent=1, prompt_only=True))
+SPLITS.register("roco", Split(_steady, takes_recent=False))
+SPLITS.register("h2o_mean", Split(_half))
+SPLITS.register("inertiakv", Split(_half))
+
+THEN_H2O = "+h2o"
+"""Behind the name of a policy that prunes the prompt only: H2O goes on with what it has kept."""
+
+
+def split_of(name: str) -> Split:
+    """How the policy called `name` divides its budget; UsageError for an unknown one."""
+    first = base_of(name)
+    split = SPLITS.get(first)
+    if first == name:
+        return split
+    if not split.prompt_only:
+        fitting = (each for each in SPLITS.names() if SPLITS.get(each).prompt_only)
+        raise UsageError(
+            f"--eviction {name}: {first} evicts in decode steps itself",
+            f"needed one of {', '.join(fitting)} before {THEN_H2O}",
+            f"--eviction {first}",
+        )
+    return Split(_half, sinks=split.sinks)
+
+
+def base_of(name: str) -> str:
+    """The policy that prunes the prompt, where H2O goes on with it; else `name` itself."""
+    return name.removesuffix(THEN_H2O) if isinstance(name, str) else name
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens that one KV cache may hold: total = sinks + heavy + recent. `full`: total is the length, nothing goes."""
+    """Tokens that one KV cache may hold: total = sinks + heavy + recent, unless `prompt` says otherwise.
+
+    `full`: total is the length, nothing goes.
+    """
 
     total: int
     heavy: int
     recent: int
     sinks: int
     full: bool
+    prompt: int | None = None
+    """Where no more than this may be kept of the prompt, and what follows is added to it, up to the total."""
+
+    @property
+    def after_prompt(self) -> int:
+        """Tokens that may be held once the prompt is in: sinks + heavy + recent."""
+        return self.total if self.prompt is None else self.prompt
 
     @property
     def scored(self) -> bool:
@@ -90,7 +177,7 @@ class EvictionConfig:
     """Of the random policy."""
 
     def __post_init__(self) -> None:
-        split = SPLITS.get(self.name)
+        split = split_of(self.name)
         object.__setattr__(self, "ratio", share(self.ratio, "--hh-ratio"))
         if self.recent_ratio is not None:
             object.__setattr__(self, "recent_ratio", share(self.recent_ratio, "--recent-ratio"))
@@ -109,7 +196,7 @@ class EvictionConfig:
             asked = f"--kv-budget {self.budget}" if self.budget is not None else f"--hh-ratio {self.ratio!r}"
             raise UsageError(f"{asked} is given with the full cache", "name an eviction policy", "--eviction h2o")
         for name, label in (("recent", "--recent"), ("recent_ratio", "--recent-ratio"), ("sinks", "--sinks")):
-            if getattr(self, name) and not (split.takes_sinks if name == "sinks" else split.rest == "half"):
+            if getattr(self, name) and not (split.takes_sinks if name == "sinks" else split.takes_recent):
                 raise UsageError(
                     f"{label} is {getattr(self, name)} with --eviction {self.name}",
                     "the whole budget is spent otherwise there",
@@ -130,12 +217,21 @@ class EvictionConfig:
             self._require_room(asked, f"{asked} of {length} tokens")
         total = min(asked, length)
         sinks = min(self._sinks, total)
-        recent = self._recent(total - sinks, length)
-        return Budget(total=total, heavy=total - sinks - recent, recent=recent, sinks=sinks, full=full)
+        split = split_of(self.name)
+        # Of a prompt that is pruned once: the answer needs its room beside what is kept of it.
+        kept = max(total - gen_len, sinks + 2) if split.prompt_only else total
+        recent = self._recent(Share(total, total - sinks, kept, prompt_len), length)
+        if not split.prompt_only or full:
+            return Budget(total=total, heavy=total - sinks - recent, recent=recent, sinks=sinks, full=full)
+        kept = max(kept, sinks + recent + 1)
+        if kept >= prompt_len:
+            return Budget(total=length, heavy=0, recent=length - sinks, sinks=sinks, full=True)
+        heavy = kept - sinks - recent
+        return Budget(total=kept + gen_len, heavy=heavy, recent=recent, sinks=sinks, full=False, prompt=kept)
 
     @property
     def _sinks(self) -> int:
-        return SPLITS.get(self.name).sinks if self.sinks is None else self.sinks
+        return split_of(self.name).sinks if self.sinks is None else self.sinks
 
     def _require_room(self, total: int, described: str) -> None:
         """UsageError where a budget of `total` tokens that evicts has no room for the sinks and the recent tokens."""
@@ -154,14 +250,14 @@ class EvictionConfig:
                 "lower --recent, or raise --hh-ratio or --kv-budget",
             )
 
-    def _recent(self, rest: int, length: int) -> int:
-        """The most recent tokens among the `rest` of the budget beside the sinks."""
-        kind = SPLITS.get(self.name).rest
-        if kind != "half":
-            return rest if kind == "recent" else 0
+    def _recent(self, share: Share, length: int) -> int:
+        """The most recent tokens among the rest of the budget beside the sinks."""
+        split = split_of(self.name)
         if self.recent_ratio is not None:
-            return min(rest, exact_ceiling(self.recent_ratio, length))
-        return rest - rest // 2 if self.recent is None else min(self.recent, rest)
+            asked = exact_ceiling(self.recent_ratio, length)
+        else:
+            asked = split.recent(share) if self.recent is None else self.recent
+        return min(share.rest, max(asked, split.least_recent))
 
     def to_json(self) -> dict[str, Any]:
         """Every field."""

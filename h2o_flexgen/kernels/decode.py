@@ -23,7 +23,7 @@ class _DecodeTask(ctypes.Structure):
     """The argument of `attend_step`, as attend.c describes it."""
 
     _fields_ = fields(
-        "q rows kv_heads group capacity dim bf16 bits threads step window adds",
+        "q rows kv_heads group capacity dim bf16 bits threads step window adds masks",
         "d scale",
         "P k v out",
         "P new_q",
@@ -57,9 +57,12 @@ class NativeAttend:
         window: int | None = None,
         ranking: Ranking | None = None,
         adds: bool = False,
+        masks: bool = False,
         bits: int = 16,
     ) -> None:
         """As `DecodeStep` says; rules may be (rows, 8) int64. ValueError where there is no kernel, see `available`.
+
+        masks: whether slots of a ranking may hold tokens that have left the window, beside the sinks that rules hide.
 
         With `bits` 8 or 4 K and V are packed, uint8 (rows, kv_heads, capacity, bytes of a piece).
         """
@@ -74,6 +77,7 @@ class NativeAttend:
         self._step = _DecodeTask(rows=rows, kv_heads=kv_heads, capacity=self.capacity, dim=dim)
         self._step.rule, self._step.used = self._rules.data_ptr(), self.used.data_ptr()
         self._step.window, self._step.adds = window or 0, adds
+        self._step.masks = masks and window is not None and ranking is not None
         self._packed = bits != 16
         self._step.bits = bits if self._packed else 0
         if ranking is not None:

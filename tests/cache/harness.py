@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.cache import CacheShape, EvictionPolicy, KVCache, make_policy
+from h2o_flexgen.cache.eviction.base import AttendedPrompts, RankedPolicy
 from h2o_flexgen.config.eviction import SPLITS, Budget, EvictionConfig
-from h2o_flexgen.kernels import prefill_attention
+from h2o_flexgen.kernels import PrefillAttention, prefill_attention
 from tests.oracles.eviction import EvictionOracle
 from tests.oracles.packed import rounding
 from tests.policy_matrix import PolicyRow
@@ -111,7 +112,24 @@ class CacheRun:
         wants = self.cache.wants_column_sums
         attention = prefill_attention(seen_q, seen_k, v, self.scale, wants, window=self.window)
         self.prompt_outputs += list(attention.out)
-        self.cache.fill(rows, k, v, attention.column_sums)
+        self.cache.fill(rows, k, v, self.cache.scores_of(rows, self._attended(seen_q, q, seen_k, k, v, attention)))
+
+    def _attended(
+        self, seen_q: Tensor, q: Tensor, seen_k: Tensor, k: Tensor, v: Tensor, attention: PrefillAttention
+    ) -> AttendedPrompts:
+        """What policies may look at: every query of the prompts."""
+        policy = self.cache._policy
+        asked = q if isinstance(policy, RankedPolicy) and policy.raw_queries else seen_q
+        sums = attention.column_sums
+        turn = None
+        if self.turning is not None:
+            turning = self.turning
+
+            def turn(positions: Tensor) -> tuple[Tensor, Tensor]:
+                angles = turning.angles(positions.cpu()).repeat(1, 2).to(k.device)
+                return angles.cos(), angles.sin()
+
+        return AttendedPrompts(seen_k, v, k, self.scale, None, asked, sums, turn)
 
     def step(self) -> Tensor:
         q, k, v = self._stack(range(len(self.streams)), None)
@@ -159,6 +177,8 @@ class OracleRun:
             oracle(budget, scale=d**-0.5, seed=seed, layer=layer, row_id=row_id, head=head, **mode)
             for head in range(self.kv_heads)
         ]
+        for each in self.oracles:
+            each.siblings = self.oracles
         self._q = [
             stream.q[head * self.group : (head + 1) * self.group].transpose(0, 1).tolist()
             for head in range(self.kv_heads)
@@ -180,7 +200,7 @@ class OracleRun:
 
 def state_bytes(cache: KVCache) -> int:
     """Bytes of what a cache keeps of its slots, beside K and V."""
-    parts = (getattr(cache._slots, name, None) for name in ("score", "_pos", "_rank", "_flat"))
+    parts = (getattr(cache._slots, name, None) for name in ("score", "_pos", "_rank", "_flat", "_extra"))
     return sum(part.nbytes for part in parts if part is not None)
 
 

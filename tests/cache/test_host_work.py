@@ -86,7 +86,7 @@ def test_nor_do_rolling_positions(policy: PolicyRow, window: int | None) -> None
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_nor_does_a_score_rule_of_its_own(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not recorded, as its launches depend on the step, but nobody waits."""
-    monkeypatch.setattr(H2OPolicy, "accumulate", lambda policy, score, row: score.mul_(0.9).add_(row), raising=False)
+    monkeypatch.setattr(H2OPolicy, "update", lambda policy, step: step.score.mul_(0.9).add_(step.row), raising=False)
     cache = filled(POLICIES[1], window)
     run(cache)
     assert not cache.repeats

@@ -27,7 +27,7 @@ EVICTING = [name for name in SPLITS.names() if name != "full"]
 def test_budgets_add_up(name: str, prompt_len: int, gen_len: int, ratio: str, recent_ratio: float | None) -> None:
     length = prompt_len + gen_len
     total = math.ceil(Fraction(ratio) * length)
-    options: dict[str, Any] = {"recent_ratio": recent_ratio} if SPLITS.get(name).rest == "half" else {}
+    options: dict[str, Any] = {"recent_ratio": recent_ratio} if SPLITS.get(name).takes_recent else {}
     config = EvictionConfig(name, float(ratio), **options)
     if name == "streaming" and total <= 4 and total < length:
         with pytest.raises(UsageError, match="sinks leave nothing"):

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.kernels.triton_device import DEVICE  # isort: skip  (before Triton is imported)
 
 from h2o_flexgen import SamplingParams
+from h2o_flexgen.cache.eviction.base import AttendedStep
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.calibration import ticks
@@ -84,14 +85,14 @@ def through_triton(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return used
 
 
-def decayed(policy: H2OPolicy, score: Tensor, row: Tensor) -> None:
+def decayed(policy: H2OPolicy, step: AttendedStep) -> None:
     """A score rule that no kernel knows."""
-    score.mul_(0.9).add_(row)
+    step.score.mul_(0.9).add_(step.received)
 
 
 @pytest.fixture
 def own_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(H2OPolicy, "accumulate", decayed, raising=False)
+    monkeypatch.setattr(H2OPolicy, "update", decayed, raising=False)
 
 
 def answers(model: str, eviction: EvictionConfig, prompts: list[list[int]] = PROMPTS, new: Any = NEW, **engine: Any):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.cache import make_policy
+from h2o_flexgen.cache.eviction.base import AttendedStep
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.config.eviction import Budget
@@ -24,8 +25,8 @@ class DecayingPolicy(H2OPolicy):
 
     name = "decaying"
 
-    def accumulate(self, score: Tensor, row: Tensor) -> None:
-        score.mul_(0.75).add_(row)
+    def update(self, step: AttendedStep) -> None:
+        step.score.mul_(0.75).add_(step.received)
 
 
 def pair(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> tuple[CacheRun, CacheRun]:

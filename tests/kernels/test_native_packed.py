@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from h2o_flexgen.cache import CacheShape, KVCache, make_policy
+from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment, chunks_of, segments_of
@@ -151,8 +151,8 @@ def test_what_is_kept_is_what_torch_keeps(
 
 def test_a_policy_with_prompt_scores_of_its_own_is_left_to_torch() -> None:
     class Half(H2OPolicy):
-        def prompt_scores(self, tokens: object, column_sums: Tensor | None) -> Tensor:
-            return column_sums / 2
+        def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+            return PromptScores(prompts.column_sums / 2)
 
     budget = Budget(6, 3, 3, 0, False)
     shape = CacheShape.of([budget], 2, D)

@@ -107,7 +107,7 @@ class Pair:
         assert torch.equal(pos, self.slots._pos)
         # With the same scores, to the bit, the same slot goes.
         self.slots.score.copy_(score)
-        self.slots.evict(None, self.lengths.length)
+        self.slots.evict(None, self.lengths.length, lambda: self.seen_k)
         assert torch.equal(free, self.slots._free)
         self.lengths.tick()
         assert self.count is None or (self.count == self.lengths.step).all()

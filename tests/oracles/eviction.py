@@ -28,7 +28,9 @@ class EvictionOracle:
     where everything is held, from its beginning).
     `prompt` takes whole prompts, `step` one token; both give the attention output of every query head of the group.
     `closest` is the smallest difference of two scores that a decision has hung on: below rounding error, two correct
-    implementations may disagree from then on.
+    implementations may disagree from then on. `siblings`: the oracles of all KV heads of the layer, in order.
+    `history`: what each query's attention was, by position, in the mean over the group; `queries`: they themselves.
+    `prompted`: whether the prompt has been pruned.
     """
 
     def __init__(
@@ -42,7 +44,13 @@ class EvictionOracle:
         head: int = 0,
         window: int | None = None,
         rotate: Callable[[Vector, int], Vector] = lambda vector, position: vector,
+        rotated_by: Callable[[Vector, int, int], Vector] | None = None,
     ) -> None:
+        """rotated_by: (vector, position, 1 or -1) to the vector turned on or back, where queries and keys come turned
+        already; only for what wants to know."""
+        self.rotated_by, self.siblings, self.prompted = rotated_by, [self], False
+        self.history: list[dict[int, float]] = []
+        self.queries: list[Sequence[Vector]] = []
         self.budget, self.scale, self.window, self.rotate = budget, scale, window, rotate
         self.seed, self.layer, self.row_id, self.head = seed, layer, row_id, head
         self.keys: dict[int, Vector] = {}
@@ -102,6 +110,8 @@ class EvictionOracle:
                 for i, x in enumerate(self.values[p]):
                     output[i] += probability * x
             outputs.append(output)
+        self.history.append(received)
+        self.queries.append(queries)
         for p, probability in received.items():
             self.attended(p, probability)
         return outputs
@@ -111,6 +121,7 @@ class EvictionOracle:
             return
         for position in self.kept - self.staying(self.length - 1):
             del self.keys[position], self.values[position], self.scores[position]
+        self.prompted = True
 
 
 class FullOracle(EvictionOracle):
@@ -134,13 +145,30 @@ class StreamingOracle(EvictionOracle):
 class RankedOracle(EvictionOracle):
     """Sinks, the last `recent`, and the `heavy` best of the rest; of two equal scores the lower position is better."""
 
+    same_number_ties = False
+    """Whether equal scores are one number that several tokens have, and equal in any arithmetic."""
+
     def staying(self, now: int) -> set[int]:
-        protected = {p for p in self.keys if p < self.budget.sinks or p > now - self.budget.recent}
-        scores = {p: score if self.visible(p, now + 1) else -1.0 for p, score in self.scores.items()}
-        rest = sorted(self.kept - protected, key=lambda p: (-scores[p], p))
-        room = self.budget.total - len(protected)
+        return self.best(self.ranked(now), now, self.budget.total)
+
+    def ranked(self, now: int) -> dict[int, float]:
+        """What tokens are compared by."""
+        return self.scores
+
+    def protected(self, now: int) -> set[int]:
+        return {p for p in self.keys if p < self.budget.sinks or p > now - self.budget.recent}
+
+    def best(self, scores: dict[int, float], now: int, total: int) -> set[int]:
+        """What is protected and, up to `total` tokens, those with the highest scores."""
+        protected = self.protected(now)
+        seen = {p: score if self.visible(p, now + 1) else -1.0 for p, score in scores.items()}
+        rest = sorted(self.kept - protected, key=lambda p: (-seen[p], p))
+        room = total - len(protected)
         if 0 < room < len(rest):
-            self.closest = min(self.closest, scores[rest[room - 1]] - scores[rest[room]])
+            gap = seen[rest[room - 1]] - seen[rest[room]]
+            if gap == 0 and self.same_number_ties:
+                gap = min((abs(seen[p] - seen[rest[room]]) for p in rest if seen[p] != seen[rest[room]]), default=gap)
+            self.closest = min(self.closest, gap)
         return protected | set(rest[:room])
 
 
@@ -159,17 +187,22 @@ class RandomOracle(RankedOracle):
     """The score of a token is a hash of where it stands."""
 
     def first_score(self, position: int) -> float:
-        state = 0
-        for part in (self.seed, self.seed >> 32, self.layer, self.row_id, self.head, position):
-            state = (state + part % 2**32 + 0x9E3779B9) % 2**32
-            state ^= state >> 16
-            state = state * 0x7FEB352D % 2**32
-            state ^= state >> 15
-            state = state * 0x045D9F3B % 2**32
-            state ^= state >> 16
-        return (state >> 8) / 2**24
+        return uniform(self, position)
 
     def staying(self, now: int) -> set[int]:
         staying = super().staying(now)
         self.closest = math.inf  # hashes are exact
         return staying
+
+
+def uniform(oracle: EvictionOracle, position: int) -> float:
+    """A hash of where a token stands, in [0, 1)."""
+    state = 0
+    for part in (oracle.seed, oracle.seed >> 32, oracle.layer, oracle.row_id, oracle.head, position):
+        state = (state + part % 2**32 + 0x9E3779B9) % 2**32
+        state ^= state >> 16
+        state = state * 0x7FEB352D % 2**32
+        state ^= state >> 15
+        state = state * 0x045D9F3B % 2**32
+        state ^= state >> 16
+    return (state >> 8) / 2**24

@@ -58,6 +58,8 @@ class OracleAttention:
             self.layers[layer] = [
                 self._make_cache(layer, head, settings["scaling"], window) for head in range(kv_heads)
             ]
+            for cache in self.layers[layer]:
+                cache.siblings = self.layers[layer]
         groups = query[0].unflatten(0, (kv_heads, -1)).transpose(1, 2).tolist()  # (kv_heads, n, group, d)
         heads = zip(self.layers[layer], groups, key[0].tolist(), value[0].tolist(), strict=True)
         outputs = torch.tensor([_attend(*head) for head in heads])

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-Statistic = Literal["none", "last_row", "window_rows", "column_sums"]
+from h2o_flexgen.config.eviction import Budget
+
+Statistic = Literal["none", "column_sums"]
+Turn = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Positions (c,) -> cosines and sines (c, dim) of the angles that queries there are turned by, float32. The second half
+of `dim`, which are the leading ones of a head, repeats the first; i and i + dim / 2 turn together."""
+
+_LOGITS = 1 << 22  # float32 logits alive at once
 
 
 class Tokens(NamedTuple):
@@ -17,6 +28,103 @@ class Tokens(NamedTuple):
     row_ids: Tensor  # the sequence's index in the call, not its place in a GPU batch
     heads: Tensor  # KV heads
     layer: int
+
+
+@dataclass(frozen=True)
+class AttendedPrompts:
+    """Prompts of one length S in one layer, once their attention is computed: what a policy may look at.
+
+    k, v and stored_k are of the last L tokens, (n, kv_heads, L, d); `past` has K, V and stored K (kv_heads, S - L, d)
+    of those before, which the n rows share. `stored_k` is what a cache keeps, k what queries saw: where positions roll,
+    they differ by the rotation. queries: the last m, (n, heads, m, d), as `RankedPolicy.queries` asks for them.
+    column_sums: (n, kv_heads, S) float32. turn: how queries are rotated, None where they are not.
+    """
+
+    k: Tensor
+    v: Tensor
+    stored_k: Tensor
+    scale: float
+    past: tuple[Tensor, Tensor, Tensor] | None = None
+    queries: Tensor | None = None
+    column_sums: Tensor | None = None
+    turn: Turn | None = None
+
+    def of(self, rows: slice | Tensor) -> AttendedPrompts:
+        """Those of some rows."""
+        own = {name: getattr(self, name) for name in ("k", "v", "stored_k", "queries", "column_sums")}
+        taken: dict[str, Any] = {name: None if x is None else x[rows] for name, x in own.items()}
+        return replace(self, **taken)
+
+    @property
+    def length(self) -> int:
+        """S."""
+        return self.k.shape[2] + (0 if self.past is None else self.past[0].shape[1])
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """As queries saw them, (n, kv_heads, S, d)."""
+        return self._whole(self.k, 0)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """(n, kv_heads, S, d)."""
+        return self._whole(self.v, 1)
+
+    @cached_property
+    def stored_keys(self) -> Tensor:
+        """As a cache keeps them, (n, kv_heads, S, d)."""
+        return self._whole(self.stored_k, 2)
+
+    def _whole(self, own: Tensor, part: int) -> Tensor:
+        if self.past is None:
+            return own
+        return torch.cat([self.past[part].expand(len(own), -1, -1, -1), own], dim=2)
+
+
+class PromptRows(NamedTuple):
+    """What is known of prompts beside their attention; the tokens are those of the prompts."""
+
+    tokens: Tokens
+    budget: Budget
+    """Of each of them."""
+    window: int | None
+    """Of the layer."""
+
+
+class PromptScores(NamedTuple):
+    """What stays of prompts, and what decode steps go on with; each (n, kv_heads, S) float32."""
+
+    rank: Tensor
+    """Higher stays; never negative."""
+    state: Tensor | None = None
+    """The score that steps start from; None: `rank`."""
+    extra: Tensor | None = None
+    """The second number of a policy that keeps two."""
+
+
+@dataclass(frozen=True)
+class AttendedStep:
+    """A decode step of b rows over the first N slots, once attention is computed; (b, kv_heads, N) unless it says else.
+
+    score, extra: what the policy keeps, to be changed in place. row: probabilities, 0 where nothing is seen; None
+    unless the policy `needs_rows`. pos: positions, int32, -1 in slots never used. now: positions of the newest tokens,
+    (b, 1, 1). keys: gives the keys as they are kept, (b, kv_heads, N, d).
+    """
+
+    score: Tensor
+    extra: Tensor | None
+    row: Tensor | None
+    pos: Tensor
+    now: Tensor
+    budgets: tuple[Budget, ...]
+    keys: Callable[[], Tensor]
+
+    @property
+    def received(self) -> Tensor:
+        """The row; ValueError where the policy did not ask for it."""
+        if self.row is None:
+            raise ValueError("this step has no probabilities")
+        return self.row
 
 
 class EvictionPolicy:
@@ -35,20 +143,74 @@ class EvictionPolicy:
 
 
 class RankedPolicy(EvictionPolicy, ABC):
-    """A policy that gives every token a score, float32 and never negative; higher stays."""
+    """A policy that gives every token a score, float32 and never negative; higher stays.
+
+    The cache keeps a score for each slot. Prompts and new tokens start it, `update` changes it in a decode step, and
+    `ranks` says what the tokens are compared by. A policy that overrides neither of the last two is served by one
+    kernel per step.
+    """
+
+    raw_queries: ClassVar[bool] = False  # whether `queries` are asked for as they were before rotation
+    scores_keys: ClassVar[bool] = False  # whether a new token's score follows from its key
+    keeps_two: ClassVar[bool] = False  # whether a second number is kept for each slot
+
+    def queries(self, length: int, budget: Budget) -> int:
+        """How many of the last queries of a prompt of `length` tokens `prompt_scores` looks at."""
+        return 0
 
     @abstractmethod
-    def prompt_scores(self, tokens: Tokens, column_sums: Tensor | None) -> Tensor:
-        """Scores after the prompt, (n, kv_heads, S) float32; `column_sums` has that shape too."""
+    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+        """Of prompts in one layer that have one length and one budget."""
 
-    def new_scores(self, tokens: Tokens) -> Tensor | None:
-        """Scores of the b tokens just written, (b, kv_heads, 1), before their own row is accumulated; None: zero."""
+    def new_scores(self, tokens: Tokens, keys: Tensor | None) -> Tensor | None:
+        """Scores of the b tokens just written, (b, kv_heads, 1), before their own row is accumulated; None: zero.
+
+        keys: (b, kv_heads, d), as they are kept; given where the policy `scores_keys`.
+        """
         return None
 
-    def accumulate(self, score: Tensor, row: Tensor) -> None:
-        """Take a step's softmax probabilities `row` (b, kv_heads, N) into `score` of the same shape, in place.
+    def update(self, step: AttendedStep) -> None:
+        """Take a step's probabilities into the scores, in place. Called where `needs_rows`."""
+        step.score.add_(step.received)
 
-        Called only where `needs_rows`; empty slots have probability 0. This sum a kernel may do by itself instead: a
-        policy that wants something else overrides it.
-        """
-        score.add_(row)
+    def ranks(self, step: AttendedStep) -> Tensor:
+        """What tokens are compared by now, (b, kv_heads, N) float32, never negative; the lowest goes."""
+        return step.score
+
+
+def attention_rows(prompts: AttendedPrompts, count: int, window: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """The attention of the last `count` queries: their positions (c,), and probabilities (n, kv_heads, group, c, S).
+
+    Computed anew in float32, as many queries at a time as keep the logits small; causal, and within the window.
+    """
+    if prompts.queries is None or prompts.queries.shape[2] < min(count, prompts.length):
+        raise ValueError(f"the last {count} queries are needed")
+    keys, length = prompts.keys.float().transpose(-1, -2), prompts.length
+    n, heads, _, d = prompts.queries.shape
+    kv_heads, count = keys.shape[1], min(count, length)
+    some = max(1, _LOGITS // (n * heads * length))
+    places = torch.arange(length, device=keys.device)
+    for start in range(length - count, length, some):
+        stop = min(start + some, length)
+        end = prompts.queries.shape[2] - (length - stop)
+        asked = prompts.queries[:, :, end - (stop - start) : end].float().mul(prompts.scale)
+        logits = asked.reshape(n, kv_heads, -1, d) @ keys
+        logits = logits.view(n, kv_heads, heads // kv_heads, stop - start, length)
+        at = places[start:stop]
+        hidden = places > at.unsqueeze(1)
+        if window is not None:
+            hidden |= places <= at.unsqueeze(1) - window
+        yield at, logits.masked_fill_(hidden, -torch.inf).softmax(-1)
+
+
+def summed_rows(prompts: AttendedPrompts, count: int, window: int | None) -> Tensor:
+    """The sum of those rows, in the mean over the query heads of each KV head: (n, kv_heads, S) float32."""
+    return sum_of(rows.mean(2).sum(2) for _, rows in attention_rows(prompts, count, window))
+
+
+def sum_of(parts: Iterator[Tensor]) -> Tensor:
+    """The sum of tensors of one shape, at least one."""
+    total = next(parts)
+    for part in parts:
+        total = total + part
+    return total

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from h2o_flexgen.cache.eviction.base import RankedPolicy, Tokens
+from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy
 
 
 class H2OPolicy(RankedPolicy):
@@ -18,7 +16,7 @@ class H2OPolicy(RankedPolicy):
     statistic = "column_sums"
     needs_rows = True
 
-    def prompt_scores(self, tokens: Tokens, column_sums: Tensor | None) -> Tensor:
-        if column_sums is None:
+    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+        if prompts.column_sums is None:
             raise ValueError(f"{self.name} needs the column sums of the prompt's attention")
-        return column_sums
+        return PromptScores(prompts.column_sums)

@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import RankedPolicy, Tokens
+from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, Tokens
 
 _MASK = 0xFFFFFFFF
 _IntOrTensor = TypeVar("_IntOrTensor", int, Tensor)
@@ -31,25 +31,27 @@ def _absorb_tensor(state: int | Tensor, part: Tensor) -> Tensor:
     return _mix((part + state + 0x9E3779B9) & _MASK)
 
 
-class RandomPolicy(RankedPolicy):
-    """The score is a hash of (seed, layer, sequence, KV head, position), uniform in [0, 1).
+def uniform(seed: int, tokens: Tokens) -> Tensor:
+    """A number in [0, 1) for each token, float32: a hash of (seed, layer, sequence, KV head, position).
 
     It depends on nothing else: neither on the other sequences of a GPU batch nor on where the cache lives.
     """
+    state = 0
+    for part in (seed & _MASK, seed >> 32 & _MASK, tokens.layer):
+        state = _absorb(state, part)
+    heads = _absorb_tensor(_absorb_tensor(state, tokens.row_ids), tokens.heads)
+    hashed = _absorb_tensor(heads, tokens.positions)
+    # The upper 24 bits: as many as a float32 holds exactly.
+    return (hashed >> 8).to(torch.float32) / (1 << 24)
+
+
+class RandomPolicy(RankedPolicy):
+    """The score of a token is a hash of where it stands."""
 
     name = "random"
 
-    def prompt_scores(self, tokens: Tokens, column_sums: Tensor | None) -> Tensor:
-        return self._hash(tokens)
+    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+        return PromptScores(uniform(self.seed, rows.tokens))
 
-    def new_scores(self, tokens: Tokens) -> Tensor:
-        return self._hash(tokens)
-
-    def _hash(self, tokens: Tokens) -> Tensor:
-        state = 0
-        for part in (self.seed & _MASK, self.seed >> 32 & _MASK, tokens.layer):
-            state = _absorb(state, part)
-        heads = _absorb_tensor(_absorb_tensor(state, tokens.row_ids), tokens.heads)
-        hashed = _absorb_tensor(heads, tokens.positions)
-        # The upper 24 bits: as many as a float32 holds exactly.
-        return (hashed >> 8).to(torch.float32) / (1 << 24)
+    def new_scores(self, tokens: Tokens, keys: Tensor | None) -> Tensor:
+        return uniform(self.seed, tokens)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.cache.eviction.base import AttendedPrompts, Turn
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.batching.gpu_batch import AttentionPart
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment
@@ -22,11 +23,13 @@ class PrefixKV(NamedTuple):
     """P earlier tokens in one layer, (kv_heads, P, d): as attention reads them, and the keys as a cache stores them.
 
     `sums` (kv_heads, P) float32: the attention these tokens have received from each other, where it is wanted.
+    `queries` (heads, m, d): their last m queries, where policies look at them.
     """
 
     seen: KeysValues
     stored_k: Tensor
     sums: Tensor | None
+    queries: Tensor | None
 
     @property
     def stored(self) -> KeysValues:
@@ -69,11 +72,11 @@ class PrefixPath:
         k, v = (torch.cat([piece.seen[i] for piece in self._pieces], dim=1) for i in (0, 1))
         rotated = self._pieces[0].stored_k is not self._pieces[0].seen.k
         stored = torch.cat([piece.stored_k for piece in self._pieces], dim=1) if rotated else k
-        return PrefixKV(KeysValues(k, v), stored, self._pieces[-1].sums)
+        return PrefixKV(KeysValues(k, v), stored, self._pieces[-1].sums, self._pieces[-1].queries)
 
 
 Fill = Callable[[list[int], Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor] | None], None]
-"""`KVCache.fill` of rows, k, v, column sums and past, from tensors where they were computed."""
+"""`KVCache.fill` of rows, k, v, scores and past, from tensors where they were computed."""
 
 
 @dataclass
@@ -81,14 +84,18 @@ class PromptAttention:
     """Attention of one layer for the prompts that are new in one GPU batch, chunk by chunk.
 
     Every prompt is pruned into `cache` as soon as its last segment is through: no full-length KV outlives that, but for
-    the path. `column_sums`: whether any cache of the block wants them in this layer. With `rolling`, the cache gets
-    keys that are not rotated.
+    the path. `column_sums`: whether any cache of the block wants them in this layer; `queries`: how many of the last
+    ones, before they are rotated if `raw_queries`; `turn`: how they are. With `rolling`, the cache gets keys that are
+    not rotated.
     """
 
     cache: KVCache
     path: PrefixPath
     scale: float
     column_sums: bool
+    queries: int = 0
+    raw_queries: bool = False
+    turn: Turn | None = None
     window: int | None = None
     rolling: bool = False
     fill: Fill | None = None
@@ -100,15 +107,16 @@ class PromptAttention:
         angles: of all packed prompts.
         """
         q, k, v = qkv
-        stored_k = k
+        stored_k, raw_q = k, q
         if angles is not None:
             angles = Angles(*(part[chunk.start : chunk.stop] for part in angles))
             q, k = rotate_both(q, k, angles)
         stored_k = stored_k if self.rolling else k
         self.path.before(chunk.segments[0].depth)
+        looked_at = raw_q if self.raw_queries else q
         for segment in self._packed(chunk, (q, k, v), stored_k, out):
             span = slice(segment.start - chunk.start, segment.stop - chunk.start)
-            self._segment(segment, [t[span] for t in (q, k, v, stored_k)], out[span])
+            self._segment(segment, [t[span] for t in (q, k, v, stored_k, looked_at)], out[span])
 
     def _packed(
         self, chunk: PromptChunk, qkv: tuple[Tensor, Tensor, Tensor], stored_k: Tensor, out: Tensor
@@ -133,32 +141,42 @@ class PromptAttention:
 
     def _segment(self, segment: PromptSegment, packed: list[Tensor], out: Tensor) -> None:
         rows = max(1, len(segment.rows))
-        q, k, v, stored_k = (t.unflatten(0, (rows, segment.length)).transpose(1, 2) for t in packed)
+        q, k, v, stored_k, asked = (t.unflatten(0, (rows, segment.length)).transpose(1, 2) for t in packed)
         past = self.path.before(segment.depth)
         seen = None if past is None else past.seen
         mixed, sums = prefill_attention(q, k, v, self.scale, self.column_sums, past=seen, window=self.window)
         out.copy_(mixed.transpose(1, 2).flatten(0, 1))
         if past is not None and sums is not None and past.sums is not None:
             sums[..., : segment.past] += past.sums
+        queries = self._last_queries(asked, past)
         if segment.rows:
-            self._fill(segment, stored_k, v, past, sums)
+            sums = sums if self.cache.wants_column_sums else None
+            before = None if past is None else (*past.seen, past.stored_k)
+            prompts = AttendedPrompts(k, v, stored_k, self.scale, before, queries, sums, self.turn)
+            self._fill(list(segment.rows), prompts)
         else:
             own = KeysValues(k[0].contiguous(), v[0].contiguous())
             stored = stored_k[0].contiguous() if self.rolling else own.k
-            self.path.push(PrefixKV(own, stored, None if sums is None else sums[0]))
+            last = None if queries is None else queries[0].contiguous()
+            self.path.push(PrefixKV(own, stored, None if sums is None else sums[0], last))
 
-    def _fill(self, segment: PromptSegment, k: Tensor, v: Tensor, past: PrefixKV | None, sums: Tensor | None) -> None:
-        place, rows = self.cache.device, list(segment.rows)
-        sums = sums if self.cache.wants_column_sums else None
+    def _last_queries(self, asked: Tensor, past: PrefixKV | None) -> Tensor | None:
+        """Of a segment's queries (n, heads, S, d), and those before them, as many as policies look at."""
+        if not self.queries:
+            return None
+        if past is not None and past.queries is not None and asked.shape[2] < self.queries:
+            asked = torch.cat([past.queries.expand(len(asked), -1, -1, -1), asked], dim=2)
+        return asked[:, :, -self.queries :]
+
+    def _fill(self, rows: list[int], prompts: AttendedPrompts) -> None:
+        place, past = self.cache.device, prompts.past
+        scores = self.cache.scores_of(rows, prompts)
         if self.fill is not None:
-            self.fill(rows, k, v, sums, None if past is None else (past.stored.k, past.stored.v))
+            self.fill(rows, prompts.stored_k, prompts.v, scores, None if past is None else (past[2], past[1]))
             return
-        sums = None if sums is None else sums.to(place)
-        if past is None:
-            self.cache.fill(rows, k.to(place), v.to(place), sums)
-        else:
-            earlier = tuple(t.to(place) for t in past.stored)
-            self.cache.fill(rows, k.to(place), v.to(place), sums, past=(earlier[0], earlier[1]))
+        scores = None if scores is None else scores.to(place)
+        earlier = None if past is None else (past[2].to(place), past[1].to(place))
+        self.cache.fill(rows, prompts.stored_k.to(place), prompts.v.to(place), scores, past=earlier)
 
 
 @dataclass

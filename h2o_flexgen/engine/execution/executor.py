@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.cache.eviction.base import RankedPolicy
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
@@ -294,7 +295,12 @@ class Executor:
             if stage.host is not None and (layer, gpu_batch.index) in stage.caches.on_host:
                 fill = partial(stage.host.fill, cache)
             window = self._windows[layer]
-            prompts = PromptAttention(cache.fresh, group.path, scale, sums, window, self._rolling, fill)
+            queries = max(self._maker.queries(layer, each.fresh) for each in group.gpu_batches if each.fresh)
+            raw = isinstance(self._maker.eviction, RankedPolicy) and self._maker.eviction.raw_queries
+            turn = None if rotary is None else partial(_following_angles, rotary)
+            prompts = PromptAttention(
+                cache.fresh, group.path, scale, sums, queries, raw, turn, window, self._rolling, fill
+            )
         if rotary is None:
             return TickAttention(scale, cache.rows, prompts, None, None, None)
         if not self._rolling:
@@ -316,6 +322,11 @@ class Executor:
             for row in finished:
                 self._finite.explain(row)
         return finished
+
+
+def _following_angles(rotary: Rotary, positions: Tensor) -> Angles:
+    """Of `positions`, float32, in a sequence that reaches up to the first of them."""
+    return rotary.angles(positions, positions[:1].expand_as(positions), torch.float32)
 
 
 def _parted(angles: Angles, rows: int) -> tuple[Angles, Angles]:

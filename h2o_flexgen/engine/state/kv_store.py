@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction.base import EvictionPolicy
+from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
 from h2o_flexgen.cache.lengths import CacheLengths, chooses
 from h2o_flexgen.config.eviction import Budget
@@ -65,6 +65,14 @@ class CacheMaker:
         """What each of `rows` may keep in a layer."""
         window = self.spec.arch.window_of(layer)
         return [row.budget.within(window) for row in rows]
+
+    def queries(self, layer: int, rows: SequenceOf[Sequence]) -> int:
+        """How many of the last queries of its prompts the cache of `rows` needs at most."""
+        budgets, policy = self.budgets(layer, rows), self.eviction
+        if not (isinstance(policy, RankedPolicy) and chooses(budgets)):
+            return 0
+        prompts = zip((len(row.prompt_ids) for row in rows), budgets, strict=True)
+        return max((policy.queries(length, budget) for length, budget in prompts if budget.scored), default=0)
 
     def wants_column_sums(self, layer: int, rows: SequenceOf[Sequence]) -> bool:
         """Whether the cache of `rows` needs the column sums of its prompts' attention."""

@@ -40,6 +40,7 @@ typedef struct {
     int64_t step;
     int64_t window;         /* tokens that a query sees, itself included; 0: all */
     int64_t adds;           /* whether the probabilities are added to the scores */
+    int64_t masks;          /* whether ranked slots other than sinks may hold what has left the window */
     double scale;
     char *k, *v;            /* (rows, kv_heads, capacity, dim), or pieces where there are `bits` */
     char *out;              /* (rows, kv_heads * group, dim) */
@@ -248,6 +249,15 @@ INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *pieces
     return h;
 }
 
+/* Takes what has left the window out of the logits x (group, pitch). */
+static void hide(const Step *s, const Head *h, float *x) {
+    const int32_t *pos = s->pos + h->base + h->first;
+    for (int64_t i = 0; i < h->n; i++) {
+        if (pos[i] > h->now - s->window || h->first + i == h->slot) continue;
+        for (int64_t g = 0; g < s->group; g++) x[g * h->pitch + i] = -INFINITY;
+    }
+}
+
 /* What becomes of the exponentials x (group, pitch) and their sums: probabilities, scores, and the next slot. */
 INLINE void settle(const Step *s, const Head *h, float *x, const float *sums) {
     const Row *rule = h->rule;
@@ -285,6 +295,7 @@ INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int
             _mm512_storeu_ps(x + g * pitch + i, logits_of(q + g * s->new_q.head, k + i * bytes, n - i, s->dim,
                                                           (float)s->scale, bf16, nv));
     }
+    if (s->masks) hide(s, &h, x);
     for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch);
     memset(mixed, 0, group * accs * LANES * sizeof(float));
     const int64_t block = group == 1 ? n : BLOCK; /* that stays in the first cache while the heads take turns */
@@ -357,6 +368,7 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
             _mm512_storeu_ps(x + g * pitch + i, _mm512_mask_mov_ps(none, first_lanes(n - i), logits));
         }
     }
+    if (s->masks) hide(s, &h, x);
     for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch);
     memset(mixed, 0, group * width * sizeof(float));
     const int64_t block = group == 1 ? n : BLOCK;

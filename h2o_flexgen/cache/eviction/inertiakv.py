@@ -1,0 +1,42 @@
+"""H2O with a fading memory (InertiaKV, arXiv 2609.03515)."""
+
+from __future__ import annotations
+
+import torch
+
+from h2o_flexgen.cache.eviction.base import (
+    AttendedPrompts,
+    AttendedStep,
+    PromptRows,
+    PromptScores,
+    attention_rows,
+    sum_of,
+)
+from h2o_flexgen.cache.eviction.h2o import H2OPolicy
+from h2o_flexgen.config.eviction import Budget
+
+INERTIA = 0.8
+_QUERIES = 64  # the weight of any query before them is below an ulp
+
+
+class InertiaPolicy(H2OPolicy):
+    """The score is a running mean of the attention received: score = 0.8 score + 0.2 row in every step.
+
+    The prompt is pruned by H2O's sums; the mean runs from its beginning.
+    """
+
+    name = "inertiakv"
+
+    def queries(self, length: int, budget: Budget) -> int:
+        return _QUERIES
+
+    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+        last, rank = prompts.length - 1, super().prompt_scores(prompts, rows).rank
+        parts = (
+            torch.einsum("c,nkcs->nks", (1 - INERTIA) * INERTIA ** (last - at).float(), received.mean(2))
+            for at, received in attention_rows(prompts, _QUERIES, rows.window)
+        )
+        return PromptScores(rank, sum_of(parts))
+
+    def update(self, step: AttendedStep) -> None:
+        step.score.mul_(INERTIA).add_(step.received, alpha=1 - INERTIA)

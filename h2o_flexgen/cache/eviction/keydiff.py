@@ -1,0 +1,37 @@
+"""Keys that differ from the others (Park et al. 2025, arXiv 2504.15364, "KeyDiff")."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from h2o_flexgen.cache.eviction.base import (
+    AttendedPrompts,
+    AttendedStep,
+    PromptRows,
+    PromptScores,
+    RankedPolicy,
+)
+
+
+class KeyDiffPolicy(RankedPolicy):
+    """The score of a token is 1 - cos(key, anchor), the anchor being the mean direction of all keys that are cached.
+
+    The anchor is taken anew at each eviction, the newest key included.
+    """
+
+    name = "keydiff"
+
+    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+        return PromptScores(_difference(prompts.stored_keys, None))
+
+    def ranks(self, step: AttendedStep) -> Tensor:
+        return _difference(step.keys(), step.pos >= 0)
+
+
+def _difference(keys: Tensor, held: Tensor | None) -> Tensor:
+    """Of keys (b, kv_heads, N, d), of which those `held` (b, kv_heads, N) count: (b, kv_heads, N) float32."""
+    directions = F.normalize(keys.float(), dim=-1)
+    counted = directions if held is None else directions * held.unsqueeze(-1)
+    anchor = F.normalize(counted.sum(2), dim=-1).unsqueeze(-1)
+    return (1 - (directions @ anchor).squeeze(-1)).clamp_(min=0)

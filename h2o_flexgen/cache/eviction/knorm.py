@@ -1,0 +1,27 @@
+"""Keys of small norm (Devoto et al. 2024, arXiv 2406.11430)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, Tokens
+
+
+class KnormPolicy(RankedPolicy):
+    """The score of a token is one over the norm of its key: queries look most at short keys."""
+
+    name = "knorm"
+    scores_keys = True
+
+    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+        return PromptScores(_shortness(prompts.stored_keys))
+
+    def new_scores(self, tokens: Tokens, keys: Tensor | None) -> Tensor:
+        if keys is None:
+            raise ValueError("knorm needs the new keys")
+        return _shortness(keys).unsqueeze(-1)
+
+
+def _shortness(keys: Tensor) -> Tensor:
+    """Of keys (..., d); finite, even of a key that is zero."""
+    return keys.float().norm(dim=-1).clamp(min=1e-30).reciprocal()

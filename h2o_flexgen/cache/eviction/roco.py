@@ -1,0 +1,78 @@
+"""Mean attention, with volatile tokens immune (Ren and Zhu 2024, arXiv 2402.06262, "RoCo")."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.cache.eviction.base import (
+    AttendedPrompts,
+    AttendedStep,
+    PromptRows,
+    PromptScores,
+    RankedPolicy,
+    attention_rows,
+    sum_of,
+)
+from h2o_flexgen.config.eviction import Budget
+
+VOLATILE = 3  # tenths of the budget
+
+
+class RoCoPolicy(RankedPolicy):
+    """The score is the mean attention received, and of the 0.3 B tokens whose attention varies most none goes.
+
+    Kept are sums of attention and of its squares. A token's attention varies most when it is young.
+    """
+
+    name = "roco"
+    needs_rows = keeps_two = True
+
+    def queries(self, length: int, budget: Budget) -> int:
+        return length
+
+    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+        budget, last = rows.budget, prompts.length - 1
+        received = (part.mean(2) for _, part in attention_rows(prompts, prompts.length, rows.window))
+        sums, squares = sum_of(torch.stack([part.sum(2), part.square().sum(2)]) for part in received)
+        seen = torch.full((1, 1, 1), last, device=sums.device)
+        pos, scope = rows.tokens.positions, _scope(budget, max(1, prompts.length - budget.total))
+        protected = (pos < budget.sinks) | (pos > last - budget.recent)
+        ranks = _ranks(sums, squares, pos, seen, [scope], protected)
+        return PromptScores(ranks, sums, squares)
+
+    def update(self, step: AttendedStep) -> None:
+        if step.extra is None:
+            raise ValueError("roco keeps two numbers")
+        step.score.add_(step.received)
+        step.extra.add_(step.received.square())
+
+    def ranks(self, step: AttendedStep) -> Tensor:
+        if step.extra is None:
+            raise ValueError("roco keeps two numbers")
+        limits = torch.tensor([[b.sinks, b.recent] for b in step.budgets], device=step.pos.device)
+        sinks, recent = limits.view(-1, 2, 1, 1).unbind(1)
+        protected = (step.pos < sinks) | (step.pos > step.now - recent)
+        scopes = [_scope(budget, 1) for budget in step.budgets]
+        return _ranks(step.score, step.extra, step.pos, step.now, scopes, protected)
+
+
+def _scope(budget: Budget, leaving: int) -> int:
+    """Of how many tokens, those with the steadiest attention, the ones that leave are chosen."""
+    return max(budget.total - VOLATILE * budget.total // 10 - budget.sinks, leaving)
+
+
+def _ranks(sums: Tensor, squares: Tensor, pos: Tensor, now: Tensor, scopes: list[int], protected: Tensor) -> Tensor:
+    """Means; more than any mean where a token is not among its row's `scopes` steadiest that are not `protected`.
+
+    Of equal deviations the higher position is the steadier.
+    """
+    count = (now + 1 - pos).clamp(min=1)
+    mean = sums / count
+    deviation = (squares / count - mean.square()).clamp_(min=0)
+    # As one whole number, so that none are equal: positions are below 2^31, and deviations not negative.
+    keys = deviation.view(torch.int32).to(torch.int64).bitwise_left_shift(32) - pos
+    keys = keys.masked_fill(protected.expand_as(keys), torch.iinfo(torch.int64).max)
+    last = torch.tensor(scopes, device=keys.device).clamp(max=keys.shape[-1]).view(-1, 1, 1) - 1
+    bound = keys.sort(-1).values.gather(-1, last.expand(*keys.shape[:2], 1))
+    return mean.masked_fill(keys > bound, 2.0)

@@ -1,0 +1,35 @@
+"""What the end of the prompt looks at (Li et al. 2024, arXiv 2404.14469, "SnapKV")."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, summed_rows
+from h2o_flexgen.config.eviction import Budget
+
+POOL = 7
+
+
+class SnapKVPolicy(RankedPolicy):
+    """The score is the attention of the last `recent` queries, summed, then the largest among seven neighbours.
+
+    Neighbours are the tokens before these queries alone. The prompt is pruned by it; the answer is added to that.
+    """
+
+    name = "snapkv"
+
+    def queries(self, length: int, budget: Budget) -> int:
+        return budget.recent
+
+    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+        votes = summed_rows(prompts, rows.budget.recent, rows.window)
+        return PromptScores(pooled(votes, prompts.length - rows.budget.recent), votes)
+
+
+def pooled(votes: Tensor, end: int) -> Tensor:
+    """votes (n, kv_heads, S): of the first `end`, each the largest of itself and three on either side."""
+    if end < 1:
+        return votes
+    first = F.max_pool1d(votes[..., :end], POOL, stride=1, padding=POOL // 2)
+    return F.pad(first, (0, votes.shape[-1] - end))

@@ -1,0 +1,41 @@
+"""The tokens that the newest query looks at (Oren et al. 2024, arXiv 2401.06104, "TOVA")."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from h2o_flexgen.cache.eviction.base import (
+    AttendedPrompts,
+    AttendedStep,
+    PromptRows,
+    PromptScores,
+    RankedPolicy,
+    summed_rows,
+)
+from h2o_flexgen.config.eviction import Budget
+
+
+class TovaPolicy(RankedPolicy):
+    """The score is the newest query's attention, the mean over all query heads of the layer: one set for all.
+
+    The prompt is pruned at once, by its last query.
+    """
+
+    name = "tova"
+    needs_rows = True
+
+    def queries(self, length: int, budget: Budget) -> int:
+        return 1
+
+    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+        return PromptScores(_over_heads(summed_rows(prompts, 1, rows.window)))
+
+    def update(self, step: AttendedStep) -> None:
+        """Nothing of a step is left for the next."""
+
+    def ranks(self, step: AttendedStep) -> Tensor:
+        return _over_heads(step.received)
+
+
+def _over_heads(received: Tensor) -> Tensor:
+    return received.mean(1, keepdim=True).expand_as(received)

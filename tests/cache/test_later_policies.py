@@ -1,0 +1,40 @@
+"""The newer policies against their oracles: ragged rows, windows, few bits, rolling positions."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cache.harness import Turning, compare, make_stream
+from tests.policy_matrix import LATER, THEN_H2O, PolicyRow
+
+LENGTHS, STEPS = (23, 9, 40, 23), 17
+CASES = [*LATER, *THEN_H2O]
+
+
+def compared(policy: PolicyRow, window: int | None = None, turning: Turning | None = None, bits: int = 16) -> int:
+    """Of four rows with two KV heads in 18 steps: 144."""
+    d = 16 if bits != 16 else 4
+    streams = [make_stream(length, STEPS, 2, 2, d, seed=i) for i, length in enumerate(LENGTHS)]
+    config = policy.eviction()
+    budgets = [config.resolve(length, STEPS).within(window) for length in LENGTHS]
+    return compare(policy, config, streams, budgets, STEPS, layer=3, window=window, turning=turning, bits=bits)
+
+
+@pytest.mark.parametrize("policy", CASES, ids=lambda row: row.name)
+def test_ragged_rows_equal_the_oracle(policy: PolicyRow) -> None:
+    assert compared(policy) > 100
+
+
+@pytest.mark.parametrize("policy", CASES, ids=lambda row: row.name)
+def test_windows_of_which_the_budget_leaves_a_choice(policy: PolicyRow) -> None:
+    assert compared(policy, window=29) > 100
+
+
+@pytest.mark.parametrize("policy", CASES, ids=lambda row: row.name)
+def test_rolling_positions(policy: PolicyRow) -> None:
+    assert compared(policy, turning=Turning(2)) > 100
+
+
+@pytest.mark.parametrize("policy", CASES, ids=lambda row: row.name)
+def test_few_bits(policy: PolicyRow) -> None:
+    assert compared(policy, bits=8) > 90

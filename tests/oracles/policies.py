@@ -1,0 +1,209 @@
+"""The oracles of the policies that were published after H2O: one sequence, one KV head, loops and sets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from operator import mul
+
+from tests.oracles.eviction import EvictionOracle, H2OOracle, RankedOracle, Vector, softmax, uniform
+
+
+def dot(a: Vector, b: Vector) -> float:
+    return sum(map(mul, a, b))
+
+
+class TovaOracle(RankedOracle):
+    """The newest row, in the mean over all heads of the layer, decides for all of them at once."""
+
+    def _evict(self) -> None:
+        if self is not self.siblings[-1]:
+            return
+        rows = [each.history[-1] for each in self.siblings]
+        mean = {p: sum(row.get(p, 0.0) for row in rows) / len(rows) for p in self.keys}
+        for each in self.siblings:
+            each.scores = dict(mean)
+            EvictionOracle._evict(each)
+
+
+class KnormOracle(RankedOracle):
+    """Keys of small norm stay."""
+
+    def first_score(self, position: int) -> float:
+        return 1 / math.sqrt(dot(self.keys[position], self.keys[position]))
+
+
+class KeyDiffOracle(RankedOracle):
+    """Keys stay that are least like the mean direction of all."""
+
+    def ranked(self, now: int) -> dict[int, float]:
+        directions = {p: [x / math.sqrt(dot(key, key)) for x in key] for p, key in self.keys.items()}
+        anchor = [sum(column) for column in zip(*directions.values(), strict=True)]
+        length = math.sqrt(dot(anchor, anchor))
+        return {p: 1 - dot(direction, anchor) / length for p, direction in directions.items()}
+
+
+class H2OMeanOracle(H2OOracle):
+    """All the attention that a token has received, by the number of queries that it was there for."""
+
+    def ranked(self, now: int) -> dict[int, float]:
+        return {p: score / (now - p + 1) for p, score in self.scores.items()}
+
+
+class InertiaOracle(RankedOracle):
+    """A running mean of what tokens receive; the prompt is pruned by the sums."""
+
+    def attended(self, position: int, probability: float) -> None:
+        self.scores[position] = 0.8 * self.scores[position] + 0.2 * probability
+
+    def ranked(self, now: int) -> dict[int, float]:
+        if self.prompted:
+            return self.scores
+        return {p: sum(row.get(p, 0.0) for row in self.history) for p in self.keys}
+
+
+class RoCoOracle(RankedOracle):
+    """The lowest mean goes among those whose attention varies least."""
+
+    def staying(self, now: int) -> set[int]:
+        leaving = len(self.keys) - self.budget.total
+        if leaving <= 0:
+            return self.kept
+        mean, deviation = {}, {}
+        for p in self.keys:
+            received = [row.get(p, 0.0) for row in self.history[p:]]
+            mean[p] = sum(received) / len(received)
+            deviation[p] = max(0.0, sum(x * x for x in received) / len(received) - mean[p] ** 2)
+        others = sorted(self.kept - self.protected(now), key=lambda p: (deviation[p], -p))
+        size = max(self.budget.total - 3 * self.budget.total // 10 - self.budget.sinks, leaving)
+        scope, immune = others[:size], others[size:]
+        gone = {p for p in self.keys if not self.visible(p, now + 1)} - self.protected(now)
+        if len(gone) < leaving:
+            if immune:
+                self.closest = min(self.closest, 10 * (deviation[immune[0]] - deviation[scope[-1]]))
+            order = sorted(set(scope) - gone, key=lambda p: (mean[p], -p))
+            some = leaving - len(gone)
+            if some < len(order):
+                self.closest = min(self.closest, mean[order[some]] - mean[order[some - 1]])
+            gone |= set(order[:some])
+        return self.kept - set(sorted(gone)[: len(gone)])
+
+
+class PromptOracle(RankedOracle):
+    """Ranks the prompt by `votes`; what comes after it is kept, too."""
+
+    def staying(self, now: int) -> set[int]:
+        if not self.prompted:
+            return self.best(self.votes(now), now, self.budget.after_prompt)
+        # Of a budget as wide as the window what leaves it goes.
+        return self.kept if self.budget.prompt else self.best(self.scores, now, self.budget.total)
+
+    def votes(self, now: int) -> dict[int, float]:
+        """What the tokens of the prompt are ranked by."""
+        raise NotImplementedError
+
+    def sums(self, now: int) -> dict[int, float]:
+        """What a policy that goes on starts from."""
+        return dict.fromkeys(self.keys, 0.0)
+
+    def received(self, now: int, count: int) -> dict[int, float]:
+        """From the last `count` queries."""
+        rows = self.history[max(0, now + 1 - count) : now + 1]
+        return {p: sum(row.get(p, 0.0) for row in rows) for p in self.keys}
+
+
+class SnapKVOracle(PromptOracle):
+    """The votes of the last tokens, the largest among seven neighbours before them."""
+
+    same_number_ties = True
+
+    def sums(self, now: int) -> dict[int, float]:
+        return self.received(now, self.budget.recent)
+
+    def votes(self, now: int) -> dict[int, float]:
+        sums, end = self.sums(now), now + 1 - self.budget.recent
+        return {p: max(sums[i] for i in range(p - 3, p + 4) if 0 <= i < end) if p < end else 0.0 for p in self.keys}
+
+
+class NaclOracle(PromptOracle):
+    """The votes of the last tenth, and a draw."""
+
+    def proxies(self, now: int) -> int:
+        kept = self.budget.after_prompt
+        return self.budget.recent if self.budget.prompt else max(1, min(math.ceil((now + 1) / 10), kept // 2))
+
+    def sums(self, now: int) -> dict[int, float]:
+        return self.received(now, self.proxies(now))
+
+    def votes(self, now: int) -> dict[int, float]:
+        sums = self.sums(now)
+        rest = [p for p in self.keys if p not in self.protected(now) and self.visible(p, now + 1)]
+        chosen = self.budget.heavy - math.floor(0.35 * self.budget.heavy)
+        order = sorted(rest, key=lambda p: (-sums[p], p))
+        if len(order) <= self.budget.heavy:
+            return sums
+        self.closest = min(self.closest, sums[order[chosen - 1]] - sums[order[chosen]])
+        # A race of exponential clocks at the rates exp(score): the first to ring are drawn.
+        rings = {p: -math.log(max(uniform(self, p), 2**-25)) / math.exp(sums[p]) for p in order[chosen:]}
+        return {p: 3.0 if p in order[:chosen] else math.exp(-rings[p]) if p in rings else 0.0 for p in self.keys}
+
+
+class ExpectedAttentionOracle(PromptOracle):
+    """The attention that normally distributed queries are expected to pay, times the norm of the value."""
+
+    def votes(self, now: int) -> dict[int, float]:
+        length, d = now + 1, len(self.keys[0])
+        keys = {p: self.rotate(key, p) for p, key in self.keys.items()}
+        first = [p for p in sorted(self.keys) if p >= self.budget.sinks and self.visible(p, length)]
+        total = dict.fromkeys(self.keys, 0.0)
+        group = len(self.queries[0])
+        turning = self.mean_turn(length, d)
+        for head in range(group):
+            raw = [self.unturned(token[head], p) for p, token in enumerate(self.queries)][min(self.budget.sinks, now) :]
+            mean = [sum(column) / len(raw) for column in zip(*raw, strict=True)]
+            # The variance of q . k over queries turned by the mean rotation is that of q over k turned back by it.
+            logits = []
+            for p in first:
+                back = [dot(column, keys[p]) for column in zip(*turning, strict=True)]
+                spread = sum((dot(query, back) - dot(mean, back)) ** 2 for query in raw) / len(raw)
+                logits.append(self.scale * dot(mean, back) + self.scale**2 * spread / 2)
+            for p, share in zip(first, softmax(logits), strict=True):
+                total[p] += share / group * math.sqrt(dot(self.values[p], self.values[p]))
+        return total
+
+    def unturned(self, query: Vector, position: int) -> Vector:
+        return query if self.rotated_by is None else self.rotated_by(query, position, -1)
+
+    def mean_turn(self, length: int, d: int) -> list[list[float]]:
+        """The mean of the matrices that queries at the next 512 positions are turned by, row by row."""
+
+        def turned(axis: list[float], position: int) -> Vector:
+            return self.rotate(axis, position) if self.rotated_by is None else self.rotated_by(axis, position, 1)
+
+        axes = [[float(i == j) for i in range(d)] for j in range(d)]
+        columns = [
+            [sum(column) / 512 for column in zip(*(turned(axis, length + i) for i in range(512)), strict=True)]
+            for axis in axes
+        ]
+        return [list(row) for row in zip(*columns, strict=True)]
+
+
+@cache
+def then_h2o(oracle: type[PromptOracle]) -> type[EvictionOracle]:
+    """`oracle` for the prompt, H2O after it."""
+
+    class Then(oracle):  # type: ignore[misc, valid-type]
+        def staying(self, now: int) -> set[int]:
+            if self.prompted:
+                return self.best(self.scores, now, self.budget.total)
+            asked = self.budget
+            self.budget = replace(asked, recent=max(1, min(32, asked.recent)))
+            votes, self.scores = self.votes(now), self.sums(now)
+            self.budget = asked
+            return self.best(votes, now, asked.total)
+
+        def attended(self, position: int, probability: float) -> None:
+            self.scores[position] += probability
+
+    return Then
