@@ -10,7 +10,8 @@ from torch import Tensor
 
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
 from h2o_flexgen.cache.packing import parts_of
-from h2o_flexgen.cache.slots import CacheSlots, ScoredSlots
+from h2o_flexgen.cache.ring_slots import CacheSlots
+from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.kernels.decode import NativeAttend, available

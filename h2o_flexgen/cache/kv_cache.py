@@ -13,7 +13,8 @@ from h2o_flexgen.cache.eviction.base import AttendedPrompts, EvictionPolicy, Ran
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
 from h2o_flexgen.cache.packing import expand, pack
-from h2o_flexgen.cache.slots import CacheSlots, RingSlots, Rows, ScoredSlots
+from h2o_flexgen.cache.ring_slots import CacheSlots, RingSlots, Rows
+from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.cache.vectors import index_of, move_down, rolled, select
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.packing import EXPANDED, CachePacking

@@ -7,13 +7,17 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from h2o_flexgen.config.checks import known_keys, share, truth, whole
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import Registry
+
+LAST_QUERIES = 400
+ROW_LOGITS = 1 << 20
+"""Logits of a prompt's queries that are alive at once where a policy looks at them: float32."""
 
 
 class Share(NamedTuple):
@@ -41,6 +45,12 @@ class Split(NamedTuple):
     least_recent: int = 0
     prompt_only: bool = False
     """Whether it prunes the prompt and nothing else: the answer's tokens are added to what is kept of it."""
+    column_sums: bool = False
+    """Whether it must know how much attention each of the prompt's tokens has received."""
+    queries: Literal["none", "last", "all"] = "none"
+    """Which queries of the prompt it looks at: no more than LAST_QUERIES, or a tenth of them, are the last."""
+    numbers: int = 1
+    """Kept for each slot, float32."""
 
 
 def _half(share: Share) -> int:
@@ -72,20 +82,20 @@ def _steady(share: Share) -> int:
 
 SPLITS: Registry[Split] = Registry("eviction policy")
 SPLITS.register("full", Split(_all, takes_sinks=False, takes_recent=False))
-SPLITS.register("h2o", Split(_half))
+SPLITS.register("h2o", Split(_half, column_sums=True))
 SPLITS.register("streaming", Split(_all, sinks=4, takes_recent=False))
 SPLITS.register("local", Split(_all, takes_sinks=False, takes_recent=False))
-SPLITS.register("heavy", Split(_none, takes_recent=False))
+SPLITS.register("heavy", Split(_none, takes_recent=False, column_sums=True))
 SPLITS.register("random", Split(_half))
-SPLITS.register("tova", Split(_none))
-SPLITS.register("snapkv", Split(_window, least_recent=1, prompt_only=True))
+SPLITS.register("tova", Split(_none, queries="last"))
+SPLITS.register("snapkv", Split(_window, least_recent=1, prompt_only=True, queries="last"))
 SPLITS.register("keydiff", Split(_none))
 SPLITS.register("knorm", Split(_none))
-SPLITS.register("expected_attention", Split(_none, sinks=4, prompt_only=True))
-SPLITS.register("nacl", Split(_proxies, takes_recent=False, least_recent=1, prompt_only=True))
-SPLITS.register("roco", Split(_steady, takes_recent=False))
-SPLITS.register("h2o_mean", Split(_half))
-SPLITS.register("inertiakv", Split(_half))
+SPLITS.register("expected_attention", Split(_none, sinks=4, prompt_only=True, queries="all"))
+SPLITS.register("nacl", Split(_proxies, takes_recent=False, least_recent=1, prompt_only=True, queries="last"))
+SPLITS.register("roco", Split(_steady, takes_recent=False, queries="all", numbers=2))
+SPLITS.register("h2o_mean", Split(_half, column_sums=True))
+SPLITS.register("inertiakv", Split(_half, column_sums=True, queries="last"))
 
 THEN_H2O = "+h2o"
 """Behind the name of a policy that prunes the prompt only: H2O goes on with what it has kept."""
@@ -104,7 +114,7 @@ def split_of(name: str) -> Split:
             f"needed one of {', '.join(fitting)} before {THEN_H2O}",
             f"--eviction {first}",
         )
-    return Split(_half, sinks=split.sinks)
+    return Split(_half, sinks=split.sinks, queries=split.queries)
 
 
 def base_of(name: str) -> str:
@@ -217,7 +227,7 @@ class EvictionConfig:
             self._require_room(asked, f"{asked} of {length} tokens")
         total = min(asked, length)
         sinks = min(self._sinks, total)
-        split = split_of(self.name)
+        split = self.split
         # Of a prompt that is pruned once: the answer needs its room beside what is kept of it.
         kept = max(total - gen_len, sinks + 2) if split.prompt_only else total
         recent = self._recent(Share(total, total - sinks, kept, prompt_len), length)
@@ -231,7 +241,12 @@ class EvictionConfig:
 
     @property
     def _sinks(self) -> int:
-        return split_of(self.name).sinks if self.sinks is None else self.sinks
+        return self.split.sinks if self.sinks is None else self.sinks
+
+    @property
+    def split(self) -> Split:
+        """How the policy divides its budget, and what it looks at."""
+        return split_of(self.name)
 
     def _require_room(self, total: int, described: str) -> None:
         """UsageError where a budget of `total` tokens that evicts has no room for the sinks and the recent tokens."""
@@ -252,7 +267,7 @@ class EvictionConfig:
 
     def _recent(self, share: Share, length: int) -> int:
         """The most recent tokens among the rest of the budget beside the sinks."""
-        split = split_of(self.name)
+        split = self.split
         if self.recent_ratio is not None:
             asked = exact_ceiling(self.recent_ratio, length)
         else:
@@ -299,6 +314,12 @@ def first_pass(spec: ModelSpec, eviction: EvictionConfig, prompt_len: int, gen_l
             f"{what} has {prompt_len} tokens, with {gen_len} to be generated {length} in all",
             f"the context of {spec.name} is {spec.max_positions} tokens",
             f"{rolls}shorten the prompt or generate less; nothing is ever cut off silently",
+        )
+    if eviction.split.prompt_only and prompt_len > spec.max_positions:
+        raise UsageError(
+            f"{what} has {prompt_len} tokens, and {eviction.name} looks at whole prompts",
+            f"the context of {spec.name} is {spec.max_positions} tokens",
+            f"shorten it, or choose --eviction {eviction.name}{THEN_H2O}",
         )
     budget = eviction.resolve(prompt_len, gen_len).total
     if budget >= spec.rolling_slots and length > spec.rolling_slots:

@@ -163,7 +163,7 @@ class Compute:
     def _filling(self, layer: int, batch: int) -> Parts:
         """Bringing prompts into their caches, where these are."""
         block, device = self._block, self._block.attention_device(layer, batch)
-        rates, kept = block.machine.rates(device), min(block.prompt_len, block.request.budgets[layer].total)
+        rates, kept = block.machine.rates(device), min(block.prompt_len, block.request.budgets[layer].after_prompt)
         copied = 4 * block.rows[batch] * kept * block.kv_width * block.itemsize
         parts = {"elementwise": copied / rates.elementwise_bytes_per_s}
         resident = (layer, batch) not in block.shape.cache_moves

@@ -130,7 +130,7 @@ class CostInputs:
     def held(self, layer: int, step: int) -> int:
         """Slots of a row's cache in `layer` that are in use in a decode step, the new token's included."""
         budget = self.request.budgets[layer]
-        return min(min(self.prompt_len, budget.total) + step, self.request.slots[layer])
+        return min(min(self.prompt_len, budget.after_prompt) + step, self.request.slots[layer])
 
     def attention_device(self, layer: int, batch: int) -> str:
         """Where the attention over a cache is computed in decode steps."""
@@ -144,7 +144,7 @@ class CostInputs:
 
     def sums_columns(self, layer: int) -> bool:
         """Whether the caches of `layer` are told how much attention the prompt's tokens received."""
-        return self.request.budgets[layer].scored and self.request.eviction.name != "random"
+        return self.request.budgets[layer].scored and self.request.eviction.split.column_sums
 
     @cached_property
     def shape(self) -> ScheduleShape:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from h2o_flexgen.config.checks import share, whole
-from h2o_flexgen.config.eviction import SPLITS, EvictionConfig
+from h2o_flexgen.config.eviction import EvictionConfig, split_of
 from h2o_flexgen.config.flags import between_commas, option, with_commas
 from h2o_flexgen.config.reports.quality import POSITIONS, Positions
 from h2o_flexgen.errors import UsageError
@@ -78,7 +78,7 @@ class EvaluationSettings:
         if not self.policies or not self.ratios:
             raise UsageError("--policies or --ratios is empty", "needed at least one of each")
         for name in self.policies:
-            SPLITS.get(name)
+            split_of(name)
         for ratio in self.ratios:
             share(ratio, "--ratios")
         for name in ("context", "continuation", "limit"):

@@ -153,7 +153,8 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
         if tier not in stays:
             moving.append((sizes[layer], tier))
         if not block.request.budgets[layer].full:
-            record = block.heads * ((12 if block.rolling else 8) * slots[layer] + 64)
+            numbers = block.request.eviction.split.numbers + 1 + block.rolling
+            record = block.heads * (4 * numbers * slots[layer] + 64)
             records[tier if tier in stays else block.compute_tier] += record
     largest, away = max(moving, default=(0, ""))[0], {tier for _, tier in moving}
     yield from (Item(tier, "KV cache", nbytes) for tier, nbytes in caches.items())

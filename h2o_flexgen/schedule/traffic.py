@@ -79,10 +79,10 @@ def _held(request: PlanRequest, budget: Budget | None) -> list[int]:
     """Bytes that one sequence's caches hold when each step starts; nothing before the first."""
     windows = map(request.spec.arch.window_of, range(request.spec.num_layers))
     budgets = request.budgets if budget is None else [budget.within(window) for window in windows]
-    layers = Counter(each.total for each in budgets)
+    layers = Counter((each.total, each.after_prompt) for each in budgets)
     prompt, token = request.workload.prompt_len, request.spec.kv_bytes_per_token_and_layer(request.dtype)
 
     def before(step: int) -> int:
-        return token * sum(min(min(prompt, total) + step - 1, total) * count for total, count in layers.items())
+        return token * sum(min(min(prompt, kept) + step - 1, total) * count for (total, kept), count in layers.items())
 
     return [0, *(before(step) for step in range(1, request.workload.gen_len))]

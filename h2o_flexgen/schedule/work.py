@@ -213,7 +213,7 @@ class _Roofline:
     def _prompts(self, work: PhaseWork) -> Iterator[_Spent]:
         rates, spec = self._request.machine.rates(self._tier).prefill_attention, self._request.spec
         for (window, keys), pairs in work.prompt_pairs.items():
-            sums = self._ranks(window) and self._request.eviction.name != "random"
+            sums = self._ranks(window) and self._request.eviction.split.column_sums
             flops = 4 * spec.num_heads * spec.head_dim * pairs * _layers_by_window(spec)[window]
             yield _Spent("attention", ARITHMETIC, flops / rates["scored" if sums else "plain"].at(keys))
 

@@ -9,6 +9,7 @@ on with the next ones.
 
 from __future__ import annotations
 
+from h2o_flexgen.config.eviction import LAST_QUERIES, ROW_LOGITS
 from h2o_flexgen.config.model.packing import EXPANDED
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, WeightGroup, dtype_bytes, round_up
@@ -46,7 +47,7 @@ def workspace(block: BlockShape) -> int:
     attention  norm, output and a post-norm (t, H), queries (c t, Q), keys (c t, G) but for those of `prompt_keys`, keys
                and values as the kernel wants them (t, 2 G), its output and that of all segments (t, 2 Q), column sums
                (b, kv_heads, P) float32 and (kv_heads, P) for each part that others follow, at most P / prefill_chunk
-               and _PATH_LEVELS, if anything is evicted, and the larger of two: `_prompt_kernel` and `_fill`
+               and _PATH_LEVELS, if anything is evicted, `_looked_at`, and the larger of `_prompt_kernel` and `_fill`
     decode     the (b, H), (b, Q) and (b, G) of the above, and `decode_attention`
     mlp        norm, output and a post-norm (t, H), and the (t, F) before and after the activation; gate and up are one
                (t, 2 F)
@@ -61,11 +62,28 @@ def workspace(block: BlockShape) -> int:
         block.tokens * 4 * max(spec.embed_dim, spec.hidden_size) * size,
         block.tokens * 16 * max(block.rotary_dims, default=0),
         tokens * ((3 * spec.hidden_size + 2 * (query + kv)) * size + 8 * max(spec.hidden_size, query)),
-        tokens * token + sums + max(_prompt_kernel(block), _fill(block)),
+        tokens * token + sums + _looked_at(block) + max(_prompt_kernel(block), _fill(block)),
         rows * token + decode_attention(block),
         tokens * (3 * spec.hidden_size + wide * spec.ffn_size) * size,
         rows * (2 * spec.hidden_width + spec.vocab_size) * size + (4 * rows + 32) * spec.vocab_size,
     )
+
+
+def _looked_at(block: BlockShape) -> int:
+    """What a policy has alive that looks at queries of the prompt: see `cache.eviction.base.attention_rows`.
+
+    The queries (m, Q), for each part that others follow, too, and twice in float32; K and V of one row in one piece
+    and in float32 (P, 2 G); three float32 of all probabilities at once.
+    """
+    spec, looks = block.spec, block.request.eviction.split.queries
+    if looks == "none" or not block.evicts:
+        return 0
+    count = block.prompt if looks == "all" else min(block.prompt, max(LAST_QUERIES, -(-block.prompt // 10)))
+    levels = _PATH_LEVELS + block.prompt // block.policy.chunk
+    heads = spec.num_heads * max(block.prompt, ROW_LOGITS // spec.num_heads)
+    queries = count * spec.num_heads * spec.head_dim * (levels * block.size + 8)
+    pieces = block.prompt * 2 * spec.num_kv_heads * spec.head_dim * (block.size + 4)
+    return queries + pieces + 12 * heads
 
 
 def _attention_token(block: BlockShape) -> int:

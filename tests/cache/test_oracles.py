@@ -13,7 +13,7 @@ from h2o_flexgen.cache import EVICTION_POLICIES, make_policy
 from h2o_flexgen.config.eviction import SPLITS, Budget, EvictionConfig
 from h2o_flexgen.errors import UsageError
 from tests.cache.harness import CacheRun, OracleRun, Stream, compare, make_stream
-from tests.policy_matrix import EVICTING, POLICIES, PolicyRow
+from tests.policy_matrix import EVICTING, LATER, POLICIES, PolicyRow
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
@@ -120,7 +120,7 @@ def test_exact_ties_at_a_step_let_the_highest_position_go() -> None:
 
 
 def test_matrix_registry_and_splits_name_the_same_policies() -> None:
-    names = [row.name for row in POLICIES]
+    names = [row.name for row in (*POLICIES, *LATER)]
     assert sorted(names) == sorted(EVICTION_POLICIES.names()) == sorted(SPLITS.names()), "one row per policy"
 
 

@@ -167,7 +167,9 @@ class RankedOracle(EvictionOracle):
         if 0 < room < len(rest):
             gap = seen[rest[room - 1]] - seen[rest[room]]
             if gap == 0 and self.same_number_ties:
-                gap = min((abs(seen[p] - seen[rest[room]]) for p in rest if seen[p] != seen[rest[room]]), default=gap)
+                gap = min(
+                    (abs(seen[p] - seen[rest[room]]) for p in rest if seen[p] != seen[rest[room]]), default=math.inf
+                )
             self.closest = min(self.closest, gap)
         return protected | set(rest[:room])
 

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from tests.oracles.eviction import EvictionOracle, FullOracle, LocalOracle, Vector
+from tests.oracles.policies import ExpectedAttentionOracle
 from tests.tiny import in_sequence_of, rope_of
 
 NAME = "oracle"
@@ -85,6 +86,10 @@ def oracle_generate(
     """Greedy decoding of one prompt. With rolling positions, what of it is beyond the context goes in by steps."""
     budget = eviction.resolve(len(prompt), new_tokens)
     rotations = Rotations(model) if eviction.rolling_positions else None
+    turned = None
+    if issubclass(oracle, ExpectedAttentionOracle) and rotations is None and model.config.model_type != "opt":
+        turned = Rotations(model)
+        turned.prepare(len(prompt) + 512)
 
     def make_cache(layer: int, head: int, scale: float, window: int | None) -> EvictionOracle:
         held = budget.within(window)
@@ -92,6 +97,8 @@ def oracle_generate(
         places = {"layer": layer, "row_id": row_id, "head": head}
         if rotations is not None:
             places["rotate"] = partial(rotations.turn, layer)
+        elif turned is not None:
+            places["rotated_by"] = partial(turned.turn, layer)
         return kind(held, scale=scale, seed=eviction.seed, window=window, **places)
 
     attention = OracleAttention(make_cache)
@@ -159,13 +166,13 @@ class Rotations:
                 angles = self._module.forward(torch.zeros(1), positions, *([kind] if kind else []))
             self._tables[kind] = [part[0].tolist() for part in angles]
 
-    def turn(self, layer: int, vector: Vector, position: int) -> list[float]:
-        """`vector` (d), its leading dimensions turned, halves against each other."""
+    def turn(self, layer: int, vector: Vector, position: int, way: int = 1) -> list[float]:
+        """`vector` (d), its leading dimensions turned, halves against each other; `way` -1: back."""
         cos, sin = (part[position] for part in self._tables[self._types[layer]])
         half, turned = len(cos) // 2, list(vector)
         for i in range(half):
-            turned[i] = vector[i] * cos[i] - vector[i + half] * sin[i]
-            turned[i + half] = vector[i + half] * cos[i + half] + vector[i] * sin[i + half]
+            turned[i] = vector[i] * cos[i] - way * vector[i + half] * sin[i]
+            turned[i + half] = vector[i + half] * cos[i + half] + way * vector[i] * sin[i + half]
         return turned
 
     def __enter__(self) -> None:

@@ -11,14 +11,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.eviction import ROW_LOGITS, Budget
 
 Statistic = Literal["none", "column_sums"]
 Turn = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Positions (c,) -> cosines and sines (c, dim) of the angles that queries there are turned by, float32. The second half
 of `dim`, which are the leading ones of a head, repeats the first; i and i + dim / 2 turn together."""
-
-_LOGITS = 1 << 22  # float32 logits alive at once
 
 
 class Tokens(NamedTuple):
@@ -188,7 +186,7 @@ def attention_rows(prompts: AttendedPrompts, count: int, window: int | None) -> 
     keys, length = prompts.keys.float().transpose(-1, -2), prompts.length
     n, heads, _, d = prompts.queries.shape
     kv_heads, count = keys.shape[1], min(count, length)
-    some = max(1, _LOGITS // (n * heads * length))
+    some = max(1, ROW_LOGITS // (n * heads * length))
     places = torch.arange(length, device=keys.device)
     for start in range(length - count, length, some):
         stop = min(start + some, length)

@@ -61,7 +61,7 @@ class WorkCounter:
             return
         for caches, layers in self._caches_of(self._batch_of[row.row_id]).items():
             budget = row.budget.within(caches.window)
-            kept = min(len(row.prompt_ids), budget.total)
+            kept = min(len(row.prompt_ids), budget.after_prompt)
             room = budget.total + (not budget.full)  # the newest token comes in before another goes
             self._add(self._work.decode, caches, layers * _summed(kept, steps, room))
             self._move(self._work.decode, caches, layers * _summed(kept - 1, steps, budget.total), inward=True)
@@ -106,7 +106,7 @@ class WorkCounter:
             held = before = 0
             for row in going:
                 budget, new = row.budget.within(caches.window), row.steps - row.remaining
-                kept = min(len(row.prompt_ids), budget.total)
+                kept = min(len(row.prompt_ids), budget.after_prompt)
                 held += min(kept + new, budget.total + (not budget.full))
                 before += min(kept + new - 1, budget.total)
             for work, sign in ((self._work.prefill, share), (self._work.decode, -share)):
