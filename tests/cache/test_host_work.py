@@ -42,7 +42,7 @@ def filled(policy: PolicyRow, window: int | None, bits: int = 16) -> KVCache:
     cache.attach(*shape.buffers(torch.float32))
     for row, length in enumerate(PROMPTS):
         k, v = torch.randn(2, 1, HEADS, length, D)
-        cache.fill([row], k, v, torch.rand(1, HEADS, length) if cache.wants_column_sums else None)
+        cache.fill([row], k, v, torch.rand(1, HEADS, length))
     return cache
 
 

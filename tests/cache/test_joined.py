@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.cache import CacheShape, EvictionPolicy, KVCache, make_policy
+from h2o_flexgen.cache.eviction.base import AttendedPrompts
 from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
 from h2o_flexgen.cache.vectors import move_down
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
@@ -85,7 +86,8 @@ class GpuBatch:
             q, k, v = (x[:, :length].unsqueeze(0) for x in self.streams[row][:3])
             seen = [x if self.turning is None else self.turning.tensor(x, torch.arange(length)) for x in (q, k)]
             sums = prefill_attention(*seen, v, D**-0.5, fresh.wants_column_sums, window=self.window).column_sums
-            fresh.fill([place], k, v, sums)
+            attended = AttendedPrompts(seen[1], v, k, D**-0.5, None, seen[0], sums)
+            fresh.fill([place], k, v, fresh.scores_of([place], attended))
             self.times[row] = length
         if self.cache is None:
             self.cache = fresh
