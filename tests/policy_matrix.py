@@ -16,6 +16,7 @@ from tests.oracles.eviction import (
     StreamingOracle,
 )
 from tests.oracles.policies import (
+    DefensiveOracle,
     ExpectedAttentionOracle,
     H2OMeanOracle,
     InertiaOracle,
@@ -62,6 +63,7 @@ LATER = (
     PolicyRow("roco", RoCoOracle),
     PolicyRow("snapkv", SnapKVOracle, {"ratio": 0.6}),
     PolicyRow("nacl", NaclOracle, {"ratio": 0.6, "seed": 7}),
+    PolicyRow("defensivekv", DefensiveOracle, {"ratio": 0.6}),
     PolicyRow("expected_attention", ExpectedAttentionOracle, {"ratio": 0.6}),
 )
 """Newer policies. They go through the same cache as the first ones: some pairs with the rest are enough."""

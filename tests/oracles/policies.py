@@ -149,6 +149,30 @@ class NaclOracle(PromptOracle):
         return {p: 3.0 if p in order[:chosen] else math.exp(-rings[p]) if p in rings else 0.0 for p in self.keys}
 
 
+class DefensiveOracle(PromptOracle):
+    """The most that any query of any head paid, smoothed; not below the mean; times the value's L1 norm."""
+
+    def sums(self, now: int) -> dict[int, float]:
+        return self.received(now, self.budget.recent)
+
+    def votes(self, now: int) -> dict[int, float]:
+        end = now + 1 - self.budget.recent
+        worst = dict.fromkeys(range(end), 0.0)
+        for query in range(max(0, end), now + 1):
+            for asked in self.queries[query]:
+                seen = [p for p in range(query + 1) if self.visible(p, query)]
+                turned = self.rotate(asked, query)
+                logits = [self.scale * dot(turned, self.rotate(self.keys[p], p)) for p in seen]
+                row = dict(zip(seen, softmax(logits), strict=True))
+                own = [row.get(p, 0.0) for p in range(end)]
+                smooth = [sum(near) / len(near) for near in (own[max(0, p - 2) : p + 3] for p in range(end))]
+                factor = sum(own) / sum(smooth) if sum(smooth) else 0.0
+                worst = {p: max(worst[p], factor * smooth[p]) for p in range(end)}
+        least = sum(worst.values()) / max(1, end)
+        norms = {p: sum(map(abs, value)) for p, value in self.values.items()}
+        return {p: max(worst[p], least) * norms[p] if p < end else 0.0 for p in self.keys}
+
+
 class ExpectedAttentionOracle(PromptOracle):
     """The attention that normally distributed queries are expected to pay, times the norm of the value."""
 

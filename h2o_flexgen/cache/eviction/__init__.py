@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
+from h2o_flexgen.cache.eviction.defensivekv import DefensivePolicy
 from h2o_flexgen.cache.eviction.expected_attention import ExpectedAttentionPolicy
 from h2o_flexgen.cache.eviction.full import FullPolicy
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
@@ -36,6 +37,7 @@ for _policy in (
     KnormPolicy,
     ExpectedAttentionPolicy,
     NaclPolicy,
+    DefensivePolicy,
     RoCoPolicy,
     H2OMeanPolicy,
     InertiaPolicy,
