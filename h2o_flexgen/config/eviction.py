@@ -230,8 +230,8 @@ class EvictionConfig:
         sinks = min(self._sinks, total)
         split = self.split
         # Of a prompt that is pruned once: the answer needs its room beside what is kept of it.
-        kept = max(total - gen_len, sinks + 2) if split.prompt_only else total
-        recent = self._recent(Share(total, total - sinks, kept, prompt_len), length)
+        kept = total - gen_len if split.prompt_only else total
+        recent = self._recent(Share(total, total - sinks, max(kept, sinks + 2), prompt_len), length)
         if not split.prompt_only or full:
             return Budget(total=total, heavy=total - sinks - recent, recent=recent, sinks=sinks, full=full)
         kept = max(kept, sinks + recent + 1)

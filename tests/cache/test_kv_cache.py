@@ -209,7 +209,7 @@ def test_refusals_name_what_was_found() -> None:
     with pytest.raises(ValueError, match=r"needed contiguous \(1, 2, 11, 4\)"):
         cache.attach(torch.zeros(1, 2, 12, 4), torch.zeros(1, 2, 11, 4))
     cache.attach(*cache.shape.buffers(torch.float32))
-    with pytest.raises(ValueError, match="needs the column sums"):
+    with pytest.raises(ValueError, match="needs scores"):
         cache.fill([0], torch.zeros(1, 2, 20, 4), torch.zeros(1, 2, 20, 4))
     with pytest.raises(RuntimeError, match="no token has been written"):
         _ = cache.last_slots

@@ -29,15 +29,23 @@ def test_budgets_add_up(name: str, prompt_len: int, gen_len: int, ratio: str, re
     total = math.ceil(Fraction(ratio) * length)
     options: dict[str, Any] = {"recent_ratio": recent_ratio} if SPLITS.get(name).takes_recent else {}
     config = EvictionConfig(name, float(ratio), **options)
-    if name == "streaming" and total <= 4 and total < length:
+    split = SPLITS.get(name)
+    if total <= split.sinks and total < length:
         with pytest.raises(UsageError, match="sinks leave nothing"):
             config.resolve(prompt_len, gen_len)
         return
     budget = config.resolve(prompt_len, gen_len)
-    assert budget.heavy + budget.recent + budget.sinks == budget.total >= 1
+    assert budget.heavy + budget.recent + budget.sinks == budget.after_prompt >= 1
     assert min(budget.heavy, budget.recent, budget.sinks) >= 0
-    assert budget.total == total
-    assert budget.full == (total >= length)
+    if not split.prompt_only:
+        assert budget.total == budget.after_prompt == total
+        assert budget.full == (total >= length)
+    elif budget.full:
+        assert budget.total == length
+    else:
+        kept = max(total - gen_len, budget.sinks + budget.recent + 1)
+        assert budget.after_prompt == kept < prompt_len, "what is chosen of the prompt, and room for the answer"
+        assert budget.total == kept + gen_len
 
 
 @given(st.integers(1, 10**7), st.integers(1, 10**6))
@@ -141,7 +149,7 @@ def test_within_a_window(name: str, prompt_len: int, gen_len: int, asked: int, w
     within = budget.within(window)
     assert within.within(window) == within
     assert budget.within(None) == budget
-    assert within.heavy + within.recent + within.sinks == within.total <= max(window - 1, 0)
+    assert within.heavy + within.recent + within.sinks == within.after_prompt <= within.total <= max(window - 1, 0)
     if within == budget:
         assert budget.total < window, "nothing it could hold is out of sight, but for sinks"
     else:
