@@ -22,6 +22,7 @@ from tests.oracles.policies import (
     InertiaOracle,
     KeyDiffOracle,
     KnormOracle,
+    KVzipOracle,
     NaclOracle,
     RoCoOracle,
     SnapKVOracle,
@@ -64,7 +65,8 @@ LATER = (
     PolicyRow("snapkv", SnapKVOracle, {"ratio": 0.6}),
     PolicyRow("nacl", NaclOracle, {"ratio": 0.6, "seed": 7}),
     PolicyRow("defensivekv", DefensiveOracle, {"ratio": 0.6}),
-    PolicyRow("expected_attention", ExpectedAttentionOracle, {"ratio": 0.6}),
+    PolicyRow("kvzip", KVzipOracle, {"ratio": 0.6, "sinks": 1}),
+    PolicyRow("expected_attention", ExpectedAttentionOracle, {"ratio": 0.6, "sinks": 1}),
 )
 """Newer policies. They go through the same cache as the first ones: some pairs with the rest are enough."""
 PROMPT_ONLY = tuple(row for row in LATER if SPLITS.get(row.name).prompt_only)

@@ -49,6 +49,8 @@ class Split(NamedTuple):
     """Whether it must know how much attention each of the prompt's tokens has received."""
     queries: Literal["none", "last", "all"] = "none"
     """Which queries of the prompt it looks at: no more than LAST_QUERIES, or a tenth of them, are the last."""
+    replays: bool = False
+    """Whether prompts are computed twice in one pass, and what the second adds is forgotten."""
     numbers: int = 1
     """Kept for each slot, float32."""
 
@@ -93,6 +95,7 @@ SPLITS.register("keydiff", Split(_none))
 SPLITS.register("knorm", Split(_none))
 SPLITS.register("expected_attention", Split(_none, sinks=4, prompt_only=True, queries="all"))
 SPLITS.register("nacl", Split(_proxies, takes_recent=False, least_recent=1, prompt_only=True, queries="last"))
+SPLITS.register("kvzip", Split(_none, sinks=4, prompt_only=True, queries="all", replays=True))
 SPLITS.register("defensivekv", Split(_window, least_recent=1, prompt_only=True, queries="last"))
 SPLITS.register("roco", Split(_steady, takes_recent=False, queries="all", numbers=2))
 SPLITS.register("h2o_mean", Split(_half, column_sums=True))
@@ -115,7 +118,7 @@ def split_of(name: str) -> Split:
             f"needed one of {', '.join(fitting)} before {THEN_H2O}",
             f"--eviction {first}",
         )
-    return Split(_half, sinks=split.sinks, queries=split.queries)
+    return Split(_half, sinks=split.sinks, queries=split.queries, replays=split.replays)
 
 
 def base_of(name: str) -> str:
@@ -249,6 +252,10 @@ class EvictionConfig:
         """How the policy divides its budget, and what it looks at."""
         return split_of(self.name)
 
+    def computed(self, prompt_len: int) -> int:
+        """The tokens that a prompt takes through the layers; twice its own, where it is replayed."""
+        return prompt_len * (2 if self.split.replays and self.name != "full" else 1)
+
     def _require_room(self, total: int, described: str) -> None:
         """UsageError where a budget of `total` tokens that evicts has no room for the sinks and the recent tokens."""
         rest = total - self._sinks
@@ -307,6 +314,13 @@ def first_pass(spec: ModelSpec, eviction: EvictionConfig, prompt_len: int, gen_l
     UsageError for one that is too long; `what` names the prompt there.
     """
     length = prompt_len + gen_len
+    reads_twice = eviction.split.replays and not eviction.resolve(prompt_len, gen_len).full
+    if reads_twice and eviction.computed(prompt_len) > spec.max_positions:
+        raise UsageError(
+            f"{what} has {prompt_len} tokens, and {eviction.name} reads it twice",
+            f"the context of {spec.name} is {spec.max_positions} tokens",
+            "shorten it, or choose another policy",
+        )
     if not eviction.rolling_positions:
         if length <= spec.max_positions:
             return prompt_len

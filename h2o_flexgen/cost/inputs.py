@@ -75,8 +75,8 @@ class CostInputs:
 
     @cached_property
     def prompt_len(self) -> int:
-        """Tokens of a prompt."""
-        return self.request.workload.prompt_len
+        """Tokens of a prompt that go through the layers."""
+        return self.request.computed_prompt
 
     @cached_property
     def steps(self) -> int:

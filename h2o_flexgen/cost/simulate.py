@@ -103,7 +103,7 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
     _for_all_bytes(busy, _added(run.moved, times), model)
     return Simulation(
         sequences=model.sequences,
-        prompt_tokens=model.sequences * model.prompt_len,
+        prompt_tokens=model.sequences * model.request.workload.prompt_len,
         generated_tokens=model.sequences * model.steps,
         prefill_s=prefill,
         decode_s=decode,
@@ -256,7 +256,7 @@ def predict(model: CostModel) -> Prediction:
     sequences = model.call_sequences
     return Prediction(
         sequences=sequences,
-        prompt_tokens=sequences * model.prompt_len,
+        prompt_tokens=sequences * model.request.workload.prompt_len,
         generated_tokens=sequences * model.steps,
         prefill_s=prefill,
         decode_s=decode,

@@ -119,6 +119,12 @@ class PlanRequest:
         """Of a row's cache, layer by layer: the budget, and one for the newest token where something is evicted."""
         return tuple(budget.total + (not budget.full) for budget in self.budgets)
 
+    @cached_property
+    def computed_prompt(self) -> int:
+        """Tokens of a prompt that go through the layers: more than its own where it is replayed."""
+        asked = self.workload.prompt_len
+        return asked if all(budget.full for budget in self.budgets) else self.eviction.computed(asked)
+
     @property
     def may_compute_on_cpu(self) -> bool:
         """Whether attention beside a GPU can be priced, so that --cpu-cache-compute is a choice."""
@@ -179,8 +185,8 @@ class BlockShape:
 
     @property
     def prompt(self) -> int:
-        """P."""
-        return self.request.workload.prompt_len
+        """P: tokens of a prompt that go through the layers."""
+        return self.request.computed_prompt
 
     @property
     def tokens(self) -> int:

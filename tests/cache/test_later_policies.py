@@ -8,7 +8,8 @@ from tests.cache.harness import Turning, compare, make_stream
 from tests.policy_matrix import LATER, THEN_H2O, PolicyRow
 
 LENGTHS, STEPS = (23, 9, 40, 23), 17
-CASES = [*LATER, *THEN_H2O]
+CASES = [row for row in (*LATER, *THEN_H2O) if not row.name.startswith("kvzip")]
+"""A stream of tokens is not replayed: `kvzip` is compared in whole models."""
 
 
 def compared(policy: PolicyRow, window: int | None = None, turning: Turning | None = None, bits: int = 16) -> int:

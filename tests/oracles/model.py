@@ -108,7 +108,8 @@ def oracle_generate(
     try:
         with rotations or in_sequence_of(model, len(prompt) + new_tokens - 1):
             attention.layers.clear()
-            run = _greedy(model, prompt, new_tokens, attention, rotations)
+            replays = getattr(oracle, "replays", False) and not budget.full
+            run = _greedy(model, prompt, new_tokens, attention, rotations, replays)
     finally:
         model.set_attn_implementation(before)
     run.closest = min(run.closest, *(cache.closest for layer in attention.layers.values() for cache in layer))
@@ -116,16 +117,23 @@ def oracle_generate(
 
 
 def _greedy(
-    model: PreTrainedModel, prompt: list[int], new_tokens: int, attention: OracleAttention, rotations: Rotations | None
+    model: PreTrainedModel,
+    prompt: list[int],
+    new_tokens: int,
+    attention: OracleAttention,
+    rotations: Rotations | None,
+    replays: bool,
 ) -> OracleRun:
+    """`replays`: the prompt goes in twice, one after the other, and its own last token is what goes on."""
     run = OracleRun()
     ids, first, stop = list(prompt), 0, len(prompt)
     if rotations is not None:
         stop = min(stop, rotations.context)
         rotations.prepare(stop)
     while True:
-        positions = torch.arange(first, stop)[None]
-        logits = model(torch.tensor([ids[first:stop]]), position_ids=positions, use_cache=False).logits[0, -1].float()
+        fed = ids[first:stop] * (2 if replays and first == 0 else 1)
+        positions = torch.arange(first, first + len(fed))[None]
+        logits = model(torch.tensor([fed]), position_ids=positions, use_cache=False).logits[0, stop - first - 1].float()
         run.kept.append([[set(cache.kept) for cache in layer] for _, layer in sorted(attention.layers.items())])
         if stop == len(ids):
             best, second = logits.topk(2).values

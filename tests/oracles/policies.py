@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from operator import mul
@@ -171,6 +172,43 @@ class DefensiveOracle(PromptOracle):
         least = sum(worst.values()) / max(1, end)
         norms = {p: sum(map(abs, value)) for p, value in self.values.items()}
         return {p: max(worst[p], least) * norms[p] if p < end else 0.0 for p in self.keys}
+
+
+class KVzipOracle(PromptOracle):
+    """The prompt comes twice; the most that any query of the second pays a token of the first."""
+
+    replays = True
+    chunk = 2048
+
+    def prompt(
+        self, queries: Sequence[Sequence[Vector]], keys: Sequence[Vector], values: Sequence[Vector]
+    ) -> list[list[list[float]]]:
+        outputs = [self._attend(*token) for token in zip(queries, keys, values, strict=True)]
+        self.own = self.length // 2
+        self.rows = [self.replayed(i) for i in range(self.own, self.length)]
+        for position in range(self.own, self.length):
+            del self.keys[position], self.values[position], self.scores[position]
+        self.length = self.own
+        del self.history[self.own :]
+        self._evict()
+        return outputs
+
+    def replayed(self, query: int) -> list[dict[int, float]]:
+        """What each head's query there pays, of the chunk that it repeats, the first four and the replay."""
+        part = (query - self.own) // self.chunk
+        seen = [p for p in range(query + 1) if self.visible(p, query) and (p < 4 or p % self.own // self.chunk == part)]
+        heads = []
+        for asked in self.queries[query]:
+            turned = self.rotate(asked, query)
+            logits = [self.scale * dot(turned, self.rotate(self.keys[p], p)) for p in seen]
+            heads.append(dict(zip(seen, softmax(logits), strict=True)))
+        return heads
+
+    def votes(self, now: int) -> dict[int, float]:
+        return {p: max(row.get(p, 0.0) for heads in self.rows for row in heads) for p in self.keys}
+
+    def sums(self, now: int) -> dict[int, float]:
+        return {p: sum(row.get(p, 0.0) for heads in self.rows for row in heads) / len(self.rows[0]) for p in self.keys}
 
 
 class ExpectedAttentionOracle(PromptOracle):

@@ -12,6 +12,7 @@ from h2o_flexgen.cache.eviction.heavy import HeavyPolicy
 from h2o_flexgen.cache.eviction.inertiakv import InertiaPolicy
 from h2o_flexgen.cache.eviction.keydiff import KeyDiffPolicy
 from h2o_flexgen.cache.eviction.knorm import KnormPolicy
+from h2o_flexgen.cache.eviction.kvzip import KVzipPolicy
 from h2o_flexgen.cache.eviction.local import LocalPolicy
 from h2o_flexgen.cache.eviction.nacl import NaclPolicy
 from h2o_flexgen.cache.eviction.random import RandomPolicy
@@ -37,6 +38,7 @@ for _policy in (
     KnormPolicy,
     ExpectedAttentionPolicy,
     NaclPolicy,
+    KVzipPolicy,
     DefensivePolicy,
     RoCoPolicy,
     H2OMeanPolicy,

@@ -53,6 +53,17 @@ class AttendedPrompts:
         taken: dict[str, Any] = {name: None if x is None else x[rows] for name, x in own.items()}
         return replace(self, **taken)
 
+    def first(self, length: int) -> AttendedPrompts:
+        """K and V of the first `length` tokens alone, which end behind those of `past` or among them."""
+        if length >= self.length:
+            return self
+        before = 0 if self.past is None else self.past[0].shape[1]
+        own = {name: getattr(self, name)[:, :, : max(0, length - before)] for name in ("k", "v", "stored_k")}
+        if self.past is None:
+            return replace(self, **own)
+        k, v, stored_k = (part[:, :length] for part in self.past)
+        return replace(self, past=(k, v, stored_k), **own)
+
     @property
     def length(self) -> int:
         """S."""
@@ -176,10 +187,16 @@ class RankedPolicy(EvictionPolicy, ABC):
         return step.score
 
 
-def attention_rows(prompts: AttendedPrompts, count: int, window: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+def attention_rows(
+    prompts: AttendedPrompts,
+    count: int,
+    window: int | None,
+    beside: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:
     """The attention of the last `count` queries: their positions (c,), and probabilities (n, kv_heads, group, c, S).
 
     Computed anew in float32, as many queries at a time as keep the logits small; causal, and within the window.
+    `beside`: (positions of queries (c,), of keys (S,)) to (c, S) bool, which keys they are not asked about.
     """
     if prompts.queries is None or prompts.queries.shape[2] < min(count, prompts.length):
         raise ValueError(f"the last {count} queries are needed")
@@ -198,6 +215,8 @@ def attention_rows(prompts: AttendedPrompts, count: int, window: int | None) -> 
         hidden = places > at.unsqueeze(1)
         if window is not None:
             hidden |= places <= at.unsqueeze(1) - window
+        if beside is not None:
+            hidden |= beside(at, places)
         yield at, logits.masked_fill_(hidden, -torch.inf).softmax(-1)
 
 

@@ -93,10 +93,15 @@ class GpuBatch:
 
     def keep_last_tokens(self) -> None:
         """Nothing after the last attention looks back: of each prompt only the last token goes on."""
-        ends = list(range(self.decoding))
+        ends, path = list(range(self.decoding)), list[PromptSegment]()
         for segment in self.segments:
-            first = self.decoding + segment.start - 1
-            ends.extend(first + (i + 1) * segment.length for i in range(len(segment.rows)))
+            path[segment.depth :] = [segment]
+            for i, row in enumerate(segment.rows):
+                # A prompt that is replayed ends before its last segment does, perhaps in one of the row's own before.
+                last = len(self.fresh[row].prompt_ids) - 1
+                place = next(each for each in reversed(path) if each.past <= last)
+                first = place.start + (i * place.length if place is segment else 0)
+                ends.append(self.decoding + first + last - place.past)
         self.hidden = self.take_hidden()[torch.tensor(ends, device=self.device)]
         self.prompt_tokens, self.packed = len(self.fresh), False
 
@@ -164,8 +169,8 @@ class GpuBatch:
                 start = first + i * segment.length
                 yield slice(start, start + segment.length), [self.fresh[index]]
             if not segment.rows:
-                ids = self.fresh[segment.source].prompt_ids[: segment.past + segment.length]
-                members = [row for row in self.fresh if row.prompt_ids[: len(ids)] == ids]
+                ids = self.fresh[segment.source].pass_ids[: segment.past + segment.length]
+                members = [row for row in self.fresh if row.pass_ids[: len(ids)] == ids]
                 yield slice(first, first + segment.length), members
 
     def _cut(self) -> list[AttentionPart]:
@@ -190,7 +195,7 @@ class GpuBatch:
         for segment in self.segments:
             for row in segment.rows or (segment.source,):
                 prompt, stop = self.fresh[row].prompt_ids, segment.past + segment.length
-                ids.extend(prompt[segment.past : stop])
+                ids.extend(self.fresh[row].pass_ids[segment.past : stop])
                 places.append(torch.arange(segment.past, stop))
                 ends.append(torch.full((segment.length,), len(prompt)))
                 planned.append(torch.full((segment.length,), self._planned[self.decoding + row]))

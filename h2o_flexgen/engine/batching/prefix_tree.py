@@ -112,23 +112,26 @@ class _Batch:
 
 
 def segments_of(
-    batches: Sequence[Sequence[Sequence[int]]], chunk: int, share: bool = True
+    batches: Sequence[Sequence[Sequence[int]]], chunk: int, share: bool = True, own: Sequence[int] | None = None
 ) -> list[list[PromptSegment]]:
     """The segments of each GPU batch of a block, given the token ids of its rows; all segments depth first.
 
     A segment has at most `chunk` tokens per row. A path may reach from one GPU batch into the next. `share`: whether
-    equal tokens have equal keys; if not, only long prompts are parted.
+    equal tokens have equal keys; if not, only long prompts are parted. own: the length of each row's prompt, where more
+    tokens follow it: the last of it, and those, the row computes itself.
     """
     prompts = [ids for batch in batches for ids in batch]
+    ends = [len(ids) for ids in prompts] if own is None else own
     batch_of = [index for index, batch in enumerate(batches) for _ in batch]
-    common = [shared_tokens(a, b) if share else 0 for a, b in pairwise(prompts)]
+    texts = [ids if len(ids) == end else ids[:end] for ids, end in zip(prompts, ends, strict=True)]
+    common = [shared_tokens(a, b) if share else 0 for a, b in pairwise(texts)]
     out = [_Batch(batch_of.index(index), []) for index in range(len(batches))]
     todo = [(0, len(prompts), 0, 0)]  # rows [low, high) have `past` tokens, in `depth` segments, in common
     while todo:
         low, high, past, depth = todo.pop()
         inside = common[low : high - 1]
         if max(inside, default=0) - past < MIN_SHARED:
-            for rows in _alike(prompts, batch_of, range(low, high)):
+            for rows in _alike(prompts, ends, batch_of, range(low, high)):
                 _add_rows(out[batch_of[rows.start]], rows, len(prompts[rows.start]), past, depth, chunk)
             continue
         if min(inside) - past >= MIN_SHARED:
@@ -146,9 +149,11 @@ def _families(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [part for run in runs for part in (run if run[0][1] - run[0][0] > 1 else [(run[0][0], run[-1][1])])]
 
 
-def _alike(prompts: Sequence[Sequence[int]], batch_of: Sequence[int], rows: range) -> Iterator[range]:
+def _alike(
+    prompts: Sequence[Sequence[int]], ends: Sequence[int], batch_of: Sequence[int], rows: range
+) -> Iterator[range]:
     """Runs of neighbouring rows of one GPU batch whose prompts have one length."""
-    for _, run in groupby(rows, key=lambda row: (batch_of[row], len(prompts[row]))):
+    for _, run in groupby(rows, key=lambda row: (batch_of[row], len(prompts[row]), ends[row])):
         members = list(run)
         yield range(members[0], members[-1] + 1)
 

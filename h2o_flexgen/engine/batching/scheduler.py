@@ -18,7 +18,7 @@ class WaitingQueue:
         self._rows = list(rows)
         self._taken = 0
         self._steps = list(accumulate((row.steps for row in reversed(self._rows)), initial=0))
-        self._prompts = self._largest(lambda row: len(row.prompt_ids))
+        self._prompts = self._largest(lambda row: len(row.pass_ids))
         self._slots: dict[int | None, list[int]] = {}
 
     def __len__(self) -> int:
@@ -136,8 +136,9 @@ class BatchScheduler:
     def _begin(self, changes: dict[int, tuple[list[int], list[Sequence]]]) -> None:
         """A step in which these GPU batches change."""
         filled = [index for index, (_, fresh) in changes.items() if fresh]
-        prompts = [[row.prompt_ids for row in changes[index][1]] for index in filled]
-        packed = dict(zip(filled, segments_of(prompts, self._chunk, self._share), strict=True))
+        prompts = [[row.pass_ids for row in changes[index][1]] for index in filled]
+        own = [len(row.prompt_ids) for index in filled for row in changes[index][1]]
+        packed = dict(zip(filled, segments_of(prompts, self._chunk, self._share, own), strict=True))
         for i, gpu_batch in enumerate(self._gpu_batches):
             if i not in changes:
                 gpu_batch.go_on()

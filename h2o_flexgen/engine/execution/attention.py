@@ -83,15 +83,17 @@ Fill = Callable[[list[int], Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor]
 class PromptAttention:
     """Attention of one layer for the prompts that are new in one GPU batch, chunk by chunk.
 
-    Every prompt is pruned into `cache` as soon as its last segment is through: no full-length KV outlives that, but for
-    the path. `column_sums`: whether any cache of the block wants them in this layer; `queries`: how many of the last
-    ones, before they are rotated if `raw_queries`; `turn`: how they are. With `rolling`, the cache gets keys that are
-    not rotated.
+    Every prompt is pruned into `cache` as soon as its last segment is through: no full-length KV outlives that, but
+    for the path. `lengths`: of the prompts of all rows; what follows them is replayed, and does not stay.
+    `column_sums`: whether any cache of the block wants them in this layer; `queries`: how many of the last ones,
+    before they are rotated if `raw_queries`; `turn`: how they are. With `rolling`, the cache gets keys that are not
+    rotated.
     """
 
     cache: KVCache
     path: PrefixPath
     scale: float
+    lengths: list[int]
     column_sums: bool
     queries: int = 0
     raw_queries: bool = False
@@ -127,6 +129,8 @@ class PromptAttention:
         the kernels takes longer than these.
         """
         alone = [segment for segment in chunk.segments if segment.rows and not segment.depth]
+        if any(segment.length != self.lengths[segment.rows[0]] for segment in alone):
+            return chunk.segments
         spans = list[tuple[int, int, int]]()
         for segment in alone:
             first = segment.start - chunk.start
@@ -169,8 +173,10 @@ class PromptAttention:
         return asked[:, :, -self.queries :]
 
     def _fill(self, rows: list[int], prompts: AttendedPrompts) -> None:
-        place, past = self.cache.device, prompts.past
+        place = self.cache.device
         scores = self.cache.scores_of(rows, prompts)
+        prompts = prompts.first(self.lengths[rows[0]])
+        past = prompts.past
         if self.fill is not None:
             self.fill(rows, prompts.stored_k, prompts.v, scores, None if past is None else (past[2], past[1]))
             return

@@ -180,7 +180,7 @@ class BlockRunner:
         tokens = max(waiting.longest_prompt * places, *(gpu_batch.prompt_tokens for gpu_batch in gpu_batches))
         prompt_room = 0
         if plan.policy.overlap:
-            longest = max(waiting.longest_prompt, *(len(row.prompt_ids) for each in rows for row in each))
+            longest = max(waiting.longest_prompt, *(len(row.pass_ids) for each in rows for row in each))
             sums = self.eviction.statistic == "column_sums"
             prompt_room = prompt_bytes(spec, dtype, places, longest, plan.policy.chunk, sums=sums)
         return open_stages(

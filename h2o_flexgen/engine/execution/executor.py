@@ -298,8 +298,9 @@ class Executor:
             queries = max(self._maker.queries(layer, each.fresh) for each in group.gpu_batches if each.fresh)
             raw = isinstance(self._maker.eviction, RankedPolicy) and self._maker.eviction.raw_queries
             turn = None if rotary is None else partial(_following_angles, rotary)
+            lengths = [len(row.prompt_ids) for row in gpu_batch.fresh]
             prompts = PromptAttention(
-                cache.fresh, group.path, scale, sums, queries, raw, turn, window, self._rolling, fill
+                cache.fresh, group.path, scale, lengths, sums, queries, raw, turn, window, self._rolling, fill
             )
         if rotary is None:
             return TickAttention(scale, cache.rows, prompts, None, None, None)

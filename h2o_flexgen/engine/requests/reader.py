@@ -127,6 +127,7 @@ class RequestReader:
             fed=ids[first:],
             params=params,
             budget=budget,
+            replays=self.eviction.split.replays and not budget.full,
             eos=_eos(params, self.spec),
             seed=self.seed if params.seed is None else params.seed,
         )

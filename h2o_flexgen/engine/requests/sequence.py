@@ -60,6 +60,8 @@ class Sequence:
     eos: frozenset[int]
     seed: int = 0
     forced: list[int] | None = None
+    replays: bool = False
+    """Whether the prompt is computed twice, for a policy that looks at the second time."""
     fed: list[int] = field(default_factory=list)
     """The end of a prompt that is longer than the context: with rolling positions it goes through decode steps."""
     token_ids: list[int] = field(default_factory=list)
@@ -80,6 +82,11 @@ class Sequence:
     @property
     def max_new_tokens(self) -> int:
         return len(self.forced) if self.forced is not None else self.params.max_new_tokens
+
+    @property
+    def pass_ids(self) -> list[int]:
+        """The tokens that go through the layers in the step of the prompt."""
+        return self.prompt_ids * 2 if self.replays else self.prompt_ids
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,0 +1,39 @@
+"""What the model needs to say its prompt again (Kim et al. 2025, arXiv 2505.23416, "KVzip")."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores, RankedPolicy, attention_rows
+from h2o_flexgen.config.eviction import Budget
+
+CHUNK = 2048
+_FIRST = 4
+
+
+class KVzipPolicy(RankedPolicy):
+    """The score is the most attention that a token receives when the prompt is read a second time, from any query.
+
+    Each prompt is computed twice, one after the other, and the second is forgotten. A query of it is asked about the
+    chunk of 2,048 tokens that it repeats, the first four tokens, and what has been repeated of the chunk.
+    """
+
+    name = "kvzip"
+
+    def queries(self, length: int, budget: Budget) -> int:
+        return length
+
+    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+        length = prompts.length // 2
+        n, kv_heads = prompts.k.shape[:2]
+        most, sums = (torch.zeros(n, kv_heads, length, device=prompts.k.device) for _ in range(2))
+
+        def beside(at: Tensor, places: Tensor) -> Tensor:
+            return (places >= _FIRST) & (places % length // CHUNK != (at - length).unsqueeze(1) // CHUNK)
+
+        for _, part in attention_rows(prompts, length, rows.window, beside):
+            own = part[..., :length]
+            most = torch.maximum(most, own.amax((2, 3)))
+            sums += own.mean(2).sum(2)
+        return PromptScores(most, sums)
