@@ -49,3 +49,10 @@ def test_prompts_in_parts_that_share_a_beginning(policy: PolicyRow, checkpoint) 
     for one, other in zip(*outputs, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_prompts_of_which_nothing_goes_beside_others(checkpoint, history: History) -> None:
+    """H2O's sums start with the rows that were looked at there, too."""
+    changes = {"budget": WINDOW - 3, "recent": 2}
+    for policy in THEN_H2O:
+        assert_engine_equals_oracle(checkpoint("gemma3"), policy, [12, 9], 3, history, **changes)

@@ -34,7 +34,7 @@ class NaclPolicy(RankedPolicy):
         last = length - rows.budget.recent
         chosen = rows.budget.heavy - int(CHANCE * rows.budget.heavy)
         if last - first <= rows.budget.heavy:
-            return PromptScores(votes)
+            return PromptScores(votes, votes)
         candidates = votes[..., first:last]
         best = _order(candidates).argsort(-1) < chosen
         # The largest of scores with Gumbel noise are such a draw.
