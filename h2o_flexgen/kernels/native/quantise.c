@@ -31,14 +31,15 @@ static float from_bf16(bf16 x) {
 
 static Line rounded_line(Line line) { return (Line){from_bf16(to_bf16(line.scale)), from_bf16(to_bf16(line.low))}; }
 
-/* A group: n numbers, a multiple of LANES; the last of them are repeated where there are fewer. */
+/* A group: n numbers, a multiple of LANES. Where there are fewer the last one is repeated, which counts for nothing. */
 typedef struct {
     float x[MOST_GROUP] __attribute__((aligned(64))), codes[MOST_GROUP] __attribute__((aligned(64)));
-    int n;
+    int n, repeats;
 } Group;
 
 static void load_group(Group *group, const float *x, int64_t n) {
     group->n = (int)up(n, LANES);
+    group->repeats = group->n - (int)n;
     for (int i = 0; i < group->n; i++) group->x[i] = x[least(i, n - 1)];
 }
 
@@ -55,7 +56,8 @@ static float codes_for(Group *group, Line line, float top) {
         _mm512_store_ps(group->codes + i, code);
         error = _mm512_fmadd_ps(off, off, error);
     }
-    return _mm512_reduce_add_ps(error);
+    const float last = group->codes[group->n - 1] * line.scale + line.low - group->x[group->n - 1];
+    return _mm512_reduce_add_ps(error) - (float)group->repeats * last * last;
 }
 
 /* The line of the least squared error for the group's codes; `before` where they are all the same. */
@@ -68,8 +70,11 @@ static Line fitted(const Group *group, Line before) {
         numbers = _mm512_add_ps(numbers, x);
         products = _mm512_fmadd_ps(code, x, products);
     }
-    const float n = (float)group->n, c = _mm512_reduce_add_ps(codes), cc = _mm512_reduce_add_ps(squares);
-    const float x = _mm512_reduce_add_ps(numbers), cx = _mm512_reduce_add_ps(products), det = n * cc - c * c;
+    const float again = (float)group->repeats, n = (float)group->n - again;
+    const float last = group->codes[group->n - 1], last_x = group->x[group->n - 1];
+    const float c = _mm512_reduce_add_ps(codes) - again * last, cc = _mm512_reduce_add_ps(squares) - again * last * last;
+    const float x = _mm512_reduce_add_ps(numbers) - again * last_x;
+    const float cx = _mm512_reduce_add_ps(products) - again * last * last_x, det = n * cc - c * c;
     if (!(det > 0)) return before;
     const Line line = {(n * cx - c * x) / det, (cc * x - c * cx) / det};
     return line.scale > 0 ? line : before;
