@@ -134,7 +134,10 @@ class RingSlots(CacheSlots):
         return self._lengths.at_step(f"ranks of {width} slots", lambda: self._ranks(width))
 
     def _ranks(self, width: int) -> Tensor:
-        lengths, rows = self._lengths, slice(None) if self._slot is None else slice(1)
+        lengths = self._lengths
+        # Rows at the same slot need not be alike: one may fill its ring while another goes round.
+        alike = self._slot is not None and len(set(lengths.held)) == 1
+        rows = slice(1) if alike else slice(None)
         numbers = [lengths.held[rows], self._first[rows], lengths.limits[rows]]
         held, first, limit = lengths.once(
             "rings", lambda: torch.tensor(numbers, device=lengths.device).view(3, -1, 1, 1).unbind(0)

@@ -152,6 +152,21 @@ def test_rows_do_not_notice(policy: PolicyRow, window: int | None, turning: Turn
     assert joins > 1
 
 
+def test_a_ring_that_fills_beside_one_that_goes_round() -> None:
+    """Both write to the same slot, the tenth of twelve; their ranks are not the same."""
+    streams = [make_stream(n, 20, group=2, d=D, seed=n) for n in (12, 9)]
+    settings, turning, chooser = {"layer": 1, "window": None}, Turning(2), make_policy(EvictionConfig("local"))
+    budgets = [Budget(11, 0, 11, 0, False)] * 2
+    alone = [CacheRun([s], [budgets[0]], chooser, turning=turning, **settings) for s in streams]
+    gpu_batch = GpuBatch(streams, budgets, chooser, None, turning)
+    gpu_batch.admit([0])
+    for step in range(18):
+        if step == 10:
+            gpu_batch.admit([1])
+        for row, out in gpu_batch.step().items():
+            assert torch.allclose(out, alone[row].step()[0], atol=1e-5), f"row {row}, step {step}"
+
+
 @pytest.mark.parametrize("window", [None, 8])
 @pytest.mark.parametrize("name", ["full", "h2o", "streaming"])
 def test_lengths_of_the_same_rows_are_worked_out_once(name: str, window: int | None, monkeypatch) -> None:
