@@ -20,6 +20,9 @@ from h2o_flexgen.cost.simulate import Prediction, predict
 from h2o_flexgen.engine.limits.plan import Plan, by_rule, make_plan, require_fit
 from h2o_flexgen.schedule.request import PlanRequest
 
+_NEAR = 0.1
+"""By how much lengths and caps may differ for a plan that moves something to serve."""
+
 FindRates = Callable[[], HardwareProfile | None]
 """Finds or measures the rates of this machine; None where it cannot."""
 
@@ -34,7 +37,8 @@ class SearchPlanner:
     """A planner (`engine.limits.plan.Planner`) that asks the cost model as soon as the machine's rates are known.
 
     find: looks for rates that were measured before, once. calibrate: measures them, at most once; set by programs that
-    may take the time: where a plan by rule has to move something, or, with `always`, before any other plan.
+    may take the time: where a plan by rule has to move something, or, with `always`, before any other plan. The plan
+    that the last search chose serves later requests too, priced anew, while it fits and is as good: see `_serves`.
     """
 
     def __init__(self, find: FindRates) -> None:
@@ -42,6 +46,7 @@ class SearchPlanner:
         self._profile: HardwareProfile | None = None
         self.calibrate: FindRates | None = None
         self.always = False
+        self._last: Plan | None = None
 
     def __call__(self, request: PlanRequest) -> Plan:
         """The plan that is fastest by the cost model, with what it predicts; without rates the plan by rule.
@@ -61,14 +66,50 @@ class SearchPlanner:
                 self._profile = calibrate()
             if self._profile is None:
                 return plan
-        return _priced(replace(request, profile=self._profile))
+        request = replace(request, profile=self._profile)
+        if not (request.free or request.choices):
+            return _priced(require_fit(make_plan(request, request.policy)))
+        if self._last is not None and _serves(self._last, request):
+            plan = make_plan(request, self._last.policy)
+            if plan.shortage() is None:
+                binding = (self._last.predicted or {}).get("binding")
+                return _priced(replace(plan, searched=True), binding=binding)
+        self._last = _searched(request)
+        return self._last
 
 
-def _priced(request: PlanRequest) -> Plan:
-    """The plan of a request with rates, and what is expected of it."""
-    if not (request.free or request.choices):
-        plan = require_fit(make_plan(request, request.policy))
-        return replace(plan, predicted=_predicted(request, predict(CostModel(request, plan.policy, plan.placement))))
+def _serves(plan: Plan, request: PlanRequest) -> bool:
+    """Whether a search for `request` would hardly find better than `plan`, which one chose for another request.
+
+    Where nothing moves and all sequences are in one block, their lengths do not matter, and fewer of them in one GPU
+    batch are as well off. Otherwise the work has to be nearly the same, and memory must not have become much more.
+    """
+    known, work = plan.request, request.workload
+    same = replace(request, workload=known.workload, caps=known.caps, baseline=known.baseline)
+    if same != replace(known, choices={}):
+        return False
+    before = known.workload
+    if not plan.moves and plan.policy.block_size >= before.num_sequences:
+        fewer = plan.policy.num_gpu_batches == 1 and work.num_sequences < before.num_sequences
+        return fewer or work.num_sequences == before.num_sequences
+    lengths = ((work.prompt_len, before.prompt_len), (work.gen_len, before.gen_len))
+    return (
+        work.num_sequences == before.num_sequences
+        and all(abs(now - then) <= _NEAR * then for now, then in lengths)
+        and request.capped.keys() == known.capped.keys()
+        and all(cap <= (1 + _NEAR) * known.capped[tier] for tier, cap in request.capped.items())
+    )
+
+
+def _priced(plan: Plan, **more: Any) -> Plan:
+    """The plan, of a request with rates, and what is expected of it."""
+    request = plan.request
+    prediction = predict(CostModel(request, plan.policy, plan.placement))
+    return replace(plan, predicted={**_predicted(request, prediction), **more})
+
+
+def _searched(request: PlanRequest) -> Plan:
+    """The plan that a search chooses, and what is expected of it."""
     found = search(request)
     plan = require_fit(make_plan(found.request, found.policy))
     predicted = {**_predicted(request, found.predicted), "binding": found.binding}

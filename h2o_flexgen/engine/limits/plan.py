@@ -119,7 +119,7 @@ def keeping(planner: Planner, weights: Mapping[str, float], load_seconds: float)
 
     def plan(request: PlanRequest) -> Plan:
         best = planner(request)
-        if "weights" not in request.free:
+        if "weights" not in request.free or best.policy.weights == weights:
             return best
         try:
             kept = planner(replace(request, fixed={**request.fixed, "weights": weights}))
