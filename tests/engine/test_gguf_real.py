@@ -30,12 +30,12 @@ pytestmark = [
 ]
 
 PROMPTS = [
-    "The capital of France is", "Once upon a time", "def fib(n):\n", "Water boils at", "I think, therefore",
-    "两个黄鹂鸣翠柳，", "Der Hund ist", "1, 2, 3, 4,", "The quick brown fox", "import numpy as np\n",
-    "Q: What is 2+2?\nA:", "Dear Sir,", "The meaning of life", "In 1969,", "Roses are red,", "SELECT * FROM", "<html>",
-    "La vie est", "Once more unto the breach", "\U0001f600\U0001f600",
+    "The capital of France is", "def fib(n):\n", "两个黄鹂鸣翠柳，", "1, 2, 3, 4,", "Q: What is 2+2?\nA:", "In 1969,",
+    "<html>", "\U0001f600\U0001f600",
 ]  # fmt: skip
-NEW = 12
+NEW = 10
+ENDS = 500
+"""Rows at either end of the vocabulary that are compared; of other matrices all rows are."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,24 +47,37 @@ def _all_cores() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def reader() -> Iterator[gguf.GGUFReader]:
+    """The gguf package takes long to read 262,144 words, from a file mapped to memory above all: it reads them once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, np.uint8))
+        made = gguf.GGUFReader(str(FILE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", lambda path: made)
+        yield made
+
+
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
     return by_transformers(FILE)
 
 
-def test_every_tensor_is_what_gguf_makes_of_it() -> None:
+def test_every_tensor_is_what_gguf_makes_of_it(reader: gguf.GGUFReader) -> None:
     found = resolve_model(str(FILE), offline=True)
     assert found.gguf is not None
     places = bind(found.gguf, found.spec())
-    stored = {each.name: each for each in gguf.GGUFReader(str(FILE)).tensors}
+    stored = {each.name: each for each in reader.tensors}
     with GgufSource(found.gguf, found.spec()) as source:
         assert {packing.levels for packing in source.packings.values()} == {"uint4", "int8"}
         for name, bound in places.items():
             values = torch.empty(bound.shape)
             source.read_into(name, values)
             raw = stored[bound.place.name]
-            wanted = gguf.quants.dequantize(np.array(raw.data), raw.tensor_type) + np.float32(bound.place.offset)
-            assert np.array_equal(values.numpy(), wanted), name
+            parts = (slice(ENDS), slice(-ENDS, None)) if len(values) > 100 * ENDS else (slice(None),)
+            for part in parts:
+                wanted = gguf.quants.dequantize(raw.data[part], raw.tensor_type) + np.float32(bound.place.offset)
+                assert np.array_equal(values[part].numpy(), wanted), name
 
 
 def test_ids_and_texts_are_transformers() -> None:

@@ -84,9 +84,10 @@ def test_what_counts_as_a_lack_of_memory(error: Exception) -> None:
 @pytest.mark.parametrize(
     ("error", "call", "gpu"),
     [
-        pytest.param(error, call, (None, "1GiB")[(i + j) % 2], id=f"{name}-{call}")
+        pytest.param(error, call, (None, "1GiB")[(i + j) // 2 % 2], id=f"{name}-{call}")
         for i, (name, error) in enumerate(REFUSALS.items())
         for j, call in enumerate((1, 4, 8, 14, 30, 80))
+        if (i + j) % 2 == 0
     ],
 )
 def test_running_out_while_computing(
@@ -136,8 +137,7 @@ def test_the_next_plan_takes_less(checkpoint, expected, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", [None, "1GiB"], ids=["cpu", "emulated gpu"])
-@pytest.mark.parametrize("call", [1, 3, 6, 10])
+@pytest.mark.parametrize(("call", "gpu"), [(1, None), (3, "1GiB"), (6, None), (6, "1GiB"), (10, None)])
 def test_running_out_while_loading(call: int, gpu: str | None, checkpoint, expected, tmp_path, monkeypatch) -> None:
     failing = Failing(HostMemory.allocate, MemoryRefused("the system refused 2 GiB of host memory"), {call})
     monkeypatch.setattr(HostMemory, "allocate", lambda self, nbytes: failing(self, nbytes))

@@ -72,7 +72,7 @@ def _tokens(folder: str, policy: dict[str, Any], shape: tuple[int, int], evictio
         pytest.param(placement, shape, id=f"{placement}-{shape}")
         for i, placement in enumerate(ON_CPU)
         for j, shape in enumerate(SHAPES)
-        if (i + j) % 2 == 0
+        if (2 * i + j) % 5 < 2
     ],
 )
 def test_cpu_and_disk_placements(placement: str, shape: tuple[int, int], checkpoint, expected) -> None:
@@ -85,8 +85,15 @@ def test_cpu_and_disk_placements(placement: str, shape: tuple[int, int], checkpo
     assert any("never parked" in text for text in record.warnings) == (asked["hidden"] != ON_CPU[placement]["hidden"])
 
 
-@pytest.mark.parametrize("shape", [(3, 1), (2, 2), (3, 3)], ids=str)
-@pytest.mark.parametrize("placement", ON_GPU)
+@pytest.mark.parametrize(
+    ("placement", "shape"),
+    [
+        pytest.param(placement, shape, id=f"{placement}-{shape}")
+        for i, placement in enumerate(ON_GPU)
+        for j, shape in enumerate([(3, 1), (2, 2), (3, 3)])
+        if placement == "cpu-cache-compute" or (i + j) % 3
+    ],
+)
 def test_emulated_gpu_placements(placement: str, shape: tuple[int, int], checkpoint, expected) -> None:
     eviction = EvictionConfig("h2o", ratio=0.3)
     tokens, record = _tokens(checkpoint("opt")[1], ON_GPU[placement], shape, eviction, emulate_gpu="1GiB")
@@ -104,7 +111,7 @@ def test_emulated_gpu_placements(placement: str, shape: tuple[int, int], checkpo
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
-@pytest.mark.parametrize(("placement", "gpu"), [("all-cpu", None), ("all-disk", None), ("three-tiers", "1GiB")])
+@pytest.mark.parametrize(("placement", "gpu"), [("all-disk", None), ("three-tiers", "1GiB")])
 def test_every_policy_on_every_tier(policy: PolicyRow, placement: str, gpu: str | None, checkpoint, expected) -> None:
     placements = ON_CPU if gpu is None else ON_GPU
     tokens, _ = _tokens(checkpoint("opt")[1], placements[placement], (2, 3), policy.eviction(), emulate_gpu=gpu)

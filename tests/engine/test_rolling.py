@@ -11,7 +11,7 @@ from tests.engine.compare import History, assert_engine_equals_oracle
 from tests.policy_matrix import EVICTING, PolicyRow
 from tests.tiny import FAMILIES, OPT_VARIANTS, SIZES, prompts_of
 
-LENGTHS = [23, 12, SIZES["max_position_embeddings"] + 5, 40]
+LENGTHS = [17, 9, SIZES["max_position_embeddings"] + 5, 30]
 NEW = 10
 ROTARY = tuple(name for name in FAMILIES if name not in OPT_VARIANTS)
 CLOSER = ("llama-gqa", "gemma3", "pythia")

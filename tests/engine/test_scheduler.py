@@ -58,7 +58,7 @@ def alone(checkpoint) -> Any:
         pytest.param(policy, shape, id=f"{policy.name}-{shape}")
         for i, policy in enumerate(POLICIES)
         for j, shape in enumerate(SHAPES)
-        if (i + j) % 2 == 0
+        if (2 * i + j) % len(SHAPES) < 2
     ],
 )
 def test_neighbours_that_come_and_go_do_not_matter(policy: PolicyRow, shape, checkpoint, alone) -> None:
@@ -91,6 +91,7 @@ def test_on_every_tier(policy: PolicyRow, shape, tier: str, checkpoint, alone) -
         pytest.param(policy, name, ("cpu", "gpu")[(i + j) % 2], id=f"{policy.name}-{name}")
         for i, policy in enumerate(row for row in POLICIES if row.name in ("full", "h2o"))
         for j, name in enumerate(("llama-gqa", "gemma3", "gpt-neox", "phi3-longrope", "llama-dynamic"))
+        if policy.name == "h2o" or j % 2
     ],
 )
 def test_other_families(policy: PolicyRow, name: str, tier: str, checkpoint, alone) -> None:
@@ -108,9 +109,10 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("policy", "name", "kernel"),
     [
-        pytest.param(policy, name, ("torch", "native")[(i + j) % 2], id=f"{policy.name}-{name}")
+        pytest.param(policy, name, ("torch", "native")[(i // 2 + j) % 2], id=f"{policy.name}-{name}")
         for i, policy in enumerate(POLICIES)
         for j, name in enumerate(("opt", "gemma3"))
+        if policy.name == "h2o" or i % 2 == j
     ],
     indirect=["kernel"],
 )

@@ -15,6 +15,7 @@ from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.config.eviction import Budget
 from tests.cache.conftest import needs_native
 from tests.cache.harness import CacheRun, budget_of, make_stream
+from tests.pairs import pairs
 from tests.policy_matrix import POLICIES, PolicyRow
 
 pytestmark = needs_native
@@ -57,13 +58,16 @@ def alike(native: CacheRun, plain: CacheRun, steps: int) -> None:
         torch.testing.assert_close(native.cache.score, plain.cache.score, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
-@pytest.mark.parametrize("window", [None, 13])
-@pytest.mark.parametrize(("group", "bits"), [(1, 16), (3, 16), (1, 4), (3, 8)])
+@pytest.mark.parametrize(
+    ("policy", "window", "heads"),
+    pairs(POLICIES, [None, 13], [(1, 16), (3, 16), (1, 4), (3, 8)]),
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_caches_keep_the_same_with_and_without(
-    policy: PolicyRow, window: int | None, group: int, bits: int, monkeypatch: pytest.MonkeyPatch
+    policy: PolicyRow, window: int | None, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that grow, rows that evict from the start, full ones that end, budgets of their own, sinks."""
+    group, bits = heads
     streams = [make_stream(prompt, 120, group=group, d=16, seed=prompt) for prompt in (2, 30, 7, 30, 11)]
     totals = (9, 12, 30, 5, 150)
     budgets = [budget_of(policy, n, s.prompt, 120, 2).within(window) for s, n in zip(streams, totals, strict=True)]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.kernels import layers, linear
 from h2o_flexgen.kernels.native import why_not
+from tests.pairs import pairs
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -60,8 +61,7 @@ def check(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 @pytest.mark.usefixtures("native_only")
-@pytest.mark.parametrize("ins", INS)
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("ins", "wide", "threads"), pairs(INS, [False, True], [1, 2]), indirect=["threads"])
 def test_it_is_the_product(ins: int, wide: bool, threads: int) -> None:
     for outs in OUTS:
         weight, bias = noise(outs, ins), noise(outs)
@@ -82,8 +82,11 @@ def test_many_rows_are_cut_into_parts(rows: int, threads: int) -> None:
 
 
 @pytest.mark.usefixtures("native_only")
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("ins", [2, 30, 32, 34, 190, 192, 194, 770])
+@pytest.mark.parametrize(
+    ("ins", "wide", "threads"),
+    pairs([2, 30, 32, 34, 190, 192, 194, 770], [False, True], [1, 2]),
+    indirect=["threads"],
+)
 def test_many_rows(ins: int, wide: bool, threads: int) -> None:
     for outs in (1, 16, 63, 64, 65, 200):
         weight, bias = noise(outs, ins), noise(outs)
@@ -137,9 +140,11 @@ def placed(x: Tensor, behind: int, stride: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("native_only")
-@pytest.mark.parametrize("ins", [1024, 2048, 4096])
-@pytest.mark.parametrize("outs", [70, 1030])
-@pytest.mark.parametrize("rows", [1, 3, 9, 40])
+@pytest.mark.parametrize(
+    ("ins", "outs", "rows", "threads"),
+    pairs([1024, 2048, 4096], [70, 1030], [1, 3, 9, 40], [1, 2]),
+    indirect=["threads"],
+)
 def test_results_do_not_depend_on_where_numbers_lie(ins: int, outs: int, rows: int, threads: int) -> None:
     """Rows that compete with those of the weights for places in the first cache are copied: no number changes."""
     x, weight = noise(rows, ins), noise(outs, ins)

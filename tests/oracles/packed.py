@@ -11,10 +11,10 @@ from h2o_flexgen.quant import GroupFormat, dequantise, quantise
 from tests.oracles.eviction import EvictionOracle, Vector
 
 
-def rounded(vector: Vector, bits: int) -> list[float]:
-    """The numbers that are left of `vector` once it has been packed."""
+def rounded(vectors: Sequence[Vector], bits: int) -> list[list[float]]:
+    """The numbers that are left of each vector once it has been packed."""
     form = GroupFormat(bits, 64)
-    return dequantise(quantise(torch.tensor(vector), form), torch.float32, form).tolist()
+    return dequantise(quantise(torch.tensor(vectors), form), torch.float32, form).tolist()
 
 
 @cache
@@ -30,11 +30,11 @@ def rounding(oracle: type[EvictionOracle], bits: int) -> type[EvictionOracle]:
         ) -> list[list[list[float]]]:
             outputs: list[list[list[float]]] = super().prompt(queries, keys, values)
             for held in (self.keys, self.values):
-                held.update({position: rounded(vector, bits) for position, vector in held.items()})
+                held.update(zip(held, rounded(list(held.values()), bits), strict=True))
             return outputs
 
         def step(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
-            output: list[list[float]] = super().step(queries, rounded(key, bits), rounded(value, bits))
+            output: list[list[float]] = super().step(queries, *rounded([key, value], bits))
             return output
 
     return Rounding

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from h2o_flexgen import LLM, EvictionConfig, OffloadPolicy
 from h2o_flexgen.engine.execution import attention
 from h2o_flexgen.kernels import torch_attention
+from tests.pairs import pairs
 from tests.tiny import FAMILIES, make_model, prompts_of, save
 
 COUNTED = ("hidden states", "cache records", "prompt K and V of one layer", "token positions", "workspace")
@@ -61,37 +62,32 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 LONG, MANY = [160] * 4, [8] * 32
 
 
-@pytest.mark.parametrize("name", ["opt", "gemma3", "pythia"])
+WORK: dict[str, tuple[list[int], int, int, str, bool]] = {
+    "in one piece": (LONG, 0, 2048, "float32", False),
+    "in parts": (LONG, 0, 64, "float32", False),
+    "shared and in parts": (LONG, 100, 48, "bfloat16", False),
+    "one": ([400], 0, 2048, "bfloat16", False),
+    "short": (MANY, 0, 64, "float32", False),
+    "native parts": (LONG, 100, 48, "bfloat16", True),
+    "native": ([400], 0, 2048, "bfloat16", True),
+    "native short": (MANY, 0, 64, "bfloat16", True),
+}
+"""Lengths of prompts, how much of them is shared, tokens of a part, dtype, whether prompts are attended to in C."""
+
+
+def possible(name: str, work: str, mode: str) -> bool:
+    return mode != "rolling" or FAMILIES[name].family != "opt"  # learned positions do not roll
+
+
 @pytest.mark.parametrize(
-    ("lengths", "shared", "chunk", "dtype", "native"),
-    [
-        (LONG, 0, 2048, "float32", False),
-        (LONG, 0, 64, "float32", False),
-        (LONG, 100, 48, "bfloat16", False),
-        ([400], 0, 2048, "bfloat16", False),
-        (MANY, 0, 64, "float32", False),
-        (LONG, 100, 48, "bfloat16", True),
-        ([400], 0, 2048, "bfloat16", True),
-        (MANY, 0, 64, "bfloat16", True),
-    ],
-    ids=["in one piece", "in parts", "shared and in parts", "one", "short", "native parts", "native", "native short"],
+    ("name", "work", "mode"), pairs(["opt", "gemma3", "pythia"], WORK, ["full", "h2o", "rolling"], where=possible)
 )
-@pytest.mark.parametrize("mode", ["full", "h2o", "rolling"])
 def test_what_is_alive_was_allowed(
-    name: str,
-    lengths: list[int],
-    shared: int,
-    chunk: int,
-    dtype: str,
-    native: bool,
-    mode: str,
-    folder_of: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, work: str, mode: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lengths, shared, chunk, dtype, native = WORK[work]
     if not native:
         monkeypatch.setattr(attention, "prefill_attention", torch_attention.prefill_attention)
-    if mode == "rolling" and FAMILIES[name].family == "opt":
-        pytest.skip("learned positions do not roll")
     eviction = EvictionConfig() if mode == "full" else EvictionConfig("h2o", 0.3, rolling_positions=mode == "rolling")
     prompts = prompts_of(lengths)
     prompts = [prompts[0][:shared] + prompt[shared:] for prompt in prompts]
