@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,15 +35,6 @@ PROMPTS = [
 NEW = 10
 ENDS = 500
 """Rows at either end of the vocabulary that are compared; of other matrices all rows are."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _all_cores() -> Iterator[None]:
-    """A real model takes more than one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module", autouse=True)
