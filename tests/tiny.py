@@ -16,15 +16,20 @@ from transformers import (
     DynamicCache,
     Gemma3TextConfig,
     GPTNeoXConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from tests.seeds import moved, torch_generator
@@ -51,6 +56,7 @@ SIZES: dict[str, Any] = {
 _OPT = {"word_embed_proj_dim": 32, "ffn_dim": 56, "dropout": 0.0}
 _ROTARY = {"intermediate_size": 56}
 _GROUPED = {**_ROTARY, "num_key_value_heads": 2}
+_EIGHT = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 3}
 
 
 def _rope(kind: str, theta: float = 10000.0, **parameters: Any) -> dict[str, Any]:
@@ -139,6 +145,30 @@ FAMILIES: dict[str, FamilyRow] = {
     "gpt-neox-serial": FamilyRow(GPTNeoXConfig, {**_ROTARY, "use_parallel_residual": False}),
     "pythia": FamilyRow(GPTNeoXConfig, {**_ROTARY, "rotary_pct": 0.25}),
     "pythia-whole-rope": FamilyRow(GPTNeoXConfig, {**_ROTARY, "rotary_pct": 1.0}),
+    "mixtral": FamilyRow(MixtralConfig, {**_GROUPED, **_EIGHT}),
+    "mixtral-window": FamilyRow(MixtralConfig, {**_GROUPED, **_EIGHT, "sliding_window": WINDOW}),
+    "olmoe": FamilyRow(OlmoeConfig, {**_GROUPED, **_EIGHT}),
+    "qwen2-moe": FamilyRow(
+        Qwen2MoeConfig,
+        {**_GROUPED, **_EIGHT, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    ),
+    "qwen3-moe": FamilyRow(
+        Qwen3MoeConfig,
+        {**_GROUPED, **_EIGHT, "moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "granite-moe": FamilyRow(
+        GraniteMoeConfig,
+        {
+            **_GROUPED,
+            **_EIGHT,
+            "attention_multiplier": 0.4,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+        },
+        seed=1,
+    ),
 }
 """By the names that tests go by; "opt" is the one where nothing depends on the family."""
 

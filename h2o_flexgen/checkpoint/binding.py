@@ -53,12 +53,14 @@ class FileTensor(NamedTuple):
 
     runs    [start, stop) bytes of the file, in the order of the rows; none follows the one before it without a gap
     dtype   torch's word: one of WEIGHT_DTYPES, but for the parts of quantised matrices
+    transposed  they are the columns instead
     """
 
     file: CheckpointFile
     runs: tuple[Range, ...]
     dtype: str
     shape: tuple[int, ...]
+    transposed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +92,7 @@ def tensor_in(entry: Entry, stored: Stored, shape: tuple[int, ...]) -> FileTenso
         return FileTensor(entry.file, ((entry.offset, entry.offset + entry.nbytes),), entry.dtype, shape)
     row = entry.nbytes // stored.rows
     runs = ((entry.offset + start * row, entry.offset + stop * row) for start, stop in merged(stored.spans))
-    return FileTensor(entry.file, tuple(runs), entry.dtype, shape)
+    return FileTensor(entry.file, tuple(runs), entry.dtype, shape, stored.transposed)
 
 
 def merged(spans: Iterable[Range]) -> list[Range]:
@@ -430,7 +432,7 @@ class Wanted:
 
     def _shape_for(self, name: str, option: Stored) -> tuple[int, ...]:
         shape = self.shapes[name]
-        return shape if option.spans is None else (option.rows, *shape[1:])
+        return option.shape or (shape if option.spans is None else (option.rows, *shape[1:]))
 
     def _check_rows(self, name: str, option: Stored) -> None:
         if option.spans is None:
@@ -438,5 +440,6 @@ class Wanted:
         if not all(0 <= start <= stop <= option.rows for start, stop in option.spans):
             raise ValueError(f"{name}: rows {option.spans} do not lie within the {option.rows} of {option.name!r}")
         held = sum(stop - start for start, stop in option.spans)
-        if held != self.shapes[name][0]:
-            raise ValueError(f"{name} has {self.shapes[name][0]} rows, the spans of {option.name!r} hold {held}")
+        needed = self.shapes[name][1 if option.transposed else 0]
+        if held != needed:
+            raise ValueError(f"{name} has {needed} rows, the spans of {option.name!r} hold {held}")

@@ -13,10 +13,11 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from h2o_flexgen.checkpoint.binding import Binding, FileTensor, FoundTensor, PackedTensor, Range
 from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
@@ -150,6 +151,11 @@ class CheckpointSource:
             raise ValueError(f"the checkpoint is closed, {name} cannot be read")
         if isinstance(part, PackedTensor):
             self._read_packed(name, part, out)
+        elif part.transposed:
+            flat_out(name, part.shape, out)
+            columns = torch.empty(tuple(reversed(part.shape)), dtype=torch_dtype(part.dtype))
+            self._stream(part, f"tensor {name}", columns.view(-1))
+            cast(Tensor, out).copy_(columns.t())
         else:
             self._stream(part, f"tensor {name}", flat_out(name, part.shape, out))
         for file in _files_of(part):
@@ -208,7 +214,12 @@ class CheckpointSource:
             return None
         part.file.check()
         start, stop = part.runs[0]
-        if len(part.runs) > 1 or part.dtype != self.dtype or start % torch_dtype(self.dtype).itemsize:
+        if (
+            len(part.runs) > 1
+            or part.transposed
+            or part.dtype != self.dtype
+            or start % torch_dtype(self.dtype).itemsize
+        ):
             return None
         return Location(part.file.path, start, stop - start)
 

@@ -36,6 +36,8 @@ class Compute:
 
     def parts(self, task: Task) -> Parts:
         """Of one compute task."""
+        if task.experts:
+            return self.experts(task.step, self._block.spec.units[task.unit], len(task.experts))
         unit, rows = self._block.spec.units[task.unit], self._block.rows[task.batch]
         make = {"embed": self._embed, "attn": self._attn, "mlp": self._mlp, "head": self._head}[unit.kind]
         parts = make(unit, task.step, rows, task.batch)
@@ -114,6 +116,8 @@ class Compute:
         if unit.layer == spec.num_layers - 1:
             step = 1  # nothing but the prompts' last tokens has come this far
         tokens = self._tokens(step, rows)
+        if unit.experts:
+            return {"products": self._routing(tokens), "elementwise": self._half(tokens, attn=False)}
         passes = 5 if spec.arch.gated_mlp else 2
         if self._rates.fused_products and not spec.arch.gated_mlp and spec.arch.activation == "relu":
             passes = 0
@@ -122,6 +126,20 @@ class Compute:
             "products": self._chunked("mlp", chunks(tokens, self._block.policy.chunk)),
             "elementwise": self._half(tokens, attn=False) + activation,
         }
+
+    def experts(self, step: int, unit: UnitSpec, count: float) -> Parts:
+        """`count` experts of a unit, for the tokens of all GPU batches."""
+        spec, tokens = self._block.spec, self._block.mixture_tokens(step, unit)
+        *_, wide, down = spec.product_calls("mlp", tokens)
+        seconds = sum(self._rates.gemm_seconds(each.rows, *each.product, self._block.itemsize) for each in (wide, down))
+        seconds *= self._rates.packed_factor(spec.packed_shares["mlp"], wide.rows, self._block.itemsize)
+        # Tokens are gathered (2 passes), and results scaled and added up (5); the gate as in an MLP.
+        numbers = wide.rows * (7 * spec.hidden_size + 5 * down.product.in_features)
+        return {"products": count * seconds, "elementwise": self._numbers(count * numbers)}
+
+    def chosen_experts(self, step: int, unit: UnitSpec) -> Parts:
+        """All experts of a unit that tokens choose."""
+        return self.experts(step, unit, len(self._block.chosen(step, unit))) if unit.experts else {}
 
     def _head(self, unit: UnitSpec, step: int, rows: int, batch: int) -> Parts:
         spec = self._block.spec
@@ -246,6 +264,11 @@ class Compute:
     def _chunked(self, kind: str, parts: Mapping[int, int]) -> float:
         return sum(count * self._products(kind, tokens) for tokens, count in parts.items())
 
+    def _routing(self, tokens: int) -> float:
+        """The products that all tokens of a mixture go through, whichever experts they choose."""
+        *own, _, _ = self._block.spec.product_calls("mlp", tokens)
+        return sum(self._rates.gemm_seconds(each.rows, *each.product, self._block.itemsize) for each in own)
+
     def _products(self, kind: str, rows: int) -> float:
         return self._rates.products_seconds(self._block.spec, kind, rows, self._block.itemsize)
 
@@ -268,7 +291,7 @@ class Compute:
             per_number = 20 if size == 4 else 20 + 4 * size
         return self._elementwise(tokens * width * per_number)
 
-    def _numbers(self, count: int) -> float:
+    def _numbers(self, count: float) -> float:
         return self._elementwise(count * self._block.itemsize)
 
     def _elementwise(self, nbytes: float) -> float:

@@ -227,7 +227,7 @@ class SimulatedExecutor:
         self.busy: list[dict[str, float]] = []
         self.moved: list[dict[str, float]] = []
         self._model, self._steps, self._shape = model, steps, model.shape
-        self._keys = [unit.weights for unit in model.spec.units]
+        self._key = model.moves.key
         self._weights: dict[str, LinkJob | None] = {}
         self._cache_ring, self._hidden_ring = _Ring(self.clock), _Ring(self.clock)
         self._caches, self._hidden = _BackingStores(self.clock), _BackingStores(self.clock)
@@ -266,7 +266,7 @@ class SimulatedExecutor:
             self._compute(task)
             for free in tick.frees:
                 self._keep(free)
-                clock.wait(self._weights.pop(self._keys[free.unit]))
+                clock.wait(self._weights.pop(self._key(free)))
             before = task
         if before is not None:
             self._mark()
@@ -278,9 +278,12 @@ class SimulatedExecutor:
 
     def _compute(self, task: Task) -> None:
         self._finish(task.batch)
-        clock, key = self.clock, self._keys[task.unit]
+        clock, key = self.clock, self._key(task)
         if key in self._shape.streamed:
             clock.wait(self._weights[key])
+        if task.experts:
+            clock.compute(task, self._price(task).seconds)
+            return
         self._wait_hidden(task)
         self._wait_cache(task)
         price = self._price(task)
@@ -318,15 +321,15 @@ class SimulatedExecutor:
         self.clock.compute(task, price.finish - up.seconds)
 
     def _keep(self, free: Task) -> None:
-        key = self._keys[free.unit]
-        if any(self._keys[task.unit] == key for task, _ in self._late.values()):
+        key = self._key(free)
+        if any(self._key(task) == key for task, _ in self._late.values()):
             self.clock.compute(None, self._price(free).seconds)
 
     def _load_weights(self, task: Task) -> None:
         job = None
         for link, _, seconds in self._price(task).transfers:
             job = self.clock.submit(task, link, seconds, job)
-        self._weights[self._keys[task.unit]] = job
+        self._weights[self._key(task)] = job
 
     def _load_cache(self, task: Task) -> None:
         self._take_cache_buffer()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -127,6 +128,17 @@ class CostInputs:
         """How many computes of a step cost the same, by the first unit and GPU batch of each sort."""
         return Counter(like for (_, batch), like in self.first_alike.items() if batch != NO_BATCH)
 
+    def mixture_tokens(self, step: int, unit: UnitSpec) -> int:
+        """Tokens of all GPU batches that the experts of `unit` are chosen by in `step`."""
+        whole = step == 0 and unit.layer != self.spec.num_layers - 1
+        return sum(self.rows) * (self.prompt_len if whole else 1)
+
+    def chosen(self, step: int, unit: UnitSpec) -> list[int]:
+        """As many experts as tokens choose if all are equally likely, at random."""
+        calls = self.spec.product_calls("mlp", self.mixture_tokens(step, unit))
+        count = max(1, round(calls[-1].times))
+        return sorted(random.Random(unit.index).sample(range(len(unit.experts)), count))
+
     def held(self, layer: int, step: int) -> int:
         """Slots of a row's cache in `layer` that are in use in a decode step, the new token's included."""
         budget = self.request.budgets[layer]
@@ -196,7 +208,7 @@ class CostInputs:
         """Whether decode steps are recorded and launched again as a whole, on a machine that is known to do that."""
         shape = self.shape
         return self.machine.rates(self.compute_tier).graph_tick_s is not None and recordable(
-            moves=bool(shape.streamed or shape.cache_moves or shape.hidden_moves),
+            moves=bool(shape.streamed or shape.cache_moves or shape.hidden_moves or self.spec.arch.experts),
             elsewhere=any(self.attention_device(*place) != self.compute_tier for place in self.placement.cache),
             rolling=self.request.eviction.rolling_positions,
         )
@@ -252,7 +264,11 @@ class Moves:
 
     def __init__(self, block: CostInputs) -> None:
         self._block = block
-        self._keys = [unit.weights for unit in block.spec.units]
+
+    def key(self, task: Task) -> str:
+        """The group of a weights task."""
+        unit = self._block.spec.units[task.unit]
+        return unit.experts[task.experts[0]] if task.experts else unit.weights
 
     @cached_property
     def group_bytes(self) -> dict[str, int]:
@@ -315,12 +331,16 @@ class Moves:
     def traffic(self, steps: range) -> dict[tuple[str, str], Traffic]:
         """What all loads and stores that belong to `steps` add up to, by link and by what is moved."""
         block, found = self._block, dict[tuple[str, str], Traffic]()
-        keys = self._keys
+        keys = [unit.weights for unit in block.spec.units]
+        loads, reads = len(steps) - (0 in steps), Counter[str]()
+        for mixture in (unit for unit in block.spec.units if block.shape.streamed.intersection(unit.experts)):
+            for step, times in ((0, len(steps) - loads), (1, loads)):
+                reads.update({mixture.experts[number]: times for number in block.chosen(step, mixture)})
         for key in sorted(block.shape.streamed):
             # Tied embeddings stay from the head to the next embedding: only the first pass reads them twice.
             times = len(steps) + (keys[0] == keys[-1] == key and 0 in steps)
+            times = reads[key] if ".experts." in key else times
             self._add(found, "weights", block.placement.weights[key], self.group_bytes[key], inward=times)
-        loads = len(steps) - (0 in steps)
         stores = sum(step % REWRITE_EVERY == 0 and step < block.steps - 1 for step in steps)
         passes = ((0, len(steps) - loads), (1, loads))
         for (unit, batch), alike in block.alike.items():
@@ -360,12 +380,12 @@ class Moves:
         found[link, what] = Traffic(before.nbytes + times * nbytes, before.seconds + times * seconds)
 
     def _bytes(self, task: Task) -> int:
-        return self.group_bytes[self._keys[task.unit]] if task.kind is TaskKind.LOAD_WEIGHTS else self.state_bytes(task)
+        return self.group_bytes[self.key(task)] if task.kind is TaskKind.LOAD_WEIGHTS else self.state_bytes(task)
 
     def _tier_of(self, task: Task) -> str:
         placement = self._block.placement
         if task.kind is TaskKind.LOAD_WEIGHTS:
-            return placement.weights[self._keys[task.unit]]
+            return placement.weights[self.key(task)]
         if task.kind in (TaskKind.LOAD_HIDDEN, TaskKind.STORE_HIDDEN):
             return placement.hidden[task.batch]
         return placement.cache[self._block.spec.units[task.unit].layer or 0, task.batch]

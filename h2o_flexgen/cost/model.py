@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -64,7 +65,10 @@ class CostModel(CostInputs):
 
     def price(self, task: Task, step: int | None = None) -> Price:
         """Of one task, in `step` where one is given; worked out once for all that cost the same."""
-        key = (task.kind, task.step if step is None else step, *self.first_alike[task.unit, task.batch])
+        at = task.step if step is None else step
+        if task.experts:
+            return self._price_of_experts(task, at)
+        key = (task.kind, at, *self.first_alike[task.unit, task.batch])
         found = self._prices.get(key)
         if found is None:
             found = self._prices[key] = self._priced(Task(*key))
@@ -74,10 +78,25 @@ class CostModel(CostInputs):
     def _prices(self) -> dict[tuple[TaskKind, int, int, int], Price]:
         return {}
 
+    def _price_of_experts(self, task: Task, step: int) -> Price:
+        """Experts of a layer are alike, and so are the layers but for the last one's prompts."""
+        last = self.spec.units[task.unit].layer == self.spec.num_layers - 1
+        tier = "" if task.kind is TaskKind.COMPUTE else self.placement.weights[self.moves.key(task)]
+        key = (task.kind, step, last, tier, len(task.experts))
+        if key not in self._expert_prices:
+            self._expert_prices[key] = self._priced(replace(task, step=step))
+        return self._expert_prices[key]
+
+    @cached_property
+    def _expert_prices(self) -> dict[tuple[TaskKind, int, bool, str, int], Price]:
+        return {}
+
     def _priced(self, task: Task) -> Price:
         transfers, compute = self.moves.transfers(task), self.compute
         if task.kind is not TaskKind.COMPUTE:
             return Price(compute.issue_seconds(task), transfers)
+        if task.experts:
+            return Price(compute.seconds(task))
         return Price(compute.seconds(task), transfers, compute.host_seconds(task), compute.finish_seconds(task))
 
     def terms(self) -> tuple[Term, ...]:
@@ -96,7 +115,10 @@ class CostModel(CostInputs):
         for (unit, batch), alike in self.alike.items():
             task = Task(TaskKind.COMPUTE, step, unit, batch)
             host += alike * self.price(task).host
-            for part, seconds in self.compute.parts(task).items():
+            # Of the experts every GPU batch's equal share.
+            shared = self.compute.chosen_experts(step, self.spec.units[unit])
+            experts = [(part, seconds / len(self.rows)) for part, seconds in shared.items()]
+            for part, seconds in (*self.compute.parts(task).items(), *experts):
                 place = self.spec.units[unit].kind, part
                 totals[place] = totals.get(place, 0.0) + alike * seconds
         for (kind, part), seconds in totals.items():
@@ -174,6 +196,8 @@ class BatchPrices:
         """The computing thread's seconds for one tick and its stores."""
         model, batch = self._model, self._batch
         seconds = model.price(Task(TaskKind.COMPUTE, step, unit, batch)).seconds
+        experts = model.compute.chosen_experts(step, model.spec.units[unit])
+        seconds += sum(experts.values()) / len(model.rows)
         if self._parked(unit + 1):
             seconds += model.price(Task(TaskKind.STORE_HIDDEN, step, unit, batch)).seconds
         if self._moving(unit):

@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.config.reports.record import DERIVED, Throughput
 from h2o_flexgen.cost.executor import SimulatedExecutor, Span
 from h2o_flexgen.cost.model import CostModel
@@ -82,7 +83,8 @@ class Simulation(_Expected):
             self.steps[task.step] if task.step < len(self.steps) else task.step,
         )
         if task.kind is TaskKind.COMPUTE:
-            return f"{unit.name} step {step} batch {task.batch}"
+            experts = f" expert {', '.join(map(str, task.experts))}" if task.experts else f" batch {task.batch}"
+            return f"{unit.name} step {step}{experts}"
         if task.kind is TaskKind.LOAD_WEIGHTS:
             return f"{task.kind} {unit.weights} step {step}"
         return f"{task.kind} {unit.name} step {step} batch {task.batch}"
@@ -117,7 +119,15 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
 def _executed(model: CostModel, steps: tuple[int, ...]) -> SimulatedExecutor:
     """The first steps of the schedule, with the prices of `steps`."""
     run = SimulatedExecutor(model, steps)
-    run.run(takewhile(lambda tick: tick.compute is None or tick.compute.step < len(steps), zigzag(model.shape)))
+
+    def chosen(step: int, unit: UnitSpec) -> list[int]:
+        return model.chosen(steps[min(step, len(steps) - 1)], unit)
+
+    run.run(
+        takewhile(
+            lambda tick: tick.compute is None or tick.compute.step < len(steps), zigzag(model.shape, chosen=chosen)
+        )
+    )
     return run
 
 

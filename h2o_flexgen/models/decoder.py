@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.config.model.arch import ArchSpec
+from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, rms_norm
 from h2o_flexgen.kernels.packed import PackedWeight, look_up
@@ -36,18 +36,30 @@ Inner = Callable[[Tensor | None], Tensor]
 After = Callable[[Weights, Tensor, Inner], None]
 """Brings that into hidden."""
 
+
+class Routed(NamedTuple):
+    """Tokens that a mixture's router has seen: `x` (T, H) is what experts compute from, `experts` (T, k) int64 those
+    that each token chose, `shares` (T, k) float32 their weights, and `out` (T, H) is what their results are added to.
+    """
+
+    x: Tensor
+    experts: Tensor
+    shares: Tensor
+    out: Tensor
+
+
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("up", "gate")}
 """Projections of the same input that one GEMM can do, in the order of their tensors in a unit's buffer."""
 
 
 def bind(views: Weights) -> dict[str, Any]:
-    """The tensors of a weight group under names without the layer ("q.weight"), plus "qkv.*" and "gate_up.*" (rows of
-    up, then of gate) where their parts adjoin.
+    """The tensors of a weight group under names without the layer and expert ("q.weight"), plus "qkv.*" and "gate_up.*"
+    (rows of up, then of gate) where their parts adjoin.
 
     A fused projection is a view over the unit's buffer, made only if its tensors lie back to back in it: then one GEMM
     does the work of two or three. Straight-from-checkpoint units usually cannot be fused; they keep their own GEMMs.
     """
-    bound = {(name.split(".", 3)[3] if name.startswith("layers.") else name): tensor for name, tensor in views.items()}
+    bound = {_local(name): tensor for name, tensor in views.items()}
     for fused, names in _FUSED.items():
         for kind in ("weight", "bias"):
             parts = [bound[f"{name}.{kind}"] for name in names if f"{name}.{kind}" in bound]
@@ -57,6 +69,13 @@ def bind(views: Weights) -> dict[str, Any]:
         if f"{names[0]}.bias" in bound and f"{fused}.bias" not in bound:
             bound.pop(f"{fused}.weight", None)
     return bound
+
+
+def _local(name: str) -> str:
+    if not name.startswith("layers."):
+        return name
+    inner = name.split(".", 3)[3]
+    return inner.split(".", 2)[2] if inner.startswith("experts.") else inner
 
 
 def _adjacent(tensors: list[Tensor]) -> bool:
@@ -79,7 +98,9 @@ class Decoder:
         self._norm = self._layer_norm if arch.norm == "layernorm" else self._rms_norm
         self._before, self._after_attn, self._after_mlp = self._halves(arch)
         self._qk_norm = self._norm_heads if arch.qk_norm else self._leave_heads
+        self._joint, self._residual_scale, self._logit_scale = arch.qk_norm_joint, arch.residual_scale, arch.logit_scale
         self._feed_forward = self._gated if arch.gated_mlp else self._plain
+        self._mixture = arch.experts
         self._position_offset = arch.position_offset
         self._embed_scale = arch.embed_scale
         self._head_name = "embed.tokens" if arch.tied_head else "head.vocab"
@@ -133,11 +154,35 @@ class Decoder:
         """The MLP half of a layer, residual included: updates hidden (T, hidden_width) in place."""
         self._after_mlp(w, hidden, lambda onto: self._feed_forward(w, self._before(w, hidden), onto))
 
+    def route(self, w: Weights, hidden: Tensor) -> Routed:
+        """The MLP half of a layer with experts up to these: `add_expert` and `add_mixture` do the rest. Leaves hidden
+        (T, hidden_width) as it is."""
+        x, mixture = self._before(w, hidden), self._mixture
+        if mixture is None:
+            raise RuntimeError("the model has no experts")
+        logits = linear(x, w["router.weight"], w.get("router.bias"), wide=True)
+        experts, shares = choose(logits, mixture)
+        if not mixture.shared_size:
+            return Routed(x, experts, shares, torch.zeros_like(x))
+        shared = self._feed_forward(w, x, None)
+        return Routed(x, experts, shares, shared.mul_(torch.sigmoid(linear(x, w["shared_gate.weight"]))))
+
+    def add_expert(self, w: Weights, routed: Routed, tokens: Tensor, shares: Tensor) -> None:
+        """One expert's part of `routed.out`: for `tokens` (n,) int64, with `shares` (n,) of its results."""
+        x = routed.x.index_select(0, tokens)
+        y = self._feed_forward(w, x, None)
+        routed.out.index_add_(0, tokens, y.mul_(shares.unsqueeze(1)))
+
+    def add_mixture(self, hidden: Tensor, out: Tensor) -> None:
+        """Ends the MLP half of a layer with experts: adds what they made to hidden (T, hidden_width), in place."""
+        hidden.add_(out, alpha=self._residual_scale)
+
     def head(self, w: Weights, hidden: Tensor) -> Tensor:
         """Logits (T, vocab_size) in float32 of hidden (T, hidden_width)."""
         for step in self._head_steps:
             hidden = step(w, hidden)
-        return linear(hidden, w[self._head_name], w.get("head.vocab_bias"), wide=True)
+        logits = linear(hidden, w[self._head_name], w.get("head.vocab_bias"), wide=True)
+        return logits if self._logit_scale == 1 else logits.mul_(self._logit_scale)
 
     # ---- choices made at construction
 
@@ -148,7 +193,8 @@ class Decoder:
         if arch.post_norms:
             return self._pre_norm, self._sandwich, self._sandwich
         if arch.pre_norm:
-            return self._pre_norm, self._add, self._add
+            add = self._add if arch.residual_scale == 1 else self._scale_and_add
+            return self._pre_norm, add, add
         return lambda w, hidden: hidden, self._post_norm, self._post_norm
 
     def _outer_steps(
@@ -187,7 +233,12 @@ class Decoder:
         return rms_norm(x, w.get(f"{name}.weight"), self._eps, self._offset)
 
     def _norm_heads(self, w: Weights, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return self._rms_norm(w, "q_norm", q), self._rms_norm(w, "k_norm", k)
+        if self._joint:
+            q, k = ((t.flatten(1).unsqueeze(1)) for t in (q, k))
+        normed = self._rms_norm(w, "q_norm", q), self._rms_norm(w, "k_norm", k)
+        if not self._joint:
+            return normed
+        return normed[0].view(len(q), -1, self.spec.head_dim), normed[1].view(len(k), -1, self.spec.head_dim)
 
     def _leave_heads(self, w: Weights, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return q, k
@@ -202,6 +253,9 @@ class Decoder:
 
     def _add(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
         inner(hidden)
+
+    def _scale_and_add(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
+        hidden.add_(inner(None), alpha=self._residual_scale)
 
     def _post_norm(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
         hidden.copy_(self._norm(w, "norm", inner(None).add_(hidden)))
@@ -229,3 +283,13 @@ class Decoder:
         else:
             up, gate = (linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in ("up", "gate"))
         return linear(gated(gate, up, self._activation), w["down.weight"], w.get("down.bias"), onto=onto)
+
+
+def choose(logits: Tensor, mixture: ExpertSpec) -> tuple[Tensor, Tensor]:
+    """The experts that tokens choose by their router's `logits` (T, count), and their weights: (T, active) each, int64
+    and float32."""
+    if mixture.router == "chosen":
+        best, experts = logits.topk(mixture.active, dim=-1)
+        return experts, best.softmax(-1)
+    shares, experts = logits.softmax(-1).topk(mixture.active, dim=-1)
+    return experts, shares / shares.sum(-1, keepdim=True) if mixture.normalised else shares

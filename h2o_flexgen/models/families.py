@@ -7,7 +7,22 @@ from typing import Any, NamedTuple
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.models import gemma3, gpt_neox, llama, llama_like, mistral, opt, phi3, qwen2, qwen3
+from h2o_flexgen.models import (
+    gemma3,
+    gpt_neox,
+    granitemoe,
+    llama,
+    llama_like,
+    mistral,
+    mixtral,
+    olmoe,
+    opt,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.quantized import read_quantization
 from h2o_flexgen.models.stored import Names
@@ -20,6 +35,8 @@ class Family(NamedTuple):
     spec_from_config: Callable[[Mapping[str, Any], str], ModelSpec]
     checkpoint_names: Callable[[ModelSpec], Names]
     ignored: tuple[str, ...]
+    experts: bool = False
+    """Whether it has mixtures of experts."""
 
 
 FAMILIES: Registry[Family] = Registry("model family", ModelError)
@@ -31,6 +48,16 @@ FAMILIES.register("qwen3", Family(qwen3.spec_from_config, llama_like.checkpoint_
 FAMILIES.register("phi3", Family(phi3.spec_from_config, phi3.checkpoint_names, llama_like.IGNORED))
 FAMILIES.register("gemma3_text", Family(gemma3.spec_from_config, gemma3.checkpoint_names, llama_like.IGNORED))
 FAMILIES.register("gpt_neox", Family(gpt_neox.spec_from_config, gpt_neox.checkpoint_names, gpt_neox.IGNORED))
+for _name, _module in (
+    ("mixtral", mixtral),
+    ("qwen2_moe", qwen2_moe),
+    ("qwen3_moe", qwen3_moe),
+    ("olmoe", olmoe),
+    ("granitemoe", granitemoe),
+):
+    FAMILIES.register(
+        _name, Family(_module.spec_from_config, _module.checkpoint_names, llama_like.IGNORED, experts=True)
+    )
 
 
 def family_of(config: Mapping[str, Any], name: str) -> Family:
@@ -47,14 +74,16 @@ def family_of(config: Mapping[str, Any], name: str) -> Family:
 
 
 UNDONE = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Keys that ask for things which no family does here."""
+"""Keys that ask for experts."""
 
 
 def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     """The ModelSpec of a config.json of any supported family; ModelError for what it asks and is not done."""
-    ConfigReader(config, name).refuse(UNDONE)
+    family = family_of(config, name)
+    if not family.experts:
+        ConfigReader(config, name).refuse(UNDONE)
     read_quantization(config, name)
-    return family_of(config, name).spec_from_config(config, name)
+    return family.spec_from_config(config, name)
 
 
 def checkpoint_names(spec: ModelSpec) -> Names:

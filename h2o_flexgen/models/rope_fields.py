@@ -25,10 +25,10 @@ def rope_section(read: ConfigReader) -> ConfigReader:
     return fields
 
 
-def read_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
-    """The rotary positions of a family whose heads turn whole and in all layers alike."""
+def read_rotary(read: ConfigReader, head_dim: int, positions: int, theta: float = 10000.0) -> RotarySpec:
+    """The rotary positions of a family whose heads turn whole and in all layers alike; `theta`: where none is given."""
     fields = rope_section(read).filled(
-        rope_theta=read.number("rope_theta", 10000.0), partial_rotary_factor=read.number("partial_rotary_factor", 1.0)
+        rope_theta=read.number("rope_theta", theta), partial_rotary_factor=read.number("partial_rotary_factor", 1.0)
     )
     check_whole(fields, head_dim)
     return rotary_spec(fields, head_dim, positions, read.whole_or_null("original_max_position_embeddings", None))

@@ -14,6 +14,8 @@ class Stored:
 
     spans   [start, stop) of rows (the first dimension, of biases too), one after another; None: all of it
     rows    how many rows the stored tensor has in all; read only with spans
+    shape   of the stored tensor, where it has more dimensions: `rows` are those of all but the last one together
+    transposed  its rows are the canonical tensor's columns
 
     Fused projections are rows of one tensor: in Phi-3 one span for each of q, k and v, in GPT-NeoX one per head.
     """
@@ -21,6 +23,8 @@ class Stored:
     name: str
     spans: tuple[tuple[int, int], ...] | None = None
     rows: int = 0
+    shape: tuple[int, ...] = ()
+    transposed: bool = False
 
 
 Names = dict[str, tuple[str | Stored, ...]]
@@ -43,17 +47,22 @@ def named(
     """For every canonical tensor the names that it may have in a checkpoint, all behind each of `prefixes`.
 
     outer   the names outside of the layers, by the canonical ones
-    parts   what the parts of a layer are called, such as "self_attn.q_proj" for "attn.q"
+    parts   what the parts of a layer are called, such as "self_attn.q_proj" for "attn.q"; {} stands for an expert's
+            number. Experts that are not there have no name of their own
     head    the names of an untied output head, without a prefix
     """
 
     def inner(canonical: str) -> str:
         if canonical in outer:
             return outer[canonical]
-        _, layer, half, part, suffix = canonical.split(".")
-        return f"layers.{layer}.{parts[f'{half}.{part}']}.{suffix}"
+        _, layer, half, *part, suffix = canonical.split(".")
+        if part[0] == "experts":
+            return f"layers.{layer}.{parts[f'{half}.experts.{part[2]}'].format(part[1])}.{suffix}"
+        return f"layers.{layer}.{parts[f'{half}.{part[0]}']}.{suffix}"
 
-    tensors = [tensor.name for group in spec.weight_groups for tensor in group.tensors]
-    return {
-        name: head if name == "head.vocab" else tuple(prefix + inner(name) for prefix in prefixes) for name in tensors
-    }
+    def names(canonical: str) -> tuple[str, ...]:
+        if ".experts." in canonical and "mlp.experts.down" not in parts:
+            return ()
+        return head if canonical == "head.vocab" else tuple(prefix + inner(canonical) for prefix in prefixes)
+
+    return {tensor.name: names(tensor.name) for group in spec.weight_groups for tensor in group.tensors}

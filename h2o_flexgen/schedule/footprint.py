@@ -19,7 +19,7 @@ from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.schedule import workspace
 from h2o_flexgen.schedule.request import BlockShape, PlanRequest
 from h2o_flexgen.schedule.tasks import groups_of, recordable
-from h2o_flexgen.schedule.weight_room import group_bytes, streamed_sizes, weight_room
+from h2o_flexgen.schedule.weight_room import expert_bytes, group_bytes, streamed_sizes, weight_room
 from h2o_flexgen.units import format_bytes
 
 REWRITE_EVERY = 16
@@ -80,8 +80,8 @@ def footprint(
     those of this module.
 
     weights           every group's buffer, on its tier
-    weight buffers    compute tier: room for lookahead + 1 neighbours among the streamed groups, `weight_room`; as much
-                      on cpu for staging if any group goes from disk to a gpu
+    weight buffers    compute tier: room for lookahead + 1 neighbours among the streamed groups and for EXPERT_SLOTS
+                      streamed experts, `weight_room`; as much on cpu for staging if any group goes from disk to a gpu
     KV cache          on its tier, per (layer, GPU batch): K and V of (b, kv_heads, C, head_dim), 2 b G C s
     cache records     where attention is computed, per cache that evicts: position int32 and score float32 of
                       (b, kv_heads, C), where positions roll a rank int32 too, and eight int64 of (b, kv_heads)
@@ -111,9 +111,8 @@ def footprint(
 def _items(block: BlockShape, placement: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:
     """See `footprint`: all of one GPU, or of a CPU, but the process."""
     yield from _block_items(block, placement, unit_bytes)
-    if block.request.kernels is Kernels.TRITON and recordable(
-        moves=placement.tiers != {block.compute_tier}, elsewhere=False, rolling=block.rolling
-    ):
+    moves = placement.tiers != {block.compute_tier} or block.spec.arch.experts is not None
+    if block.request.kernels is Kernels.TRITON and recordable(moves=moves, elsewhere=False, rolling=block.rolling):
         yield Item(block.compute_tier, RECORDED, workspace.recorded(block))
 
 
@@ -134,9 +133,10 @@ def _weight_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[s
         totals[tier] += group_bytes(spec.groups_by_key[key], block.dtype, tier, unit_bytes)
     yield from (Item(tier, "weights", nbytes) for tier, nbytes in totals.items())
     sizes = streamed_sizes(spec, placement.weights, block.dtype, block.compute_tier, unit_bytes)
-    buffers = weight_room(sizes, block.policy.lookahead).nbytes
+    experts = expert_bytes(spec, placement.weights, block.dtype, block.compute_tier, unit_bytes)
+    buffers = weight_room(sizes, block.policy.lookahead, experts).nbytes
     yield Item(block.compute_tier, "weight buffers", buffers)
-    away = {placement.weights[key] for key in sizes}
+    away = {tier for tier in placement.weights.values() if tier != block.compute_tier}
     yield Item("cpu", "weight staging buffers", buffers if block.staged(away) else 0)
 
 
@@ -237,7 +237,8 @@ def most_arrivals(groups: tuple[range, ...], units: range) -> int:
 def _stage_items(block: BlockShape, placement: Placement, number: int) -> Iterator[Item]:
     stages = block.request.stages
     units = [block.spec.units[index] for index in stages[number]]
-    keys, layers = {unit.weights for unit in units}, {unit.layer for unit in units if unit.kind == "attn"}
+    keys = {key for unit in units for key in (unit.weights, *unit.experts)}
+    layers = {unit.layer for unit in units if unit.kind == "attn"}
     groups = groups_of(len(placement.hidden), len(stages))
     part = Placement(
         weights={key: tier for key, tier in placement.weights.items() if key in keys},

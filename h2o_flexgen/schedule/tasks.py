@@ -10,7 +10,9 @@ from typing import TypeAlias
 
 from h2o_flexgen.config.model.spec import UnitSpec
 
-NO_BATCH = -1  # the batch index of tasks that move weights: they serve every GPU batch of a pass
+NO_BATCH = -1  # the batch index of tasks that move weights or compute experts: they serve every GPU batch of a pass
+EXPERT_SLOTS = 4
+"""Streamed experts that are on the compute tier at once, at most: one in use, the others being read."""
 
 
 class TaskKind(StrEnum):
@@ -33,16 +35,21 @@ class Task:
     Weights tasks have batch NO_BATCH; a load names the step and unit where its group is needed first, a free those that
     needed it last (of a load that was never used: where it would have been needed). Cache and hidden tasks name the
     compute they belong to: the one that will read what is loaded, the one that wrote what is stored or passed on.
+
+    experts: those of the unit that are computed, one after the other, for the tokens of all GPU batches of the pass
+    (batch NO_BATCH), or the one that is loaded or freed.
     """
 
     kind: TaskKind
     step: int
     unit: int
     batch: int
+    experts: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         batch = "" if self.batch == NO_BATCH else f" batch {self.batch}"
-        return f"{self.kind.value} step {self.step} unit {self.unit}{batch}"
+        experts = f" expert {', '.join(map(str, self.experts))}" if self.experts else ""
+        return f"{self.kind.value} step {self.step} unit {self.unit}{batch}{experts}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,7 @@ class ScheduleShape:
         for name in ("num_steps", "num_batches", "lookahead"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: needed at least 1")
-        if unknown := self.streamed - {unit.weights for unit in self.units}:
+        if unknown := self.streamed - {key for unit in self.units for key in (unit.weights, *unit.experts)}:
             raise ValueError(f"streamed weight groups {sorted(unknown)} belong to no unit")
         layers = {unit.layer for unit in self.units if unit.kind == "attn"}
         if any(layer not in layers or not 0 <= batch < self.num_batches for layer, batch in self.cache_moves):
@@ -143,6 +150,9 @@ LastStep: TypeAlias = Callable[[int], bool]
 WholeStep: TypeAlias = Callable[[int], bool]
 """Whether a GPU batch's step was done as a whole in the tick of its first unit: of its others only the last is left."""
 
+ChosenExperts: TypeAlias = Callable[[int, UnitSpec], Sequence[int]]
+"""The experts of a unit that the tokens of a step chose, ascending, once all its GPU batches have been routed."""
+
 GroupBatches: TypeAlias = Callable[[int, int], Sequence[int]]
 """As ActiveBatches, but of one group: maps a step and the index of a group to its batches that go on."""
 
@@ -163,7 +173,8 @@ one warms up, and one is recorded."""
 def recordable(*, moves: bool, elsewhere: bool, rolling: bool) -> bool:
     """Whether the decode steps of a block can be recorded, if the GPU has what it takes for that.
 
-    moves: whether weights, caches or hidden states of the block move between tiers. elsewhere: whether any cache is
+    moves: whether weights, caches or hidden states of the block move between tiers, or there are experts, as the host
+    has to know which are chosen. elsewhere: whether any cache is
     attended to anywhere but on the GPU. rolling: whether keys are turned by their places in the cache.
     """
     return not (moves or elsewhere or rolling)

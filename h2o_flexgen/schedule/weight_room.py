@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE, WeightGroup, round_up
+from h2o_flexgen.schedule.tasks import EXPERT_SLOTS
 
 
 class Place(NamedTuple):
@@ -25,14 +26,29 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightRoom:
-    """The places that loads take one after the other, over and over, and the bytes of the buffer that has them."""
+    """The places that loads take one after the other, over and over, and the bytes of the buffer that has them.
+
+    experts: the bytes of each of EXPERT_SLOTS places behind them, of which a streamed expert takes any; 0: none does.
+    """
 
     cycle: tuple[Place, ...] = ()
+    experts: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffer."""
+        return self._cycle_bytes + EXPERT_SLOTS * self.experts
+
+    @property
+    def _cycle_bytes(self) -> int:
         return max((place.start + place.nbytes for place in self.cycle), default=0)
+
+    @property
+    def slots(self) -> tuple[Place, ...]:
+        """The places of experts, whichever takes them."""
+        first = self._cycle_bytes
+        count = EXPERT_SLOTS if self.experts else 0
+        return tuple(Place("", first + number * self.experts, self.experts) for number in range(count))
 
     def first(self, key: str) -> int:
         """The first place in the cycle for `key`. KeyError where it has none."""
@@ -42,15 +58,17 @@ class WeightRoom:
         raise KeyError(key)
 
 
-def weight_room(sizes: Mapping[str, int], lookahead: int) -> WeightRoom:
-    """The smallest room found for groups of `sizes` bytes, loaded in that order in every pass.
+def weight_room(sizes: Mapping[str, int], lookahead: int, experts: int = 0) -> WeightRoom:
+    """The smallest room found for groups of `sizes` bytes, loaded in that order in every pass, and behind it that of
+    experts, the largest of which has so many.
 
     A schedule has at most `lookahead` + 1 of them there at once, neighbours in that order, last and first included.
     Attention and MLP in turn thus need the sum of both, not twice the larger. Largest first, each group goes to the
     lowest bytes that no neighbour has; over two passes too, as an odd number of equal groups does not fit into two
     places otherwise; and over lookahead + 1 passes into as many equal places, which always works.
     """
-    return _room(tuple((key, round_up(nbytes, PAGE)) for key, nbytes in sizes.items()), lookahead)
+    room = _room(tuple((key, round_up(nbytes, PAGE)) for key, nbytes in sizes.items()), lookahead)
+    return replace(room, experts=round_up(experts, PAGE)) if experts else room
 
 
 @lru_cache(maxsize=64)  # a search asks for few different ones again and again
@@ -95,6 +113,14 @@ def streamed_sizes(
     keys = dict.fromkeys(unit.weights for unit in spec.units)
     streamed = [key for key in keys if tiers.get(key, compute_tier) != compute_tier]
     return {key: group_bytes(spec.groups_by_key[key], dtype, tiers[key], known) for key in streamed}
+
+
+def expert_bytes(
+    spec: ModelSpec, tiers: Mapping[str, str], dtype: str, compute_tier: str, known: Mapping[str, int] | None = None
+) -> int:
+    """Buffer bytes of the largest expert that streams, 0 where none does; see `streamed_sizes`."""
+    experts = (key for unit in spec.units for key in unit.experts if tiers.get(key, compute_tier) != compute_tier)
+    return max((group_bytes(spec.groups_by_key[key], dtype, tiers[key], known) for key in experts), default=0)
 
 
 def group_bytes(group: WeightGroup, dtype: str, tier: str, known: Mapping[str, int] | None = None) -> int:

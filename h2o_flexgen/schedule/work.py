@@ -57,7 +57,7 @@ class PhaseWork:
 
     def weight_bytes(self, spec: ModelSpec, dtype: str) -> float:
         """Bytes of the matrices that products read, each time anew."""
-        return sum(calls * _matrix_bytes(spec, kind, dtype) for (kind, _), calls in self.products.items())
+        return sum(calls * _matrix_bytes(spec, kind, rows, dtype) for (kind, rows), calls in self.products.items())
 
     def cache_bytes(self, spec: ModelSpec, dtype: str) -> dict[str, float]:
         """Bytes of keys and values that decode steps read, by the device that reads."""
@@ -68,7 +68,7 @@ class PhaseWork:
 
     def product_flops(self, spec: ModelSpec) -> float:
         """Of all products; 2 m n k each."""
-        return sum(2 * rows * calls * _numbers(spec, kind) for (kind, rows), calls in self.products.items())
+        return sum(calls * _flops(spec, kind, rows) for (kind, rows), calls in self.products.items())
 
     def attention_flops(self, spec: ModelSpec) -> float:
         """Of scores and weighted values."""
@@ -195,8 +195,8 @@ class _Roofline:
         spec, dtype = self._request.spec, self._request.dtype
         for (kind, rows), calls in work.products.items():
             # Whether a matrix is multiplied with sooner than it is read.
-            arithmetic = 2 * rows * _numbers(spec, kind) / peak_flops(rates)
-            few = arithmetic <= _matrix_bytes(spec, kind, dtype) / rates.memory_bytes_per_s
+            arithmetic = _flops(spec, kind, rows) / peak_flops(rates)
+            few = arithmetic <= _matrix_bytes(spec, kind, rows, dtype) / rates.memory_bytes_per_s
             seconds = rates.products_seconds(spec, kind, rows, self._size)
             yield _Spent("products", READS if few else ARITHMETIC, calls * seconds)
 
@@ -238,12 +238,17 @@ def _layers_by_window(spec: ModelSpec) -> Counter[Window]:
     return Counter(spec.arch.window_of(layer) for layer in range(spec.num_layers))
 
 
-def _numbers(spec: ModelSpec, kind: str) -> int:
-    """In the matrices of a unit of `kind`."""
-    return sum(product.out_features * product.in_features for product in spec.products(kind))
+def _flops(spec: ModelSpec, kind: str, rows: int) -> float:
+    """Of the products of a unit of `kind`."""
+    calls = spec.product_calls(kind, rows)
+    return sum(2 * each * times * product.out_features * product.in_features for product, each, times in calls)
 
 
-def _matrix_bytes(spec: ModelSpec, kind: str, dtype: str) -> float:
-    """Of the matrices of a unit of `kind`, in the mean over such units."""
+def _matrix_bytes(spec: ModelSpec, kind: str, rows: int, dtype: str) -> float:
+    """Of the matrices that the products of a unit of `kind` read, in the mean over such units."""
     count = sum(unit.kind == kind for unit in spec.units)
-    return sum(each.nbytes(dtype) for each in spec.multiplied[kind]) / count
+    numbers = sum(each.numel for each in spec.multiplied[kind]) / count
+    calls = spec.product_calls(kind, rows)
+    read = sum(times * product.out_features * product.in_features for product, _, times in calls)
+    whole = sum(each.nbytes(dtype) for each in spec.multiplied[kind]) / count
+    return whole * read / numbers if numbers else 0.0

@@ -51,6 +51,7 @@ def workspace(block: BlockShape) -> int:
     decode     the (b, H), (b, Q) and (b, G) of the above, and `decode_attention`
     mlp        norm, output and a post-norm (t, H), and the (t, F) before and after the activation; gate and up are one
                (t, 2 F)
+    experts    `_mixture`
     head       two (b, hidden_width), logits (b, V) in the dtype and in float32, a sampler's sorted copies of one row
     """
     spec, size, tokens, rows = block.spec, block.size, block.chunk, block.rows
@@ -65,6 +66,7 @@ def workspace(block: BlockShape) -> int:
         tokens * token + sums + _looked_at(block) + max(_prompt_kernel(block), _fill(block)),
         rows * token + decode_attention(block),
         tokens * (3 * spec.hidden_size + wide * spec.ffn_size) * size,
+        _mixture(block, block.policy.num_gpu_batches * block.tokens, tokens),
         rows * (2 * spec.hidden_width + spec.vocab_size) * size + (4 * rows + 32) * spec.vocab_size,
     )
 
@@ -84,6 +86,18 @@ def _looked_at(block: BlockShape) -> int:
     queries = count * spec.num_heads * spec.head_dim * (levels * block.size + 8)
     pieces = block.prompt * 2 * spec.num_kv_heads * spec.head_dim * (block.size + 4)
     return queries + pieces + 12 * heads
+
+
+def _mixture(block: BlockShape, routed: int, tokens: int) -> int:
+    """Of a mixture of experts: for the n `routed` tokens of a block what experts read, twice while GPU batches come
+    together, and what they make, (n, H) each; experts and weights of each choice, and where it is in their order, 28
+    bytes; and for the t tokens that go through an expert, or the shared one, at once, two (t, H) and the (t, F)."""
+    spec, experts = block.spec, block.spec.arch.experts
+    if experts is None:
+        return 0
+    wide = 3 * max(experts.ffn_size, experts.shared_size)
+    many = routed * (3 * spec.hidden_size * block.size + 28 * experts.active + 8 * experts.count)
+    return many + tokens * (3 * spec.hidden_size + wide) * block.size
 
 
 def _attention_token(block: BlockShape) -> int:

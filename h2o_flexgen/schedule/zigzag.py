@@ -13,7 +13,18 @@ from itertools import groupby
 from typing import NamedTuple
 
 from h2o_flexgen.config.model.spec import UnitSpec
-from h2o_flexgen.schedule.tasks import NO_BATCH, ActiveBatches, LastStep, ScheduleShape, Task, TaskKind, Tick, WholeStep
+from h2o_flexgen.schedule.tasks import (
+    EXPERT_SLOTS,
+    NO_BATCH,
+    ActiveBatches,
+    ChosenExperts,
+    LastStep,
+    ScheduleShape,
+    Task,
+    TaskKind,
+    Tick,
+    WholeStep,
+)
 
 
 def zigzag(
@@ -21,6 +32,7 @@ def zigzag(
     active: ActiveBatches | None = None,
     last: LastStep | None = None,
     whole: WholeStep | None = None,
+    chosen: ChosenExperts | None = None,
 ) -> Iterator[Tick]:
     """Yield the ticks of a block: for each step, for each unit, one tick per active GPU batch.
 
@@ -34,6 +46,9 @@ def zigzag(
 
     `whole(batch)`, called behind the tick of its first unit, where nothing moves: whether ticks of the units between
     the first and the last would have nothing to do. They are left out then.
+
+    Ticks of a unit with experts route tokens; ticks of its experts follow, see `expert_ticks`. `chosen(step, unit)`,
+    called behind the last of the former, says which experts there are any tokens for. None means all.
     """
     weights = WeightStream(shape, shape.units)
     batches: Sequence[int] = range(shape.num_batches)
@@ -58,11 +73,39 @@ def zigzag(
             yield Tick(index, loads, compute, stores, frees)
             stores = state_stores(shape, compute, ends, len(batches))
             index += 1
+            if unit.experts and batch == batches[-1]:
+                wanted = range(len(unit.experts)) if chosen is None else chosen(step, unit)
+                for tick in expert_ticks(shape, step, unit, wanted, index, stores):
+                    yield tick
+                    stores, index = (), tick.index + 1
         if ends:
             break
     frees = weights.drain()
     if stores or frees:
         yield Tick(index, (), None, stores, frees)
+
+
+def expert_ticks(
+    shape: ScheduleShape, step: int, unit: UnitSpec, chosen: Sequence[int], index: int, stores: tuple[Task, ...]
+) -> Iterator[Tick]:
+    """The ticks of the experts of `unit` that are `chosen`, from tick `index` on: in their order, so that sums are
+    always made in the same one; each one that streams in a tick of its own, neighbours among the others together.
+
+    Experts are read ahead into EXPERT_SLOTS places. `stores`: owed by the tick before.
+    """
+
+    def task(kind: TaskKind, *experts: int) -> Task:
+        return Task(kind, step, unit.index, NO_BATCH, experts)
+
+    waiting = deque(expert for expert in chosen if unit.experts[expert] in shape.streamed)
+    free = EXPERT_SLOTS
+    for streams, members in groupby(chosen, key=lambda expert: unit.experts[expert] in shape.streamed):
+        for experts in ((expert,) for expert in members) if streams else (tuple(members),):
+            loads = [task(TaskKind.LOAD_WEIGHTS, waiting.popleft()) for _ in range(min(free, len(waiting)))]
+            free += streams - len(loads)
+            frees = (task(TaskKind.FREE_WEIGHTS, *experts),) if streams else ()
+            yield Tick(index, tuple(loads), task(TaskKind.COMPUTE, *experts), stores, frees)
+            index, stores = index + 1, ()
 
 
 def still_active(batches: Sequence[int], before: Sequence[int], step: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from h2o_flexgen.models.decoder import bind
+from h2o_flexgen.models.decoder import Decoder, bind
 from h2o_flexgen.models.families import checkpoint_names, spec_from_config
 from h2o_flexgen.models.stored import Stored
 from tests.seeds import torch_generator
@@ -67,9 +67,24 @@ class Reference:
             tensors = {name: part.view(tensors[name].shape) for name, part in zip(tensors, parts, strict=True)}
         return bind(tensors)
 
+    def mlp(self, decoder: Decoder, layer: int, hidden: Tensor, fused: bool = False) -> None:
+        """The MLP half of a layer, in place, expert by expert where it has any."""
+        unit = next(unit for unit in self.spec.units if (unit.kind, unit.layer) == ("mlp", layer))
+        w = self.weights(unit.weights, fused)
+        if not unit.experts:
+            decoder.mlp(w, hidden)
+            return
+        routed = decoder.route(w, hidden)
+        for number, key in enumerate(unit.experts):
+            tokens, places = (routed.experts == number).nonzero(as_tuple=True)
+            shares = routed.shares[tokens, places].to(hidden.dtype)
+            decoder.add_expert(self.weights(key, fused), routed, tokens, shares)
+        decoder.add_mixture(hidden, routed.out)
+
     def _tensor(self, canonical: str) -> Tensor:
         place = self.stored(canonical)
         whole = self.state[place.name]
+        whole = whole.view(place.rows, -1) if place.shape else whole
         spans = place.spans or ((0, len(whole)),)
         return torch.cat([whole[start:stop] for start, stop in spans])
 

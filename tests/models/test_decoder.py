@@ -75,9 +75,10 @@ def test_layers(name: str, fused: bool) -> None:
             close(hidden[:, :width], ref.inputs[ref.module(f"layers.{layer}.{after}.weight")])
         if ref.spec.arch.parallel:
             close(hidden[:, width:], ref.outputs[ref.module(f"layers.{layer}.attn.o.weight")])
-        w = ref.weights(f"layers.{layer}.mlp", fused)
-        assert ("gate_up.weight" in w) == (fused and ref.spec.arch.gated_mlp)
-        decoder.mlp(w, hidden)
+        if ref.spec.arch.experts is None:
+            w = ref.weights(f"layers.{layer}.mlp", fused)
+            assert ("gate_up.weight" in w) == (fused and ref.spec.arch.gated_mlp)
+        ref.mlp(decoder, layer, hidden, fused)
         close(hidden[:, :width], ref.outputs[path])
 
 
@@ -102,10 +103,9 @@ def test_whole_models(name: str, dtype: torch.dtype) -> None:
     for layer in range(ref.spec.num_layers):
         w = ref.weights(f"layers.{layer}.attn", fused=True)
         decoder.attn(w, hidden, partial(causal_attention, decoder, layer))
-        w = ref.weights(f"layers.{layer}.mlp", fused=True)
         # As the executor does it: the half goes through the MLP in parts.
         for part in hidden.split(10):
-            decoder.mlp(w, part)
+            ref.mlp(decoder, layer, part, fused=True)
     assert hidden.dtype == dtype
     logits = decoder.head(ref.weights(ref.spec.units[-1].weights), hidden)
     if dtype == torch.float32:

@@ -34,6 +34,7 @@ TINY: dict[str, Any] = {
     "pad_token_id": 0,
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 2.0, 3.0]}
 
@@ -58,6 +59,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.5},
     "gpt_neox-serial": {"rotary_pct": 1.0, "use_parallel_residual": False, "tie_word_embeddings": True},
     "gpt_neox-no-bias": {"rotary_pct": 0.5, "attention_bias": False},
+    "mixtral": {"num_local_experts": 4, "sliding_window": 8},
+    "qwen2_moe": {**EXPERTS, **WINDOWS, "norm_topk_prob": True, "shared_expert_intermediate_size": 24},
+    "qwen2_moe-dense": {**EXPERTS, "decoder_sparse_step": 2, "qkv_bias": False},
+    "qwen3_moe": {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1], "attention_bias": True},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True},
+    "granitemoe": {"num_local_experts": 4, "tie_word_embeddings": True},
 }
 
 
@@ -83,8 +90,10 @@ def stored_in(places: tuple[str | Stored, ...], state: dict[str, torch.Tensor]) 
 
 def covered(spec: ModelSpec, state: dict[str, torch.Tensor]) -> dict[str, list[int]]:
     """How often each row of each stored tensor is used; checks that every canonical tensor gets its shape."""
-    uses = {name: [0] * len(tensor) for name, tensor in state.items()}
     names = checkpoint_names(spec)
+    shaped = {place.name for places in names.values() for place in places if isinstance(place, Stored) and place.shape}
+    state = {name: tensor.flatten(0, -2) if name in shaped else tensor for name, tensor in state.items()}
+    uses = {name: [0] * len(tensor) for name, tensor in state.items()}
     tensors = {tensor.name: tensor for group in spec.weight_groups for tensor in group.tensors}
     assert set(names) == set(tensors)
     for name, tensor in tensors.items():
@@ -140,9 +149,9 @@ def test_switches_of_a_plain_config(family: str) -> None:
     assert arch.norm_eps == (theirs.layer_norm_eps if family == "gpt_neox" else theirs.rms_norm_eps)
     assert arch.gated_mlp == (family != "gpt_neox")
     assert arch.parallel == (family == "gpt_neox")
-    assert arch.qkv_bias == (family in ("gpt_neox", "qwen2"))
+    assert arch.qkv_bias == (family in ("gpt_neox", "qwen2", "qwen2_moe"))
     assert arch.output_bias == arch.mlp_bias == (family == "gpt_neox")
-    assert arch.qk_norm == (family in ("qwen3", "gemma3_text"))
+    assert arch.qk_norm == (family in ("qwen3", "gemma3_text", "qwen3_moe", "olmoe"))
     assert arch.tied_head == theirs.tie_word_embeddings
     assert arch.activation == {"gpt_neox": "gelu", "gemma3_text": "gelu_tanh"}.get(family, "silu")
     assert not arch.head_bias
@@ -176,6 +185,10 @@ WINDOW_CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {**WINDOWS, "sliding_window": None}),
     ("qwen2", {"layer_types": ["full_attention"] * 3, **WINDOWS}),
     ("qwen3", {**WINDOWS, "max_window_layers": 2}),
+    ("mixtral", {"sliding_window": 8}),
+    ("qwen2_moe", {**EXPERTS, **WINDOWS, "max_window_layers": 2}),
+    ("qwen2_moe", EXPERTS),
+    ("qwen3_moe", {**EXPERTS, **WINDOWS}),
     ("gemma3_text", {}),
     ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 5}),
     ("gemma3_text", {"sliding_window_pattern": 1}),
@@ -190,7 +203,7 @@ def test_windows_are_those_of_transformers(family: str, changes: dict[str, Any])
     spec, config = spec_from_config(raw, "x"), AutoConfig.for_model(**json.loads(json.dumps(raw)))
     model = AutoModelForCausalLM.from_config(config)
     for layer in range(spec.num_layers):
-        everywhere = config.sliding_window if family in ("mistral", "phi3") else None
+        everywhere = config.sliding_window if family in ("mistral", "phi3", "mixtral") else None
         theirs = getattr(model.model.layers[layer].self_attn, "sliding_window", everywhere)
         assert spec.arch.window_of(layer) == theirs
         local = family == "gemma3_text" and theirs is not None
@@ -228,7 +241,9 @@ def test_windows_are_those_of_transformers(family: str, changes: dict[str, Any])
         ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         ("gemma3", {}, "x is of the family 'gemma3', which is not supported. needed one of .*gemma3_text"),
         ("llava", {}, "x is of the family 'llava', which is not supported"),
-        ("mixtral", {}, "x is of the family 'mixtral', which is not supported"),
+        ("deepseek_v3", {}, "x is of the family 'deepseek_v3', which is not supported"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 in config.json. needed at most"),
     ],
 )
 def test_what_is_not_done_is_refused(family: str, changes: dict[str, Any], message: str) -> None:

@@ -11,7 +11,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby, product
 from typing import NamedTuple
 
-from h2o_flexgen.schedule.tasks import NO_BATCH, ActiveBatches, LastStep, ScheduleShape, Task, TaskKind, Tick
+from h2o_flexgen.schedule.tasks import (
+    EXPERT_SLOTS,
+    NO_BATCH,
+    ActiveBatches,
+    LastStep,
+    ScheduleShape,
+    Task,
+    TaskKind,
+    Tick,
+)
 
 Schedule = Callable[[ScheduleShape, ActiveBatches | None, LastStep | None], Iterator[Tick]]
 """The signature of a generator of ticks: `zigzag` and `row_by_row`."""
@@ -61,18 +70,22 @@ def check(
     - cache and hidden: what moves is loaded in the tick before its compute, from where it was stored, and stored in the
       tick after; what does not move has no tasks; caches are not stored in the last step;
     - passes: hidden states go on to the next stage in the tick of the stage's last unit;
-    - end: no copy is alive and nothing is left to store.
+    - end: no copy is alive and nothing is left to store;
+    - experts: their ticks stand behind the last one of their unit in a step, see `_check_experts`; all other rules are
+      of the schedule without these ticks.
     Weights, cache, hidden and end are judged stage by stage, as if there were no others' ticks: the numbers that these
     rules name ticks by are counted within the stage.
     """
     ticks = list(ticks)
+    loads = _check_experts(ticks, shape)
+    ticks = _without_experts(ticks)
     _check_form(ticks, shape)
     order = _check_order if len(shape.stages) == 1 else _check_slots
     done, late = order(ticks, shape, active)
     known = [shape.num_steps] * len(shape.groups) if steps is None else list(steps)
     of_batch = [known[number] for number, group in enumerate(shape.groups) for _ in group]
     early = any(max(done[batch] for batch in group) < known[number] for number, group in enumerate(shape.groups))
-    loads, peak, unused = Counter[str](), 0, 0
+    peak = unused = 0
     for stage in range(len(shape.stages)):
         own = [tick for tick in ticks if tick.stage == stage]
         if not any(tick.compute for tick in own):
@@ -101,6 +114,61 @@ def _tasks(tick: Tick) -> Iterator[Task]:
         yield tick.compute
     yield from tick.passes
     yield from tick.frees
+
+
+def _check_experts(ticks: Sequence[Tick], shape: ScheduleShape) -> Counter[str]:
+    """Check the ticks of experts, and count the loads of streamed ones.
+
+    The experts of a unit are computed once in a step, ascending, for all GPU batches; a streamed one is loaded no later
+    than in the first tick of its unit's experts or two places ahead of its own, alone in its tick, and freed in that.
+    """
+    loads, before, here, past = Counter[str](), None, dict[int, int](), -1
+    for tick in ticks:
+        compute = tick.compute
+        tasks = [task for task in (*tick.loads, *tick.frees, *([compute] if compute else [])) if task.experts]
+        if compute is None or not compute.experts:
+            require(not tasks, tick.index, "experts: {} stands in a tick that computes none", tasks)
+            require(not here, tick.index, "experts: {} are loaded and never used", sorted(here))
+            before, past = compute, -1
+            continue
+        unit = shape.units[compute.unit]
+        follows = before is not None and (before.step, before.unit) == (compute.step, compute.unit)
+        require(follows, tick.index, "experts: {} follows {}", compute, before)
+        for task in tasks:
+            same = (task.step, task.unit, task.batch) == (compute.step, compute.unit, NO_BATCH)
+            require(same, tick.index, "experts: {} stands beside {}", task, compute)
+        first = past < 0
+        for load in tick.loads:
+            (expert,) = load.experts
+            require(unit.experts[expert] in shape.streamed and expert not in here, tick.index, "experts: {}", load)
+            here[expert] = tick.index
+            loads[unit.experts[expert]] += 1
+        require(len(here) <= EXPERT_SLOTS, tick.index, "experts: {} copies are there", len(here))
+        streams = [expert for expert in compute.experts if unit.experts[expert] in shape.streamed]
+        require(not streams or len(compute.experts) == 1, tick.index, "experts: {} streams with others", streams)
+        for expert in streams:
+            require(expert in here, tick.index, "experts: {} is not there", expert)
+            require(first or here[expert] < tick.index, tick.index, "experts: the load of {} only starts", expert)
+        for expert in compute.experts:
+            require(past < expert, tick.index, "experts: {} is computed after {}", expert, past)
+            past = expert
+        freed = [expert for task in tick.frees for expert in task.experts]
+        require(freed == streams, tick.index, "experts: {} are freed, {} were used", freed, streams)
+        for expert in freed:
+            del here[expert]
+    return loads
+
+
+def _without_experts(ticks: Sequence[Tick]) -> list[Tick]:
+    """The schedule as if no unit had experts: what their ticks store is stored in the next one."""
+    kept, owed, left_out = list[Tick](), tuple[Task, ...](), 0
+    for tick in ticks:
+        if tick.compute is not None and tick.compute.experts:
+            owed, left_out = (*owed, *tick.stores), left_out + 1
+            continue
+        kept.append(replace(tick, index=tick.index - left_out, stores=(*owed, *tick.stores)))
+        owed = ()
+    return kept
 
 
 def _check_form(ticks: Sequence[Tick], shape: ScheduleShape) -> None:

@@ -11,13 +11,14 @@ from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.schedule.tasks import ScheduleShape
 
 
-def make_units(layers: int, tied: bool = True) -> tuple[UnitSpec, ...]:
-    """The compute positions of a model; tied embeddings share the group "vocab"."""
+def make_units(layers: int, tied: bool = True, experts: int = 0) -> tuple[UnitSpec, ...]:
+    """The compute positions of a model; tied embeddings share the group "vocab"; `experts` in each MLP half."""
     units = [UnitSpec(0, "embed", "embed", None, "vocab" if tied else "embed")]
     for layer in range(layers):
         for kind in ("attn", "mlp"):
             name = f"layers.{layer}.{kind}"
-            units.append(UnitSpec(len(units), name, kind, layer, name))
+            keys = tuple(f"{name}.experts.{number}" for number in range(experts if kind == "mlp" else 0))
+            units.append(UnitSpec(len(units), name, kind, layer, name, keys))
     units.append(UnitSpec(len(units), "head", "head", None, "vocab" if tied else "head"))
     return tuple(units)
 
@@ -58,9 +59,9 @@ class Case:
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> ScheduleShape:
+def shapes(draw: st.DrawFn, experts: int = 0) -> ScheduleShape:
     layers, batches = draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    units = make_units(layers, draw(st.booleans()))
+    units = make_units(layers, draw(st.booleans()), experts)
     caches = [(layer, batch) for layer in range(layers) for batch in range(batches)]
 
     def subset(items: Collection[object]) -> frozenset:
@@ -70,7 +71,7 @@ def shapes(draw: st.DrawFn) -> ScheduleShape:
         units=units,
         num_steps=draw(st.integers(1, 5)),
         num_batches=batches,
-        streamed=subset({unit.weights for unit in units}),
+        streamed=subset({key for unit in units for key in (unit.weights, *unit.experts)}),
         cache_moves=subset(caches),
         hidden_moves=subset(range(batches)),
         lookahead=draw(st.integers(1, 3)),
@@ -78,9 +79,9 @@ def shapes(draw: st.DrawFn) -> ScheduleShape:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, experts: int = 0) -> Case:
     """A shape with batches that drop out at random, in any order, possibly all of them before the last step."""
-    shape = draw(shapes())
+    shape = draw(shapes(experts))
     ends = [draw(st.integers(1, shape.num_steps)) for _ in range(shape.num_batches)]  # steps that each batch takes
     record = tuple(tuple(k for k, end in enumerate(ends) if step < end) for step in range(shape.num_steps))
     return Case(shape, record)

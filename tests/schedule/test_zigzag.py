@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick
 from h2o_flexgen.schedule.traffic import expected_loads
 from h2o_flexgen.schedule.zigzag import zigzag
@@ -246,3 +247,23 @@ def test_units_of_a_step_that_is_done_as_a_whole_have_no_ticks() -> None:
     last = len(shape.units) - 1
     everything = [(step, unit, batch) for step in range(3) for unit in range(last + 1) for batch in range(2)]
     assert found == [each for each in everything if (each[0], each[2]) not in done or each[1] in (0, last)]
+
+
+@given(cases(experts=7), st.data())
+def test_chosen_experts_are_read_ahead_and_computed_once_for_all_batches(case: Case, data: st.DataObject) -> None:
+    chosen = []
+
+    def choose(step: int, unit: UnitSpec) -> list[int]:
+        chosen.append(sorted(data.draw(st.sets(st.integers(0, 6), min_size=1))))
+        return chosen[-1]
+
+    ticks = list(zigzag(case.shape, case.active, chosen=choose))
+    report = check(ticks, case.shape, case.record)
+    units = [unit for active in case.record if active for unit in case.shape.units if unit.experts]
+    assert len(units) == len(chosen)
+    wanted = Counter(unit.experts[n] for unit, numbers in zip(units, chosen, strict=True) for n in numbers)
+    assert {key: count for key, count in report.loads.items() if ".experts." in key} == {
+        key: count for key, count in wanted.items() if key in case.shape.streamed
+    }
+    done = [(tick.compute.unit, n) for tick in ticks if tick.compute for n in tick.compute.experts]
+    assert done == [(unit.index, n) for unit, numbers in zip(units, chosen, strict=True) for n in numbers]

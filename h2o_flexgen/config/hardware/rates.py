@@ -191,8 +191,9 @@ class ComputeRates:
 
         itemsize: bytes of a number of the dtype that is computed with.
         """
-        plain = sum(self.gemm_seconds(rows, *product, itemsize) for product in spec.products(kind))
-        return plain * self.packed_factor(spec.packed_shares[kind], rows, itemsize)
+        calls = spec.product_calls(kind, rows)
+        plain = sum(times * self.gemm_seconds(each, *product, itemsize) for product, each, times in calls)
+        return plain * self.packed_factor(spec.packed_shares[kind], calls[-1].rows if calls else rows, itemsize)
 
     def packed_factor(self, shares: Mapping[int, float], rows: float, itemsize: int) -> float:
         """How many times as long as in the dtype products take of whose numbers `shares` are packed, by their bits."""

@@ -44,6 +44,32 @@ class RotarySpec:
 
 
 @dataclass(frozen=True)
+class ExpertSpec:
+    """A mixture of experts in the place of a layer's MLP (Shazeer et al., arXiv 1701.06538; gated as in Mixtral,
+    arXiv 2401.04088): a router chooses `active` of `count` experts for each token and adds up their weighted results.
+
+    ffn_size        between an expert's two projections
+    router          weights are a softmax over all experts ("all"), or over the logits of the chosen ones ("chosen")
+    normalised      weights of the chosen ones are divided by their sum; without effect on a softmax over them
+    bias            of the router and of each projection of the experts (gpt-oss)
+    clamp           gpt-oss: gate and up lie in one projection, row by row in turn; both are clamped to it, and the gate
+                    is multiplied with (up + 1). None: as in a gated MLP
+    shared_size     of an MLP that every token goes through besides, weighted by a gate of its own (Qwen2); 0: none
+    dense           the layers that have a plain MLP instead
+    """
+
+    count: int
+    active: int
+    ffn_size: int
+    router: Literal["all", "chosen"] = "all"
+    normalised: bool = True
+    bias: bool = False
+    clamp: float | None = None
+    shared_size: int = 0
+    dense: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ArchSpec:
     """What one decoder layer is made of, apart from its sizes."""
 
@@ -61,6 +87,10 @@ class ArchSpec:
     final_norm: bool = True
     qk_norm: bool = False
     """Each head of q and of k is normed, before it is rotated (Qwen3, Gemma 3)."""
+    qk_norm_joint: bool = False
+    """All heads of q are normed as one vector, and so are those of k (OLMoE)."""
+    sinks: bool = False
+    """Each head has a logit of its own in every softmax of attention, that of no token (gpt-oss)."""
     activation: Activation = "relu"
     gated_mlp: bool = False
     qkv_bias: bool = True
@@ -84,7 +114,16 @@ class ArchSpec:
     """Multiplies the logits of attention; None: head_dim ** -0.5."""
     embed_scale: float = 1.0
     """Multiplies the token embeddings (Gemma)."""
+    residual_scale: float = 1.0
+    """Multiplies what each half adds (Granite)."""
+    logit_scale: float = 1.0
+    """Multiplies the logits (Granite)."""
+    experts: ExpertSpec | None = None
     tied_head: bool = True
+
+    def experts_of(self, layer: int) -> ExpertSpec | None:
+        """The experts of `layer`; None where it has a plain MLP."""
+        return None if self.experts is None or layer in self.experts.dense else self.experts
 
     def window_of(self, layer: int) -> int | None:
         """Tokens that a query of `layer` sees, itself included; None: all of them."""

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from h2o_flexgen.config.checks import whole
-from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
+from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec, RotarySpec
 from h2o_flexgen.config.model.packing import CachePacking, Packing, groupwise
 from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup, dtype_bytes
 from h2o_flexgen.errors import ModelError, UsageError
@@ -15,13 +15,17 @@ from h2o_flexgen.errors import ModelError, UsageError
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """One position of the computation, and the key of the weight group that it needs."""
+    """One position of the computation, and the key of the weight group that it needs.
+
+    experts: the groups of its experts, which are loaded one by one, and only those that tokens have chosen.
+    """
 
     index: int
     name: str
     kind: Literal["embed", "attn", "mlp", "head"]
     layer: int | None
     weights: str
+    experts: tuple[str, ...] = ()
 
 
 class Product(NamedTuple):
@@ -29,6 +33,14 @@ class Product(NamedTuple):
 
     out_features: int
     in_features: int
+
+
+class ProductCall(NamedTuple):
+    """A product of `rows` rows, done `times` times in a unit: fractions are means."""
+
+    product: Product
+    rows: float
+    times: float = 1
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,9 @@ class ModelSpec:
         for layer in range(self.num_layers):
             for kind in ("attn", "mlp"):
                 name = f"layers.{layer}.{kind}"
-                units.append(UnitSpec(len(units), name, "attn" if kind == "attn" else "mlp", layer, name))
+                mixture = self.arch.experts_of(layer) if kind == "mlp" else None
+                experts = tuple(f"{name}.experts.{number}" for number in range(mixture.count)) if mixture else ()
+                units.append(UnitSpec(len(units), name, "attn" if kind == "attn" else "mlp", layer, name, experts))
         units.append(UnitSpec(len(units), "head", "head", None, last))
         return tuple(units)
 
@@ -113,7 +127,13 @@ class ModelSpec:
         groups = [WeightGroup("vocab", embed + head) if tied else WeightGroup("embed", embed)]
         for layer in range(self.num_layers):
             groups.append(WeightGroup(f"layers.{layer}.attn", _attn_tensors(self, f"layers.{layer}.attn")))
-            groups.append(WeightGroup(f"layers.{layer}.mlp", _mlp_tensors(self, f"layers.{layer}.mlp")))
+            name, experts = f"layers.{layer}.mlp", self.arch.experts_of(layer)
+            if experts is None:
+                groups.append(WeightGroup(name, (*_half_norms(self, name), *_mlp_tensors(self, name, self.ffn_size))))
+                continue
+            groups.append(WeightGroup(name, _mixture_tensors(self, name, experts)))
+            for key in (f"{name}.experts.{number}" for number in range(experts.count)):
+                groups.append(WeightGroup(key, _expert_tensors(self, key, experts)))
         groups += [] if tied else [WeightGroup("head", head)]
         packings = dict(self.packings)
         return tuple(
@@ -141,6 +161,7 @@ class ModelSpec:
         for tensor in (tensor for each in self.weight_groups for tensor in each.tensors):
             table = tensor.name in ("embed.tokens", "head.vocab")
             kept = tensor.name == "embed.positions" or (tensor.name == "embed.tokens" and not self.arch.tied_head)
+            kept = kept or tensor.name.endswith(".router.weight") or tensor.shape[0] == 1
             if len(tensor.shape) == 2 and not kept and not tensor.shape[1] % 2:
                 packings.append((tensor.name, groupwise(8 if table else bits, group)))
         return replace(self, packings=tuple(packings))
@@ -219,9 +240,33 @@ class ModelSpec:
         if kind == "attn":
             return Product(query + 2 * kv, hidden), Product(hidden, query)
         if kind == "mlp":
-            return Product(self.ffn_size * (2 if self.arch.gated_mlp else 1), hidden), Product(hidden, self.ffn_size)
+            experts = self.arch.experts
+            if experts is None:
+                return self._mlp_products(self.ffn_size)
+            own = (*self._mlp_products(experts.shared_size), Product(1, hidden)) if experts.shared_size else ()
+            return (Product(experts.count, hidden), *own, *self._mlp_products(experts.ffn_size))
         vocab = Product(self.vocab_size, self.embed_dim)
         return (Product(self.embed_dim, hidden), vocab) if self.bridged else (vocab,)
+
+    def _mlp_products(self, ffn: int) -> tuple[Product, Product]:
+        return Product(ffn * (2 if self.arch.gated_mlp else 1), self.hidden_size), Product(self.hidden_size, ffn)
+
+    def product_calls(self, kind: str, rows: float) -> tuple[ProductCall, ...]:
+        """The products that `rows` rows go through in a unit of `kind`: in a mixture, as many experts as they choose
+        where each expert is as likely as another, with as many rows each.
+
+        A model's layers count as alike: all have experts, where any has.
+        """
+        experts, products = self.arch.experts, self.products(kind)
+        if kind != "mlp" or experts is None:
+            return tuple(ProductCall(product, rows) for product in products)
+        chosen = experts.count * (1 - (1 - experts.active / experts.count) ** rows)
+        each = rows * experts.active / chosen if chosen else 0.0
+        own = len(products) - 2  # of the router and the shared MLP
+        return (
+            *(ProductCall(product, rows) for product in products[:own]),
+            *(ProductCall(product, each, chosen) for product in products[own:]),
+        )
 
     @cached_property
     def multiplied(self) -> dict[str, tuple[TensorSpec, ...]]:
@@ -230,7 +275,8 @@ class ModelSpec:
         looked_up = ("embed.tokens", "embed.positions")
         for unit in self.units:
             table = ("embed.tokens",) if unit.kind == "head" and self.arch.tied_head else ()
-            matrices = (each for each in self.groups_by_key[unit.weights].tensors if len(each.shape) == 2)
+            groups = (self.groups_by_key[key] for key in (unit.weights, *unit.experts))
+            matrices = (each for group in groups for each in group.tensors if len(each.shape) == 2)
             own = (each for each in matrices if each.name.startswith(f"{unit.name}.") or each.name in table)
             read = (each for each in own if each.name in table or each.name not in looked_up)
             found[unit.kind] = (*found.get(unit.kind, ()), *read)
@@ -291,19 +337,46 @@ def _attn_tensors(spec: ModelSpec, prefix: str) -> tuple[TensorSpec, ...]:
     if arch.output_bias:
         tensors.append(TensorSpec(f"{prefix}.o.bias", (spec.hidden_size,)))
     if arch.qk_norm:
-        tensors.extend(TensorSpec(f"{prefix}.{name}_norm.weight", (spec.head_dim,)) for name in "qk")
+        normed = (query, kv) if arch.qk_norm_joint else (spec.head_dim, spec.head_dim)
+        tensors.extend(TensorSpec(f"{prefix}.{name}_norm.weight", (n,)) for name, n in zip("qk", normed, strict=True))
+    if arch.sinks:
+        tensors.append(TensorSpec(f"{prefix}.sinks", (spec.num_heads,)))
     return (*_half_norms(spec, prefix), *tensors)
 
 
-def _mlp_tensors(spec: ModelSpec, prefix: str) -> tuple[TensorSpec, ...]:
-    """Of a layer's MLP half, named from `prefix` on."""
+def _mlp_tensors(spec: ModelSpec, prefix: str, ffn: int) -> tuple[TensorSpec, ...]:
+    """Of an MLP, named from `prefix` on."""
     wide = ("up", "gate") if spec.arch.gated_mlp else ("up",)
-    tensors = [TensorSpec(f"{prefix}.{name}.weight", (spec.ffn_size, spec.hidden_size)) for name in wide]
-    tensors.append(TensorSpec(f"{prefix}.down.weight", (spec.hidden_size, spec.ffn_size)))
+    tensors = [TensorSpec(f"{prefix}.{name}.weight", (ffn, spec.hidden_size)) for name in wide]
+    tensors.append(TensorSpec(f"{prefix}.down.weight", (spec.hidden_size, ffn)))
     if spec.arch.mlp_bias:
-        tensors.extend(TensorSpec(f"{prefix}.{name}.bias", (spec.ffn_size,)) for name in wide)
+        tensors.extend(TensorSpec(f"{prefix}.{name}.bias", (ffn,)) for name in wide)
         tensors.append(TensorSpec(f"{prefix}.down.bias", (spec.hidden_size,)))
-    return (*_half_norms(spec, prefix), *tensors)
+    return tuple(tensors)
+
+
+def _mixture_tensors(spec: ModelSpec, prefix: str, experts: ExpertSpec) -> tuple[TensorSpec, ...]:
+    """Of a layer's mixture of experts without the experts: what all tokens go through."""
+    tensors = [*_half_norms(spec, prefix), TensorSpec(f"{prefix}.router.weight", (experts.count, spec.hidden_size))]
+    if experts.bias:
+        tensors.append(TensorSpec(f"{prefix}.router.bias", (experts.count,)))
+    if experts.shared_size:
+        tensors.extend(_mlp_tensors(spec, prefix, experts.shared_size))
+        tensors.append(TensorSpec(f"{prefix}.shared_gate.weight", (1, spec.hidden_size)))
+    return tuple(tensors)
+
+
+def _expert_tensors(spec: ModelSpec, prefix: str, experts: ExpertSpec) -> tuple[TensorSpec, ...]:
+    """Of one expert."""
+    if experts.clamp is None:
+        return _mlp_tensors(spec, prefix, experts.ffn_size)
+    hidden, ffn = spec.hidden_size, experts.ffn_size
+    return (
+        TensorSpec(f"{prefix}.gate_up.weight", (2 * ffn, hidden)),
+        TensorSpec(f"{prefix}.gate_up.bias", (2 * ffn,)),
+        TensorSpec(f"{prefix}.down.weight", (hidden, ffn)),
+        TensorSpec(f"{prefix}.down.bias", (hidden,)),
+    )
 
 
 def _half_norms(spec: ModelSpec, prefix: str) -> tuple[TensorSpec, ...]:

@@ -20,6 +20,7 @@ from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.execution.attention import PrefixPath, PromptAttention, TickAttention
 from h2o_flexgen.engine.execution.cuda_graphs import DecodeGraphs, Launched, recorder
+from h2o_flexgen.engine.execution.mixture import Mixture
 from h2o_flexgen.engine.execution.stages import Stage
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.requests.sequence import Sequence
@@ -102,11 +103,12 @@ class Executor:
         self._last_position = spec.max_positions - 1 if spec.arch.positions == "learned" else None
         self._windows = [spec.arch.window_of(layer) for layer in range(spec.num_layers)]
         self._tables: dict[tuple[Rotary, torch.device], Angles] = {}
+        self._mixture = Mixture(decoder)
         self._graphs = self._make_graphs()
         self._launched: dict[int, Launched] = {}  # of GPU batches whose step was launched as a whole
         self._issue = {
-            TaskKind.LOAD_WEIGHTS: lambda t: self._stages[t.unit].loaded.weights.load(self._units[t.unit].weights),
-            TaskKind.FREE_WEIGHTS: lambda t: self._stages[t.unit].free_weights(self._units[t.unit].weights),
+            TaskKind.LOAD_WEIGHTS: lambda t: self._stages[t.unit].loaded.weights.load(self._group(t)),
+            TaskKind.FREE_WEIGHTS: lambda t: self._stages[t.unit].free_weights(self._group(t)),
             TaskKind.LOAD_CACHE: lambda t: self._stages[t.unit].caches.load(self._layer[t.unit], t.batch),
             TaskKind.STORE_CACHE: lambda t: self._stages[t.unit].caches.store(self._layer[t.unit], t.batch),
             TaskKind.LOAD_HIDDEN: lambda t: self._stages[t.unit].load_hidden(self._gpu_batches[t.batch]),
@@ -138,7 +140,10 @@ class Executor:
                 finished: list[Sequence] = []
                 with self._all_stages[tick.stage].loaded.computing():
                     self._do((*tick.stores, *tick.loads))
-                    if tick.compute is not None:
+                    if tick.compute is not None and tick.compute.experts:
+                        self._experts(tick.compute)
+                        clock = self._count(self._mixture.prompt_share, clock)
+                    elif tick.compute is not None:
                         gpu_batch = self._gpu_batches[tick.compute.batch]
                         # Decode rows and prompts go through a tick together: its time is divided by their tokens.
                         prompts = gpu_batch.prompt_share
@@ -147,15 +152,35 @@ class Executor:
                         self._do(tick.passes)
                         if gpu_batch.fresh:
                             self._on_prompts(gpu_batch, self._units[tick.compute.unit])
-                        now = time.perf_counter()
-                        self.prefill_seconds += prompts * (now - clock)
-                        self.decode_seconds += (1 - prompts) * (now - clock)
-                        clock = now
+                        clock = self._count(prompts, clock)
                     for task in tick.frees:
                         self._issue[task.kind](task)
                 if finished:
                     return finished
         return []
+
+    def _count(self, prompts: float, since: float) -> float:
+        """The time now; what has passed `since` belongs to prompts and decode rows by their share of the tokens."""
+        now = time.perf_counter()
+        self.prefill_seconds += prompts * (now - since)
+        self.decode_seconds += (1 - prompts) * (now - since)
+        return now
+
+    def chosen(self, step: int, unit: UnitSpec) -> list[int]:
+        """The experts of `unit` that the tokens of `step` chose, once all its GPU batches have been routed."""
+        return self._mixture.chosen()
+
+    def _group(self, task: Task) -> str:
+        """The weight group that a task loads or frees."""
+        unit = self._units[task.unit]
+        return unit.experts[task.experts[0]] if task.experts else unit.weights
+
+    def _experts(self, task: Task) -> None:
+        unit, stage = self._units[task.unit], self._stages[task.unit]
+        for expert in task.experts:
+            weights = stage.loaded.weights.get(unit.experts[expert])
+            with self._trace.record(task, unit, self._mixture.prompt_share, f" expert {expert}", stage.number):
+                self._mixture.compute(expert, weights)
 
     def _do(self, tasks: Iterable[Task]) -> None:
         for task in tasks:
@@ -191,7 +216,7 @@ class Executor:
         device, first = self._gpu_batches[0].device, self._all_stages[0]
         moves = first.loaded.weights.streamed or first.caches.moves or first.hidden.moves
         can = recordable(
-            moves=bool(len(self._all_stages) > 1 or moves),
+            moves=bool(len(self._all_stages) > 1 or moves or self._decoder.spec.arch.experts),
             elsewhere=any(place.type != device.type for place in self._maker.devices.values()),
             rolling=self._rolling,
         )
@@ -230,6 +255,7 @@ class Executor:
             stage.enter(gpu_batch)
         else:
             stage.hidden.wait(gpu_batch)
+            self._mixture.finish(gpu_batch)
         cache = None
         if unit.kind == "attn":
             cache = stage.caches.wait(self._layer[task.unit], gpu_batch.index)
@@ -238,6 +264,8 @@ class Executor:
                 self._embed(gpu_batch, weights, *gpu_batch.inputs())
             elif cache is not None:
                 self._attend(self._layer[task.unit], gpu_batch, weights, cache, task)
+            elif unit.experts:
+                self._mixture.route(gpu_batch, weights)
             elif unit.kind == "mlp":
                 self._mlp(gpu_batch, weights)
             else:

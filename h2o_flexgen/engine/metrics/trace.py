@@ -102,5 +102,6 @@ class Trace:
                 key = f"{phase}.{timed.unit.kind}"
                 self._seconds[key] = self._seconds.get(key, 0.0) + share * (end - start)
         if self.enabled:
-            task = f"{timed.unit.name}{timed.what} step {timed.task.step} batch {timed.task.batch}"
+            batch = "" if timed.task.experts else f" batch {timed.task.batch}"
+            task = f"{timed.unit.name}{timed.what} step {timed.task.step}{batch}"
             self.add(task, start, end, on_stage("compute", timed.stage))

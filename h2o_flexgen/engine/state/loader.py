@@ -31,7 +31,7 @@ from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Tier, Tiers, another_gpu, make_tiers
 from h2o_flexgen.memory.transfers import TraceCallback
 from h2o_flexgen.schedule.timeline import on_stage
-from h2o_flexgen.schedule.weight_room import streamed_sizes, weight_room
+from h2o_flexgen.schedule.weight_room import expert_bytes, streamed_sizes, weight_room
 
 Progress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all)"""
@@ -152,7 +152,9 @@ def load(
                 copies.watch((extent.path for extent in unit.extents), ours=unit.checksum is not None)
             groups = {key: location.tier for key, location in own.items()}
             streamed = streamed_sizes(plan.request.spec, groups, plan.request.dtype, each.compute.name)
-            weights = WeightStore(own, each, copies, weight_room(streamed, plan.policy.lookahead), config.verify)
+            experts = expert_bytes(plan.request.spec, groups, plan.request.dtype, each.compute.name)
+            room = weight_room(streamed, plan.policy.lookahead, experts)
+            weights = WeightStore(own, each, copies, room, config.verify)
             stack.callback(weights.close)
             stages.append(LoadedStage(units, each, copies, weights))
         # The copy threads stop before the buffers they write to go.
@@ -174,7 +176,9 @@ class _Loading:
         self._groups, units = plan.request.spec.weight_groups, plan.request.spec.units
         self.stages = plan.request.stages
         # The weight groups that each stage uses; those of tied embeddings are at both ends.
-        self._keys = [{units[unit].weights for unit in stage} for stage in self.stages]
+        self._keys = [
+            {key for unit in stage for key in (units[unit].weights, *units[unit].experts)} for stage in self.stages
+        ]
 
     def open_tiers(
         self, config: EngineConfig, devices: SequenceOf[torch.device], pins: PinnedPool | None, stack: ExitStack

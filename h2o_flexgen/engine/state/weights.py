@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -44,7 +45,8 @@ class WeightStore:
         room: WeightRoom,
         verify: str = "first",
     ) -> None:
-        """`room`: of all groups whose locations are not on the compute tier, in the order of their use."""
+        """`room`: of all groups whose locations are not on the compute tier, in the order of their use, and of those of
+        experts, which take any free one of its places."""
         self._locations, self._tiers, self._copies = dict(locations), tiers, copies
         compute = tiers.compute.name
         self.streamed = frozenset(key for key, location in locations.items() if location.tier != compute)
@@ -53,10 +55,14 @@ class WeightStore:
             for key, location in locations.items()
             if location.tier == compute and location.buffer is not None
         }
-        for place in room.cycle:
-            if locations[place.key].layout.nbytes > place.nbytes:
-                raise RuntimeError(f"{place.key} takes more than the {place.nbytes} bytes that were planned")
-        self._cycle, self._first = room.cycle, {key: room.first(key) for key in self.streamed}
+        planned = {key: room.experts for key in self.streamed} | {place.key: place.nbytes for place in room.cycle}
+        for key, nbytes in planned.items():
+            if locations[key].layout.nbytes > nbytes:
+                raise RuntimeError(f"{key} takes more than the {nbytes} bytes that were planned")
+        self._cycle = room.cycle
+        self._first = {place.key: room.first(place.key) for place in room.cycle}
+        self._places = (*room.cycle, *room.slots)
+        self._free = deque(range(len(room.cycle), len(self._places)))  # places that no expert is in
         self._buffer = tiers.compute.allocate(room.nbytes, "weight buffers") if self.streamed else None
         staged = compute != "cpu" and any(locations[key].tier == "disk" for key in self.streamed)
         self._staging = tiers.cpu.allocate(room.nbytes, "staging buffers", Pin.FIRST) if staged else None
@@ -72,13 +78,13 @@ class WeightStore:
     def load(self, key: str) -> None:
         """Starts bringing a streamed group to the compute tier."""
         index, location = self._take(key), self._locations[key]
-        target, up = self._at(self._buffer, index), f"{location.tier}->{self._tiers.compute.name}"
+        target, up = self._at(self._buffer, key, index), f"{location.tier}->{self._tiers.compute.name}"
         if location.unit is None:
             ticket = self._copies.copy(target, _data(location), up)
         elif self._staging is None:
             ticket = self._read(key, location.unit, target)
         else:
-            staging = self._at(self._staging, index)
+            staging = self._at(self._staging, key, index)
             read = self._read(key, location.unit, staging, self._left(index))
             ticket = self._copies.copy(target, staging, f"cpu->{self._tiers.compute.name}", after=read)
             self._staged.pop(index, None)  # so that it comes last
@@ -86,25 +92,28 @@ class WeightStore:
         self._loading[key] = (index, ticket)
 
     def _take(self, key: str) -> int:
-        """The index of the next place, which is for `key`; where nothing is there, a pass may begin anywhere."""
-        index = self._next if self._loading else self._first[key]
+        """The index of the next place, which is for `key`; where nothing is there, a pass may begin anywhere. Of an
+        expert that of a free place."""
+        if key not in self._first:
+            return self._free.popleft()
+        index = self._next if any(index < len(self._cycle) for index, _ in self._loading.values()) else self._first[key]
         if self._cycle[index].key != key:
             raise RuntimeError(f"{key} is loaded where {self._cycle[index].key} was to be")
         self._next = (index + 1) % len(self._cycle)
         return index
 
-    def _at(self, buffer: Buffer | None, index: int) -> Tensor:
-        """The bytes of the group of a place."""
+    def _at(self, buffer: Buffer | None, key: str, index: int) -> Tensor:
+        """The bytes of the group `key` in a place."""
         if buffer is None:
             raise RuntimeError("no weight group streams")
-        place = self._cycle[index]
-        return buffer.tensor[place.start : place.start + self._locations[place.key].layout.nbytes]
+        start = self._places[index].start
+        return buffer.tensor[start : start + self._locations[key].layout.nbytes]
 
     def _left(self, index: int) -> Ticket | None:
         """The last copy out of any of a place's bytes of the staging buffer. Those before it have ended when it has."""
-        place = self._cycle[index]
+        place = self._places[index]
         tickets = reversed(self._staged.items())
-        return next((ticket for other, ticket in tickets if self._cycle[other].overlaps(place)), None)
+        return next((ticket for other, ticket in tickets if self._places[other].overlaps(place)), None)
 
     def _read(self, key: str, unit: PackedUnit, target: Tensor, after: Ticket | None = None) -> Ticket:
         """A disk read; unless told otherwise those of a packed group are checked until one was found to be good."""
@@ -124,8 +133,10 @@ class WeightStore:
             # Not before: of a load that failed, or was never waited for, nothing is known. What a GPU is given has
             # been read and checked when the wait ends, even if it is still being copied.
             self._verified.add(key)
+        if key not in self._first:
+            return bind(views(self._locations[key].layout, self._at(self._buffer, key, index)))
         if index not in self._bound:
-            self._bound[index] = bind(views(self._locations[key].layout, self._at(self._buffer, index)))
+            self._bound[index] = bind(views(self._locations[key].layout, self._at(self._buffer, key, index)))
         return self._bound[index]
 
     def _distrust(self, key: str, error: StorageError) -> StorageError:
@@ -140,6 +151,8 @@ class WeightStore:
     def free(self, key: str) -> None:
         """Gives a streamed group's place back. Waits for a load that was never used, whether it fails or not."""
         index, ticket = self._loading.pop(key)
+        if key not in self._first:
+            self._free.append(index)
         try:
             ticket.wait_on_device()
         except H2OFlexGenError:
@@ -147,6 +160,7 @@ class WeightStore:
 
     def reset(self) -> None:
         """Forgets loads that an interrupted block left behind. No copy may be under way."""
+        self._free.extend(index for key, (index, _) in self._loading.items() if key not in self._first)
         self._loading.clear()
         self._staged.clear()
 

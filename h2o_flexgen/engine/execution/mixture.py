@@ -1,0 +1,73 @@
+"""The tokens of a pass on their way through the experts of a layer, all GPU batches together."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
+from h2o_flexgen.models.decoder import Decoder, Routed, Weights
+
+
+class Mixture:
+    """Collects what routers say of GPU batches, sorts their tokens by expert, and has results ready for each batch.
+
+    A token's result does not depend on its neighbours: none is dropped, and it gets its experts' in their order.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._parts: list[tuple[GpuBatch, Routed]] = []
+        self._routed: Routed | None = None
+        self._places: dict[int, tuple[Tensor, Tensor]] = {}
+        self._pending: dict[int, Tensor] = {}
+        self._most = 1  # tokens that go through an expert at once
+        self.prompt_share = 0.0
+        """How much of the tokens under way is prompts."""
+
+    def route(self, gpu_batch: GpuBatch, w: Weights) -> None:
+        """Routes the tokens of a GPU batch, whose hidden states stay as they are until `finish`."""
+        self._routed, self._most = None, gpu_batch.chunk
+        for part in gpu_batch.take_hidden().split(gpu_batch.chunk):
+            self._parts.append((gpu_batch, self._decoder.route(w, part)))
+
+    def chosen(self) -> list[int]:
+        """The experts that any token of the pass chose, ascending."""
+        parts = [routed for _, routed in self._parts]
+        whole = parts[0] if len(parts) == 1 else Routed(*(torch.cat(each) for each in zip(*parts, strict=True)))
+        tokens = Counter[int]()
+        for gpu_batch, routed in self._parts:
+            tokens[gpu_batch.index] += len(routed.x)
+        outs = whole.out.split(list(tokens.values()))
+        self._pending = dict(zip(tokens, outs, strict=True))
+        prompts = {gpu_batch.index: gpu_batch.prompt_share for gpu_batch, _ in self._parts}
+        self.prompt_share = sum(tokens[index] * share for index, share in prompts.items()) / len(whole.x)
+        self._parts.clear()
+        self._routed, self._places = whole, _by_expert(whole)
+        return list(self._places)
+
+    def compute(self, expert: int, w: Weights) -> None:
+        """One expert's results, for the tokens of all GPU batches."""
+        if self._routed is None:
+            raise RuntimeError("no tokens have been routed")
+        tokens, shares = self._places.pop(expert)
+        for part in zip(tokens.split(self._most), shares.split(self._most), strict=True):
+            self._decoder.add_expert(w, self._routed, *part)
+
+    def finish(self, gpu_batch: GpuBatch) -> None:
+        """Adds to the GPU batch's hidden states what its experts have made, if that is still to be done."""
+        out = self._pending.pop(gpu_batch.index, None)
+        if out is not None:
+            self._routed = None
+            self._decoder.add_mixture(gpu_batch.take_hidden(), out)
+
+
+def _by_expert(routed: Routed) -> dict[int, tuple[Tensor, Tensor]]:
+    """For each chosen expert, ascending, the tokens that chose it, ascending, and its shares of them."""
+    active = routed.experts.shape[1]
+    experts, order = routed.experts.flatten().sort(stable=True)
+    numbers, counts = (each.tolist() for each in experts.unique_consecutive(return_counts=True))
+    tokens, shares = order // active, routed.shares.flatten()[order].to(routed.x.dtype)
+    return dict(zip(numbers, zip(tokens.split(counts), shares.split(counts), strict=True), strict=True))

@@ -1,0 +1,56 @@
+"""Granite 3 with experts (transformers' model_type "granitemoe"): four multipliers, and experts fused on the hub too.
+
+No torch. IBM Granite Team, "Granite 3.0 Language Models", 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.llama_like import Defaults, read_spec
+from h2o_flexgen.models.mixture import EXPERTS, mixture_names, read_experts
+from h2o_flexgen.models.stored import Names
+
+DEFAULTS = Defaults(
+    vocab_size=32000,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    max_position_embeddings=2048,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+_MOE = "block_sparse_moe"
+_OLD = {"gate_up": f"{_MOE}.input_linear.weight", "down": f"{_MOE}.output_linear.weight"}
+_NEW = {"gate_up": f"{_MOE}.experts.gate_up_proj", "down": f"{_MOE}.experts.down_proj"}
+
+
+def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """The ModelSpec of a config.json; keys that are absent have GraniteMoeConfig's defaults. Raises ModelError."""
+    read = ConfigReader(config, name)
+    spec, bias = read_spec(read, name, "granitemoe", DEFAULTS), read.flag("attention_bias", False)
+    arch = replace(
+        spec.arch,
+        qkv_bias=bias,
+        output_bias=bias,
+        attention_scale=read.number("attention_multiplier", 1.0),
+        embed_scale=read.number("embedding_multiplier", 1.0),
+        residual_scale=read.number("residual_multiplier", 1.0),
+        logit_scale=1 / read.number("logits_scaling", 1.0),
+        experts=read_experts(read, 8, 2, spec.ffn_size, router="chosen"),
+    )
+    return replace(spec, arch=arch)
+
+
+def checkpoint_names(spec: ModelSpec) -> Names:
+    """For every canonical tensor where a checkpoint may keep it, the usual place first."""
+    parts = {part: name for part, name in EXPERTS.items() if ".experts." not in part}
+    old = mixture_names(spec, {**parts, "mlp.router": f"{_MOE}.router.layer"}, _OLD)
+    new = mixture_names(spec, {**parts, "mlp.router": f"{_MOE}.router"}, _NEW)
+    return {name: tuple(dict.fromkeys((*places, *new[name]))) for name, places in old.items()}

@@ -1,0 +1,80 @@
+"""What families with mixtures of experts share: the fields of their config.json, and where checkpoints keep experts.
+
+No torch. On the hub each expert has tensors of its own; transformers 5 keeps those of a layer in one tensor of three
+dimensions, gate and up one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from h2o_flexgen.config.model.arch import ExpertSpec
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.llama_like import PARTS, plain_names
+from h2o_flexgen.models.stored import Names, Stored
+
+EXPERTS = {
+    **PARTS,
+    "mlp.router": "mlp.gate",
+    "mlp.experts.up": "mlp.experts.{}.up_proj",
+    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
+    "mlp.experts.down": "mlp.experts.{}.down_proj",
+}
+"""The parts of a layer, as most checkpoints call them; {} stands for the number of an expert."""
+
+FUSED = {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}
+"""What transformers 5 calls the tensors of all experts of a layer."""
+
+
+def read_experts(read: ConfigReader, count: int, active: int, ffn_size: int, **switches: Any) -> ExpertSpec:
+    """The experts of a config.json whose family has `count` by default, of which tokens choose `active`. ModelError.
+
+    The count has either of two names.
+    """
+    key = "num_local_experts" if "num_local_experts" in read else "num_experts"
+    made = ExpertSpec(read.whole(key, count), read.whole("num_experts_per_tok", active), ffn_size, **switches)
+    if made.active > made.count:
+        raise read.error("num_experts_per_tok", f"at most {key}, {made.count}")
+    return made
+
+
+def dense_layers(read: ConfigReader, layers: int) -> tuple[int, ...]:
+    """The layers without experts in the Qwen families: `mlp_only_layers`, and all but every `decoder_sparse_step`th."""
+    listed = read.token_ids("mlp_only_layers", None)
+    step = read.whole("decoder_sparse_step", 1)
+    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+
+
+def mixture_names(spec: ModelSpec, parts: Mapping[str, str], fused: Mapping[str, str]) -> Names:
+    """Where a checkpoint may keep every canonical tensor, experts one by one where `parts` names them so.
+
+    fused   what the tensors of all experts of a layer together are called: "gate_up" (experts, 2 x ffn, hidden), "down"
+            (experts, hidden, ffn)
+    """
+    names: Names = {**plain_names(spec, parts)}
+    experts = spec.arch.experts
+    if experts is None:
+        return names
+    ffn, hidden = experts.ffn_size, spec.hidden_size
+    kept = {
+        "gate": ("gate_up", 0, ffn, (experts.count, 2 * ffn, hidden)),
+        "up": ("gate_up", ffn, 2 * ffn, (experts.count, 2 * ffn, hidden)),
+        "down": ("down", 0, hidden, (experts.count, hidden, ffn)),
+    }
+    for name in (name for name in names if ".experts." in name):
+        _, layer, _, _, number, part, _ = name.split(".")
+        whole, first, last, shape = kept[part]
+        start = int(number) * shape[1]
+        places = tuple(
+            Stored(
+                f"{prefix}layers.{layer}.{fused[whole]}",
+                ((start + first, start + last),),
+                shape[0] * shape[1],
+                shape,
+            )
+            for prefix in ("model.", "")
+        )
+        names[name] = (*names[name], *places)
+    return names

@@ -1,0 +1,44 @@
+"""OLMoE-1B-7B (transformers' model_type "olmoe"): 64 small experts, eight for each token; q and k normed as a whole.
+
+No torch. Muennighoff et al., "OLMoE: Open Mixture-of-Experts Language Models", arXiv 2409.02060.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.llama_like import Defaults, read_spec
+from h2o_flexgen.models.mixture import EXPERTS, FUSED, mixture_names, read_experts
+from h2o_flexgen.models.stored import Names
+
+DEFAULTS = Defaults(
+    vocab_size=50304,
+    hidden_size=2048,
+    intermediate_size=2048,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+    eos_token_id=50279,
+    pad_token_id=1,
+)
+UNDONE = ("clip_qkv", "sliding_window")
+
+
+def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """The ModelSpec of a config.json; keys that are absent have OlmoeConfig's defaults. Raises ModelError."""
+    read = ConfigReader(config, name)
+    read.refuse(UNDONE)
+    spec, bias = read_spec(read, name, "olmoe", DEFAULTS), read.flag("attention_bias", False)
+    experts = read_experts(read, 64, 8, spec.ffn_size, normalised=read.flag("norm_topk_prob", False))
+    arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, qk_norm=True, qk_norm_joint=True, experts=experts)
+    return replace(spec, arch=arch)
+
+
+def checkpoint_names(spec: ModelSpec) -> Names:
+    """For every canonical tensor where a checkpoint may keep it, the usual place first."""
+    return mixture_names(spec, EXPERTS, FUSED)

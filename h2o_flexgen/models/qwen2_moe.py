@@ -1,0 +1,61 @@
+"""Qwen1.5-MoE and Qwen2-57B-A14B (transformers' model_type "qwen2_moe"): Qwen2 with experts, one for all tokens.
+
+No torch. Yang et al., "Qwen2 Technical Report", arXiv 2407.10671.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.llama_like import PARTS, Defaults, by_layer, read_spec
+from h2o_flexgen.models.mixture import EXPERTS, FUSED, dense_layers, mixture_names, read_experts
+from h2o_flexgen.models.stored import Names
+
+DEFAULTS = Defaults(
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    max_position_embeddings=32768,
+)
+
+_SHARED = {
+    "mlp.up": "mlp.shared_expert.up_proj",
+    "mlp.gate": "mlp.shared_expert.gate_proj",
+    "mlp.down": "mlp.shared_expert.down_proj",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+}
+
+
+def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """The ModelSpec of a config.json; keys that are absent have Qwen2MoeConfig's defaults. Raises ModelError."""
+    read = ConfigReader(config, name)
+    spec = read_spec(read, name, "qwen2_moe", DEFAULTS)
+    experts = read_experts(
+        read,
+        60,
+        4,
+        read.whole("moe_intermediate_size", 1408),
+        normalised=read.flag("norm_topk_prob", False),
+        shared_size=read.whole("shared_expert_intermediate_size", 5632),
+        dense=dense_layers(read, spec.num_layers),
+    )
+    arch = replace(spec.arch, qkv_bias=read.flag("qkv_bias", True), experts=experts)
+    window = read.whole_or_null("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
+    first = read.count("max_window_layers", 28)
+    windowed = [window is not None and layer < first and layer % 2 == 0 for layer in range(spec.num_layers)]
+    return replace(spec, arch=by_layer(arch, read, window, windowed))
+
+
+def checkpoint_names(spec: ModelSpec) -> Names:
+    """For every canonical tensor where a checkpoint may keep it, the usual place first."""
+    shared = {**EXPERTS, **_SHARED}
+    names, plain = (mixture_names(spec, parts, FUSED) for parts in (shared, {**shared, **PARTS}))
+    dense = {f"layers.{layer}." for layer in range(spec.num_layers) if spec.arch.experts_of(layer) is None}
+    return {name: plain[name] if name.startswith(tuple(dense)) else places for name, places in names.items()}

@@ -1,0 +1,48 @@
+"""Qwen3-30B-A3B and 235B-A22B (transformers' model_type "qwen3_moe"): Qwen3 with 128 experts, eight for each token.
+
+No torch. Yang et al., "Qwen3 Technical Report", arXiv 2505.09388.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.llama_like import Defaults, everywhere, read_spec
+from h2o_flexgen.models.mixture import EXPERTS, FUSED, dense_layers, mixture_names, read_experts
+from h2o_flexgen.models.stored import Names
+
+DEFAULTS = Defaults(
+    vocab_size=151936,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=24,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    max_position_embeddings=32768,
+)
+
+
+def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """The ModelSpec of a config.json; keys that are absent have Qwen3MoeConfig's defaults. Raises ModelError."""
+    read = ConfigReader(config, name)
+    spec, bias = read_spec(read, name, "qwen3_moe", DEFAULTS), read.flag("attention_bias", False)
+    experts = read_experts(
+        read,
+        128,
+        8,
+        read.whole("moe_intermediate_size", 768),
+        normalised=read.flag("norm_topk_prob", False),
+        dense=dense_layers(read, spec.num_layers),
+    )
+    arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, qk_norm=True, experts=experts)
+    window = read.whole_or_null("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
+    return replace(spec, arch=everywhere(arch, read, window, spec.num_layers))
+
+
+def checkpoint_names(spec: ModelSpec) -> Names:
+    """For every canonical tensor where a checkpoint may keep it, the usual place first."""
+    return mixture_names(spec, EXPERTS, FUSED)
