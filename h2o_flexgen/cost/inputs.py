@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple, Self
 
 from h2o_flexgen.config.hardware.profile import HardwareProfile
-from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.config.model.tensors import PAGE, dtype_bytes, round_up
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import Placement

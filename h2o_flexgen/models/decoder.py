@@ -10,7 +10,7 @@ read, and columns [H:] what the attention half has added to it so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, rms_norm
+from h2o_flexgen.kernels.experts import PLACE, Choices, ExpertPlace, Gate, add_experts
 from h2o_flexgen.kernels.packed import PackedWeight, look_up
 from h2o_flexgen.models.rotary import Rotary
 
@@ -48,6 +49,8 @@ class Routed(NamedTuple):
     out: Tensor
 
 
+_GPT_OSS_SLOPE = 1.702
+"""Of the sigmoid in gpt-oss's gates: `clamped` in native/rows.c has it as well."""
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("up", "gate")}
 """Projections of the same input that one GEMM can do, in the order of their tensors in a unit's buffer."""
 
@@ -68,6 +71,8 @@ def bind(views: Weights) -> dict[str, Any]:
                 bound[f"{fused}.{kind}"] = first.as_strided((rows, *first.shape[1:]), first.stride())
         if f"{names[0]}.bias" in bound and f"{fused}.bias" not in bound:
             bound.pop(f"{fused}.weight", None)
+    if any(".experts." in name for name in views):
+        bound[PLACE] = ExpertPlace.of(bound)
     return bound
 
 
@@ -101,6 +106,7 @@ class Decoder:
         self._joint, self._residual_scale, self._logit_scale = arch.qk_norm_joint, arch.residual_scale, arch.logit_scale
         self._feed_forward = self._gated if arch.gated_mlp else self._plain
         self._mixture = arch.experts
+        self._gate = Gate(arch.activation, arch.experts.clamp if arch.experts else None)
         self._position_offset = arch.position_offset
         self._embed_scale = arch.embed_scale
         self._head_name = "embed.tokens" if arch.tied_head else "head.vocab"
@@ -155,7 +161,7 @@ class Decoder:
         self._after_mlp(w, hidden, lambda onto: self._feed_forward(w, self._before(w, hidden), onto))
 
     def route(self, w: Weights, hidden: Tensor) -> Routed:
-        """The MLP half of a layer with experts up to these: `add_expert` and `add_mixture` do the rest. Leaves hidden
+        """The MLP half of a layer with experts up to these: `add_experts` and `add_mixture` do the rest. Leaves hidden
         (T, hidden_width) as it is."""
         x, mixture = self._before(w, hidden), self._mixture
         if mixture is None:
@@ -167,11 +173,11 @@ class Decoder:
         shared = self._feed_forward(w, x, None)
         return Routed(x, experts, shares, shared.mul_(torch.sigmoid(linear(x, w["shared_gate.weight"]))))
 
-    def add_expert(self, w: Weights, routed: Routed, tokens: Tensor, shares: Tensor) -> None:
-        """One expert's part of `routed.out`: for `tokens` (n,) int64, with `shares` (n,) of its results."""
-        x = routed.x.index_select(0, tokens)
-        y = self._feed_forward(w, x, None)
-        routed.out.index_add_(0, tokens, y.mul_(shares.unsqueeze(1)))
+    def add_experts(
+        self, routed: Routed, choices: Choices, experts: range, weights: Sequence[Weights], most: int
+    ) -> None:
+        """The part that `experts`, places in `choices`, have in `routed.out`, at most `most` tokens at a time."""
+        add_experts(routed.x, routed.out, choices, experts, weights, self._gate, most, self._expert)
 
     def add_mixture(self, hidden: Tensor, out: Tensor) -> None:
         """Ends the MLP half of a layer with experts: adds what they made to hidden (T, hidden_width), in place."""
@@ -276,6 +282,14 @@ class Decoder:
         up = linear(x, w["up.weight"], w.get("up.bias"), relu=self._relu)
         up = up if self._relu else ACTIVATIONS[self._activation](up)
         return linear(up, w["down.weight"], w.get("down.bias"), onto=onto)
+
+    def _expert(self, w: Weights, x: Tensor) -> Tensor:
+        """x (T, H) -> (T, H): one expert."""
+        if self._gate.clamp is None:
+            return self._gated(w, x, None)
+        gate, up = linear(x, w["gate_up.weight"], w["gate_up.bias"]).unflatten(1, (-1, 2)).unbind(2)
+        gate, up = gate.clamp(max=self._gate.clamp), up.clamp(-self._gate.clamp, self._gate.clamp)
+        return linear((up + 1) * gate * torch.sigmoid(gate * _GPT_OSS_SLOPE), w["down.weight"], w["down.bias"])
 
     def _gated(self, w: Weights, x: Tensor, onto: Tensor | None) -> Tensor:
         if "gate_up.weight" in w:

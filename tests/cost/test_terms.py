@@ -282,7 +282,7 @@ def test_products_are_the_matrices_of_a_model(name: str) -> None:
             if len(tensor.shape) == 2 and tensor.name not in tables:
                 matrices[tensor.name.split(".")[2] if tensor.name.startswith("layers") else "outer"] += tensor.numel
     calls = {kind: spec.product_calls(kind, 10**4) for kind in ("embed", "attn", "mlp", "head")}  # all experts
-        priced = {kind: round(sum(t * a * b for (a, b), _, t in each)) for kind, each in calls.items()}
+    priced = {kind: round(sum(t * a * b for (a, b), _, t in each)) for kind, each in calls.items()}
     tied = spec.vocab_size * spec.embed_dim if spec.arch.tied_head else 0
     assert matrices["attn"] == spec.num_layers * priced["attn"]
     assert matrices["mlp"] == spec.num_layers * priced["mlp"]

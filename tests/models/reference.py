@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from h2o_flexgen.kernels.experts import Choices
 from h2o_flexgen.models.decoder import Decoder, bind
 from h2o_flexgen.models.families import checkpoint_names, spec_from_config
 from h2o_flexgen.models.stored import Stored
@@ -75,10 +76,10 @@ class Reference:
             decoder.mlp(w, hidden)
             return
         routed = decoder.route(w, hidden)
-        for number, key in enumerate(unit.experts):
-            tokens, places = (routed.experts == number).nonzero(as_tuple=True)
-            shares = routed.shares[tokens, places].to(hidden.dtype)
-            decoder.add_expert(self.weights(key, fused), routed, tokens, shares)
+        choices = Choices.of(routed.experts, routed.shares)
+        for place, number in enumerate(choices.numbers):
+            w = self.weights(unit.experts[number], fused)
+            decoder.add_experts(routed, choices, range(place, place + 1), [w], most=2)
         decoder.add_mixture(hidden, routed.out)
 
     def _tensor(self, canonical: str) -> Tensor:

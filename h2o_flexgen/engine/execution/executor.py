@@ -177,10 +177,10 @@ class Executor:
 
     def _experts(self, task: Task) -> None:
         unit, stage = self._units[task.unit], self._stages[task.unit]
-        for expert in task.experts:
-            weights = stage.loaded.weights.get(unit.experts[expert])
-            with self._trace.record(task, unit, self._mixture.prompt_share, f" expert {expert}", stage.number):
-                self._mixture.compute(expert, weights)
+        weights = [stage.loaded.weights.get(unit.experts[expert]) for expert in task.experts]
+        what = f" experts {task.experts[0]} to {task.experts[-1]}"
+        with self._trace.record(task, unit, self._mixture.prompt_share, what, stage.number):
+            self._mixture.compute(task.experts, weights)
 
     def _do(self, tasks: Iterable[Task]) -> None:
         for task in tasks:

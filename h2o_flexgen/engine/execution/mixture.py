@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
+from h2o_flexgen.kernels.experts import Choices
 from h2o_flexgen.models.decoder import Decoder, Routed, Weights
 
 
@@ -21,7 +23,7 @@ class Mixture:
         self._decoder = decoder
         self._parts: list[tuple[GpuBatch, Routed]] = []
         self._routed: Routed | None = None
-        self._places: dict[int, tuple[Tensor, Tensor]] = {}
+        self._choices = Choices(torch.empty(0), torch.empty(0), [], [])
         self._pending: dict[int, Tensor] = {}
         self._most = 1  # tokens that go through an expert at once
         self.prompt_share = 0.0
@@ -45,16 +47,16 @@ class Mixture:
         prompts = {gpu_batch.index: gpu_batch.prompt_share for gpu_batch, _ in self._parts}
         self.prompt_share = sum(tokens[index] * share for index, share in prompts.items()) / len(whole.x)
         self._parts.clear()
-        self._routed, self._places = whole, _by_expert(whole)
-        return list(self._places)
+        self._routed, self._choices = whole, Choices.of(whole.experts, whole.shares)
+        return self._choices.numbers
 
-    def compute(self, expert: int, w: Weights) -> None:
-        """One expert's results, for the tokens of all GPU batches."""
+    def compute(self, experts: Sequence[int], weights: Sequence[Weights]) -> None:
+        """The results of some experts that follow one another among those chosen, for the tokens of all GPU batches."""
         if self._routed is None:
             raise RuntimeError("no tokens have been routed")
-        tokens, shares = self._places.pop(expert)
-        for part in zip(tokens.split(self._most), shares.split(self._most), strict=True):
-            self._decoder.add_expert(w, self._routed, *part)
+        first = self._choices.numbers.index(experts[0])
+        places = range(first, first + len(experts))
+        self._decoder.add_experts(self._routed, self._choices, places, weights, self._most)
 
     def finish(self, gpu_batch: GpuBatch) -> None:
         """Adds to the GPU batch's hidden states what its experts have made, if that is still to be done."""
@@ -62,12 +64,3 @@ class Mixture:
         if out is not None:
             self._routed = None
             self._decoder.add_mixture(gpu_batch.take_hidden(), out)
-
-
-def _by_expert(routed: Routed) -> dict[int, tuple[Tensor, Tensor]]:
-    """For each chosen expert, ascending, the tokens that chose it, ascending, and its shares of them."""
-    active = routed.experts.shape[1]
-    experts, order = routed.experts.flatten().sort(stable=True)
-    numbers, counts = (each.tolist() for each in experts.unique_consecutive(return_counts=True))
-    tokens, shares = order // active, routed.shares.flatten()[order].to(routed.x.dtype)
-    return dict(zip(numbers, zip(tokens.split(counts), shares.split(counts), strict=True), strict=True))

@@ -17,7 +17,7 @@ typedef struct Rows {
     bf16 *y;
     long rows, n, x_stride, y_stride; /* elements from row to row */
     const bf16 *weight, *bias;        /* of norms, (n) or NULL */
-    float eps, offset;
+    float eps, offset;            /* of norms; of a clamped gate: what clamps it, as eps */
     int tanh_gelu; /* of a gate: which activation */
     long turn;     /* rows taken at a time */
     int64_t next;  /* row that no thread has taken */
@@ -105,5 +105,28 @@ static void gate(const Rows *p, const bf16 *x, bf16 *y) {
 /* values = activation(values) * up, both (rows, n), `stride` and `up_stride` elements from row to row. */
 void gate_up(bf16 *values, const bf16 *up, long rows, long n, long stride, long up_stride, int tanh_gelu, int threads) {
     Rows all = {gate, up, values, rows, n, up_stride, stride, NULL, NULL, 0, 0, tanh_gelu, 0, 0};
+    run(&all, threads);
+}
+
+/* gpt-oss: y has gate and up in turns; the first half of its row becomes (up + 1) * gate / (1 + exp(-1.702 gate)), both
+   of them clamped, gates from above alone. */
+static void clamped(const Rows *p, const bf16 *x, bf16 *y) {
+    const __m512 limit = _mm512_set1_ps(p->eps), lowest = _mm512_set1_ps(-p->eps), one = _mm512_set1_ps(1.0f);
+    for (long i = 0; i < p->n; i += LANES) {
+        const long left = 2 * (p->n - i);
+        const __mmask32 mask = left >= 32 ? ~0u : (1u << left) - 1;
+        const __m512i pairs = _mm512_maskz_loadu_epi16(mask, x + 2 * i);
+        const __m512 gate = _mm512_min_ps(limit, _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)));
+        const __m512i upper = _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xFFFF0000));
+        const __m512 up = _mm512_max_ps(lowest, _mm512_min_ps(limit, _mm512_castsi512_ps(upper)));
+        const __m512 minus = _mm512_min_ps(_mm512_set1_ps(88.0f), _mm512_mul_ps(_mm512_set1_ps(-1.702f), gate));
+        const __m512 glu = _mm512_div_ps(gate, _mm512_add_ps(one, exp_of(minus)));
+        write(y, i, p->n, _mm512_mul_ps(_mm512_add_ps(up, one), glu));
+    }
+}
+
+/* values (rows, 2 n), `stride` elements from row to row: what becomes of each is in its first n numbers. */
+void clamped_gate(bf16 *values, long rows, long n, long stride, double limit, int threads) {
+    Rows all = {clamped, values, values, rows, n, stride, stride, NULL, NULL, (float)limit, 0, 0, 0, 0};
     run(&all, threads);
 }

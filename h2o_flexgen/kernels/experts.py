@@ -1,0 +1,132 @@
+"""Experts of a mixture for the tokens that chose them: in C for bfloat16 on a CPU, else expert by expert in torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.kernels.native import fields, function, library
+from h2o_flexgen.kernels.packed import PackedWeight
+
+_NATIVE = {"silu": False, "gelu_tanh": True}
+PLACE = "native"
+"""Where the weights of an expert keep what `ExpertPlace.of` made of them."""
+
+
+class _Matrix(ctypes.Structure):
+    """`Matrix` of native/experts.c."""
+
+    _fields_ = fields("P w bias packed")
+
+
+class ExpertPlace(ctypes.Structure):
+    """`Expert` of native/experts.c."""
+
+    _fields_ = [(name, _Matrix) for name in ("wide", "up", "gate", "down")]
+
+    @classmethod
+    def of(cls, w: Mapping[str, Any]) -> ExpertPlace | None:
+        """What the kernel is given of an expert's weights, which must outlive it; None where it cannot take them."""
+        place, held = cls(), []
+        wide = ("gate_up", "wide") if "gate_up.weight" in w else None
+        for part, name in (wide, ("down", "down")) if wide else (("up", "up"), ("gate", "gate"), ("down", "down")):
+            weight, bias = w[f"{part}.weight"], w.get(f"{part}.bias")
+            if bias is not None and not _fits(bias):
+                return None
+            matrix = getattr(place, name)
+            matrix.bias = None if bias is None else bias.data_ptr()
+            if not isinstance(weight, PackedWeight):
+                if not _fits(weight):
+                    return None
+                matrix.w = weight.data_ptr()
+                continue
+            if weight.place is None or weight.order is not None:
+                return None
+            matrix.packed = ctypes.addressof(weight.place)
+            held.append(weight)
+        place.held = held
+        return place
+
+
+def _fits(x: Tensor) -> bool:
+    return x.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous()
+
+
+class _ExpertTask(ctypes.Structure):
+    """`Task` of native/experts.c."""
+
+    _fields_ = fields(
+        "P x out tokens shares starts which",
+        "q count hidden ffn most tanh_gelu interleaved threads",
+        "d limit",
+    )
+
+
+class Choices(NamedTuple):
+    """Who chose which experts: `tokens` (n,) int64 and `shares` (n,) float32, those of expert `numbers[i]` from
+    `starts[i]` up to `starts[i + 1]`; numbers ascend, and so do the tokens of each."""
+
+    tokens: Tensor
+    shares: Tensor
+    numbers: list[int]
+    starts: list[int]
+
+    @classmethod
+    def of(cls, experts: Tensor, shares: Tensor) -> Choices:
+        """Of (T, k) experts that T tokens chose, int64, and their weights."""
+        chosen, order = experts.flatten().sort(stable=True)
+        numbers, counts = chosen.unique_consecutive(return_counts=True)
+        starts = [0, *counts.cumsum(0).tolist()]
+        return cls(order // experts.shape[1], shares.flatten()[order], numbers.tolist(), starts)
+
+
+class Gate(NamedTuple):
+    """What is between the two projections: an activation of the gate times up; with a `clamp` that of gpt-oss."""
+
+    activation: str
+    clamp: float | None = None
+
+
+def add_experts(
+    x: Tensor,
+    out: Tensor,
+    choices: Choices,
+    experts: range,
+    weights: Sequence[Mapping[str, Any]],
+    gate: Gate,
+    most: int,
+    feed_forward: Callable[[Mapping[str, Any], Tensor], Tensor],
+) -> None:
+    """Adds to `out` (T, H) what some experts make of their tokens' x (T, H), times their shares, expert by expert.
+
+    experts: places in `choices.numbers`, whose `weights` these are. most: tokens that go through one at once. In C the
+    sums of an expert are float32 up to the addition to `out`, which rounds; `feed_forward` (weights, (n, H)) is what
+    computes (n, H) elsewhere.
+    """
+    places = [place for place in (w.get(PLACE) for w in weights) if isinstance(place, ExpertPlace)]
+    if x.dtype is torch.bfloat16 and x.is_cpu and len(places) == len(weights) and _in_c(gate):
+        which = (ctypes.c_void_p * len(places))(*map(ctypes.addressof, places))
+        starts = torch.tensor(choices.starts[experts.start : experts.stop + 1])
+        hidden, ffn = weights[0]["down.weight"].shape
+        task = _ExpertTask(x=x.data_ptr(), out=out.data_ptr(), tokens=choices.tokens.data_ptr())
+        task.shares, task.starts = choices.shares.data_ptr(), starts.data_ptr()
+        task.which, task.count, task.threads = ctypes.addressof(which), len(places), torch.get_num_threads()
+        task.hidden, task.ffn, task.most = hidden, ffn, most
+        task.interleaved, task.tanh_gelu = gate.clamp is not None, _NATIVE.get(gate.activation, False)
+        task.limit = gate.clamp or 0.0
+        if function("experts", "P", "i")(ctypes.byref(task)):
+            raise MemoryError(f"no memory for what {len(places)} experts compute")
+        return
+    for place, w in zip(experts, weights, strict=True):
+        for start in range(choices.starts[place], choices.starts[place + 1], most):
+            span = slice(start, min(start + most, choices.starts[place + 1]))
+            tokens, shares = choices.tokens[span], choices.shares[span].to(x.dtype)
+            out.index_add_(0, tokens, feed_forward(w, x.index_select(0, tokens)).mul_(shares.unsqueeze(1)))
+
+
+def _in_c(gate: Gate) -> bool:
+    return library() is not None and (gate.clamp is not None or gate.activation in _NATIVE)
