@@ -12,7 +12,7 @@ import pytest
 
 gguf = pytest.importorskip("gguf")
 
-from h2o_flexgen.baselines import llamacpp  # noqa: E402  needs gguf
+from h2o_flexgen.baselines import llamacpp, random_gguf  # noqa: E402  needs gguf
 from h2o_flexgen.baselines.process import Finished, run_process  # noqa: E402
 from h2o_flexgen.baselines.random_gguf import GgufShape, write_random  # noqa: E402
 from h2o_flexgen.baselines.settings import LLAMACPP_TYPES, PEERS, SYSTEMS, BenchSettings  # noqa: E402
@@ -55,6 +55,12 @@ def _config(family: str, **sizes: Any) -> dict[str, Any]:
 
 def _spec(config: dict[str, Any]) -> ModelSpec:
     return spec_from_config(config, "tiny")
+
+
+@pytest.fixture(autouse=True)
+def _few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantising millions of them takes seconds, for a file of a hundred kilobytes."""
+    monkeypatch.setattr(random_gguf, "_POOL", 1 << 15)
 
 
 @pytest.fixture

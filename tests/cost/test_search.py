@@ -106,7 +106,7 @@ def test_of_plans_that_are_alike_one_of_fewer_gpu_batches_is_taken() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @example("gpu", 3, 3, EvictionConfig())  # the solver finds nothing as fast as what it has just found
 @example("gpu", 4, 6, EvictionConfig("h2o", ratio=0.4))
 @given(
@@ -148,7 +148,7 @@ def grid(request: PlanRequest) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cap", [5, 8, 12, 20])
+@pytest.mark.parametrize("cap", [5, 12])
 def test_no_plan_on_a_grid_is_much_faster(cap: int) -> None:
     request = ask(caps={"cpu": cap * MIB, "disk": GIB})
     result = search(request)
@@ -216,8 +216,8 @@ def test_a_policy_file_goes_through_run(tmp_path: Path, endless: bool) -> None:
 @pytest.mark.slow
 def test_a_large_model_in_three_tiers() -> None:
     """Every tier is used up to its cap, and the parts of the answer fit together."""
-    caps = {"gpu": 4 * GIB, "cpu": 6 * GIB, "disk": 64 * GIB}
-    request = ask("gpu", caps, spec=known("opt-6.7b"), workload=Workload(512, 32), endless=True)
+    caps = {"gpu": GIB, "cpu": 3 * GIB // 2, "disk": 64 * GIB}
+    request = ask("gpu", caps, spec=known("opt-1.3b"), workload=Workload(512, 32), endless=True)
     result = search(request)
     assert_engine_agrees(request, result.policy)
     assert result.footprint.total("gpu") > 0.85 * caps["gpu"]
@@ -258,15 +258,15 @@ def test_long_schedules_are_estimated_well() -> None:
 @pytest.mark.parametrize(
     ("tier", "caps", "named"),
     [
-        ("cpu", {"cpu": 700 * MIB, "disk": 64 * GIB}, {"--cpu-mem"}),
-        ("cpu", {"cpu": 6 * GIB, "disk": 4 * GIB}, {"--cpu-mem", "--nvme-mem"}),
-        ("gpu", {"gpu": 300 * MIB, "cpu": 32 * GIB, "disk": 64 * GIB}, {"--gpu-mem"}),
-        ("gpu", {"gpu": 300 * MIB, "cpu": 200 * MIB, "disk": 64 * GIB}, {"--gpu-mem", "--cpu-mem"}),
+        ("cpu", {"cpu": 400 * MIB, "disk": 64 * GIB}, {"--cpu-mem"}),
+        ("cpu", {"cpu": 1 * GIB, "disk": 1 * GIB}, {"--cpu-mem", "--nvme-mem"}),
+        ("gpu", {"gpu": 100 * MIB, "cpu": 32 * GIB, "disk": 64 * GIB}, {"--gpu-mem"}),
+        ("gpu", {"gpu": 100 * MIB, "cpu": 200 * MIB, "disk": 64 * GIB}, {"--gpu-mem", "--cpu-mem"}),
     ],
 )
 def test_nothing_fits(tier: str, caps: dict[str, int], named: set[str]) -> None:
     """The error names caps, and with these, and only with these, there is a plan."""
-    request = ask(tier, caps, spec=known("opt-6.7b"), workload=Workload(512, 32, 16), baseline=GIB // 4)
+    request = ask(tier, caps, spec=known("opt-1.3b"), workload=Workload(512, 32, 16), baseline=GIB // 4)
     with pytest.raises(PlanError) as caught:
         search(request)
     assert caught.value.exit_code == 5

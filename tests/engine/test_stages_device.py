@@ -12,11 +12,12 @@ from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.memory.cuda import Stream
 from h2o_flexgen.memory.pinned import PinnedPool
 from tests.engine.test_device import stop_at_races
-from tests.engine.test_stages import H2O, LENGTHS, PLACES
+from tests.engine.test_stages import H2O, PLACES
 from tests.memory.fake_cuda import FakeDevice, FakeMark
 from tests.memory.watch import order_threads, watched
 from tests.tiny import prompts_of
 
+LENGTHS = [23, 40, 12, 31, 8, 19, 5]
 SETTINGS: dict[str, Any] = {"max_new_tokens": 18, "ignore_eos": True}
 
 
@@ -33,7 +34,7 @@ class Pair:
     def open(self, folder: str, place: str, patch: pytest.MonkeyPatch) -> Engine:
         order_threads(self.first, patch)
         patch.setattr(devices, "open_gpu", lambda _: PinnedPool(self.first, others=[self.second]))
-        policy = {**PLACES[place], "gpu_batch_size": 2, "num_gpu_batches": 5}
+        policy = {**PLACES[place], "gpu_batch_size": 2, "num_gpu_batches": 4}
         return Engine(folder, dtype="float32", eviction=H2O, num_gpus=2, emulate_gpu="1GiB", policy=policy)
 
     def tokens(self, llm: Engine) -> list[list[int]]:
