@@ -97,19 +97,17 @@ class EvictionOracle:
         self.keys[position], self.values[position] = key, value
         self.scores[position] = self.first_score(position)
         outputs = []
-        positions = [p for p in self.keys if self.visible(p, position)]
+        rank = {p: number for number, p in enumerate(sorted(self.keys))}
+        positions = [p for p in rank if self.visible(p, position)]
         received = dict.fromkeys(positions, 0.0)
-        order = sorted(self.keys)
-        keys = {p: self.rotate(self.keys[p], order.index(p)) for p in positions}
+        keys = [self.rotate(self.keys[p], rank[p]) for p in positions]
+        columns = list(zip(*(self.values[p] for p in positions), strict=True))
         for unrotated in queries:
-            query = self.rotate(unrotated, len(order) - 1)
-            probabilities = softmax([self.scale * sum(map(mul, query, keys[p])) for p in positions])
-            output = [0.0] * len(value)
+            query = self.rotate(unrotated, rank[position])
+            probabilities = softmax([self.scale * sum(map(mul, query, key)) for key in keys])
             for p, probability in zip(positions, probabilities, strict=True):
                 received[p] += probability / len(queries)
-                for i, x in enumerate(self.values[p]):
-                    output[i] += probability * x
-            outputs.append(output)
+            outputs.append([sum(map(mul, probabilities, column)) for column in columns])
         self.history.append(received)
         self.queries.append(queries)
         for p, probability in received.items():

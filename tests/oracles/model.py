@@ -177,11 +177,11 @@ class Rotations:
     def turn(self, layer: int, vector: Vector, position: int, way: int = 1) -> list[float]:
         """`vector` (d), its leading dimensions turned, halves against each other; `way` -1: back."""
         cos, sin = (part[position] for part in self._tables[self._types[layer]])
-        half, turned = len(cos) // 2, list(vector)
-        for i in range(half):
-            turned[i] = vector[i] * cos[i] - way * vector[i + half] * sin[i]
-            turned[i + half] = vector[i + half] * cos[i + half] + way * vector[i] * sin[i + half]
-        return turned
+        half = len(cos) // 2
+        first, second = vector[:half], vector[half : 2 * half]
+        left = [a * c - way * b * s for a, b, c, s in zip(first, second, cos[:half], sin[:half], strict=True)]
+        right = [b * c + way * a * s for a, b, c, s in zip(first, second, cos[half:], sin[half:], strict=True)]
+        return [*left, *right, *vector[2 * half :]]
 
     def __enter__(self) -> None:
         self._hook = self._module.register_forward_hook(
