@@ -131,7 +131,7 @@ def _output_folder(settings: BenchSettings, given: str | None) -> Path:
     except OSError as error:
         raise UsageError(f"--output-dir {folder}: {error.strerror}", "needed a folder that can be written") from None
     if taken:
-        found = f"--output-dir {folder} is not empty, and what is there is no comparison"
+        found = f"--output-dir {folder} is not empty, and does not hold a comparison"
         raise UsageError(found, "nothing is overwritten unasked", "name another folder")
     return folder
 

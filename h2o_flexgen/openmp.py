@@ -35,8 +35,9 @@ def spin_briefly() -> None:
 
 
 def spin_warning() -> str | None:
-    """What to tell a user whose torch was there before: LLaMA-1.1B's shape decoded 32 rows on two cores at 103 tokens/s
-    instead of 151, as torch's threads spun on the cores that the kernels in C wanted. None where all is well."""
+    """The warning for a user whose torch was imported before: LLaMA-1.1B's shape decoded 32 rows on two cores at 103
+    tokens/s instead of 151, as torch's threads spun on the cores that the kernels in C wanted. None where all is
+    well."""
     if not _torch_first[0]:
         return None
     return (

@@ -26,7 +26,7 @@ _FREE_SHARE = 0.8  # of free memory, that a larger batch may be expected to take
 
 @dataclass
 class Search:
-    """What was tried for one system, in that order: batch, gen_throughput as projected to all tokens, or a reason.
+    """Batches tried for one system, in that order: batch, gen_throughput as projected to all tokens, or a reason.
 
     stopped   why it ended before its time, "" where it did not
     """
@@ -158,7 +158,7 @@ class Batches:
 
     @classmethod
     def open(cls, folder: Path, settings: dict[str, Any]) -> Batches:
-        """What the folder holds. UsageError where it has other settings, or is not readable."""
+        """The records of the folder. UsageError where it has other settings, or is not readable."""
         found = cls(folder / "batches.json", settings)
         if found.path.exists():
             data = read(found.path, settings)

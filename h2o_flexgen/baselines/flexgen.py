@@ -3,7 +3,8 @@
 The published package, driven as its own benchmark drives it. On a GPU by a policy like its authors'
 (`flexgen_placement`). Without one it runs on host memory, by replacing at run time what asks for a GPU; nothing of it
 is copied. Its GPU becomes host memory, so a copy to it costs a copy in memory; its streams do nothing; its float16
-becomes bfloat16 or float32, as float16 on a CPU would be an order of magnitude slower and flatter whoever is beside it.
+becomes bfloat16 or float32, as float16 on a CPU would be an order of magnitude slower and flatter the systems beside
+it.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _timed(model: Any, work: AdapterWork, load_s: float, detail: dict[str, Any])
 
 
 def config_of(folder: str) -> Any:
-    """FlexGen's own configuration of the model; CannotRun where it is none that FlexGen knows."""
+    """FlexGen's own configuration of the model; CannotRun where FlexGen does not know the model."""
     given = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     hidden, wide = given["hidden_size"], given.get("ffn_dim")
     if given.get("model_type") != "opt":

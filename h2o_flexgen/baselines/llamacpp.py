@@ -112,7 +112,7 @@ def _program(name: str) -> str:
 
 
 def _output(command: list[str], threads: int) -> str:
-    """What a program of llama.cpp writes, stdout first; where it fails this process ends as it did."""
+    """The output of a program of llama.cpp, stdout first; where it fails this process ends as it did."""
     environment = {**os.environ, **_PASSIVE, "OMP_NUM_THREADS": str(threads)}
     try:
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
@@ -137,7 +137,7 @@ def _row(said: str) -> dict[str, Any]:
 
 
 def _version(threads: int) -> str:
-    """What it says of itself: the commit that it names is the package that it was built from."""
+    """The version that it reports: the commit that it names is the package that it was built from."""
     lines = _output([_program("llama-batched-bench"), "--version"], threads).splitlines()
     return next((line.removeprefix("version: ") for line in lines if line.startswith("version: ")), "unknown")
 

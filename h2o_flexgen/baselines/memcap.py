@@ -43,7 +43,7 @@ _SYSTEM = Path("/sys/fs/cgroup")
 
 
 def cap_command(limit: int | str, cold: Sequence[Path] = (), report: Path | None = None) -> list[str]:
-    """What goes before a command: at most `limit` bytes, none of the files in `cold` in the page cache before it."""
+    """The prefix of a command: at most `limit` bytes, none of the files in `cold` in the page cache before it."""
     if isinstance(limit, int):
         unit, shift = next((one for one in reversed(_UNITS.items()) if limit % (1 << one[1]) == 0), ("K", 10))
         limit = f"{limit >> shift}{unit}"
@@ -64,7 +64,7 @@ def cap_problem() -> str | None:
 
 
 def read_report(report: Path) -> dict[str, Any]:
-    """What was written to --report; {} where nothing was."""
+    """The contents of --report; {} where it is empty."""
     try:
         seen: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -2,7 +2,7 @@
 
 `options` are the fields of EvictionConfig. Plans are those of `run`, or for work whose plan is "rule" the engine's own.
 With `prepare` nothing is run: where the plan of the work needs the machine's rates and they are not known, they are
-measured now. What is measured afterwards then never contains a calibration.
+measured now. Later measurements then never contain a calibration.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Finished(NamedTuple):
 
     @property
     def last_line(self) -> str:
-        """Of its stdout, "" where there was none."""
+        """Of its stdout, "" where stdout was empty."""
         return next(reversed(self.output.strip().splitlines()), "")
 
     @property
@@ -96,7 +96,7 @@ class Finished(NamedTuple):
 
     @property
     def last_error(self) -> str:
-        """What it said last, without the lines of memcap that are no reason."""
+        """Its last message, without the lines of memcap that give no reason."""
         lines = [line.strip() for line in (self.errors or self.output).splitlines() if line.strip()]
         own = [line for line in lines if not line.startswith("memcap: ")]
         told = next((number for number, line in enumerate(own) if line.startswith(_TOLD)), -1)
@@ -216,7 +216,7 @@ def _collect(process: subprocess.Popen[bytes]) -> int:
 
 
 def _shown(file: IO[bytes]) -> Callable[[], None]:
-    """What passes on to stderr what was written to `file` since it was last called."""
+    """A function that copies to stderr all that was written to `file` since its last call."""
     place = 0
 
     def show() -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from h2o_flexgen.baselines.work import CannotRun
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""What GGUF calls a model, by the model_type of its config.json."""
+"""GGUF's name of an architecture, by the model_type of its config.json."""
 TYPES = {
     kind.name.lower(): kind for kind in (gguf.GGMLQuantizationType[name] for name in ("F16", "BF16", "Q8_0", "Q4_0"))
 }
@@ -40,7 +40,7 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufShape:
-    """What a file of random weights needs to know of a model. `tied`: the head is the embedding."""
+    """The sizes of a model that a file of random weights needs. `tied`: the head is the embedding."""
 
     architecture: str
     vocab: int
@@ -133,7 +133,7 @@ def write_random(path: Path, shape: GgufShape, kind: str, seed: int) -> None:
 
 
 def _type_of(tensor: Tensor, wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
-    """`wanted` for matrices, or float16 where their rows are no whole number of its blocks."""
+    """`wanted` for matrices, or float16 where their rows are not a whole number of its blocks."""
     if len(tensor.shape) == 1:
         return gguf.GGMLQuantizationType.F32
     block, _ = gguf.GGML_QUANT_SIZES[wanted]

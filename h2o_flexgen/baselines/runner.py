@@ -127,7 +127,7 @@ class Runner:
 
 
 def _outcome(finished: Finished, batch: int, gen_len: int) -> Outcome:
-    """What the adapter said; RunFailed where it did not do the work."""
+    """The adapter's outcome; RunFailed where it did not do the work."""
     try:
         outcome = Outcome.from_line(finished.last_line)
     except ValueError as error:
@@ -144,7 +144,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Comparison:
-    """What came of it: measurements by system, in the order of repetitions, and why a system has none or too few.
+    """The outcome: measurements by system, in the order of repetitions, and why a system has none or too few.
 
     batches   the batch size that each system ran with; one that could not run has none
     runs      of earlier calls too, and of systems that only those had

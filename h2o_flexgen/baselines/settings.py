@@ -130,7 +130,7 @@ for _name, _weights in LLAMACPP_TYPES.items():
     )
     SYSTEMS.register(f"{LLAMACPP}-{_name}", _system)
 NAMES = (*(name for name in SYSTEMS.names() if not name.startswith(LLAMACPP)), LLAMACPP)
-"""What --systems is said to take."""
+"""The values of --systems, as its help shows them."""
 
 
 def usable_threads() -> int:

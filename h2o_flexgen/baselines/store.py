@@ -30,7 +30,7 @@ KEYS = ("version", "commit", "host")
 
 
 def origin() -> dict[str, Any]:
-    """What is true now of each of KEYS."""
+    """The present value of each of KEYS."""
     return {"version": package_version(), "commit": commit(_ROOT), "host": _host()}
 
 
@@ -55,12 +55,12 @@ def commit(root: Path) -> str | None:
 
 
 def place(record_origin: dict[str, Any]) -> tuple[Any, ...]:
-    """What two runs have in common whose speeds may be compared: commit and machine."""
+    """The commit and the machine: two runs may be compared where these are the same."""
     return (record_origin.get("commit"), *machine(record_origin))
 
 
 def machine(record_origin: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes two machines the same one for a comparison: processor, cores that may be used, memory."""
+    """The facts by which two machines count as the same: processor, cores that may be used, memory."""
     host = record_origin.get("host") or {}
     return tuple(host.get(key) for key in ("cpu", "cores", "memory_bytes"))
 
@@ -117,7 +117,7 @@ class Measurement(Outcome, Throughput):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Measurement:
-        """What `to_json` made a record of; ValueError where something is missing."""
+        """The measurement that `to_json` made a record of; ValueError where something is missing."""
         origin = {key: data[key] for key in KEYS if key in data}
         known = {**dict.fromkeys(_ADDED), **data, "token_ids": data.get("token_ids", []), "origin": origin}
         names = [item.name for item in dataclasses.fields(cls)]
@@ -130,7 +130,7 @@ class Measurement(Outcome, Throughput):
 AT_ONCE = datetime.timedelta(minutes=2)
 """The longest time from the end of one run of a repetition to the start of the next."""
 FREE = ("systems", "reference", "text_reference", "repetitions", "timeout", "search_time", "only_best", "search_tokens")
-"""Settings that may change from call to call: what a run does and how fast it is does not depend on them."""
+"""Settings that may change from call to call: the work of a run and how fast it is does not depend on them."""
 _FLAGS = {"batch_sizes": "--batch-size", "cap_enforced": "the cap being enforced"}
 _STDERR_LINES = 200
 
@@ -190,7 +190,7 @@ class Failure(NamedTuple):
 
 
 class NextRun(NamedTuple):
-    """What is next: a repetition, the systems that it lacks, the first of which runs, and how many are whole."""
+    """The next run: a repetition, the systems that it lacks, the first of which runs, and how many are whole."""
 
     repetition: int
     lacks: tuple[str, ...]
@@ -208,7 +208,7 @@ class Store:
 
     @classmethod
     def open(cls, folder: Path, settings: dict[str, Any]) -> Store:
-        """What a folder holds, nothing where it is not there. UsageError where its records have other settings."""
+        """The records of a folder, none where it does not exist. UsageError where its records have other settings."""
         store = cls(folder, settings)
         for path in sorted(folder.glob("run-*.json")):
             data = read(path, settings)
@@ -249,7 +249,7 @@ class Store:
     def next(
         self, systems: Sequence[str], repetitions: int, now: datetime.datetime, here: dict[str, Any]
     ) -> NextRun | None:
-        """What to run so that there are so many whole repetitions of `systems`; None where nothing is missing.
+        """The next run on the way to so many whole repetitions of `systems`; None where nothing is missing.
 
         The run would start `now`, and its origin be `here`.
         """
@@ -320,7 +320,7 @@ def write(path: Path, text: str, fresh: bool = False) -> None:
 
 
 def _no_record(path: Path, why: str) -> UsageError:
-    return UsageError(f"{path} is no record of bench: it {why}", "needed records", "name another folder")
+    return UsageError(f"{path} is not a record of bench: it {why}", "needed records", "name another folder")
 
 
 def _said(value: Any) -> str:

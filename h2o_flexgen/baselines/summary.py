@@ -1,4 +1,4 @@
-"""What a comparison gave: a summary as one JSON object, and the markdown and CSV tables of it.
+"""The result of a comparison: a summary as one JSON object, and the markdown and CSV tables of it.
 
 Ratios are of pairs, repetition by repetition, so that drift of the machine cancels.
 """
@@ -76,7 +76,7 @@ def summarise(result: Comparison) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Median, least and most of the values that there are; None where there are none."""
+    """Median, least and most of the values that are not None; None where all are."""
     known = [value for value in values if value is not None]
     return {"median": median(known), "min": min(known), "max": max(known)} if known else None
 
@@ -104,7 +104,7 @@ def ratio_of(summary: dict[str, Any], one: str, two: str, figure: str) -> dict[s
 
 
 def _pair(summary: dict[str, Any], one: str, two: str) -> dict[str, Any]:
-    """What a summary has on a pair, whichever way round; {} where it has not both."""
+    """The entry of a pair in a summary, whichever way round; {} where it has not both."""
     ratios = summary["ratios"]
     return dict(ratios.get(f"{one}/{two}") or ratios.get(f"{two}/{one}") or {})
 
@@ -166,7 +166,7 @@ def _same_text(result: Comparison, name: str, reference: str) -> dict[str, int]:
 
 
 def markdown(summary: dict[str, Any], explain: bool = True) -> str:
-    """What ran on what, a row per system with medians, ratios of pairs, and the systems that did not run.
+    """Systems and machine, a row per system with medians, ratios of pairs, and the systems that did not run.
 
     `explain` adds how each was run and what the columns mean.
     """

@@ -51,7 +51,7 @@ class GenerationTimer(transformers.StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
 
     def outcome(self, tokens: torch.Tensor, load_s: float, versions: dict[str, str], detail: dict[str, Any]) -> Outcome:
-        """What was measured since this timer was made, until now; `tokens` (n, new) are the result."""
+        """The measurements from the making of this timer until now; `tokens` (n, new) are the result."""
         ended = self.now()
         self.cores.stop()
         if self.first is None:

@@ -1,4 +1,4 @@
-"""What an adapter is asked to do and what it answers: files and one line of JSON. Standard library only."""
+"""The requests to adapters and their answers: files and one line of JSON. Standard library only."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class AdapterWork:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an adapter measured: seconds of its own clock, around generation only.
+    """The measurements of an adapter: seconds of its own clock, around generation only.
 
     prefill_s    from the call of generate until the first new token of every sequence is there
     decode_s     from there until generate returns
@@ -101,7 +101,7 @@ class Outcome:
 
     @classmethod
     def from_line(cls, line: str) -> Outcome:
-        """The outcome in `line`; ValueError where it is none."""
+        """The outcome in `line`; ValueError where it holds no outcome."""
         try:
             return cls(**json.loads(line))
         except TypeError as error:

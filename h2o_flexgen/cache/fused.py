@@ -136,7 +136,7 @@ class FusedStep:
 
 
 def slot_rules(lengths: CacheLengths, *, ranked: bool) -> list[SlotRule]:
-    """What a kernel has to know of each row; `lengths.step` is 0."""
+    """The rules that a kernel needs of each row; `lengths.step` is 0."""
     return [
         SlotRule(
             held=held,

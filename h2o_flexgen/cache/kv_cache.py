@@ -59,7 +59,7 @@ class CacheShape:
         return dtype if self.bits == 16 else torch.uint8
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
-        """What K and V of `dtype` are computed with; packed ones may be with any."""
+        """The dtype that K and V of `dtype` are computed in; packed ones may be with any."""
         return dtype if self.bits == 16 else torch.float32
 
     def nbytes(self, dtype: torch.dtype) -> int:
@@ -249,7 +249,7 @@ class KVCache:
         return joined
 
     def packing(self, spans: Sequence[tuple[int, int, int]]) -> PackedPrompts | None:
-        """What `fill_packed` takes, for prompts as (row, first token, length); None where no kernel does that."""
+        """The argument of `fill_packed`, for prompts as (row, first token, length); None where no kernel does that."""
         if not (self._slots.packs and self._reads_occupied and keeps(*self._buffers())):
             return None
         budgets = [self._lengths.budgets[row] for row, _, _ in spans]

@@ -18,7 +18,7 @@ _Made = TypeVar("_Made")
 
 
 class Occupied(NamedTuple):
-    """What attention reads: the first `width` slots, of which the first `length` have been used by some row.
+    """The slots that attention reads: the first `width` slots, of which the first `length` have been used by some row.
 
     All of them hold tokens that the query sees unless `valid` (b, 1, width) says less.
     """
@@ -61,7 +61,7 @@ class _Milestones(NamedTuple):
 
 @dataclass(eq=False)
 class _SharedMetadata:
-    """What the caches of the same rows in all layers with one window have in common, made by whichever is first."""
+    """Metadata that the caches of the same rows share in all layers with one window, made by whichever is first."""
 
     milestones: _Milestones | None = None
     once: dict[str, Any] = field(default_factory=dict)
@@ -204,15 +204,15 @@ class CacheLengths:
         )
 
     def once(self, name: str, make: Callable[[], _Made]) -> _Made:
-        """What `make` makes of these lengths as they are before the first step; once for all layers."""
+        """The result of `make` for these lengths as they are before the first step; once for all layers."""
         made = self._shared.once
         if name not in made:
             made[name] = make()
         return cast(_Made, made[name])
 
     def at_step(self, name: str, make: Callable[[], _Made], step: int | None = None) -> _Made:
-        """What `make` makes of these lengths as they are now; once for all layers. `step`: an earlier one, since which
-        it has not changed."""
+        """The result of `make` for these lengths as they are now; once for all layers. `step`: an earlier one, since
+        which it has not changed."""
         now = self.step if step is None else step
         known = self._shared.at_step.get(name)
         if known is None or known[0] != now:
@@ -225,7 +225,7 @@ class CacheLengths:
         return max(min(held + self.step + 1, limit) for held, limit in self._milestones.growth)
 
     def occupied(self) -> Occupied:
-        """What attention reads at this step, the new token included."""
+        """The slots that attention reads at this step, the new token included."""
         return self.at_step("occupied", self._occupied_now, min(self.step, self._milestones.saturated))
 
     def _occupied_now(self) -> Occupied:

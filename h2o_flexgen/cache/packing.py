@@ -42,7 +42,7 @@ def parts_of(packed: Tensor, packing: CachePacking) -> Quantised:
 
 
 def expand(packed: Tensor, packing: CachePacking, dtype: torch.dtype) -> Tensor:
-    """What `packed` (..., nbytes) stands for, (..., dim) in `dtype`."""
+    """The numbers of `packed` (..., nbytes), (..., dim) in `dtype`."""
     if triton_available.serves(packed.device):
         from h2o_flexgen.kernels import triton_quant
 

@@ -140,7 +140,7 @@ def _kernel(bench: Bench, rows: int, keys: int, seconds: float, *, sums: bool) -
 def _ranking(bench: Bench, rows: int, keys: int, seconds: float) -> float:
     """Seconds that filling caches of a fifth of the prompt takes longer where it is chosen by score.
 
-    Copying what is kept is no part of it: that is priced as any other copy.
+    Copying what is kept is not included: that is priced as any other copy.
     """
     taken = []
     for name in ("h2o", "local"):

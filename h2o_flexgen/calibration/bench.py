@@ -1,4 +1,5 @@
-"""What is measured on: a model's shape in one dtype on one device, and memory that no processor cache holds."""
+"""The objects that measurements run on: a model's shape in one dtype on one device, and memory that no processor cache
+holds."""
 
 from __future__ import annotations
 

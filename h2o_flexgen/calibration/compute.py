@@ -1,5 +1,5 @@
-"""What a compute device does in one go: products at the shapes of a model, reading memory, norms and activations,
-first writes to new memory, and choosing tokens."""
+"""Rates of the operations of a compute device: products at the shapes of a model, reading memory, norms and
+activations, first writes to new memory, and choosing tokens."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def fresh_rate(bench: Bench, seconds: float) -> float | None:
 def sample_seconds(bench: Bench, seconds: float, elementwise: float) -> float:
     """Of choosing one row's token greedily, `sample_s` of ComputeRates.
 
-    elementwise: bytes per second; looking once through a row's logits at that rate is no part of it.
+    elementwise: bytes per second; looking once through a row's logits at that rate is not included.
     """
     one, many = (_choosing(bench, _NARROW, rows, seconds * 0.2) for rows in (1, _SAMPLED_ROWS))
     wide = _choosing(bench, bench.spec.vocab_size, _SAMPLED_ROWS, seconds * 0.6) / _SAMPLED_ROWS

@@ -74,8 +74,8 @@ _REPEATED = 2 / 3  # of the seconds: what measuring again may take beside them
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is measured, and where. Of packed weights in `spec` it is how long products with them take, all else is
-    measured in the dtype. `emulated`: a gpu tier in host memory; `file_bytes`: of the file read at most.
+    """The model and the places that are measured. Of packed weights in `spec` it is how long products with them take,
+    all else is measured in the dtype. `emulated`: a gpu tier in host memory; `file_bytes`: of the file read at most.
 
     dtype: a word of config.model.tensors. budget_s: seconds in all, about; measuring everything once may take longer.
     Beside that, two thirds of it at most go to measuring again what something disturbed.
@@ -194,7 +194,7 @@ class CalibrationRun:
 
     def _compile(self, bench: Bench) -> None:
         """Has Triton's kernels compiled and tuned, which happens when each is first used: every curve is taken once, in
-        no time. Compiling is no part of the budget, of which it would leave little; it is bounded by `triton_tune`."""
+        no time. Compiling is not part of the budget, of which it would leave little; it is bounded by `triton_tune`."""
         if serves(bench.device):
             self._on_progress("compiling kernels", self._budget.elapsed, self._budget.seconds)
             with self._repeats.untimed():

@@ -38,7 +38,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
 def profile_key(
     spec: ModelSpec, dtype: str, device: torch.device, *, emulated: bool = False, offload_dir: str | Path = "."
 ) -> str:
-    """What tells one profile from another, as a file name: machine, kernels, disk, dtype, and the model's shapes."""
+    """The key of a profile, as a file name: machine, kernels, disk, dtype, and the model's shapes."""
     facts = machine_facts(device)
     memory = [round(facts.get(name, 0) / GIB) for name in ("memory_bytes", "gpu_memory_bytes")]
     arch = spec.arch
@@ -64,7 +64,8 @@ def _mount_point(folder: Path) -> Path:
 def cached_profile(
     spec: ModelSpec, dtype: str, device: torch.device, *, emulated: bool = False, offload_dir: str | Path = "."
 ) -> HardwareProfile | None:
-    """What `calibrate` measured on this machine for these shapes, None where it has not; damage counts as nothing."""
+    """The profile that `calibrate` measured on this machine for these shapes, None where it has not; damage counts as
+    nothing."""
     return load_kept(kept_file(profile_key(spec, dtype, device, emulated=emulated, offload_dir=offload_dir)))
 
 

@@ -1,4 +1,5 @@
-"""What the other figures leave unexplained of a tick: a short model runs in the engine itself, beside its prediction.
+"""The time of a tick that the other figures leave unexplained: a short model runs in the engine itself, beside its
+prediction.
 
 Products one after the other are slower than each alone in a loop, small operations cost more than their bytes, every
 task is issued, and now and then the system takes its time: all of that is in here, by the kind of unit and the rows of

@@ -116,7 +116,7 @@ class Repeats:
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """What happens within takes no time of what is measured after it."""
+        """The time spent within is not taken from what is measured afterwards."""
         begun = self.clock()
         try:
             yield
@@ -124,7 +124,7 @@ class Repeats:
             self._untimed += self.clock() - begun
 
     def steadiest(self, take: Callable[[], _Taken | None], spread: Callable[[_Taken], float]) -> _Taken:
-        """What `take` gives, once, and again while its `spread` is WIDE and there is time: the one that spreads least.
+        """The result of `take`, taken again while its `spread` is WIDE and there is time: the one that spreads least.
 
         `take` gives None where it can give nothing more; ValueError where it gives nothing at all.
         """

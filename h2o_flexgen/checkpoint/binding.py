@@ -38,7 +38,7 @@ _QUANTISED = re.compile(
     r"\.(qweight|qzeros|scales|g_idx|weight_packed|weight_shape|weight_g_idx|weight_zero_point|weight_scale(_inv|_2)?"
     r"|(input|output|k|v)_scale|absmax|nested_absmax|quant_map|nested_quant_map|quant_state\.\w+|SCB|weight_format)$"
 )
-"""What GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes store beside or instead of weights."""
+"""Tensors that GPTQ, AWQ, compressed-tensors, FP8 and bitsandbytes store beside or instead of weights."""
 
 Tables = Mapping[str, Mapping[str, Entry]]
 """Shard name -> tensor name -> where it is."""
@@ -107,7 +107,7 @@ def merged(spans: Iterable[Range]) -> list[Range]:
 
 
 class Binding:
-    """What the model of `spec` needs, to be compared with the tables of its files; notes every difference.
+    """The tensors that the model of `spec` needs, to be compared with the tables of its files; notes every difference.
 
     `quantization`: what config.json says of packed matrices; None: there are none.
     `tied_copy`: the output head that a tied model's checkpoint holds besides its token embedding, once bound.
@@ -130,7 +130,7 @@ class Binding:
         self.tied_copy: tuple[str, FileTensor] | None = None
 
     def least_bytes(self, shards: Shards, shard: str) -> int:
-        """What the weights that `shard` should hold take in 16 bits; 0 where they have fewer."""
+        """Bytes in 16 bits of the weights that `shard` should hold; 0 where they have fewer."""
         if self._quantization is not None:
             return 0
         index = shards.index
@@ -312,8 +312,8 @@ class MatrixParts(NamedTuple):
     def bound(
         self, excused: Collection[str], problems: Problems
     ) -> Callable[[Stored, tuple[int, ...]], PackedTensor] | None:
-        """What makes a canonical tensor of rows of it; None, and why in `problems`, where the tensors are not what they
-        must be. `excused`: parts that may be missing."""
+        """The conversion that makes a canonical tensor of its rows; None, and why in `problems`, where the tensors are
+        not what they must be. `excused`: parts that may be missing."""
         before = len(problems.texts)
         expected = self.matrix.parts()
         misfit = self.matrix.misfit()
@@ -383,7 +383,7 @@ def _is_packed(entries: Mapping[str, Entry]) -> bool:
 
 
 class Wanted:
-    """What the model of a spec needs of stored tensors, by canonical and by stored names.
+    """The stored tensors that the model of a spec needs, by canonical and by stored names.
 
     options   canonical name -> where it may be, the usual place first
     users     name of a stored tensor -> canonical name -> the rows of it that this is

@@ -110,7 +110,8 @@ def strict_json(text: bytes) -> Any:
 
 
 def foreign_content(head: bytes, size: int) -> str | None:
-    """What a file of `size` bytes that starts with `head` is, if it is something that gets saved instead of weights."""
+    """The kind of a file of `size` bytes that starts with `head`, if it is something that gets saved instead of
+    weights."""
     if size == 0:
         return "is empty"
     if head.startswith(b"version https://git-lfs"):

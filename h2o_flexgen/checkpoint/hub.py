@@ -197,7 +197,7 @@ def _is_path(name: str) -> bool:
 
 
 def _lack(folder: Path, need_weights: bool) -> str | None:
-    """What a folder of the cache lacks, because a download was cut short or never asked for it."""
+    """The files that a folder of the cache lacks, because a download was cut short or never asked for it."""
     if not need_weights:
         return None
     shards = find_shards(str(folder), Problems())

@@ -42,7 +42,7 @@ _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 class PackedUnit(NamedTuple):
     """A weight group on disk: its map, the runs of bytes that fill it, and their `memory.copies.checksum`.
 
-    `checksum` is None for extents of the user's own files, which have none.
+    `checksum` is None for extents of the user's own files.
     """
 
     layout: UnitLayout

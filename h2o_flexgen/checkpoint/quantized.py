@@ -1,4 +1,4 @@
-"""The tensors that other programs store quantised matrices as: what they must look like, and the way to our layouts.
+"""The tensors that other programs store quantised matrices as: their shapes and dtypes, and the way to our layouts.
 
 Their words of 32 bits hold codes from the lowest bits up, so that in memory the first two codes of 4 bits share the
 first byte, the first in its lower half: as codes lie in a Packing. Everything here is numpy, which uses one thread: it
@@ -64,7 +64,7 @@ class StoredMatrix:
         self._per_word = 32 // scheme.bits
 
     def parts(self) -> dict[str, StoredPart]:
-        """What it is stored as: the tensors of its module by name."""
+        """The tensors of its module by name, as it is stored."""
         raise NotImplementedError
 
     def misfit(self) -> str:
@@ -287,7 +287,7 @@ class _Scaled(StoredMatrix):
         return self._spread(read("weight_zero_point"), outputs).view(np.int8)
 
     def _spread(self, numbers: Array, outputs: Array) -> Array:
-        """What each block or row has of `numbers`, for each output and group: (outs, groups)."""
+        """The entries of `numbers` that belong to each block or row, for each output and group: (outs, groups)."""
         if numbers.size == 1:
             return np.broadcast_to(numbers.reshape(1, 1), (len(outputs), self.groups))
         rows = self.scheme.block[0] if self.scheme.block else 1

@@ -194,7 +194,7 @@ class CheckpointSource:
             out[start:stop].copy_(packed.rows(start, stop).expanded(out.dtype))
 
     def _reader(self, name: str, tensor: PackedTensor) -> Read:
-        """What reads rows of the stored parts of a matrix."""
+        """A function that reads rows of the stored parts of a matrix."""
 
         def read(part: str, start: int = 0, stop: int | None = None) -> Array:
             stored = tensor.parts[part] if stop is None else tensor.parts[part].rows(start, stop)
@@ -289,7 +289,7 @@ class FileRead(NamedTuple):
 
 
 def requests_for(runs: Iterable[Range], most: int = CHUNK) -> list[FileRead]:
-    """What to ask the file for, to get the bytes of `runs`, none of which is empty, one after another, `most` at once.
+    """The reads of the file that get the bytes of `runs`, none of which is empty, one after another, `most` at once.
 
     A request takes in as many runs as follow one another in the file with small gaps: for a bias, a fused projection
     leaves each head a run of a few hundred bytes.

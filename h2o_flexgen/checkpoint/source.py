@@ -1,4 +1,4 @@
-"""What every source of weights offers, and the one that makes them up: random weights of a model's shape."""
+"""The interface of all sources of weights, and the source that makes them up: random weights of a model's shape."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class WeightSource(Protocol):
 
     @property
     def format(self) -> str | None:
-        """What the format of the packed tensors is called; None where there are none."""
+        """The name of the packed tensors' format; None where no tensor is packed."""
 
     @property
     def packings(self) -> Mapping[str, Packing]:

@@ -1,4 +1,4 @@
-"""What a weight file holds: a table of its tensors, checked against the bytes that are really there.
+"""The table of a weight file's tensors, checked against the bytes that are really there.
 
 safetensors files have one at their start. Of `pytorch_model.bin` torch's restricted unpickler reads it, and no code in
 the file ever runs: the zip archives that torch.save writes hold every tensor's bytes uncompressed, so that their place
@@ -87,7 +87,7 @@ def safetensors_table(file: CheckpointFile, problems: Problems) -> dict[str, Ent
 
 
 def _info_fault(info: Any) -> str | None:
-    """What is wrong with one tensor's header record."""
+    """The fault of one tensor's header record."""
     if not isinstance(info, dict) or set(info) != {"dtype", "shape", "data_offsets"}:
         return "has a broken header record"
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]

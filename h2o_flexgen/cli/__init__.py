@@ -1,1 +1,1 @@
-"""What the programs share: flags to configs, prompts from files, exit codes, progress on stderr."""
+"""Parts that all programs share: flags to configs, prompts from files, exit codes, progress on stderr."""

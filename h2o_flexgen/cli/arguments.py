@@ -85,7 +85,7 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
     if sum((bool(args.prompt), args.prompts is not None, args.prompt_len is not None)) > 1:
         raise UsageError("--prompt, --prompts and --prompt-len are given together", "needed one of them")
     if args.chat and args.prompt_len is not None:
-        raise UsageError("--chat and --prompt-len are given together", "random tokens are no conversation")
+        raise UsageError("--chat and --prompt-len are given together", "random tokens are not a conversation")
     if args.system is not None and not args.chat:
         raise UsageError("--system is given without --chat", "a system message belongs to a conversation")
     if args.overwrite and args.output is None and args.trace is None:
@@ -176,7 +176,8 @@ def _exclusive(flag: str, other: str, given_too: bool) -> None:
 
 
 def policy_of(args: argparse.Namespace) -> OffloadPolicy | dict[str, Any] | str:
-    """What the user fixed: a whole policy from a file, or the fields whose flags were typed; the rest is chosen."""
+    """The decisions of the user: a whole policy from a file, or the fields whose flags were typed; the rest is
+    chosen."""
     typed = given(OffloadPolicy, args)
     fixed: dict[str, Any] = {name: getattr(from_namespace(OffloadPolicy, args), name) for name in typed}
     if args.percent is not None:
@@ -198,7 +199,7 @@ def _policy_file(path: str) -> Any:
 
 
 def _made_for(args: argparse.Namespace, model: str) -> Iterator[str]:
-    """What `search` noted of a policy file's purpose, where it was another."""
+    """The purpose that `search` noted in a policy file, where it was another."""
     made_for = {} if args.policy == "auto" else _policy_file(args.policy).get("made_for")
     other = made_for.get("model") if isinstance(made_for, Mapping) else None
     if isinstance(other, str) and Path(other).name.lower() != Path(model).name.lower():

@@ -120,7 +120,7 @@ def _work(
 def _notes(
     arguments: RunArguments, llm: LLM, given: list[Prompt] | None, prompts: Sequence[str | Sequence[int]]
 ) -> None:
-    """What the user asked for and does not get as they may think."""
+    """Notes on flags whose effect is not the one that the user may expect."""
     config, policy = llm.config, llm.config.fixed_policy
     hardware = arguments.hardware
     for why in () if hardware is None or arguments.quiet else misfits(hardware, llm.model.spec, llm.model.dtype):

@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         """The variables of the environment that were read, as one would set them, and the flag of each."""
 
     def parse_with(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-        """What `argv` says, and what `environ` adds. Exits (2) where argparse objects."""
+        """The values of `argv` and of `environ`. Exits (2) where argparse objects."""
         added = _environment_arguments(self, argv, environ)
         flags = {name: words[0].partition("=")[0] for name, words in added.items() if words}
         self._origins = {f"{name}={environ[name]}": flag for name, flag in flags.items()}
@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
 def _environment_arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """What the environment adds to `argv`, by variable; an empty variable says nothing.
+    """The additions of the environment to `argv`, by variable; an empty variable says nothing.
 
     A flag that was typed wins, and one that says the same thing otherwise: --kv-budget over H2O_FLEXGEN_HH_RATIO.
     UsageError where a switch is neither true nor false.
@@ -124,7 +124,7 @@ def _environment_arguments(
 
 
 def misspelt(parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> list[str]:
-    """A sentence for each variable that looks like one of ours and is none."""
+    """A sentence for each variable that looks like one of ours but is unknown."""
     known = {name for name, _ in _variables(parser)} | _NO_FLAGS
     words = [name.removeprefix(PREFIX) for name in known]
     unknown = [name for name in environ if name.startswith(PREFIX) and name not in known]

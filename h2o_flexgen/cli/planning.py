@@ -1,4 +1,4 @@
-"""What `run` says of its plans, and when it calibrates this machine for them."""
+"""The messages of `run` about its plans, and when it calibrates this machine for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def let_calibrate(llm: LLM, wanted: bool | None, quiet: bool) -> None:
 
 
 def plan_text(plan: Plan) -> str:
-    """What is going to run, within which limits, and how long that should take."""
+    """The lines about what is going to run, within which limits, and how long that should take."""
     return aligned(_lines(plan))
 
 

@@ -40,7 +40,7 @@ class ProgramExit:
 
 @contextlib.contextmanager
 def exit_on_errors() -> Iterator[ProgramExit]:
-    """What every program does its work in: a user's mistake becomes one message on stderr, a signal a clean end.
+    """The frame around the work of every program: a user's mistake becomes one message on stderr, a signal a clean end.
 
     The exit code is in what it gives. A second signal ends the process at once. Notices of the library and Python
     warnings go to stderr as one line each. H2O_FLEXGEN_DEBUG=1 shows tracebacks of user errors too.
@@ -204,7 +204,7 @@ class _Stderr(logging.Handler):
 
 @contextlib.contextmanager
 def _notices() -> Iterator[None]:
-    """What the library logs (a run left behind, a lock that is waited for) and warns of, as lines on stderr."""
+    """The library's log messages (a run left behind, a lock that is waited for) and warns of, as lines on stderr."""
     logger, handler = logging.getLogger("h2o_flexgen"), _Stderr(logging.WARNING)
     logger.addHandler(handler)
     with warnings.catch_warnings():

@@ -51,7 +51,8 @@ class _Phase:
 
 
 class RunProgress:
-    """What `LLM.on_progress` calls: (what, done, in all), of bytes while loading and of tokens in prefill and decode.
+    """The handler for `LLM.on_progress`: (what, done, in all), of bytes while loading and of tokens in prefill and
+    decode.
 
     Tokens of prompts and new ones take different times: the rates of the two are measured apart, over all blocks. A
     step into which prompts come counts as prefill, and the new tokens of its other sequences are not timed.
@@ -68,7 +69,7 @@ class RunProgress:
         """Bytes of weights that were packed for the disk."""
 
     def expect(self, predicted: Mapping[str, Any] | None) -> None:
-        """What a plan predicts, which serves until there are measurements."""
+        """The durations that a plan predicts, which serve until there are measurements."""
         for what, name in ((PREFILL, "prefill_s"), (GENERATING, "decode_s")):
             self._phases[what].expected = None if predicted is None else predicted[name]
 

@@ -47,7 +47,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def checked_text(text: str, where: str) -> str:
-    """`text` if it can be encoded; UsageError for a command line that is no UTF-8, and half surrogate pairs."""
+    """`text` if it can be encoded; UsageError for a command line that is not UTF-8, and half surrogate pairs."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -127,7 +127,7 @@ def _messages(entry: dict[str, Any]) -> Messages:
     if "prompt" in entry:
         raise UsageError("has both a prompt and messages")
     if not isinstance(entry["messages"], list):
-        raise UsageError("has messages that are no list")
+        raise UsageError("has messages that are not a list")
     messages = checked_messages(entry["messages"], "it")
     _whole_text(json.dumps(messages, ensure_ascii=False))
     return Messages(messages)

@@ -148,7 +148,7 @@ def _compute_tier(engine: EngineConfig, profile: HardwareProfile) -> str:
 
 
 def _caps(engine: EngineConfig, profile: HardwareProfile, tier: str) -> Caps:
-    """What is typed, else what the machine has, less a little. UsageError for a GPU whose memory nobody knows."""
+    """The cap as typed, else the machine's memory, less a little. UsageError for a GPU of unknown memory."""
     typed = {"gpu": engine.gpu_mem, "cpu": engine.cpu_mem, "disk": engine.disk_mem}
     if tier == "cpu":
         del typed["gpu"]

@@ -1,1 +1,1 @@
-"""What a run is made of, as frozen, validated dataclasses. No torch."""
+"""The settings of a run, as frozen, validated dataclasses. No torch."""

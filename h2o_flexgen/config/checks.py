@@ -12,7 +12,7 @@ from h2o_flexgen.registry import suggestion
 
 
 def whole(value: object, label: str, minimum: int) -> int:
-    """`value` as an int that is at least `minimum`; True and 2.0 are no ints here. `label` names the flag or field."""
+    """`value` as an int that is at least `minimum`; True and 2.0 are not ints here. `label` names the flag or field."""
     index = getattr(type(value), "__index__", None)  # numpy's integers count too
     if isinstance(value, bool) or index is None:
         raise UsageError(f"{label} is {value!r}", f"needed a whole number, at least {minimum}")

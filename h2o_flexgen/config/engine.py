@@ -1,4 +1,4 @@
-"""What an engine is told: which model, which machine limits, which policies."""
+"""The settings of an engine: which model, which machine limits, which policies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLICY_FIELDS = frozenset(item.name for item in dataclasses.fields(OffloadPolicy
 PLANNED_FIELDS = frozenset(
     {"gpu_batch_size", "num_gpu_batches", "weights", "cache", "hidden", "cpu_cache_compute", "lookahead"}
 )
-"""What a planner may choose. One that goes by rule leaves the last two at their defaults."""
+"""The fields that a planner may choose. One that goes by rule leaves the last two at their defaults."""
 
 
 def _size(*names: str, help: str, unset: str = "what is free") -> Any:
@@ -161,7 +161,8 @@ class EngineConfig:
         return plain if self.weight_bits == 16 else plain.with_bits(self.weight_bits, self.weight_group)
 
     def choices(self, stored: ModelSpec) -> dict[int, ModelSpec]:
-        """What a planner may choose among, by the bits of weights, most first; nothing where these are decided."""
+        """The specs that a planner may choose among, by the bits of weights, most first; nothing where these are
+        decided."""
         if not self.allow_compress or (stored.packings and not self.dequantize):
             return {}
         return {bits: replace(self, allow_compress=False, weight_bits=bits).kept(stored) for bits in BITS}

@@ -11,7 +11,7 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import TIERS, OffloadPolicy
 
 KINDS = ("weights", "cache", "hidden")
-"""What is placed."""
+"""The kinds of tensors that are placed."""
 K = TypeVar("K", bound=Hashable)
 
 

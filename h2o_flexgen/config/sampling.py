@@ -195,7 +195,7 @@ _CORRECTIONS = (
 _USUAL = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "min_new_tokens", "repetition_penalty", "renormalize_logits"}
 )
-"""What the engine chooses by itself, for all rows with equal settings at once."""
+"""The settings that the engine samples by itself, for all rows with equal settings at once."""
 
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(SamplingParams)}
 

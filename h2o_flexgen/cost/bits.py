@@ -14,7 +14,8 @@ ALIKE = 1.01
 
 @dataclass(frozen=True)
 class BitsChoice:
-    """What was chosen among. throughputs: generated tokens per second by bits; None where nothing fits the caps."""
+    """The bits that a search chose among. throughputs: generated tokens per second by bits; None where nothing fits the
+    caps."""
 
     throughputs: Mapping[int, float | None]
 
@@ -26,7 +27,7 @@ class BitsChoice:
 
     @property
     def text(self) -> str:
-        """What was chosen, among what, and what it costs."""
+        """The choice, its alternatives and its cost."""
         tried = ", ".join(
             f"{bits} bits {'do not fit' if rate is None else f'{rate:.3g} tokens/s'}"
             for bits, rate in self.throughputs.items()
@@ -40,7 +41,7 @@ class BitsChoice:
 
 
 def quality(bits: int) -> str:
-    """What weights of so many bits cost, in a sentence."""
+    """The quality that weights of so many bits cost, in a sentence."""
     more = PERPLEXITY[bits]
     if more is None:
         return f"{bits} bits: what they cost in perplexity was not measured"

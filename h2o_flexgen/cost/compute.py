@@ -51,7 +51,7 @@ class Compute:
         return sum(self.parts(task).values())
 
     def host_seconds(self, task: Task) -> float:
-        """What the host does for a task while the computing thread goes on: attends, or fills caches."""
+        """Seconds of the host for a task while the computing thread goes on: attends, or fills caches."""
         layer = self._block.spec.units[task.unit].layer or 0
         if self._block.fills_beside(task):
             return sum(self._filling(layer, task.batch).values())
@@ -73,8 +73,9 @@ class Compute:
         return seconds
 
     def issue_seconds(self, task: Task) -> float:
-        """What the computing thread copies aside: before a store's transfer what is to be stored, and before attention
-        weights are freed, if the host is still at a batch of theirs, what the second half needs of them."""
+        """Seconds in which the computing thread copies aside: before a store's transfer what is to be stored, and
+        before attention weights are freed, if the host is still at a batch of theirs, what the second half needs of
+        them."""
         block, unit = self._block, self._block.spec.units[task.unit]
         if task.kind is TaskKind.FREE_WEIGHTS and unit.kind == "attn":
             return self._elementwise(2 * output_bytes(block.spec.groups_by_key[unit.weights], block.request.dtype))
@@ -230,7 +231,7 @@ class Compute:
         return parts
 
     def _arrival(self, unit: UnitSpec, task: Task) -> float:
-        """What the computing thread does with state that has just arrived."""
+        """Seconds of the computing thread for state that has just arrived."""
         block, seconds = self._block, 0.0
         if unit.kind != "embed" and task.batch in block.shape.hidden_moves:
             load = Task(TaskKind.LOAD_HIDDEN, task.step, task.unit, task.batch)

@@ -72,7 +72,7 @@ class SimulatedClock:
 
     @property
     def moved(self) -> dict[str, float]:
-        """What of its jobs is done by a link, in seconds that it takes alone."""
+        """The part of its jobs that a link has done, in seconds that it takes alone."""
         return {name: link.moved for name, link in self._links.items()}
 
     def submit(self, task: Task, link: str, seconds: float, after: LinkJob | None = None) -> LinkJob:
@@ -141,7 +141,7 @@ class SimulatedClock:
         return 0.0 if work is None else elapsed / factors[-1]
 
     def _look_around(self) -> None:
-        """What each link works on from now, and how much they disturb each other."""
+        """Find out which job each link works on from now, and how much they disturb each other."""
         running, links = [], 0
         for link in self._links.values():
             if link is self._held:

@@ -60,7 +60,7 @@ def to_json(result: SearchResult) -> dict[str, Any]:
 
 
 def bound_text(predicted: Prediction) -> str:
-    """What takes the time: "disk reads: 13.3 GB per step, busy for 98 % of the run"."""
+    """The resource that takes the time: "disk reads: 13.3 GB per step, busy for 98 % of the run"."""
     model, (phase, resource, seconds) = predicted.block.model, predicted.bound
     passes, per = (range(1), "for the prompts") if phase == "prefill" else (range(1, model.steps), "per step")
     share = f"busy for {seconds / predicted.total_s:.0%} of the run"

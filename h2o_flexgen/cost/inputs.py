@@ -1,4 +1,5 @@
-"""What is priced: a block under a plan on a machine, sizes that prices share, and what its loads and stores move."""
+"""The inputs of prices: a block under a plan on a machine, sizes that prices share, and what its loads and stores
+move."""
 
 from __future__ import annotations
 
@@ -253,7 +254,7 @@ class Transfer(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What many transfers over one link add up to; `seconds` one after the other, while nothing else runs."""
+    """The sum of many transfers over one link; `seconds` one after the other, while nothing else runs."""
 
     nbytes: int
     seconds: float
@@ -313,7 +314,7 @@ class Moves:
         return tuple(Transfer(link, nbytes, rate(link).seconds(nbytes)) for link in path)
 
     def exchanged(self, task: Task) -> list[tuple[str, str, int]]:
-        """What a compute task and a host that attends or fills send each other: links, names and bytes, in order."""
+        """The transfers between a compute task and a host that attends or fills: links, names and bytes, in order."""
         block, rows, tier = self._block, self._block.rows[task.batch], self._block.compute_tier
         dtype = block.request.dtype
         if block.attends_beside(task):
@@ -329,7 +330,7 @@ class Moves:
         return [(f"{tier}->cpu", "prompts", count * length * token) for count in whole]
 
     def traffic(self, steps: range) -> dict[tuple[str, str], Traffic]:
-        """What all loads and stores that belong to `steps` add up to, by link and by what is moved."""
+        """The sum of all loads and stores that belong to `steps`, by link and by what is moved."""
         block, found = self._block, dict[tuple[str, str], Traffic]()
         keys = [unit.weights for unit in block.spec.units]
         loads, reads = len(steps) - (0 in steps), Counter[str]()

@@ -142,7 +142,7 @@ class Programs:
     def _ping_pong(
         self, base: dict[str, float], slope: dict[KindTier, dict[str, float]], halves: Sequence[float]
     ) -> None:
-        """What is waited for if nearly all units are streamed: with two buffers, each is read while the one before
+        """The waiting if nearly all units are streamed: with two buffers, each is read while the one before
         computes, and the longer of the two is what counts.
 
         halves: seconds that the attention and the MLP of a layer compute.

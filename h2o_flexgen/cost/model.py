@@ -17,7 +17,8 @@ from h2o_flexgen.units import format_bytes, format_seconds
 
 
 class Term(NamedTuple):
-    """What one pass over the model costs one resource, "compute", a link or the host, by what it is spent on."""
+    """The seconds that one pass over the model costs one resource, "compute", a link or the host, by what it is spent
+    on."""
 
     phase: str
     resource: str
@@ -31,7 +32,7 @@ class Term(NamedTuple):
 
 
 class Price(NamedTuple):
-    """What a task takes while nothing else is busy.
+    """The price of a task while nothing else is busy.
 
     seconds    of the computing thread: of a compute all that it does, the state that arrived included; else what it
                copies aside, before the transfers of a store start or weights that are still needed are freed
@@ -181,7 +182,7 @@ class BatchPrices:
         return dict(found)
 
     def _add_host(self, found: dict[str, float], task: Task, count: int) -> None:
-        """What `count` such computes leave to the host, and the links to it and back."""
+        """The work that `count` such computes leave to the host, and the links to it and back."""
         price = self._model.price(task)
         found[HOST_ATTENTION] += count * price.host
         for link, _, seconds in price.transfers:

@@ -44,7 +44,7 @@ _AMPLE = 1 << 50  # bytes
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What was found. `tried` shapes were bounded, `simulated` candidates simulated."""
+    """The outcome of a search. `tried` shapes were bounded, `simulated` candidates simulated."""
 
     best: Candidate
     runner_up: Candidate | None
@@ -334,7 +334,7 @@ def _order(candidate: Candidate) -> tuple[float, int, str]:
 
 
 def refuse(request: PlanRequest, shapes: Sequence[BlockChoice], solver: str) -> PlanError:
-    """What to say when not even `shapes`, the smallest blocks of a request, fit: which cap is too small.
+    """The error when not even `shapes`, the smallest blocks of a request, fit: which cap is too small.
 
     One cap is raised, wherever that is enough; else as few as will do.
     """

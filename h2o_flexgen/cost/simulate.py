@@ -35,7 +35,8 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class _Expected(Throughput):
-    """What is expected of some work; the same names and units as a RunRecord. busy: by resource, "compute" or link."""
+    """The expected times and bytes of some work; the same names and units as a RunRecord. busy: by resource, "compute"
+    or link."""
 
     sequences: int
     prompt_tokens: int
@@ -52,7 +53,7 @@ class _Expected(Throughput):
 
     @property
     def bound(self) -> Bound:
-        """What limits it."""
+        """The resource that limits it."""
         resource = max(self.busy, key=lambda name: self.busy[name])
         return Bound("prefill" if self.prefill_s >= self.decode_s else "decode", resource, self.busy[resource])
 
@@ -69,7 +70,8 @@ class Simulation(_Expected):
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """What was busy when. Simulated once more: a search never asks, and would keep those of all its plans."""
+        """The timeline of all resources. Simulated once more: a search never asks, and would keep those of all its
+        plans."""
         return tuple(_executed(self.model, self.steps).clock.spans)
 
     @property
@@ -132,7 +134,7 @@ def _executed(model: CostModel, steps: tuple[int, ...]) -> SimulatedExecutor:
 
 
 def _added(by: Sequence[Mapping[str, float]], times: Sequence[float]) -> dict[str, float]:
-    """What all steps add up to, of which those that were simulated left `by` their end; each stands for `times`."""
+    """The sum of all steps, of which those that were simulated left `by` their end; each stands for `times`."""
     total, before = defaultdict[str, float](float), dict[str, float]()
     for now, each in zip(by, times, strict=True):
         for name, seconds in now.items():
@@ -230,7 +232,7 @@ def _sample(model: CostModel) -> _SampledSteps:
 
 @dataclass(frozen=True)
 class Prediction(_Expected):
-    """What is expected of the whole workload. block: the first one, which is as large as any."""
+    """The prediction for the whole workload. block: the first one, which is as large as any."""
 
     blocks: int
     block: Simulation = field(repr=False)

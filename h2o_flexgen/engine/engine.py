@@ -61,7 +61,7 @@ class Engine:
         self.last_record: RunRecord | None = None
         self.last_plan: Plan | None = None
         self.last_work = CountedWork()
-        """What the last call had to compute, read and move."""
+        """The work of the last call: computed, read and moved."""
         self.on_progress: Progress = lambda what, done, total: None
         """Called as a call proceeds: "compiling kernels" (the first on a machine), "loading weights" and "packing
         weights" in bytes, "prefill" in tokens of its prompts, after each unit, and "generating" in new tokens, before
@@ -184,7 +184,7 @@ class Engine:
 
     @property
     def timeline(self) -> Timeline:
-        """What was busy when, if the engine was made with trace=True."""
+        """The busy times of all resources, if the engine was made with trace=True."""
         return self._trace.timeline()
 
     def close(self) -> None:
@@ -287,7 +287,8 @@ class Engine:
     def _counting(
         self, what: str, tokens: Callable[[Sequence], int], rows: list[Sequence], every: list[Sequence]
     ) -> Callable[[int], None]:
-        """What hears how many of the `tokens` of `rows` are done, and passes it on as a count of those of `every`."""
+        """A function that is told how many of the `tokens` of `rows` are done, and passes it on as a count of those of
+        `every`."""
         total = sum(map(tokens, every))
         before = total - sum(map(tokens, rows))
         return lambda done: self._note(what, before + done, total)

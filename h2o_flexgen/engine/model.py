@@ -22,7 +22,7 @@ from h2o_flexgen.models.families import spec_from_config
 
 @dataclass
 class Model:
-    """What `open_model` found. `stored`, and `source` with it, holds open files until it is closed.
+    """A model that `open_model` found. `stored`, and `source` with it, holds open files until it is closed.
 
     `stored` has the weights as they are in the checkpoint, `source` as `spec` has them; `choices` are the specs that a
     planner may choose instead, by the bits of weights.

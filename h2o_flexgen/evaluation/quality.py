@@ -57,7 +57,7 @@ def record_of(llm: LLM) -> RunRecord:
 
 
 def encoded(llm: LLM, text: str) -> tuple[list[int], list[int]]:
-    """What every piece of `text` starts with (BOS, if the tokenizer adds one), and the tokens after it."""
+    """The tokens that every piece of `text` starts with (BOS, if the tokenizer adds one), and the tokens after it."""
     if llm.model.codec is None:
         raise UsageError(f"{llm.config.model} has no tokenizer", "needed one to score text")
     ids = llm.model.codec.encode(text)

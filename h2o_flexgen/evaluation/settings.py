@@ -1,4 +1,5 @@
-"""What to measure: policies, ratios, streams, questions and text. No torch, so that `--help` answers at once."""
+"""The settings of measurements: policies, ratios, streams, questions and text. No torch, so that `--help` answers at
+once."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def _ratios(text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """What `evaluate` measures. Raises UsageError for values that make no sense."""
+    """The measurements of `evaluate`. Raises UsageError for values that make no sense."""
 
     policies: tuple[str, ...] = option(
         ("full", "h2o", "local", "streaming", "heavy", "random"),
@@ -97,7 +98,8 @@ class EvaluationSettings:
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """What `evaluate --stream` measures, besides its policies and its text. UsageError for what makes no sense."""
+    """The measurements of `evaluate --stream`, besides its policies and its text. UsageError for what makes no
+    sense."""
 
     stream: int | None = option(
         None,

@@ -105,7 +105,7 @@ class NativeAttend:
         self._step.k, self._step.v = k.data_ptr(), v.data_ptr()
 
     def _compute_in(self, dtype: torch.dtype) -> None:
-        """What numbers are in, or are expanded to."""
+        """The dtype that numbers are in, or are expanded to."""
         self._dtype, self._strides = dtype, None
         self._step.bf16 = dtype == torch.bfloat16
 

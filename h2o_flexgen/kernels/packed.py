@@ -59,7 +59,7 @@ class PackedWeight:
 
     @cached_property
     def place(self) -> PackedPlace | None:
-        """What kernels in C are given; None where they cannot take it."""
+        """The arguments of kernels in C; None where they cannot take it."""
         group = self.packing.group
         if self.device.type != "cpu" or library() is None or (self.packing.bits == 4 and 0 < group < 32):
             return None
@@ -74,7 +74,7 @@ class PackedWeight:
         return PackedWeight(self.packing, (stop - start, self.shape[1]), parts, self.dtype)
 
     def expanded(self, dtype: torch.dtype | None = None) -> Tensor:
-        """What it stands for, (outs, ins) in `dtype`, its own where that is None: computed in float32, rounded once."""
+        """Its numbers, (outs, ins) in `dtype`, its own where that is None: computed in float32, rounded once."""
         return self._sorted(self.in_order(dtype or self.dtype))
 
     def in_order(self, dtype: torch.dtype) -> Tensor:
@@ -112,7 +112,7 @@ def look_up(table: Weight, rows: Tensor) -> Tensor:
 
 
 def expand(packing: Packing, parts: Mapping[str, Tensor], ins: int, dtype: torch.dtype) -> Tensor:
-    """What `parts` (rows of them) stand for, (rows, ins) in `dtype`, in the order of the codes.
+    """The numbers of `parts` (rows of them), (rows, ins) in `dtype`, in the order of the codes.
 
     By torch's operations on any device: the reference of all kernels.
     """
@@ -150,7 +150,7 @@ def _by_block(packing: Packing, small: Tensor, large: Tensor) -> Tensor:
 
 
 def _levels(packing: Packing, codes: Tensor) -> Tensor:
-    """What the codes stand for, (outs, ins) float32, newly made."""
+    """The numbers of the codes, (outs, ins) float32, newly made."""
     if packing.bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
     if packing.levels == "uint4":

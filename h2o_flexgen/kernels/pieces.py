@@ -25,7 +25,7 @@ def pack(x: Tensor, bits: int, nbytes: int) -> Tensor:
 
 
 def expand(packed: Tensor, bits: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """What `packed` (..., nbytes) stands for, (..., dim) in `dtype`."""
+    """The numbers of `packed` (..., nbytes), (..., dim) in `dtype`."""
     x = torch.empty(*packed.shape[:-1], dim, dtype=dtype)
     _move(packed.contiguous(), x, x, bits, packs=False)
     return x

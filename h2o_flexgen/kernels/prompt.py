@@ -159,7 +159,7 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, scale: float, past: KeysValues | None
 
 
 def _task(q: Tensor, k: Tensor, v: Tensor, past: KeysValues | None, window: int | None) -> _PromptTask:
-    """What is asked, how it lies in memory, and how it is divided."""
+    """The prompts, how they lie in memory, and how it is divided."""
     n, heads, length, d = q.shape
     task = _PromptTask(q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr())
     task.q_row, task.q_head, task.q_token, _ = q.stride()

@@ -89,7 +89,7 @@ def _failing(device: torch.device) -> str | None:
 
 @cache
 def _missing() -> str | None:
-    """What is wrong with Triton itself."""
+    """The fault of Triton itself."""
     if util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
     try:

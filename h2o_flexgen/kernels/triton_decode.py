@@ -157,7 +157,7 @@ class TritonAttend:
         return fastest(launch.kind, configs, launch.prepare, launch.rehearse) if len(configs) > 1 else configs[0]
 
     def _candidates(self, launch: _Launch) -> list[Config]:
-        """What a launch may be configured as."""
+        """The configuration of a launch."""
         found = candidates(self.size[3], launch.out.dtype)
         return found if self._tune else found[:1]
 
@@ -219,7 +219,7 @@ class _Launch:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What decides which configuration is the fastest; sizes to the next power of two."""
+        """The sizes that decide which configuration is the fastest; sizes to the next power of two."""
         q, owner, (rows, kv_heads, _, dim) = self._new.q, self._owner, self._owner.size
         sizes = [triton.next_power_of_2(size) for size in (rows * kv_heads, owner.most)]
         packed = owner.packed
@@ -293,8 +293,8 @@ def _programs_wanted(tasks: int, slots: int, device: torch.device) -> int:
 
 
 def candidates(dim: int, dtype: torch.dtype) -> list[Config]:
-    """What to choose from; the first where nothing is tried: tiles of 8 KiB, of 16 to 128 slots, two of K and two of V
-    on the way. The others have twice the slots, one tile on the way, and four or eight warps.
+    """The configurations to choose from; the first where nothing is tried: tiles of 8 KiB, of 16 to 128 slots, two of K
+    and two of V on the way. The others have twice the slots, one tile on the way, and four or eight warps.
 
     All of them have more bytes on the way than a memory's bandwidth times its latency, some 20 KiB per processor. By
     registers and shared memory a processor of architecture 9.0 holds three programs of the first, dimension 128, half

@@ -58,7 +58,7 @@ class Held(NamedTuple):
 
 
 class DecodeForm(NamedTuple):
-    """What a kernel is compiled for."""
+    """The sizes and options that a kernel is compiled for."""
 
     dim: int
     d: int  # dim, as a power of two
@@ -326,7 +326,7 @@ def number_of(slots, task, step):
 
 @triton.jit
 def finish(slots, task, slot, step):
-    """What every step leaves: the slot of its token, and the count of the next step."""
+    """Leave the results of a step: the slot of its token, and the count of the next step."""
     tl.store(slots.used + task, slot.to(tl.int64))
     if slots.now_out is not None:
         tl.debug_barrier()  # every thread has read the count

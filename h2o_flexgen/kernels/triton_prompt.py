@@ -70,7 +70,7 @@ class Sums(NamedTuple):
 
 
 class PromptForm(NamedTuple):
-    """What a kernel is compiled for."""
+    """The sizes and options that a kernel is compiled for."""
 
     kv_heads: int
     group: int  # query heads per KV head

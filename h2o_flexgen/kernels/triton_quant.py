@@ -21,7 +21,7 @@ TILE = 4096  # numbers per program: 32 per thread
 
 
 class _QuantForm(NamedTuple):
-    """What a kernel is compiled for: numbers per row, numbers per group, their bits, rows per program."""
+    """The sizes that a kernel is compiled for: numbers per row, numbers per group, their bits, rows per program."""
 
     size: int
     group: int
@@ -47,7 +47,7 @@ def quantise(x: Tensor, bits: int = 4, group: int = 64) -> Quantised:
 
 
 def dequantise(packed: Quantised, dtype: torch.dtype, bits: int = 4, group: int = 64) -> Tensor:
-    """What `packed`, contiguous, stands for, (..., d) in `dtype`."""
+    """The numbers of `packed`, contiguous, (..., d) in `dtype`."""
     size = packed.codes.shape[-1] * 8 // bits
     _check(size, bits, group)
     x = torch.empty(*packed.codes.shape[:-1], size, dtype=dtype, device=packed.codes.device)

@@ -38,7 +38,7 @@ class _Cached(NamedTuple):
 
 
 class _RotationForm(NamedTuple):
-    """What a kernel is compiled for."""
+    """The sizes and options that a kernel is compiled for."""
 
     vectors: int  # heads or slots per program
     half: int  # pairs of a vector that turn

@@ -1,4 +1,4 @@
-"""What kernels take and return, and what a kernel for a whole decode step is."""
+"""Arguments and results of kernels, and the interface of a kernel for a whole decode step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PackedPrompts(NamedTuple):
     places: int
     """Rows of the cache up to the last that one of them goes to."""
     slots: int
-    """What stays of one of them, at most."""
+    """The most tokens that stay of one of them."""
 
     @classmethod
     def of(cls, rows: Sequence[PackedRow]) -> PackedPrompts:
@@ -91,7 +91,8 @@ class DecodeAttention(NamedTuple):
 
 
 class SlotRule(NamedTuple):
-    """What the slots of a row follow from, beside the step: eight whole numbers, which kernels read as int64."""
+    """The numbers that the slots of a row follow from, beside the step: eight whole numbers, which kernels read as
+    int64."""
 
     held: int
     """Tokens that came into the row's first slots before step 0, the prompt's mostly; later ones lie in the next."""

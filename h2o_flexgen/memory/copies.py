@@ -28,7 +28,7 @@ READ_THREADS = 2
 CHUNK = 4 << 20
 
 After: TypeAlias = Ticket | Iterable[Ticket | None] | None
-"""What has to be done before."""
+"""Transfers that have to be done before."""
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> bytes:
@@ -187,7 +187,7 @@ class CopyEngine:
     ) -> Ticket:
         """Call `fn` on the thread of `link`; `nbytes` are booked there. `fn` must not wait for tickets.
 
-        What is no link, without an arrow in its name, has a thread and busy seconds, and no bytes.
+        A name without an arrow, which is not a link's, has a thread and busy seconds, and no bytes.
         """
         queue = "disk-write" if link.endswith("->disk") else "disk-read" if link.startswith("disk->") else link
         return self._submit(queue, Ticket(label or link, link, nbytes, [Operation(fn, nbytes)], _tickets(after)))

@@ -92,7 +92,7 @@ class Device:
         self._spare.append(mark)
 
     def wait(self, stream: Stream, mark: Mark) -> None:
-        """What is queued on `stream` from now on starts once `mark` is passed. The host does not wait."""
+        """Work that is queued on `stream` from now on starts once `mark` is passed. The host does not wait."""
         self._of(stream).wait_event(mark)
 
     def copy(self, stream: Stream, dst: Tensor, src: Tensor) -> None:
@@ -153,7 +153,7 @@ class Device:
                 self.synchronize(self.record(stream))
 
     def chosen(self) -> AbstractContextManager[None]:
-        """What this thread launches within goes to the device."""
+        """Launches of this thread within go to the device."""
         return cast(AbstractContextManager[None], torch.cuda.device(self.torch_device))
 
     def _far_from(self, device: torch.device) -> torch.cuda.Stream:
@@ -168,7 +168,7 @@ class Device:
 
 
 def open_device(device: torch.device) -> Device | None:
-    """What copies to and from `device` go through; None for the CPU. Takes the device's context."""
+    """The streams for copies to and from `device`; None for the CPU. Takes the device's context."""
     return Device(device) if device.type == "cuda" else None
 
 

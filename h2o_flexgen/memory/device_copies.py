@@ -65,7 +65,7 @@ class DeviceTicket(Ticket):
 
 
 class _Copy(NamedTuple):
-    """What is to be copied, and `ready`: behind what was computed when that was asked for, on all GPUs concerned."""
+    """The copies to be made, and `ready`: behind what was computed when that was asked for, on all GPUs concerned."""
 
     dst: Tensor
     src: Tensor

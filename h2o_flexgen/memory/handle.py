@@ -29,7 +29,7 @@ def page_ceil(value: int) -> int:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype of that name; ValueError for a word that is none."""
+    """torch's dtype of that name; ValueError for a word that does not name one."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a torch dtype")

@@ -34,7 +34,7 @@ class Pin(Enum):
 
 
 class PageLock(NamedTuple):
-    """What became of a wish to be page-locked. `undo` is to be called once, before the memory goes."""
+    """The outcome of a wish to be page-locked. `undo` is to be called once, before the memory goes."""
 
     pin: Pin
     held: bool
@@ -62,7 +62,7 @@ class PinnedPool:
         self._lock, self._said = threading.Lock(), False
         self._unlock_bounce = _nothing if bounce is None else self.lock(bounce, Pin.FIRST).undo
         self.bounce = bounce if self.locked else None
-        """What was locked first; None where that was refused, or not wanted."""
+        """The memory that was locked first; None where that was refused, or not wanted."""
 
     def close(self) -> None:
         """Unlock what was locked first. A second call does nothing."""

@@ -36,9 +36,9 @@ _OPEN_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 class OffloadDir:
     """The offload folder of one run, and the run's private folder in it. A context manager.
 
-    UsageError for a path that is no folder, a symbolic link, another user's, or writable by all; StorageError where the
-    file system refuses. Everything is done relative to open descriptors, so that a folder or link swapped in behind our
-    back is never followed. `close` removes the run folder and releases its lock; it also runs at interpreter exit.
+    UsageError for a path that is not a folder, a symbolic link, another user's, or writable by all; StorageError where
+    the file system refuses. Everything is done relative to open descriptors, so that a folder or link swapped in behind
+    our back is never followed. `close` removes the run folder and releases its lock; it also runs at interpreter exit.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -146,7 +146,7 @@ class OffloadDir:
         _sign(self._lock_fd)
 
     def _remove_stale_runs(self) -> None:
-        """Remove run folders whose lock nobody holds. The folder lock is held, so none of them is just being made."""
+        """Remove run folders whose lock is free. The folder lock is held, so none of them is just being made."""
         for name in sorted(os.listdir(self._fd)):
             if not _RUN_NAME.fullmatch(name):
                 continue
@@ -280,7 +280,7 @@ def _flock(fd: int, operation: int, what: str) -> bool:
 
 
 def _sign(fd: int) -> None:
-    """Write our pid and host into a lock file. The lock holds without it, so a full disk is no reason to fail."""
+    """Write our pid and host into a lock file. The lock holds without it, so a full disk is not a reason to fail."""
     with suppress(OSError):
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)

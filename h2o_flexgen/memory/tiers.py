@@ -225,7 +225,7 @@ class Region(Lease):
     def part(self, offset: int, nbytes: int) -> Region:
         """The sub-span [offset, offset + nbytes); `offset` is a multiple of PAGE. It owns nothing."""
         if offset % PAGE or not 0 <= offset <= offset + nbytes <= self.nbytes:
-            raise ValueError(f"bytes {offset} + {nbytes} are no part of the {self.nbytes} bytes of {self.what}")
+            raise ValueError(f"bytes {offset} + {nbytes} are not part of the {self.nbytes} bytes of {self.what}")
         return Region(self.file, self.offset + offset, nbytes, self.what)
 
     def release(self) -> None:

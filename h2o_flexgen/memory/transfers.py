@@ -47,7 +47,7 @@ class Ticket:
         self.operations, self.after, self.finish = deque(operations), after, finish
         self.running, self.started, self.seconds = 0, 0.0, 0.0
         self.error: BaseException | None = None
-        """What went wrong; None when all went well."""
+        """The error; None when all went well."""
         self._finished = threading.Event()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -65,7 +65,8 @@ class Ticket:
         return self._finished.is_set()
 
     def wait_on_device(self, device: Device | None = None) -> None:
-        """What is computed from now on finds the bytes there, or the source read. Raises what is known to be wrong.
+        """Work that is computed from now on finds the bytes there, or the source read. Raises what is known to be
+        wrong.
 
         For a copy to or from a GPU the host waits only until it is queued, and the GPU's compute does the rest; any
         other transfer is waited for. To be called by the thread that computes. `device`: which GPU's compute is meant,

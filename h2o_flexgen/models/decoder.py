@@ -31,9 +31,9 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q (T, heads, d), k (T, kv_heads, d), v (T, kv_heads, d)) -> (T, heads, d); rotates q and k, keeps the cache."""
 
 Before = Callable[[Weights, Tensor], Tensor]
-"""What a half computes from, given hidden: (T, H)."""
+"""The input of a half, given hidden: (T, H)."""
 Inner = Callable[[Tensor | None], Tensor]
-"""What a half adds: (T, H), newly made, or added in place to what it is given."""
+"""The output of a half: (T, H), newly made, or added in place to what it is given."""
 After = Callable[[Weights, Tensor, Inner], None]
 """Brings that into hidden."""
 
@@ -193,7 +193,7 @@ class Decoder:
     # ---- choices made at construction
 
     def _halves(self, arch: ArchSpec) -> tuple[Before, After, After]:
-        """What comes before both halves, and what after each."""
+        """The steps before both halves, and after each."""
         if arch.parallel:
             return self._parallel_norm, self._parallel_attn, self._parallel_mlp
         if arch.post_norms:
@@ -206,7 +206,8 @@ class Decoder:
     def _outer_steps(
         self, spec: ModelSpec
     ) -> tuple[list[Callable[[Weights, Tensor, Tensor], Tensor]], list[Callable[[Weights, Tensor], Tensor]]]:
-        """What `embed` does to the token embeddings, and `head` to the hidden states before the last product."""
+        """The scaling that `embed` does to the token embeddings, and `head` to the hidden states before the last
+        product."""
         arch, width = spec.arch, spec.hidden_size
         embed = [
             (arch.embed_scale != 1.0, self._scale_embeddings),

@@ -30,7 +30,7 @@ from h2o_flexgen.registry import Registry
 
 
 class Family(NamedTuple):
-    """What has to be known about one family: its shape, its names, and what to skip in its checkpoints."""
+    """The facts about one family: its shape, its names, and what to skip in its checkpoints."""
 
     spec_from_config: Callable[[Mapping[str, Any], str], ModelSpec]
     checkpoint_names: Callable[[ModelSpec], Names]
@@ -92,5 +92,5 @@ def checkpoint_names(spec: ModelSpec) -> Names:
 
 
 def ignored_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Regular expressions, to be searched for, of checkpoint tensors that are no weights and may be skipped."""
+    """Regular expressions, to be searched for, of checkpoint tensors that are not weights and may be skipped."""
     return FAMILIES.get(spec.arch.family).ignored

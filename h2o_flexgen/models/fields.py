@@ -44,7 +44,7 @@ class ConfigReader:
         return self._config.get(key) is not None
 
     def values(self) -> dict[str, Any]:
-        """What is there and no null."""
+        """The fields that are there and not null."""
         return {key: value for key, value in self._config.items() if value is not None}
 
     def section(self, key: str) -> ConfigReader:
@@ -109,7 +109,7 @@ class ConfigReader:
         return tuple(float(x) for x in numbers)
 
     def words(self, key: str, count: int, options: Mapping[str, T]) -> tuple[T, ...]:
-        """What `options` has for each of a list of `count` words."""
+        """The entry of `options` for each of a list of `count` words."""
         values = self._value(key, None)
         if not isinstance(values, list) or len(values) != count:
             raise self._error(key, values, f"a list of {count} of {', '.join(options)}")
@@ -126,7 +126,7 @@ class ConfigReader:
         return value
 
     def choice(self, key: str, default: str, options: Mapping[str, T]) -> T:
-        """What `options` has for the value."""
+        """The entry of `options` for the value."""
         value = self._value(key, default)
         if not isinstance(value, str) or value not in options:
             raise self._error(key, value, f"one of {', '.join(options)}", suggestion(str(value), options))
@@ -140,7 +140,7 @@ class ConfigReader:
         return ids[0] if ids else None
 
     def token_ids(self, key: str, default: int | None) -> tuple[int, ...]:
-        """One token id or a list of them; null is none."""
+        """One token id or a list of them; null counts as an empty list."""
         value = self._config.get(key, default)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):

@@ -15,7 +15,7 @@ from h2o_flexgen.models.rope_fields import context, rope_section, rotary_spec, t
 from h2o_flexgen.models.stored import Names, Stored, fused, named
 
 IGNORED: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$", r"\.attention\.bias$", r"\.masked_bias$")
-"""Regular expressions, to be searched for, of tensors that may be in a checkpoint and are no weights."""
+"""Regular expressions, to be searched for, of tensors that may be in a checkpoint and are not weights."""
 
 _PARTS = {
     "attn.norm": "input_layernorm",

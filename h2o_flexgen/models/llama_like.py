@@ -1,4 +1,4 @@
-"""What Llama and the families built like it share: the fields of their config.json, and their checkpoint names.
+"""Parts that Llama shares with the families built like it: the fields of their config.json, and their checkpoint names.
 
 No torch. Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", arXiv 2302.13971. Layers that see a
 sliding window of the latest tokens only: Beltagy et al., "Longformer", arXiv 2004.05150.
@@ -16,7 +16,7 @@ from h2o_flexgen.models.rope_fields import context, read_rotary
 from h2o_flexgen.models.stored import Names, named
 
 IGNORED: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
-"""Regular expressions, to be searched for, of tensors that may be in a checkpoint and are no weights."""
+"""Regular expressions, to be searched for, of tensors that may be in a checkpoint and are not weights."""
 
 PARTS = {
     "attn.norm": "input_layernorm",
@@ -39,7 +39,7 @@ _WINDOWED = {"full_attention": False, "sliding_attention": True}
 
 @dataclass(frozen=True)
 class Defaults:
-    """What a family's config class in transformers has for the keys that a config.json leaves out."""
+    """The defaults of a family's config class in transformers for the keys that a config.json leaves out."""
 
     vocab_size: int
     hidden_size: int

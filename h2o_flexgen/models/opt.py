@@ -19,7 +19,7 @@ IGNORED: tuple[str, ...] = (
     r"\.masked_bias$",
     r"(^|\.)decoder\.version$",
 )
-"""Regular expressions, to be searched for, of tensors that may be in a checkpoint and are no weights."""
+"""Regular expressions, to be searched for, of tensors that may be in a checkpoint and are not weights."""
 
 _LAYER_PARTS = {
     "attn.norm": "self_attn_layer_norm",

@@ -1,4 +1,4 @@
-"""What config.json says of weights that are stored in fewer bits: its quantization_config. No torch.
+"""The description in config.json of weights that are stored in fewer bits: its quantization_config. No torch.
 
 Frantar et al. 2022, "GPTQ", arXiv 2210.17323; Lin et al. 2023, "AWQ", arXiv 2306.00978; the keys are those that
 GPTQModel, AutoAWQ, transformers and compressed-tensors write. A key is understood, known to describe only how the

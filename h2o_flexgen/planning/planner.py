@@ -133,7 +133,7 @@ def _predicted(request: PlanRequest, prediction: Prediction) -> dict[str, Any]:
 def calibrate_here(config: EngineConfig, quiet: bool) -> HardwareProfile | None:
     """Runs `h2o_flexgen.calibrate`, which keeps what it measures; None where it fails.
 
-    In a process of its own: what it takes of memory is no part of the run's, and is given back before that begins.
+    In a process of its own: what it takes of memory is not part of the run's, and is given back before that begins.
     """
     command = [sys.executable, "-m", "h2o_flexgen.calibrate", *_flags(config), *(["--quiet"] if quiet else [])]
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ ONE_GPU = "nothing: planned by rule, the cost model knows one GPU"
 
 
 def run_report(record: RunRecord) -> str:
-    """What ran, how fast, what it moved, what bound it and what memory it took: a line each."""
+    """The report of a run: its work, speed, moved bytes, bound and memory, a line each."""
     return aligned(_lines(record))
 
 
@@ -85,7 +85,7 @@ def _lines(record: RunRecord) -> Iterator[tuple[str, str]]:
 
 
 def _predicted(record: RunRecord) -> str:
-    """What was expected, beside what came of it."""
+    """The prediction beside the measurement."""
     if record.predicted is None:
         return ONE_GPU if "num_gpus" in record.policy else NOT_CALIBRATED
     text = predicted_text(record.predicted)

@@ -45,7 +45,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a plan needs, item by item; items of 0 bytes are left out."""
+    """The bytes that a plan needs, item by item; items of 0 bytes are left out."""
 
     items: tuple[Item, ...]
 
@@ -169,7 +169,7 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
 
 
 def _host_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
-    """What caches on cpu take whose attention is computed there while a gpu goes on with something else.
+    """The memory of caches on cpu whose attention is computed there while a gpu goes on with something else.
 
     prompts           both tiers: FILL_BUFFERS times what is filled in at once, `workspace.prompt_bytes`
     queries           both tiers, with several GPU batches, for each that has such a cache: queries, keys and values

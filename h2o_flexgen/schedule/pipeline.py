@@ -121,7 +121,7 @@ class _StageTicks:
             self._stores = state_stores(shape, compute, now.ends, len(now.batches), last.index)
 
     def drain(self) -> Iterator[Tick]:
-        """What is left to store and to free."""
+        """The stores and frees that are left."""
         frees = self._weights.drain()
         if self._stores or frees:
             yield Tick(0, (), None, self._stores, frees, self._number)

@@ -1,4 +1,4 @@
-"""What is planned: a model, its work, a machine and its caps, and what the user has already decided."""
+"""The inputs of a plan: a model, its work, a machine and its caps, and what the user has already decided."""
 
 from __future__ import annotations
 

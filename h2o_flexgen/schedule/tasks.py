@@ -16,7 +16,7 @@ EXPERT_SLOTS = 4
 
 
 class TaskKind(StrEnum):
-    """What a task does; the value is the word used in traces and messages."""
+    """The kind of a task; the value is the word used in traces and messages."""
 
     LOAD_WEIGHTS = "load_weights"
     FREE_WEIGHTS = "free_weights"
@@ -164,7 +164,7 @@ PATIENCE = 3
 """Steps that a GPU batch has to go on without a change before one is recorded, and that no row of it may be about to
 end in. Recording takes as long as a step that is launched bit by bit. A step that is launched as a whole saves nearly
 all of that where the GPU waits for the host, and a seventh where it is busy: recording pays after one step in small
-models, after some seven in large ones. At three, nobody ever pays much more than with foresight."""
+models, after some seven in large ones. At three, no run ever pays much more than with foresight."""
 FIRST_REPLAYED = PATIENCE + 3
 """The first decode step, counted from 1, that is nothing but launched, where no row leaves or comes: of those before it
 one warms up, and one is recorded."""

@@ -1,4 +1,4 @@
-"""What ran when on which resource: the rows that the executor's trace and the simulator both emit."""
+"""Which task ran when on which resource: the rows that the executor's trace and the simulator both emit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHADES = " .:-=+*#"  # idle to always busy
 
 
 def on_stage(resource: str, stage: int) -> str:
-    """What the rows of a timeline call a resource of a stage; those of the first have no number."""
+    """The name of a stage's resource in the rows of a timeline; those of the first have no number."""
     return f"{resource} {stage}" if stage else resource
 
 

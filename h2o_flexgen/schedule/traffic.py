@@ -1,4 +1,4 @@
-"""What a schedule has to move: the links that a move crosses, the loads of each weight group, the fewest bytes."""
+"""The moves of a schedule: the links that a move crosses, the loads of each weight group, the fewest bytes."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def io_lower_bound(
     budget: of each, where it is not what the lengths of the workload resolve to. cpu_cache_compute: whether attention
     may be computed where caches on the cpu live. Links that nothing has to cross are left out.
 
-    Every step needs all weights (of an embedding that is no head as good as nothing), and a decode step needs what the
-    caches hold. Of these W + K bytes, the tiers on the near side of a link hold M when the step starts, so that
-    W + K - M must come in. Outward, what the caches hold before the last step has all been on the compute tier, and
-    what does not fit there has left it. Nothing else need move: hidden states of one sequence at a time fit anywhere,
-    and loading the model is no part of a block. No workspace, buffer or padding is counted, and none of a cap is spent
-    on them, so that the bound is below what any real plan moves.
+    Every step needs all weights (of an embedding that is not the head as good as nothing), and a decode step needs what
+    the caches hold. Of these W + K bytes, the tiers on the near side of a link hold M when the step starts, so that W +
+    K - M must come in. Outward, what the caches hold before the last step has all been on the compute tier, and what
+    does not fit there has left it. Nothing else need move: hidden states of one sequence at a time fit anywhere, and
+    loading the model is no part of a block. No workspace, buffer or padding is counted, and none of a cap is spent on
+    them, so that the bound is below what any real plan moves.
     """
     weights = _needed_weights(request.spec, request.dtype)
     caches = [sequences * held for held in _held(request, budget)]

@@ -1,6 +1,6 @@
-"""What the blocks of a call had to compute, read and move, counted phase by phase, and the least time that takes.
+"""The work of a call's blocks: computed, read and moved, counted phase by phase, and the least time that takes.
 
-Counted are sequences that are still going: a row that is finished and not yet removed is no work. Where prompts and
+Counted are sequences that are still going: a row that is finished and not yet removed is not work. Where prompts and
 decode rows go through a tick together, both phases get a share of it by tokens, as the clock is divided, so that counts
 are not always whole numbers.
 
@@ -35,7 +35,7 @@ def _sums() -> defaultdict[Any, float]:
 
 @dataclass
 class PhaseWork:
-    """What one phase had to do, in tokens and bytes.
+    """The work of one phase, in tokens and bytes.
 
     steps           of the schedule
     products        times that a unit of a kind ("embed", "attn", "mlp", "head") computed so many rows at once

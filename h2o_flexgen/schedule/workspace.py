@@ -1,4 +1,5 @@
-"""What one unit has alive while it computes, beside weights, caches and hidden states: upper bounds, in bytes.
+"""The memory that one unit has alive while it computes, beside weights, caches and hidden states: upper bounds, in
+bytes.
 
 Attention over caches in host memory may be computed there while a GPU computes other GPU batches. A decode step of such
 a cache is in two halves. The first computes queries, keys and values, which go to the host; the second takes the answer

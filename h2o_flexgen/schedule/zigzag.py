@@ -120,7 +120,7 @@ def still_active(batches: Sequence[int], before: Sequence[int], step: int) -> tu
 def state_loads(
     shape: ScheduleShape, step: int, target: tuple[UnitSpec, int], group_size: int, first: int = 0
 ) -> tuple[Task, ...]:
-    """What the next tick's compute reads and is not on the compute tier: its cache (not at the prompt) and hidden.
+    """Loads of what the next tick's compute reads from another tier: its cache (not at the prompt) and hidden.
 
     A pass starts with the embedding, which reads neither, so that nothing is ever loaded across a step boundary, where
     it is not yet known which batches go on. `first`: the unit that a stage begins with, which reads nothing parked.
@@ -135,10 +135,11 @@ def state_loads(
 
 
 def state_stores(shape: ScheduleShape, source: Task, ends: bool, group_size: int, last: int = -1) -> tuple[Task, ...]:
-    """What this tick's compute wrote and somebody will read from another tier: no cache in the last step, no logits.
+    """Stores of what this tick's compute wrote and a later one reads from another tier: no cache in the last step, no
+    logits.
 
     A batch that is alone in its pass keeps its hidden state where it is: its next compute follows at once. `last`: the
-    unit that a stage ends with, by default the head; nobody on this device reads what that wrote.
+    unit that a stage ends with, by default the head; no unit on this device reads what that wrote.
     """
     unit, step, batch = shape.units[source.unit], source.step, source.batch
     tasks: tuple[Task, ...] = ()

@@ -125,7 +125,7 @@ def test_nothing_is_overwritten(pretend, capsys, tmp_path: Path) -> None:
     pretend("one")
     (tmp_path / "old.json").touch()
     assert main([*SMALL, "--systems", "one", "--output-dir", str(tmp_path)]) == 2
-    assert "is not empty, and what is there is no comparison" in capsys.readouterr().err
+    assert "is not empty, and does not hold a comparison" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_a_failure_with_something_missing_is_told(folder: Path, bench) -> None:
     settings = json.loads((folder / "run-01-ours.json").read_text())["settings"]
     (folder / "failed-b2-ours.json").write_text(json.dumps({"settings": settings, "system": "ours", "batch": 2}))
     _, _, err = bench("-r", "1", code=2)
-    assert "failed-b2-ours.json is no record of bench: it has no repetition, reason, out_of_memory, date" in err
+    assert "failed-b2-ours.json is not a record of bench: it has no repetition, reason, out_of_memory, date" in err
 
 
 def test_runs_that_shared_the_cores_are_named(pretend, bench, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_on_a_terminal_the_last_message_stands_before_its_answer(talker: Path, r
     ("line", "words"),
     [
         ('{"messages": []}', "line 1 it has no messages"),
-        ('{"messages": "Hi"}', "line 1 has messages that are no list"),
+        ('{"messages": "Hi"}', "line 1 has messages that are not a list"),
         ('{"messages": [{"role": "user"}]}', "line 1 message 0 of it has no content that is text"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "line 1 holds half a surrogate pair"),
         ('{"messages": [{"role": "user", "content": "a"}], "prompt": "b"}', "line 1 has both a prompt and messages"),

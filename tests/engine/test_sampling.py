@@ -387,9 +387,9 @@ class TestPrompts:
             llm.generate(prompts, max_new_tokens=4)
 
     def test_a_token_where_a_prompt_should_be_is_named(self, llm) -> None:
-        with pytest.raises(UsageError, match=r"prompt 0: 5 is no prompt.* a string or a list of token ids.* wrap "):
+        with pytest.raises(UsageError, match=r"prompt 0: 5 is not a prompt.* a string or a list of token ids.* wrap "):
             llm.generate([5, 6, 7], max_new_tokens=4)
-        with pytest.raises(UsageError, match="pair 1: 6 is no prompt"):
+        with pytest.raises(UsageError, match="pair 1: 6 is not a prompt"):
             llm.score([([5], [6]), ([5], 6)])
 
     def test_more_logprobs_than_tokens_are_refused(self, llm) -> None:

@@ -235,7 +235,7 @@ def _measured(profile: HardwareProfile, spec: ModelSpec) -> bool:
 
 @dataclass(frozen=True)
 class PlanningConfig:
-    """What a program does to know how fast the machine is.
+    """How a program gets to know how fast the machine is.
 
     hardware   a shipped profile's name, or a file; None: what was calibrated on this machine
     calibrate  True: calibrate it now, if that was never done; False: never; None: only where something has to move

@@ -1,1 +1,1 @@
-"""What a model is made of, and how large: read from its config.json. No torch."""
+"""The parts of a model and their sizes: read from its config.json. No torch."""

@@ -1,4 +1,4 @@
-"""What a decoder layer is made of, apart from its sizes: the switches one decoder reads for all families. No torch."""
+"""The kind of a decoder layer, apart from its sizes: the switches one decoder reads for all families. No torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ExpertSpec:
 
 @dataclass(frozen=True)
 class ArchSpec:
-    """What one decoder layer is made of, apart from its sizes."""
+    """The kind of one decoder layer, apart from its sizes."""
 
     family: str
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"

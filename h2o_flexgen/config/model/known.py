@@ -80,7 +80,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What config.json in `folder` says, less `auto_map`; ModelError where it is missing, torn or no JSON object.
+    """The config.json in `folder`, less `auto_map`; ModelError where it is missing, torn or not a JSON object.
 
     The file is not trusted: it may be a pipe, endless, or nested too deeply.
     """

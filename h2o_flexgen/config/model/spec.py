@@ -121,7 +121,7 @@ class ModelSpec:
 
     @cached_property
     def weight_groups(self) -> tuple[WeightGroup, ...]:
-        """What the units need, each group once, in the order of first use."""
+        """The weight groups of the units, each once, in the order of first use."""
         embed, head = _embed_tensors(self), _head_tensors(self)
         tied = self.arch.tied_head
         groups = [WeightGroup("vocab", embed + head) if tied else WeightGroup("embed", embed)]

@@ -15,7 +15,7 @@ DTYPES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 TENSOR_ALIGN = 64
 """Where a tensor may start in its unit's buffer: a cache line, and any SIMD load."""
 PAGE = 4096
-"""What a unit's buffer is rounded up to: a memory page, and the unit of O_DIRECT."""
+"""Bytes that a unit's buffer is rounded up to: a memory page, and the unit of O_DIRECT."""
 
 
 def dtype_bytes(dtype: str) -> int:

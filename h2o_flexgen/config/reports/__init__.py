@@ -1,1 +1,1 @@
-"""What runs and measurements report, as JSON. No torch."""
+"""Reports of runs and measurements, as JSON. No torch."""

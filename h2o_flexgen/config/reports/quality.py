@@ -1,4 +1,4 @@
-"""What measuring an eviction policy's quality reports: recall and perplexity, curves along streams, answers."""
+"""Reports on an eviction policy's quality: recall and perplexity, curves along streams, answers."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class QualityReport(Report):
 
 @dataclass(frozen=True)
 class AnswerPair:
-    """What one prompt gave with the full cache and with an evicted one.
+    """The answers to one prompt with the full cache and with an evicted one.
 
     `expected` is the right answer where the prompt asks for one; `full_right` and `evicted_right` say who gave it.
     """

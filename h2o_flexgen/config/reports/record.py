@@ -1,4 +1,4 @@
-"""What a run reports: the numbers behind the table it prints, and the JSON object on its last line."""
+"""The record of a run: the numbers behind the table it prints, and the JSON object on its last line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def package_version() -> str:
 
 
 def host_facts() -> dict[str, Any]:
-    """What the run ran on, without a host name: CPU model, usable cores, memory in bytes, system, Python."""
+    """The machine of the run, without a host name: CPU model, usable cores, memory in bytes, system, Python."""
     cpu = platform.processor()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -115,7 +115,7 @@ def _rate(count: int, seconds: float) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(Throughput):
-    """What ran, what it moved, how fast, predicted and measured: seconds, bytes, tokens per second.
+    """A run, the bytes that it moved and its speed, predicted and measured: seconds, bytes, tokens per second.
 
     Everything is a plain JSON value; a number that is not finite, an unknown key or a negative count raises UsageError.
     Rates are properties, None where no time was spent.

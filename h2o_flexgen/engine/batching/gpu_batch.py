@@ -137,7 +137,7 @@ class GpuBatch:
         self._next = [position + 1 for position in self._next]
 
     def enter(self, device: torch.device) -> None:
-        """What is computed from now on is computed on `device`."""
+        """Compute on `device` from now on."""
         if device == self.device:
             return
         self.device = device
@@ -149,7 +149,7 @@ class GpuBatch:
         self._angles.clear()
 
     def angles(self, rotary: Rotary, dtype: torch.dtype) -> Angles:
-        """What `rotary` turns this step's queries and keys by; made once per step. Where positions roll, only those
+        """The angles of `rotary` for this step's queries and keys; made once per step. Where positions roll, only those
         of the prompts: decode rows turn theirs by their places in the cache."""
         key = (id(rotary), dtype)
         if key not in self._angles:

@@ -48,7 +48,7 @@ class PrefixPath:
         self._joined: tuple[int, PrefixKV] | None = None
 
     def before(self, depth: int) -> PrefixKV | None:
-        """What the first `depth` segments hold; everything after them is forgotten."""
+        """Keys and values of the first `depth` segments; everything after them is forgotten."""
         del self._pieces[depth:]
         if depth == 0:
             self._joined = None
@@ -101,7 +101,7 @@ class PromptAttention:
     window: int | None = None
     rolling: bool = False
     fill: Fill | None = None
-    """What fills the cache while something else is computed; None: that is done here."""
+    """A function that fills the cache while something else is computed; None: that is done here."""
 
     def chunk(self, chunk: PromptChunk, angles: Angles | None, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         """q (t, heads, d), k and v (t, kv_heads, d) of the chunk's packed tokens: the mixed values go to `out`, like q.

@@ -49,7 +49,7 @@ class BlockRunner:
     """Called with the prompt tokens so far when prompts begin and when they have been through another unit; tokens that
     are under way count by the share of the layers that they have been through."""
     finished_tokens: int = 0
-    """What the sequences that are finished asked for."""
+    """The tokens that the finished sequences asked for."""
     prompt_halves: int = 0
     """Prompt tokens times the layer halves that they have been through."""
 

@@ -39,7 +39,7 @@ Read = Callable[[], Tensor]
 
 
 class Result(NamedTuple):
-    """What a step gives: logits (rows, vocab) float32, and of each row the largest and its token, by `pack`."""
+    """The outcome of a step: logits (rows, vocab) float32, and of each row the largest and its token, by `pack`."""
 
     logits: Tensor
     likeliest: Tensor
@@ -50,7 +50,7 @@ Run = Callable[[], Result]
 
 
 Launched = Tensor | Callable[[], tuple[list[float], list[int]]]
-"""What is known of a step that was launched as a whole: its logits, which are the caller's; or, where no row asks for
+"""The outcome of a step that was launched as a whole: its logits, which are the caller's; or, where no row asks for
 them, what waits for the largest ones and their tokens."""
 
 
@@ -155,7 +155,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def recorder(device: torch.device) -> Callable[[], Recording] | None:
-    """What makes recordings on `device`; None where there are none."""
+    """The recorder of `device`; None where steps cannot be recorded."""
     refused = os.environ.get("H2O_FLEXGEN_GRAPHS", "1").lower() in ("0", "false", "no", "off")
     if device.type != "cuda" or refused or interpreting():
         return None
@@ -176,7 +176,7 @@ class _Steady:
     under_way: deque[Read] = field(default_factory=deque)
     """The likeliest tokens of steps that the host has not looked at: two steps at most."""
     next_tokens: list[int] | None = None
-    """What the device goes on with, where that is known."""
+    """The tokens that the device goes on with, where they are known."""
 
 
 class DecodeGraphs:

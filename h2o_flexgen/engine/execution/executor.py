@@ -312,7 +312,7 @@ class Executor:
             gpu_batch.keep_last_tokens()
 
     def _attention(self, layer: int, gpu_batch: GpuBatch, cache: BatchCache, dtype: torch.dtype) -> TickAttention:
-        """What this tick's queries do, and by which angles."""
+        """The attention of this tick's queries, and its angles."""
         scale, rotary, rows = self._decoder.scale, self._decoder.rotary_of(layer), gpu_batch.decoding
         prompts = None
         if cache.fresh is not None:
@@ -339,7 +339,8 @@ class Executor:
         return TickAttention(scale, cache.rows, prompts, None, prompt_angles, table)
 
     def _table(self, rotary: Rotary, device: torch.device, dtype: torch.dtype) -> Angles:
-        """What turns the keys of the caches on `device` by their places in them; one table serves the whole block."""
+        """The angles that turn the keys of the caches on `device` by their places in them; one table serves the whole
+        block."""
         if (rotary, device) not in self._tables:
             most = max(stage.caches.most_slots for stage in self._all_stages)
             self._tables[rotary, device] = rotary.table(most, dtype, device)

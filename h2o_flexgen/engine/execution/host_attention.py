@@ -41,7 +41,7 @@ from h2o_flexgen.schedule.workspace import (
 
 
 class _Desk(NamedTuple):
-    """What one GPU batch sends and gets, on the device and on the host: flat uint8 each."""
+    """The buffers that one GPU batch sends and gets, on the device and on the host: flat uint8 each."""
 
     queries: Tensor
     heard: Tensor

@@ -1,1 +1,1 @@
-"""What the machine allows: caps, plans that fit them, and what happens when memory runs out."""
+"""The limits of the machine: caps, plans that fit them, and what happens when memory runs out."""

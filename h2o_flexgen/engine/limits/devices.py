@@ -1,4 +1,4 @@
-"""What this machine has to give: devices, memory within its limits, and the dtype its processor is fast in."""
+"""The resources of this machine: devices, memory within its limits, and the dtype its processor is fast in."""
 
 from __future__ import annotations
 
@@ -163,7 +163,8 @@ def _malloc_trim() -> Any:
 
 
 def offload_folder(named: str | None) -> Path:
-    """Where packed weights and the disk tier go: the folder `named`, else the environment's; an empty name is none."""
+    """Where packed weights and the disk tier go: the folder `named`, else the environment's; an empty name counts as
+    none given."""
     return Path(named or os.environ.get("H2O_FLEXGEN_OFFLOAD_DIR") or DEFAULT_OFFLOAD_DIR).expanduser()
 
 
@@ -268,7 +269,7 @@ def caps_of(
     there: Callable[[], int],
     held: Callable[[torch.device], int],
 ) -> Caps:
-    """What was given, else what the machine has free, and where each number comes from; of the GPU with least, where
+    """The caps as given, else the machine's free memory, and where each number comes from; of the GPU with least, where
     there are several. `folder`: of the disk tier, where weights of `there` bytes lie already. `held`: what other
     engines of this process hold on a GPU."""
     why = {"cpu": "--cpu-mem", "disk": "--nvme-mem", "gpu": "--gpu-mem"}
@@ -288,7 +289,8 @@ def caps_of(
 
 
 def gpu_limit(gpu: Device, asked: int | None, held: int = 0) -> Limit:
-    """What a run may plan to allocate on `gpu`: of what was `asked`, at most what others and the CUDA context leave.
+    """Bytes that a run may plan to allocate on `gpu`: of what was `asked`, at most what others and the CUDA context
+    leave.
 
     `held`: by other engines of this process, which the GPU takes for this one's, and --gpu-mem is for all of them.
     """

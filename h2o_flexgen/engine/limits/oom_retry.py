@@ -25,7 +25,7 @@ _SHAPE = frozenset({"gpu_batch_size", "num_gpu_batches"})
 
 
 class OomRetry:
-    """What running out of memory has taught an engine: caps that hold from then on, and what this call has tried.
+    """The lessons of an engine that ran out of memory: caps that hold from then on, and what this call has tried.
 
     Rows that were finished stay so; the others are run again from their prompts, and give the same tokens.
     """
@@ -67,7 +67,7 @@ class OomRetry:
     def learn(self, error: Exception, plan: Plan, waiting: Collection[Sequence]) -> None:
         """Takes `error` of a run of `plan` for a lesson, and readies the rows of `waiting` to be run again.
 
-        Raises `error` itself where it is no lack of memory, and PlanError after too many tries.
+        Raises `error` itself where it is not a lack of memory, and PlanError after too many tries.
         """
         if not is_out_of_memory(error):
             raise error

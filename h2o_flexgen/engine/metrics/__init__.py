@@ -1,1 +1,1 @@
-"""What a run measures: the record, the trace of who was busy when, and the counted work."""
+"""The measurements of a run: the record, the trace of who was busy when, and the counted work."""

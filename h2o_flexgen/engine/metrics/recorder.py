@@ -29,7 +29,7 @@ from h2o_flexgen.units import format_bytes
 
 @dataclass
 class BlockTotals:
-    """What the blocks of a call added up to."""
+    """The totals of a call's blocks."""
 
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -48,7 +48,7 @@ class BlockTotals:
 
 
 class RunMetrics:
-    """What one call adds to counters that only ever grow, over all the placements it runs on."""
+    """The part of one call in counters that only ever grow, over all the placements it runs on."""
 
     def __init__(self, trace: Trace) -> None:
         self.totals = BlockTotals()
@@ -264,7 +264,7 @@ def _above_cap(plan: Plan, peak: int) -> str | None:
 
 
 def _slow_kernels(device: str) -> str | None:
-    """What a GPU had to do without."""
+    """Warnings about the kernels that a GPU had to do without."""
     reason = triton_available.why_not(device) if device == "cuda" else None
     return None if reason is None else f"attention on the GPU was computed by torch, which takes longer: {reason}"
 

@@ -88,7 +88,8 @@ class WorkCounter:
             work.products["head", ends] += part
 
     def _reads(self, gpu_batch: GpuBatch, going: list[Sequence]) -> None:
-        """What attention reads; of decode rows that is added when they are finished, but for what goes to prompts."""
+        """The tokens that attention reads; of decode rows that is added when they are finished, but for what goes to
+        prompts."""
         share, windows = gpu_batch.prompt_share, {caches.window for caches in self._caches_of(gpu_batch.index)}
         for segment in gpu_batch.segments:
             queries, keys = segment.stop - segment.start, segment.past + segment.length

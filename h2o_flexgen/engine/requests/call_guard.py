@@ -16,7 +16,7 @@ class CallGuard:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Within, it is nobody else's: UsageError, and nothing changed, for whoever tries."""
+        """Within, the engine belongs to this call: another one gets a UsageError, and changes nothing."""
         if self._holder is not None:
             raise UsageError(
                 "a stream of this engine is still under way",
@@ -31,5 +31,5 @@ class CallGuard:
                 self._holder = None
 
     def end(self) -> None:
-        """It is nobody's, whatever is under way: its engine is closed."""
+        """The engine is closed: it belongs to no call any more, whatever is under way."""
         self._holder = None

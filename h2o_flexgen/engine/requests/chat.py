@@ -28,9 +28,9 @@ def chat_prompts(codec: TextCodec | None, model: str, conversations: SequenceOf[
 def chat_prompt(codec: TextCodec | None, model: str, conversation: Conversation, where: str) -> list[int]:
     """The token ids of a conversation by the template of `model`, up to where the model's answer begins.
 
-    The template writes BOS where the model wants it, so none is added. UsageError naming `where` for what is no
-    conversation or does not suit the template, and for a model that has none. The template is run in transformers'
-    sandbox.
+    The template writes BOS where the model wants it, so none is added. UsageError naming `where` for anything that is
+    not a conversation or does not suit the template, and for a model that has none. The template is run in
+    transformers' sandbox.
     """
     messages = checked_messages(conversation, where)
     if codec is None:
@@ -50,7 +50,8 @@ def chat_prompt(codec: TextCodec | None, model: str, conversation: Conversation,
 
 
 def checked_messages(conversation: Any, where: str) -> list[Message]:
-    """The messages of a conversation; a string is one message of the user. UsageError where it is none."""
+    """The messages of a conversation; a string is one message of the user. UsageError where it is not a
+    conversation."""
     if isinstance(conversation, str):
         return [{"role": "user", "content": conversation}]
     if not isinstance(conversation, SequenceOf) or not conversation:

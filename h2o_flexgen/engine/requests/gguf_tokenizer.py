@@ -152,7 +152,7 @@ class _Metadata:
 
 
 def _sentencepiece(read: _Metadata) -> Any:
-    """BPE of characters, with bytes for those that are no token, and a visible character for the space."""
+    """BPE of characters, with bytes for those that are not tokens, and a visible character for the space."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     gemma = read.architecture in _GEMMAS

@@ -33,7 +33,8 @@ def _powers(base: int, count: int) -> NDArray[np.uint64]:
 
 
 class _Index:
-    """Finds tokens by their hashes: a sieve of one bit of memory traffic for most that are none, then a search."""
+    """Finds tokens by their hashes: a sieve of one bit of memory traffic for most that are not tokens, then a
+    search."""
 
     def __init__(self, hashes: NDArray[np.uint64]) -> None:
         self._order = np.argsort(hashes, kind="stable")
@@ -42,7 +43,7 @@ class _Index:
         self._sieve[self._slots(hashes)] = True
 
     def maybe(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """False for those that are no token's."""
+        """False for those that belong to no token."""
         found: NDArray[np.bool_] = self._sieve[self._slots(hashes)]
         return found
 

@@ -23,7 +23,7 @@ _ANY_TEXT = "x"  # any: special tokens do not depend on it
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Makes sequences of prompts for one model. `codec` is None where there is no tokenizer."""
+    """Makes sequences of prompts for one model. `codec` is None for a model without a tokenizer."""
 
     spec: ModelSpec
     eviction: EvictionConfig
@@ -84,7 +84,7 @@ class RequestReader:
             tokens = iter(prompt)
         except TypeError as error:
             raise UsageError(
-                f"{where}: {prompt!r} is no prompt",
+                f"{where}: {prompt!r} is not a prompt",
                 "needed a string or a list of token ids",
                 "wrap the token ids of one prompt: [[1, 2, 3]]",
             ) from error

@@ -22,7 +22,7 @@ Criterion = Callable[[Tensor, Any], Any]
 
 @dataclass
 class Hooks:
-    """What `generate_ids` adds to a row that no SamplingParams can say.
+    """The options of `generate_ids` for a row that SamplingParams cannot express.
 
     `context`: the prompt as its caller padded it, of which the first `padding` ids are padding: what processors and
     criteria see, and what lengths are counted from. `prefix` allows the tokens of prefix_allowed_tokens_fn only,
@@ -73,7 +73,7 @@ class Sequence:
     error: str | None = None
     hooks: Hooks | None = None
     chooser: Any = field(default=None, repr=False)
-    """What the sampler chooses by, and keeps from step to step; of its own types."""
+    """The sampler's state, kept from step to step; of its own types."""
     prepared: bool = field(default=False, repr=False)
     """Whether `chooser` has been made; None then means that the largest logit is the answer."""
     _taken: int = 0
@@ -104,7 +104,7 @@ class Sequence:
 
     @property
     def last_token(self) -> int:
-        """What the next decode step starts from."""
+        """The token that the next decode step starts from."""
         if self.token_ids:
             return self.token_ids[-1]
         return self.fed[self._taken - 1] if self._taken else self.prompt_ids[-1]
@@ -147,7 +147,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a finished sequence gives back.
+    """The result of a finished sequence.
 
     `token_ids` are the new tokens only, with the eos that stopped the row; `text` is without special tokens and
     without the stop string (None without a tokenizer). `logprobs` are those of the chosen tokens, if asked for.

@@ -290,7 +290,7 @@ def _from_transformers(folder: Path) -> Any:
 
 
 def text_of(codec: TextCodec | None, row: Sequence) -> str | None:
-    """What the row's new tokens add to the text of its prompt, cut before the stop string that ended it."""
+    """The text that the row's new tokens add to that of its prompt, cut before the stop string that ended it."""
     if codec is None:
         return None
     text = _new_text(codec.decode, row)

@@ -23,7 +23,7 @@ from h2o_flexgen.registry import suggestion
 log = logging.getLogger(__name__)
 
 DEFAULT_NEW_TOKENS = 20
-"""What transformers generates where no length is given anywhere."""
+"""New tokens where no length is given anywhere, as in transformers."""
 
 LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -175,7 +175,7 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 _OFF: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}
-"""What an explicit None means where it does not mean the default."""
+"""The meaning of an explicit None where it is not the default."""
 
 
 def _or_off(settings: Settings, name: str) -> Any:
@@ -186,7 +186,7 @@ def _or_off(settings: Settings, name: str) -> Any:
 
 
 def _of_object(config: Any) -> dict[str, Any]:
-    """What a GenerationConfig, or a mapping, says; None counts as unsaid."""
+    """The settings of a GenerationConfig, or of a mapping; None counts as unset."""
     if config is None:
         return {}
     if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
@@ -227,7 +227,7 @@ Run = Callable[[list[Sequence]], Iterable[Sequence]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is to be continued: `ids` (n, S) int64 on the host, and `mask` (n, S) bool, False where padding is."""
+    """The prompts to be continued: `ids` (n, S) int64 on the host, and `mask` (n, S) bool, False where padding is."""
 
     ids: Tensor
     mask: Tensor

@@ -54,7 +54,7 @@ class Library:
 
 
 class Usual(NamedTuple):
-    """What decides about the tokens of most rows that want more than their largest logit."""
+    """The settings that decide about the tokens of most rows that want more than their largest logit."""
 
     do_sample: bool
     temperature: float
@@ -76,7 +76,7 @@ class Usual(NamedTuple):
         return cls._make([*values, tuple(sorted(token for token in row.eos if token >= 0))])
 
     def after(self, tokens: int) -> Usual | None:
-        """What is left to decide once a row has so many new tokens; None: the largest logit is the answer."""
+        """The processors that are left once a row has so many new tokens; None: the largest logit is the answer."""
         rest = self._replace(min_new_tokens=0, eos=()) if tokens >= self.min_new_tokens or not self.eos else self
         return rest if rest.do_sample or rest.repetition_penalty != 1.0 or rest.eos else None
 
@@ -212,7 +212,7 @@ def _corrected(row: Sequence, context: list[int], library: Library, device: torc
 
 
 def _corrections(row: Sequence, context: list[int], library: Library, device: torch.device) -> Iterator[LogitsStep]:
-    """What applies to greedy and sampled rows alike. `context`: the prompt as the caller padded it."""
+    """Processors that apply to greedy and sampled rows alike. `context`: the prompt as the caller padded it."""
     params, given = row.params, len(context)
     eos = sorted(token for token in row.eos if token >= 0)
     make, shared = library.make, partial(library.shared, (params, row.eos, device))
@@ -256,7 +256,8 @@ def _corrections(row: Sequence, context: list[int], library: Library, device: to
 
 
 def _shaping(params: SamplingParams, library: Library, device: torch.device) -> Iterator[LogitsStep]:
-    """What comes last. The part for sampling shapes the distribution, and always leaves some token that was there."""
+    """The last processors. The part for sampling shapes the distribution, and always leaves some token that was
+    there."""
     if params.do_sample:
         yield from _warpers(params, library, device)
     if params.renormalize_logits:

@@ -72,7 +72,7 @@ class Sampler:
         return self._settle(rows, [r for r, row in enumerate(rows) if not row.finished], best, tokens, None)
 
     def _chooser(self, row: Sequence, device: torch.device) -> Chooser | Usual | None:
-        """What chooses for `row` at this step, None where the largest logit is the answer, or none is asked for."""
+        """The chooser of `row` at this step, None where the largest logit is the answer, or none is asked for."""
         if not row.prepared:
             row.prepared = True
             if row.forced is None:
@@ -133,7 +133,7 @@ class Sampler:
 
 
 def lists(tensors: SequenceOf[Tensor]) -> list[list[Any]]:
-    """What is in tensors of one device, by one copy. From a GPU whole numbers come as floats."""
+    """The numbers in tensors of one device, by one copy. From a GPU whole numbers come as floats."""
     if tensors[0].device.type == "cpu":
         return [tensor.tolist() for tensor in tensors]
     return unpacked(pack(tensors).cpu(), tensors)

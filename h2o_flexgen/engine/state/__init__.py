@@ -1,1 +1,1 @@
-"""What lives on the tiers while the engine runs: weights, KV caches, hidden states, and how they are loaded."""
+"""The contents of the tiers while the engine runs: weights, KV caches, hidden states, and how they are loaded."""

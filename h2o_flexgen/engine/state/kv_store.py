@@ -62,7 +62,7 @@ class CacheMaker:
         return cache
 
     def budgets(self, layer: int, rows: SequenceOf[Sequence]) -> list[Budget]:
-        """What each of `rows` may keep in a layer."""
+        """The budget of each of `rows` in a layer."""
         window = self.spec.arch.window_of(layer)
         return [row.budget.within(window) for row in rows]
 

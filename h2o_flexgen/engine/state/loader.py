@@ -52,7 +52,7 @@ class LoadedStage:
         return self.tiers.device
 
     def computing(self) -> AbstractContextManager[None]:
-        """What is launched within goes to this stage's device."""
+        """Launches within go to this stage's device."""
         gpu = self.tiers.accelerator
         return nullcontext() if gpu is None else gpu.chosen()
 
@@ -276,7 +276,7 @@ def bytes_on_disk(spec: ModelSpec, source: WeightSource, dtype: str, folder: Pat
 
 
 def _cpu_capacity(plan: Plan) -> int | None:
-    """What the cpu tier may hand out: the cap less what the process held before anything was placed."""
+    """Bytes that the cpu tier may hand out: the cap less what the process held before anything was placed."""
     cap = plan.request.caps.cpu
     return None if cap is None else max(0, cap - plan.request.baseline)
 
