@@ -35,7 +35,7 @@ from h2o_flexgen.baselines.settings import SYSTEMS, BenchSettings, find_model
 from h2o_flexgen.baselines.store import Store, holds_records, is_empty, write
 from h2o_flexgen.baselines.summary import csv_table, markdown, summarise
 from h2o_flexgen.cli.parser import Parser
-from h2o_flexgen.cli.program import add_json, exit_on_errors, print_error, write_json, write_result
+from h2o_flexgen.cli.program import add_json, print_error, program, write_json, write_result
 from h2o_flexgen.cli.prompts import random_prompts
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.errors import UsageError
@@ -43,14 +43,9 @@ from h2o_flexgen.errors import UsageError
 EXIT_OURS_FAILED = 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> int:
     """Runs the program; returns its exit code: 1 where this engine itself failed, 0 where a peer did."""
-    with exit_on_errors() as outcome:
-        outcome.code = _run(argv)
-    return outcome.code
-
-
-def _run(argv: Sequence[str] | None) -> int:
     parser = Parser(prog=called("bench"), description="Compares this engine with others, side by side.")
     add_arguments(parser, BenchSettings)
     parser.add_argument(

@@ -21,10 +21,10 @@ from h2o_flexgen.cli.arguments import add_compress
 from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import (
     add_json,
-    exit_on_errors,
     leaving_at_once,
     output_file,
     print_error,
+    program,
     stop_if_told,
     write_json,
     write_result,
@@ -45,14 +45,9 @@ TAKEN = (
 """The settings of an engine that say what is measured, and where."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> int:
     """Runs the program; returns its exit code."""
-    with exit_on_errors() as outcome:
-        outcome.code = _run(argv)
-    return outcome.code
-
-
-def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     with parser.naming_flags():

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from h2o_flexgen.cli.parser import Parser, at_least_one
-from h2o_flexgen.cli.program import add_json, exit_on_errors, print_error, write_json, write_result
+from h2o_flexgen.cli.program import add_json, print_error, program, write_json, write_result
 from h2o_flexgen.cli.prompts import demo_prompts
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
@@ -29,14 +29,9 @@ FOOT = """The budget is a share of each sequence: it leaves short prompts a few 
 What each share and policy costs:"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> int:
     """Runs the program; returns its exit code."""
-    with exit_on_errors() as outcome:
-        outcome.code = _run(argv)
-    return outcome.code
-
-
-def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     defaults = {"name": "h2o"} if "budget" in given(EvictionConfig, args) else DEFAULTS

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from h2o_flexgen.cli.parser import Parser
-from h2o_flexgen.cli.program import add_json, exit_on_errors, output_file, print_error, write_json, write_result
+from h2o_flexgen.cli.program import add_json, output_file, print_error, program, write_json, write_result
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
 from h2o_flexgen.errors import StorageError, UsageError
@@ -31,14 +31,9 @@ STREAM_READS = {"policies", "text", "context"}
 """The fields of EvaluationSettings that a measurement of streams reads."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> int:
     """Runs the program; returns its exit code."""
-    with exit_on_errors() as outcome:
-        outcome.code = _run(argv)
-    return outcome.code
-
-
-def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     with parser.naming_flags():

@@ -14,22 +14,18 @@ import json
 import sys
 from collections.abc import Sequence
 
-from h2o_flexgen.cli.program import exit_on_errors, print_error, write_json, write_result
-from h2o_flexgen.cli.search_arguments import SearchArguments, parse_search
+from h2o_flexgen.cli.program import print_error, program, write_json, write_result
+from h2o_flexgen.cli.search_arguments import parse_search
 from h2o_flexgen.config.hardware.profile import misfits
 from h2o_flexgen.cost.explain import explain, to_json
 from h2o_flexgen.cost.search import SearchResult, search
 from h2o_flexgen.errors import StorageError
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@program
+def main(argv: Sequence[str] | None) -> int:
     """Runs the program; returns its exit code: 5 where nothing fits."""
-    with exit_on_errors() as outcome:
-        outcome.code = _search(parse_search(argv))
-    return outcome.code
-
-
-def _search(arguments: SearchArguments) -> int:
+    arguments = parse_search(argv)
     request = arguments.request
     *_, fewest = (request.spec, *request.choices.values())
     for why in () if arguments.quiet else misfits(request.machine, fewest, request.dtype):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import os
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -71,6 +72,19 @@ def exit_on_errors() -> Iterator[ProgramExit]:
         finally:
             _arrived.clear()
             _let_go_of_stdout()
+
+
+def program(work: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """The `main` of a program whose `work` takes the arguments, None for those of the command line, and gives the exit
+    code; within `exit_on_errors`."""
+
+    @functools.wraps(work)
+    def main(argv: Sequence[str] | None = None) -> int:
+        with exit_on_errors() as outcome:
+            outcome.code = work(argv)
+        return outcome.code
+
+    return main
 
 
 def stop_if_told() -> None:

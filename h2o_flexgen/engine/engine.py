@@ -206,34 +206,31 @@ class Engine:
         self.close()
 
     def _run(self, rows: list[Sequence]) -> Iterator[Sequence]:
-        """Runs sequences; yields them as they finish, leaves `last_record`. UsageError while another call does."""
-        with self._guard.taken():
-            yield from self._until_done(rows)
-
-    def _until_done(self, rows: list[Sequence]) -> Iterator[Sequence]:
         """Runs sequences in blocks whose places are filled again; yields them as they finish, leaves `last_record`.
 
-        Where memory runs out, those that are not finished are planned and run anew: see OomRetry.
+        Where memory runs out, those that are not finished are planned and run anew: see OomRetry. UsageError while
+        another call runs.
         """
-        if not rows:
-            return
-        self._retry.begin()
-        meter, sampler = RunMetrics(self._trace), Sampler(self.model.codec.decode if self.model.codec else None)
-        waiting, plans = {row.row_id: row for row in rows}, list[Plan]()
-        while waiting:
-            plan = self.plan(workload_of(list(waiting.values())))
-            plans.append(plan)
-            self.on_plan(plan)
-            try:
-                for row in self._attempt(plan, list(waiting.values()), rows, meter, sampler):
-                    del waiting[row.row_id]
-                    yield row
-            except (MemoryError, RuntimeError, PlanError) as error:
-                self._retry.learn(error, plan, waiting.values())
-            if waiting:
-                forget()
-        self.last_work = meter.totals.work
-        self.last_record = make_record(self.config, self.model, plans, rows, meter, self._retry.warnings)
+        with self._guard.taken():
+            if not rows:
+                return
+            self._retry.begin()
+            meter, sampler = RunMetrics(self._trace), Sampler(self.model.codec.decode if self.model.codec else None)
+            waiting, plans = {row.row_id: row for row in rows}, list[Plan]()
+            while waiting:
+                plan = self.plan(workload_of(list(waiting.values())))
+                plans.append(plan)
+                self.on_plan(plan)
+                try:
+                    for row in self._attempt(plan, list(waiting.values()), rows, meter, sampler):
+                        del waiting[row.row_id]
+                        yield row
+                except (MemoryError, RuntimeError, PlanError) as error:
+                    self._retry.learn(error, plan, waiting.values())
+                if waiting:
+                    forget()
+            self.last_work = meter.totals.work
+            self.last_record = make_record(self.config, self.model, plans, rows, meter, self._retry.warnings)
 
     def _attempt(
         self, plan: Plan, rows: list[Sequence], every: list[Sequence], meter: RunMetrics, sampler: Sampler
