@@ -7,6 +7,7 @@ import torch
 
 from h2o_flexgen.kernels import KeysValues, torch_attention
 from tests.oracles import attention as reference
+from tests.pairs import pairs
 
 BOTH = (torch_attention, reference)
 SHAPES = [(1, 4, 4), (2, 4, 2), (3, 8, 1), (1, 6, 6)]
@@ -23,13 +24,15 @@ def test_prefill_equals_the_reference(n: int, heads: int, kv_heads: int, length:
     assert torch_attention.prefill_attention(q, k, v, 0.3, False).column_sums is None
 
 
-@pytest.mark.parametrize(("n", "heads", "kv_heads"), SHAPES)
-@pytest.mark.parametrize(("before", "length"), [(0, 40), (1, 1), (7, 40), (64, 3), (40, 64)])
-@pytest.mark.parametrize("window", [None, 1, 5, 40, 1000])
-@pytest.mark.parametrize("budget", [1, 500, 1 << 20])
+@pytest.mark.parametrize(
+    ("shape", "lengths", "window", "budget"),
+    pairs(SHAPES, [(0, 40), (1, 1), (7, 40), (64, 3), (40, 64)], [None, 1, 5, 40, 1000], [1, 500, 1 << 20]),
+    ids=str,
+)
 def test_prefill_after_a_past_and_within_a_window(
-    n: int, heads: int, kv_heads: int, before: int, length: int, window: int | None, budget: int, monkeypatch
+    shape: tuple[int, int, int], lengths: tuple[int, int], window: int | None, budget: int, monkeypatch
 ) -> None:
+    (n, heads, kv_heads), (before, length) = shape, lengths
     monkeypatch.setattr(torch_attention, "_CHUNK_ELEMENTS", budget)
     q, k, v = torch.randn(n, heads, length, 8), torch.randn(n, kv_heads, length, 8), torch.randn(n, kv_heads, length, 8)
     past = KeysValues(*torch.randn(2, kv_heads, before, 8)) if before else None

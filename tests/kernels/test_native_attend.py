@@ -14,6 +14,7 @@ from h2o_flexgen.kernels.decode import NativeAttend, available
 from h2o_flexgen.kernels.types import Ranking, SlotRule
 from tests.cache.conftest import needs_native
 from tests.oracles import attention as reference
+from tests.pairs import pairs
 from tests.seeds import torch_generator
 
 CPU = torch.device("cpu")
@@ -78,9 +79,12 @@ def check(found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> No
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
-@each_dtype
-@pytest.mark.parametrize("d", [16, 64, 80, 128])
-@pytest.mark.parametrize("slots", [1, 15, 16, 17, 63, 64, 65, 1000])
+@pytest.mark.parametrize(
+    ("slots", "d", "dtype", "threads"),
+    pairs([1, 15, 16, 17, 63, 64, 65, 1000], [16, 64, 80, 128], [torch.float32, torch.bfloat16], [1, 2]),
+    indirect=["threads"],
+    ids=str,
+)
 def test_a_step_equals_the_reference(dtype: torch.dtype, d: int, slots: int, threads: int) -> None:
     for group in (1, 2, 3, 8):
         check(*step_of([slots] * 2, 2, group, d, dtype, seed=group), dtype)

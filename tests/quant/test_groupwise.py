@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.quant import GroupFormat, Quantised, dequantise, quantise
+from tests.pairs import pairs
 from tests.seeds import torch_generator
 
 FORMATS = [GroupFormat(4), GroupFormat(8), GroupFormat(4, 16), GroupFormat(8, 128)]
@@ -33,9 +34,11 @@ def numbers(kind: str, size: int) -> Tensor:
     return {"normal": x, "far": 1000 + x, "tiny": x * 1e-30, "positive": x.abs(), "huge": x * 1e30}[kind]
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
-@pytest.mark.parametrize("size", [2, 16, 62, 64, 66, 200])
-@pytest.mark.parametrize("kind", ["normal", "far", "tiny", "positive", "huge"])
+@pytest.mark.parametrize(
+    ("form", "size", "kind"),
+    pairs(FORMATS, [2, 16, 62, 64, 66, 200], ["normal", "far", "tiny", "positive", "huge"]),
+    ids=str,
+)
 def test_every_number_comes_back_within_half_a_step(form: GroupFormat, size: int, kind: str) -> None:
     x = numbers(kind, size)
     packed = quantise(x, form)
