@@ -70,7 +70,9 @@ def measure(settings: str, seed: int, folder: str, workers: int) -> Record:
     files = beside if folder == "tests" else [folder]
     command = [*shlex.split(os.environ.get("RUNNER", "")), "env", *settings.split(), f"H2O_FLEXGEN_TEST_SEED={seed}"]
     pytest = [sys.executable, "-m", "pytest", "-m", "not gpu", "-n", str(workers), "--dist", "worksteal", *files]
-    done = run_command([*command, *pytest], cwd=ROOT, environment=without_short_spin(os.environ))
+    environment = without_short_spin(os.environ)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as in test.sh
+    done = run_command([*command, *pytest], cwd=ROOT, environment=environment)
     lines = done.output.splitlines()
     outcomes = {what: int(count) for count, what in re.findall(r"(\d+) ([a-z]+)", done.last_line)}
     failures = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
