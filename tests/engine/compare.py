@@ -43,6 +43,7 @@ def assert_engine_equals_oracle(
     prompts, runs = _expected(model, rounding(policy.oracle, bits), eviction, tuple(lengths), new_tokens, close)
     settings = {"max_new_tokens": new_tokens, "ignore_eos": True, "logprobs": 0}
     engine = {"dtype": "float32", "eviction": eviction, "seed": eviction.seed, "cache_bits": bits}
+    history.clear()
     with Engine(folder, **{"policy": {"gpu_batch_size": 3}, **engine, **(places or {})}) as llm:
         for i, (run, output) in enumerate(zip(runs, llm.generate(prompts, **settings), strict=True)):
             _assert_equal(run, output, history, i, loose)

@@ -32,7 +32,7 @@ from tests.tiny import prompts_of
 def test_the_schedule_that_runs_is_sound(tier: str, checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[tuple[ScheduleShape, list[Tick], list[list[int]], list[int]]] = []
 
-    def recorded(shape: ScheduleShape, active: Any, last: Any, whole: Any) -> Any:
+    def recorded(shape: ScheduleShape, active: Any, last: Any, *others: Any) -> Any:
         ticks: list[Tick] = []
         actives: list[list[int]] = []
         ends: list[int] = []
@@ -47,7 +47,7 @@ def test_the_schedule_that_runs_is_sound(tier: str, checkpoint, monkeypatch: pyt
                 ends.append(step)
             return bool(ends)
 
-        for tick in zigzag(shape, note_active, note_last, whole):
+        for tick in zigzag(shape, note_active, note_last, *others):
             ticks.append(tick)
             yield tick
 
