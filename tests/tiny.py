@@ -16,6 +16,7 @@ from transformers import (
     DynamicCache,
     Gemma3TextConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteMoeConfig,
     LlamaConfig,
     MistralConfig,
@@ -155,6 +156,17 @@ FAMILIES: dict[str, FamilyRow] = {
     "qwen3-moe": FamilyRow(
         Qwen3MoeConfig,
         {**_GROUPED, **_EIGHT, "moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "gpt-oss": FamilyRow(
+        GptOssConfig,
+        {
+            **_GROUPED,
+            **_EIGHT,
+            "head_dim": 12,
+            "sliding_window": WINDOW,
+            "swiglu_limit": 0.5,
+            **_rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
+        },
     ),
     "granite-moe": FamilyRow(
         GraniteMoeConfig,

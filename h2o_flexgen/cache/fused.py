@@ -102,6 +102,7 @@ class FusedStep:
         scale: float,
         held: Tensor | None,
         keys: Callable[[int, torch.dtype], Tensor],
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """The step of the lengths, which the caller moves on afterwards; see `KVCache.attend`.
 
@@ -109,9 +110,9 @@ class FusedStep:
         """
         number: int | Tensor = self._lengths.step if self._number is None else self._number
         if self._by_rows:
-            return self._with_rows(number, (q, k, v), scale, held, keys)
+            return self._with_rows(number, (q, k, v), scale, held, keys, sink_logits)
         fresh = None if self._scored is None else self._scored.fresh(number, held)
-        return self._kernel.step(number, (q, k, v), scale, fresh=fresh)
+        return self._kernel.step(number, (q, k, v), scale, fresh=fresh, sink_logits=sink_logits)
 
     def _with_rows(
         self,
@@ -120,6 +121,7 @@ class FusedStep:
         scale: float,
         held: Tensor | None,
         keys: Callable[[int, torch.dtype], Tensor],
+        sink_logits: Tensor | None,
     ) -> Tensor:
         slots = self._slots.allocate(held)
         if isinstance(slots, int):
@@ -129,7 +131,7 @@ class FusedStep:
             # Where the kernel counts its steps, it does not know how few slots are occupied yet.
             width = length if self._number is None else self._size[2]
             row = torch.empty(*self._size[:2], width, device=self._lengths.device)
-        out = self._kernel.step(number, qkv, scale, slots=slots, probs=row)
+        out = self._kernel.step(number, qkv, scale, slots=slots, probs=row, sink_logits=sink_logits)
         dtype = qkv[0].dtype
         self._slots.evict(None if row is None else row[..., :length], length, lambda: keys(length, dtype))
         return out

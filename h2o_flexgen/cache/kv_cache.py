@@ -280,7 +280,13 @@ class KVCache:
         return KeysValues(self.k, self.v)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: tuple[Tensor, Tensor] | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        table: tuple[Tensor, Tensor] | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """One decode step: q (b, heads, head_dim) over everything kept and the new token itself; (b, heads, head_dim).
 
@@ -289,21 +295,21 @@ class KVCache:
         With a `table` positions roll: the cache holds keys that are not rotated, and the n tokens that a row and head
         hold in this step have the positions 0 to n - 1, in order of time; q has n - 1. The table is the cosines and the
         sines, both (capacity or more, dim), of those positions' angles; the second half of `dim` repeats the first.
-        Either all steps have one or none.
+        Either all steps have one or none. sink_logits: float32 (heads,), of each head a logit that is no token's.
         """
         buffers = self._buffers()
         if not self._lengths.started:
-            self._start(*buffers, q, table is not None)
+            self._start(*buffers, q, table is not None, sink_logits is not None)
         held = None
         if self._slots.scores_keys:
             held = k if self._packing is None else expand(self._stored(k), self._packing, k.dtype)
         if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
-            out = self._fused.attend(q, k, v, scale, held, self._keys)
+            out = self._fused.attend(q, k, v, scale, held, self._keys, sink_logits)
             self._last = self._fused.used
         else:
-            out = self._attend(q, k, v, scale, table, held)
+            out = self._attend(q, k, v, scale, table, held, sink_logits)
         self._lengths.tick()
         return out
 
@@ -316,11 +322,12 @@ class KVCache:
         """Steps that others launch, from a recording of one; -1: the last was only recorded, and is yet to be done."""
         self._lengths.tick(steps)
 
-    def _start(self, k: Tensor, v: Tensor, q: Tensor, rolling: bool) -> None:
+    def _start(self, k: Tensor, v: Tensor, q: Tensor, rolling: bool, sinks: bool) -> None:
         """All prompts are in: which way the steps go is settled for good, by the first query among others."""
         self._lengths.start()
         self._slots.start(rolling)
-        self._fused = None if rolling else FusedStep.of(self._lengths, self._slots, k, q, self.shape.bits)
+        torch_only = rolling or (sinks and self.device.type != "cpu")
+        self._fused = None if torch_only else FusedStep.of(self._lengths, self._slots, k, q, self.shape.bits)
         if self._fused is not None:
             self._fused.attach(k, v)
         elif self._reads_occupied:  # so that nothing was zeroed
@@ -340,6 +347,7 @@ class KVCache:
         scale: float,
         table: tuple[Tensor, Tensor] | None,
         held: Tensor | None,
+        sink_logits: Tensor | None,
     ) -> Tensor:
         """A step in torch operations, on any device."""
         slot = self._last = self._slots.allocate(held)
@@ -355,7 +363,7 @@ class KVCache:
         seen = self._slots.seen(width)
         if seen is not None:
             valid = seen if valid is None else valid & seen
-        parts = [self._attend_rows(rows, q, scale, width, valid, table) for rows in self._together(width)]
+        parts = [self._attend_rows(rows, q, scale, width, valid, table, sink_logits) for rows in self._together(width)]
         out, row = parts[0]
         if len(parts) > 1:
             out, row = torch.cat([part.out for part in parts]), _joined([part.row for part in parts])
@@ -370,6 +378,7 @@ class KVCache:
         width: int,
         valid: Tensor | None,
         table: tuple[Tensor, Tensor] | None,
+        sink_logits: Tensor | None,
     ) -> DecodeAttention:
         """Of some rows, None: of all, over the first `width` slots."""
         keys, values = (_some(buffer, rows).narrow(2, 0, width) for buffer in self._buffers())
@@ -379,7 +388,7 @@ class KVCache:
         if table is not None:
             newest, ranks = _some(self._lengths.newest_ranks, rows), _some(self._slots.ranks(width), rows)
             asked, keys = rolled(asked, keys, table, newest.view(-1, 1), ranks)
-        return decode_attention(asked, keys, values, scale, seen, self._slots.needs_rows)
+        return decode_attention(asked, keys, values, scale, seen, self._slots.needs_rows, sink_logits)
 
     def _together(self, width: int) -> list[slice | None]:
         """The rows that are attended to at once: all, or as many as may be expanded at a time."""

@@ -34,7 +34,7 @@ class _DecodeTask(ctypes.Structure):
         "q new_v_row new_v_head",
         "P rule used given probs",
         "q width",
-        "P next score pos fresh",
+        "P next score pos fresh sinks",
     )
 
 
@@ -122,6 +122,7 @@ class NativeAttend:
         fresh: Tensor | None = None,
         slots: Tensor | None = None,
         probs: Tensor | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """See `DecodeStep`. `number` is a whole number. MemoryError where a few KiB are not to be had."""
         if isinstance(number, Tensor):
@@ -145,6 +146,7 @@ class NativeAttend:
         step.out, step.step, step.group, step.scale = out.data_ptr(), number, heads // self._new[1], scale
         step.threads = torch.get_num_threads()
         step.fresh = None if fresh is None else fresh.data_ptr()
+        step.sinks = None if sink_logits is None else sink_logits.data_ptr()
         step.given = None if slots is None else slots.data_ptr()
         step.probs = None
         if probs is not None:

@@ -34,7 +34,7 @@ class _PromptTask(Structure):
         "q past_k_head past_k_token past_v_head past_v_token",
         "q rows kv_heads group length before d window queries parts workers prompts",
         "d scale",
-        "P packed",
+        "P sinks packed",
     )
 
 
@@ -63,26 +63,30 @@ def prefill_attention(
     *,
     past: KeysValues | None = None,
     window: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> PrefillAttention:
     """Causal attention of whole prompts, or ends of prompts, of one length, and how much attention each key received.
 
     q: (n, heads, S, d); k, v: (n, kv_heads, S, d); past: keys and values (kv_heads, P, d) of P earlier tokens that all
     n rows have in common. Query i has position P + i and sees the keys up to there, with a window only the last
     `window` of them. `column_sums` (n, kv_heads, P + S): the sum over these S queries of the softmax probability of
-    each key, averaged over the query heads that share a KV head (H2O section 3; accumulated score).
+    each key, averaged over the query heads that share a KV head (H2O section 3; accumulated score). sink_logits:
+    float32 (heads,), of each head a logit that is no token's and takes its share of every softmax (gpt-oss).
 
     In C, any strides will do where the last dimension is contiguous. Weights are rounded to bfloat16 before they
     multiply the values, column sums come from what they were in float32: as torch's kernel has it. Equal inputs give
     equal bits, whatever the number of threads.
     """
-    if q.numel() and by_triton(q.device, q.shape[-1]):
+    if sink_logits is None and q.numel() and by_triton(q.device, q.shape[-1]):
         from h2o_flexgen.kernels import triton_prompt  # imports Triton, which is not there on every machine
 
         return triton_prompt.prefill_attention(q, k, v, scale, column_sums, past=past, window=window)
     if not _fits(q, k, v, scale, past):
-        return torch_attention.prefill_attention(q, k, v, scale, column_sums, past=past, window=window)
+        return torch_attention.prefill_attention(
+            q, k, v, scale, column_sums, past=past, window=window, sink_logits=sink_logits
+        )
     n, heads, length, d = q.shape
-    task = _task(q, k, v, past, window)
+    task = _task(q, k, v, past, window, sink_logits)
     out = LARGE.empty(n, length, heads, d, dtype=q.dtype)
     size = task.parts, n, task.kv_heads, task.before + length
     sums = LARGE.empty(*size, dtype=torch.float32) if column_sums else None
@@ -106,6 +110,7 @@ def packed_attention(
     out: Tensor,
     *,
     window: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor | None:
     """Attention of many prompts to themselves in one call, to the bit what `prefill_attention` gives for each.
 
@@ -122,7 +127,7 @@ def packed_attention(
     if min(len(x) for x in qkv) < prompts.tokens:
         raise ValueError(f"{[len(x) for x in qkv]} tokens, and prompts up to the {prompts.tokens}th")
     heads_first = [x.transpose(0, 1).unsqueeze(0) for x in qkv]
-    task = _task(heads_first[0], heads_first[1], heads_first[2], None, window)
+    task = _task(heads_first[0], heads_first[1], heads_first[2], None, window, sink_logits)
     task.length, task.parts, task.prompts = prompts.longest, 1, len(prompts.table)
     task.packed = prompts.table.data_ptr()
     sums = LARGE.empty(len(q) * task.kv_heads, dtype=torch.float32) if column_sums else None
@@ -158,10 +163,13 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, scale: float, past: KeysValues | None
     )
 
 
-def _task(q: Tensor, k: Tensor, v: Tensor, past: KeysValues | None, window: int | None) -> _PromptTask:
+def _task(
+    q: Tensor, k: Tensor, v: Tensor, past: KeysValues | None, window: int | None, sinks: Tensor | None
+) -> _PromptTask:
     """The prompts, how they lie in memory, and how it is divided."""
     n, heads, length, d = q.shape
     task = _PromptTask(q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr())
+    task.sinks = None if sinks is None else sinks.data_ptr()
     task.q_row, task.q_head, task.q_token, _ = q.stride()
     task.k_row, task.k_head, task.k_token, _ = k.stride()
     task.v_row, task.v_head, task.v_token, _ = v.stride()

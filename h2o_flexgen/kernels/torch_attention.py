@@ -40,6 +40,7 @@ def prefill_attention(
     *,
     past: KeysValues | None = None,
     window: int | None = None,
+    sink_logits: Tensor | None = None,
 ) -> PrefillAttention:
     """Causal attention and column sums; shapes and meaning as `prompt.prefill_attention`."""
     n, heads, length, d = q.shape
@@ -61,7 +62,8 @@ def prefill_attention(
             logits = _logits(asked, *seen).mul_(left)
             by_query = logits.view(-1, kv_heads, group, stop - start, logits.shape[-1])
             _mask(by_query, before + start - first, window)
-            probs = torch.softmax(logits, dim=-1)
+            sinks = None if sink_logits is None else sink_logits.view(1, kv_heads, group, 1)
+            probs = _softmax(logits, None if sinks is None else sinks.expand(by_query.shape[:-1]).flatten(2))
             if sums is not None:
                 sums[row : row + rows, :, first : before + stop] += probs.sum(2)
             out[row : row + rows, :, start:stop] = _mix(probs.to(v.dtype), *seen).view(-1, heads, stop - start, d)
@@ -103,6 +105,13 @@ def _mask(by_query: Tensor, offset: int, window: int | None) -> None:
     by_query[..., first:].masked_fill_(hidden, float("-inf"))
 
 
+def _softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dimension, with one logit more that is no token's: `sinks`, of the other dimensions."""
+    if sinks is None:
+        return torch.softmax(logits, dim=-1)
+    return torch.softmax(torch.cat([logits, sinks.unsqueeze(-1)], -1), dim=-1)[..., :-1]
+
+
 def _logits(q: Tensor, past: KeysValues | None, own: KeysValues) -> Tensor:
     """q (r, kv_heads, m, d) times all keys, (r, kv_heads, m, keys) float32: past ones, which the rows share, first."""
     logits = torch.matmul(q, own.k.transpose(-1, -2))
@@ -128,11 +137,18 @@ def _mix(probs: Tensor, past: KeysValues | None, own: KeysValues) -> Tensor:
 
 
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, want_row: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    valid: Tensor | None,
+    want_row: bool,
+    sink_logits: Tensor | None = None,
 ) -> DecodeAttention:
     """One query per sequence over the kept slots.
 
     q: (b, heads, d); k, v: (b, kv_heads, N, d); valid: (b, kv_heads, N) bool, or None where every slot is occupied.
+    sink_logits: float32 (heads,), of each head a logit that is no token's.
     `row` is the softmax probability of each slot, averaged over the query heads of its KV head, 0 where not valid.
     """
     b, heads, d = q.shape
@@ -142,7 +158,8 @@ def decode_attention(
     logits = torch.matmul(asked, k.transpose(-1, -2)).float().mul_(left)
     if valid is not None:
         logits.masked_fill_(~valid.unsqueeze(2), float("-inf"))
-    probs = torch.softmax(logits, dim=-1)
+    sinks = None if sink_logits is None else sink_logits.view(1, kv_heads, group).expand(b, -1, -1)
+    probs = _softmax(logits, sinks)
     out = torch.matmul(probs.to(v.dtype), v).view(b, heads, d)
     if not want_row:
         return DecodeAttention(out, None)

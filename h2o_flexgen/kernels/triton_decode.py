@@ -140,8 +140,11 @@ class TritonAttend:
         fresh: Tensor | None = None,
         slots: Tensor | None = None,
         probs: Tensor | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """See `DecodeStep`. Heads are at most `MAX_GROUP` per KV head."""
+        """See `DecodeStep`. Heads are at most `MAX_GROUP` per KV head. ValueError for logits of sinks."""
+        if sink_logits is not None:
+            raise ValueError("this kernel knows no logits of sinks")
         launch = self._launch(number, qkv, scale, fresh, slots, probs)
         launch.run(self._config(launch))
         return launch.out

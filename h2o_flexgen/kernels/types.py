@@ -152,6 +152,7 @@ class DecodeStep(Protocol):
         fresh: Tensor | None = None,
         slots: Tensor | None = None,
         probs: Tensor | None = None,
+        sink_logits: Tensor | None = None,
     ) -> Tensor:
         """Step `number`, 0 for the first after the prompts: what the queries see, (rows, heads, dim) in K's dtype.
 
@@ -160,6 +161,7 @@ class DecodeStep(Protocol):
         heads, dim), k and v (rows, kv_heads, dim) of the new tokens. fresh: the scores they start with, float32 (rows,
         kv_heads); None: 0. slots: where they go, as `Ranking.free`, if the caller decides that; not with a ranking.
         probs: takes the probabilities, float32 (rows, kv_heads, width), 0 where no token is seen; width is at least
-        what is occupied. All three contiguous.
+        what is occupied. sink_logits: float32 (heads,), of each head a logit that is no token's; in C alone. All of
+        them contiguous.
         """
         ...

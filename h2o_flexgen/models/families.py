@@ -10,6 +10,7 @@ from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models import (
     gemma3,
     gpt_neox,
+    gpt_oss,
     granitemoe,
     llama,
     llama_like,
@@ -54,6 +55,7 @@ for _name, _module in (
     ("qwen3_moe", qwen3_moe),
     ("olmoe", olmoe),
     ("granitemoe", granitemoe),
+    ("gpt_oss", gpt_oss),
 ):
     FAMILIES.register(
         _name, Family(_module.spec_from_config, _module.checkpoint_names, llama_like.IGNORED, experts=True)

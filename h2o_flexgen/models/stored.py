@@ -56,6 +56,8 @@ def named(
         if canonical in outer:
             return outer[canonical]
         _, layer, half, *part, suffix = canonical.split(".")
+        if not part:  # a tensor of its own, of no module
+            return f"layers.{layer}.{parts[f'{half}.{suffix}']}"
         if part[0] == "experts":
             return f"layers.{layer}.{parts[f'{half}.experts.{part[2]}'].format(part[1])}.{suffix}"
         return f"layers.{layer}.{parts[f'{half}.{part[0]}']}.{suffix}"

@@ -85,9 +85,10 @@ class Reference:
     def _tensor(self, canonical: str) -> Tensor:
         place = self.stored(canonical)
         whole = self.state[place.name]
-        whole = whole.view(place.rows, -1) if place.shape else whole
+        whole = whole.view(place.rows, *place.shape[2:]) if place.shape else whole
         spans = place.spans or ((0, len(whole)),)
-        return torch.cat([whole[start:stop] for start, stop in spans])
+        rows = torch.cat([whole[start:stop] for start, stop in spans])
+        return rows.t().contiguous() if place.transposed else rows
 
 
 _made: dict[str, Reference] = {}

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 NAMES = list(FAMILIES)
 
 
-def causal_attention(decoder: Decoder, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(decoder: Decoder, layer: int, sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The prompt's attention in one piece, by the definition: rotated, causal, windowed, KV heads shared by groups."""
     positions = torch.arange(len(q))
     rotary = decoder.rotary_of(layer)
@@ -36,7 +36,10 @@ def causal_attention(decoder: Decoder, layer: int, q: Tensor, k: Tensor, v: Tens
     unseen = (distance < 0) | (distance >= (decoder.spec.arch.window_of(layer) or len(q)))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q, k) * decoder.scale
-    shares = logits.masked_fill(unseen, -torch.inf).float().softmax(-1).to(v.dtype)
+    logits = logits.masked_fill(unseen, -torch.inf).float()
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.float().view(-1, 1, 1).expand(-1, len(q), 1)], -1)
+    shares = logits.softmax(-1)[..., : len(k)].to(v.dtype)
     return torch.einsum("hqk,khd->qhd", shares, v)
 
 
@@ -69,7 +72,7 @@ def test_layers(name: str, fused: bool) -> None:
         hidden = widened(ref.spec, ref.inputs[path])
         w = ref.weights(f"layers.{layer}.attn", fused)
         assert ("qkv.weight" in w) == fused
-        decoder.attn(w, hidden, partial(causal_attention, decoder, layer))
+        decoder.attn(w, hidden, partial(causal_attention, decoder, layer, w.get("sinks")))
         after = "mlp.norm" if ref.spec.arch.pre_norm and ref.spec.arch.norm_affine else "mlp.up"
         if ref.spec.arch.norm_affine:
             close(hidden[:, :width], ref.inputs[ref.module(f"layers.{layer}.{after}.weight")])
@@ -102,7 +105,7 @@ def test_whole_models(name: str, dtype: torch.dtype) -> None:
     hidden = decoder.embed(ref.weights(ref.spec.units[0].weights), ref.tokens, torch.arange(TOKENS))
     for layer in range(ref.spec.num_layers):
         w = ref.weights(f"layers.{layer}.attn", fused=True)
-        decoder.attn(w, hidden, partial(causal_attention, decoder, layer))
+        decoder.attn(w, hidden, partial(causal_attention, decoder, layer, w.get("sinks")))
         # As the executor does it: the half goes through the MLP in parts.
         for part in hidden.split(10):
             ref.mlp(decoder, layer, part, fused=True)

@@ -64,6 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2_moe-dense": {**EXPERTS, "decoder_sparse_step": 2, "qkv_bias": False},
     "qwen3_moe": {**EXPERTS, "head_dim": 16, "mlp_only_layers": [1], "attention_bias": True},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True},
+    "gpt_oss": {"num_local_experts": 4, "head_dim": 8, **LAYERS},
     "granitemoe": {"num_local_experts": 4, "tie_word_embeddings": True},
 }
 
@@ -88,20 +89,26 @@ def stored_in(places: tuple[str | Stored, ...], state: dict[str, torch.Tensor]) 
     return next(place for place in every if place.name in state)
 
 
+def flat(place: Stored, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of more dimensions as rows."""
+    return tensor.reshape(place.rows, *place.shape[2:])
+
+
 def covered(spec: ModelSpec, state: dict[str, torch.Tensor]) -> dict[str, list[int]]:
     """How often each row of each stored tensor is used; checks that every canonical tensor gets its shape."""
     names = checkpoint_names(spec)
-    shaped = {place.name for places in names.values() for place in places if isinstance(place, Stored) and place.shape}
-    state = {name: tensor.flatten(0, -2) if name in shaped else tensor for name, tensor in state.items()}
+    every = [place for places in names.values() for place in places if isinstance(place, Stored) and place.shape]
+    state = {**state, **{each.name: flat(each, state[each.name]) for each in every if each.name in state}}
     uses = {name: [0] * len(tensor) for name, tensor in state.items()}
     tensors = {tensor.name: tensor for group in spec.weight_groups for tensor in group.tensors}
     assert set(names) == set(tensors)
     for name, tensor in tensors.items():
         place = stored_in(names[name], state)
         whole = state[place.name]
-        assert place.spans is None or place.rows == len(whole)
+        assert place.spans is None or place.rows == len(whole), name
         rows = [row for start, stop in place.spans or [(0, len(whole))] for row in range(start, stop)]
-        assert (len(rows), *whole.shape[1:]) == tensor.shape, name
+        shape = (len(rows), *whole.shape[1:])
+        assert (tuple(reversed(shape)) if place.transposed else shape) == tensor.shape, name
         for row in rows:
             uses[place.name][row] += 1
     return uses
@@ -149,8 +156,9 @@ def test_switches_of_a_plain_config(family: str) -> None:
     assert arch.norm_eps == (theirs.layer_norm_eps if family == "gpt_neox" else theirs.rms_norm_eps)
     assert arch.gated_mlp == (family != "gpt_neox")
     assert arch.parallel == (family == "gpt_neox")
-    assert arch.qkv_bias == (family in ("gpt_neox", "qwen2", "qwen2_moe"))
-    assert arch.output_bias == arch.mlp_bias == (family == "gpt_neox")
+    assert arch.qkv_bias == (family in ("gpt_neox", "qwen2", "qwen2_moe", "gpt_oss"))
+    assert arch.output_bias == (family in ("gpt_neox", "gpt_oss"))
+    assert arch.mlp_bias == (family == "gpt_neox")
     assert arch.qk_norm == (family in ("qwen3", "gemma3_text", "qwen3_moe", "olmoe"))
     assert arch.tied_head == theirs.tie_word_embeddings
     assert arch.activation == {"gpt_neox": "gelu", "gemma3_text": "gelu_tanh"}.get(family, "silu")
@@ -186,6 +194,7 @@ WINDOW_CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"layer_types": ["full_attention"] * 3, **WINDOWS}),
     ("qwen3", {**WINDOWS, "max_window_layers": 2}),
     ("mixtral", {"sliding_window": 8}),
+    ("gpt_oss", {"sliding_window": 8, "num_local_experts": 4}),
     ("qwen2_moe", {**EXPERTS, **WINDOWS, "max_window_layers": 2}),
     ("qwen2_moe", EXPERTS),
     ("qwen3_moe", {**EXPERTS, **WINDOWS}),
@@ -242,6 +251,7 @@ def test_windows_are_those_of_transformers(family: str, changes: dict[str, Any])
         ("gemma3", {}, "x is of the family 'gemma3', which is not supported. needed one of .*gemma3_text"),
         ("llava", {}, "x is of the family 'llava', which is not supported"),
         ("deepseek_v3", {}, "x is of the family 'deepseek_v3', which is not supported"),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 in config.json. needed at most"),
     ],

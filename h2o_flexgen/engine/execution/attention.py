@@ -102,6 +102,8 @@ class PromptAttention:
     rolling: bool = False
     fill: Fill | None = None
     """A function that fills the cache while something else is computed; None: that is done here."""
+    sink_logits: Tensor | None = None
+    """float32 (heads,): of each head a logit that is no token's."""
 
     def chunk(self, chunk: PromptChunk, angles: Angles | None, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         """q (t, heads, d), k and v (t, kv_heads, d) of the chunk's packed tokens: the mixed values go to `out`, like q.
@@ -139,7 +141,7 @@ class PromptAttention:
         if prompts is None or not takes_packed(*qkv, self.scale, prompts):
             return chunk.segments
         wanted = self.cache.wants_column_sums
-        sums = packed_attention(qkv, prompts, self.scale, wanted, out, window=self.window)
+        sums = packed_attention(qkv, prompts, self.scale, wanted, out, window=self.window, sink_logits=self.sink_logits)
         self.cache.fill_packed(prompts, stored_k, qkv[2], sums)
         return [segment for segment in chunk.segments if not segment.rows or segment.depth]
 
@@ -148,7 +150,9 @@ class PromptAttention:
         q, k, v, stored_k, asked = (t.unflatten(0, (rows, segment.length)).transpose(1, 2) for t in packed)
         past = self.path.before(segment.depth)
         seen = None if past is None else past.seen
-        mixed, sums = prefill_attention(q, k, v, self.scale, self.column_sums, past=seen, window=self.window)
+        mixed, sums = prefill_attention(
+            q, k, v, self.scale, self.column_sums, past=seen, window=self.window, sink_logits=self.sink_logits
+        )
         out.copy_(mixed.transpose(1, 2).flatten(0, 1))
         if past is not None and sums is not None and past.sums is not None:
             sums[..., : segment.past] += past.sums
@@ -200,6 +204,7 @@ class TickAttention:
     row_angles: Angles | None
     prompt_angles: Angles | None
     table: Angles | None
+    sink_logits: Tensor | None = None
 
     def part(self, part: AttentionPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (t, heads, d), k and v (t, kv_heads, d) of the part's tokens to the mixed values (t, heads, d)."""
@@ -235,4 +240,5 @@ class TickAttention:
         """One decode step over the cache, all of it where the cache is."""
         if self.cache is None:
             raise RuntimeError("decode rows are in hand, and no cache of theirs")
-        return self.cache.attend(q, k, v, self.scale, table=self.table)
+        sinks = self.sink_logits if self.sink_logits is None else self.sink_logits.to(self.cache.device)
+        return self.cache.attend(q, k, v, self.scale, self.table, sinks)

@@ -294,7 +294,9 @@ class Executor:
             cache.change(
                 gpu_batch.kept, self._maker.make(layer, gpu_batch.index, gpu_batch.fresh) if gpu_batch.fresh else None
             )
-        attention = self._attention(layer, gpu_batch, cache, hidden.dtype)
+        sinks = weights.get("sinks")
+        sinks = None if sinks is None else sinks.to(torch.float32, copy=True)  # the host may read them later
+        attention = self._attention(layer, gpu_batch, cache, hidden.dtype, sinks)
         host = None if task is None else self._stages[task.unit].host
         if task is not None and host is not None and host.serves(layer, gpu_batch):
             host.begin(task, self._units[task.unit], gpu_batch, weights, attention)
@@ -311,7 +313,9 @@ class Executor:
         if layer == self._layers - 1:
             gpu_batch.keep_last_tokens()
 
-    def _attention(self, layer: int, gpu_batch: GpuBatch, cache: BatchCache, dtype: torch.dtype) -> TickAttention:
+    def _attention(
+        self, layer: int, gpu_batch: GpuBatch, cache: BatchCache, dtype: torch.dtype, sinks: Tensor | None
+    ) -> TickAttention:
         """The attention of this tick's queries, and its angles."""
         scale, rotary, rows = self._decoder.scale, self._decoder.rotary_of(layer), gpu_batch.decoding
         prompts = None
@@ -328,15 +332,16 @@ class Executor:
             turn = None if rotary is None else partial(_following_angles, rotary)
             lengths = [len(row.prompt_ids) for row in gpu_batch.fresh]
             prompts = PromptAttention(
-                cache.fresh, group.path, scale, lengths, sums, queries, raw, turn, window, self._rolling, fill
+                cache.fresh, group.path, scale, lengths, sums, queries, raw, turn, window, self._rolling, fill, sinks
             )
         if rotary is None:
-            return TickAttention(scale, cache.rows, prompts, None, None, None)
+            return TickAttention(scale, cache.rows, prompts, None, None, None, sinks)
         if not self._rolling:
-            return TickAttention(scale, cache.rows, prompts, *_parted(gpu_batch.angles(rotary, dtype), rows), None)
+            angles = _parted(gpu_batch.angles(rotary, dtype), rows)
+            return TickAttention(scale, cache.rows, prompts, *angles, None, sinks)
         table = None if cache.rows is None else self._table(rotary, cache.rows.device, dtype)
         prompt_angles = None if prompts is None else gpu_batch.angles(rotary, dtype)
-        return TickAttention(scale, cache.rows, prompts, None, prompt_angles, table)
+        return TickAttention(scale, cache.rows, prompts, None, prompt_angles, table, sinks)
 
     def _table(self, rotary: Rotary, device: torch.device, dtype: torch.dtype) -> Angles:
         """The angles that turn the keys of the caches on `device` by their places in them; one table serves the whole

@@ -55,6 +55,7 @@ typedef struct {
     float *score;           /* (rows, kv_heads, capacity), never negative */
     int32_t *pos;           /* as `score`: positions */
     const float *fresh;     /* (rows, kv_heads): scores of the new tokens; NULL: 0 */
+    const float *sinks;     /* (kv_heads * group): of each head a logit that is no token's; NULL: there is none */
 } Step;
 
 /* ---- vectors of one token: 64 bytes, 32 bfloat16 or 16 float32 numbers; the last of `nv` may be partial */
@@ -123,8 +124,9 @@ INLINE __m512 logits_of(const char *q, const char *k, int64_t left, int64_t dim,
     return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first_lanes(left), logits);
 }
 
-/* Logits become the exponentials of their distance to the largest; returns the sum. `n` is padded with -inf. */
-static float exponentials(float *x, int64_t n) {
+/* Logits become the exponentials of their distance to the largest; returns the sum, that of `sink` included, if there
+   is one. `n` is padded with -inf. */
+static float exponentials(float *x, int64_t n, const float *sink) {
     __m512 largest = _mm512_loadu_ps(x), sum = _mm512_setzero_ps();
     for (int64_t i = LANES; i < n; i += LANES) largest = _mm512_max_ps(largest, _mm512_loadu_ps(x + i));
     largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
@@ -133,7 +135,8 @@ static float exponentials(float *x, int64_t n) {
         _mm512_storeu_ps(x + i, y);
         sum = _mm512_add_ps(sum, y);
     }
-    return _mm512_reduce_add_ps(sum);
+    const float rest = sink ? expf(*sink - _mm512_reduce_max_ps(largest)) : 0;
+    return _mm512_reduce_add_ps(sum) + rest;
 }
 
 /* ---- values */
@@ -296,7 +299,8 @@ INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int
                                                           (float)s->scale, bf16, nv));
     }
     if (s->masks) hide(s, &h, x);
-    for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch);
+    const float *sinks = s->sinks ? s->sinks + head * group : NULL;
+    for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch, sinks ? sinks + g : NULL);
     memset(mixed, 0, group * accs * LANES * sizeof(float));
     const int64_t block = group == 1 ? n : BLOCK; /* that stays in the first cache while the heads take turns */
     for (int64_t i = 0; i < n; i += block) {
@@ -369,7 +373,8 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
         }
     }
     if (s->masks) hide(s, &h, x);
-    for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch);
+    const float *sinks = s->sinks ? s->sinks + head * group : NULL;
+    for (int64_t g = 0; g < group; g++) sums[g] = exponentials(x + g * pitch, pitch, sinks ? sinks + g : NULL);
     memset(mixed, 0, group * width * sizeof(float));
     const int64_t block = group == 1 ? n : BLOCK;
     for (int64_t i = 0; i < n; i += block) {

@@ -10,6 +10,8 @@
  *
  * "Rows" of a block are queries of one token after the other, the query heads that share the KV head side by side.
  */
+#include <math.h>
+
 #include "packed.h"
 #include "team.h"
 #include "tiles.h"
@@ -32,6 +34,7 @@ typedef struct {
     int64_t workers; /* that have scratch */
     int64_t prompts; /* that are packed, if `packed` says where: `rows` is 1 then, and `length` that of the longest */
     double scale;    /* positive */
+    const float *sinks;      /* (kv_heads x group): of each head a logit that is no token's; NULL: there is none */
     const PackedRow *packed; /* sums of each lie from `first` x kv_heads on, (kv_heads, its length) */
 } Prompt;
 
@@ -250,7 +253,9 @@ INLINE bf16 *place_of(const Prompt *p, const Worker *w, const Block *b, int64_t 
 static void finish(const Prompt *p, const Worker *w, const Block *b) {
     int64_t d = p->d;
     for (int64_t i = 0; i < b->rows; i++) {
-        float inverse = 1.0f / _mm512_reduce_add_ps(_mm512_load_ps(w->total + i * LANES));
+        float total = _mm512_reduce_add_ps(_mm512_load_ps(w->total + i * LANES));
+        if (p->sinks) total += expf(p->sinks[w->head * p->group + i % p->group] - (float)p->scale * w->top[i * LANES]);
+        float inverse = 1.0f / total;
         bf16 *out = place_of(p, w, b, i);
         for (int64_t dim = 0; dim < d; dim += LANES) {
             __m512 o = _mm512_mul_ps(_mm512_load_ps(w->o + i * d + dim), _mm512_set1_ps(inverse));

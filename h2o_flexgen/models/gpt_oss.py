@@ -1,0 +1,88 @@
+"""gpt-oss 20b and 120b (transformers' model_type "gpt_oss"): attention sinks, alternating windows, clamped gates, YaRN.
+
+No torch. OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv 2508.10925. Experts are kept in MXFP4, or with inputs
+and outputs the other way round; gate and up lie in one projection, in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from h2o_flexgen.config.model.arch import RotarySpec
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.llama_like import PARTS, Defaults, by_layer, plain_names, read_spec
+from h2o_flexgen.models.mixture import read_experts
+from h2o_flexgen.models.rope_fields import check_whole, rope_section, rotary_spec
+from h2o_flexgen.models.stored import Names, Stored
+
+DEFAULTS = Defaults(
+    vocab_size=201088,
+    hidden_size=2880,
+    intermediate_size=2880,
+    num_hidden_layers=36,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=64,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+)
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_SLOPE = 1.702
+
+
+def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """The ModelSpec of a config.json; keys that are absent have GptOssConfig's defaults. Raises ModelError."""
+    read = ConfigReader(config, name)
+    spec, bias = read_spec(read, name, "gpt_oss", DEFAULTS, _rotary), read.flag("attention_bias", True)
+    if read.number("swiglu_alpha", _SLOPE) != _SLOPE:
+        raise read.error("swiglu_alpha", f"{_SLOPE}")
+    clamp = read.number("swiglu_limit", 7.0)
+    experts = read_experts(read, 128, 4, spec.ffn_size, router="chosen", bias=True, clamp=clamp)
+    arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, sinks=True, experts=experts)
+    window = read.whole_or_null("sliding_window", 128)
+    arch = by_layer(arch, read, window, [layer % 2 == 0 for layer in range(spec.num_layers)])
+    # The published configs give the stretched context.
+    return replace(
+        spec, arch=arch, max_positions=read.whole("max_position_embeddings", DEFAULTS.max_position_embeddings)
+    )
+
+
+def _rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
+    fields = rope_section(read)
+    fields = (fields if fields.values() else fields.filled(**_YARN)).filled(
+        rope_theta=read.number("rope_theta", 150000.0)
+    )
+    check_whole(fields, head_dim)
+    return rotary_spec(fields, head_dim, positions)
+
+
+def checkpoint_names(spec: ModelSpec) -> Names:
+    """For every canonical tensor where a checkpoint keeps it."""
+    names: Names = {**plain_names(spec, {**PARTS, "mlp.router": "mlp.router", "attn.sinks": "self_attn.sinks"})}
+    experts = spec.arch.experts
+    if experts is None:
+        return names
+    count, hidden = experts.count, spec.hidden_size
+    sizes = {"gate_up": (hidden, 2 * experts.ffn_size), "down": (experts.ffn_size, hidden)}
+    for name in (name for name in names if ".experts." in name):
+        _, layer, _, _, number, part, suffix = name.split(".")
+        ins, outs = sizes[part]
+        ending, rows, shape = ("", ins, (count, ins, outs)) if suffix == "weight" else ("_bias", outs, (count, outs))
+        span = ((int(number) * rows, (int(number) + 1) * rows),)
+        stored = f"layers.{layer}.mlp.experts.{part}_proj{ending}"
+        names[name] = tuple(
+            Stored(prefix + stored, span, count * rows, shape, transposed=suffix == "weight")
+            for prefix in ("model.", "")
+        )
+    return names
