@@ -19,7 +19,14 @@ import numpy as np
 
 from h2o_flexgen.baselines.work import CannotRun
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "olmoe": "olmoe",
+    "qwen3_moe": "qwen3moe",
+}
 """GGUF's name of an architecture, by the model_type of its config.json."""
 TYPES = {
     kind.name.lower(): kind for kind in (gguf.GGMLQuantizationType[name] for name in ("F16", "BF16", "Q8_0", "Q4_0"))
@@ -28,10 +35,12 @@ TYPES = {
 _POOL = 1 << 22  # random numbers that every matrix is filled with, over and over: drawing them all would take minutes
 _SCALE = 0.02
 _MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+_ROUTER = "ffn_gate_inp.weight"
 
 
 class Tensor(NamedTuple):
-    """A tensor by its name in the file: a matrix as (outputs, inputs), or a vector filled with `value`."""
+    """A tensor by its name in the file: a matrix as (outputs, inputs), those of experts in one, or a vector filled with
+    `value`."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +49,8 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufShape:
-    """The sizes of a model that a file of random weights needs. `tied`: the head is the embedding."""
+    """The sizes of a model that a file of random weights needs. `tied`: the head is the embedding; `inner`: of an expert
+    where there are `experts`, of which a token uses `active`."""
 
     architecture: str
     vocab: int
@@ -54,6 +64,8 @@ class GgufShape:
     epsilon: float
     rope_base: float
     tied: bool
+    experts: int = 0
+    active: int = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> GgufShape:
@@ -69,7 +81,7 @@ class GgufShape:
                 architecture=ARCHITECTURES[family],
                 vocab=config["vocab_size"],
                 hidden=hidden,
-                inner=config["intermediate_size"],
+                inner=config.get("moe_intermediate_size") or config["intermediate_size"],
                 layers=config["num_hidden_layers"],
                 heads=heads,
                 kv_heads=config.get("num_key_value_heads") or heads,
@@ -78,6 +90,8 @@ class GgufShape:
                 epsilon=config.get("rms_norm_eps", 1e-6),
                 rope_base=float(config.get("rope_theta") or rope.get("rope_theta") or 10000.0),
                 tied=bool(config.get("tie_word_embeddings", False)),
+                experts=config.get("num_experts") or config.get("num_local_experts") or 0,
+                active=config.get("num_experts_per_tok") or 0,
             )
         except KeyError as missing:
             raise CannotRun(f"config.json has no {missing.args[0]}, which a file for llama.cpp needs") from None
@@ -96,12 +110,17 @@ class GgufShape:
         for block in (f"blk.{layer}" for layer in range(self.layers)):
             yield Tensor(f"{block}.attn_norm.weight", (self.hidden,), 1.0)
             for name, rows, columns in zip(_MATRICES, outputs, inputs, strict=True):
-                yield Tensor(f"{block}.{name}.weight", (rows, columns))
+                experts = self.experts and name.startswith("ffn_")
+                shape = (self.experts, rows, columns) if experts else (rows, columns)
+                yield Tensor(f"{block}.{name}{'_exps' if experts else ''}.weight", shape)
                 if self.architecture == "qwen2" and name in _MATRICES[:3]:
                     yield Tensor(f"{block}.{name}.bias", (rows,))
-            if self.architecture == "qwen3":
-                yield Tensor(f"{block}.attn_q_norm.weight", (self.head_dim,), 1.0)
-                yield Tensor(f"{block}.attn_k_norm.weight", (self.head_dim,), 1.0)
+            if self.experts:
+                yield Tensor(f"{block}.{_ROUTER}", (self.experts, self.hidden))
+            if self.architecture in ("qwen3", "qwen3moe", "olmoe"):
+                joint = self.architecture == "olmoe"
+                yield Tensor(f"{block}.attn_q_norm.weight", (wide if joint else self.head_dim,), 1.0)
+                yield Tensor(f"{block}.attn_k_norm.weight", (narrow if joint else self.head_dim,), 1.0)
             yield Tensor(f"{block}.ffn_norm.weight", (self.hidden,), 1.0)
         yield Tensor("output_norm.weight", (self.hidden,), 1.0)
         if not self.tied:
@@ -134,10 +153,10 @@ def write_random(path: Path, shape: GgufShape, kind: str, seed: int) -> None:
 
 def _type_of(tensor: Tensor, wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
     """`wanted` for matrices, or float16 where their rows are not a whole number of its blocks."""
-    if len(tensor.shape) == 1:
+    if len(tensor.shape) == 1 or tensor.name.endswith(_ROUTER):
         return gguf.GGMLQuantizationType.F32
     block, _ = gguf.GGML_QUANT_SIZES[wanted]
-    return wanted if tensor.shape[1] % block == 0 else gguf.GGMLQuantizationType.F16
+    return wanted if tensor.shape[-1] % block == 0 else gguf.GGMLQuantizationType.F16
 
 
 def _nbytes(tensor: Tensor, type_: gguf.GGMLQuantizationType) -> int:
@@ -158,6 +177,10 @@ def _describe(writer: gguf.GGUFWriter, shape: GgufShape, wanted: gguf.GGMLQuanti
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_rope_dimension_count(shape.head_dim)
+    if shape.experts:
+        writer.add_expert_count(shape.experts)
+        writer.add_expert_used_count(shape.active)
+        writer.add_expert_feed_forward_length(shape.inner)
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_layer_norm_rms_eps(shape.epsilon)
     writer.add_vocab_size(shape.vocab)

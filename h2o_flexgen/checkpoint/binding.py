@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from h2o_flexgen.models.stored import Stored
 
 log = logging.getLogger(__name__)
 
+_MXFP4 = ("blocks", "scales")
 _SMALL = 1 << 20  # bytes
 _TIED_HEADS = ("lm_head.weight", "embed_out.weight")
 _EMBEDDING = "embed.tokens"
@@ -191,6 +193,10 @@ class Binding:
         if self._quantization is None:
             return packed
         for stored, users in self._wanted.users.items():
+            if all(f"{stored}_{part}" in where for part in _MXFP4):
+                packed.update(f"{stored}_{part}" for part in _MXFP4)
+                self._claim_mxfp4(stored, tables, where, found, tensors)
+                continue
             module = stored.removesuffix(".weight")
             held = {part: f"{module}.{part}" for part in PART_NAMES if f"{module}.{part}" in where}
             entries = {part: tables[where[name][0]][name] for part, name in held.items()}
@@ -216,6 +222,28 @@ class Binding:
                 excused = {part for part in PART_NAMES if f"{module}.{part}" in lost}
                 self._give(stored, MatrixParts(module, matrix, entries).bound(excused, self.problems), found, tensors)
         return packed
+
+    def _claim_mxfp4(
+        self, stored: str, tables: Tables, where: Mapping[str, list[str]], found: dict[str, str],
+        tensors: dict[str, FoundTensor],
+    ) -> None:  # fmt: skip
+        """As `_claim_packed`, of all experts of a layer, which plain checkpoints keep the other way round."""
+        option = next(iter(self._wanted.users[stored].values()))
+        count, ins, outs = option.shape
+        entries = {part: tables[where[f"{stored}_{part}"][0]][f"{stored}_{part}"] for part in _MXFP4}
+        shapes = {"blocks": (count, outs, ins // 32, 16), "scales": (count, outs, ins // 32)}
+        scheme = None if self._quantization is None else self._quantization.scheme(stored, "Linear")
+        for part, entry in entries.items():
+            if entry.shape != shapes[part] or scheme is None or scheme.layout != "mxfp4":
+                self.problems.add(f"tensor '{stored}_{part}': expected {shapes[part]} of MXFP4, found {entry.shape}")
+                self._give(stored, None, found, tensors)
+                return
+            entries[part] = entry._replace(shape=(count * outs, math.prod(entry.shape) // (count * outs)))
+        bound = None
+        if scheme is not None:
+            matrix = stored_matrix(scheme, (count * outs, ins), _MXFP4)
+            bound = MatrixParts(stored, matrix, entries).bound((), self.problems)
+        self._give(stored, None if bound is None else partial(_expert_of, bound, ins, outs), found, tensors)
 
     def _give(
         self, stored: str, part_of: Callable[[Stored, tuple[int, ...]], FoundTensor] | None, found: dict[str, str],
@@ -300,6 +328,14 @@ class Binding:
                 missing.setdefault(options[0].name, []).append(name)
         for stored, names in missing.items():
             self.problems.add(f"tensor {stored!r} ({', '.join(names)}) is missing", download=True)
+
+
+def _expert_of(
+    bound: Callable[[Stored, tuple[int, ...]], FoundTensor], ins: int, outs: int, option: Stored, shape: tuple[int, ...]
+) -> FoundTensor:
+    """The `outs` rows of an expert, of which `option` says where they are where inputs are rows."""
+    number = (option.spans or ((0, 0),))[0][0] // ins
+    return bound(replace(option, spans=((number * outs, (number + 1) * outs),)), shape)
 
 
 class MatrixParts(NamedTuple):

@@ -300,21 +300,35 @@ class _ScaledInverse(_Scaled):
     scale = "weight_scale_inv"
 
 
+class _Mxfp4(StoredMatrix):
+    """The experts of gpt-oss, one below the other: blocks of 32 inputs in 16 bytes, the lower half of each the first of
+    its two; scales that are powers of two."""
+
+    def parts(self) -> dict[str, StoredPart]:
+        outs, ins = self.shape
+        blocks, scales = (outs, ins // 2), (outs, ins // 32)
+        return {"blocks": StoredPart((blocks,), ("uint8",)), "scales": StoredPart((scales,), ("uint8",))}
+
+    def misfit(self) -> str:
+        return f"its {self.shape[1]} inputs are no blocks of 32" if self.shape[1] % 32 else ""
+
+    def packing(self, scale: str, ordered: bool) -> Packing:
+        return Packing("e2m1", 32, "e8m0", "none")
+
+    def codes(self, read: Read, rows: Rows) -> Codes:
+        return self._codes_by_row(read, rows, "blocks", self.shape[1] // 2)
+
+    def scales(self, read: Read, outputs: Array) -> Array:
+        first = int(outputs.min())
+        return read("scales", first, int(outputs.max()) + 1)[outputs - first]
+
+
 def stored_matrix(scheme: Scheme, shape: tuple[int, int], held: Sequence[str]) -> StoredMatrix:
     """The matrix that `scheme` stores as tensors of which a checkpoint has those called `held`."""
     if scheme.layout == "scaled":
         return (_ScaledInverse if _ScaledInverse.scale in held else _Scaled)(scheme, shape)
-    layouts = {"gptq": _Gptq, "awq": _Awq, "packed": _Compressed}
+    layouts = {"gptq": _Gptq, "awq": _Awq, "packed": _Compressed, "mxfp4": _Mxfp4}
     return layouts[scheme.layout](scheme, shape)
-
-
-def fill_mxfp4(blocks: Array, scales: Array, out: Mapping[str, Array]) -> None:
-    """Fill the parts `out` of Packing("e2m1", 32, "e8m0", "none") with a matrix as gpt-oss stores it.
-
-    blocks  (outs, ins / 32, 16) bytes, the lower half of each the first of its two inputs; scales (outs, ins / 32)
-    """
-    out["codes"][:] = blocks.reshape(len(blocks), -1)
-    out["scale"][:] = scales
 
 
 def _steps(start: int, stop: int, nbytes: int) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from h2o_flexgen.models.fields import ConfigReader
 
-Layout = Literal["gptq", "awq", "packed", "scaled"]
+Layout = Literal["gptq", "awq", "packed", "scaled", "mxfp4"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Scheme:
     """How one kind of matrix is stored.
 
     layout     gptq, awq: words of 32 bits with inputs (awq: outputs) side by side, an input a row; packed: the
-               weight_packed of compressed-tensors; scaled: a weight of one byte a number, and its scale
-    levels     what a number is: uint4, int8 (stored with 128 added, but for scaled) or e4m3
+               weight_packed of compressed-tensors; scaled: a weight of one byte a number, and its scale; mxfp4: the
+               blocks and scales of gpt-oss's experts
+    levels     what a number is: uint4, int8 (stored with 128 added, but for scaled), e2m1 or e4m3
     block      (outputs, inputs) that share a scale, 0 for all; None: all of the matrix or of a row, as the scale's
                shape says
     symmetric  whether there are no zero points; gptq has them nevertheless
@@ -32,14 +33,14 @@ class Scheme:
     """
 
     layout: Layout
-    levels: Literal["uint4", "int8", "e4m3"]
+    levels: Literal["uint4", "int8", "e2m1", "e4m3"]
     block: tuple[int, int] | None
     symmetric: bool = True
     zero_step: int = 0
 
     @property
     def bits(self) -> int:
-        return 4 if self.levels == "uint4" else 8
+        return 4 if self.levels in ("uint4", "e2m1") else 8
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,12 @@ def _fp8(read: ConfigReader) -> Quantization:
     return _everywhere("fp8", Scheme("scaled", "e4m3", _block(read, "weight_block_size")))
 
 
+def _mxfp4(read: ConfigReader) -> Quantization:
+    _only(read, "mxfp4", "quant_method modules_to_not_convert")
+    _texts(read, "modules_to_not_convert")
+    return _everywhere("mxfp4", Scheme("mxfp4", "e2m1", (1, 32)))
+
+
 def _compressed(read: ConfigReader) -> Quantization:
     known = "quant_method config_groups format ignore quantization_status global_compression_ratio version "
     _only(read, "compressed-tensors", known + "run_compressed sparsity_config")
@@ -209,6 +216,7 @@ _METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
 }
 
 

@@ -53,6 +53,12 @@ def _lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     yield "model", f"{record.model}, {record.dtype} on {record.device}, {source}"
     if record.quantization:
         yield "bits", _bits(record.quantization)
+    if record.experts:
+        experts = record.experts
+        yield (
+            "experts",
+            f"{experts['active']} of {experts['count']} per token; {experts['read']:,} of {experts['of']:,} read",
+        )
     if record.predicted and "bits" in record.predicted:
         yield "chosen", record.predicted["bits"]["text"]
     yield "eviction", _eviction(record.eviction)

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from h2o_flexgen.checkpoint import quantized, reader
-from h2o_flexgen.checkpoint.quantized import fill_mxfp4
-from h2o_flexgen.checkpoint.reader import raw
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels.packed import PackedWeight
@@ -199,18 +197,3 @@ def test_the_fingerprint_knows_how_weights_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(written.config))
     with written.open(tmp_path) as source:
         assert source.fingerprint != first
-
-
-def test_mxfp4_as_gpt_oss_stores_it() -> None:
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    generator = torch_generator(9)
-    blocks = torch.randint(0, 256, (3, 6, 4, 16), generator=generator, dtype=torch.uint8)
-    scales = torch.randint(110, 140, (3, 6, 4), generator=generator, dtype=torch.uint8)
-    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)  # (experts, ins, outs)
-    for expert in range(3):
-        packed = PackedWeight.empty(Packing("e2m1", 32, "e8m0", "none"), (6, 128))
-        fill_mxfp4(
-            blocks[expert].numpy(), scales[expert].numpy(), {key: raw(each) for key, each in packed.parts.items()}
-        )
-        assert torch.equal(packed.expanded(torch.float32), theirs[expert].T)

@@ -27,7 +27,7 @@ _NESTED: dict[str, tuple[str, ...]] = {
     "bound": ("phase", "resource", "seconds"),
 }
 """Keys that a nested object must have; it may have more."""
-_LATER = {"shared", "quantization"}
+_LATER = {"shared", "quantization", "experts"}
 """Keys that records of earlier versions lack."""
 
 
@@ -133,6 +133,9 @@ class RunRecord(Throughput):
     quantization: dict[str, Any] | None = None
     """`weights` {format, bits, group} and `cache` {bits, group}, each None where that is not packed; None: neither is.
     Bits of weights of several kinds are the mean per number, with scales, and their group is None."""
+    experts: dict[str, int] | None = None
+    """Of a mixture: `count` in a layer, `active` chosen per token, and in all passes over blocks `read` of the `of`
+    that computing with all of them would have read, each once per layer and pass. None: the model has no experts."""
     eviction: dict[str, Any]
     policy: dict[str, Any]
     prompt_len: int

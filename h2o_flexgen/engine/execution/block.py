@@ -103,6 +103,8 @@ class BlockRunner:
                 totals.prefill_seconds += executor.prefill_seconds
                 totals.decode_seconds += executor.decode_seconds
                 totals.graph_launches += executor.graph_launches
+                totals.experts_read += executor.experts_read
+                totals.experts_of += executor.experts_of
                 totals.not_recorded = totals.not_recorded or executor.not_recorded
 
     def _drain(self) -> None:

@@ -116,6 +116,7 @@ class Executor:
             TaskKind.PASS_HIDDEN: lambda t: self._stages[t.unit].leave(self._gpu_batches[t.batch]),
         }
         self.prefill_seconds = self.decode_seconds = 0.0
+        self.experts_read = self.experts_of = 0
 
     @property
     def graph_launches(self) -> int:
@@ -168,7 +169,10 @@ class Executor:
 
     def chosen(self, step: int, unit: UnitSpec) -> list[int]:
         """The experts of `unit` that the tokens of `step` chose, once all its GPU batches have been routed."""
-        return self._mixture.chosen()
+        chosen = self._mixture.chosen()
+        self.experts_read += len(chosen)
+        self.experts_of += len(unit.experts)
+        return chosen
 
     def _group(self, task: Task) -> str:
         """The weight group that a task loads or frees."""

@@ -43,6 +43,10 @@ class BlockTotals:
     """Decode steps of GPU batches that were launched as CUDA graphs."""
     not_recorded: str | None = None
     """Why such a graph could not be recorded, the first time of all; None where none failed."""
+    experts_read: int = 0
+    """Experts computed with, each once per layer and pass over a block."""
+    experts_of: int = 0
+    """How many they would have been if tokens had chosen all of them."""
     work: CountedWork = field(default_factory=CountedWork)
     """Counted step by step; of sequences that a failed block left unfinished without what decode read from caches."""
 
@@ -122,6 +126,7 @@ def make_record(
         device=_device(plan, config),
         weights="dummy" if model.dummy else "checkpoint",
         quantization=_quantization(model),
+        experts=_experts(model, totals),
         eviction=_eviction(config, rows),
         policy=_policy(config, plan, achieved, metrics, searched=first.searched),
         prompt_len=plan.request.workload.prompt_len,
@@ -151,6 +156,15 @@ def make_record(
         shared=metrics.cores.shared,
         warnings=[warning for warning in said if warning is not None],
     )
+
+
+def _experts(model: Model, totals: BlockTotals) -> dict[str, int] | None:
+    """The `experts` of a record."""
+    experts = model.spec.arch.experts
+    if experts is None:
+        return None
+    read = {"read": totals.experts_read, "of": totals.experts_of}
+    return {"count": experts.count, "active": experts.active, **read}
 
 
 def _quantization(model: Model) -> dict[str, Any] | None:
