@@ -51,7 +51,7 @@ def rounded_to_it(model: torch.nn.Module, llm: Engine) -> torch.nn.Module:
                 state[stored].copy_(value)
             else:
                 rows = [torch.arange(*span) for span in option.spans]
-                whole = state[stored].view(option.rows, -1) if option.shape else state[stored]
+                whole = state[stored].view(option.rows, *option.shape[2:]) if option.shape else state[stored]
                 whole[torch.cat(rows)] = value.t() if option.transposed else value
     model.load_state_dict(state)
     return model
