@@ -1,4 +1,5 @@
 """Weights repacked for the disk tier: one file per weight group, read with one request, made once and shared by runs.
+The experts of a layer, which are read one by one, are in one file.
 
 Needed where the user's own files cannot be read in place: another dtype is wanted, or weights are random. A folder
 belongs to one content and dtype. Its files are complete and named in manifest.json, or they are nothing: both come into
@@ -12,7 +13,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +38,8 @@ _STEP = 16 << 20  # bytes between calls of progress
 _SLACK = 1 << 20  # bytes for the manifest and the file system's own needs
 _UNIT = re.compile(r"unit-\d{4,}\.bin")
 _OURS = re.compile(r"unit-\d{4,}\.bin(\.tmp)?|manifest\.json\.tmp")
+_FILE_OF = re.compile(r"(?<=\.experts)\.\d+$")
+"""What is left out of a weight group's key to name the file that it is packed in."""
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -71,7 +75,10 @@ def ensure_packed(
         try:
             folder = _Folder(path, {"version": _VERSION, "fingerprint": source.fingerprint, "dtype": dtype})
             found = {group.key: folder.unit(packed_layout(group, dtype)) for group in groups}
-            missing = [packed_layout(group, dtype) for group in groups if found[group.key] is None]
+            files: dict[str, list[UnitLayout]] = {}
+            for group in (group for group in groups if found[group.key] is None):
+                files.setdefault(_FILE_OF.sub("", group.key), []).append(packed_layout(group, dtype))
+            missing = [layout for layouts in files.values() for layout in layouts]
             total = sum(layout.nbytes for layout in missing)
             if missing:
                 what = f"packing {len(missing)} weight groups as {dtype}"
@@ -82,11 +89,14 @@ def ensure_packed(
                 def advance(written: int) -> None:
                     progress(done + written, total)
 
+                def filled(layout: UnitLayout) -> torch.Tensor:
+                    _fill(layout, buffer.tensor, source)
+                    return buffer.tensor[: layout.nbytes]
+
                 try:
-                    for layout in missing:
-                        _fill(layout, buffer.tensor, source)
-                        found[layout.key] = folder.add(layout, buffer.tensor[: layout.nbytes], advance)
-                        done += layout.nbytes
+                    for layouts in files.values():
+                        found |= folder.add(layouts, filled, advance)
+                        done += sum(layout.nbytes for layout in layouts)
                 finally:
                     buffer.free()
         except StorageError:
@@ -140,6 +150,9 @@ class _Folder:
         for name in os.listdir(path):
             if _OURS.fullmatch(name) and name not in named:
                 (path / name).unlink()
+        self._sizes = Counter[str]()
+        for record in self._units.values():
+            self._sizes[record["file"]] += record["nbytes"]
         self._counter = max((int(re.sub(r"\D", "", name)) for name in named), default=0)
 
     def unit(self, layout: UnitLayout) -> PackedUnit | None:
@@ -152,30 +165,43 @@ class _Folder:
             size = path.lstat().st_size
         except FileNotFoundError:
             size = -1
-        if size == layout.nbytes == record["nbytes"] and record["slots"] == _slots(layout):
-            return _packed(layout, path, bytes.fromhex(record["xxh3_128"]))
+        sound = size == self._sizes[record["file"]] and layout.nbytes == record["nbytes"]
+        if sound and record["slots"] == _slots(layout):
+            return _packed(layout, path, record.get("offset", 0), bytes.fromhex(record["xxh3_128"]))
         log.warning("%s for %s is not as it was left: it is packed again", path, layout.key)
         return None
 
-    def add(self, layout: UnitLayout, data: torch.Tensor, progress: Callable[[int], None]) -> PackedUnit:
-        """Write `data` (uint8, whole pages) as the unit of `layout`, and note it in the manifest."""
+    def add(
+        self,
+        layouts: Sequence[UnitLayout],
+        filled: Callable[[UnitLayout], torch.Tensor],
+        progress: Callable[[int], None],
+    ) -> dict[str, PackedUnit]:
+        """Write the units of `layouts` one after the other as one file, and note them in the manifest.
+
+        filled: gives the bytes of each (uint8, whole pages), which are valid until the next is asked for.
+        """
         self._counter += 1
         path = self._path / f"unit-{self._counter:04d}.bin"
         temporary = path.with_suffix(".bin.tmp")
-        digest = checksum((data,))
         try:
-            _write(temporary, data, layout.key, progress)
+            digests = _write(temporary, layouts, filled, progress)
             os.rename(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        record = {"file": path.name, "nbytes": layout.nbytes, "xxh3_128": digest.hex(), "slots": _slots(layout)}
-        replaced = self._units.get(layout.key)
-        self._units[layout.key] = record
+        replaced = {self._units[layout.key]["file"] for layout in layouts if layout.key in self._units}
+        found, offset = {}, 0
+        for layout, digest in zip(layouts, digests, strict=True):
+            record = {"file": path.name, "nbytes": layout.nbytes, "xxh3_128": digest.hex(), "slots": _slots(layout)}
+            self._units[layout.key] = {**record, **({"offset": offset} if offset else {})}
+            found[layout.key] = _packed(layout, path, offset, digest)
+            offset += layout.nbytes
+        self._sizes[path.name] = offset
         self._write_manifest()
-        if replaced is not None:
-            (self._path / replaced["file"]).unlink(missing_ok=True)
-        return _packed(layout, path, digest)
+        for name in replaced - {str(record["file"]) for record in self._units.values()}:
+            (self._path / name).unlink(missing_ok=True)
+        return found
 
     def _read_manifest(self) -> dict[str, dict[str, Any]]:
         """Group key -> record. Nothing, with a notice, where the manifest is torn or of something else."""
@@ -216,7 +242,8 @@ class _Folder:
 def _is_record(record: Any) -> bool:
     return (
         isinstance(record, dict)
-        and set(record) == {"file", "nbytes", "xxh3_128", "slots"}
+        and set(record) - {"offset"} == {"file", "nbytes", "xxh3_128", "slots"}
+        and all(type(record.get(key, 0)) is int for key in ("nbytes", "offset"))
         and isinstance(record["file"], str)
         and _UNIT.fullmatch(record["file"]) is not None
         and isinstance(record["xxh3_128"], str)
@@ -235,24 +262,35 @@ def _packing_of(slot: TensorSlot) -> list[Any]:
     return [] if slot.packing is None else [list(dataclasses.astuple(slot.packing))]
 
 
-def _packed(layout: UnitLayout, path: Path, digest: bytes) -> PackedUnit:
-    return PackedUnit(layout, (Extent(str(path), 0, layout.nbytes, 0, layout.key),), digest)
+def _packed(layout: UnitLayout, path: Path, offset: int, digest: bytes) -> PackedUnit:
+    return PackedUnit(layout, (Extent(str(path), offset, layout.nbytes, 0, layout.key),), digest)
 
 
-def _write(path: Path, data: torch.Tensor, what: str, progress: Callable[[int], None]) -> None:
-    """A new file with `data`, on the disk when this returns."""
+def _write(
+    path: Path,
+    layouts: Sequence[UnitLayout],
+    filled: Callable[[UnitLayout], torch.Tensor],
+    progress: Callable[[int], None],
+) -> list[bytes]:
+    """A new file with what `filled` gives for each of `layouts`, on the disk when this returns; their checksums."""
     fd = os.open(path, _CREATE, 0o600)
     file = DirectFile(str(path), fd, writable=True, ours=True)
+    digests, done = [], 0
     try:
-        view = host_view(data)
-        for start in range(0, data.numel(), _STEP):
-            nbytes = min(_STEP, data.numel() - start)
-            file.write(view, start, start, nbytes, what)
-            progress(start + nbytes)
+        for layout in layouts:
+            data = filled(layout)
+            digests.append(checksum((data,)))
+            view = host_view(data)
+            for start in range(0, data.numel(), _STEP):
+                nbytes = min(_STEP, data.numel() - start)
+                file.write(view, start, done, nbytes, layout.key)
+                done += nbytes
+                progress(done)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         file.close()
+    return digests
 
 
 def _sync_folder(path: Path) -> None:

@@ -14,6 +14,7 @@ from h2o_flexgen.quant import PackedWeight, Weight
 from h2o_flexgen.quant.weights import pack
 
 _VERSION = 1  # of the method: another one makes other numbers
+_RANDOM = 1 << 16  # random numbers that are packed of a matrix, and repeated
 _ROWS = 32 << 20  # bytes of float32 numbers at a time
 
 
@@ -35,10 +36,19 @@ class QuantisingSource:
             return
         values = torch.empty(out.shape, dtype=getattr(torch, self.dtype))
         self._source.read_into(name, values)
-        some = max(1, _ROWS // (4 * out.shape[1]))
-        for start in range(0, out.shape[0], some):
-            stop = min(out.shape[0], start + some)
+        outs, ins = out.shape
+        some, packed = max(1, _ROWS // (4 * ins)), outs
+        if self.dummy:  # packing billions of random numbers would take minutes, and makes them no more random
+            packed = min(outs, max(1, _RANDOM // ins))
+        for start in range(0, packed, some):
+            stop = min(packed, start + some)
             pack(values[start:stop], out.rows(start, stop))
+        for start in range(packed, outs, packed):
+            stop = min(start + packed, outs)
+            for part, repeated in zip(
+                out.rows(start, stop).parts.values(), out.rows(0, stop - start).parts.values(), strict=True
+            ):
+                part.copy_(repeated)
 
     def location(self, name: str) -> Location | None:
         """Where the bytes of a tensor that stays as it is lie; None of others."""

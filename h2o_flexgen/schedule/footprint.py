@@ -19,7 +19,7 @@ from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.schedule import workspace
 from h2o_flexgen.schedule.request import BlockShape, PlanRequest
 from h2o_flexgen.schedule.tasks import groups_of, recordable
-from h2o_flexgen.schedule.weight_room import expert_bytes, group_bytes, streamed_sizes, weight_room
+from h2o_flexgen.schedule.weight_room import expert_bytes, experts_swap, group_bytes, streamed_sizes, weight_room
 from h2o_flexgen.units import format_bytes
 
 REWRITE_EVERY = 16
@@ -79,7 +79,7 @@ def footprint(
     can be. A thing streams or moves if it is not on the compute tier. Of several GPUs, see `_divided`. Letters are
     those of this module.
 
-    weights           every group's buffer, on its tier
+    weights           every group's buffer, on its tier; where experts are on disk and in memory, of all of them on disk
     weight buffers    compute tier: room for lookahead + 1 neighbours among the streamed groups and for EXPERT_SLOTS
                       streamed experts, `weight_room`; as much on cpu for staging if any group goes from disk to a gpu
     KV cache          on its tier, per (layer, GPU batch): K and V of (b, kv_heads, C, head_dim), 2 b G C s
@@ -129,8 +129,12 @@ def _block_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[st
 
 def _weight_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[str, int]) -> Iterator[Item]:
     totals, spec = dict.fromkeys(TIERS, 0), block.spec
+    swap = experts_swap(spec, placement.weights, block.compute_tier)
     for key, tier in placement.weights.items():
-        totals[tier] += group_bytes(spec.groups_by_key[key], block.dtype, tier, unit_bytes)
+        both = ("cpu", "disk") if swap and ".experts." in key else (tier,)
+        nbytes = group_bytes(spec.groups_by_key[key], block.dtype, both[-1], unit_bytes)
+        for each in {tier, both[-1]}:
+            totals[each] += nbytes
     yield from (Item(tier, "weights", nbytes) for tier, nbytes in totals.items())
     sizes = streamed_sizes(spec, placement.weights, block.dtype, block.compute_tier, unit_bytes)
     experts = expert_bytes(spec, placement.weights, block.dtype, block.compute_tier, unit_bytes)

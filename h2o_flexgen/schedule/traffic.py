@@ -69,10 +69,12 @@ def io_lower_bound(
 
 
 def _needed_weights(spec: ModelSpec, dtype: str) -> int:
-    """Bytes that every pass over the model reads whole: not those of tables of which it reads single rows."""
+    """Bytes that every pass over the model reads whole: not those of tables of which it reads single rows, and no more
+    experts than one token chooses."""
     tables = {"embed.positions"} if spec.arch.tied_head else {"embed.positions", "embed.tokens"}
     sizes = (tensor for group in spec.weight_groups for tensor in group.tensors if tensor.name not in tables)
-    return sum(tensor.nbytes(dtype) for tensor in sizes)
+    share = spec.chosen_share(1)
+    return round(sum(tensor.nbytes(dtype) * (share if ".experts." in tensor.name else 1) for tensor in sizes))
 
 
 def _held(request: PlanRequest, budget: Budget | None) -> list[int]:

@@ -123,6 +123,13 @@ def expert_bytes(
     return max((group_bytes(spec.groups_by_key[key], dtype, tiers[key], known) for key in experts), default=0)
 
 
+def experts_swap(spec: ModelSpec, tiers: Mapping[str, str], compute_tier: str) -> bool:
+    """Whether experts on disk take the places of others in memory as they are used more often: all are on disk then,
+    and have room in memory for how they are read from there."""
+    found = {tiers.get(key, compute_tier) for unit in spec.units for key in unit.experts}
+    return compute_tier == "cpu" and found == {"cpu", "disk"}
+
+
 def group_bytes(group: WeightGroup, dtype: str, tier: str, known: Mapping[str, int] | None = None) -> int:
     """Buffer bytes of a group on `tier`: known, or the packed size, on disk with the most that reading in place can
     take, two pages more per tensor; a group with a tensor of fewer bits is never read in place."""

@@ -45,7 +45,8 @@ class PhaseWork:
                     the window of the layers and the device that reads
     cache_calls     how many reads of one GPU batch's cache in one layer that were, likewise
     moved           bytes by link and by what they are ("weights", "cache", "hidden"): the fewest that the placement
-                    allows, each streamed weight once per step, and of a cache what it holds, without padding
+                    allows, each streamed weight once per step, of experts as many as so many tokens choose if all
+                    are equally likely, and of a cache what it holds, without padding
     """
 
     steps: float = 0.0

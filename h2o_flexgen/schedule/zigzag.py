@@ -8,7 +8,7 @@ some of the GPU batches: one per step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ def zigzag(
     last: LastStep | None = None,
     whole: WholeStep | None = None,
     chosen: ChosenExperts | None = None,
+    streams: Callable[[str], bool] | None = None,
 ) -> Iterator[Tick]:
     """Yield the ticks of a block: for each step, for each unit, one tick per active GPU batch.
 
@@ -48,7 +49,8 @@ def zigzag(
     the first and the last would have nothing to do. They are left out then.
 
     Ticks of a unit with experts route tokens; ticks of its experts follow, see `expert_ticks`. `chosen(step, unit)`,
-    called behind the last of the former, says which experts there are any tokens for. None means all.
+    called behind the last of the former, says which experts there are any tokens for. None means all. `streams`, asked
+    then, says which groups have to be loaded, where experts change places; None means those of `shape`.
     """
     weights = WeightStream(shape, shape.units)
     batches: Sequence[int] = range(shape.num_batches)
@@ -75,7 +77,8 @@ def zigzag(
             index += 1
             if unit.experts and batch == batches[-1]:
                 wanted = range(len(unit.experts)) if chosen is None else chosen(step, unit)
-                for tick in expert_ticks(shape, step, unit, wanted, index, stores):
+                away = frozenset(n for n in wanted if (streams or shape.streamed.__contains__)(unit.experts[n]))
+                for tick in expert_ticks(step, unit, wanted, away, index, stores):
                     yield tick
                     stores, index = (), tick.index + 1
         if ends:
@@ -86,20 +89,20 @@ def zigzag(
 
 
 def expert_ticks(
-    shape: ScheduleShape, step: int, unit: UnitSpec, chosen: Sequence[int], index: int, stores: tuple[Task, ...]
+    step: int, unit: UnitSpec, chosen: Sequence[int], away: Container[int], index: int, stores: tuple[Task, ...]
 ) -> Iterator[Tick]:
     """The ticks of the experts of `unit` that are `chosen`, from tick `index` on: in their order, so that sums are
     always made in the same one; each one that streams in a tick of its own, neighbours among the others together.
 
-    Experts are read ahead into EXPERT_SLOTS places. `stores`: owed by the tick before.
+    Those that are `away` are read ahead into EXPERT_SLOTS places. `stores`: owed by the tick before.
     """
 
     def task(kind: TaskKind, *experts: int) -> Task:
         return Task(kind, step, unit.index, NO_BATCH, experts)
 
-    waiting = deque(expert for expert in chosen if unit.experts[expert] in shape.streamed)
+    waiting = deque(expert for expert in chosen if expert in away)
     free = EXPERT_SLOTS
-    for streams, members in groupby(chosen, key=lambda expert: unit.experts[expert] in shape.streamed):
+    for streams, members in groupby(chosen, key=lambda expert: expert in away):
         for experts in ((expert,) for expert in members) if streams else (tuple(members),):
             loads = [task(TaskKind.LOAD_WEIGHTS, waiting.popleft()) for _ in range(min(free, len(waiting)))]
             free += streams - len(loads)

@@ -168,7 +168,10 @@ def test_files_are_made_once_by_shape_and_type(programs: Path, work, tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"config": make_opt().config.to_dict()}, "models of llama, mistral, qwen2, qwen3, and this is a opt"),
+        (
+            {"config": make_opt().config.to_dict()},
+            "models of llama, mistral, qwen2, qwen3, olmoe, qwen3_moe, and this is a opt",
+        ),
         ({"config": {"model_type": "llama", "hidden_size": 64}}, "has no num_attention_heads"),
         ({"weights": "checkpoint"}, "--weights dummy"),
         ({"device": "cuda"}, "--device cpu"),

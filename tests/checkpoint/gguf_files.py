@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,14 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptneox-serial": ("gpt-neox-serial", {}),
 }
 """Models that are made: a row of tests/tiny.py, and what is changed."""
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {}),
+    "qwen2moe": ("qwen2-moe", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
+    "qwen3moe": ("qwen3-moe", {"moe_intermediate_size": 32, "mlp_only_layers": []}),
+    "granitemoe": ("granite-moe", {}),
+}
+"""The same of models with experts, which transformers does not read from GGUF, or only in part."""
 
 _NEOX = {
     "embed_in": "token_embd", "final_layer_norm": "output_norm", "lm_head": "output", "embed_out": "output",
@@ -52,12 +60,13 @@ _NEOX = {
 
 
 def tiny_model(row: str) -> PreTrainedModel:
-    name, changes = ROWS[row]
+    name, changes = {**ROWS, **MIXTURES}[row]
     return make_model(name, **{**SIZES, **changes})
 
 
 def architecture_of(model: PreTrainedModel) -> str:
-    return {"gemma3_text": "gemma3", "gpt_neox": "gptneox"}.get(model.config.model_type, model.config.model_type)
+    others = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mixtral": "llama"}
+    return others.get(model.config.model_type, model.config.model_type.replace("_", ""))
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
@@ -65,11 +74,11 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
     of GPT-NeoX one after another."""
     architecture, config = architecture_of(model), model.config
     found: dict[str, np.ndarray] = {}
-    for name, parameter in model.state_dict().items():
+    for name, parameter in _one_by_one(model):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values, stored = parameter.float().numpy(), _stored_name(architecture, config.num_hidden_layers, name)
-        if architecture == "llama" and re.search(r"attn_[qk]\.", stored):
+        if architecture in ("llama", "granitemoe") and re.search(r"attn_[qk]\.", stored):
             heads = config.num_attention_heads if "attn_q." in stored else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         if architecture == "gemma3" and stored.endswith("norm.weight"):
@@ -81,14 +90,31 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
     return found
 
 
+def _one_by_one(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Gates and ups of experts apart, as GGUF has them."""
+    for name, tensor in model.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            for part, values in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
+                yield f"{name.removesuffix('gate_up_proj')}{part}", values
+        else:
+            yield name, tensor
+
+
 def _stored_name(architecture: str, layers: int, name: str) -> str:
+    expert = re.fullmatch(r"model\.layers\.(\d+)\..*experts\.(gate|up|down)_proj", name)
+    if expert:
+        return f"blk.{expert[1]}.ffn_{expert[2]}_exps.weight"
+    router = re.fullmatch(r"model\.layers\.(\d+)\..*\.(gate|router)\.weight", name)
+    if router:
+        return f"blk.{router[1]}.ffn_gate_inp.weight"
     name, _, suffix = name.rpartition(".")
     if architecture == "gptneox":
         inner = re.fullmatch(r"gpt_neox\.layers\.(\d+)\.(.+)", name)
         if inner:
             return f"blk.{inner[1]}.{_NEOX[inner[2]]}.{suffix}"
         return f"{_NEOX[name.removeprefix('gpt_neox.')]}.{suffix}"
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), layers)
+    known = {"granitemoe": "GRANITE_MOE"}.get(architecture, architecture.upper())
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, known), layers)
     stored = names.get_name(name)
     assert stored is not None, name
     return f"{stored}.{suffix}"
@@ -119,8 +145,24 @@ def model_keys(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_rope_dimension_count(head_dim)
+    if getattr(config, "num_experts_per_tok", None):
+        _expert_keys(writer, config, architecture)
     if architecture == "gemma3":
         writer.add_sliding_window(config.sliding_window)
+
+
+def _expert_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
+    writer.add_expert_count(config.num_local_experts if architecture != "olmoe" else config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture.startswith("qwen"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if architecture == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if architecture == "granitemoe":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
 
 
 def _turned(config: Any) -> float:

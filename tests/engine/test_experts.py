@@ -83,11 +83,20 @@ def test_only_chosen_experts_are_read(name: str, tmp_path: Path) -> None:
         experts = sum(nbytes for key, nbytes in groups.items() if ".experts." in key)
         shared = sum(groups.values()) - experts
         steps = 5
-        llm.generate([[3]], max_new_tokens=steps, ignore_eos=True)
+        tokens = llm.generate([[3]], max_new_tokens=steps, ignore_eos=True)[0].token_ids
         assert llm.last_record.bytes_moved["disk->cpu"] <= 1.1 * steps * (shared + experts * 2 / 16)
         layers = spec.num_layers
         said = {"count": 16, "active": 2, "read": 2 * layers * steps, "of": 16 * layers * steps}
         assert llm.last_record.experts == said
+    # Those that are used come to lie in memory, where there is room for half of all.
+    half = {**place, "weights": {"cpu": 0.6, "disk": 0.4}}
+    with Engine(str(tmp_path / "model"), dtype="float32", policy=half, offload_dir=str(tmp_path / "offload")) as llm:
+        found, moved = [], []
+        for _ in range(2):
+            found.append(llm.generate([[3]], max_new_tokens=steps, ignore_eos=True)[0].token_ids)
+            moved.append(llm.last_record.bytes_moved.get("disk->cpu", 0))
+        assert found == [tokens, tokens]
+        assert moved[1] < moved[0] / 2
     many = {**place, "gpu_batch_size": 4, "num_gpu_batches": 3}
     with Engine(str(tmp_path / "model"), dtype="float32", policy=many, offload_dir=str(tmp_path / "offload")) as llm:
         llm.generate(prompts_of([40] * 12), max_new_tokens=2, ignore_eos=True)

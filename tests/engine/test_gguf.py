@@ -12,13 +12,13 @@ from h2o_flexgen.checkpoint.gguf.header import read_header
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
-from tests.checkpoint.gguf_files import FLOATS, ROWS, Kind, by_transformers, in_kind, tiny_model, write_gguf
+from tests.checkpoint.gguf_files import FLOATS, MIXTURES, ROWS, Kind, by_transformers, in_kind, tiny_model, write_gguf
 from tests.engine.test_gguf_tokenizer import sentencepiece
 from tests.engine.test_packed import PLACES
 from tests.tiny import prompts_of
 
 NEW = 6
-OURS_ONLY = ("gptneox", "gptneox-serial")
+OURS_ONLY = ("gptneox", "gptneox-serial", *MIXTURES)
 """What transformers does not read from GGUF."""
 
 
@@ -48,8 +48,7 @@ def test_every_family(row: str, kind: str, tmp_path: Path) -> None:
     assert llm.last_record.quantization["weights"]["format"] == "gguf"
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("row", OURS_ONLY)
+@pytest.mark.parametrize(("row", "place"), [(row, list(PLACES)[i % len(PLACES)]) for i, row in enumerate(OURS_ONLY)])
 def test_floats_of_a_family_that_transformers_does_not_read(row: str, place: str, tmp_path: Path) -> None:
     model = tiny_model(row)
     llm = check(write_gguf(tmp_path / "tiny.gguf", model), model, place)

@@ -17,7 +17,7 @@ from h2o_flexgen.models.decoder import bind
 from h2o_flexgen.quant.weights import pack
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no native kernels here")
-HIDDEN, FFN, COUNT, ACTIVE = 192, 128, 5, 2
+HIDDEN, FFN, COUNT, ACTIVE = 192, 128, 9, 2
 
 
 def weights_of(kind: str, bits: int) -> list[dict[str, Any]]:

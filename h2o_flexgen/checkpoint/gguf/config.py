@@ -237,6 +237,8 @@ def _factors(header: GgufHeader, name: str) -> list[float] | None:
 
 def _llama(keys: _Keys) -> dict[str, Any]:
     tensors = keys.header.tensors
+    if keys.value("expert_count"):
+        return {"model_type": "mixtral", **_whole_heads(keys), **_experts(keys)}
     biases = {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
     return {"model_type": "llama", **_whole_heads(keys), **biases}
 
@@ -248,6 +250,37 @@ def _qwen2(keys: _Keys) -> dict[str, Any]:
 def _qwen3(keys: _Keys) -> dict[str, Any]:
     biased = "blk.0.attn_q.bias" in keys.header.tensors
     return {"model_type": "qwen3", **_whole_heads(keys), "attention_bias": biased}
+
+
+def _experts(keys: _Keys) -> dict[str, Any]:
+    return {"num_experts": keys.whole("expert_count"), "num_experts_per_tok": keys.whole("expert_used_count")}
+
+
+def _olmoe(keys: _Keys) -> dict[str, Any]:
+    keys.value("expert_feed_forward_length")
+    return {"model_type": "olmoe", **_whole_heads(keys), **_experts(keys)}
+
+
+def _qwen2_moe(keys: _Keys) -> dict[str, Any]:
+    sizes = {"moe_intermediate_size": keys.whole("expert_feed_forward_length")}
+    sizes["shared_expert_intermediate_size"] = keys.whole("expert_shared_feed_forward_length")
+    return {"model_type": "qwen2_moe", **_whole_heads(keys), **_experts(keys), **sizes}
+
+
+def _qwen3_moe(keys: _Keys) -> dict[str, Any]:
+    """All of its models divide the weights of the experts that a token chose by their sum: no key says so."""
+    size = {"moe_intermediate_size": keys.whole("expert_feed_forward_length"), "norm_topk_prob": True}
+    return {"model_type": "qwen3_moe", **_whole_heads(keys), **_experts(keys), **size}
+
+
+def _granite_moe(keys: _Keys) -> dict[str, Any]:
+    scales = {
+        "attention_multiplier": keys.number("attention.scale"),
+        "embedding_multiplier": keys.number("embedding_scale"),
+        "residual_multiplier": keys.number("residual_scale"),
+        "logits_scaling": keys.number("logit_scale"),
+    }
+    return {"model_type": "granitemoe", **_whole_heads(keys), **_experts(keys), **scales}
 
 
 def _phi3(keys: _Keys) -> dict[str, Any]:
@@ -318,6 +351,10 @@ _FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "olmoe": _olmoe,
+    "qwen2moe": _qwen2_moe,
+    "qwen3moe": _qwen3_moe,
+    "granitemoe": _granite_moe,
     "phi3": _phi3,
     "gemma3": _gemma3,
     "gptneox": _gptneox,

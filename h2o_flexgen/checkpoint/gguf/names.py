@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from h2o_flexgen.checkpoint.files import Problems
@@ -30,11 +31,19 @@ _PARTS = {
     "mlp.gate": "ffn_gate",
     "mlp.down": "ffn_down",
     "mlp.post_norm": "post_ffw_norm",
+    "mlp.router": "ffn_gate_inp",
 }
+_SHARED = {
+    "up": "ffn_up_shexp",
+    "gate": "ffn_gate_shexp",
+    "down": "ffn_down_shexp",
+    "shared_gate": "ffn_gate_inp_shexp",
+}
+"""Of the expert that all tokens go through, in layers that have others."""
 _QKV = dict.fromkeys("qkv", "attn_qkv")
 _FUSED = {"phi3": {**_QKV, "gate": "ffn_up", "up": "ffn_up"}, "gptneox": _QKV}
 """The parts that are one tensor, one after another, by architecture."""
-_TURNED = ("llama",)
+_TURNED = ("llama", "granitemoe")
 """Architectures whose q and k have their rows in another order: see StoredRows.heads."""
 
 ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -81,7 +90,7 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, StoredTensor]:
         stored = (place.rows, *shape[1:])
         if len(shape) == 1 and FORMATS[tensor.kind].dtype is None:
             problems.add(f"tensor {place.name!r} is a list in blocks of {tensor.kind}: needed floats")
-        elif tensor.shape == stored:
+        elif _flat(tensor.shape) == _flat(stored):
             found[name] = StoredTensor(tensor, place, shape)
         else:
             problems.add(f"tensor {place.name!r}: expected shape {stored} from the metadata, found {tensor.shape}")
@@ -91,6 +100,11 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, StoredTensor]:
             problems.add(f"tensor {name!r} is not part of this model")
     problems.raise_any(header.path, NEEDED.replace("GGUF file", "GGUF file of a model whose weights fit its metadata"))
     return found
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A matrix's shape for those of all experts, one below the other; lists are matrices of one row."""
+    return (1, *shape) if len(shape) == 1 else (math.prod(shape[:-1]), shape[-1])
 
 
 def packings_of(header: GgufHeader, spec: ModelSpec) -> tuple[tuple[str, Packing], ...]:
@@ -103,7 +117,13 @@ def _place(architecture: str, spec: ModelSpec, name: str, rows: int) -> StoredRo
     """Where the canonical tensor `name` of so many rows is."""
     if name in _OUTER:
         return StoredRows(_OUTER[name], 0, rows, 0, -spec.arch.norm_offset if "norm" in name else 0.0)
-    _, layer, half, part, suffix = name.split(".")
+    _, layer, half, part, *expert, suffix = name.split(".")
+    if expert:  # one below the other
+        number, part = int(expert[0]), expert[1]
+        whole = rows * (spec.arch.experts.count if spec.arch.experts else 1)
+        return StoredRows(f"blk.{layer}.{_PARTS[f'{half}.{part}']}_exps.{suffix}", number * rows, whole)
+    if part in _SHARED and half == "mlp" and spec.arch.experts_of(int(layer)) is not None:
+        return StoredRows(f"blk.{layer}.{_SHARED[part]}.{suffix}", 0, rows)
     query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if part in _FUSED.get(architecture, {}):
         starts = {"q": 0, "k": query, "v": query + kv, "gate": 0, "up": spec.ffn_size}

@@ -260,13 +260,18 @@ class ModelSpec:
         experts, products = self.arch.experts, self.products(kind)
         if kind != "mlp" or experts is None:
             return tuple(ProductCall(product, rows) for product in products)
-        chosen = experts.count * (1 - (1 - experts.active / experts.count) ** rows)
+        chosen = experts.count * self.chosen_share(rows)
         each = rows * experts.active / chosen if chosen else 0.0
         own = len(products) - 2  # of the router and the shared MLP
         return (
             *(ProductCall(product, rows) for product in products[:own]),
             *(ProductCall(product, each, chosen) for product in products[own:]),
         )
+
+    def chosen_share(self, tokens: float) -> float:
+        """Of the experts of a layer, those that any of so many tokens chooses if all are equally likely; 1 of none."""
+        experts = self.arch.experts
+        return 1.0 if experts is None else 1 - (1 - experts.active / experts.count) ** tokens
 
     @cached_property
     def multiplied(self) -> dict[str, tuple[TensorSpec, ...]]:

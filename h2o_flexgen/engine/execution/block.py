@@ -134,7 +134,7 @@ class BlockRunner:
             return indices
 
         if len(shape.stages) == 1:
-            return zigzag(shape, active, schedulers[0].last, executor.whole, executor.chosen)
+            return zigzag(shape, active, schedulers[0].last, executor.whole, executor.chosen, executor.streams)
         return pipeline(shape, active, lambda step, group: schedulers[group].last(step))
 
     def _shape(self, plan: Plan, steps: int, stages: list[Stage], batches: int) -> ScheduleShape:

@@ -172,7 +172,12 @@ class Executor:
         chosen = self._mixture.chosen()
         self.experts_read += len(chosen)
         self.experts_of += len(unit.experts)
+        self._stages[unit.index].loaded.weights.choose([unit.experts[expert] for expert in chosen])
         return chosen
+
+    def streams(self, key: str) -> bool:
+        """Whether a weight group has to be loaded before its use, as things are now."""
+        return self._all_stages[0].loaded.weights.streams(key)
 
     def _group(self, task: Task) -> str:
         """The weight group that a task loads or frees."""

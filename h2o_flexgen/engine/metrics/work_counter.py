@@ -32,18 +32,21 @@ class WorkCounter:
         self._caches: dict[int, Counter[_CacheCounts]] = {}
         self._batch_of: dict[int, int] = {}
         groups = spec.groups_by_key
-        self._streamed = Counter[str]()
+        self._streamed, self._experts = Counter[str](), Counter[str]()
         for key, tier in plan.placement.weights.items():
             for link in links(tier, self._tier, inward=True):
-                self._streamed[link] += groups[key].nbytes(plan.request.dtype)
+                kind = self._experts if ".experts." in key else self._streamed
+                kind[link] += groups[key].nbytes(plan.request.dtype)
 
     def step(self, gpu_batches: SequenceOf[GpuBatch]) -> None:
         """The GPU batches that a step computes, as it finds them."""
         prompts = sum(gpu_batch.prompt_tokens for gpu_batch in gpu_batches)
-        share = prompts / max(1, prompts + sum(gpu_batch.decoding for gpu_batch in gpu_batches))
-        for work, part in self._parts(share):
+        tokens = prompts + sum(gpu_batch.decoding for gpu_batch in gpu_batches)
+        chosen = self._spec.chosen_share(tokens)
+        for work, part in self._parts(prompts / max(1, tokens)):
             work.steps += part
-            for link, nbytes in self._streamed.items():
+            for link in self._streamed | self._experts:
+                nbytes = self._streamed[link] + chosen * self._experts[link]
                 work.moved[link, "weights"] += part * nbytes
         for gpu_batch in gpu_batches:
             going = [row for row in gpu_batch.rows[: gpu_batch.decoding] if not row.finished]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,7 +31,7 @@ from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Tier, Tiers, another_gpu, make_tiers
 from h2o_flexgen.memory.transfers import TraceCallback
 from h2o_flexgen.schedule.timeline import on_stage
-from h2o_flexgen.schedule.weight_room import expert_bytes, streamed_sizes, weight_room
+from h2o_flexgen.schedule.weight_room import expert_bytes, experts_swap, group_bytes, streamed_sizes, weight_room
 
 Progress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all)"""
@@ -173,6 +173,7 @@ class _Loading:
     def __init__(self, plan: Plan, source: WeightSource, folder: OffloadDir | None, progress: Progress) -> None:
         self._plan, self._source, self._folder, self._progress = plan, source, folder, progress
         self._dtype, self._where = plan.request.dtype, plan.placement.weights
+        self._swap = experts_swap(plan.request.spec, self._where, plan.request.compute_tier)
         self._groups, units = plan.request.spec.weight_groups, plan.request.spec.units
         self.stages = plan.request.stages
         # The weight groups that each stage uses; those of tied embeddings are at both ends.
@@ -216,7 +217,8 @@ class _Loading:
                     continue
                 tier = tiers.memory(name)
                 if tier not in made:
-                    buffer = tier.allocate(layout.nbytes, "weights")
+                    room = group_bytes(group, self._dtype, "disk") if self._swaps(group) else layout.nbytes
+                    buffer = tier.allocate(room, "weights")
                     for tensor, view in views(layout, buffer.tensor).items():
                         self._source.read_into(tensor, view)
                     made[tier] = WeightLocation(name, layout, buffer=buffer)
@@ -225,13 +227,16 @@ class _Loading:
             self._progress("loading weights", done, total)
         return locations
 
+    def _swaps(self, group: WeightGroup) -> bool:
+        return self._swap and ".experts." in group.key
+
     def find_on_disk(self, locations: SequenceOf[dict[str, WeightLocation]]) -> None:
         """Adds the groups on disk: straight out of the user's files where dtype and layout allow, else from our own
         packed files, made once."""
         units: dict[str, PackedUnit] = {}
         packed = []
         for group in self._groups:
-            if self._where[group.key] != "disk":
+            if self._where[group.key] != "disk" and not self._swaps(group):
                 continue
             found = _direct(group, self._source, self._dtype)
             if found is not None:
@@ -245,9 +250,10 @@ class _Loading:
             note, reserve = partial(self._progress, "packing weights"), _state_on_disk(self._plan)
             units.update(ensure_packed(packed, self._source, self._dtype, self._folder, note, reserve))
         for keys, own in zip(self._keys, locations, strict=True):
-            own.update(
-                {key: WeightLocation("disk", unit.layout, unit=unit) for key, unit in units.items() if key in keys}
-            )
+            for key, unit in ((key, unit) for key, unit in units.items() if key in keys):
+                own[key] = (
+                    replace(own[key], unit=unit) if key in own else WeightLocation("disk", unit.layout, unit=unit)
+                )
 
     def verify(self, locations: SequenceOf[Mapping[str, WeightLocation]]) -> None:
         """A share that was asked for and not realised is an error, never a silent no-op."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,7 +21,8 @@ from h2o_flexgen.schedule.weight_room import WeightRoom
 
 @dataclass(frozen=True)
 class WeightLocation:
-    """Where a weight group lives: a buffer on gpu or cpu, or extents on disk. Exactly one of the two is set."""
+    """Where a weight group lives: a buffer on gpu or cpu, or extents on disk. Both are set for an expert in memory that
+    another one, from disk, may take the place of."""
 
     tier: str
     layout: UnitLayout
@@ -66,6 +67,15 @@ class WeightStore:
         self._buffer = tiers.compute.allocate(room.nbytes, "weight buffers") if self.streamed else None
         staged = compute != "cpu" and any(locations[key].tier == "disk" for key in self.streamed)
         self._staging = tiers.cpu.allocate(room.nbytes, "staging buffers", Pin.FIRST) if staged else None
+        self._expert_memory = {index: self._slot(index) for index in self._free}
+        self._held = {
+            key: location.buffer.tensor
+            for key, location in locations.items()
+            if key in self._resident and location.unit is not None and location.buffer is not None
+        }
+        """The memory of resident experts that may give it up."""
+        self._uses = Counter[str]()
+        self._chosen = frozenset[str]()
         self._staged: dict[int, Ticket] = {}  # the last copy out of each place of the staging buffer, the latest last
         self._next = 0  # the place in the cycle of the load after this one
         self._bound: dict[int, dict[str, Tensor]] = {}
@@ -74,6 +84,15 @@ class WeightStore:
         self._verified: set[str] = set(locations) if verify == "never" else set()
         self.damaged = False
         """Whether a packed file could not be used and was removed: what is still open of it must not be read again."""
+
+    def streams(self, key: str) -> bool:
+        """Whether the group has to be loaded before its use, as things are now."""
+        return key not in self._resident
+
+    def choose(self, keys: Collection[str]) -> None:
+        """The experts of a unit that are used next, each once."""
+        self._chosen = frozenset(keys)
+        self._uses.update(keys)
 
     def load(self, key: str) -> None:
         """Starts bringing a streamed group to the compute tier."""
@@ -104,10 +123,25 @@ class WeightStore:
 
     def _at(self, buffer: Buffer | None, key: str, index: int) -> Tensor:
         """The bytes of the group `key` in a place."""
+        layout = self._layout(key)
+        if index in self._expert_memory and buffer is self._buffer:
+            return self._expert_memory[index][: layout.nbytes]
         if buffer is None:
             raise RuntimeError("no weight group streams")
         start = self._places[index].start
-        return buffer.tensor[start : start + self._locations[key].layout.nbytes]
+        return buffer.tensor[start : start + layout.nbytes]
+
+    def _layout(self, key: str) -> UnitLayout:
+        """How a group lies where it streams to."""
+        location = self._locations[key]
+        return location.layout if location.unit is None else location.unit.layout
+
+    def _slot(self, index: int) -> Tensor:
+        """The memory of a place for experts."""
+        place = self._places[index]
+        if self._buffer is None:
+            raise RuntimeError("no weight group streams")
+        return self._buffer.tensor[place.start : place.start + place.nbytes]
 
     def _left(self, index: int) -> Ticket | None:
         """The last copy out of any of a place's bytes of the staging buffer. Those before it have ended when it has."""
@@ -134,7 +168,7 @@ class WeightStore:
             # been read and checked when the wait ends, even if it is still being copied.
             self._verified.add(key)
         if key not in self._first:
-            return bind(views(self._locations[key].layout, self._at(self._buffer, key, index)))
+            return bind(views(self._layout(key), self._at(self._buffer, key, index)))
         if index not in self._bound:
             self._bound[index] = bind(views(self._locations[key].layout, self._at(self._buffer, key, index)))
         return self._bound[index]
@@ -157,6 +191,22 @@ class WeightStore:
             ticket.wait_on_device()
         except H2OFlexGenError:
             self._staged.pop(index, None)
+            return
+        if key not in self._first:
+            self._keep(key, index)
+
+    def _keep(self, key: str, index: int) -> None:
+        """Where a resident expert of the layer has been used less often, and is not wanted now, they change places."""
+        layer = key.rpartition(".")[0]
+        others = (each for each in self._held if each.rpartition(".")[0] == layer and each not in self._chosen)
+        least = min(others, key=lambda each: self._uses[each], default=None)
+        if least is None or self._uses[least] >= self._uses[key]:
+            return
+        memory = self._expert_memory[index]
+        self._expert_memory[index] = self._held.pop(least)
+        del self._resident[least]
+        self._held[key] = memory
+        self._resident[key] = bind(views(self._layout(key), memory))
 
     def reset(self) -> None:
         """Forgets loads that an interrupted block left behind. No copy may be under way."""
@@ -168,6 +218,8 @@ class WeightStore:
         """Releases every buffer. The views handed out must not be used afterwards."""
         self._resident.clear()
         self._bound.clear()
+        self._held.clear()
+        self._expert_memory.clear()
         for buffer in (self._buffer, self._staging, *(location.buffer for location in self._locations.values())):
             if buffer is not None:
                 buffer.release()

@@ -1,5 +1,6 @@
 /* Some experts of a layer for the tokens that chose them: gathered, through the two projections of a gated MLP with the
-   products of linear.c and gemm.c, and added up in float32, one expert after the other: always in the same order. */
+   products of linear.c and gemm.c, and added up one expert after the other, always in the same order. Threads share
+   each product, or take whole experts where there are many that have little to do. */
 
 #include <stdlib.h>
 
@@ -11,6 +12,8 @@ enum {
     FEW_PACKED = 63, /* the same of packed ones: MOST_ROWS and MOST_PACKED_ROWS in layers.py */
     ALONE = 1 << 14, /* numbers that one thread moves sooner than two can agree on it */
     TURNS = 4,
+    ENOUGH = 2,       /* experts of a thread, from which on each is computed by one, */
+    SPREAD = 1 << 24, /* as long as their results are no more numbers */
 };
 
 typedef struct {
@@ -46,51 +49,58 @@ static int multiply(const bf16 *x, long x_stride, const Matrix *m, void *y, long
     return (few ? linear : gemm)(x, m->w, m->bias, y, rows, outs, ins, x_stride, y_stride, wide, 0, 0, threads, m->packed);
 }
 
-/* Rows on their way in or out. */
-typedef struct {
-    const Task *t;
-    const int64_t *tokens;
-    const float *shares, *results; /* NULL where rows are gathered */
-    bf16 *gathered;
-    int64_t rows, next, turn;
-} Moved;
-
-static void gather(const Moved *m, int64_t row) {
-    memcpy(m->gathered + row * m->t->hidden, m->t->x + m->tokens[row] * m->t->hidden, (size_t)m->t->hidden * sizeof(bf16));
-}
-
-static void add_up(const Moved *m, int64_t row) {
-    const __m512 share = _mm512_set1_ps(m->shares[row]);
-    const float *from = m->results + row * m->t->hidden;
-    bf16 *to = m->t->out + m->tokens[row] * m->t->hidden;
-    for (int64_t i = 0; i < m->t->hidden; i += LANES) {
-        const __mmask16 mask = first_lanes(m->t->hidden - i);
+/* out[token of place `row`], columns from `first` to `last`, += its share of the result. */
+static void add_up(const Task *t, int64_t row, const float *result, int64_t first, int64_t last) {
+    const __m512 share = _mm512_set1_ps(t->shares[row]);
+    bf16 *to = t->out + t->tokens[row] * t->hidden;
+    for (int64_t i = first; i < last; i += LANES) {
+        const __mmask16 mask = first_lanes(last - i);
         const __m512 sum = widened(_mm256_maskz_loadu_epi16(mask, to + i));
-        _mm256_mask_storeu_epi16(to + i, mask, rounded(_mm512_fmadd_ps(share, _mm512_maskz_loadu_ps(mask, from + i), sum)));
+        const __m512 more = _mm512_fmadd_ps(share, _mm512_maskz_loadu_ps(mask, result + i), sum);
+        _mm256_mask_storeu_epi16(to + i, mask, rounded(more));
     }
 }
 
+/* Rows on their way in, to `gathered`, or out, from `results`. */
+typedef struct {
+    const Task *t;
+    const int64_t *tokens;
+    const float *results;
+    bf16 *gathered;
+    int64_t rows, next, first;
+} Moved;
+
 static void take_rows(void *task, int member) {
     Moved *m = task;
+    const int64_t hidden = m->t->hidden, turn = m->rows / (TURNS * m->t->threads) + 1;
     (void)member;
-    for (int64_t first; (first = claim(&m->next, m->turn)) < m->rows;)
-        for (int64_t row = first; row < least(m->rows, first + m->turn); row++)
-            m->results ? add_up(m, row) : gather(m, row);
+    for (int64_t begin; (begin = claim(&m->next, turn)) < m->rows;)
+        for (int64_t row = begin; row < least(m->rows, begin + turn); row++)
+            if (m->results) add_up(m->t, m->first + row, m->results + row * hidden, 0, hidden);
+            else memcpy(m->gathered + row * hidden, m->t->x + m->tokens[row] * hidden, (size_t)hidden * sizeof(bf16));
 }
 
-static void move_rows(Moved m) {
-    m.turn = m.rows / (TURNS * m.t->threads) + 1;
-    team_run(take_rows, &m, m.rows * m.t->hidden < ALONE ? 1 : (int)m.t->threads);
+static void move_rows(Moved m, int threads) { team_run(take_rows, &m, m.rows * m.t->hidden < ALONE ? 1 : threads); }
+
+/* Room for what one expert computes at once. */
+typedef struct {
+    bf16 *gathered, *middle; /* (rows, hidden), (rows, 2 ffn) */
+} Room;
+
+static Room room_of(const Task *t, int64_t rows) {
+    return (Room){aligned_alloc(64, (size_t)up(rows * t->hidden, 32) * sizeof(bf16)),
+                  aligned_alloc(64, (size_t)up(rows * 2 * t->ffn, 32) * sizeof(bf16))};
 }
 
-/* What one expert makes of `rows` tokens; room: gathered (rows, hidden), middle (rows, 2 ffn), results (rows, hidden). */
-static int compute(const Task *t, const Expert *e, int64_t first, int64_t rows, bf16 *gathered, bf16 *middle,
-                   float *results) {
-    const int threads = (int)t->threads;
+static void leave(Room room) { free(room.gathered), free(room.middle); }
+
+/* results (rows, hidden): what one expert makes of `rows` tokens from place `first` on. */
+static int compute(const Task *t, const Expert *e, int64_t first, int64_t rows, Room room, float *results,
+                   int threads) {
     const long hidden = t->hidden, ffn = t->ffn, both = 2 * ffn;
-    const Moved in = {t, t->tokens + first, NULL, NULL, gathered, rows, 0, 0};
-    const bf16 *x = rows == 1 ? t->x + t->tokens[first] * hidden : gathered;
-    if (rows > 1) move_rows(in);
+    const bf16 *x = rows == 1 ? t->x + t->tokens[first] * hidden : room.gathered;
+    bf16 *middle = room.middle;
+    if (rows > 1) move_rows((Moved){t, t->tokens + first, NULL, room.gathered, rows, 0, first}, threads);
     int failed = 0;
     if (e->wide.w || e->wide.packed) {
         failed |= multiply(x, hidden, &e->wide, middle, both, rows, both, hidden, 0, threads);
@@ -103,24 +113,73 @@ static int compute(const Task *t, const Expert *e, int64_t first, int64_t rows, 
     else
         gate_up(middle + ffn, middle, rows, ffn, both, both, (int)t->tanh_gelu, threads);
     const bf16 *gated = t->interleaved ? middle : middle + ffn;
-    failed |= multiply(gated, both, &e->down, results, hidden, rows, hidden, ffn, 1, threads);
-    move_rows((Moved){t, t->tokens + first, t->shares + first, results, NULL, rows, 0, 0});
-    return failed;
+    return failed | multiply(gated, both, &e->down, results, hidden, rows, hidden, ffn, 1, threads);
+}
+
+/* Many experts, each computed by one thread: what they share. Then each thread adds up some columns of the results of
+   all, in their order. */
+typedef struct {
+    const Task *t;
+    float *results; /* of all rows */
+    int64_t rows;   /* of an expert at most */
+    int64_t next, columns;
+    int failed;
+} Spread;
+
+static void take_experts(void *task, int member) {
+    Spread *all = task;
+    const Task *t = all->t;
+    (void)member;
+    int64_t i = claim(&all->next, 1);
+    if (i >= t->count) return;
+    const Room room = room_of(t, all->rows);
+    int failed = !room.gathered || !room.middle;
+    for (; i < t->count && !failed; i = claim(&all->next, 1)) {
+        const int64_t first = t->starts[i];
+        float *results = all->results + (first - t->starts[0]) * t->hidden;
+        failed = compute(t, t->which[i], first, t->starts[i + 1] - first, room, results, 1);
+    }
+    if (failed) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
+    leave(room);
+}
+
+static void take_columns(void *task, int member) {
+    Spread *all = task;
+    const Task *t = all->t;
+    (void)member;
+    for (int64_t column; (column = claim(&all->next, all->columns)) < t->hidden;)
+        for (int64_t row = t->starts[0]; row < t->starts[t->count]; row++)
+            add_up(t, row, all->results + (row - t->starts[0]) * t->hidden, column, least(t->hidden, column + all->columns));
+}
+
+static int spread(const Task *t, int64_t rows) {
+    const int64_t numbers = (t->starts[t->count] - t->starts[0]) * t->hidden;
+    Spread all = {t, aligned_alloc(64, (size_t)up(numbers, 16) * sizeof(float)), rows, 0, 0, 0};
+    if (!all.results) return 1;
+    team_run(take_experts, &all, (int)t->threads);
+    all.next = 0, all.columns = up(t->hidden / t->threads + 1, LANES);
+    if (!all.failed) team_run(take_columns, &all, numbers < ALONE ? 1 : (int)t->threads);
+    free(all.results);
+    return all.failed;
 }
 
 /* Returns 0, or 1 where memory is short. */
 int experts(const Task *t) {
     int64_t rows = 1;
-    for (int64_t i = 0; i < t->count; i++) rows = most(rows, least(t->most, t->starts[i + 1] - t->starts[i]));
-    bf16 *gathered = aligned_alloc(64, (size_t)up(rows * t->hidden, 32) * sizeof *gathered);
-    bf16 *middle = aligned_alloc(64, (size_t)up(rows * 2 * t->ffn, 32) * sizeof *middle);
+    for (int64_t i = 0; i < t->count; i++) rows = most(rows, t->starts[i + 1] - t->starts[i]);
+    if (t->count >= ENOUGH * t->threads && rows <= t->most && (t->starts[t->count] - t->starts[0]) * t->hidden <= SPREAD)
+        return spread(t, rows);
+    rows = least(rows, t->most);
+    const Room room = room_of(t, rows);
     float *results = aligned_alloc(64, (size_t)up(rows * t->hidden, 16) * sizeof *results);
-    int failed = !gathered || !middle || !results;
+    int failed = !room.gathered || !room.middle || !results;
     for (int64_t i = 0; i < t->count && !failed; i++)
-        for (int64_t first = t->starts[i]; first < t->starts[i + 1] && !failed; first += t->most)
-            failed = compute(t, t->which[i], first, least(t->most, t->starts[i + 1] - first), gathered, middle, results);
-    free(gathered);
-    free(middle);
+        for (int64_t first = t->starts[i]; first < t->starts[i + 1] && !failed; first += t->most) {
+            const int64_t some = least(t->most, t->starts[i + 1] - first);
+            failed = compute(t, t->which[i], first, some, room, results, (int)t->threads);
+            if (!failed) move_rows((Moved){t, t->tokens + first, results, NULL, some, 0, first}, (int)t->threads);
+        }
+    leave(room);
     free(results);
     return failed;
 }

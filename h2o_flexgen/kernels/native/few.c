@@ -4,7 +4,10 @@
    permutation of a table. They belong to every fourth input, so x is put in that order once. A code of 8 bits is the
    sum of two such levels, of its halves. Sums of a vector's inputs are multiplied by the scales of its four units and
    added up; lows are multiplied by the sums of x over units. Levels are exact in bfloat16: unlike in `linear` and
-   `gemm`, scaled weights are not rounded. */
+   `gemm`, scaled weights are not rounded.
+
+   A row may end with half a vector: x and scales have zeros for the other half, whose codes are those of the next row,
+   or, of the last one, the scales that lie behind all codes. */
 
 #include "few.h"
 
@@ -28,6 +31,7 @@ typedef struct {
     const bf16 *x;     /* (rows, ins): of each vector the inputs of the first code in 16 bits, of the second, ... */
     const float *sums; /* (rows, units) of x */
     __m512i table[2];  /* levels, twice, of even and odd places; where lows are -8 times the scale they have them */
+    int64_t units;     /* of a row of weights; `sums` and scales have 0 for those that the last vector lacks */
     int lows;          /* whether there are others */
     int64_t next;      /* output that no thread has taken */
     int64_t piece;
@@ -43,8 +47,8 @@ typedef struct {
 /* The sums of `rows` x `outs` from output `out` on: to (rows, PIECE). `halves`: a code has 8 bits. */
 INLINE void tile(const Few *f, const Scales *s, int64_t out, const int halves, const int rows, const int outs,
                  float *to) {
-    const int64_t block = halves ? 64 : 128, ins = f->p.ins, blocks = ins / block, units = blocks * UNITS;
-    const int64_t row_bytes = halves ? ins : ins / 2;
+    const int64_t block = halves ? 64 : 128, ins = up(f->p.ins, block), blocks = ins / block, units = blocks * UNITS;
+    const int64_t row_bytes = halves ? f->p.ins : f->p.ins / 2;
     const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     const uint8_t *codes = f->p.packed->codes + out * row_bytes;
     __m512 acc[FEW_ROWS][OUTS];
@@ -111,6 +115,7 @@ static void take_piece(const Few *f, int64_t first, int64_t last, Scales *s) {
             for (int o = 0; o < outs; o++) {
                 ask_scales(f->p.packed, out + o + ROWS_AHEAD);
                 s->lows = unit_scales(f->p.packed, out + o, s->scale[o], f->lows ? s->low[o] : NULL);
+                for (int64_t u = f->units; u < up(f->units, UNITS); u++) s->scale[o][u] = s->low[o][u] = 0;
             }
             tiles[!has_nibbles(f->p.packed)][f->p.rows - 1](f, s, out, (int)outs, sums + (out - block));
         }
@@ -138,21 +143,26 @@ static int64_t block_of(const Packed *w) { return has_nibbles(w) ? 128 : 64; }
 /* x as `tile` wants it, and its sums over units. */
 static void arrange(const Product *p, bf16 *x, float *sums) {
     const int64_t block = block_of(p->packed), vectors = block / (2 * LANES), unit = block / UNITS;
-    for (int64_t r = 0; r < p->rows; r++, x += p->ins) {
+    const int64_t ins = up(p->ins, block);
+    for (int64_t r = 0; r < p->rows; r++, x += ins) {
         const bf16 *from = p->x + r * p->x_stride;
-        for (int64_t i = 0; i < p->ins; i += block)
+        for (int64_t i = 0; i < ins; i += block)
             for (int64_t v = 0; v < vectors; v++)
-                for (int64_t j = 0; j < 2 * LANES; j++) x[i + v * 2 * LANES + j] = from[i + vectors * j + v];
+                for (int64_t j = 0; j < 2 * LANES; j++) {
+                    const int64_t input = i + vectors * j + v;
+                    x[i + v * 2 * LANES + j] = input < p->ins ? from[input] : 0;
+                }
         for (int64_t i = 0; i < p->ins; i += unit) {
             __m512 sum = widened(_mm256_loadu_si256((const __m256i *)(from + i)));
             if (unit > LANES) sum = _mm512_add_ps(sum, widened(_mm256_loadu_si256((const __m256i *)(from + i + LANES))));
             *sums++ = _mm512_reduce_add_ps(sum);
         }
+        for (int64_t i = p->ins; i < ins; i += unit) *sums++ = 0;
     }
 }
 
 int takes_few(const Product *p) {
-    return p->packed && p->packed->levels != E4M3 && p->rows <= FEW_ROWS && p->ins % block_of(p->packed) == 0;
+    return p->packed && p->packed->levels != E4M3 && p->rows <= FEW_ROWS && p->ins % (block_of(p->packed) / 2) == 0;
 }
 
 static __m512i twice(__m512 levels) { return _mm512_broadcast_i64x4(rounded(levels)); }
@@ -167,9 +177,10 @@ static void set_tables(const Packed *w, __m512i *table) {
 }
 
 int few(const Product *p, int threads) {
-    bf16 *x = aligned_alloc(64, (size_t)(p->rows * p->ins) * sizeof *x);
-    float *sums = malloc((size_t)(p->rows * p->ins / block_of(p->packed) * UNITS) * sizeof *sums);
-    Few all = {.p = *p, .x = x, .sums = sums, .failed = !x || !sums};
+    const int64_t block = block_of(p->packed), ins = up(p->ins, block);
+    bf16 *x = aligned_alloc(64, (size_t)(p->rows * ins) * sizeof *x);
+    float *sums = malloc((size_t)(p->rows * ins / block * UNITS) * sizeof *sums);
+    Few all = {.p = *p, .x = x, .sums = sums, .units = p->ins * UNITS / block, .failed = !x || !sums};
     if (!all.failed) {
         arrange(p, x, sums);
         set_tables(p->packed, all.table);
