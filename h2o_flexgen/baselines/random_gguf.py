@@ -49,8 +49,8 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class GgufShape:
-    """The sizes of a model that a file of random weights needs. `tied`: the head is the embedding; `inner`: of an expert
-    where there are `experts`, of which a token uses `active`."""
+    """The sizes of a model that a file of random weights needs. `tied`: the head is the embedding; `inner`: of an
+    expert where there are `experts`, of which a token uses `active`."""
 
     architecture: str
     vocab: int

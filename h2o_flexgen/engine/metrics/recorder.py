@@ -107,8 +107,7 @@ def make_record(
 
     Where memory ran out there are several `plans`: what ran is the last one's, what was predicted the first one's.
     """
-    totals, first, plan = metrics.totals, plans[0], plans[-1]
-    busy = metrics.busy_seconds
+    totals, first, plan, busy = metrics.totals, plans[0], plans[-1], metrics.busy_seconds
     bandwidth = {link: n / busy[link] if busy.get(link) else None for link, n in metrics.bytes_moved.items()}
     achieved, peaks = plan.placement.achieved(model.spec, model.dtype), metrics.peak_bytes
     said = [
