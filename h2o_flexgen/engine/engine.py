@@ -58,7 +58,10 @@ class Engine:
         self.device = devices.resolve_device(self.config)
         self._devices = devices.resolve_devices(self.config, self.device)
         self.model: Model = open_model(self.config, self.device)
-        self._refuse_combinations()
+        if self.model.spec.arch.experts is not None and self.config.num_gpus > 1:
+            self.model.source.close()
+            found = f"--num-gpus is {self.config.num_gpus} for {self.model.spec.name}"
+            raise UsageError(found, "needed 1: mixtures of experts run on one GPU")
         self.last_record: RunRecord | None = None
         self.last_plan: Plan | None = None
         self.last_work = CountedWork()
@@ -149,18 +152,6 @@ class Engine:
         how prompts are cut. ValueError for what is unknown, makes no sense, or is not offered (beams, assistants, ...).
         """
         return Generator(self.model, self._reader().read, self._run)(input_ids, attention_mask, arguments)
-
-    def _refuse_combinations(self) -> None:
-        """UsageError for settings that the model's layers are not done with."""
-        arch, config = self.model.spec.arch, self.config
-        found = ""
-        if arch.experts is not None and config.num_gpus > 1:
-            found, needed = f"--num-gpus is {config.num_gpus}", "1: mixtures of experts run on one GPU"
-        if arch.sinks and config.eviction.split.queries != "none":
-            found, needed = f"--policy is {config.eviction.name}", "one that ranks by the model's own attention: h2o"
-        if found:
-            self.model.source.close()
-            raise UsageError(f"{found} for {self.model.spec.name}", f"needed {needed}")
 
     def plan(self, workload: Workload) -> Plan:
         """How this engine would run `workload`; nothing is allocated. PlanError where it cannot.

@@ -58,6 +58,8 @@ class EvictionOracle:
         self.scores: dict[int, float] = {}
         self.length = 0
         self.closest = math.inf
+        self.sinks: Sequence[float] = ()
+        """Of each query head a logit that is no token's."""
 
     @property
     def kept(self) -> set[int]:
@@ -102,9 +104,10 @@ class EvictionOracle:
         received = dict.fromkeys(positions, 0.0)
         keys = [self.rotate(self.keys[p], rank[p]) for p in positions]
         columns = list(zip(*(self.values[p] for p in positions), strict=True))
-        for unrotated in queries:
+        for number, unrotated in enumerate(queries):
             query = self.rotate(unrotated, rank[position])
-            probabilities = softmax([self.scale * sum(map(mul, query, key)) for key in keys])
+            logits = [self.scale * sum(map(mul, query, key)) for key in keys]
+            probabilities = softmax([*logits, *self.sinks[number : number + 1]])[: len(keys)]
             for p, probability in zip(positions, probabilities, strict=True):
                 received[p] += probability / len(queries)
             outputs.append([sum(map(mul, probabilities, column)) for column in columns])

@@ -59,8 +59,10 @@ class OracleAttention:
             self.layers[layer] = [
                 self._make_cache(layer, head, settings["scaling"], window) for head in range(kv_heads)
             ]
-            for cache in self.layers[layer]:
+            sinks = settings.get("s_aux")
+            for head, cache in enumerate(self.layers[layer]):
                 cache.siblings = self.layers[layer]
+                cache.sinks = () if sinks is None else sinks.view(kv_heads, -1)[head].tolist()
         groups = query[0].unflatten(0, (kv_heads, -1)).transpose(1, 2).tolist()  # (kv_heads, n, group, d)
         heads = zip(self.layers[layer], groups, key[0].tolist(), value[0].tolist(), strict=True)
         outputs = torch.tensor([_attend(*head) for head in heads])
@@ -158,6 +160,7 @@ class Rotations:
         self._module = next(part for name, part in model.named_modules() if name.endswith("rotary_emb"))
         types = getattr(model.config, "layer_types", None)
         self._types = types if isinstance(self._module.rope_type, dict) else [None] * model.config.num_hidden_layers
+        self._repeats = 2 if model.config.model_type == "gpt_oss" else 1
         self._tables: dict[str | None, list[list[list[float]]]] = {}
         rope = rope_of(model)
         kind, factor = rope.get("rope_type"), rope.get("factor", 1.0)
@@ -172,7 +175,8 @@ class Rotations:
         for kind in set(self._types):
             for positions in (torch.zeros(1, 1), torch.arange(length)[None]):  # dynamic angles start with a short one
                 angles = self._module.forward(torch.zeros(1), positions, *([kind] if kind else []))
-            self._tables[kind] = [part[0].tolist() for part in angles]
+            # gpt-oss has the angles of one half alone.
+            self._tables[kind] = [torch.cat([part[0]] * self._repeats, -1).tolist() for part in angles]
 
     def turn(self, layer: int, vector: Vector, position: int, way: int = 1) -> list[float]:
         """`vector` (d), its leading dimensions turned, halves against each other; `way` -1: back."""
