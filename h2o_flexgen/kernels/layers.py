@@ -45,7 +45,8 @@ def linear(
 ) -> Tensor:
     """x (T, in) times weight (out, in) transposed, plus bias (out): newly made (T, out), in x's dtype.
 
-    A packed weight stands for its numbers rounded to x's dtype.
+    A packed weight stands for its numbers rounded to x's dtype; or, where `PackedWeight.whole`, for its numbers, and x
+    is rounded to 8 bits in groups of up to 64 neighbours.
 
     `wide`: in float32. A native product then keeps the sums as they are, where torch's are rounded to x's dtype first.
     `relu`: negative results become 0. `onto` (T, out), in x's dtype: the product is added to it in place, and it is
@@ -78,7 +79,8 @@ def _packed_linear(
     native = x.dtype is torch.bfloat16 and x.ndim == 2 and x.shape == (rows, ins) and rows and x.stride(1) == 1
     place = weight.place if native and _is_vector(bias, outs) and (onto is None or _takes(onto, rows, outs)) else None
     if place is not None:
-        call = function("linear" if rows <= MOST_PACKED_ROWS or ins % 2 else "gemm", "PPPPllllliiiiP", "i")
+        expanding = "linear" if rows <= MOST_PACKED_ROWS or ins % 2 else "gemm"
+        call = function("whole" if weight.whole else expanding, "PPPPllllliiiiP", "i")
         y = _new(rows, outs, torch.float32 if wide else torch.bfloat16) if onto is None else onto
         places = x.data_ptr(), None, None if bias is None else bias.data_ptr(), y.data_ptr()
         kind = wide, relu, onto is not None, torch.get_num_threads()

@@ -68,6 +68,11 @@ class PackedWeight:
         places = (self.parts[name].data_ptr() if name in self.parts else None for name in names)
         return PackedPlace(*places, _LEVELS.index(self.packing.levels), group, *kinds, self.shape[1])
 
+    @cached_property
+    def whole(self) -> bool:
+        """Whether its products with bfloat16 numbers are of whole ones: `native/whole.c` rounds those to 8 bits."""
+        return self.place is not None and bool(function("takes_whole", "P", "i")(ctypes.byref(self.place)))
+
     def rows(self, start: int, stop: int) -> PackedWeight:
         """Outputs [start, stop): a view."""
         parts = {name: part if name == "order" else part[start:stop] for name, part in self.parts.items()}

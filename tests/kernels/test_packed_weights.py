@@ -138,8 +138,46 @@ def test_rows_of_x_that_are_not_contiguous() -> None:
     assert torch.equal(linear(wide[:, 256:], weight), linear(wide[:, 256:].contiguous(), weight))
 
 
+def rounded_in_spans(x: torch.Tensor, span: int) -> torch.Tensor:
+    """x (rows, ins) as `whole.c` takes it: each `span` neighbours in 127 steps of the largest, up to either side."""
+    rows, ins = x.shape
+    parts = torch.nn.functional.pad(x.float(), (0, -ins % span)).view(rows, -1, span)
+    top = parts.abs().amax(-1, keepdim=True)
+    steps = (parts * torch.where(top > 0, torch.full_like(top, 127) / top, 0)).round()
+    return (steps.double() * (top / 127).double()).view(rows, -1)[:, :ins]
+
+
+@pytest.mark.parametrize("packing", [each for each in PACKINGS if each.levels != "e4m3"], ids=id_of)
+def test_whole_numbers(packing: Packing) -> None:
+    """A few rows, and many, against the same rounding by torch: all that is left is the order of sums."""
+    random = torch_generator()
+    for (outs, ins), rows in itertools.product([(70, 256), (3, 96), (130, 640), (64, 8192)], (1, 2, 3, 4, 5, 7, 515)):
+        weight = random_weight(packing, (outs, ins), torch.bfloat16)
+        if not weight.whole:
+            pytest.skip("this processor has no instructions for whole numbers")
+        x = torch.randn(rows, ins, generator=random).bfloat16()
+        x[0, : ins // 2] = 0
+        x[-1, 40:60] *= 100
+        taken = x if weight.order is None else x[:, weight.order]
+        values = weight.in_order(torch.float32).double()
+        taken = rounded_in_spans(taken, min(packing.group or 64, 64))
+        size = taken.abs() @ values.abs().t() + 1
+        assert ((linear(x, weight, wide=True) - taken @ values.t()).abs() <= 2e-5 * size).all()
+
+
+def test_numbers_that_are_not_finite_stay_so() -> None:
+    weight = random_weight(PACKINGS[0], (70, 256), torch.bfloat16)
+    for rows in (2, 9):
+        x = torch.randn(rows, 256, generator=torch_generator()).bfloat16()
+        x[0, 3], x[1, 200] = float("nan"), float("inf")
+        finite = linear(x, weight).isfinite()
+        assert not finite[:2].any()
+        assert finite[2:].all()
+
+
 def test_all_ways_to_a_product_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the order of sums: the same rows by tiles and by panels."""
+    monkeypatch.setattr(PackedWeight, "whole", False)
     weight = random_weight(PACKINGS[1], (130, 640), torch.bfloat16)
     x = torch.randn(60, 640, generator=torch_generator()).bfloat16()
     few = linear(x, weight, wide=True)

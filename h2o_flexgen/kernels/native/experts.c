@@ -40,13 +40,16 @@ typedef struct {
 
 int linear(const bf16 *, const bf16 *, const bf16 *, void *, long, long, long, long, long, int, int, int, int, const Packed *);
 int gemm(const bf16 *, const bf16 *, const bf16 *, void *, long, long, long, long, long, int, int, int, int, const Packed *);
+int whole(const bf16 *, const bf16 *, const bf16 *, void *, long, long, long, long, long, int, int, int, int, const Packed *);
+int takes_whole(const Packed *);
 void gate_up(bf16 *, const bf16 *, long, long, long, long, int, int);
 void clamped_gate(bf16 *, long, long, long, double, int);
 
 static int multiply(const bf16 *x, long x_stride, const Matrix *m, void *y, long y_stride, long rows, long outs, long ins,
                     int wide, int threads) {
     const int few = rows <= (m->packed ? FEW_PACKED : FEW_DENSE) || ins % 2;
-    return (few ? linear : gemm)(x, m->w, m->bias, y, rows, outs, ins, x_stride, y_stride, wide, 0, 0, threads, m->packed);
+    const int in_whole = m->packed && takes_whole(m->packed);
+    return (in_whole ? whole : few ? linear : gemm)(x, m->w, m->bias, y, rows, outs, ins, x_stride, y_stride, wide, 0, 0, threads, m->packed);
 }
 
 /* out[token of place `row`], columns from `first` to `last`, += its share of the result. */

@@ -1,199 +1,153 @@
-/* y = x w^T for a few rows of x and weights of 4 or 8 bits, bound by how fast the codes come from memory.
+/* Products of a few rows in whole numbers, bound by how fast the codes come from memory: outputs one after another, each
+   in the order its codes lie.
 
-   A vector of 64 bytes holds 128 codes of 4 bits; those of one place within 16 bits are 32 levels, by one shift and one
-   permutation of a table. They belong to every fourth input, so x is put in that order once. A code of 8 bits is the
-   sum of two such levels, of its halves. Sums of a vector's inputs are multiplied by the scales of its four units and
-   added up; lows are multiplied by the sums of x over units. Levels are exact in bfloat16: unlike in `linear` and
-   `gemm`, scaled weights are not rounded.
+   A vector of 64 bytes holds 128 codes of 4 bits, or 64 of 8; of 4 bits each byte is an even input's and an odd one's.
+   Its sums are in 16 lanes, four for each of its units, and are multiplied by the units' scales before they are added
+   up: x's scales and what sums start at are spread over lanes once, weights' scales by a permutation. */
 
-   A row may end with half a vector: x and scales have zeros for the other half, whose codes are those of the next row,
-   or, of the last one, the scales that lie behind all codes. */
+#include "whole.h"
 
-#include "few.h"
-
-#ifdef __AVX512BF16__
+#ifdef WHOLE_NUMBERS
 #include "team.h"
 
 enum {
-    PLACES = 4,     /* of 4 bits within 16 */
-    UNITS = 4,      /* of a vector of codes: inputs that share a scale */
-    OUTS = 4,       /* outputs of a tile, */
-    LONG = 4096,    /* inputs, from which on there are several: of short rows that would be too many streams */
-    PIECE = 48,     /* outputs that are finished together, */
-    TURNS = 4,      /* and pieces that a thread takes, at least */
-    AHEAD = 8192,   /* bytes of codes that are asked for before they are used, */
-    ROWS_AHEAD = 8, /* and outputs whose scales are */
+    PIECE = 48,      /* outputs that are finished together, */
+    TURNS = 4,       /* and pieces that a thread takes, at least */
+    AHEAD = 4096,    /* bytes of codes that are asked for before they are used, */
+    SCALES_AHEAD = 4, /* and outputs whose scales are */
 };
 
 /* What threads share. */
 typedef struct {
-    Product p;
-    const bf16 *x;     /* (rows, ins): of each vector the inputs of the first code in 16 bits, of the second, ... */
-    const float *sums; /* (rows, units) of x */
-    __m512i table[2];  /* levels, twice, of even and odd places; where lows are -8 times the scale they have them */
-    int64_t units;     /* of a row of weights; `sums` and scales have 0 for those that the last vector lacks */
-    int lows;          /* whether there are others */
-    int64_t next;      /* output that no thread has taken */
+    const Whole *all;
+    int64_t blocks, groups;
+    __m512i which;  /* of the scales from a block's first on: each lane's */
+    float *scale;   /* (rows, blocks, LANES) of x */
+    int32_t *start; /* the same, in the first lane of each span */
+    float *sum;     /* (rows, groups up to whole vectors) of x */
+    int64_t next;   /* output that no thread has taken */
     int64_t piece;
     int failed;
 } Few;
 
-/* Scales and lows of a tile's outputs. */
-typedef struct {
-    float *scale[OUTS], *low[OUTS];
-    int lows;
-} Scales;
-
-/* The sums of `rows` x `outs` from output `out` on: to (rows, PIECE). `halves`: a code has 8 bits. */
-INLINE void tile(const Few *f, const Scales *s, int64_t out, const int halves, const int rows, const int outs,
-                 float *to) {
-    const int64_t block = halves ? 64 : 128, ins = up(f->p.ins, block), blocks = ins / block, units = blocks * UNITS;
-    const int64_t row_bytes = halves ? f->p.ins : f->p.ins / 2;
-    const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    const uint8_t *codes = f->p.packed->codes + out * row_bytes;
-    __m512 acc[FEW_ROWS][OUTS];
-    UNROLL for (int r = 0; r < rows; r++)
-        UNROLL for (int o = 0; o < outs; o++) acc[r][o] = _mm512_setzero_ps();
-    for (int64_t b = 0; b < blocks; b++) {
-        UNROLL for (int o = 0; o < outs; o++) {
-            const uint8_t *at = codes + o * row_bytes + b * 64;
-            const __m512i packed = _mm512_loadu_si512(at);
-            _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T0);
-            __m512bh level[PLACES];
-            level[0] = (__m512bh)_mm512_permutexvar_epi16(packed, f->table[0]);
-            level[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 4), f->table[1]);
-            level[2] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 8), f->table[0]);
-            level[3] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(packed, 12), f->table[1]);
-            const __m512 four = _mm512_broadcast_f32x4(_mm_loadu_ps(s->scale[o] + b * UNITS));
-            const __m512 scale = _mm512_permutexvar_ps(spread, four);
-            UNROLL for (int r = 0; r < rows; r++) {
-                const bf16 *x = f->x + r * ins + b * block;
-                __m512 sum = _mm512_setzero_ps();
-                UNROLL for (int place = 0; place < PLACES; place++) {
-                    const int vector = halves ? place / 2 : place;
-                    sum = _mm512_dpbf16_ps(sum, level[place], (__m512bh)_mm512_loadu_si512(x + vector * 2 * LANES));
-                }
-                acc[r][o] = _mm512_fmadd_ps(sum, scale, acc[r][o]);
+static void spread(const Few *f) {
+    const Whole *all = f->all;
+    const int64_t lanes = all->span / all->unit * 4, padded = up(f->groups, LANES);
+    const int64_t each = all->p.packed->group ? all->p.packed->group / all->span : all->spans;
+    for (int64_t r = 0; r < all->p.rows; r++) {
+        const int64_t from = r * all->spans;
+        for (int64_t s = 0; s < all->spans; s++)
+            for (int64_t lane = 0; lane < lanes; lane++) {
+                const int64_t to = r * f->blocks * LANES + s * lanes + lane;
+                f->scale[to] = all->scale[from + s];
+                f->start[to] = lane ? 0 : all->start[from + s];
             }
-        }
-    }
-    UNROLL for (int o = 0; o < outs; o++) {
-        for (int64_t u = 0; s->lows && u < units; u += LANES) {
-            const __mmask16 mask = first_lanes(units - u);
-            const __m512 low = _mm512_maskz_loadu_ps(mask, s->low[o] + u);
-            UNROLL for (int r = 0; r < rows; r++) {
-                const __m512 sums = _mm512_maskz_loadu_ps(mask, f->sums + r * units + u);
-                acc[r][o] = _mm512_fmadd_ps(low, sums, acc[r][o]);
-            }
-        }
-        UNROLL for (int r = 0; r < rows; r++) to[r * PIECE + o] = _mm512_reduce_add_ps(acc[r][o]);
+        for (int64_t g = 0; g < padded; g++) f->sum[r * padded + g] = 0;
+        for (int64_t s = 0; s < all->spans && s / each < f->groups; s++) f->sum[r * padded + s / each] += all->sum[from + s];
     }
 }
 
-#define TILES(HALVES, R) \
-    static void tile_##HALVES##_##R(const Few *f, const Scales *s, int64_t out, int outs, float *to) { \
-        if (outs == OUTS) \
-            tile(f, s, out, HALVES, R, OUTS, to); \
-        else \
-            for (int o = 0; o < outs; o++) { \
-                const Scales one = {{s->scale[o]}, {s->low[o]}, s->lows}; \
-                tile(f, &one, out + o, HALVES, R, 1, to + o); \
-            } \
-    }
-TILES(0, 1) TILES(0, 2) TILES(0, 3) TILES(0, 4) TILES(0, 5) TILES(0, 6)
-TILES(1, 1) TILES(1, 2) TILES(1, 3) TILES(1, 4) TILES(1, 5) TILES(1, 6)
-static void (*const tiles[2][FEW_ROWS])(const Few *, const Scales *, int64_t, int, float *) = {
-    {tile_0_1, tile_0_2, tile_0_3, tile_0_4, tile_0_5, tile_0_6},
-    {tile_1_1, tile_1_2, tile_1_3, tile_1_4, tile_1_5, tile_1_6}};
+/* Which of the scales from a block's first on each lane wants. */
+static __m512i lanes_of(const Whole *all) {
+    const int64_t group = all->p.packed->group, lanes = group ? least(group / all->unit * 4, LANES) : LANES;
+    int32_t which[LANES];
+    for (int i = 0; i < LANES; i++) which[i] = i / (int)lanes;
+    return _mm512_loadu_si512(which);
+}
 
-static void take_piece(const Few *f, int64_t first, int64_t last, Scales *s) {
+/* Output `out`: the sums of all rows to `to`, PIECE apart. */
+INLINE void sum_output(const Few *f, int64_t out, const float *scales, const float *lows, const int nibbles, const int floats,
+                       const int rows, float *to) {
+    const Whole *all = f->all;
+    const int64_t group = all->p.packed->group, row_bytes = nibbles ? all->p.ins / 2 : all->p.ins;
+    const int inputs = nibbles ? 128 : 64;
+    const uint8_t *codes = all->p.packed->codes + out * row_bytes;
+    const int64_t shift = group ? __builtin_ctzll((uint64_t)group) : 62;
+    __m512 sum[FEW_ROWS];
+    UNROLL for (int r = 0; r < rows; r++) sum[r] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < f->blocks; b++, codes += 64) {
+        const int64_t left = row_bytes - b * 64;
+        const __m512i packed = left >= 64 ? _mm512_loadu_si512(codes) : _mm512_maskz_loadu_epi8((1ull << left) - 1, codes);
+        _mm_prefetch((const char *)codes + AHEAD, _MM_HINT_T0);
+        __m512i w[2];
+        if (nibbles)
+            w[0] = whole_levels(packed, floats), w[1] = whole_levels(_mm512_srli_epi16(packed, 4), floats);
+        else
+            w[0] = _mm512_xor_si512(packed, _mm512_set1_epi8(-128));
+        const __m128 some = _mm_loadu_ps(scales + (b * inputs >> shift));
+        const __m512 scale = _mm512_permutexvar_ps(f->which, _mm512_broadcast_f32x4(some));
+        UNROLL for (int r = 0; r < rows; r++) {
+            const int8_t *x = all->x + r * all->padded + b * inputs;
+            const int64_t at = (r * f->blocks + b) * LANES;
+            __m512i whole = _mm512_dpbusd_epi32(_mm512_load_si512(f->start + at), w[0], _mm512_load_si512(x));
+            if (nibbles) whole = _mm512_dpbusd_epi32(whole, w[1], _mm512_load_si512(x + 64));
+            const __m512 both = _mm512_mul_ps(scale, _mm512_load_ps(f->scale + at));
+            sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), both, sum[r]);
+        }
+    }
+    const int64_t padded = up(f->groups, LANES);
+    for (int64_t g = 0; all->lows && g < f->groups; g += LANES) {
+        const __m512 low = _mm512_maskz_loadu_ps(first_lanes(f->groups - g), lows + g);
+        UNROLL for (int r = 0; r < rows; r++) sum[r] = _mm512_fmadd_ps(low, _mm512_loadu_ps(f->sum + r * padded + g), sum[r]);
+    }
+    UNROLL for (int r = 0; r < rows; r++) to[r * PIECE] = _mm512_reduce_add_ps(sum[r]);
+}
+
+#define OUTPUTS(ROWS) \
+    static void output_##ROWS(const Few *f, int64_t out, const float *scales, const float *lows, float *to) { \
+        const int64_t levels = f->all->p.packed->levels; \
+        if (levels == UINT4) \
+            sum_output(f, out, scales, lows, 1, 0, ROWS, to); \
+        else if (levels == E2M1) \
+            sum_output(f, out, scales, lows, 1, 1, ROWS, to); \
+        else \
+            sum_output(f, out, scales, lows, 0, 0, ROWS, to); \
+    }
+OUTPUTS(1) OUTPUTS(2) OUTPUTS(3) OUTPUTS(4)
+static void (*const outputs[FEW_ROWS])(const Few *, int64_t, const float *, const float *, float *) = {output_1, output_2,
+                                                                                                      output_3, output_4};
+
+static void take_piece(const Few *f, int64_t first, int64_t last, float *scales, float *lows) {
+    const Product *p = &f->all->p;
+    const __m512 step = _mm512_set1_ps(p->packed->levels == E2M1 ? 0.5f : 1);
     float sums[FEW_ROWS * PIECE];
     for (int64_t block = first; block < last; block += PIECE) {
         const int64_t end = least(block + PIECE, last);
-        for (int64_t out = block, outs; out < end; out += outs) {
-            outs = f->p.ins < LONG ? 1 : least(OUTS, end - out);
-            for (int o = 0; o < outs; o++) {
-                ask_scales(f->p.packed, out + o + ROWS_AHEAD);
-                s->lows = unit_scales(f->p.packed, out + o, s->scale[o], f->lows ? s->low[o] : NULL);
-                for (int64_t u = f->units; u < up(f->units, UNITS); u++) s->scale[o][u] = s->low[o][u] = 0;
-            }
-            tiles[!has_nibbles(f->p.packed)][f->p.rows - 1](f, s, out, (int)outs, sums + (out - block));
+        for (int64_t out = block; out < end; out++) {
+            ask_scales(p->packed, out + SCALES_AHEAD);
+            group_scales(p->packed, out, scales, f->all->lows ? lows : NULL);
+            for (int64_t g = 0; p->packed->levels == E2M1 && g < f->groups; g += LANES)
+                _mm512_storeu_ps(scales + g, _mm512_mul_ps(step, _mm512_loadu_ps(scales + g)));
+            outputs[p->rows - 1](f, out, scales, lows, sums + (out - block));
         }
-        finish(&f->p, sums, PIECE, 0, f->p.rows, block, end - block);
+        finish(p, sums, PIECE, 0, p->rows, block, end - block);
     }
 }
 
 static void take_pieces(void *task, int member) {
     Few *f = task;
     (void)member;
+    const int64_t outs = f->all->p.outs, room = up(f->groups, LANES) + LANES;
     int64_t first = claim(&f->next, f->piece);
-    if (first >= f->p.outs) return;
-    const int64_t room = units_room(f->p.ins);
-    float *held = malloc((size_t)(2 * OUTS * room) * sizeof *held);
+    if (first >= outs) return;
+    float *held = calloc((size_t)(2 * room), sizeof *held);
     if (!held) __atomic_store_n(&f->failed, 1, __ATOMIC_RELAXED);
-    Scales s = {.lows = 0};
-    for (int o = 0; o < OUTS; o++) s.scale[o] = held + 2 * o * room, s.low[o] = s.scale[o] + room;
-    for (; held && first < f->p.outs; first = claim(&f->next, f->piece))
-        take_piece(f, first, least(first + f->piece, f->p.outs), &s);
+    for (; held && first < outs; first = claim(&f->next, f->piece))
+        take_piece(f, first, least(first + f->piece, outs), held, held + room);
     free(held);
 }
 
-static int64_t block_of(const Packed *w) { return has_nibbles(w) ? 128 : 64; }
-
-/* x as `tile` wants it, and its sums over units. */
-static void arrange(const Product *p, bf16 *x, float *sums) {
-    const int64_t block = block_of(p->packed), vectors = block / (2 * LANES), unit = block / UNITS;
-    const int64_t ins = up(p->ins, block);
-    for (int64_t r = 0; r < p->rows; r++, x += ins) {
-        const bf16 *from = p->x + r * p->x_stride;
-        for (int64_t i = 0; i < ins; i += block)
-            for (int64_t v = 0; v < vectors; v++)
-                for (int64_t j = 0; j < 2 * LANES; j++) {
-                    const int64_t input = i + vectors * j + v;
-                    x[i + v * 2 * LANES + j] = input < p->ins ? from[input] : 0;
-                }
-        for (int64_t i = 0; i < p->ins; i += unit) {
-            __m512 sum = widened(_mm256_loadu_si256((const __m256i *)(from + i)));
-            if (unit > LANES) sum = _mm512_add_ps(sum, widened(_mm256_loadu_si256((const __m256i *)(from + i + LANES))));
-            *sums++ = _mm512_reduce_add_ps(sum);
-        }
-        for (int64_t i = p->ins; i < ins; i += unit) *sums++ = 0;
-    }
+int few(const Whole *all, int threads) {
+    const Product *p = &all->p;
+    Few f = {.all = all, .blocks = all->padded / all->block, .groups = groups_of(p->packed), .which = lanes_of(all)};
+    const int64_t lanes = p->rows * f.blocks * LANES, share = p->outs / (TURNS * threads) / PIECE;
+    f.scale = aligned_alloc(64, (size_t)(2 * lanes + p->rows * up(f.groups, LANES)) * sizeof(float));
+    if (!f.scale) return 1;
+    f.start = (int32_t *)(f.scale + lanes), f.sum = f.scale + 2 * lanes;
+    f.piece = most(1, least(share, 8)) * PIECE;
+    spread(&f);
+    team_run(take_pieces, &f, threads);
+    free(f.scale);
+    return f.failed;
 }
-
-int takes_few(const Product *p) {
-    return p->packed && p->packed->levels != E4M3 && p->rows <= FEW_ROWS && p->ins % (block_of(p->packed) / 2) == 0;
-}
-
-static __m512i twice(__m512 levels) { return _mm512_broadcast_i64x4(rounded(levels)); }
-
-/* What codes of 4 bits stand for, or the lower and the upper half of one of 8. */
-static void set_tables(const Packed *w, __m512i *table) {
-    const __m512 upper = _mm512_setr_ps(0, 16, 32, 48, 64, 80, 96, 112, -128, -112, -96, -80, -64, -48, -32, -16);
-    const __m512 levels = _mm512_loadu_ps(w->levels == E2M1 ? E2M1_LEVELS : WHOLE_LEVELS);
-    const float down = w->low_kind == MIDDLE ? 8 : 0;
-    table[0] = twice(_mm512_sub_ps(levels, _mm512_set1_ps(down)));
-    table[1] = w->levels == INT8 ? twice(upper) : table[0];
-}
-
-int few(const Product *p, int threads) {
-    const int64_t block = block_of(p->packed), ins = up(p->ins, block);
-    bf16 *x = aligned_alloc(64, (size_t)(p->rows * ins) * sizeof *x);
-    float *sums = malloc((size_t)(p->rows * ins / block * UNITS) * sizeof *sums);
-    Few all = {.p = *p, .x = x, .sums = sums, .units = p->ins * UNITS / block, .failed = !x || !sums};
-    if (!all.failed) {
-        arrange(p, x, sums);
-        set_tables(p->packed, all.table);
-        all.lows = p->packed->low_kind != MIDDLE;
-        const int64_t share = p->outs / (TURNS * threads) / PIECE;
-        all.piece = most(1, least(share, 8)) * PIECE;
-        team_run(take_pieces, &all, threads);
-    }
-    free(x);
-    free(sums);
-    return all.failed;
-}
-#else
-int takes_few(const Product *p) { return 0 * p->rows; }
-int few(const Product *p, int threads) { return (int)p->rows + threads; }
 #endif

@@ -15,7 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "few.h"
+#include "product.h"
 #include "team.h"
 
 enum {
@@ -247,7 +247,6 @@ int linear(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, l
            long y_stride, int wide, int relu, int onto, int threads, const Packed *packed) {
     Pieces all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto, packed}};
     if (rows * outs * ins < ALONE) threads = 1;
-    if (takes_few(&all.p)) return few(&all.p, threads);
     all.piece = piece_of(&all.p, threads);
     all.spreads = !packed && crowded(&all.p) && outs >= ENOUGH * (long)threads;
     team_run(take_pieces, &all, threads);

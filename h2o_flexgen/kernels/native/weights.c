@@ -102,44 +102,50 @@ static void ask(const void *from, int64_t row, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(at + i, _MM_HINT_T0);
 }
 
+int64_t groups_of(const Packed *w) {
+    return w->group ? (w->ins + w->group - 1) >> __builtin_ctzll((uint64_t)w->group) : 1;
+}
+
 void ask_scales(const Packed *w, int64_t out) {
-    const int64_t groups = w->group ? (w->ins + w->group - 1) >> __builtin_ctzll((uint64_t)w->group) : 1;
-    const int64_t blocks = (w->ins + 255) / 256;
+    const int64_t groups = groups_of(w), blocks = (w->ins + 255) / 256;
     ask(w->scale, out, groups * size_of(w->scale_kind));
     if (w->scale_kind == SUPER) ask(w->super_scale, out, blocks * 2);
     if (w->low) ask(w->low, out, groups * size_of(w->low_kind));
     if (w->low_kind == SUPER) ask(w->super_low, out, blocks * 2);
 }
 
-int unit_scales(const Packed *w, int64_t out, float *scale, float *low) {
-    const int64_t unit = unit_of(w), unit_bits = unit == 32 ? 5 : 4, units = (w->ins + unit - 1) >> unit_bits;
-    const int64_t times = w->group >> unit_bits, group_bits = w->group ? __builtin_ctzll((uint64_t)w->group) : 0;
-    const int64_t groups = w->group ? (w->ins + w->group - 1) >> group_bits : 1, blocks = (w->ins + 255) / 256;
-    float s[units + 2 * LANES], l[units + 2 * LANES];
-    const char *at = (const char *)w->scale + out * groups * size_of(w->scale_kind);
-    numbers_of(w->scale_kind, at, groups, s);
-    if (w->scale_kind == SUPER) times_super((const uint16_t *)w->super_scale + out * blocks, 256 >> group_bits, groups, s);
-    if (w->group)
-        repeat(s, times, units, scale);
-    else
-        for (int64_t i = 0; i < units; i++) scale[i] = s[0];
+int group_scales(const Packed *w, int64_t out, float *scale, float *low) {
+    const int64_t groups = groups_of(w), blocks = (w->ins + 255) / 256, per = w->group ? 256 / w->group : 1;
+    numbers_of(w->scale_kind, (const char *)w->scale + out * groups * size_of(w->scale_kind), groups, scale);
+    if (w->scale_kind == SUPER) times_super((const uint16_t *)w->super_scale + out * blocks, per, groups, scale);
     if (w->low_kind == NONE || !low) return 0;
     if (w->low_kind == MIDDLE) {
-        for (int64_t i = 0; i < units; i++) low[i] = -8 * scale[i];
+        for (int64_t i = 0; i < groups; i++) low[i] = -8 * scale[i];
         return 1;
     }
-    at = (const char *)w->low + out * groups * size_of(w->low_kind);
-    numbers_of(w->low_kind, at, groups, l);
-    if (w->low_kind == SUPER) times_super((const uint16_t *)w->super_low + out * blocks, 256 >> group_bits, groups, l);
-    if (w->low_kind == SUPER)
-        for (int64_t i = 0; i < groups; i++) l[i] = -l[i];
+    numbers_of(w->low_kind, (const char *)w->low + out * groups * size_of(w->low_kind), groups, low);
+    if (w->low_kind == SUPER) {
+        times_super((const uint16_t *)w->super_low + out * blocks, per, groups, low);
+        for (int64_t i = 0; i < groups; i++) low[i] = -low[i];
+    }
     if (w->low_kind == ZERO)
-        for (int64_t i = 0; i < groups; i++) l[i] *= -s[i];
-    if (w->group)
-        repeat(l, times, units, low);
-    else
-        for (int64_t i = 0; i < units; i++) low[i] = l[0];
+        for (int64_t i = 0; i < groups; i++) low[i] *= -scale[i];
     return 1;
+}
+
+int unit_scales(const Packed *w, int64_t out, float *scale, float *low) {
+    const int64_t unit = unit_of(w), units = (w->ins + unit - 1) / unit, times = w->group / unit;
+    float s[units + 2 * LANES], l[units + 2 * LANES];
+    const int lows = group_scales(w, out, s, low ? l : NULL);
+    for (int which = 0; which <= lows; which++) {
+        const float *from = which ? l : s;
+        float *to = which ? low : scale;
+        if (w->group)
+            repeat(from, times, units, to);
+        else
+            for (int64_t i = 0; i < units; i++) to[i] = from[0];
+    }
+    return lows;
 }
 
 /* `unit_scales`, with zeros where there are no lows. */

@@ -27,6 +27,13 @@ INLINE int64_t unit_of(const Packed *w) { return has_nibbles(w) ? 32 : 16; }
 /* Room for the scales, or the lows, of a row. */
 INLINE int64_t units_room(int64_t ins) { return up(ins, 16 * LANES) / 16 + LANES; }
 
+/* Groups of a row. */
+int64_t groups_of(const Packed *w);
+
+/* The scale and low of each group of row `out`, float32; whether lows are not all 0. Both have room for whole vectors;
+   `low` is NULL where it is not wanted. */
+int group_scales(const Packed *w, int64_t out, float *scale, float *low);
+
 /* The scale and low of each unit of row `out`, float32; whether lows are not all 0. Both have `units_room` numbers;
    `low` is NULL where it is not wanted. */
 int unit_scales(const Packed *w, int64_t out, float *scale, float *low);

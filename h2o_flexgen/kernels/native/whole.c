@@ -1,0 +1,298 @@
+/* y = x w^T for weights of 4 or 8 bits, in whole numbers: x is rounded to 8 bits too, as GGML's products do.
+
+   An instruction multiplies 64 pairs of 8 bits, where that of bfloat16 does 32, and weights need no rounding: their codes
+   go in as they are. COLS outputs make a panel; DEPTH of its inputs at a time are turned into vectors that have four
+   inputs of 16 outputs, and stay in the first cache while all rows pass. Turning takes as long as three rows do.
+
+   Inputs that share a scale of the weights, at most MOST_SPAN, are a span: x has a scale for each. A span's sums stay whole;
+   then they are multiplied by both scales. Codes are unsigned numbers, so what they stand for is `offset` less: sums
+   start at -offset times the sum of x. Other lows are multiplied by that sum, in float32. */
+
+#include "whole.h"
+
+/* Whether `whole` can do products with such weights. */
+int takes_whole(const Packed *w) {
+#ifdef WHOLE_NUMBERS
+    return w->levels != E4M3 && w->ins % unit_of(w) == 0;
+#else
+    return 0 * w->ins;
+#endif
+}
+
+#ifdef WHOLE_NUMBERS
+#include "team.h"
+#include "tiles.h"
+
+enum {
+    VECTORS_OUT = 4,
+    COLS = VECTORS_OUT * LANES, /* outputs of a panel */
+    DEPTH = 256,                /* inputs: 16 KiB of a panel */
+    HEIGHT = 3,                 /* rows of a tile: as many vectors of whole sums and of scaled ones as fit */
+    MOST_ROWS = 512,            /* whose sums are kept at a time */
+    LINE = 64,
+};
+
+/* ---- x */
+
+/* 32 numbers of 8 bits in their order, to the places of a unit of 4 bits. */
+INLINE void store_halves(__m256i bytes, int8_t *even) {
+    const __m256i apart = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14, 1,
+                                           3, 5, 7, 9, 11, 13, 15);
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(bytes, apart), 0xD8);
+    _mm_storeu_si128((__m128i *)even, _mm256_castsi256_si128(halves));
+    _mm_storeu_si128((__m128i *)(even + 64), _mm256_extracti128_si256(halves, 1));
+}
+
+/* A span of a row: its numbers, their scale, and what sums with it start at. What is not finite makes the scale so. */
+static void round_span(const Whole *all, int64_t row, int64_t span) {
+    const int64_t first = span * all->span, at = row * all->spans + span;
+    const bf16 *from = all->p.x + row * all->p.x_stride + first;
+    int8_t *to = all->x + row * all->padded, natural[MOST_SPAN];
+    const __m512 sign = _mm512_set1_ps(-0.0f);
+    __m512 v[MOST_SPAN / LANES], top = _mm512_setzero_ps(), bad = top;
+    for (int64_t i = 0; i < all->span; i += LANES) {
+        const int64_t left = most(0, all->p.ins - first - i);
+        v[i / LANES] = widened(_mm256_maskz_loadu_epi16(first_lanes(left), from + i));
+        top = _mm512_max_ps(top, _mm512_andnot_ps(sign, v[i / LANES]));
+        bad = _mm512_fmadd_ps(v[i / LANES], _mm512_setzero_ps(), bad);
+    }
+    const float largest = _mm512_reduce_max_ps(top);
+    const __m512 steps = _mm512_set1_ps(largest > 0 ? 127 / largest : 0);
+    __m512i total = _mm512_setzero_si512();
+    for (int64_t i = 0; i < all->span; i += LANES) {
+        const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(v[i / LANES], steps));
+        total = _mm512_add_epi32(total, whole);
+        _mm_storeu_si128((__m128i *)(natural + i), _mm512_cvtsepi32_epi8(whole));
+    }
+    for (int64_t i = 0; i < all->span; i += all->unit) {
+        const int64_t unit = (first + i) / all->unit;
+        if (all->unit == 32)
+            store_halves(_mm256_loadu_si256((const __m256i *)(natural + i)), to + unit / UNITS * 128 + unit % UNITS * 16);
+        else
+            memcpy(to + first + i, natural + i, 16);
+    }
+    const int whole = _mm512_reduce_add_epi32(total);
+    all->scale[at] = largest / 127 + _mm512_reduce_add_ps(bad);
+    all->sum[at] = all->scale[at] * (float)whole;
+    all->start[at] = -all->offset * whole;
+}
+
+static void round_rows(void *task, int member) {
+    Whole *all = task;
+    (void)member;
+    for (int64_t row; (row = claim(&all->next, 1)) < all->p.rows;)
+        for (int64_t span = 0; span < all->spans; span++) round_span(all, row, span);
+}
+
+/* ---- a panel of weights */
+
+typedef struct {
+    uint8_t *codes;       /* (DEPTH / 4, COLS, 4): unit by unit, of 4 bits the even inputs first */
+    float *scale, *low;   /* (spans, COLS) */
+    float *groups, *sums; /* room: (LANES, 2, groups) and (MOST_ROWS, COLS) */
+} Panel;
+
+/* The scales and lows of outputs from `out` on, by span. */
+static void take_scales(const Whole *all, int64_t out, const Panel *panel) {
+    const Packed *w = all->p.packed;
+    const int64_t groups = groups_of(w), room = up(groups, LANES), times = w->group ? w->group / all->span : all->spans;
+    const __m512 step = _mm512_set1_ps(w->levels == E2M1 ? 0.5f : 1);
+    for (int64_t col = 0; col < COLS; col += LANES) {
+        for (int64_t i = 0; i < LANES; i++) {
+            float *to = panel->groups + 2 * i * room;
+            group_scales(w, least(out + col + i, all->p.outs - 1), to, all->lows ? to + room : NULL);
+        }
+        for (int low = 0; low <= all->lows; low++)
+            for (int64_t group = 0; group < groups; group += LANES) {
+                __m512i r[LANES];
+                for (int i = 0; i < LANES; i++) r[i] = _mm512_loadu_si512(panel->groups + (2 * i + low) * room + group);
+                transpose(r);
+                for (int64_t i = 0; i < least(LANES, groups - group); i++) {
+                    const __m512 v = _mm512_castsi512_ps(r[i]), scaled = low ? v : _mm512_mul_ps(v, step);
+                    float *to = (low ? panel->low : panel->scale) + col;
+                    const int64_t first = (group + i) * times;
+                    for (int64_t s = first; s < least(first + times, all->spans); s++) _mm512_store_ps(to + s * COLS, scaled);
+                }
+            }
+        for (int64_t s = groups * times; s < all->spans; s++) /* beyond the last input */
+            for (int low = 0; low <= all->lows; low++)
+                _mm512_store_ps((low ? panel->low : panel->scale) + s * COLS + col, _mm512_setzero_ps());
+    }
+}
+
+/* Of 16 rows `apart` bytes apart, the last one in place of those beyond `rows`, 64 bytes that a mask leaves. */
+INLINE void load_rows(const uint8_t *from, int64_t apart, int64_t rows, __mmask64 mask, __m512i r[LANES]) {
+    if (rows >= LANES && mask == ~0ull) {
+        UNROLL for (int i = 0; i < LANES; i++) r[i] = _mm512_loadu_si512(from + i * apart);
+        return;
+    }
+    for (int64_t i = 0; i < LANES; i++) r[i] = _mm512_maskz_loadu_epi8(mask, from + most(0, least(i, rows - 1)) * apart);
+}
+
+/* Inputs [in, end) of outputs from `out` on. `ahead`: as many bytes of codes as these are asked for from there on. */
+INLINE void take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, uint8_t *to, const uint8_t *ahead,
+                       const int nibbles, const int floats) {
+    enum { STEP = COLS * 4 };
+    const int inputs = nibbles ? 128 : 64, steps = nibbles ? 8 : 4;
+    const int64_t row_bytes = nibbles ? all->p.ins / 2 : all->p.ins;
+    for (; in < end; in += inputs, to += inputs * COLS)
+        for (int64_t col = 0; col < COLS; col += LANES, ahead += LANES * LINE) {
+            const int64_t at = in / inputs * 64, left = row_bytes - at;
+            __m512i r[LANES];
+            load_rows(all->p.packed->codes + least(out + col, all->p.outs - 1) * row_bytes + at, row_bytes,
+                      all->p.outs - out - col, left >= 64 ? ~0ull : (1ull << left) - 1, r);
+            for (int i = 0; i < LANES; i++) _mm_prefetch((const char *)ahead + i * LINE, _MM_HINT_T1);
+            transpose(r);
+            UNROLL for (int i = 0; i < LANES; i++) {
+                uint8_t *even = to + col * 4 + (i / 4 * steps + i % 4) * STEP;
+                if (nibbles) {
+                    _mm512_store_si512(even, whole_levels(r[i], floats));
+                    _mm512_store_si512(even + 4 * STEP, whole_levels(_mm512_srli_epi16(r[i], 4), floats));
+                } else {
+                    _mm512_store_si512(even, _mm512_xor_si512(r[i], _mm512_set1_epi8(-128)));
+                }
+            }
+        }
+}
+
+static void take_inputs(const Whole *all, int64_t out, int64_t in, uint8_t *to, const uint8_t *ahead) {
+    const int64_t end = least(in + DEPTH, all->padded), levels = all->p.packed->levels;
+    if (levels == UINT4)
+        take_codes(all, out, in, end, to, ahead, 1, 0);
+    else if (levels == E2M1)
+        take_codes(all, out, in, end, to, ahead, 1, 1);
+    else
+        take_codes(all, out, in, end, to, ahead, 0, 0);
+}
+
+/* ---- sums */
+
+/* sums (rows, COLS) = or += rows of x from `row` on times what the panel holds, from input `in` on. */
+INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums, const int rows,
+                 const int nibbles) {
+    const int steps = nibbles ? 8 : 4;
+    const int64_t units = all->span / all->unit, first = in / all->span;
+    const int64_t last = least(in + DEPTH, all->padded) / all->span;
+    const int8_t *x = all->x + row * all->padded;
+    const uint8_t *codes = panel->codes;
+    int64_t unit = in / all->unit;
+    __m512 sum[HEIGHT][VECTORS_OUT];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < VECTORS_OUT; v++)
+            sum[r][v] = in ? _mm512_load_ps(sums + r * COLS + v * LANES) : _mm512_setzero_ps();
+    for (int64_t span = first; span < last; span++) {
+        __m512i whole[HEIGHT][VECTORS_OUT];
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int v = 0; v < VECTORS_OUT; v++)
+                whole[r][v] = _mm512_set1_epi32(all->start[(row + r) * all->spans + span]);
+        for (int64_t u = 0; u < units; u++, unit++) {
+            const int8_t *at = x + (nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16);
+            UNROLL for (int s = 0; s < steps; s++, codes += COLS * 4) {
+                __m512i w[VECTORS_OUT];
+                UNROLL for (int v = 0; v < VECTORS_OUT; v++) w[v] = _mm512_load_si512(codes + v * 64);
+                UNROLL for (int r = 0; r < rows; r++) {
+                    int32_t four;
+                    memcpy(&four, at + r * all->padded + s / 4 * 64 + s % 4 * 4, sizeof four);
+                    UNROLL for (int v = 0; v < VECTORS_OUT; v++)
+                        whole[r][v] = _mm512_dpbusd_epi32(whole[r][v], w[v], _mm512_set1_epi32(four));
+                }
+            }
+        }
+        UNROLL for (int v = 0; v < VECTORS_OUT; v++) {
+            const __m512 scale = _mm512_load_ps(panel->scale + span * COLS + v * LANES);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(all->scale[(row + r) * all->spans + span]));
+                sum[r][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[r][v]), both, sum[r][v]);
+            }
+            if (!all->lows) continue;
+            const __m512 low = _mm512_load_ps(panel->low + span * COLS + v * LANES);
+            UNROLL for (int r = 0; r < rows; r++)
+                sum[r][v] = _mm512_fmadd_ps(low, _mm512_set1_ps(all->sum[(row + r) * all->spans + span]), sum[r][v]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < VECTORS_OUT; v++) _mm512_store_ps(sums + r * COLS + v * LANES, sum[r][v]);
+}
+
+#define TILES(ROWS, NIBBLES) \
+    static void tile_##ROWS##_##NIBBLES(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums) { \
+        tile(all, panel, row, in, sums, ROWS, NIBBLES); \
+    }
+TILES(1, 0) TILES(2, 0) TILES(3, 0) TILES(1, 1) TILES(2, 1) TILES(3, 1)
+static void (*const tiles[2][HEIGHT])(const Whole *, const Panel *, int64_t, int64_t, float *) = {
+    {tile_1_0, tile_2_0, tile_3_0}, {tile_1_1, tile_2_1, tile_3_1}};
+
+static void take_panel(const Whole *all, int64_t out, int64_t following, const Panel *panel) {
+    const Packed *w = all->p.packed;
+    const int nibbles = has_nibbles(w);
+    const int64_t row_bytes = nibbles ? w->ins / 2 : w->ins;
+    const uint8_t *ahead = w->codes + following * row_bytes;
+    take_scales(all, out, panel);
+    for (int64_t from = 0; from < all->p.rows; from += MOST_ROWS) {
+        const int64_t rows = least(MOST_ROWS, all->p.rows - from);
+        for (int64_t in = 0; in < all->padded; in += DEPTH) {
+            take_inputs(all, out, in, panel->codes, ahead + in / 2 * (2 - nibbles) * COLS);
+            for (int64_t row = 0, height; row < rows; row += height) {
+                height = least(HEIGHT, rows - row);
+                tiles[nibbles][height - 1](all, panel, from + row, in, panel->sums + row * COLS);
+            }
+        }
+        finish(&all->p, panel->sums, COLS, from, rows, out, least(COLS, all->p.outs - out));
+    }
+}
+
+static void take_panels(void *task, int member) {
+    Whole *all = task;
+    (void)member;
+    int64_t out = claim(&all->next, COLS);
+    if (out >= all->p.outs) return;
+    const int64_t groups = 2 * LANES * up(groups_of(all->p.packed), LANES), scales = all->spans * COLS;
+    const int64_t floats = groups + (1 + all->lows) * scales + least(MOST_ROWS, all->p.rows) * COLS;
+    uint8_t *room = aligned_alloc(LINE, (size_t)(DEPTH * COLS + floats * (int64_t)sizeof(float)));
+    if (!room) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
+    float *behind = (float *)(room + DEPTH * COLS);
+    const Panel panel = {room, behind, behind + all->lows * scales, behind + (1 + all->lows) * scales,
+                         behind + (1 + all->lows) * scales + groups};
+    while (room && out < all->p.outs) {
+        const int64_t following = claim(&all->next, COLS);
+        take_panel(all, out, least(following, all->p.outs - 1), &panel);
+        out = following;
+    }
+    free(room);
+}
+
+/* ---- the product */
+
+
+static void describe(Whole *all) {
+    const Packed *w = all->p.packed;
+    all->unit = unit_of(w), all->block = UNITS * all->unit;
+    all->span = w->group ? least(MOST_SPAN, w->group & -w->group) : MOST_SPAN;
+    all->padded = up(all->p.ins, all->block), all->spans = all->padded / all->span;
+    all->offset = w->levels == INT8 ? 128 : w->levels == E2M1 ? 12 : w->low_kind == MIDDLE ? 8 : 0;
+    all->lows = w->low_kind != NONE && w->low_kind != MIDDLE;
+}
+
+/* As `linear` in linear.c. Returns 0, or 1 where memory is short. */
+int whole(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
+          long y_stride, int wide, int relu, int onto, int threads, const Packed *packed) {
+    Whole all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto, packed}};
+    const Product *p = &all.p;
+    describe(&all);
+    const int64_t spans = up(p->rows * all.spans, LANES), bytes = up(p->rows * all.padded, LINE);
+    uint8_t *room = aligned_alloc(LINE, (size_t)(bytes + 3 * spans * (int64_t)sizeof(float)));
+    if (!room) return 1;
+    all.x = (int8_t *)room;
+    all.scale = (float *)(room + bytes), all.sum = all.scale + spans, all.start = (int32_t *)(all.sum + spans);
+    team_run(round_rows, &all, p->rows == 1 ? 1 : threads);
+    all.next = 0;
+    if (rows <= FEW_ROWS)
+        all.failed |= few(&all, threads);
+    else
+        team_run(take_panels, &all, threads);
+    free(room);
+    return all.failed;
+}
+#else
+int whole(void) { return 1; } /* which is not called */
+#endif
