@@ -91,13 +91,13 @@ def _looked_at(block: BlockShape) -> int:
 
 def _mixture(block: BlockShape, routed: int, tokens: int) -> int:
     """Of a mixture of experts: for the n `routed` tokens of a block what experts read, twice while GPU batches come
-    together, and what they make, (n, H) each; experts and weights of each choice, and where it is in their order, 28
+    together, and what they make, (n, H) each; experts and weights of each choice, and where it is in their order, 56
     bytes; and for the t tokens that go through an expert, or the shared one, at once, two (t, H) and the (t, F)."""
     spec, experts = block.spec, block.spec.arch.experts
     if experts is None:
         return 0
     wide = 3 * max(experts.ffn_size, experts.shared_size)
-    many = routed * (3 * spec.hidden_size * block.size + 28 * experts.active + 8 * experts.count)
+    many = routed * (3 * spec.hidden_size * block.size + 56 * experts.active + 8 * experts.count)
     return many + tokens * (3 * spec.hidden_size + wide) * block.size
 
 
