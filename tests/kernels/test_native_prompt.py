@@ -259,3 +259,20 @@ def test_the_footprint_allows_what_it_takes(
         out, sums = prompt.prefill_attention(*qkv, 0.1, True, past=past)
     assert sums is not None
     assert live.peak - out.nbytes - sums.nbytes <= workspace._prompt_kernel(block)
+
+
+@native
+@pytest.mark.parametrize("window", [None, 7])
+def test_logits_of_sinks_take_their_share(window: int | None) -> None:
+    q, k, v = make(2, 6, 2, 45, 32)
+    sinks = 2 * torch.randn(6, generator=torch_generator(3))
+    ours = prompt.prefill_attention(q, k, v, 0.2, True, window=window, sink_logits=sinks)
+    theirs = torch_attention.prefill_attention(
+        q.float(), k.float(), v.float(), 0.2, True, window=window, sink_logits=sinks
+    )
+    torch.testing.assert_close(ours.out.float(), theirs.out, rtol=0, atol=2e-2)
+    assert ours.column_sums is not None
+    assert theirs.column_sums is not None
+    torch.testing.assert_close(ours.column_sums, theirs.column_sums, rtol=0, atol=2e-3)
+    without = prompt.prefill_attention(q, k, v, 0.2, True, window=window)
+    assert (without.out - ours.out).abs().max() > 0.05

@@ -80,7 +80,8 @@ def possible(name: str, work: str, mode: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "work", "mode"), pairs(["opt", "gemma3", "pythia", "olmoe"], WORK, ["full", "h2o", "rolling"], where=possible)
+    ("name", "work", "mode"),
+    pairs(["opt", "gemma3", "pythia", "olmoe"], WORK, ["full", "h2o", "rolling"], where=possible),
 )
 def test_what_is_alive_was_allowed(
     name: str, work: str, mode: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
