@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
@@ -13,8 +13,12 @@ from h2o_flexgen.config.checks import known_keys, share, truth, whole
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.registry import Registry
+from h2o_flexgen.registry import Registry, suggestion
 
+LayerSplit = Literal["uniform", "global", "pyramid"]
+LAYER_SPLITS: tuple[LayerSplit, ...] = ("uniform", "global", "pyramid")
+STEEPNESS = 20
+"""Of a pyramid: what the last layer chooses is the mean by this."""
 LAST_QUERIES = 400
 ROW_LOGITS = 1 << 20
 """Logits of a prompt's queries that are alive at once where a policy looks at them: float32."""
@@ -53,6 +57,8 @@ class Split(NamedTuple):
     """Whether prompts are computed twice in one pass, and what the second adds is forgotten."""
     numbers: int = 1
     """Kept for each slot, float32."""
+    layers: LayerSplit = "uniform"
+    """How layers share the budget, unless asked for."""
 
 
 def _half(share: Share) -> int:
@@ -91,6 +97,7 @@ SPLITS.register("heavy", Split(_none, takes_recent=False, column_sums=True))
 SPLITS.register("random", Split(_half))
 SPLITS.register("tova", Split(_none, queries="last"))
 SPLITS.register("snapkv", Split(_window, least_recent=1, prompt_only=True, queries="last"))
+SPLITS.register("pyramidkv", Split(_window, least_recent=1, prompt_only=True, queries="last", layers="pyramid"))
 SPLITS.register("keydiff", Split(_none))
 SPLITS.register("knorm", Split(_none))
 SPLITS.register("expected_attention", Split(_none, sinks=4, prompt_only=True, queries="all"))
@@ -118,7 +125,7 @@ def split_of(name: str) -> Split:
             f"needed one of {', '.join(fitting)} before {THEN_H2O}",
             f"--eviction {first}",
         )
-    return Split(_half, sinks=split.sinks, queries=split.queries, replays=split.replays)
+    return Split(_half, sinks=split.sinks, queries=split.queries, replays=split.replays, layers=split.layers)
 
 
 def base_of(name: str) -> str:
@@ -182,6 +189,13 @@ class EvictionConfig:
         metavar="R",
         unset="half the budget",
     )
+    budget_split: LayerSplit | None = option(
+        None,
+        "--budget-split",
+        help="how layers share the KV budget: uniform, global (more for layers without a window), pyramid",
+        metavar="HOW",
+        unset="uniform; pyramid for pyramidkv",
+    )
     rolling_positions: bool = option(
         False, "--rolling-positions", help="positions within the cache, for streams longer than the context"
     )
@@ -198,6 +212,12 @@ class EvictionConfig:
         for name, label, minimum in (("budget", "--kv-budget", 1), ("recent", "--recent", 0), ("sinks", "--sinks", 0)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole(getattr(self, name), label, minimum))
+        if self.budget_split not in (None, *LAYER_SPLITS):
+            raise UsageError(
+                f"--budget-split is {self.budget_split!r}",
+                f"needed one of {', '.join(LAYER_SPLITS)}",
+                suggestion(str(self.budget_split), LAYER_SPLITS),
+            )
         truth(self.rolling_positions, "--rolling-positions")
         object.__setattr__(self, "seed", whole(self.seed, "seed", 0))
         if self.recent is not None and self.recent_ratio is not None:
@@ -226,20 +246,63 @@ class EvictionConfig:
         """
         length = whole(prompt_len, "the prompt length", 1) + whole(gen_len, "the generation length", 0)
         asked = self.budget if self.budget is not None else exact_ceiling(self.ratio, length)
-        full = asked >= length
-        if not full:
-            self._require_room(asked, f"{asked} of {length} tokens")
-        total = min(asked, length)
+        if asked >= length:
+            return self._whole(prompt_len, gen_len)
+        self._require_room(asked, f"{asked} of {length} tokens")
+        return self._divided(asked, prompt_len, gen_len)
+
+    def by_layer(self, windows: Sequence[int | None], prompt_len: int, gen_len: int) -> tuple[Budget, ...]:
+        """The budget of each layer, within its window; together they hold what they would hold if all had the same.
+
+        Where it is not split evenly a layer's total is rounded down, and the first layers get a token more each. What
+        a layer cannot use goes to the others.
+        """
+        budget, length = self.resolve(prompt_len, gen_len), prompt_len + gen_len
+        even = tuple(budget.within(window) for window in windows)
+        how = self.how_layers_share
+        if how == "uniform" or budget.full:
+            return even
+        most = [length if window is None else min(length, window - 1) for window in windows]
+        held = sum(min(each.total, limit) for each, limit in zip(even, most, strict=True))
+        # Of a prompt that is pruned once the answer has its place in every layer, and the window that chooses.
+        fixed = budget.prompt is not None or (how == "pyramid" and budget.heavy > 0)
+        least = budget.total - budget.heavy + 1 if fixed else budget.sinks + (self.recent or 0) + 1
+        if how == "global":
+            # Of what it sees a layer with a window keeps the share that all would keep; the others get what is left.
+            near = [max(least, budget.total * (window - 1) // length) if window else 0 for window in windows]
+            rest = (held - sum(near)) // max(1, sum(window is None for window in windows))
+            wanted = [each if window else rest for each, window in zip(near, windows, strict=True)]
+        else:
+            wanted = _pyramid(budget, len(windows), length)
+        totals = _shared_out(wanted, [min(least, limit) for limit in most], most, held)
+        recent = budget.recent if how == "pyramid" and budget.heavy else None
+        return tuple(
+            self._divided(total, prompt_len, gen_len, recent).within(window)
+            for total, window in zip(totals, windows, strict=True)
+        )
+
+    def _whole(self, prompt_len: int, gen_len: int) -> Budget:
+        """The full cache."""
+        length = prompt_len + gen_len
+        sinks = min(self._sinks, length)
+        recent = self._recent(Share(length, length - sinks, length, prompt_len), length)
+        return Budget(total=length, heavy=length - sinks - recent, recent=recent, sinks=sinks, full=True)
+
+    def _divided(self, total: int, prompt_len: int, gen_len: int, recent: int | None = None) -> Budget:
+        """A budget of `total` tokens; `recent`: of another layer, which this has too."""
+        length, split = prompt_len + gen_len, self.split
+        if total >= length:
+            return self._whole(prompt_len, gen_len)
         sinks = min(self._sinks, total)
-        split = self.split
         # Of a prompt that is pruned once: the answer needs its room beside what is kept of it.
         kept = total - gen_len if split.prompt_only else total
-        recent = self._recent(Share(total, total - sinks, max(kept, sinks + 2), prompt_len), length)
-        if not split.prompt_only or full:
-            return Budget(total=total, heavy=total - sinks - recent, recent=recent, sinks=sinks, full=full)
+        share = Share(total, total - sinks, max(kept, sinks + 2), prompt_len)
+        recent = self._recent(share, length) if recent is None else min(recent, total - sinks)
+        if not split.prompt_only:
+            return Budget(total=total, heavy=total - sinks - recent, recent=recent, sinks=sinks, full=False)
         kept = max(kept, sinks + recent + 1)
         if kept >= prompt_len:
-            return Budget(total=length, heavy=0, recent=length - sinks, sinks=sinks, full=True)
+            return self._whole(prompt_len, gen_len)
         heavy = kept - sinks - recent
         return Budget(total=kept + gen_len, heavy=heavy, recent=recent, sinks=sinks, full=False, prompt=kept)
 
@@ -251,6 +314,11 @@ class EvictionConfig:
     def split(self) -> Split:
         """How the policy divides its budget, and what it looks at."""
         return split_of(self.name)
+
+    @property
+    def how_layers_share(self) -> LayerSplit:
+        """The budget: as asked for, or as the policy has it."""
+        return self.split.layers if self.budget_split is None else self.budget_split
 
     def computed(self, prompt_len: int) -> int:
         """The tokens that a prompt takes through the layers; twice its own, where it is replayed."""
@@ -290,6 +358,45 @@ class EvictionConfig:
     def from_json(cls, data: Mapping[str, Any]) -> EvictionConfig:
         """The config of `to_json`; unknown keys raise UsageError with a suggestion."""
         return cls(**known_keys(data, cls))
+
+
+def _pyramid(budget: Budget, layers: int, length: int) -> list[int]:
+    """Totals that fall linearly with the layer; their mean is the budget's, before layers are held within windows.
+
+    What is divided is what is chosen, or all that is recent where nothing is: the most is at most what there is to
+    choose from. Layer l and its counterpart, as far from the end as l from the beginning, get twice the mean.
+    """
+    base = budget.heavy or budget.recent
+    fixed = budget.total - base
+    choices = length - fixed
+    if choices + budget.after_prompt - base < 2 * base:
+        return [budget.total] * layers
+    least = base // STEEPNESS
+    most = 2 * base - least
+    if most > choices:
+        most, least = choices, 2 * base - choices
+    totals = [fixed + base] * layers
+    for layer in range(layers // 2):
+        own = most - layer * (most - least) // (layers - 1)
+        totals[layer], totals[layers - 1 - layer] = fixed + own, fixed + 2 * base - own
+    return totals
+
+
+def _shared_out(wanted: Sequence[int], least: Sequence[int], most: Sequence[int], total: int) -> list[int]:
+    """Numbers near those `wanted`, from `least` to `most` each, that add up to `total` if that can be.
+
+    What is missing goes evenly to those with room, what is too much comes evenly from those above their least.
+    """
+    found = [min(max(want, low), high) for want, low, high in zip(wanted, least, most, strict=True)]
+    while left := total - sum(found):
+        open_ = [i for i, each in enumerate(found) if (each < most[i] if left > 0 else each > least[i])]
+        if not open_:
+            break
+        share, more = divmod(abs(left), len(open_))
+        for place, i in enumerate(open_):
+            change = share + (place < more)
+            found[i] = min(most[i], found[i] + change) if left > 0 else max(least[i], found[i] - change)
+    return found
 
 
 def exact_ceiling(ratio: float, count: int) -> int:

@@ -111,8 +111,7 @@ class PlanRequest:
     @cached_property
     def budgets(self) -> tuple[Budget, ...]:
         """Of a row's cache, layer by layer: the budget within the layer's window."""
-        budget = self.eviction.resolve(self.workload.prompt_len, self.workload.gen_len)
-        return tuple(budget.within(self.spec.arch.window_of(layer)) for layer in range(self.spec.num_layers))
+        return self.eviction.by_layer(self.spec.windows, self.workload.prompt_len, self.workload.gen_len)
 
     @cached_property
     def slots(self) -> tuple[int, ...]:

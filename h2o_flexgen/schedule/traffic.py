@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 
 from h2o_flexgen.config.eviction import Budget
@@ -36,12 +37,13 @@ def links(tier: str, compute_tier: str, *, inward: bool) -> tuple[str, ...]:
 
 
 def io_lower_bound(
-    request: PlanRequest, sequences: int, *, budget: Budget | None = None, cpu_cache_compute: bool = False
+    request: PlanRequest, sequences: int, *, budgets: Sequence[Budget] | None = None, cpu_cache_compute: bool = False
 ) -> dict[str, int]:
     """Bytes over each link that any schedule must move, for `sequences` that go through their steps together.
 
-    budget: of each, where it is not what the lengths of the workload resolve to. cpu_cache_compute: whether attention
-    may be computed where caches on the cpu live. Links that nothing has to cross are left out.
+    budgets: of each, layer by layer, where they are not what the lengths of the workload resolve to.
+    cpu_cache_compute: whether attention may be computed where caches on the cpu live. Links that nothing has to
+    cross are left out.
 
     Every step needs all weights (of an embedding that is not the head as good as nothing), and a decode step needs what
     the caches hold. Of these W + K bytes, the tiers on the near side of a link hold M when the step starts, so that W +
@@ -51,7 +53,7 @@ def io_lower_bound(
     them, so that the bound is below what any real plan moves.
     """
     weights = _needed_weights(request.spec, request.dtype)
-    caches = [sequences * held for held in _held(request, budget)]
+    caches = [sequences * held for held in _held(request, budgets)]
     bound: dict[str, int] = {}
     near = 0
     for upper, lower in pairwise(request.tiers):
@@ -77,11 +79,9 @@ def _needed_weights(spec: ModelSpec, dtype: str) -> int:
     return round(sum(tensor.nbytes(dtype) * (share if ".experts." in tensor.name else 1) for tensor in sizes))
 
 
-def _held(request: PlanRequest, budget: Budget | None) -> list[int]:
+def _held(request: PlanRequest, budgets: Sequence[Budget] | None) -> list[int]:
     """Bytes that one sequence's caches hold when each step starts; nothing before the first."""
-    windows = map(request.spec.arch.window_of, range(request.spec.num_layers))
-    budgets = request.budgets if budget is None else [budget.within(window) for window in windows]
-    layers = Counter((each.total, each.after_prompt) for each in budgets)
+    layers = Counter((each.total, each.after_prompt) for each in budgets or request.budgets)
     prompt, token = request.workload.prompt_len, request.spec.kv_bytes_per_token_and_layer(request.dtype)
 
     def before(step: int) -> int:

@@ -220,8 +220,8 @@ class _Roofline:
 
     def _ranks(self, window: Window) -> bool:
         """Whether the caches of layers with this window choose by score."""
-        lengths = self._request.workload
-        return self._request.eviction.resolve(lengths.prompt_len, lengths.gen_len).within(window).scored
+        layers = zip(self._request.budgets, self._request.spec.windows, strict=True)
+        return any(budget.scored for budget, each in layers if each == window)
 
 
 def peak_flops(rates: ComputeRates) -> float:

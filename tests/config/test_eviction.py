@@ -163,3 +163,44 @@ def test_json_round_trip() -> None:
     assert EvictionConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     with pytest.raises(UsageError, match=r"no key 'ration'.*did you mean 'ratio'"):
         EvictionConfig.from_json({"ration": 0.2})
+
+
+@given(
+    name=st.sampled_from(SPLITS.names()),
+    how=st.sampled_from(["global", "pyramid"]),
+    prompt_len=st.integers(1, 60),
+    gen_len=st.integers(0, 20),
+    asked=st.integers(5, 80),
+    windows=st.lists(st.none() | st.integers(2, 90), min_size=1, max_size=7),
+)
+def test_layers_share_what_they_would_hold(
+    name: str, how: str, prompt_len: int, gen_len: int, asked: int, windows: list[int | None]
+) -> None:
+    config = EvictionConfig(name, budget=None if name == "full" else asked, budget_split=how)
+    length = prompt_len + gen_len
+    even = [config.resolve(prompt_len, gen_len).within(window) for window in windows]
+    found = config.by_layer(windows, prompt_len, gen_len)
+    assert all(each == each.within(window) for each, window in zip(found, windows, strict=True))
+    held, kept = (sum(min(each.total, length) for each in budgets) for budgets in (found, even))
+    if SPLITS.get(name).prompt_only:
+        assert held >= kept, "the answer and the window that chooses have their place in every layer"
+    else:
+        assert held == kept
+    for budget in found:
+        assert min(budget.heavy, budget.recent, budget.sinks) >= 0
+        assert budget.heavy + budget.recent + budget.sinks == budget.after_prompt
+
+
+def test_a_pyramid_is_that_of_the_paper() -> None:
+    totals = [each.total for each in EvictionConfig("pyramidkv", ratio=0.3).by_layer([None] * 6, 1000, 50)]
+    assert totals == [537, 449, 360, 270, 181, 93]
+    assert sum(totals) == 6 * 315
+    chosen = [total - 50 - 32 for total in totals]
+    assert (chosen[0], chosen[-1]) == (2 * 233 - 233 // 20, 233 // 20)
+
+
+def test_layers_without_a_window_get_what_the_others_spare() -> None:
+    config = EvictionConfig("h2o", ratio=0.2, budget_split="global")
+    assert [each.total for each in config.by_layer([512, 512, None], 1536, 256)] == [102, 102, 873]
+    with pytest.raises(UsageError, match="did you mean 'pyramid'"):
+        EvictionConfig("h2o", ratio=0.2, budget_split="pyramids")

@@ -12,7 +12,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
 from tests.engine.compare import History, assert_engine_equals_oracle
 from tests.engine.test_packed_caches import PLACES
-from tests.policy_matrix import LATER, THEN_H2O, PolicyRow
+from tests.policy_matrix import LATER, POLICIES, THEN_H2O, PolicyRow
 from tests.tiny import WINDOW, prompts_of
 
 FAMILIES = ("llama-gqa", "opt", "gemma3", "gpt-neox", "mistral")
@@ -35,6 +35,20 @@ def test_engine_equals_the_oracle(
     assert_engine_equals_oracle(checkpoint(name), policy, lengths, new, history, bits, PLACES[place], **changes)
 
 
+SPLITS = [
+    ("h2o", "gemma3", "global", "cpu"),
+    ("tova", "gemma3", "pyramid", "disk"),
+    ("snapkv", "opt", "pyramid", "gpu"),
+]
+
+
+@pytest.mark.parametrize(("policy", "name", "split", "place"), SPLITS)
+def test_budgets_of_layers(policy: str, name: str, split: str, place: str, checkpoint, history: History) -> None:
+    row = next(each for each in (*POLICIES, *LATER) if each.name == policy)
+    lengths, changes = ([23, 40, 12], {"budget_split": split, "ratio": 0.4})
+    assert_engine_equals_oracle(checkpoint(name), row, lengths, 6, history, 16, PLACES[place], **changes)
+
+
 @pytest.mark.parametrize("policy", [*LATER, *THEN_H2O[:1]], ids=lambda row: row.name)
 def test_prompts_in_parts_that_share_a_beginning(policy: PolicyRow, checkpoint) -> None:
     _, folder = checkpoint("llama-gqa")
@@ -51,8 +65,8 @@ def test_prompts_in_parts_that_share_a_beginning(policy: PolicyRow, checkpoint) 
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-def test_prompts_of_which_nothing_goes_beside_others(checkpoint, history: History) -> None:
+@pytest.mark.parametrize("policy", THEN_H2O, ids=lambda row: row.name)
+def test_prompts_of_which_nothing_goes_beside_others(policy: PolicyRow, checkpoint, history: History) -> None:
     """H2O's sums start with the rows that were looked at there, too."""
     changes = {"budget": WINDOW - 3, "recent": 2}
-    for policy in THEN_H2O:
-        assert_engine_equals_oracle(checkpoint("gemma3"), policy, [12, 9], 3, history, **changes)
+    assert_engine_equals_oracle(checkpoint("gemma3"), policy, [12, 9], 3, history, **changes)

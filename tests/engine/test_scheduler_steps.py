@@ -146,7 +146,7 @@ def test_what_is_true_of_all_who_wait(checkpoint) -> None:
         assert waiting.longest_prompt == max((len(row.prompt_ids) for row in rest), default=0)
         for window in (None, 7):
             slots = max((slots_needed([row.budget.within(window)]) for row in rest), default=0)
-            assert waiting.slots(window) == slots
+            assert waiting.slots(0, window) == slots
 
 
 def test_progress_never_goes_back(checkpoint) -> None:

@@ -93,8 +93,11 @@ def oracle_generate(
         turned = Rotations(model)
         turned.prepare(len(prompt) + 512)
 
+    budgets = eviction.by_layer(windows_of(model), len(prompt), new_tokens)
+
     def make_cache(layer: int, head: int, scale: float, window: int | None) -> EvictionOracle:
-        held = budget.within(window)
+        held = budgets[layer]
+        assert held == held.within(window)
         kind = oracle if held.full or oracle is not FullOracle else LocalOracle  # what left the window is let go
         places = {"layer": layer, "row_id": row_id, "head": head}
         if rotations is not None:
@@ -116,6 +119,16 @@ def oracle_generate(
         model.set_attn_implementation(before)
     run.closest = min(run.closest, *(cache.closest for layer in attention.layers.values() for cache in layer))
     return run
+
+
+def windows_of(model: PreTrainedModel) -> list[int | None]:
+    """Of each layer: how many tokens its queries see; None: all."""
+    config, layers = model.config, range(model.config.num_hidden_layers)
+    window = getattr(config, "sliding_window", None)
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return [None for _ in layers]
+    kinds = getattr(config, "layer_types", None)
+    return [window if kinds is None or kinds[layer] == "sliding_attention" else None for layer in layers]
 
 
 def _greedy(

@@ -127,6 +127,10 @@ class SnapKVOracle(PromptOracle):
         return {p: max(sums[i] for i in range(p - 3, p + 4) if 0 <= i < end) if p < end else 0.0 for p in self.keys}
 
 
+class PyramidKVOracle(SnapKVOracle):
+    """SnapKV; what a layer may keep is another matter."""
+
+
 class NaclOracle(PromptOracle):
     """The votes of the last tenth, and a draw."""
 

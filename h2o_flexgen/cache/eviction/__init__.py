@@ -15,6 +15,7 @@ from h2o_flexgen.cache.eviction.knorm import KnormPolicy
 from h2o_flexgen.cache.eviction.kvzip import KVzipPolicy
 from h2o_flexgen.cache.eviction.local import LocalPolicy
 from h2o_flexgen.cache.eviction.nacl import NaclPolicy
+from h2o_flexgen.cache.eviction.pyramidkv import PyramidKVPolicy
 from h2o_flexgen.cache.eviction.random import RandomPolicy
 from h2o_flexgen.cache.eviction.roco import RoCoPolicy
 from h2o_flexgen.cache.eviction.snapkv import SnapKVPolicy
@@ -34,6 +35,7 @@ for _policy in (
     RandomPolicy,
     TovaPolicy,
     SnapKVPolicy,
+    PyramidKVPolicy,
     KeyDiffPolicy,
     KnormPolicy,
     ExpectedAttentionPolicy,

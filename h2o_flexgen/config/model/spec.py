@@ -106,6 +106,11 @@ class ModelSpec:
         return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
 
     @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer: the tokens that a query sees, itself included; None: all."""
+        return tuple(self.arch.window_of(layer) for layer in range(self.num_layers))
+
+    @cached_property
     def units(self) -> tuple[UnitSpec, ...]:
         """Embedding, then each layer's attention and MLP half, then the output head."""
         first, last = ("vocab", "vocab") if self.arch.tied_head else ("embed", "head")

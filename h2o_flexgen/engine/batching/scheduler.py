@@ -19,7 +19,7 @@ class WaitingQueue:
         self._taken = 0
         self._steps = list(accumulate((row.steps for row in reversed(self._rows)), initial=0))
         self._prompts = self._largest(lambda row: len(row.pass_ids))
-        self._slots: dict[int | None, list[int]] = {}
+        self._slots: dict[tuple[int, int | None], list[int]] = {}
 
     def __len__(self) -> int:
         return len(self._rows) - self._taken
@@ -45,11 +45,12 @@ class WaitingQueue:
         """In tokens; 0 where the queue is empty."""
         return self._prompts[len(self)]
 
-    def slots(self, window: int | None) -> int:
+    def slots(self, layer: int, window: int | None) -> int:
         """Cache slots of the one that needs most, in a layer with this window; 0 where the queue is empty."""
-        if window not in self._slots:
-            self._slots[window] = self._largest(lambda row: slots_needed([row.budget.within(window)]))
-        return self._slots[window][len(self)]
+        alike = layer if any(row.by_layer for row in self._rows) else -1, window
+        if alike not in self._slots:
+            self._slots[alike] = self._largest(lambda row: slots_needed([row.budget_in(layer, window)]))
+        return self._slots[alike][len(self)]
 
     def _largest(self, size: Callable[[Sequence], int]) -> list[int]:
         """Of the last 0, 1, 2, ... rows."""

@@ -158,9 +158,9 @@ class BlockRunner:
         shapes, devices = dict[Place, CacheShape](), dict[Place, torch.device]()
         for layer in range(spec.num_layers):
             window = spec.arch.window_of(layer)
-            later = waiting.slots(window)
+            later = waiting.slots(layer, window)
             for gpu_batch, first in enumerate(rows):
-                budgets = [row.budget.within(window) for row in first]
+                budgets = [row.budget_in(layer, window) for row in first]
                 shape = CacheShape.of(budgets, spec.num_kv_heads, spec.head_dim, spec.cache_bits)
                 shapes[layer, gpu_batch] = replace(shape, capacity=max(shape.capacity, later))
                 on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"

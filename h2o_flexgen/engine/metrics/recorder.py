@@ -186,8 +186,9 @@ def _least_moved(plan: Plan, rows: SequenceOf[Sequence]) -> dict[str, int]:
     prompt, new = min(row.prompt_tokens for row in rows), min(len(row.token_ids) for row in rows)
     shortest = replace(request, workload=Workload(prompt, max(1, new), block))
     # Of lengths that no row has, a budget need not follow: the smallest that a row has.
-    budget = min((row.budget for row in rows), key=lambda budget: budget.total)
-    least = io_lower_bound(shortest, block, budget=budget, cpu_cache_compute=plan.policy.cpu_cache_compute)
+    row, windows = min(rows, key=lambda row: row.budget.total), request.spec.windows
+    budgets = [row.budget_in(layer, window) for layer, window in enumerate(windows)]
+    least = io_lower_bound(shortest, block, budgets=budgets, cpu_cache_compute=plan.policy.cpu_cache_compute)
     return {link: sequences // block * nbytes for link, nbytes in least.items()}
 
 
@@ -233,6 +234,10 @@ def _device(plan: Plan, config: EngineConfig) -> str:
 def _eviction(config: EngineConfig, rows: SequenceOf[Sequence]) -> dict[str, Any]:
     """Resolved tokens, and the budget as a share of prompt and of whole sequence; [least, most] where rows differ."""
     entry = eviction_entry(config.eviction.name, [row.budget for row in rows])
+    if any(row.by_layer for row in rows):
+        entry["budget_split"] = config.eviction.how_layers_share
+        layers = zip(*(row.by_layer for row in rows), strict=True)
+        entry["budget_by_layer"] = [_span(each.total for each in layer) for layer in layers]
     entry["share_of_prompt"] = _span(row.budget.total / row.prompt_tokens for row in rows)
     entry["share_of_sequence"] = _span(row.budget.total / (row.prompt_tokens + row.max_new_tokens) for row in rows)
     return entry

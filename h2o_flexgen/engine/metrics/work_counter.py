@@ -15,8 +15,12 @@ from h2o_flexgen.schedule.work import PHASES, CountedWork, PhaseWork, Window
 
 
 class _CacheCounts(NamedTuple):
-    """Layers whose caches are alike: what their queries see, where attention is computed, where the caches live."""
+    """Layers whose caches are alike: what their queries see, where attention is computed, where the caches live.
 
+    `layer`: one of them.
+    """
+
+    layer: int
     window: Window
     device: str
     tier: str
@@ -63,7 +67,7 @@ class WorkCounter:
         if not steps:
             return
         for caches, layers in self._caches_of(self._batch_of[row.row_id]).items():
-            budget = row.budget.within(caches.window)
+            budget = row.budget_in(caches.layer, caches.window)
             kept = min(len(row.prompt_ids), budget.after_prompt)
             room = budget.total + (not budget.full)  # the newest token comes in before another goes
             self._add(self._work.decode, caches, layers * _summed(kept, steps, room))
@@ -109,7 +113,7 @@ class WorkCounter:
                 continue
             held = before = 0
             for row in going:
-                budget, new = row.budget.within(caches.window), row.steps - row.remaining
+                budget, new = row.budget_in(caches.layer, caches.window), row.steps - row.remaining
                 kept = min(len(row.prompt_ids), budget.after_prompt)
                 held += min(kept + new, budget.total + (not budget.full))
                 before += min(kept + new - 1, budget.total)
@@ -168,7 +172,8 @@ class WorkCounter:
     def _kind(self, layer: int, gpu_batch: int) -> _CacheCounts:
         tier = self._plan.placement.cache[layer, gpu_batch]
         device = "cpu" if self._plan.policy.cpu_cache_compute and tier == "cpu" else self._tier
-        return _CacheCounts(self._spec.arch.window_of(layer), device, tier)
+        windows, even = self._spec.windows, self._plan.request.eviction.how_layers_share == "uniform"
+        return _CacheCounts(windows.index(windows[layer]) if even else layer, windows[layer], device, tier)
 
 
 def _summed(start: int, steps: int, most: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from h2o_flexgen.config.eviction import EvictionConfig, first_pass
+from h2o_flexgen.config.eviction import Budget, EvictionConfig, first_pass
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
@@ -112,6 +112,12 @@ class RequestReader:
                 raise UsageError(f"{where} holds token id {token}", f"needed 0 to {self.spec.vocab_size - 1}")
         return ids
 
+    def _by_layer(self, prompt_len: int, gen_len: int) -> tuple[Budget, ...]:
+        """The budgets of all layers; none where they are the same but for windows."""
+        if self.eviction.how_layers_share == "uniform":
+            return ()
+        return self.eviction.by_layer(self.spec.windows, prompt_len, gen_len)
+
     def _sequence(self, index: int, sample: int, row_id: int, ids: list[int], params: SamplingParams) -> Sequence:
         if params.stop_strings and self.codec is None:
             raise UsageError("stop_strings are given, and this model has no tokenizer", "needed eos_token_id instead")
@@ -127,6 +133,7 @@ class RequestReader:
             fed=ids[first:],
             params=params,
             budget=budget,
+            by_layer=self._by_layer(len(ids), params.max_new_tokens),
             replays=self.eviction.split.replays and not budget.full,
             eos=_eos(params, self.spec),
             seed=self.seed if params.seed is None else params.seed,

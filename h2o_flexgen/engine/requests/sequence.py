@@ -60,6 +60,8 @@ class Sequence:
     eos: frozenset[int]
     seed: int = 0
     forced: list[int] | None = None
+    by_layer: tuple[Budget, ...] = ()
+    """The budget of each layer, within its window, where layers do not all share `budget` evenly."""
     replays: bool = False
     """Whether the prompt is computed twice, for a policy that looks at the second time."""
     fed: list[int] = field(default_factory=list)
@@ -82,6 +84,10 @@ class Sequence:
     @property
     def max_new_tokens(self) -> int:
         return len(self.forced) if self.forced is not None else self.params.max_new_tokens
+
+    def budget_in(self, layer: int, window: int | None) -> Budget:
+        """What the sequence may keep in a layer, whose queries see so many tokens."""
+        return self.by_layer[layer] if self.by_layer else self.budget.within(window)
 
     @property
     def pass_ids(self) -> list[int]:

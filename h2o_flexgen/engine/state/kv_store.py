@@ -45,13 +45,15 @@ class CacheMaker:
     shapes: Mapping[Place, CacheShape]
     devices: Mapping[Place, torch.device]
     _lengths: dict[tuple[object, ...], tuple[SequenceOf[Sequence], CacheLengths]] = field(default_factory=dict)
-    """By GPU batch, window, capacity and device: the last rows, and what their caches have in common."""
+    """By GPU batch, window, capacity, device and budgets of a layer's own: the last rows, and what their caches have in
+    common."""
 
     def make(self, layer: int, gpu_batch: int, rows: SequenceOf[Sequence]) -> KVCache:
         """An empty cache for the prompts of `rows`."""
         spec, window = self.spec, self.spec.arch.window_of(layer)
         slots, device = self.shapes[layer, gpu_batch].capacity, self.devices[layer, gpu_batch]
-        alike = gpu_batch, window, slots, device
+        own = tuple(self.budgets(layer, rows)) if rows and rows[0].by_layer else ()
+        alike = gpu_batch, window, slots, device, own
         known, lengths = self._lengths.get(alike, (None, None))
         budgets = self.budgets(layer, rows) if lengths is None or known is not rows else lengths.for_another_layer()
         shape = CacheShape(len(rows), spec.num_kv_heads, spec.head_dim, slots, spec.cache_bits)
@@ -64,7 +66,7 @@ class CacheMaker:
     def budgets(self, layer: int, rows: SequenceOf[Sequence]) -> list[Budget]:
         """The budget of each of `rows` in a layer."""
         window = self.spec.arch.window_of(layer)
-        return [row.budget.within(window) for row in rows]
+        return [row.budget_in(layer, window) for row in rows]
 
     def queries(self, layer: int, rows: SequenceOf[Sequence]) -> int:
         """How many of the last queries of its prompts the cache of `rows` needs at most."""
