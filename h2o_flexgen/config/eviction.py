@@ -189,6 +189,7 @@ class EvictionConfig:
         metavar="R",
         unset="half the budget",
     )
+    keep_prompt: bool = option(False, "--keep-prompt", help="the whole prompt stays; only the answer is evicted from")
     budget_split: LayerSplit | None = option(
         None,
         "--budget-split",
@@ -218,6 +219,14 @@ class EvictionConfig:
                 f"needed one of {', '.join(LAYER_SPLITS)}",
                 suggestion(str(self.budget_split), LAYER_SPLITS),
             )
+        truth(self.keep_prompt, "--keep-prompt")
+        if self.keep_prompt and (split.prompt_only or not split.takes_sinks or self.sinks):
+            given = f"with --sinks {self.sinks}" if self.sinks else f"with --eviction {self.name}"
+            raise UsageError(
+                f"--keep-prompt is given {given}",
+                "needed a policy that evicts while decoding and keeps sinks, which the prompt then is",
+                "--eviction h2o --keep-prompt",
+            )
         truth(self.rolling_positions, "--rolling-positions")
         object.__setattr__(self, "seed", whole(self.seed, "seed", 0))
         if self.recent is not None and self.recent_ratio is not None:
@@ -237,7 +246,7 @@ class EvictionConfig:
                     f"leave {label} out, or choose --eviction h2o",
                 )
         if self.budget is not None:
-            self._require_room(self.budget, f"{self.budget} tokens")
+            self._require_room(self.budget, f"{self.budget} tokens", self._sinks)
 
     def resolve(self, prompt_len: int, gen_len: int) -> Budget:
         """The budget of a sequence of `prompt_len` prompt tokens and at most `gen_len` new ones.
@@ -248,7 +257,7 @@ class EvictionConfig:
         asked = self.budget if self.budget is not None else exact_ceiling(self.ratio, length)
         if asked >= length:
             return self._whole(prompt_len, gen_len)
-        self._require_room(asked, f"{asked} of {length} tokens")
+        self._require_room(asked, f"{asked} of {length} tokens", self._sinks_of(prompt_len))
         return self._divided(asked, prompt_len, gen_len)
 
     def by_layer(self, windows: Sequence[int | None], prompt_len: int, gen_len: int) -> tuple[Budget, ...]:
@@ -284,7 +293,7 @@ class EvictionConfig:
     def _whole(self, prompt_len: int, gen_len: int) -> Budget:
         """The full cache."""
         length = prompt_len + gen_len
-        sinks = min(self._sinks, length)
+        sinks = min(self._sinks_of(prompt_len), length)
         recent = self._recent(Share(length, length - sinks, length, prompt_len), length)
         return Budget(total=length, heavy=length - sinks - recent, recent=recent, sinks=sinks, full=True)
 
@@ -293,7 +302,7 @@ class EvictionConfig:
         length, split = prompt_len + gen_len, self.split
         if total >= length:
             return self._whole(prompt_len, gen_len)
-        sinks = min(self._sinks, total)
+        sinks = min(self._sinks_of(prompt_len), total)
         # Of a prompt that is pruned once: the answer needs its room beside what is kept of it.
         kept = total - gen_len if split.prompt_only else total
         share = Share(total, total - sinks, max(kept, sinks + 2), prompt_len)
@@ -305,6 +314,10 @@ class EvictionConfig:
             return self._whole(prompt_len, gen_len)
         heavy = kept - sinks - recent
         return Budget(total=kept + gen_len, heavy=heavy, recent=recent, sinks=sinks, full=False, prompt=kept)
+
+    def _sinks_of(self, prompt_len: int) -> int:
+        """Of a prompt so long: all of it, if it is to stay."""
+        return prompt_len if self.keep_prompt else self._sinks
 
     @property
     def _sinks(self) -> int:
@@ -324,17 +337,20 @@ class EvictionConfig:
         """The tokens that a prompt takes through the layers; twice its own, where it is replayed."""
         return prompt_len * (2 if self.split.replays and self.name != "full" else 1)
 
-    def _require_room(self, total: int, described: str) -> None:
+    def _require_room(self, total: int, described: str, sinks: int) -> None:
         """UsageError where a budget of `total` tokens that evicts has no room for the sinks and the recent tokens."""
-        rest = total - self._sinks
+        rest = total - sinks
         if rest < 1:
+            first, flag = (
+                ("of the prompt", "leave --keep-prompt out") if self.keep_prompt else ("sinks", "lower --sinks")
+            )
             raise UsageError(
-                f"the budget is {described}, {self._sinks} sinks leave nothing of it",
-                f"needed a budget of at least {self._sinks + 1}",
-                "raise --hh-ratio or --kv-budget, or lower --sinks",
+                f"the budget is {described}, {sinks} {first} leave nothing of it",
+                f"needed a budget of at least {sinks + 1}",
+                f"raise --hh-ratio or --kv-budget, or {flag}",
             )
         if self.recent is not None and self.recent > rest:
-            beside = "beside the sinks " if self._sinks else ""
+            beside = "beside the sinks " if sinks else ""
             raise UsageError(
                 f"--recent is {self.recent}, {beside}the budget has {rest} tokens",
                 f"needed at most {rest}",

@@ -204,3 +204,13 @@ def test_layers_without_a_window_get_what_the_others_spare() -> None:
     assert [each.total for each in config.by_layer([512, 512, None], 1536, 256)] == [102, 102, 873]
     with pytest.raises(UsageError, match="did you mean 'pyramid'"):
         EvictionConfig("h2o", ratio=0.2, budget_split="pyramids")
+
+
+def test_a_prompt_that_stays() -> None:
+    config = EvictionConfig("random", budget=50, keep_prompt=True)
+    assert config.resolve(30, 70) == Budget(total=50, heavy=10, recent=10, sinks=30, full=False)
+    with pytest.raises(UsageError, match=r"50 of 120 tokens, 50 of the prompt leave nothing.*leave --keep-prompt out"):
+        config.resolve(50, 70)
+    for options in ({"name": "snapkv"}, {"name": "local"}, {"name": "h2o", "sinks": 2}):
+        with pytest.raises(UsageError, match="--keep-prompt is given with"):
+            EvictionConfig(budget=50, keep_prompt=True, **options)
