@@ -54,13 +54,9 @@ class FusedStep:
             self._number = torch.full(size[:2], lengths.step, device=device)
         else:
             table = lengths.once(f"table of rules, {ranked}", lambda: torch.tensor(rules))
-            how: dict[str, Any] = {
-                "window": lengths.window,
-                "ranking": ranking,
-                "adds": bool(adds),
-                "masks": lengths.hides,
-            }
-            self._kernel = NativeAttend(table, size, **how, bits=bits)
+            how: dict[str, Any] = {"window": lengths.window, "ranking": ranking, "adds": bool(adds), "bits": bits}
+            masks = scored.table[1] if lengths.hides and scored is not None else None
+            self._kernel = NativeAttend(table, size, masks=masks, **how)
             self.attach = self._kernel.attach
         self.used = self._kernel.used
         """Where the newest token was written, (b, kv_heads) int64; the next step changes it in place."""

@@ -128,6 +128,8 @@ class KVCache:
             self._slots = RingSlots(self._lengths, shape.kv_heads, shape.capacity)
         self._fused: FusedStep | None = None
         self._last: int | Tensor | None = None
+        self.rewritten = 0
+        """How often more has changed in K and V than a token per step."""
         self._reads_occupied = False  # steps read nothing but occupied slots, unless positions roll
         self.k: Tensor | None = None
         self.v: Tensor | None = None
@@ -311,7 +313,21 @@ class KVCache:
         else:
             out = self._attend(q, k, v, scale, table, held, sink_logits)
         self._lengths.tick()
+        moves = self._slots.moves()
+        if moves is not None:
+            self._close_gaps(*moves, q, table is not None)
         return out
+
+    def _close_gaps(self, rows: list[int], order: Tensor, q: Tensor, rolling: bool) -> None:
+        """Several tokens of `rows` have gone: what is left moves to the first slots, and steps start anew."""
+        index = index_of(rows, self.device)
+        for buffer in self._buffers():
+            held = buffer[index]
+            buffer[index] = held.gather(2, order.unsqueeze(-1).expand(*order.shape, held.shape[-1]))
+        self._lengths = self._lengths.thinned(rows)
+        self._slots.go_on(self._lengths)
+        self.rewritten += 1
+        self._start(*self._buffers(), q, rolling)
 
     @property
     def repeats(self) -> bool:

@@ -96,11 +96,14 @@ class CacheLengths:
             raise ValueError(f"{wide[0]} is not within the window of {window} tokens")
         self.limits = [_limit(budget) for budget in budgets]
         self.chooses = chooses(budgets)
-        self.hides = window is not None and any(b.after_prompt < b.total for b in budgets)
+        self.bursts = any(budget.burst > 1 for budget in budgets)
+        """Whether several tokens of a row may go at once."""
+        self.hides = window is not None and any(b.burst > 1 or b.after_prompt < b.total for b in budgets)
         """Whether tokens that have left the window may be held, sinks apart: the cache must know positions to hide
         them."""
         self.prompts: list[int | None] = [None] * len(self.budgets)
         self.before = [0] * len(self.budgets)  # steps that a row has taken in other caches
+        self.gone = [0] * len(self.budgets)  # tokens of it that have gone in bursts
         self.step = 0
         self.started = self.resumed = False
         self._held: list[int] | None = None  # once all prompts are in
@@ -122,9 +125,33 @@ class CacheLengths:
         joined = cls([lengths.budgets[row] for lengths, row in members], first.capacity, first.device, first.window)
         joined.prompts = [lengths.prompts[row] for lengths, row in members]
         joined.before = [lengths.before[row] + lengths.step for lengths, row in members]
+        joined.gone = [lengths.gone[row] for lengths, row in members]
         joined.resumed = True
         shared.joined = key, joined
         return joined
+
+    @property
+    def bursting(self) -> list[int]:
+        """Rows of which several tokens go in this step."""
+        if not self.bursts:
+            return []
+        rows = enumerate(zip(self.budgets, self.held, strict=True))
+        return [row for row, (b, held) in rows if b.burst > 1 and b.total - held == self.step]
+
+    def thinned(self, rows: Sequence[int]) -> CacheLengths:
+        """After a step in which several tokens of `rows` have gone: all rows go on, in slots from the first on.
+
+        Layers of which the same have gone share metadata again.
+        """
+        key = [self.step, tuple(rows), "thinned"]
+        if self._shared.joined is not None and self._shared.joined[0] == key:
+            return self._shared.joined[1].for_another_layer()
+        thinned = CacheLengths(self.budgets, self.capacity, self.device, self.window)
+        thinned.prompts, thinned.resumed = self.prompts, True
+        thinned.before = [before + self.step for before in self.before]
+        thinned.gone = [n + self.budgets[row].burst * (row in rows) for row, n in enumerate(self.gone)]
+        self._shared.joined = key, thinned
+        return thinned
 
     def for_another_layer(self) -> CacheLengths:
         """For the same rows in another layer with the same window, as these were when they were made."""
@@ -157,10 +184,10 @@ class CacheLengths:
     @property
     def held(self) -> list[int]:
         """Tokens of each row that came into its slots before the first step: those kept of its prompt, and one for
-        each step in another cache."""
+        each step in another cache, less what has gone in bursts."""
         if self._held is None:
-            rows = zip(self._filled(), self.budgets, self.before, strict=True)
-            self._held = [min(prompt, budget.after_prompt) + before for prompt, budget, before in rows]
+            rows = zip(self._filled(), self.budgets, self.before, self.gone, strict=True)
+            self._held = [min(prompt, budget.after_prompt) + before - gone for prompt, budget, before, gone in rows]
         return self._held
 
     def _filled(self) -> list[int]:

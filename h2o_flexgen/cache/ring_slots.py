@@ -78,6 +78,17 @@ class CacheSlots(ABC):
     def evict(self, row: Tensor | None, length: int, keys: Keys) -> None:
         """Attention over the first `length` slots gave `row` (b, kv_heads, length): score, let one per row go."""
 
+    def moves(self) -> tuple[list[int], Tensor] | None:
+        """What the last `evict` makes necessary: (rows, order), slot i of a row takes over what order[.., i] holds.
+
+        order: (len(rows), kv_heads, capacity) int64. The slots of these rows have done so; K and V are to follow.
+        """
+        return None
+
+    def go_on(self, lengths: CacheLengths) -> None:
+        """After `moves`, with the lengths of what is left; `start` follows."""
+        raise RuntimeError("slots in order of arrival let one token go at a time")
+
     def seen(self, width: int) -> Tensor | None:
         """Whether the newest query sees the token in each slot, (b, kv_heads, width) bool, where more than the count
         of tokens decides that; from `allocate` to `evict`."""

@@ -81,10 +81,11 @@ class ScoredSlots(CacheSlots):
             self.score.fill_(torch.inf)
             self._pos.fill_(-1)
         self._extra = torch.zeros(self._shape, device=device) if policy.keeps_two else None
-        self.table = self.score, self._pos
+        self.table: tuple[Tensor, Tensor] = self.score, self._pos
         self.packs = type(policy).prompt_scores is H2OPolicy.prompt_scores
         kind = type(policy)
-        self._plain = kind.update is RankedPolicy.update and kind.ranks is RankedPolicy.ranks
+        self._moves: tuple[list[int], Tensor] | None = None
+        self._plain = not lengths.bursts and kind.update is RankedPolicy.update and kind.ranks is RankedPolicy.ranks
         self._flat_score, self._flat_pos = self.score.view(-1), self._pos.view(-1)
         self._rows = row_ids
         self._base = torch.arange(rows * kv_heads, device=device) * capacity
@@ -256,12 +257,42 @@ class ScoredSlots(CacheSlots):
                 ranks = self._policy.ranks(step).masked_fill(step.pos < self._plan.sinks, torch.inf)
         elif row is not None:
             ranks.add_(row)
+        bursting = self._lengths.bursting
         self._free = self._next_free(ranks, length)
+        self._moves = self._thin(bursting, ranks) if bursting else None
         if self._rank is not None:
             # What is newer than the token that goes moves up by one: minus one where the difference is negative. A free
             # slot has the highest rank of all until it is taken.
             gone = self._rank.view(-1).index_select(0, self._free).view(*self._shape[:2], 1)
             self._rank += (gone - self._rank).bitwise_right_shift_(31)
+
+    def _thin(self, rows: list[int], ranks: Tensor) -> tuple[list[int], Tensor]:
+        """Let the lowest of `rows` go, as many as their budgets say, and close the gaps."""
+        device, length, budgets = self._lengths.device, ranks.shape[-1], [self._lengths.budgets[row] for row in rows]
+        index = index_of(rows, device)
+        pos = self._pos[..., :length]
+        keys = self._keys(ranks, pos, left=pos <= self._plan.leaving + self._lengths.step)[index]
+        keys = keys.masked_fill(pos[index] < 0, torch.iinfo(torch.int64).max)
+        counts = [(b.burst, b.total + 1 - b.burst) for b in budgets]
+        going, held = torch.tensor(counts, device=device).T[..., None, None]
+        stays = keys.argsort(-1).argsort(-1) >= going
+        order = torch.arange(self._shape[2], device=device).repeat(len(rows), self._shape[1], 1)
+        order[..., :length] = (~stays).to(torch.uint8).argsort(dim=-1, stable=True)
+        empty = torch.arange(self._shape[2], device=device) >= held
+        for table, none in ((self.score, torch.inf), (self._pos, -1), (self._extra, 0.0)):
+            if table is not None:
+                table[index] = table[index].gather(-1, order).masked_fill_(empty, none)
+        free = self._free.view(self._shape[:2])
+        free[index] = held.squeeze(-1) + self._base.view(self._shape[:2])[index]
+        return rows, order
+
+    def moves(self) -> tuple[list[int], Tensor] | None:
+        return self._moves
+
+    def go_on(self, lengths: CacheLengths) -> None:
+        self._lengths, self._moves = lengths, None
+        self._resumed = (self._free - self._base).view(self._shape[:2])
+        self.__dict__.pop("_first_new", None)
 
     def _attended(self, row: Tensor | None, length: int, keys: Keys) -> AttendedStep:
         extra = None if self._extra is None else self._extra[..., :length]
@@ -310,17 +341,23 @@ class ScoredSlots(CacheSlots):
         return torch.where(self._plan.evicts_at <= step, self._victims(ranks, length), following)
 
     def _victims(self, ranks: Tensor, length: int) -> Tensor:
+        return self._keys(ranks, self._pos[..., :length], None).min(-1).indices.view(-1).add_(self._base)
+
+    def _keys(self, ranks: Tensor, pos: Tensor, left: Tensor | None) -> Tensor:
+        """What orders the tokens at the end of a step, int64: the lowest goes first. `left`: those that have left the
+        window, where that may be more than one."""
         plan, step = self._plan, self._lengths.step
-        bits, pos = ranks.view(torch.int32), self._pos[..., :length]
+        bits = ranks.view(torch.int32)
         if step >= plan.leaves_from:
             # The budget is smaller than the window: what leaves it goes at once, one token at a time, unless a sink.
             leaving = plan.leaving + step
-            bits = bits.masked_fill((pos == leaving) & (leaving >= plan.sinks), _WORST)
+            gone = (pos == leaving) & (leaving >= plan.sinks) if left is None else left & (pos >= plan.sinks)
+            bits = bits.masked_fill(gone, _WORST)
         if plan.protects:
             # All ones where protected, by arithmetic: `where` branches on every slot and mispredicts half of them.
             protected = torch.sub(plan.bound + step, pos).bitwise_right_shift_(31)
             bits = protected.bitwise_and_(_BEST).bitwise_or_(bits)
-        return rank_keys(bits, pos).min(-1).indices.view(-1).add_(self._base)
+        return rank_keys(bits, pos)
 
     def _per_head(self, values: Sequence[int]) -> Tensor:
         """One number per row, for each of its heads: (b * kv_heads,) int64."""

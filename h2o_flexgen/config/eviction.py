@@ -57,6 +57,10 @@ class Split(NamedTuple):
     """Whether prompts are computed twice in one pass, and what the second adds is forgotten."""
     numbers: int = 1
     """Kept for each slot, float32."""
+    burst: Callable[[int], int] | None = None
+    """How many of a budget's tokens go at once; None: one."""
+    early: bool = False
+    """Whether the prompt is pruned to what a burst leaves."""
     layers: LayerSplit = "uniform"
     """How layers share the budget, unless asked for."""
 
@@ -88,6 +92,10 @@ def _steady(share: Share) -> int:
     return min(10, 3 * share.total // 10)
 
 
+def _few(share: Share) -> int:
+    return min(10, share.total // 2)
+
+
 SPLITS: Registry[Split] = Registry("eviction policy")
 SPLITS.register("full", Split(_all, takes_sinks=False, takes_recent=False))
 SPLITS.register("h2o", Split(_half, column_sums=True))
@@ -105,6 +113,7 @@ SPLITS.register("nacl", Split(_proxies, takes_recent=False, least_recent=1, prom
 SPLITS.register("kvzip", Split(_none, sinks=4, prompt_only=True, queries="all", replays=True))
 SPLITS.register("defensivekv", Split(_window, least_recent=1, prompt_only=True, queries="last"))
 SPLITS.register("roco", Split(_steady, takes_recent=False, queries="all", numbers=2))
+SPLITS.register("scissorhands", Split(_few, queries="last", burst=lambda total: total // 2))
 SPLITS.register("h2o_mean", Split(_half, column_sums=True))
 SPLITS.register("inertiakv", Split(_half, column_sums=True, queries="last"))
 
@@ -145,6 +154,8 @@ class Budget:
     recent: int
     sinks: int
     full: bool
+    burst: int = 1
+    """Tokens that go at once, when there is one more than the total."""
     prompt: int | None = None
     """Where no more than this may be kept of the prompt, and what follows is added to it, up to the total."""
 
@@ -308,12 +319,20 @@ class EvictionConfig:
         share = Share(total, total - sinks, max(kept, sinks + 2), prompt_len)
         recent = self._recent(share, length) if recent is None else min(recent, total - sinks)
         if not split.prompt_only:
-            return Budget(total=total, heavy=total - sinks - recent, recent=recent, sinks=sinks, full=False)
+            return self._evicting(total, sinks, recent)
         kept = max(kept, sinks + recent + 1)
         if kept >= prompt_len:
             return self._whole(prompt_len, gen_len)
         heavy = kept - sinks - recent
         return Budget(total=kept + gen_len, heavy=heavy, recent=recent, sinks=sinks, full=False, prompt=kept)
+
+    def _evicting(self, total: int, sinks: int, recent: int) -> Budget:
+        """A budget of `total` tokens that is kept while decoding."""
+        heavy, burst = total - sinks - recent, self.split.burst
+        going = 1 if burst is None else max(1, min(burst(total), heavy))
+        kept = total + 1 - going if self.split.early else total
+        prompt = kept if kept < total else None
+        return Budget(total, kept - sinks - recent, recent, sinks, full=False, burst=going, prompt=prompt)
 
     def _sinks_of(self, prompt_len: int) -> int:
         """Of a prompt so long: all of it, if it is to stay."""

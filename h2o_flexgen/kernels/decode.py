@@ -57,12 +57,13 @@ class NativeAttend:
         window: int | None = None,
         ranking: Ranking | None = None,
         adds: bool = False,
-        masks: bool = False,
+        masks: Tensor | None = None,
         bits: int = 16,
     ) -> None:
         """As `DecodeStep` says; rules may be (rows, 8) int64. ValueError where there is no kernel, see `available`.
 
-        masks: whether slots of a ranking may hold tokens that have left the window, beside the sinks that rules hide.
+        masks: positions, as a ranking has them, where slots may hold tokens that have left the window, beside the sinks
+        that rules hide.
 
         With `bits` 8 or 4 K and V are packed, uint8 (rows, kv_heads, capacity, bytes of a piece).
         """
@@ -77,12 +78,14 @@ class NativeAttend:
         self._step = _DecodeTask(rows=rows, kv_heads=kv_heads, capacity=self.capacity, dim=dim)
         self._step.rule, self._step.used = self._rules.data_ptr(), self.used.data_ptr()
         self._step.window, self._step.adds = window or 0, adds
-        self._step.masks = masks and window is not None and ranking is not None
+        self._masks, self._step.masks = masks, masks is not None and window is not None
         self._packed = bits != 16
         self._step.bits = bits if self._packed else 0
         if ranking is not None:
             self._step.score, self._step.pos = ranking.score.data_ptr(), ranking.pos.data_ptr()
             self._step.next = ranking.free.data_ptr()
+        elif masks is not None:
+            self._step.pos = masks.data_ptr()
         self._kv: tuple[Tensor, Tensor] | None = None
         self._dtype = torch.float32
         self._strides: object = None

@@ -115,7 +115,7 @@ CASES = [
 ] + [
     pytest.param(row, window, None, 1, id=f"{row.name}-{window}")
     for row in LATER
-    if row.name in ("snapkv", "nacl", "defensivekv", "expected_attention")
+    if row.name in ("roco", "scissorhands", "snapkv", "expected_attention")
     for window in (None, 8)
 ]
 """Policies, windows and rolling positions with one of two orders of coming and going: every pair occurs."""

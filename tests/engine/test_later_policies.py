@@ -65,6 +65,13 @@ def test_prompts_in_parts_that_share_a_beginning(policy: PolicyRow, checkpoint) 
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_many_tokens_that_go_at_once(place: str, checkpoint, history: History) -> None:
+    """What is left moves to the first slots: caches that move are written anew."""
+    policy = next(row for row in LATER if row.name == "scissorhands")
+    assert_engine_equals_oracle(checkpoint("llama-gqa"), policy, [23, 9], 20, history, 16, PLACES[place], budget=8)
+
+
 @pytest.mark.parametrize("policy", THEN_H2O, ids=lambda row: row.name)
 def test_prompts_of_which_nothing_goes_beside_others(policy: PolicyRow, checkpoint, history: History) -> None:
     """H2O's sums start with the rows that were looked at there, too."""

@@ -160,7 +160,12 @@ class RankedOracle(EvictionOracle):
         return {p for p in self.keys if p < self.budget.sinks or p > now - self.budget.recent}
 
     def best(self, scores: dict[int, float], now: int, total: int) -> set[int]:
-        """What is protected and, up to `total` tokens, those with the highest scores."""
+        """What is protected and, up to `total` tokens, those with the highest scores. In a step in which there are more
+        than the budget as many go as go in a burst."""
+        if self.prompted and self.budget.burst > 1:
+            if len(self.keys) <= self.budget.total:
+                return self.kept
+            total = len(self.keys) - self.budget.burst
         protected = self.protected(now)
         seen = {p: score if self.visible(p, now + 1) else -1.0 for p, score in scores.items()}
         rest = sorted(self.kept - protected, key=lambda p: (-seen[p], p))

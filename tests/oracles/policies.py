@@ -91,6 +91,28 @@ class RoCoOracle(RankedOracle):
         return self.kept - set(sorted(gone)[: len(gone)])
 
 
+class ScissorhandsOracle(RankedOracle):
+    """Those go that most queries paid less than an even share."""
+
+    same_number_ties = True
+
+    def counted(self, now: int) -> list[int]:
+        """The queries that count; `start` is the prompt's last."""
+        self.start = getattr(self, "start", now)
+        return [i for i in range(now + 1) if i > self.start - 400]
+
+    def ranked(self, now: int) -> dict[int, float]:
+        counts = dict.fromkeys(self.keys, 0)
+        for i in self.counted(now):
+            for p in self.keys:
+                if p <= i:
+                    paid = self.history[i].get(p, 0.0)
+                    counts[p] += paid < 1 / (i + 1)
+                    if abs(paid - 1 / (i + 1)) < 1e-6 and i > 0:
+                        self.closest = 0.0
+        return {p: 1e6 - count for p, count in counts.items()}
+
+
 class PromptOracle(RankedOracle):
     """Ranks the prompt by `votes`; what comes after it is kept, too."""
 

@@ -18,6 +18,7 @@ from h2o_flexgen.cache.eviction.nacl import NaclPolicy
 from h2o_flexgen.cache.eviction.pyramidkv import PyramidKVPolicy
 from h2o_flexgen.cache.eviction.random import RandomPolicy
 from h2o_flexgen.cache.eviction.roco import RoCoPolicy
+from h2o_flexgen.cache.eviction.scissorhands import ScissorhandsPolicy
 from h2o_flexgen.cache.eviction.snapkv import SnapKVPolicy
 from h2o_flexgen.cache.eviction.streaming import StreamingPolicy
 from h2o_flexgen.cache.eviction.then_h2o import ThenH2O
@@ -43,6 +44,7 @@ for _policy in (
     KVzipPolicy,
     DefensivePolicy,
     RoCoPolicy,
+    ScissorhandsPolicy,
     H2OMeanPolicy,
     InertiaPolicy,
 ):

@@ -160,7 +160,7 @@ class _MovingCache:
         self.cache, self.backing = cache, backing
         self.buffer: Tensor | None = None  # the transfer buffer that it is in
         self.ticket: Ticket | None = None
-        self._written: KVCache | None = None  # what the backing store's copy is of
+        self._written: tuple[KVCache, int] | None = None  # what the backing store's copy is of
         self._news: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def save(self, buffer: Tensor) -> Ticket | None:
@@ -170,11 +170,11 @@ class _MovingCache:
         A sixteenth of the writes for a little memory; a load applies what is remembered.
         """
         rows = self._rows()
-        if rows is self._written and len(self._news) + 1 < REWRITE_EVERY:
+        if (rows, rows.rewritten) == self._written and len(self._news) + 1 < REWRITE_EVERY:
             slots = rows.last_slots.clone()
             self._news.append((*self._at(slots), slots))
             return None
-        self._written = rows
+        self._written = rows, rows.rewritten
         self._news.clear()
         return self.backing.save(buffer)
 

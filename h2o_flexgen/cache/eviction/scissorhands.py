@@ -1,0 +1,46 @@
+"""Tokens that keep being looked at (Liu et al. 2023, arXiv 2305.17118, "Scissorhands")."""
+
+from __future__ import annotations
+
+import torch
+
+from h2o_flexgen.cache.eviction.base import (
+    AttendedPrompts,
+    AttendedStep,
+    PromptRows,
+    PromptScores,
+    RankedPolicy,
+    attention_rows,
+    sum_of,
+)
+from h2o_flexgen.config.eviction import LAST_QUERIES, Budget
+
+_MANY = float(1 << 22)
+
+
+class ScissorhandsPolicy(RankedPolicy):
+    """What goes is what was looked at less than evenly, by the most queries: half of the budget at once.
+
+    Counted are the last 400 queries of the prompt and all that follow: those that paid a token less than 1/t, where t
+    tokens came up to them.
+    """
+
+    name = "scissorhands"
+    needs_rows = True
+
+    def queries(self, length: int, budget: Budget) -> int:
+        return LAST_QUERIES
+
+    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+        positions = rows.tokens.positions
+        counts = sum_of(
+            ((part.mean(2) < (1 / (at + 1)).unsqueeze(1)) & (positions <= at.unsqueeze(1))).float().sum(2)
+            for at, part in attention_rows(prompts, LAST_QUERIES, rows.window)
+        )
+        return PromptScores(_MANY - counts, counts)
+
+    def update(self, step: AttendedStep) -> None:
+        step.score.add_((step.received < 1 / (step.now + 1)).to(torch.float32))
+
+    def ranks(self, step: AttendedStep) -> torch.Tensor:
+        return (_MANY - step.score).clamp_(min=0)
