@@ -25,10 +25,13 @@ from tests.oracles.policies import (
     KVzipOracle,
     NaclOracle,
     PyramidKVOracle,
+    RKVOracle,
     RoCoOracle,
     ScissorhandsOracle,
+    SnapKVDecodeOracle,
     SnapKVOracle,
     TovaOracle,
+    VaseOracle,
     then_h2o,
 )
 
@@ -65,6 +68,9 @@ LATER = (
     PolicyRow("inertiakv", InertiaOracle),
     PolicyRow("roco", RoCoOracle),
     PolicyRow("scissorhands", ScissorhandsOracle),
+    PolicyRow("rkv", RKVOracle),
+    PolicyRow("vase", VaseOracle, {"ratio": 0.3, "seed": 7}),
+    PolicyRow("snapkv_decode", SnapKVDecodeOracle),
     PolicyRow("snapkv", SnapKVOracle, {"ratio": 0.6}),
     PolicyRow("pyramidkv", PyramidKVOracle, {"ratio": 0.6, "recent": 2}),
     PolicyRow("nacl", NaclOracle, {"ratio": 0.6, "seed": 7}),

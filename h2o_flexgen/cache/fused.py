@@ -15,7 +15,7 @@ from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.kernels.decode import NativeAttend, available
-from h2o_flexgen.kernels.types import DecodeStep, SlotRule
+from h2o_flexgen.kernels.types import DecodeStep, KeysValues, SlotRule
 
 
 class FusedStep:
@@ -97,16 +97,16 @@ class FusedStep:
         v: Tensor,
         scale: float,
         held: Tensor | None,
-        keys: Callable[[int, torch.dtype], Tensor],
+        kept: Callable[[int, torch.dtype], KeysValues],
         sink_logits: Tensor | None = None,
     ) -> Tensor:
         """The step of the lengths, which the caller moves on afterwards; see `KVCache.attend`.
 
-        held: the new keys as they are kept, where they are scored. keys: those of the first so many slots.
+        held: the new keys as they are kept, where they are scored. kept: what the first so many slots hold.
         """
         number: int | Tensor = self._lengths.step if self._number is None else self._number
         if self._by_rows:
-            return self._with_rows(number, (q, k, v), scale, held, keys, sink_logits)
+            return self._with_rows(number, (q, k, v), scale, held, kept, sink_logits)
         fresh = None if self._scored is None else self._scored.fresh(number, held)
         return self._kernel.step(number, (q, k, v), scale, fresh=fresh, sink_logits=sink_logits)
 
@@ -116,7 +116,7 @@ class FusedStep:
         qkv: tuple[Tensor, Tensor, Tensor],
         scale: float,
         held: Tensor | None,
-        keys: Callable[[int, torch.dtype], Tensor],
+        kept: Callable[[int, torch.dtype], KeysValues],
         sink_logits: Tensor | None,
     ) -> Tensor:
         slots = self._slots.allocate(held)
@@ -128,8 +128,8 @@ class FusedStep:
             width = length if self._number is None else self._size[2]
             row = torch.empty(*self._size[:2], width, device=self._lengths.device)
         out = self._kernel.step(number, qkv, scale, slots=slots, probs=row, sink_logits=sink_logits)
-        dtype = qkv[0].dtype
-        self._slots.evict(None if row is None else row[..., :length], length, lambda: keys(length, dtype))
+        row = None if row is None else row[..., :length]
+        self._slots.evict(row, length, lambda: kept(length, qkv[0].dtype), (qkv[0], scale))
         return out
 
 

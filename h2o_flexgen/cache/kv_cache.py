@@ -308,7 +308,7 @@ class KVCache:
         if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
-            out = self._fused.attend(q, k, v, scale, held, self._keys, sink_logits)
+            out = self._fused.attend(q, k, v, scale, held, self._held, sink_logits)
             self._last = self._fused.used
         else:
             out = self._attend(q, k, v, scale, table, held, sink_logits)
@@ -350,10 +350,12 @@ class KVCache:
             for row, held in enumerate(map(min, self._lengths.held, self._lengths.limits)):
                 k[row, :, held:] = v[row, :, held:] = 0
 
-    def _keys(self, length: int, dtype: torch.dtype) -> Tensor:
-        """Keys in the first `length` slots, (b, kv_heads, length, d)."""
-        keys = self._buffers().k.narrow(2, 0, length)
-        return keys if self._packing is None else expand(keys, self._packing, dtype)
+    def _held(self, length: int, dtype: torch.dtype) -> KeysValues:
+        """Keys and values in the first `length` slots, (b, kv_heads, length, d)."""
+        k, v = (buffer.narrow(2, 0, length) for buffer in self._buffers())
+        if self._packing is None:
+            return KeysValues(k, v)
+        return KeysValues(expand(k, self._packing, dtype), expand(v, self._packing, dtype))
 
     def _attend(
         self,
@@ -383,7 +385,8 @@ class KVCache:
         out, row = parts[0]
         if len(parts) > 1:
             out, row = torch.cat([part.out for part in parts]), _joined([part.row for part in parts])
-        self._slots.evict(None if row is None else row[..., :length], length, lambda: self._keys(length, q.dtype))
+        row = None if row is None else row[..., :length]
+        self._slots.evict(row, length, lambda: self._held(length, q.dtype), (q, scale))
         return out
 
     def _attend_rows(

@@ -47,6 +47,8 @@ class _Milestones(NamedTuple):
 
     first_eviction: int
     """No row evicts before this step."""
+    first_alone: int
+    """No row lets a single token go before this step."""
     all_evict: int
     """Every row evicts from this step on."""
     saturated: int
@@ -210,12 +212,14 @@ class CacheLengths:
             self._shared.milestones = self._find_milestones()
         self._milestones = self._shared.milestones
         self.first_eviction, self.all_evict = self._milestones.first_eviction, self._milestones.all_evict
+        self.first_alone = self._milestones.first_alone
         self.started = True
 
     def _find_milestones(self) -> _Milestones:
         held = self.held
         growth = [limit - h for limit, h in zip(self.limits, held, strict=True)]
         evicting = [b.total - h for b, h in zip(self.budgets, held, strict=True) if not b.full]
+        alone = [b.total - h for b, h in zip(self.budgets, held, strict=True) if not b.full and b.burst == 1]
         saturated, leaving = max(growth) - 1, list[tuple[int, int]]()
         if self.window is not None and any(b.sinks and not b.full for b in self.budgets):
             sinks = [0 if b.full else b.sinks for b in self.budgets]
@@ -223,6 +227,7 @@ class CacheLengths:
             saturated = max(saturated, *(s - gone for gone, s in leaving))
         return _Milestones(
             first_eviction=min(evicting, default=NEVER),
+            first_alone=min(alone, default=NEVER),
             all_evict=NEVER if len(evicting) < len(held) else max(evicting),
             saturated=saturated,
             end=max(growth) if all(budget.full for budget in self.budgets) else NEVER,

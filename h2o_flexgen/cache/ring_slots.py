@@ -11,10 +11,13 @@ from torch import Tensor
 from h2o_flexgen.cache.eviction.base import AttendedPrompts
 from h2o_flexgen.cache.lengths import CacheLengths
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.kernels.types import KeysValues
 
 Rows = slice | Tensor
-Keys = Callable[[], Tensor]
-"""Gives the keys of the occupied slots, (b, kv_heads, length, d)."""
+Held = Callable[[], KeysValues]
+"""Gives keys and values of the occupied slots, (b, kv_heads, length, d)."""
+Asked = tuple[Tensor, float]
+"""Queries (b, heads, d), and what their products with keys are multiplied by."""
 
 
 class CacheSlots(ABC):
@@ -75,7 +78,7 @@ class CacheSlots(ABC):
         """
 
     @abstractmethod
-    def evict(self, row: Tensor | None, length: int, keys: Keys) -> None:
+    def evict(self, row: Tensor | None, length: int, held: Held, asked: Asked | None = None) -> None:
         """Attention over the first `length` slots gave `row` (b, kv_heads, length): score, let one per row go."""
 
     def moves(self) -> tuple[list[int], Tensor] | None:
@@ -161,7 +164,7 @@ class RingSlots(CacheSlots):
         slots = torch.arange(width, device=lengths.device)
         return torch.where(slots < start, slots, (slots - 1 - newest) % ring + start)
 
-    def evict(self, row: Tensor | None, length: int, keys: Keys) -> None:
+    def evict(self, row: Tensor | None, length: int, held: Held, asked: Asked | None = None) -> None:
         if self._slot is None:
             following = self._flat + 1
             self._flat = torch.where(following == self._end, self._wrap, following)

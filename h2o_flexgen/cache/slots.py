@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, AttendedStep, PromptRows, RankedPolicy, Tokens
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
-from h2o_flexgen.cache.ring_slots import CacheSlots, Keys, Rows
+from h2o_flexgen.cache.ring_slots import Asked, CacheSlots, Held, Rows
 from h2o_flexgen.cache.vectors import index_of
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels.types import Ranking
@@ -85,6 +86,7 @@ class ScoredSlots(CacheSlots):
         self.packs = type(policy).prompt_scores is H2OPolicy.prompt_scores
         kind = type(policy)
         self._moves: tuple[list[int], Tensor] | None = None
+        self._queries: Tensor | None = None  # (b, heads, m, d), each at its position modulo m
         self._plain = not lengths.bursts and kind.update is RankedPolicy.update and kind.ranks is RankedPolicy.ranks
         self._flat_score, self._flat_pos = self.score.view(-1), self._pos.view(-1)
         self._rows = row_ids
@@ -123,6 +125,7 @@ class ScoredSlots(CacheSlots):
 
     def resume(self, parts: Sequence[tuple[CacheSlots, Sequence[int]]]) -> None:
         pos, score, free, extra = [], [], [], []
+        self._queries = _last_queries(parts)
         for slots, rows in parts:
             index = index_of(rows, self._lengths.device)
             free.append(slots.free()[index])
@@ -246,45 +249,55 @@ class ScoredSlots(CacheSlots):
             raise RuntimeError("this cache was started without rolling positions")
         return self._rank[..., :width]
 
-    def evict(self, row: Tensor | None, length: int, keys: Keys) -> None:
-        ranks = self.score[..., :length]
+    def evict(self, row: Tensor | None, length: int, held: Held, asked: Asked | None = None) -> None:
+        ranks, lengths, self._moves = self.score[..., :length], self._lengths, None
         if not self._plain:
-            step = self._attended(row, length, keys)
+            step = self._attended(row, length, held, asked)
             if self.needs_rows:
                 self._policy.update(step)
-            if self._lengths.step >= self._lengths.first_eviction:
-                # Whatever became of the sinks' scores, and of those of empty slots, they are not compared.
-                ranks = self._policy.ranks(step).masked_fill(step.pos < self._plan.sinks, torch.inf)
+            if bursting := lengths.bursting:
+                self._moves = bursting, self._thinning(step, bursting)
+            if lengths.step >= lengths.first_alone:
+                ranks = self._ranked(step)
         elif row is not None:
             ranks.add_(row)
-        bursting = self._lengths.bursting
         self._free = self._next_free(ranks, length)
-        self._moves = self._thin(bursting, ranks) if bursting else None
+        if self._moves is not None:
+            self._thin(*self._moves)
         if self._rank is not None:
             # What is newer than the token that goes moves up by one: minus one where the difference is negative. A free
             # slot has the highest rank of all until it is taken.
             gone = self._rank.view(-1).index_select(0, self._free).view(*self._shape[:2], 1)
             self._rank += (gone - self._rank).bitwise_right_shift_(31)
 
-    def _thin(self, rows: list[int], ranks: Tensor) -> tuple[list[int], Tensor]:
-        """Let the lowest of `rows` go, as many as their budgets say, and close the gaps."""
-        device, length, budgets = self._lengths.device, ranks.shape[-1], [self._lengths.budgets[row] for row in rows]
+    def _ranked(self, step: AttendedStep) -> Tensor:
+        """Whatever became of the scores of sinks and of empty slots, these are not compared."""
+        sinks = torch.tensor([budget.sinks for budget in step.budgets], device=step.pos.device).view(-1, 1, 1)
+        return self._policy.ranks(step).masked_fill(step.pos < sinks, torch.inf)
+
+    def _thinning(self, step: AttendedStep, rows: list[int]) -> Tensor:
+        """Of `rows` the lowest go, as many as their budgets say: the order that closes the gaps, see `moves`."""
+        device, capacity = self._lengths.device, self._shape[2]
         index = index_of(rows, device)
-        pos = self._pos[..., :length]
-        keys = self._keys(ranks, pos, left=pos <= self._plan.leaving + self._lengths.step)[index]
-        keys = keys.masked_fill(pos[index] < 0, torch.iinfo(torch.int64).max)
-        counts = [(b.burst, b.total + 1 - b.burst) for b in budgets]
-        going, held = torch.tensor(counts, device=device).T[..., None, None]
+        some = step.of(index, rows)
+        keys = self._keys(self._ranked(some), some.pos, index, several=True)
+        keys = keys.masked_fill_(some.pos < 0, torch.iinfo(torch.int64).max)
+        going = torch.tensor([budget.burst for budget in some.budgets], device=device).view(-1, 1, 1)
         stays = keys.argsort(-1).argsort(-1) >= going
-        order = torch.arange(self._shape[2], device=device).repeat(len(rows), self._shape[1], 1)
-        order[..., :length] = (~stays).to(torch.uint8).argsort(dim=-1, stable=True)
+        order = torch.arange(capacity, device=device).repeat(len(rows), self._shape[1], 1)
+        order[..., : keys.shape[-1]] = (~stays).to(torch.uint8).argsort(dim=-1, stable=True)
+        return order
+
+    def _thin(self, rows: list[int], order: Tensor) -> None:
+        device, index = self._lengths.device, index_of(rows, self._lengths.device)
+        budgets = (self._lengths.budgets[row] for row in rows)
+        held = torch.tensor([b.total + 1 - b.burst for b in budgets], device=device).view(-1, 1, 1)
         empty = torch.arange(self._shape[2], device=device) >= held
         for table, none in ((self.score, torch.inf), (self._pos, -1), (self._extra, 0.0)):
             if table is not None:
                 table[index] = table[index].gather(-1, order).masked_fill_(empty, none)
         free = self._free.view(self._shape[:2])
         free[index] = held.squeeze(-1) + self._base.view(self._shape[:2])[index]
-        return rows, order
 
     def moves(self) -> tuple[list[int], Tensor] | None:
         return self._moves
@@ -294,11 +307,31 @@ class ScoredSlots(CacheSlots):
         self._resumed = (self._free - self._base).view(self._shape[:2])
         self.__dict__.pop("_first_new", None)
 
-    def _attended(self, row: Tensor | None, length: int, keys: Keys) -> AttendedStep:
+    def _attended(self, row: Tensor | None, length: int, held: Held, asked: Asked | None) -> AttendedStep:
         extra = None if self._extra is None else self._extra[..., :length]
         now = self._first_new + self._lengths.step
-        score, pos = self.score[..., :length], self._pos[..., :length]
-        return AttendedStep(score, extra, row, pos, now, self._lengths.budgets, keys)
+        step = AttendedStep(
+            self.score[..., :length],
+            extra,
+            row,
+            self._pos[..., :length],
+            now,
+            self._tokens(now, self._row_ids),
+            self._lengths.budgets,
+            held,
+            window=self._lengths.window,
+        )
+        count = self._policy.looks_back
+        if not count or asked is None:
+            return step
+        queries, scale = asked
+        if self._queries is None:
+            self._queries = queries.new_zeros(len(queries), queries.shape[1], count, queries.shape[2])
+        places = (now % count).view(-1, 1, 1, 1).expand(-1, queries.shape[1], 1, queries.shape[2])
+        self._queries.scatter_(2, places, queries.unsqueeze(2))
+        ring = torch.arange(count, device=queries.device)
+        asked_at = now.view(-1, 1) - (now.view(-1, 1) - ring) % count
+        return replace(step, scale=scale, queries=self._queries, asked_at=asked_at)
 
     def seen(self, width: int) -> Tensor | None:
         if not self._lengths.hides:
@@ -333,29 +366,29 @@ class ScoredSlots(CacheSlots):
 
     def _next_free(self, ranks: Tensor, length: int) -> Tensor:
         step, lengths = self._lengths.step, self._lengths
-        if step >= lengths.all_evict:
+        if step >= lengths.all_evict and not lengths.bursts:
             return self._victims(ranks, length)
         following = torch.minimum(self._free + 1, self._plan.last)
-        if step < lengths.first_eviction:
+        if step < lengths.first_alone:
             return following
         return torch.where(self._plan.evicts_at <= step, self._victims(ranks, length), following)
 
     def _victims(self, ranks: Tensor, length: int) -> Tensor:
-        return self._keys(ranks, self._pos[..., :length], None).min(-1).indices.view(-1).add_(self._base)
+        return self._keys(ranks, self._pos[..., :length], slice(None)).min(-1).indices.view(-1).add_(self._base)
 
-    def _keys(self, ranks: Tensor, pos: Tensor, left: Tensor | None) -> Tensor:
-        """What orders the tokens at the end of a step, int64: the lowest goes first. `left`: those that have left the
-        window, where that may be more than one."""
+    def _keys(self, ranks: Tensor, pos: Tensor, rows: Rows, several: bool = False) -> Tensor:
+        """What orders the tokens of `rows` at the end of a step, int64: the lowest goes first. `several`: more than one
+        may have left the window since the last did."""
         plan, step = self._plan, self._lengths.step
         bits = ranks.view(torch.int32)
         if step >= plan.leaves_from:
             # The budget is smaller than the window: what leaves it goes at once, one token at a time, unless a sink.
-            leaving = plan.leaving + step
-            gone = (pos == leaving) & (leaving >= plan.sinks) if left is None else left & (pos >= plan.sinks)
+            leaving, sinks = plan.leaving[rows] + step, plan.sinks[rows]
+            gone = (pos <= leaving) & (pos >= sinks) if several else (pos == leaving) & (leaving >= sinks)
             bits = bits.masked_fill(gone, _WORST)
         if plan.protects:
             # All ones where protected, by arithmetic: `where` branches on every slot and mispredicts half of them.
-            protected = torch.sub(plan.bound + step, pos).bitwise_right_shift_(31)
+            protected = torch.sub(plan.bound[rows] + step, pos).bitwise_right_shift_(31)
             bits = protected.bitwise_and_(_BEST).bitwise_or_(bits)
         return rank_keys(bits, pos)
 
@@ -365,6 +398,16 @@ class ScoredSlots(CacheSlots):
 
     def _tokens(self, positions: Tensor, row_ids: Tensor) -> Tokens:
         return Tokens(positions, row_ids, self._heads, self._layer)
+
+
+def _last_queries(parts: Sequence[tuple[CacheSlots, Sequence[int]]]) -> Tensor | None:
+    """Of rows that go on together; zeros for those that have asked nothing yet."""
+    found = [(slots._queries if isinstance(slots, ScoredSlots) else None, rows) for slots, rows in parts]
+    like = next((queries for queries, _ in found if queries is not None), None)
+    if like is None:
+        return None
+    each = (like.new_zeros(len(rows), *like.shape[1:]) if own is None else own[list(rows)] for own, rows in found)
+    return torch.cat(list(each))
 
 
 def _choose(score: Tensor, positions: Tensor, budget: Budget, window: int | None) -> Tensor:

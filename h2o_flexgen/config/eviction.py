@@ -61,6 +61,8 @@ class Split(NamedTuple):
     """How many of a budget's tokens go at once; None: one."""
     early: bool = False
     """Whether the prompt is pruned to what a burst leaves."""
+    looks_back: int = 0
+    """Queries that are kept of each row, the last ones."""
     layers: LayerSplit = "uniform"
     """How layers share the budget, unless asked for."""
 
@@ -96,6 +98,23 @@ def _few(share: Share) -> int:
     return min(10, share.total // 2)
 
 
+def _last_64(share: Share) -> int:
+    return min(64, share.total // 4)
+
+
+def _last_32(share: Share) -> int:
+    return min(32, share.total // 4)
+
+
+def _last_8(share: Share) -> int:
+    return min(8, share.total // 4)
+
+
+def _every(count: int) -> Callable[[int], int]:
+    """Bursts of `count` tokens, or a quarter of the budget."""
+    return lambda total: min(count, total // 4)
+
+
 SPLITS: Registry[Split] = Registry("eviction policy")
 SPLITS.register("full", Split(_all, takes_sinks=False, takes_recent=False))
 SPLITS.register("h2o", Split(_half, column_sums=True))
@@ -114,6 +133,9 @@ SPLITS.register("kvzip", Split(_none, sinks=4, prompt_only=True, queries="all", 
 SPLITS.register("defensivekv", Split(_window, least_recent=1, prompt_only=True, queries="last"))
 SPLITS.register("roco", Split(_steady, takes_recent=False, queries="all", numbers=2))
 SPLITS.register("scissorhands", Split(_few, queries="last", burst=lambda total: total // 2))
+SPLITS.register("rkv", Split(_last_8, queries="last", burst=_every(128), early=True, looks_back=8))
+SPLITS.register("vase", Split(_last_64, queries="last", burst=_every(64), early=True, looks_back=64))
+SPLITS.register("snapkv_decode", Split(_last_32, queries="last", burst=_every(64), early=True, looks_back=32))
 SPLITS.register("h2o_mean", Split(_half, column_sums=True))
 SPLITS.register("inertiakv", Split(_half, column_sums=True, queries="last"))
 
@@ -239,6 +261,12 @@ class EvictionConfig:
                 "--eviction h2o --keep-prompt",
             )
         truth(self.rolling_positions, "--rolling-positions")
+        if self.rolling_positions and split.looks_back:
+            raise UsageError(
+                f"--rolling-positions with --eviction {self.name}, which asks again what queries asked before",
+                "needed a policy that looks at no earlier query",
+                "leave --rolling-positions out, or choose --eviction h2o",
+            )
         object.__setattr__(self, "seed", whole(self.seed, "seed", 0))
         if self.recent is not None and self.recent_ratio is not None:
             raise UsageError("--recent and --recent-ratio are both given", "needed one of them")

@@ -158,7 +158,8 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
             moving.append((sizes[layer], tier))
         if not block.request.budgets[layer].full:
             numbers = block.request.eviction.split.numbers + 1 + block.rolling
-            record = block.heads * (4 * numbers * slots[layer] + 64)
+            queries = block.request.eviction.split.looks_back * block.spec.num_heads * block.spec.head_dim * block.size
+            record = block.heads * (4 * numbers * slots[layer] + 64) + block.rows * queries
             records[tier if tier in stays else block.compute_tier] += record
     largest, away = max(moving, default=(0, ""))[0], {tier for _, tier in moving}
     yield from (Item(tier, "KV cache", nbytes) for tier, nbytes in caches.items())

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from h2o_flexgen.cache import CacheShape, KVCache
-from h2o_flexgen.cache.eviction.base import AttendedStep
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels import prefill_attention
+from h2o_flexgen.kernels.types import KeysValues
 from tests.cache.harness import CacheRun, Stream, make_stream
 from tests.cache.traps import each_evicting, run_of
 from tests.policy_matrix import PolicyRow
@@ -27,7 +27,7 @@ def test_trap_02_ten_thousand_small_probabilities_add_up() -> None:
     score = cache.score[..., :6]
     score.fill_(1.0)
     small = torch.full((1, 2, 6), 1e-4)
-    step = AttendedStep(score, None, small, cache.pos, torch.zeros(1, 1, 1), cache._lengths.budgets, lambda: small)
+    step = cache._slots._attended(small, 6, lambda: KeysValues(small, small), None)
     for _ in range(10_000):
         H2OPolicy().update(step)
     torch.testing.assert_close(score, torch.full_like(score, 2.0), atol=1e-3, rtol=0)

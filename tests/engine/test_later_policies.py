@@ -17,7 +17,12 @@ from tests.tiny import WINDOW, prompts_of
 
 FAMILIES = ("llama-gqa", "opt", "gemma3", "gpt-neox", "mistral")
 CASES = [
-    (row, FAMILIES[(i + j) % len(FAMILIES)], tuple(PLACES)[i % len(PLACES)], 8 if (i + j) % 3 == 0 and row in LATER else 16)
+    (
+        row,
+        FAMILIES[(i + j) % len(FAMILIES)],
+        tuple(PLACES)[i % len(PLACES)],
+        8 if (i + j) % 3 == 0 and row in LATER else 16,
+    )
     for i, row in enumerate((*LATER, *THEN_H2O))
     for j in range(2)
 ]

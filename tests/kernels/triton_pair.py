@@ -13,6 +13,7 @@ from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels.triton_decode import TritonAttend
+from h2o_flexgen.kernels.types import KeysValues
 from tests.oracles import attention as reference
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import torch_generator
@@ -107,7 +108,7 @@ class Pair:
         assert torch.equal(pos, self.slots._pos)
         # With the same scores, to the bit, the same slot goes.
         self.slots.score.copy_(score)
-        self.slots.evict(None, self.lengths.length, lambda: self.seen_k)
+        self.slots.evict(None, self.lengths.length, lambda: KeysValues(self.seen_k, self.seen_v))
         assert torch.equal(free, self.slots._free)
         self.lengths.tick()
         assert self.count is None or (self.count == self.lengths.step).all()

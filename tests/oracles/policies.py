@@ -113,6 +113,109 @@ class ScissorhandsOracle(RankedOracle):
         return {p: 1e6 - count for p, count in counts.items()}
 
 
+class BurstOracle(RankedOracle):
+    """Prunes the prompt, and again whenever the budget is full, by what the last queries say."""
+
+    looks_back = 0
+
+    def staying(self, now: int) -> set[int]:
+        if len(self.keys) <= (self.budget.total if self.prompted else self.budget.after_prompt):
+            return self.kept
+        return self.best(self.ranked(now), now, self.budget.after_prompt)
+
+    def candidates(self, now: int) -> list[int]:
+        return [p for p in sorted(self.keys) if p not in self.protected(now) and self.visible(p, now + 1)]
+
+    def last(self, now: int) -> list[int]:
+        count = max(1, min(self.looks_back, self.budget.burst))
+        return list(range(max(0, now + 1 - count), now + 1))
+
+    def logits(self, query: Vector, keys: Sequence[int]) -> list[float]:
+        return [self.scale * dot(query, self.keys[p]) for p in keys]
+
+    def near(self, values: dict[int, float], now: int, size: int) -> dict[int, list[float]]:
+        """Of each candidate its value and those of neighbours, as far as they are candidates, too."""
+        order, half = sorted(self.keys), size // 2
+        return {
+            p: [values[q] for q in order[max(0, i - half) : i + half + 1] if q in values]
+            for i, p in enumerate(order)
+            if p in values
+        }
+
+
+class RKVOracle(BurstOracle):
+    """A little importance, less a lot of likeness."""
+
+    looks_back = 8
+
+    def ranked(self, now: int) -> dict[int, float]:
+        chosen, asked = self.candidates(now), self.last(now)
+        paid = dict.fromkeys(chosen, 0.0)
+        for i in asked:
+            heads = [self.logits(query, chosen) for query in self.queries[i]]
+            for p, share in zip(chosen, softmax([max(column) for column in zip(*heads, strict=True)]), strict=True):
+                paid[p] += share / len(asked)
+        important = {p: max(values) for p, values in self.near(paid, now, 7).items()}
+        size = {p: math.sqrt(dot(self.keys[p], self.keys[p])) for p in chosen}
+        total = dict.fromkeys(chosen, 0.0)
+        for i in chosen:
+            row = {j: dot(self.keys[i], self.keys[j]) / size[i] / size[j] if i != j else 0.0 for j in chosen}
+            self.closest = min([self.closest, *(abs(x - 0.5) for x in row.values())])
+            row[max([j for j in chosen if row[j] > 0.5], default=chosen[0])] = 0.0
+            for j, cosine in row.items():
+                total[j] += cosine / len(chosen)
+        alike = dict(zip(chosen, softmax([total[p] for p in chosen]), strict=True))
+        return {p: 0.1 * important[p] - 0.9 * alike[p] if p in paid else -2.0 for p in self.keys}
+
+
+class VaseOracle(BurstOracle):
+    """The widest values, and a draw."""
+
+    looks_back = 64
+
+    def ranked(self, now: int) -> dict[int, float]:
+        chosen, asked = self.candidates(now), self.last(now)
+        kept = self.budget.total + 1 - self.budget.burst
+        widest = min(kept // 4, max(0, kept - self.budget.sinks - self.budget.recent))
+        spread = {p: math.inf if p < 4 else max(self.values[p]) - min(self.values[p]) for p in chosen}
+        order = sorted(chosen, key=lambda p: (-spread[p], p))
+        paid = dict.fromkeys(chosen, 0.0)
+        for i in asked:
+            for query in self.queries[i]:
+                shares = softmax(self.logits(query, chosen))
+                for p, share in zip(chosen, shares, strict=True):
+                    paid[p] += share / len(asked) / len(self.queries[i])
+        mean = {p: sum(values) / len(values) for p, values in self.near(paid, now, 5).items()}
+        draw = {p: max(uniform(self, p + (now + 1) * 0x10001), 2**-25) for p in chosen}
+        rings = {p: -math.log(draw[p]) / max(mean[p], 1e-30) for p in chosen}
+        room = max(0, kept - self.budget.sinks - self.budget.recent) - widest
+        late = sorted((p for p in chosen if p not in order[:widest]), key=lambda p: rings[p])
+        if 0 < room < len(late):
+            self.closest = min(self.closest, (rings[late[room]] - rings[late[room - 1]]) / rings[late[room]])
+        if 0 < widest < len(order) and spread[order[widest - 1]] < math.inf:
+            self.closest = min(self.closest, spread[order[widest - 1]] - spread[order[widest]])
+        ranks = {p: 1.0 - late.index(p) / len(chosen) if p in late else 2.0 for p in chosen}
+        return {p: ranks.get(p, -2.0) for p in self.keys}
+
+
+class SnapKVDecodeOracle(BurstOracle):
+    """What the last queries pay, and its neighbours."""
+
+    looks_back, same_number_ties = 32, True
+
+    def ranked(self, now: int) -> dict[int, float]:
+        chosen, asked = self.candidates(now), self.last(now)
+        paid = dict.fromkeys(chosen, 0.0)
+        for i in asked:
+            seen = [p for p in sorted(self.keys) if p <= i and self.visible(p, i)]
+            for query in self.queries[i]:
+                for p, share in zip(seen, softmax(self.logits(query, seen)), strict=True):
+                    if p in paid:
+                        paid[p] += share / len(asked) / len(self.queries[i])
+        near = self.near(paid, now, 7)
+        return {p: max(near[p]) if p in near else -2.0 for p in self.keys}
+
+
 class PromptOracle(RankedOracle):
     """Ranks the prompt by `votes`; what comes after it is kept, too."""
 

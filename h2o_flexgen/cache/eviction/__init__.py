@@ -17,12 +17,15 @@ from h2o_flexgen.cache.eviction.local import LocalPolicy
 from h2o_flexgen.cache.eviction.nacl import NaclPolicy
 from h2o_flexgen.cache.eviction.pyramidkv import PyramidKVPolicy
 from h2o_flexgen.cache.eviction.random import RandomPolicy
+from h2o_flexgen.cache.eviction.rkv import RKVPolicy
 from h2o_flexgen.cache.eviction.roco import RoCoPolicy
 from h2o_flexgen.cache.eviction.scissorhands import ScissorhandsPolicy
 from h2o_flexgen.cache.eviction.snapkv import SnapKVPolicy
+from h2o_flexgen.cache.eviction.snapkv_decode import SnapKVDecodePolicy
 from h2o_flexgen.cache.eviction.streaming import StreamingPolicy
 from h2o_flexgen.cache.eviction.then_h2o import ThenH2O
 from h2o_flexgen.cache.eviction.tova import TovaPolicy
+from h2o_flexgen.cache.eviction.vase import VasePolicy
 from h2o_flexgen.config.eviction import EvictionConfig, base_of
 from h2o_flexgen.registry import Registry
 
@@ -45,6 +48,9 @@ for _policy in (
     DefensivePolicy,
     RoCoPolicy,
     ScissorhandsPolicy,
+    RKVPolicy,
+    VasePolicy,
+    SnapKVDecodePolicy,
     H2OMeanPolicy,
     InertiaPolicy,
 ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.eviction import ROW_LOGITS, Budget
+from h2o_flexgen.kernels.types import KeysValues
 
 Statistic = Literal["none", "column_sums"]
 Turn = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -117,7 +118,9 @@ class AttendedStep:
 
     score, extra: what the policy keeps, to be changed in place. row: probabilities, 0 where nothing is seen; None
     unless the policy `needs_rows`. pos: positions, int32, -1 in slots never used. now: positions of the newest tokens,
-    (b, 1, 1). keys: gives the keys as they are kept, (b, kv_heads, N, d).
+    (b, 1, 1). tokens: of the newest; their positions are `now`. held: gives keys and values as they are kept, (b,
+    kv_heads, N, d). queries: the last m, (b, heads, m, d), of a policy that `looks_back` so far, in any order, with
+    asked_at, the positions of these (b, m).
     """
 
     score: Tensor
@@ -125,8 +128,26 @@ class AttendedStep:
     row: Tensor | None
     pos: Tensor
     now: Tensor
+    tokens: Tokens
     budgets: tuple[Budget, ...]
-    keys: Callable[[], Tensor]
+    held: Callable[[], KeysValues]
+    scale: float = 1.0
+    window: int | None = None
+    queries: Tensor | None = None
+    asked_at: Tensor | None = None
+
+    def of(self, rows: slice | Tensor, numbers: Sequence[int]) -> AttendedStep:
+        """Some of the rows, by an index and by their numbers."""
+        names = ("score", "extra", "row", "pos", "now", "queries", "asked_at")
+        taken: dict[str, Any] = {name: None if (x := getattr(self, name)) is None else x[rows] for name in names}
+        tokens = self.tokens._replace(positions=taken["now"], row_ids=self.tokens.row_ids[rows])
+        held = self.held
+
+        def some() -> KeysValues:
+            k, v = held()
+            return KeysValues(k[rows], v[rows])
+
+        return replace(self, tokens=tokens, budgets=tuple(self.budgets[i] for i in numbers), held=some, **taken)
 
     @property
     def received(self) -> Tensor:
@@ -162,6 +183,7 @@ class RankedPolicy(EvictionPolicy, ABC):
     raw_queries: ClassVar[bool] = False  # whether `queries` are asked for as they were before rotation
     scores_keys: ClassVar[bool] = False  # whether a new token's score follows from its key
     keeps_two: ClassVar[bool] = False  # whether a second number is kept for each slot
+    looks_back: ClassVar[int] = 0  # how many of the last queries `ranks` looks at
 
     def queries(self, length: int, budget: Budget) -> int:
         """How many of the last queries of a prompt of `length` tokens `prompt_scores` looks at."""

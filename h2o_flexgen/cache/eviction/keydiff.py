@@ -26,7 +26,7 @@ class KeyDiffPolicy(RankedPolicy):
         return PromptScores(_difference(prompts.stored_keys, None))
 
     def ranks(self, step: AttendedStep) -> Tensor:
-        return _difference(step.keys(), step.pos >= 0)
+        return _difference(step.held().k, step.pos >= 0)
 
 
 def _difference(keys: Tensor, held: Tensor | None) -> Tensor:

@@ -1,0 +1,36 @@
+"""Wide values, and a draw by attention (2026, arXiv 2606.03928, "VaSE", its form AttnV)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.cache.eviction.looking_back import Look, LookingBack, neighbours
+from h2o_flexgen.cache.eviction.random import uniform
+
+_FIRST, _POOL = 4, 5
+
+
+class VasePolicy(LookingBack):
+    """A quarter of what a burst leaves are the tokens whose values range widest, the first four among them; the rest is
+    drawn without replacement, each with a probability proportional to what the last 64 queries paid it and its
+    neighbours.
+    """
+
+    name = "vase"
+    looks_back = 64
+
+    def score(self, look: Look) -> Tensor:
+        kept = look.budget.total + 1 - look.budget.burst
+        room = max(0, kept - look.budget.sinks - look.budget.recent)
+        widest = min(kept // 4, room)
+        spread = (look.v.amax(-1) - look.v.amin(-1)).masked_fill(look.pos < _FIRST, torch.inf)
+        spread = spread.masked_fill(~look.chosen, -1.0)
+        places = torch.argsort(spread, dim=-1, descending=True, stable=True).argsort(-1)
+        paid = neighbours(look.attention(candidates=True), look.chosen, _POOL, largest=False)
+        noise = uniform(self.seed, look.tokens)[0].clamp(min=2**-25)
+        # Exponential clocks at the rates `paid`: the first to ring are drawn.
+        rings = -noise.double().log() / paid.double().clamp(min=1e-30)
+        drawn = rings.masked_fill(~look.chosen, torch.inf).argsort(dim=-1, stable=True).argsort(-1)
+        count = spread.shape[-1]
+        return torch.where(places < widest, 2 * count - places, count - drawn).float()
