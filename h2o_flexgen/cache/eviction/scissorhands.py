@@ -13,7 +13,8 @@ from h2o_flexgen.cache.eviction.base import (
     attention_rows,
     sum_of,
 )
-from h2o_flexgen.config.eviction import LAST_QUERIES, Budget
+from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.splits import LAST_QUERIES
 
 _MANY = float(1 << 22)
 
