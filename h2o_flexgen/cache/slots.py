@@ -258,7 +258,7 @@ class ScoredSlots(CacheSlots):
             if bursting := lengths.bursting:
                 self._moves = bursting, self._thinning(step, bursting)
             if lengths.step >= lengths.first_alone:
-                ranks = self._ranked(step)
+                ranks = self._ranked(step, slice(None))
         elif row is not None:
             ranks.add_(row)
         self._free = self._next_free(ranks, length)
@@ -270,17 +270,16 @@ class ScoredSlots(CacheSlots):
             gone = self._rank.view(-1).index_select(0, self._free).view(*self._shape[:2], 1)
             self._rank += (gone - self._rank).bitwise_right_shift_(31)
 
-    def _ranked(self, step: AttendedStep) -> Tensor:
+    def _ranked(self, step: AttendedStep, rows: Rows) -> Tensor:
         """Whatever became of the scores of sinks and of empty slots, these are not compared."""
-        sinks = torch.tensor([budget.sinks for budget in step.budgets], device=step.pos.device).view(-1, 1, 1)
-        return self._policy.ranks(step).masked_fill(step.pos < sinks, torch.inf)
+        return self._policy.ranks(step).masked_fill(step.pos < self._plan.sinks[rows], torch.inf)
 
     def _thinning(self, step: AttendedStep, rows: list[int]) -> Tensor:
         """Of `rows` the lowest go, as many as their budgets say: the order that closes the gaps, see `moves`."""
         device, capacity = self._lengths.device, self._shape[2]
         index = index_of(rows, device)
         some = step.of(index, rows)
-        keys = self._keys(self._ranked(some), some.pos, index, several=True)
+        keys = self._keys(self._ranked(some, index), some.pos, index, several=True)
         keys = keys.masked_fill_(some.pos < 0, torch.iinfo(torch.int64).max)
         going = torch.tensor([budget.burst for budget in some.budgets], device=device).view(-1, 1, 1)
         stays = keys.argsort(-1).argsort(-1) >= going
@@ -319,6 +318,7 @@ class ScoredSlots(CacheSlots):
             self._tokens(now, self._row_ids),
             self._lengths.budgets,
             held,
+            self._lengths.once,
             window=self._lengths.window,
         )
         count = self._policy.looks_back

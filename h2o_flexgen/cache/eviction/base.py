@@ -21,6 +21,13 @@ Turn = Callable[[Tensor], tuple[Tensor, Tensor]]
 of `dim`, which are the leading ones of a head, repeats the first; i and i + dim / 2 turn together."""
 
 
+Once = Callable[[str, Callable[[], Tensor]], Tensor]
+
+
+def _anew(name: str, make: Callable[[], Tensor]) -> Tensor:
+    return make()
+
+
 class Tokens(NamedTuple):
     """Tokens whose scores are asked for; the three tensors are int64 and broadcast to (n, kv_heads, T)."""
 
@@ -121,7 +128,7 @@ class AttendedStep:
     unless the policy `needs_rows`. pos: positions, int32, -1 in slots never used. now: positions of the newest tokens,
     (b, 1, 1). tokens: of the newest; their positions are `now`. held: gives keys and values as they are kept, (b,
     kv_heads, N, d). queries: the last m, (b, heads, m, d), of a policy that `looks_back` so far, in any order, with
-    asked_at, the positions of these (b, m).
+    asked_at, the positions of these (b, m). once: gives what was made before under a name, for steps of the same rows.
     """
 
     score: Tensor
@@ -132,6 +139,7 @@ class AttendedStep:
     tokens: Tokens
     budgets: tuple[Budget, ...]
     held: Callable[[], KeysValues]
+    once: Once
     scale: float = 1.0
     window: int | None = None
     queries: Tensor | None = None
@@ -148,7 +156,9 @@ class AttendedStep:
             k, v = held()
             return KeysValues(k[rows], v[rows])
 
-        return replace(self, tokens=tokens, budgets=tuple(self.budgets[i] for i in numbers), held=some, **taken)
+        return replace(
+            self, tokens=tokens, budgets=tuple(self.budgets[i] for i in numbers), held=some, once=_anew, **taken
+        )
 
     @property
     def received(self) -> Tensor:

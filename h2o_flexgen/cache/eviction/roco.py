@@ -38,7 +38,7 @@ class RoCoPolicy(RankedPolicy):
         seen = torch.full((1, 1, 1), last, device=sums.device)
         pos, scope = rows.tokens.positions, _scope(budget, max(1, prompts.length - budget.total))
         protected = (pos < budget.sinks) | (pos > last - budget.recent)
-        ranks = _ranks(sums, squares, pos, seen, [scope], protected)
+        ranks = _ranks(sums, squares, pos, seen, torch.full_like(seen, scope), protected)
         return PromptScores(ranks, sums, squares)
 
     def update(self, step: AttendedStep) -> None:
@@ -50,10 +50,10 @@ class RoCoPolicy(RankedPolicy):
     def ranks(self, step: AttendedStep) -> Tensor:
         if step.extra is None:
             raise ValueError("roco keeps two numbers")
-        limits = torch.tensor([[b.sinks, b.recent] for b in step.budgets], device=step.pos.device)
-        sinks, recent = limits.view(-1, 2, 1, 1).unbind(1)
+        numbers = [(budget.sinks, budget.recent, _scope(budget, 1)) for budget in step.budgets]
+        limits = step.once("limits of roco", lambda: torch.tensor(numbers, device=step.pos.device).view(-1, 3, 1, 1))
+        sinks, recent, scopes = limits.unbind(1)
         protected = (step.pos < sinks) | (step.pos > step.now - recent)
-        scopes = [_scope(budget, 1) for budget in step.budgets]
         return _ranks(step.score, step.extra, step.pos, step.now, scopes, protected)
 
 
@@ -62,7 +62,7 @@ def _scope(budget: Budget, leaving: int) -> int:
     return max(budget.total - VOLATILE * budget.total // 10 - budget.sinks, leaving)
 
 
-def _ranks(sums: Tensor, squares: Tensor, pos: Tensor, now: Tensor, scopes: list[int], protected: Tensor) -> Tensor:
+def _ranks(sums: Tensor, squares: Tensor, pos: Tensor, now: Tensor, scopes: Tensor, protected: Tensor) -> Tensor:
     """Means; more than any mean where a token is not among its row's `scopes` steadiest that are not `protected`.
 
     Of equal deviations the higher position is the steadier.
@@ -73,6 +73,6 @@ def _ranks(sums: Tensor, squares: Tensor, pos: Tensor, now: Tensor, scopes: list
     # As one whole number, so that none are equal: positions are below 2^31, and deviations not negative.
     keys = deviation.view(torch.int32).to(torch.int64).bitwise_left_shift(32) - pos
     keys = keys.masked_fill(protected.expand_as(keys), torch.iinfo(torch.int64).max)
-    last = torch.tensor(scopes, device=keys.device).clamp(max=keys.shape[-1]).view(-1, 1, 1) - 1
+    last = scopes.clamp(max=keys.shape[-1]) - 1
     bound = keys.sort(-1).values.gather(-1, last.expand(*keys.shape[:2], 1))
     return mean.masked_fill(keys > bound, 2.0)

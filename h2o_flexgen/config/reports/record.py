@@ -57,19 +57,25 @@ def host_facts() -> dict[str, Any]:
 
 
 def eviction_entry(name: str, budgets: Sequence[Budget]) -> dict[str, Any]:
-    """The `eviction` object of a record: tokens per sequence, [smallest, largest] where sequences differ."""
+    """The `eviction` object of a record: tokens per sequence, [smallest, largest] where sequences differ.
+
+    heavy, recent and sinks add up to the budget, or where less is `kept_of_prompt`, to that.
+    """
 
     def spread(values: list[int]) -> int | list[int]:
         low, high = min(values, default=0), max(values, default=0)
         return low if low == high else [low, high]
 
-    return {
+    entry = {
         "name": name,
         "budget": spread([budget.total for budget in budgets]),
         "heavy": spread([budget.heavy for budget in budgets]),
         "recent": spread([budget.recent for budget in budgets]),
         "sinks": spread([budget.sinks for budget in budgets]),
     }
+    if any(budget.prompt is not None for budget in budgets):
+        entry["kept_of_prompt"] = spread([budget.after_prompt for budget in budgets])
+    return entry
 
 
 def utc_now() -> str:
