@@ -132,6 +132,13 @@ SPLITS.register("snapkv_decode", Split(_last_32, queries="last", burst=_every(64
 SPLITS.register("h2o_mean", Split(_half, column_sums=True))
 SPLITS.register("inertiakv", Split(_half, column_sums=True, queries="last"))
 
+REFUSED = {
+    "adakv": ("its heads keep different numbers of tokens, and here those of a layer keep equally many", "snapkv"),
+    "rpc": ("its cache grows with the answer, and here a budget is kept", "snapkv_decode"),
+    "kvzap": ("it asks a small network that was trained beside the model", "kvzip"),
+}
+"""Policies that do not fit caches of fixed size: why, and what comes nearest."""
+
 THEN_H2O = "+h2o"
 """Behind the name of a policy that prunes the prompt only: H2O goes on with what it has kept."""
 
@@ -139,6 +146,9 @@ THEN_H2O = "+h2o"
 def split_of(name: str) -> Split:
     """How the policy called `name` divides its budget; UsageError for an unknown one."""
     first = base_of(name)
+    if first in REFUSED:
+        why, nearest = REFUSED[first]
+        raise UsageError(f"--eviction {first} is not offered", why, f"--eviction {nearest}")
     split = SPLITS.get(first)
     if first == name:
         return split

@@ -215,3 +215,11 @@ def test_a_prompt_that_stays() -> None:
     for options in ({"name": "snapkv"}, {"name": "local"}, {"name": "h2o", "sinks": 2}):
         with pytest.raises(UsageError, match="--keep-prompt is given with"):
             EvictionConfig(budget=50, keep_prompt=True, **options)
+
+
+def test_policies_that_do_not_fit_are_refused_by_name() -> None:
+    for name, why in (("adakv", "different numbers of tokens"), ("rpc", "grows"), ("kvzap+h2o", "trained")):
+        with pytest.raises(UsageError, match=f"not offered. .*{why}"):
+            EvictionConfig(name, budget=20)
+    with pytest.raises(UsageError, match=r"tova evicts in decode steps itself. needed one of snapkv, .* before \+h2o"):
+        EvictionConfig("tova+h2o", budget=20)
