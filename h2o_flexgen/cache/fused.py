@@ -56,8 +56,10 @@ class FusedStep:
             table = lengths.once(f"table of rules, {ranked}", lambda: torch.tensor(rules))
             how: dict[str, Any] = {"window": lengths.window, "ranking": ranking, "adds": bool(adds), "bits": bits}
             masks = scored.table[1] if lengths.hides and scored is not None else None
-            self._kernel = NativeAttend(table, size, masks=masks, **how)
-            self.attach = self._kernel.attach
+            native = self._kernel = NativeAttend(table, size, masks=masks, **how)
+            self.attach = native.attach
+            if self._by_rows and scored is not None:
+                scored.pick = native.pick
         self.used = self._kernel.used
         """Where the newest token was written, (b, kv_heads) int64; the next step changes it in place."""
         self.detach = self._kernel.detach

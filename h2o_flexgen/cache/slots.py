@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -85,6 +85,8 @@ class ScoredSlots(CacheSlots):
         self.table: tuple[Tensor, Tensor] = self.score, self._pos
         self.packs = type(policy).prompt_scores is H2OPolicy.prompt_scores
         kind = type(policy)
+        self.pick: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
+        """A kernel's way to find the next free slots, see `NativeAttend.pick`; None: torch's."""
         self._moves: tuple[list[int], Tensor] | None = None
         self._queries: Tensor | None = None  # (b, heads, m, d), each at its position modulo m
         self._plain = not lengths.bursts and kind.update is RankedPolicy.update and kind.ranks is RankedPolicy.ranks
@@ -258,10 +260,13 @@ class ScoredSlots(CacheSlots):
             if bursting := lengths.bursting:
                 self._moves = bursting, self._thinning(step, bursting)
             if lengths.step >= lengths.first_alone:
-                ranks = self._ranked(step, slice(None))
+                ranks = self._ranked(step, slice(None)) if self.pick is None else self._policy.ranks(step)
         elif row is not None:
             ranks.add_(row)
-        self._free = self._next_free(ranks, length)
+        if self.pick is None:
+            self._free = self._next_free(ranks, length)
+        else:
+            self.pick(lengths.step, ranks, self._pos, self._free)
         if self._moves is not None:
             self._thin(*self._moves)
         if self._rank is not None:

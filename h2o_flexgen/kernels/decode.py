@@ -43,6 +43,12 @@ def available(dtype: torch.dtype, dim: int, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in DTYPES and dim <= MAX_DIM and library() is not None
 
 
+class _RanksTask(ctypes.Structure):
+    """The argument of `next_slots`, as attend.c describes it."""
+
+    _fields_ = fields("q rows kv_heads capacity step window rank_row rank_head", "P rule rank pos next")
+
+
 class NativeAttend:
     """A `DecodeStep` for caches in host memory. Holds the tensors that the C code has pointers to.
 
@@ -69,7 +75,7 @@ class NativeAttend:
         """
         if library() is None or len(rules) != size[0] or size[3] > MAX_DIM:
             raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: see `available`")
-        self._call = function("attend_step", "P", "i")
+        self._call, self._pick = function("attend_step", "P", "i"), function("next_slots", "P")
         rows, kv_heads, self.capacity, dim = size
         self._rules = rules if isinstance(rules, Tensor) else torch.tensor(rules, dtype=torch.int64)
         self._ranking = ranking
@@ -160,6 +166,20 @@ class NativeAttend:
         if self._call(self._pointer):
             raise MemoryError("no memory for the logits of a decode step")
         return out
+
+    def pick(self, number: int, ranks: Tensor, pos: Tensor, free: Tensor) -> None:
+        """The end of step `number`, whose ranks the caller has made: `free` becomes the next tokens' slots, in place.
+
+        ranks: float32 (rows, kv_heads, occupied or more), the last dimension contiguous, never negative; sinks are not
+        looked at. pos, free: as in a `Ranking`; `free` is where the step's tokens are.
+        """
+        rows, kv_heads, _ = self._new
+        if ranks.stride(-1) != 1:
+            ranks = ranks.contiguous()
+        task = _RanksTask(rows, kv_heads, self.capacity, number, self._step.window, ranks.stride(0), ranks.stride(1))
+        task.rule, task.rank = self._rules.data_ptr(), ranks.data_ptr()
+        task.pos, task.next = pos.data_ptr(), free.data_ptr()
+        self._pick(ctypes.byref(task))
 
     def _fit(self, x: Tensor) -> Tensor:
         """In K's dtype, with the numbers of a head side by side."""

@@ -31,7 +31,9 @@ class KeyDiffPolicy(RankedPolicy):
 
 def _difference(keys: Tensor, held: Tensor | None) -> Tensor:
     """Of keys (b, kv_heads, N, d), of which those `held` (b, kv_heads, N) count: (b, kv_heads, N) float32."""
-    directions = F.normalize(keys.float(), dim=-1)
-    counted = directions if held is None else directions * held.unsqueeze(-1)
-    anchor = F.normalize(counted.sum(2), dim=-1).unsqueeze(-1)
-    return (1 - (directions @ anchor).squeeze(-1)).clamp_(min=0)
+    # Directions are never written down: two products with the keys as they are, and their norms, cost less.
+    keys = keys.float()
+    shortness = keys.norm(dim=-1).clamp(min=1e-12).reciprocal()
+    counted = shortness if held is None else shortness * held
+    anchor = F.normalize(counted.unsqueeze(2) @ keys, dim=-1)
+    return (1 - (keys @ anchor.transpose(-1, -2)).squeeze(-1).mul_(shortness)).clamp_(min=0)

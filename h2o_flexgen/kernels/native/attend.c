@@ -194,9 +194,10 @@ static void average(float *x, const float *sums, int64_t group, int64_t pitch) {
 }
 
 /* Among `count` slots: a token that has just left the window, if it is no sink; else the lowest score outside the last
-   `recent` positions, of equal ones the highest position. Scores compare by their bits, as they are never negative. */
-static int64_t victim(const float *score, const int32_t *pos, int64_t count, const Row *row, int64_t now,
-                      int64_t window) {
+   `recent` positions, of equal ones the highest position. Scores compare by their bits, as they are never negative.
+   Sinks have the score +inf, or where they do not they are `masked`. */
+INLINE int64_t victim(const float *score, const int32_t *pos, int64_t count, const Row *row, int64_t now,
+                      int64_t window, const int masked) {
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i protects = _mm512_set1_epi32((int32_t)(now - row->recent));
     const int64_t leaving = window ? now + 1 - window : -1;
@@ -207,6 +208,9 @@ static int64_t victim(const float *score, const int32_t *pos, int64_t count, con
         __mmask16 here = first_lanes(count - i);
         __m512i bits = _mm512_maskz_loadu_epi32(here, score + i), at = _mm512_maskz_loadu_epi32(here, pos + i);
         bits = _mm512_mask_mov_epi32(bits, _mm512_cmpgt_epi32_mask(at, protects), _mm512_set1_epi32(INT32_MAX));
+        if (masked)
+            bits = _mm512_mask_mov_epi32(bits, _mm512_cmplt_epi32_mask(at, _mm512_set1_epi32((int32_t)row->sinks)),
+                                         _mm512_set1_epi32(INT32_MAX));
         if (leaves)
             bits = _mm512_mask_mov_epi32(bits, _mm512_cmpeq_epi32_mask(at, _mm512_set1_epi32((int32_t)leaving)),
                                          _mm512_set1_epi32(-1));
@@ -278,7 +282,7 @@ INLINE void settle(const Step *s, const Head *h, float *x, const float *sums) {
     score[slot] = h->now < rule->sinks ? INFINITY : s->fresh ? s->fresh[h->task] : 0.0f;
     if (s->adds)
         for (int64_t i = 0; i < h->n; i++) score[h->first + i] += x[i];
-    if (s->step >= rule->evicts) slot = victim(score, pos, h->count, rule, h->now, s->window);
+    if (s->step >= rule->evicts) slot = victim(score, pos, h->count, rule, h->now, s->window, 0);
     else slot = slot + 1 == h->limit ? rule->ring : slot + 1;
     s->next[h->task] = h->base + slot;
 }
@@ -468,4 +472,30 @@ int attend_step(const Step *s) {
     Tasks all = {s, one ? one : ANY[s->bf16 != 0], floats, most(1, tasks / (8 * s->threads)), 0, 0};
     team_run(take_tasks, &all, many ? (int)s->threads : 1);
     return all.failed;
+}
+
+/* The end of a step of which the caller has made the ranks itself. */
+typedef struct {
+    int64_t rows, kv_heads, capacity, step, window;
+    int64_t rank_row, rank_head; /* numbers from one to the next */
+    const Row *rule;             /* (rows) */
+    const float *rank;           /* (rows, kv_heads, occupied), never negative */
+    const int32_t *pos;          /* (rows, kv_heads, capacity) */
+    int64_t *next;               /* (rows, kv_heads): takes the slot of the next token in place of the last one's */
+} Ranks;
+
+void next_slots(const Ranks *r) {
+    for (int64_t row = 0; row < r->rows; row++) {
+        const Row *rule = r->rule + row;
+        const int64_t count = least(rule->held + r->step + 1, rule->limit), now = rule->prompt + r->step;
+        for (int64_t head = 0; head < r->kv_heads; head++) {
+            const int64_t task = row * r->kv_heads + head, base = task * r->capacity;
+            int64_t slot = r->next[task] - base;
+            if (r->step >= rule->evicts)
+                slot = victim(r->rank + row * r->rank_row + head * r->rank_head, r->pos + base, count, rule, now,
+                              r->window, 1);
+            else slot = slot + 1 == rule->limit ? rule->ring : slot + 1;
+            r->next[task] = base + slot;
+        }
+    }
 }
