@@ -191,7 +191,7 @@ def test_chunks_of_prompts_are_those_of_segments(
             monkeypatch.setattr(KVCache, "packing", lambda *_: None)
         cache = KVCache(shape, budgets, make_policy(policy.eviction()), layer=2, row_ids=range(len(lengths)))
         cache.attach(*shape.buffers(torch.bfloat16))
-        attention = PromptAttention(cache, PrefixPath(), 0.3, cache.wants_column_sums, rolling=rolling)
+        attention = PromptAttention(cache, PrefixPath(), 0.3, lengths, cache.wants_column_sums, rolling=rolling)
         out = torch.empty(tokens, 4, D, dtype=torch.bfloat16)
         for chunk in chunks_of(segments, 48):
             span = slice(chunk.start, chunk.stop)
@@ -209,6 +209,6 @@ def test_segments_are_left_where_they_follow_others() -> None:
     cache = KVCache(shape, budgets, make_policy(EvictionConfig()), layer=0, row_ids=range(4))
     cache.attach(*shape.buffers(torch.bfloat16))
     x = torch.randn(15, 1, D).bfloat16()
-    attention = PromptAttention(cache, PrefixPath(), 0.3, False)
+    attention = PromptAttention(cache, PrefixPath(), 0.3, [4, 4, 5, 5], False)
     left = attention._packed(PromptChunk(0, 15, (whole, shared, later)), (x, x, x), x, torch.empty_like(x))
     assert left == [shared, later]
