@@ -315,10 +315,11 @@ class KVCache:
         self._lengths.tick()
         moves = self._slots.moves()
         if moves is not None:
-            self._close_gaps(*moves, q, table is not None)
+            self._close_gaps(*moves)
+            self._start(*self._buffers(), q, table is not None, sink_logits is not None)
         return out
 
-    def _close_gaps(self, rows: list[int], order: Tensor, q: Tensor, rolling: bool) -> None:
+    def _close_gaps(self, rows: list[int], order: Tensor) -> None:
         """Several tokens of `rows` have gone: what is left moves to the first slots, and steps start anew."""
         index = index_of(rows, self.device)
         for buffer in self._buffers():
@@ -327,7 +328,6 @@ class KVCache:
         self._lengths = self._lengths.thinned(rows)
         self._slots.go_on(self._lengths)
         self.rewritten += 1
-        self._start(*self._buffers(), q, rolling)
 
     @property
     def repeats(self) -> bool:

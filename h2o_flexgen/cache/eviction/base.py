@@ -44,7 +44,8 @@ class AttendedPrompts:
     k, v and stored_k are of the last L tokens, (n, kv_heads, L, d); `past` has K, V and stored K (kv_heads, S - L, d)
     of those before, which the n rows share. `stored_k` is what a cache keeps, k what queries saw: where positions roll,
     they differ by the rotation. queries: the last m, (n, heads, m, d), as `RankedPolicy.queries` asks for them.
-    column_sums: (n, kv_heads, S) float32. turn: how queries are rotated, None where they are not.
+    column_sums: (n, kv_heads, S) float32. turn: how queries are rotated, None where they are not. sink_logits: float32
+    (heads,), of each head a logit that is no token's.
     """
 
     k: Tensor
@@ -55,6 +56,7 @@ class AttendedPrompts:
     queries: Tensor | None = None
     column_sums: Tensor | None = None
     turn: Turn | None = None
+    sink_logits: Tensor | None = None
 
     def of(self, rows: slice | Tensor) -> AttendedPrompts:
         """Those of some rows."""
@@ -250,7 +252,12 @@ def attention_rows(
             hidden |= places <= at.unsqueeze(1) - window
         if beside is not None:
             hidden |= beside(at, places)
-        yield at, logits.masked_fill_(hidden, -torch.inf).softmax(-1)
+        logits = logits.masked_fill_(hidden, -torch.inf)
+        if prompts.sink_logits is None:
+            yield at, logits.softmax(-1)
+        else:
+            sinks = prompts.sink_logits.view(kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            yield at, torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 def summed_rows(prompts: AttendedPrompts, count: int, window: int | None) -> Tensor:

@@ -160,7 +160,9 @@ class PromptAttention:
         if segment.rows:
             sums = sums if self.cache.wants_column_sums else None
             before = None if past is None else (*past.seen, past.stored_k)
-            prompts = AttendedPrompts(k, v, stored_k, self.scale, before, queries, sums, self.turn)
+            prompts = AttendedPrompts(
+                k, v, stored_k, self.scale, before, queries, sums, self.turn, sink_logits=self.sink_logits
+            )
             self._fill(list(segment.rows), prompts)
         else:
             own = KeysValues(k[0].contiguous(), v[0].contiguous())
