@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.splits import SPLITS
+from h2o_flexgen.config.eviction import SPLITS, EvictionConfig
 from tests.oracles.eviction import (
     EvictionOracle,
     FullOracle,

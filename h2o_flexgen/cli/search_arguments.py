@@ -15,13 +15,13 @@ from h2o_flexgen.cli.arguments import add_known_choices, eviction_of, policy_of
 from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import add_json, output_file
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
-from h2o_flexgen.config.eviction import EvictionConfig, check_positions, first_pass
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile, kept_profile, profile_names
 from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, read_config
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
-from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.config.workload import Workload, check_positions, first_pass
 from h2o_flexgen.cost.lp import SOLVERS
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.models.families import spec_from_config

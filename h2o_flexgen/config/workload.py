@@ -1,11 +1,14 @@
-"""How much there is to do."""
+"""How much there is to do, and whether a model can."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from h2o_flexgen.config.checks import whole
+from h2o_flexgen.config.eviction import THEN_H2O, EvictionConfig
 from h2o_flexgen.config.flags import flag
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -25,3 +28,53 @@ class Workload:
     def total_len(self) -> int:
         """Tokens of one sequence, prompt and generated."""
         return self.prompt_len + self.gen_len
+
+
+def check_positions(spec: ModelSpec, eviction: EvictionConfig) -> None:
+    """UsageError where positions are to roll, and the model learned a table of them."""
+    if eviction.rolling_positions and spec.arch.rotary is None:
+        raise UsageError(
+            f"--rolling-positions with {spec.name}, which learned a table of positions",
+            "needed a model with rotary positions",
+            "leave --rolling-positions out",
+        )
+
+
+def first_pass(spec: ModelSpec, eviction: EvictionConfig, prompt_len: int, gen_len: int, what: str) -> int:
+    """The tokens of a prompt that are computed at once; those after them are fed step by step.
+
+    With rolling positions a sequence may be as long as it likes, if what a cache holds stays within the context.
+    UsageError for one that is too long; `what` names the prompt there.
+    """
+    length = prompt_len + gen_len
+    reads_twice = eviction.split.replays and not eviction.resolve(prompt_len, gen_len).full
+    if reads_twice and eviction.computed(prompt_len) > spec.max_positions:
+        raise UsageError(
+            f"{what} has {prompt_len} tokens, and {eviction.name} reads it twice",
+            f"the context of {spec.name} is {spec.max_positions} tokens",
+            "shorten it, or choose another policy",
+        )
+    if not eviction.rolling_positions:
+        if length <= spec.max_positions:
+            return prompt_len
+        rolls = "use --rolling-positions with a smaller budget, or " if spec.arch.rotary else ""
+        raise UsageError(
+            f"{what} has {prompt_len} tokens, with {gen_len} to be generated {length} in all",
+            f"the context of {spec.name} is {spec.max_positions} tokens",
+            f"{rolls}shorten the prompt or generate less; nothing is ever cut off silently",
+        )
+    if eviction.split.prompt_only and prompt_len > spec.max_positions:
+        raise UsageError(
+            f"{what} has {prompt_len} tokens, and {eviction.name} looks at whole prompts",
+            f"the context of {spec.name} is {spec.max_positions} tokens",
+            f"shorten it, or choose --eviction {eviction.name}{THEN_H2O}",
+        )
+    budget = eviction.resolve(prompt_len, gen_len).total
+    if budget >= spec.rolling_slots and length > spec.rolling_slots:
+        trained = "" if spec.rolling_slots == spec.max_positions else "trained "
+        raise UsageError(
+            f"the KV budget of {what} is {budget} tokens, and positions roll within it",
+            f"the {trained}context of {spec.name} is {spec.rolling_slots} tokens",
+            f"needed --kv-budget of at most {spec.rolling_slots - 1}, or a smaller --hh-ratio",
+        )
+    return min(prompt_len, spec.max_positions)

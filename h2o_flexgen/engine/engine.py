@@ -15,10 +15,9 @@ import torch
 
 from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.config.engine import EngineConfig
-from h2o_flexgen.config.eviction import check_positions
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.config.workload import Workload, check_positions
 from h2o_flexgen.engine.batching.scheduler import WaitingQueue, in_order
 from h2o_flexgen.engine.execution.block import BlockRunner
 from h2o_flexgen.engine.limits import devices

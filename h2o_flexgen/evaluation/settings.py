@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from h2o_flexgen.config.checks import share, whole
-from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.eviction import EvictionConfig, split_of
 from h2o_flexgen.config.flags import between_commas, option, with_commas
 from h2o_flexgen.config.reports.quality import POSITIONS, Positions
-from h2o_flexgen.config.splits import split_of
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 

@@ -10,11 +10,11 @@ on with the next ones.
 
 from __future__ import annotations
 
+from h2o_flexgen.config.eviction import LAST_QUERIES, ROW_LOGITS
 from h2o_flexgen.config.model.packing import EXPANDED
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, WeightGroup, dtype_bytes, round_up
 from h2o_flexgen.config.offload import Kernels
-from h2o_flexgen.config.splits import LAST_QUERIES, ROW_LOGITS
 from h2o_flexgen.schedule.request import BlockShape
 
 HOST_ATTENTION = "cpu attention"

@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.config.splits import ROW_LOGITS
+from h2o_flexgen.config.eviction import ROW_LOGITS, Budget
 from h2o_flexgen.kernels.types import KeysValues
 
 Statistic = Literal["none", "column_sums"]

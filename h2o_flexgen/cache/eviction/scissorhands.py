@@ -13,8 +13,7 @@ from h2o_flexgen.cache.eviction.base import (
     attention_rows,
     sum_of,
 )
-from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.config.splits import LAST_QUERIES
+from h2o_flexgen.config.eviction import LAST_QUERIES, Budget
 
 _MANY = float(1 << 22)
 

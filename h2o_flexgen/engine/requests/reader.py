@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from h2o_flexgen.config.eviction import Budget, EvictionConfig, first_pass
+from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.config.workload import Workload, first_pass
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
