@@ -83,10 +83,6 @@ class Packing:
         last = self.parts(shape)[-1]
         return last.offset + last.nbytes
 
-    def bits_per_number(self, shape: tuple[int, ...]) -> float:
-        """With scales and lows."""
-        return 8 * self.nbytes(shape) / (shape[0] * shape[1])
-
 
 def groupwise(bits: int, group: int) -> Packing:
     """How matrices are packed in 4 or 8 bits that are stored in more, `group` inputs sharing a scale."""
