@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from h2o_flexgen.checkpoint.importance import METHOD, Importance
 from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -13,27 +14,36 @@ from h2o_flexgen.memory.handle import Location
 from h2o_flexgen.quant import PackedWeight, Weight
 from h2o_flexgen.quant.weights import pack
 
-_VERSION = 1  # of the method: another one makes other numbers
+_VERSION = 2  # of the method: another one makes other numbers
 _RANDOM = 1 << 16  # random numbers that are packed of a matrix, and repeated
 _ROWS = 32 << 20  # bytes of float32 numbers at a time
 
 
 class QuantisingSource:
-    """A WeightSource that packs what `source` holds as `spec` has it. Owns `source`."""
+    """A WeightSource that packs what `source` holds as `spec` has it. Owns `source`.
+
+    importance  of the inputs of matrices of 4 bits, to be set before these are read if it is `by_importance`
+    """
 
     format: str | None = "groupwise"
 
-    def __init__(self, source: WeightSource, spec: ModelSpec) -> None:
+    def __init__(self, source: WeightSource, spec: ModelSpec, *, by_importance: bool = False) -> None:
         self._source = source
         self.packings: Mapping[str, Packing] = dict(spec.packings)
         self.dtype, self.dummy = source.dtype, source.dummy
-        self.fingerprint = f"{source.fingerprint} {_VERSION} {sorted(spec.packings, key=str)}"
+        self.by_importance = by_importance and any(packing.bits == 4 for packing in self.packings.values())
+        self.importance: Importance | None = None
+        method = f"{_VERSION} {METHOD if self.by_importance else ''}"
+        self.fingerprint = f"{source.fingerprint} {method} {sorted(spec.packings, key=str)}"
 
     def read_into(self, name: str, out: Weight) -> None:
         """Fill `out` with tensor `name`; see WeightSource."""
         if not isinstance(out, PackedWeight):
             self._source.read_into(name, out)
             return
+        if self.by_importance and self.importance is None:
+            raise RuntimeError("which inputs matter was not measured")
+        weight = None if self.importance is None else self.importance.get(name)
         values = torch.empty(out.shape, dtype=getattr(torch, self.dtype))
         self._source.read_into(name, values)
         outs, ins = out.shape
@@ -42,7 +52,7 @@ class QuantisingSource:
             packed = min(outs, max(1, _RANDOM // ins))
         for start in range(0, packed, some):
             stop = min(packed, start + some)
-            pack(values[start:stop], out.rows(start, stop))
+            pack(values[start:stop], out.rows(start, stop), weight)
         for start in range(packed, outs, packed):
             stop = min(start + packed, outs)
             for part, repeated in zip(

@@ -20,6 +20,7 @@ from h2o_flexgen.units import MIB, parse_bytes
 WEIGHTS = ("checkpoint", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
 BITS = (16, 8, 4)
+LARGEST_GROUP = 1024
 VERIFY = ("first", "always", "never")
 POLICY_FIELDS = frozenset(item.name for item in dataclasses.fields(OffloadPolicy))
 PLANNED_FIELDS = frozenset(
@@ -51,6 +52,7 @@ class EngineConfig:
     weight_bits   16, or 8 or 4: matrices of a checkpoint of 16 bits or more are packed while they are loaded
     allow_compress  whether a planner that knows the machine's rates chooses among these bits
     weight_group  inputs that share a scale then
+    weight_importance  whether weights of 4 bits are rounded by which inputs matter, measured once
     cache_bits    16, or 8 or 4: keys and values are packed as they come into their caches
     dequantize    whether matrices that a checkpoint has packed are expanded to `dtype` while they are loaded
     gpu_mem, cpu_mem, disk_mem   caps per tier, that of the gpu for each GPU; None: what the machine has free
@@ -77,6 +79,9 @@ class EngineConfig:
     dtype: str = option("auto", "--dtype", help="auto, float32, bfloat16, float16", metavar="DTYPE")
     weight_bits: int = option(16, "--weight-bits", help="16, or 8 or 4: weights are packed while loading", metavar="N")
     weight_group: int = option(64, "--weight-group", help="inputs that share a scale, of packed weights", metavar="N")
+    weight_importance: bool = option(
+        True, "--weight-importance", help="measure which inputs matter before weights are packed in 4 bits, once"
+    )
     allow_compress: bool = option(False, "--allow-compress", help="let the search choose 16, 8 or 4 bits for weights")
     cache_bits: int = option(16, "--cache-bits", help="16, or 8 or 4: of keys and values in caches", metavar="N")
     dequantize: bool = option(False, "--dequantize", help="expand weights that the checkpoint has packed")
@@ -120,8 +125,8 @@ class EngineConfig:
             if getattr(self, name) not in BITS:
                 raise UsageError(f"{name} is {getattr(self, name)!r}", f"needed one of {', '.join(map(str, BITS))}")
         group = whole(self.weight_group, "weight_group", 32)
-        if group & (group - 1) or group > 1024:
-            raise UsageError(f"weight_group is {group}", "needed a power of two from 32 to 1024")
+        if group & (group - 1) or group > LARGEST_GROUP:
+            raise UsageError(f"weight_group is {group}", f"needed a power of two from 32 to {LARGEST_GROUP}")
         if self.allow_compress and self.weight_bits != 16:
             raise UsageError(
                 f"weight_bits={self.weight_bits} is given with allow_compress=True, which would choose them",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from h2o_flexgen.checkpoint.hub import resolve_model
+from h2o_flexgen.checkpoint.importance import kept_importance
 from h2o_flexgen.checkpoint.opening import open_stored
 from h2o_flexgen.checkpoint.quantising import QuantisingSource
 from h2o_flexgen.checkpoint.source import DummySource, WeightSource
@@ -16,8 +19,9 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.limits.devices import resolve_dtype
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, read_json
-from h2o_flexgen.errors import ModelError, UsageError
+from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.models.importance import random_tokens
 
 
 @dataclass
@@ -25,7 +29,8 @@ class Model:
     """A model that `open_model` found. `stored`, and `source` with it, holds open files until it is closed.
 
     `stored` has the weights as they are in the checkpoint, `source` as `spec` has them; `choices` are the specs that a
-    planner may choose instead, by the bits of weights.
+    planner may choose instead, by the bits of weights. `by_importance`: whether weights of 4 bits are rounded by which
+    inputs matter, see `weigh_inputs`.
     """
 
     spec: ModelSpec
@@ -35,13 +40,24 @@ class Model:
     folder: Path | None
     origin: str
     choices: Mapping[int, ModelSpec] = field(default_factory=dict)
+    by_importance: bool = False
 
     def __post_init__(self) -> None:
         self.keep_as(self.spec)
 
     def keep_as(self, spec: ModelSpec) -> None:
         """From now on the weights are to be had as `spec`, one of `choices`, has them."""
-        self.spec, self.source = spec, _packed_as(spec, self.stored)
+        weighs = self.by_importance and not self.dummy and spec.arch.experts is None
+        self.spec, self.source = spec, _packed_as(spec, self.stored, weighs)
+
+    def weigh_inputs(self, offload: Path, device: torch.device, progress: Callable[[str, int, int], None]) -> None:
+        """Has measured which inputs matter, now or in an earlier run, before weights are packed that want it."""
+        source = self.source
+        if isinstance(source, QuantisingSource) and source.by_importance and source.importance is None:
+            note = partial(progress, "measuring inputs")
+            tokens = random_tokens(self.spec).to(device)
+            plain = replace(self.spec, packings=())
+            source.importance = kept_importance(plain, self.stored, tokens, self.dtype, offload, note)
 
     @property
     def dummy(self) -> bool:
@@ -59,31 +75,29 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
     )
     spec = _with_generation_eos(spec_from_config(found.config, found.name), found.folder)
     spec = spec.with_cache_bits(config.cache_bits)
-    source: WeightSource
-    if dummy:
-        source = DummySource(spec, spec.dtype, config.seed)
-    else:
-        source = open_stored(found, spec)
-    dtype = resolve_dtype(config.dtype, source.dtype, device)
-    if found.gguf is not None:
-        codec = TextCodec.of_gguf(found.gguf.metadata, found.gguf.path)
-    else:
-        codec = TextCodec.open(Path(found.tokenizer_folder) if found.tokenizer_folder else None)
-    if dummy:
-        # Random numbers have no stored dtype: making them in the dtype they are used in saves a conversion.
-        source = DummySource(spec, dtype, config.seed)
-    stored = replace(spec, packings=tuple(sorted(source.packings.items())))
-    try:
+    source: WeightSource = DummySource(spec, spec.dtype, config.seed) if dummy else open_stored(found, spec)
+    with ExitStack() as stack:
+        stack.callback(source.close)
+        dtype = resolve_dtype(config.dtype, source.dtype, device)
+        if found.gguf is not None:
+            codec = TextCodec.of_gguf(found.gguf.metadata, found.gguf.path)
+        else:
+            codec = TextCodec.open(Path(found.tokenizer_folder) if found.tokenizer_folder else None)
+        if dummy:
+            # Random numbers have no stored dtype: making them in the dtype they are used in saves a conversion.
+            source = DummySource(spec, dtype, config.seed)
+        stored = replace(spec, packings=tuple(sorted(source.packings.items())))
         kept, choices = config.kept(stored), config.choices(stored)
-    except UsageError:
-        source.close()
-        raise
-    return Model(kept, source, codec, dtype, Path(found.folder) if found.folder else None, found.origin, choices)
+        stack.pop_all()
+    folder = Path(found.folder) if found.folder else None
+    return Model(kept, source, codec, dtype, folder, found.origin, choices, config.weight_importance)
 
 
-def _packed_as(spec: ModelSpec, stored: WeightSource) -> WeightSource:
+def _packed_as(spec: ModelSpec, stored: WeightSource, by_importance: bool) -> WeightSource:
     """`stored` packed as `spec` has it, unless it is so already."""
-    return QuantisingSource(stored, spec) if dict(spec.packings).items() - stored.packings.items() else stored
+    if not dict(spec.packings).items() - stored.packings.items():
+        return stored
+    return QuantisingSource(stored, spec, by_importance=by_importance)
 
 
 def _with_generation_eos(spec: ModelSpec, folder: Path | None) -> ModelSpec:

@@ -94,9 +94,10 @@ def _adjacent(tensors: list[Tensor]) -> bool:
 class Decoder:
     """Computes units of one model. Stateless apart from the choices made at construction; safe to share."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, product: Callable[..., Tensor] = linear) -> None:
+        """product: what multiplies, called as `linear` is."""
         arch = spec.arch
-        self.spec = spec
+        self.spec, self._linear = spec, product
         self.scale = spec.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
         self._activation, self._relu = arch.activation, arch.activation == "relu"
         self._eps, self._offset = arch.norm_eps, arch.norm_offset
@@ -142,10 +143,10 @@ class Decoder:
         x = self._before(w, hidden)
         d, heads = self.spec.head_dim, self._heads
         if "qkv.weight" in w:
-            joined = linear(x, w["qkv.weight"], w.get("qkv.bias"))
+            joined = self._linear(x, w["qkv.weight"], w.get("qkv.bias"))
             q, k, v = joined.view(x.shape[0], -1, d).split_with_sizes(heads, 1)
         else:
-            apart = (linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
+            apart = (self._linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
             q, k, v = (t.view(len(x), count, d) for t, count in zip(apart, heads, strict=True))
         return (*self._qk_norm(w, q, k), v)
 
@@ -154,7 +155,8 @@ class Decoder:
 
         Reads no tensor of the unit but those of the output projection and the norms.
         """
-        self._after_attn(w, hidden, lambda onto: linear(mixed.flatten(1), w["o.weight"], w.get("o.bias"), onto=onto))
+        x, product = mixed.flatten(1), self._linear
+        self._after_attn(w, hidden, lambda onto: product(x, w["o.weight"], w.get("o.bias"), onto=onto))
 
     def mlp(self, w: Weights, hidden: Tensor) -> None:
         """The MLP half of a layer, residual included: updates hidden (T, hidden_width) in place."""
@@ -166,12 +168,12 @@ class Decoder:
         x, mixture = self._before(w, hidden), self._mixture
         if mixture is None:
             raise RuntimeError("the model has no experts")
-        logits = linear(x, w["router.weight"], w.get("router.bias"), wide=True)
+        logits = self._linear(x, w["router.weight"], w.get("router.bias"), wide=True)
         experts, shares = choose(logits, mixture)
         if not mixture.shared_size:
             return Routed(x, experts, shares, torch.zeros_like(x))
         shared = self._feed_forward(w, x, None)
-        return Routed(x, experts, shares, shared.mul_(torch.sigmoid(linear(x, w["shared_gate.weight"]))))
+        return Routed(x, experts, shares, shared.mul_(torch.sigmoid(self._linear(x, w["shared_gate.weight"]))))
 
     def add_experts(
         self, routed: Routed, choices: Choices, experts: range, weights: Sequence[Weights], most: int
@@ -187,7 +189,7 @@ class Decoder:
         """Logits (T, vocab_size) in float32 of hidden (T, hidden_width)."""
         for step in self._head_steps:
             hidden = step(w, hidden)
-        logits = linear(hidden, w[self._head_name], w.get("head.vocab_bias"), wide=True)
+        logits = self._linear(hidden, w[self._head_name], w.get("head.vocab_bias"), wide=True)
         return logits if self._logit_scale == 1 else logits.mul_(self._logit_scale)
 
     # ---- choices made at construction
@@ -211,14 +213,14 @@ class Decoder:
         arch, width = spec.arch, spec.hidden_size
         embed = [
             (arch.embed_scale != 1.0, self._scale_embeddings),
-            (spec.bridged, lambda w, x, positions: linear(x, w["embed.project_in"])),
+            (spec.bridged, lambda w, x, positions: self._linear(x, w["embed.project_in"])),
             (arch.positions == "learned", self._add_positions),
             (arch.parallel, lambda w, x, positions: F.pad(x, (0, width))),
         ]
         head = [
             (arch.parallel, lambda w, x: x[:, :width]),
             (arch.final_norm, lambda w, x: self._norm(w, "head.norm", x)),
-            (spec.bridged, lambda w, x: linear(x, w["head.project_out"])),
+            (spec.bridged, lambda w, x: self._linear(x, w["head.project_out"])),
         ]
         return [step for wanted, step in embed if wanted], [step for wanted, step in head if wanted]
 
@@ -280,24 +282,24 @@ class Decoder:
     # ---- what the MLP half computes: x (T, H) -> (T, H), see Inner
 
     def _plain(self, w: Weights, x: Tensor, onto: Tensor | None) -> Tensor:
-        up = linear(x, w["up.weight"], w.get("up.bias"), relu=self._relu)
+        up = self._linear(x, w["up.weight"], w.get("up.bias"), relu=self._relu)
         up = up if self._relu else ACTIVATIONS[self._activation](up)
-        return linear(up, w["down.weight"], w.get("down.bias"), onto=onto)
+        return self._linear(up, w["down.weight"], w.get("down.bias"), onto=onto)
 
     def _expert(self, w: Weights, x: Tensor) -> Tensor:
         """x (T, H) -> (T, H): one expert."""
         if self._gate.clamp is None:
             return self._gated(w, x, None)
-        gate, up = linear(x, w["gate_up.weight"], w["gate_up.bias"]).unflatten(1, (-1, 2)).unbind(2)
+        gate, up = self._linear(x, w["gate_up.weight"], w["gate_up.bias"]).unflatten(1, (-1, 2)).unbind(2)
         gate, up = gate.clamp(max=self._gate.clamp), up.clamp(-self._gate.clamp, self._gate.clamp)
-        return linear((up + 1) * gate * torch.sigmoid(gate * _GPT_OSS_SLOPE), w["down.weight"], w["down.bias"])
+        return self._linear((up + 1) * gate * torch.sigmoid(gate * _GPT_OSS_SLOPE), w["down.weight"], w["down.bias"])
 
     def _gated(self, w: Weights, x: Tensor, onto: Tensor | None) -> Tensor:
         if "gate_up.weight" in w:
-            up, gate = linear(x, w["gate_up.weight"], w.get("gate_up.bias")).chunk(2, dim=-1)
+            up, gate = self._linear(x, w["gate_up.weight"], w.get("gate_up.bias")).chunk(2, dim=-1)
         else:
-            up, gate = (linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in ("up", "gate"))
-        return linear(gated(gate, up, self._activation), w["down.weight"], w.get("down.bias"), onto=onto)
+            up, gate = (self._linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in ("up", "gate"))
+        return self._linear(gated(gate, up, self._activation), w["down.weight"], w.get("down.bias"), onto=onto)
 
 
 def choose(logits: Tensor, mixture: ExpertSpec) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from transformers import PreTrainedModel
 from h2o_flexgen.checkpoint.gguf.header import read_header
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.errors import ModelError, UsageError
 from tests.checkpoint.gguf_files import FLOATS, MIXTURES, ROWS, Kind, by_transformers, in_kind, tiny_model, write_gguf
 from tests.engine.test_gguf_tokenizer import sentencepiece
 from tests.engine.test_packed import PLACES
@@ -84,3 +86,17 @@ def test_a_file_brings_its_tokenizer(tmp_path: Path) -> None:
         by_text, by_ids = llm.generate(["the cache", codec.encode("the cache")], **settings)
     assert by_text.token_ids == by_ids.token_ids
     assert by_text.text == codec.decode(by_text.token_ids)
+
+
+@pytest.mark.parametrize("stored", ["gguf", "safetensors"])
+def test_a_faulty_tokenizer_leaves_no_file_open(stored: str, checkpoint, tmp_path: Path) -> None:
+    if stored == "gguf":
+        path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), extra=lambda w: w.add_tokenizer_model("bert"))
+    else:
+        path = Path(shutil.copytree(checkpoint("llama")[1], tmp_path / "model"))
+        (path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match="tokenizer") as caught:
+        Engine(str(path))
+    assert caught.tb is not None  # which keeps all that the call had
+    links = (link for link in Path("/proc/self/fd").iterdir() if link.exists())
+    assert not [link for link in links if str(tmp_path) in os.readlink(link)]

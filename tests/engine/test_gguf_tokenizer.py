@@ -17,6 +17,8 @@ from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from h2o_flexgen.checkpoint.gguf.header import read_header
+from h2o_flexgen.config.hardware.profile import cache_folder
+from h2o_flexgen.engine.requests import merges as merging
 from h2o_flexgen.engine.requests.chat import chat_prompt
 from h2o_flexgen.engine.requests.gguf_tokenizer import gguf_tokenizer
 from h2o_flexgen.engine.requests.merges import merges_of
@@ -183,6 +185,22 @@ def test_merges_are_all_pairs_by_score(rows: list[tuple[str, int]]) -> None:
     tokens, scores = [token for token, _ in rows], [float(score) for _, score in rows]
     vocab = {token: number for number, token in enumerate(tokens)}
     assert merges_of(tokens, scores) == generate_merges(vocab, dict(zip(tokens, scores, strict=True)))
+
+
+def test_merges_of_a_large_vocabulary_are_kept(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr(merging, "_LARGE", 5)
+    tokens, scores = ["a", "b", "ab", "ba", "aba", "\ud800"], [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+    found = merges_of(tokens, scores)
+    assert found == [("a", "b"), ("b", "a"), ("ab", "a"), ("a", "ba")]
+    with monkeypatch.context() as patch:
+        patch.setattr(merging, "_pairs", None)  # what is kept is not looked for
+        assert merges_of(tokens, scores) == found
+    assert merges_of(tokens, scores[::-1]) == found[::-1][:2][::-1] + found[1::-1]  # another vocabulary
+    for damaged in (b"", b"x" * 200):
+        for path in (cache_folder().parent / "merges").iterdir():
+            path.write_bytes(damaged)
+        assert merges_of(tokens, scores) == found
+        assert "looked for again" in caplog.text
 
 
 def test_a_chat_is_rendered_by_the_files_template(tmp_path: Path) -> None:

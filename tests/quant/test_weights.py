@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from tests.seeds import torch_generator
 SHAPES = [(7, 64), (5, 160), (3, 1024), (2, 50)]
 
 
-def packed(x: torch.Tensor, packing: Packing, **how: bool) -> PackedWeight:
+def packed(x: torch.Tensor, packing: Packing, **how: Any) -> PackedWeight:
     made = PackedWeight.empty(packing, tuple(x.shape))
     weights.pack(x, made, **how)
     return made
@@ -59,3 +61,28 @@ def test_constant_groups_are_exact(bits: int) -> None:
     for value in (0.0, 0.5, -2.0):
         x = torch.full((2, 64), value)
         torch.testing.assert_close(packed(x, packing).expanded(), x, rtol=2**-8, atol=0.0)
+
+
+def test_errors_count_by_the_weights_of_their_inputs() -> None:
+    x = torch.randn(6, 160, generator=torch_generator()) ** 3
+    weight = torch.rand(160, generator=torch_generator(1)) ** 4
+    packing = Packing("uint4", 64)
+    plain, weighed = packed(x, packing), packed(x, packing, weight=weight)
+
+    def counted(made: PackedWeight) -> torch.Tensor:
+        return (weight * (made.expanded() - x).square()).sum()
+
+    assert counted(weighed) < 0.9 * counted(plain)
+    assert torch.equal(packed(x, packing, weight=torch.full((160,), 3.0)).expanded(), plain.expanded())
+
+
+def test_inputs_that_are_never_there_do_not_count() -> None:
+    x = torch.arange(16.0).repeat(2, 2)
+    x[:, 5] = 1000.0
+    weight = torch.ones(32)
+    weight[5] = 0
+    made = packed(x, Packing("uint4", 32), weight=weight)
+    keep = weight.bool()
+    assert (made.expanded() - x)[:, keep].abs().max() < 0.6  # with the outlier a step would be 67
+    nothing = packed(x, Packing("uint4", 32), weight=torch.zeros(32)).expanded()
+    assert nothing.isfinite().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from h2o_flexgen.checkpoint.pack import PackedUnit, ensure_packed, packed_bytes
+from h2o_flexgen.checkpoint.pack import PackedUnit, discard, ensure_packed, packed_bytes
+from h2o_flexgen.checkpoint.quantising import QuantisingSource
 from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -22,7 +24,7 @@ from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.engine.limits.devices import note_tiers
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.state.weights import WeightLocation, WeightStore
-from h2o_flexgen.errors import PlanError
+from h2o_flexgen.errors import PlanError, StorageError
 from h2o_flexgen.memory.copies import CopyEngine
 from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
 from h2o_flexgen.memory.handle import Location, direct_layout, direct_obstacle, packed_layout, torch_dtype, views
@@ -32,6 +34,8 @@ from h2o_flexgen.memory.tiers import Tier, Tiers, another_gpu, make_tiers
 from h2o_flexgen.memory.transfers import TraceCallback
 from h2o_flexgen.schedule.timeline import on_stage
 from h2o_flexgen.schedule.weight_room import expert_bytes, experts_swap, group_bytes, streamed_sizes, weight_room
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """(what, bytes done, bytes in all)"""
@@ -133,7 +137,8 @@ def load(
     placement = plan.placement
     with ExitStack() as stack:
         on_disk = "disk" in {*placement.weights.values(), *placement.cache.values(), *placement.hidden.values()}
-        folder = stack.enter_context(OffloadDir(offload_dir)) if on_disk else None
+        keeps = config.offload_dir is not None and isinstance(source, QuantisingSource)
+        folder = stack.enter_context(OffloadDir(offload_dir)) if on_disk or keeps else None
         if folder is not None and _state_on_disk(plan):
             folder.require_free(_state_on_disk(plan), "the KV cache of a block")
         loading = _Loading(plan, source, folder, progress)
@@ -142,7 +147,7 @@ def load(
             stack.enter_context(_copies(each, partial(_traced, trace, number), number))
             for number, each in enumerate(tiers)
         ]
-        locations = loading.fill_memory(tiers)
+        locations = loading.fill_memory(tiers, engines[0])
         loading.find_on_disk(locations)
         loading.verify(locations)
         stages = []
@@ -204,11 +209,14 @@ class _Loading:
                     gpu.warm_up(torch_dtype(self._dtype))
         return tiers
 
-    def fill_memory(self, stages: SequenceOf[Tiers]) -> list[dict[str, WeightLocation]]:
-        """The groups in memory, stage by stage; those on the host are there once, however many stages use them."""
+    def fill_memory(self, stages: SequenceOf[Tiers], copies: CopyEngine) -> list[dict[str, WeightLocation]]:
+        """The groups in memory, stage by stage; those on the host are there once, however many stages use them.
+
+        `copies` reads what is packed in the offload folder."""
         locations: list[dict[str, WeightLocation]] = [{} for _ in stages]
         groups = [group for group in self._groups if self._where[group.key] != "disk"]
         total, done = sum(group.nbytes(self._dtype) for group in groups), 0
+        kept = self._kept(groups)
         for group in groups:
             layout, name = packed_layout(group, self._dtype), self._where[group.key]
             made: dict[Tier, WeightLocation] = {}
@@ -219,8 +227,9 @@ class _Loading:
                 if tier not in made:
                     room = group_bytes(group, self._dtype, "disk") if self._swaps(group) else layout.nbytes
                     buffer = tier.allocate(room, "weights")
-                    for tensor, view in views(layout, buffer.tensor).items():
-                        self._source.read_into(tensor, view)
+                    if not (group.key in kept and _read_kept(kept[group.key], buffer.tensor, copies)):
+                        for tensor, view in views(layout, buffer.tensor).items():
+                            self._source.read_into(tensor, view)
                     made[tier] = WeightLocation(name, layout, buffer=buffer)
                 own[group.key] = made[tier]
             done += group.nbytes(self._dtype)
@@ -229,6 +238,18 @@ class _Loading:
 
     def _swaps(self, group: WeightGroup) -> bool:
         return self._swap and ".experts." in group.key
+
+    def _kept(self, groups: SequenceOf[WeightGroup]) -> dict[str, PackedUnit]:
+        """The files in which weights that are packed while they are loaded are kept for later runs, by group."""
+        if self._folder is None or not isinstance(self._source, QuantisingSource) or self._source.dummy:
+            return {}
+        made = [group for group in groups if group.fewer_bits and ".experts." not in group.key]
+        note = partial(self._progress, "packing weights")
+        try:
+            return ensure_packed(made, self._source, self._dtype, self._folder, note, _state_on_disk(self._plan))
+        except StorageError as error:
+            log.warning("packed weights are not kept for later runs: %s", error)
+            return {}
 
     def find_on_disk(self, locations: SequenceOf[dict[str, WeightLocation]]) -> None:
         """Adds the groups on disk: straight out of the user's files where dtype and layout allow, else from our own
@@ -262,6 +283,20 @@ class _Loading:
         missing = self._where.keys() - {key for key, _ in found}
         if wrong or missing:
             raise PlanError(f"weights are not where the plan put them: {wrong or sorted(missing)}")
+
+
+def _read_kept(unit: PackedUnit, out: torch.Tensor, copies: CopyEngine) -> bool:
+    """Fills the bytes of a group from its file, which is removed if it is damaged: False then."""
+    nbytes, host = unit.layout.nbytes, out if out.device.type == "cpu" else torch.empty(len(out), dtype=torch.uint8)
+    try:
+        copies.read_extents(unit.extents, host[:nbytes], digest=unit.checksum).wait()
+    except StorageError as error:
+        log.warning("%s is packed again: %s", unit.layout.key, error)
+        discard(unit)
+        return False
+    if host is not out:
+        out[:nbytes].copy_(host[:nbytes])
+    return True
 
 
 def _copies(tiers: Tiers, trace: TraceCallback, number: int) -> CopyEngine:

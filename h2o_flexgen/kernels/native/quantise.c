@@ -3,14 +3,16 @@
    Of 4 bits, the least and greatest number of a group give a first scale (Sheng et al. 2023, "FlexGen", section 5). Then
    codes and line are improved in turns: for given codes the scale and low of the least squared error follow from a 2 x 2
    system; for a given line the nearest codes are best. Several ranges, each a bit narrower than the last, are tried as a
-   start, since a few outliers may be worth clipping. What has the least error with rounded scale and low is kept. */
+   start, since a few outliers may be worth clipping. What has the least error with rounded scale and low is kept.
+
+   An error counts by the weight of its input: how large that input is in the mean of its squares, where it is known. */
 
 #include <math.h>
 
 #include "simd.h"
 #include "team.h"
 
-enum { STARTS = 6, TURNS = 2, MOST_GROUP = 1024 };
+enum { STARTS = 6, TURNS = 2 };
 
 typedef struct {
     float scale, low;
@@ -31,19 +33,22 @@ static float from_bf16(bf16 x) {
 
 static Line rounded_line(Line line) { return (Line){from_bf16(to_bf16(line.scale)), from_bf16(to_bf16(line.low))}; }
 
-/* A group: n numbers, a multiple of LANES. Where there are fewer the last one is repeated, which counts for nothing. */
+/* A group: n numbers, a multiple of LANES, and what their errors weigh. Where there are fewer, the last is repeated and
+   weighs nothing. */
 typedef struct {
-    float x[MOST_GROUP] __attribute__((aligned(64))), codes[MOST_GROUP] __attribute__((aligned(64)));
-    int n, repeats;
+    float *x, *weight, *codes;
+    int n;
 } Group;
 
-static void load_group(Group *group, const float *x, int64_t n) {
+static void load_group(Group *group, const float *x, const float *weight, int64_t n) {
     group->n = (int)up(n, LANES);
-    group->repeats = group->n - (int)n;
-    for (int i = 0; i < group->n; i++) group->x[i] = x[least(i, n - 1)];
+    for (int i = 0; i < group->n; i++) {
+        group->x[i] = x[least(i, n - 1)];
+        group->weight[i] = i >= n ? 0 : weight ? weight[i] : 1;
+    }
 }
 
-/* The nearest codes, as floats, and the squared error. */
+/* The nearest codes, as floats, and the weighted squared error. */
 static float codes_for(Group *group, Line line, float top) {
     const __m512 low = _mm512_set1_ps(line.low), scale = _mm512_set1_ps(line.scale), most_code = _mm512_set1_ps(top);
     const __m512 step = _mm512_set1_ps(line.scale > 0 ? 1 / line.scale : 0);
@@ -54,36 +59,37 @@ static float codes_for(Group *group, Line line, float top) {
         const __m512 code = _mm512_min_ps(_mm512_max_ps(nearest, _mm512_setzero_ps()), most_code);
         const __m512 off = _mm512_sub_ps(_mm512_fmadd_ps(code, scale, low), x);
         _mm512_store_ps(group->codes + i, code);
-        error = _mm512_fmadd_ps(off, off, error);
+        error = _mm512_fmadd_ps(_mm512_mul_ps(off, off), _mm512_load_ps(group->weight + i), error);
     }
-    const float last = group->codes[group->n - 1] * line.scale + line.low - group->x[group->n - 1];
-    return _mm512_reduce_add_ps(error) - (float)group->repeats * last * last;
+    return _mm512_reduce_add_ps(error);
 }
 
-/* The line of the least squared error for the group's codes; `before` where they are all the same. */
+/* The line of the least weighted squared error for the group's codes; `before` where they are all the same. */
 static Line fitted(const Group *group, Line before) {
-    __m512 codes = _mm512_setzero_ps(), squares = codes, numbers = codes, products = codes;
+    __m512 weights = _mm512_setzero_ps(), codes = weights, squares = weights, numbers = weights, products = weights;
     for (int i = 0; i < group->n; i += LANES) {
         const __m512 x = _mm512_load_ps(group->x + i), code = _mm512_load_ps(group->codes + i);
-        codes = _mm512_add_ps(codes, code);
-        squares = _mm512_fmadd_ps(code, code, squares);
-        numbers = _mm512_add_ps(numbers, x);
-        products = _mm512_fmadd_ps(code, x, products);
+        const __m512 weight = _mm512_load_ps(group->weight + i), weighted = _mm512_mul_ps(weight, code);
+        weights = _mm512_add_ps(weights, weight);
+        codes = _mm512_add_ps(codes, weighted);
+        squares = _mm512_fmadd_ps(weighted, code, squares);
+        numbers = _mm512_fmadd_ps(weight, x, numbers);
+        products = _mm512_fmadd_ps(weighted, x, products);
     }
-    const float again = (float)group->repeats, n = (float)group->n - again;
-    const float last = group->codes[group->n - 1], last_x = group->x[group->n - 1];
-    const float c = _mm512_reduce_add_ps(codes) - again * last, cc = _mm512_reduce_add_ps(squares) - again * last * last;
-    const float x = _mm512_reduce_add_ps(numbers) - again * last_x;
-    const float cx = _mm512_reduce_add_ps(products) - again * last * last_x, det = n * cc - c * c;
+    const float n = _mm512_reduce_add_ps(weights), c = _mm512_reduce_add_ps(codes);
+    const float cc = _mm512_reduce_add_ps(squares), x = _mm512_reduce_add_ps(numbers);
+    const float cx = _mm512_reduce_add_ps(products), det = n * cc - c * c;
     if (!(det > 0)) return before;
     const Line line = {(n * cx - c * x) / det, (cc * x - c * cx) / det};
-    return line.scale > 0 ? line : before;
+    return line.scale > 0 && line.scale < INFINITY && fabsf(line.low) < INFINITY ? line : before;
 }
 
 /* Leaves the codes of the line that it returns. */
 static Line best_line(Group *group, float top, int searches) {
-    float low = group->x[0], high = group->x[0], least_error = INFINITY;
-    for (int i = 1; i < group->n; i++) low = fminf(low, group->x[i]), high = fmaxf(high, group->x[i]);
+    float low = INFINITY, high = -INFINITY, least_error = INFINITY;
+    for (int i = 0; i < group->n; i++)
+        if (group->weight[i] > 0) low = fminf(low, group->x[i]), high = fmaxf(high, group->x[i]);
+    if (low > high) low = high = group->x[0]; /* nothing weighs anything */
     Line best = rounded_line((Line){(high - low) / top, low});
     for (int start = 0; searches && high > low && start < STARTS; start++) {
         const float cut = 0.03f * (float)start * (high - low);
@@ -100,7 +106,7 @@ static Line best_line(Group *group, float top, int searches) {
 }
 
 typedef struct {
-    const float *x;
+    const float *x, *weight;
     uint8_t *codes;
     bf16 *scale, *low;
     int64_t rows, ins, group;
@@ -110,11 +116,14 @@ typedef struct {
 
 static void pack_four(const Quantisation *q, int64_t row) {
     const int64_t groups = (q->ins + q->group - 1) / q->group;
-    Group group;
+    const size_t size = (size_t)up(least(q->group, q->ins), LANES);
+    float x[size] __attribute__((aligned(64))), weight[size] __attribute__((aligned(64)));
+    float codes[size] __attribute__((aligned(64)));
+    Group group = {x, weight, codes, 0};
     for (int64_t g = 0; g < groups; g++) {
         const int64_t at = g * q->group;
         const int64_t n = least(q->group, q->ins - at);
-        load_group(&group, q->x + row * q->ins + at, n);
+        load_group(&group, q->x + row * q->ins + at, q->weight ? q->weight + at : NULL, n);
         const Line line = best_line(&group, 15, q->searches);
         q->scale[row * groups + g] = to_bf16(line.scale);
         q->low[row * groups + g] = to_bf16(line.low);
@@ -149,9 +158,10 @@ static void take_rows(void *task, int member) {
                 pack_eight(q, i);
 }
 
-/* x (rows, ins) float32, contiguous, as codes, scales and (of 4 bits) lows. `searches`: whether for the least error. */
-void quantise(const float *x, uint8_t *codes, bf16 *scale, bf16 *low, long rows, long ins, long group, int bits,
-              int searches, int threads) {
-    Quantisation q = {x, codes, scale, low, rows, ins, group ? group : ins, bits, searches, 0};
+/* x (rows, ins) float32, contiguous, as codes, scales and (of 4 bits) lows. `searches`: whether for the least error.
+   weight (ins), not negative: what the error of an input counts then, NULL for all the same. */
+void quantise(const float *x, const float *weight, uint8_t *codes, bf16 *scale, bf16 *low, long rows, long ins,
+              long group, int bits, int searches, int threads) {
+    Quantisation q = {x, weight, codes, scale, low, rows, ins, group ? group : ins, bits, searches, 0};
     team_run(take_rows, &q, threads);
 }
