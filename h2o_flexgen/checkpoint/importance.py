@@ -40,8 +40,8 @@ def kept_importance(
     """`models.importance` of the model of `spec` over `tokens` (n, S), computed in `dtype` on the tokens' device.
 
     Read from the offload folder where an earlier run has left it, else measured and left there. Waits for another run
-    that is measuring. Takes the memory of one unit. `progress` hears of the bytes read, and of all. Raises what `source`
-    raises, and UsageError for a folder that is not to be trusted.
+    that is measuring. Takes the memory of one unit. `progress` hears of the bytes read, and of all. Raises what
+    `source` raises, and UsageError for a folder that is not to be trusted.
     """
     digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()
     identity = f"{METHOD} {source.fingerprint} {dtype} {digest}"

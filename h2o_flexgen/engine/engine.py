@@ -66,9 +66,9 @@ class Engine:
         self.last_work = CountedWork()
         """The work of the last call: computed, read and moved."""
         self.on_progress: Progress = lambda what, done, total: None
-        """Called as a call proceeds: "compiling kernels" (the first on a machine), "measuring inputs", "loading weights" and
-        "packing weights" in bytes, "prefill" in tokens of its prompts, after each unit, and "generating" in new tokens,
-        before each step."""
+        """Called as a call proceeds: "compiling kernels" (the first on a machine), "measuring inputs", "loading
+        weights" and "packing weights" in bytes, "prefill" in tokens of its prompts, after each unit, and "generating"
+        in new tokens, before each step."""
         self.planner = planner
         self.on_plan: Callable[[Plan], None] = lambda plan: None
         """Called with each plan before anything is done for it."""

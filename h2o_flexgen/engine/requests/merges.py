@@ -107,7 +107,7 @@ def _read(path: Path, count: int) -> NDArray[np.int32] | None:
             pairs.dtype == np.int32
             and pairs.ndim == 2
             and pairs.shape[1] == 2
-            and ((0 <= pairs) & (pairs < count)).all()
+            and ((pairs >= 0) & (pairs < count)).all()
         ):
             return pairs  # type: ignore[no-any-return]
         log.warning("%s cannot be used: merges are looked for again", path)
