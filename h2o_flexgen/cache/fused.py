@@ -28,9 +28,14 @@ class FusedStep:
     """
 
     def __init__(
-        self, lengths: CacheLengths, slots: CacheSlots, size: tuple[int, int, int, int], triton: bool, bits: int
+        self,
+        lengths: CacheLengths,
+        slots: CacheSlots,
+        size: tuple[int, int, int, int],
+        triton: bool,
+        packings: tuple[CachePacking, CachePacking] | None,
     ) -> None:
-        """`size`: rows, kv_heads, capacity, dim; `bits` of K and V, 16 where they are not packed."""
+        """`size`: rows, kv_heads, capacity, dim; `packings` of K and V, None where they are not packed."""
         self._lengths, self._slots, self._size = lengths, slots, size
         scored = slots if isinstance(slots, ScoredSlots) else None
         adds = False if scored is None else scored.adds
@@ -48,13 +53,13 @@ class FusedStep:
             device, window = lengths.device, lengths.window
             made = TritonAttend(rules, size, device, window=window, ranking=ranking, adds=bool(adds))
             self._kernel, self.attach = made, made.attach
-            if bits != 16:
-                packing = CachePacking(bits, size[3])
+            if packings is not None:
+                packing = packings[0]
                 self.attach = lambda k, v: made.attach_packed(parts_of(k, packing), parts_of(v, packing))
             self._number = torch.full(size[:2], lengths.step, device=device)
         else:
             table = lengths.once(f"table of rules, {ranked}", lambda: torch.tensor(rules))
-            how: dict[str, Any] = {"window": lengths.window, "ranking": ranking, "adds": bool(adds), "bits": bits}
+            how: dict[str, Any] = {"window": lengths.window, "ranking": ranking, "adds": bool(adds), "packings": packings}
             masks = scored.table[1] if lengths.hides and scored is not None else None
             native = self._kernel = NativeAttend(table, size, masks=masks, **how)
             self.attach = native.attach
@@ -65,13 +70,20 @@ class FusedStep:
         self.detach = self._kernel.detach
 
     @classmethod
-    def of(cls, lengths: CacheLengths, slots: CacheSlots, kv: Tensor, q: Tensor, bits: int) -> FusedStep | None:
-        """For a cache with K or V `kv` (b, kv_heads, capacity, dim) or packed in `bits`, asked by q (b, heads, dim).
+    def of(
+        cls,
+        lengths: CacheLengths,
+        slots: CacheSlots,
+        kv: Tensor,
+        q: Tensor,
+        packings: tuple[CachePacking, CachePacking] | None,
+    ) -> FusedStep | None:
+        """For a cache with K or V `kv` (b, kv_heads, capacity, dim), or packed ones, asked by q (b, heads, dim).
 
         None where no kernel takes that.
         """
         (rows, kv_heads, capacity, _), heads, dim = kv.shape, q.shape[1], q.shape[2]
-        dtype = kv.dtype if bits == 16 else q.dtype
+        dtype = kv.dtype if packings is None else q.dtype
         triton = triton_available.serves(kv.device)
         if lengths.hides and triton:
             return None  # its kernel hides sinks alone
@@ -79,11 +91,12 @@ class FusedStep:
             from h2o_flexgen.kernels import triton_decode  # imports Triton, which is not there on every machine
 
             fits = dtype in triton_decode.DTYPES and dim <= triton_decode.MAX_DIM
-            fits = fits and (bits == 16 or dim % triton_decode.PACKED_MULTIPLE == 0)
+            if packings is not None:
+                fits = fits and dim % triton_decode.PACKED_MULTIPLE == 0 and packings[0] == packings[1]
             fits = fits and heads // kv_heads <= triton_decode.MAX_GROUP
         else:
             fits = available(dtype, dim, kv.device)
-        return cls(lengths, slots, (rows, kv_heads, capacity, dim), triton, bits) if fits else None
+        return cls(lengths, slots, (rows, kv_heads, capacity, dim), triton, packings) if fits else None
 
     @property
     def repeats(self) -> bool:

@@ -17,7 +17,7 @@ from h2o_flexgen.cache.ring_slots import CacheSlots, RingSlots, Rows
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.cache.vectors import index_of, move_down, rolled, select
 from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.config.model.packing import EXPANDED, CachePacking
+from h2o_flexgen.config.model.packing import EXPANDED, CacheBits, CachePacking, cache_packings
 from h2o_flexgen.kernels import decode_attention
 from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.prompt import keep_prompts, keeps
@@ -28,47 +28,48 @@ from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PackedPrompts
 class CacheShape:
     """Extent of K and of V: (batch, kv_heads, capacity, head_dim). `capacity` counts slots, see `slots_needed`.
 
-    With `bits` 8 or 4 keys and values are packed, see `CachePacking`: tensors of K and V are then uint8, and their last
-    dimension is the bytes of one.
+    With `bits` of 8 or 4 keys and values are packed, see `CachePacking`: tensors of K and V are then uint8, and their
+    last dimension is the bytes of one.
     """
 
     batch: int
     kv_heads: int
     head_dim: int
     capacity: int
-    bits: int = 16
+    bits: CacheBits = 16
 
     @classmethod
-    def of(cls, budgets: Sequence[Budget], kv_heads: int, head_dim: int, bits: int = 16) -> CacheShape:
+    def of(cls, budgets: Sequence[Budget], kv_heads: int, head_dim: int, bits: CacheBits = 16) -> CacheShape:
         """The smallest cache for rows with these budgets."""
         return cls(len(budgets), kv_heads, head_dim, slots_needed(budgets), bits)
 
     @property
-    def packing(self) -> CachePacking | None:
-        """How a key or a value is kept; None: as its numbers."""
-        return None if self.bits == 16 else CachePacking(self.bits, self.head_dim)
+    def packings(self) -> tuple[CachePacking, CachePacking] | None:
+        """How a key and a value are kept; None: as their numbers."""
+        return cache_packings(self.bits, self.head_dim)
 
     @property
-    def size(self) -> tuple[int, int, int, int]:
+    def sizes(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
         """Of K's tensor, and of V's."""
-        packing = self.packing
-        return self.batch, self.kv_heads, self.capacity, self.head_dim if packing is None else packing.nbytes
+        packings, slots = self.packings, (self.batch, self.kv_heads, self.capacity)
+        keys, values = (self.head_dim,) * 2 if packings is None else (packing.nbytes for packing in packings)
+        return (*slots, keys), (*slots, values)
 
     def kept(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of K and V, where `dtype` is the computation's."""
-        return dtype if self.bits == 16 else torch.uint8
+        return dtype if self.packings is None else torch.uint8
 
     def computed(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that K and V of `dtype` are computed in; packed ones may be with any."""
-        return dtype if self.bits == 16 else torch.float32
+        return dtype if self.packings is None else torch.float32
 
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of K and V together."""
-        return 2 * prod(self.size) * self.kept(dtype).itemsize
+        return sum(map(prod, self.sizes)) * self.kept(dtype).itemsize
 
     def buffers(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """A K and a V of this shape, zeros."""
-        k, v = (torch.zeros(self.size, dtype=self.kept(dtype), device=device) for _ in range(2))
+        k, v = (torch.zeros(size, dtype=self.kept(dtype), device=device) for size in self.sizes)
         return k, v
 
 
@@ -118,7 +119,7 @@ class KVCache:
             raise ValueError(f"{len(limits)} budgets and {len(row_ids)} row ids for {shape.batch} rows")
         if shape.capacity < max(limits):
             raise ValueError(f"{shape.capacity} slots are too few, these budgets need {max(limits)}")
-        self.shape, self._packing = shape, shape.packing
+        self.shape, self._packings = shape, shape.packings
         self.statistic = policy.statistic if self._lengths.chooses else "none"
         self._policy, self._layer, self._row_ids = policy, layer, list(row_ids)
         self._slots: CacheSlots
@@ -173,14 +174,13 @@ class KVCache:
 
     def attach(self, k: Tensor, v: Tensor) -> None:
         """Work on these contiguous buffers from now on: what the cache holds, or anything finite before `fill`."""
-        size = self.shape.size
-        for name, buffer in (("K", k), ("V", v)):
+        for name, buffer, size in zip("KV", (k, v), self.shape.sizes, strict=True):
             if buffer.shape != size or not buffer.is_contiguous() or buffer.device != self.device:
                 found = f"{name} {tuple(buffer.shape)} on {buffer.device}"
                 raise ValueError(f"{found}: needed contiguous {size} on {self.device}")
         self.k, self.v = k, v
         self._reads_occupied = available(self.shape.computed(k.dtype), self.shape.head_dim, self.device)
-        self._flat_k, self._flat_v = k.view(-1, size[-1]), v.view(-1, size[-1])
+        self._flat_k, self._flat_v = k.view(-1, k.shape[-1]), v.view(-1, v.shape[-1])
         if self._fused is not None:
             self._fused.attach(k, v)
 
@@ -218,11 +218,11 @@ class KVCache:
             for i, (buffer, own) in enumerate(zip(self._buffers(), (k, v), strict=True)):
                 shared = None if past is None else past[i]
                 if kept is not None:
-                    buffer[target, :, :held] = self._stored(select(own[source], shared, kept))
+                    buffer[target, :, :held] = self._stored(i, select(own[source], shared, kept))
                 else:
-                    buffer[target, :, before:held] = self._stored(own[source])
+                    buffer[target, :, before:held] = self._stored(i, own[source])
                     if shared is not None:
-                        buffer[target, :, :before] = self._stored(shared)
+                        buffer[target, :, :before] = self._stored(i, shared)
                 if not self._reads_occupied:
                     buffer[target, :, held:] = 0
 
@@ -270,11 +270,11 @@ class KVCache:
         for row in prompts.rows:
             self._lengths.fill(row.place, row.length)
         window, table = self._lengths.window, self._slots.table
-        keep_prompts(prompts, KeysValues(k, v), self._buffers(), window, column_sums, table, bits=self.shape.bits)
+        keep_prompts(prompts, KeysValues(k, v), self._buffers(), window, column_sums, table, self._packings)
 
-    def _stored(self, x: Tensor) -> Tensor:
-        """Keys or values (..., head_dim) as the buffers hold them."""
-        return x if self._packing is None else pack(x, self._packing)
+    def _stored(self, part: int, x: Tensor) -> Tensor:
+        """Keys (part 0) or values (1) (..., head_dim) as the buffers hold them."""
+        return x if self._packings is None else pack(x, self._packings[part])
 
     def _buffers(self) -> KeysValues:
         if self.k is None or self.v is None:
@@ -304,7 +304,7 @@ class KVCache:
             self._start(*buffers, q, table is not None, sink_logits is not None)
         held = None
         if self._slots.scores_keys:
-            held = k if self._packing is None else expand(self._stored(k), self._packing, k.dtype)
+            held = k if self._packings is None else expand(self._stored(0, k), self._packings[0], k.dtype)
         if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
@@ -343,7 +343,7 @@ class KVCache:
         self._lengths.start()
         self._slots.start(rolling)
         torch_only = rolling or (sinks and self.device.type != "cpu")
-        self._fused = None if torch_only else FusedStep.of(self._lengths, self._slots, k, q, self.shape.bits)
+        self._fused = None if torch_only else FusedStep.of(self._lengths, self._slots, k, q, self._packings)
         if self._fused is not None:
             self._fused.attach(k, v)
         elif self._reads_occupied:  # so that nothing was zeroed
@@ -353,9 +353,9 @@ class KVCache:
     def _held(self, length: int, dtype: torch.dtype) -> KeysValues:
         """Keys and values in the first `length` slots, (b, kv_heads, length, d)."""
         k, v = (buffer.narrow(2, 0, length) for buffer in self._buffers())
-        if self._packing is None:
+        if self._packings is None:
             return KeysValues(k, v)
-        return KeysValues(expand(k, self._packing, dtype), expand(v, self._packing, dtype))
+        return KeysValues(expand(k, self._packings[0], dtype), expand(v, self._packings[1], dtype))
 
     def _attend(
         self,
@@ -369,8 +369,8 @@ class KVCache:
     ) -> Tensor:
         """A step in torch operations, on any device."""
         slot = self._last = self._slots.allocate(held)
-        for buffer, flat, new in zip(self._buffers(), (self._flat_k, self._flat_v), (k, v), strict=True):
-            stored = self._stored(new)
+        for i, (buffer, flat) in enumerate(zip(self._buffers(), (self._flat_k, self._flat_v), strict=True)):
+            stored = self._stored(i, (k, v)[i])
             if isinstance(slot, int):
                 buffer.select(2, slot).copy_(stored)
             else:
@@ -401,8 +401,10 @@ class KVCache:
     ) -> DecodeAttention:
         """Of some rows, None: of all, over the first `width` slots."""
         keys, values = (_some(buffer, rows).narrow(2, 0, width) for buffer in self._buffers())
-        if self._packing is not None:
-            keys, values = (expand(held, self._packing, q.dtype) for held in (keys, values))
+        if self._packings is not None:
+            keys, values = (
+                expand(held, packing, q.dtype) for held, packing in zip((keys, values), self._packings, strict=True)
+            )
         asked, seen = _some(q, rows), None if valid is None else _some(valid, rows)
         if table is not None:
             newest, ranks = _some(self._lengths.newest_ranks, rows), _some(self._slots.ranks(width), rows)
@@ -412,7 +414,7 @@ class KVCache:
     def _together(self, width: int) -> list[slice | None]:
         """The rows that are attended to at once: all, or as many as may be expanded at a time."""
         batch = some = self.shape.batch
-        if self._packing is not None:
+        if self._packings is not None:
             some = max(1, EXPANDED // (self.shape.kv_heads * width * self.shape.head_dim))
         return [None] if some >= batch else [slice(row, row + some) for row in range(0, batch, some)]
 

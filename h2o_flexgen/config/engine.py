@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from h2o_flexgen.config.checks import known_keys, whole
 from h2o_flexgen.config.eviction import EvictionConfig
-from h2o_flexgen.config.flags import option
+from h2o_flexgen.config.flags import between_commas, option, with_commas
+from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import DTYPES
 from h2o_flexgen.config.offload import OffloadPolicy
@@ -40,6 +42,18 @@ def _checked_size(text: str) -> str:
     return text
 
 
+def _cache_bits(text: str) -> CacheBits:
+    try:
+        bits = tuple(int(word) for word in between_commas(text))
+    except ValueError:
+        raise UsageError(f"{text!r} is not a number of bits", "needed 16, 8, 4, or two of 8 and 4") from None
+    return bits[0] if len(bits) == 1 else bits  # type: ignore[return-value]
+
+
+def _shown_bits(bits: CacheBits) -> str:
+    return with_commas(bits) if isinstance(bits, tuple) else str(bits)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """The settings of `LLM`. Sizes are given as bytes or text ("8GiB", a bare number counts GiB) and kept in bytes.
@@ -53,7 +67,7 @@ class EngineConfig:
     allow_compress  whether a planner that knows the machine's rates chooses among these bits
     weight_group  inputs that share a scale then
     weight_importance  whether weights of 4 bits are rounded by which inputs matter, measured once
-    cache_bits    16, or 8 or 4: keys and values are packed as they come into their caches
+    cache_bits    16, or 8 or 4: keys and values are packed as they come into their caches; a pair: of each
     dequantize    whether matrices that a checkpoint has packed are expanded to `dtype` while they are loaded
     gpu_mem, cpu_mem, disk_mem   caps per tier, that of the gpu for each GPU; None: what the machine has free
     emulate_gpu   capacity of a gpu tier in host memory, None for none
@@ -83,7 +97,14 @@ class EngineConfig:
         True, "--weight-importance", help="measure which inputs matter before weights are packed in 4 bits, once"
     )
     allow_compress: bool = option(False, "--allow-compress", help="let the search choose 16, 8 or 4 bits for weights")
-    cache_bits: int = option(16, "--cache-bits", help="16, or 8 or 4: of keys and values in caches", metavar="N")
+    cache_bits: CacheBits = option(
+        16,
+        "--cache-bits",
+        help="16, or 8 or 4: of keys and values in caches; 8,4: of keys, and of values",
+        metavar="N",
+        parse=_cache_bits,
+        show=_shown_bits,
+    )
     dequantize: bool = option(False, "--dequantize", help="expand weights that the checkpoint has packed")
     device: str = option("auto", "--device", help="auto, cpu, cuda", metavar="DEVICE")
     gpu_mem: int | None = _size("--gpu-mem", help="memory the run may use of each GPU")
@@ -121,9 +142,12 @@ class EngineConfig:
         _one_of("weights", self.weights, WEIGHTS)
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("device", self.device, DEVICES)
-        for name in ("weight_bits", "cache_bits"):
-            if getattr(self, name) not in BITS:
-                raise UsageError(f"{name} is {getattr(self, name)!r}", f"needed one of {', '.join(map(str, BITS))}")
+        if self.weight_bits not in BITS:
+            raise UsageError(f"weight_bits is {self.weight_bits!r}", f"needed one of {', '.join(map(str, BITS))}")
+        if isinstance(self.cache_bits, list):  # as JSON has pairs
+            object.__setattr__(self, "cache_bits", tuple(self.cache_bits))
+        if self.cache_bits not in (*BITS, *product(BITS[1:], repeat=2)):
+            raise UsageError(f"cache_bits is {self.cache_bits!r}", "needed 16, 8, 4, or two of 8 and 4: keys, values")
         group = whole(self.weight_group, "weight_group", 32)
         if group & (group - 1) or group > LARGEST_GROUP:
             raise UsageError(f"weight_group is {group}", f"needed a power of two from 32 to {LARGEST_GROUP}")

@@ -226,7 +226,7 @@ class Compute:
         if block.request.eviction.rolling_positions:
             # Keys are turned (five passes) by angles that are looked up, cosines and sines of half a head each (two).
             # Packed ones, and values, are expanded before: read, and written.
-            passes = 7 / 2 if spec.cache_packing is None else 7 / 2 + 2
+            passes = 7 / 2 if spec.cache_packings is None else 7 / 2 + 2
             parts["elementwise"] = passes * rows * width * spec.computed_kv_bytes(dtype) / rates.elementwise_bytes_per_s
         return parts
 
@@ -244,7 +244,7 @@ class Compute:
     def _new_tokens(self, batch: int) -> float:
         """Copying one token of each row out of a cache that moves, or into it, by an index of each number or byte."""
         block = self._block
-        size = block.itemsize if block.spec.cache_packing is None else 1
+        size = block.itemsize if block.spec.cache_packings is None else 1
         nbytes = block.rows[batch] * block.spec.kv_bytes_per_token_and_layer(block.request.dtype)
         return self._elementwise(nbytes * (2 + 8 / size))
 

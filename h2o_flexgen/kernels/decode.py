@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels.native import fields, function, library
 from h2o_flexgen.kernels.types import Ranking, SlotRule
 
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 """Of keys, values and queries."""
-PIECE_GROUP = 64
-"""Numbers of a packed key or value that share a scale, see pieces.h."""
 MAX_DIM = 256
 """Numbers per head."""
 
@@ -23,7 +22,7 @@ class _DecodeTask(ctypes.Structure):
     """The argument of `attend_step`, as attend.c describes it."""
 
     _fields_ = fields(
-        "q rows kv_heads group capacity dim bf16 bits threads step window adds masks",
+        "q rows kv_heads group capacity dim bf16 k_bits v_bits threads step window adds masks",
         "d scale",
         "P k v out",
         "P new_q",
@@ -64,14 +63,14 @@ class NativeAttend:
         ranking: Ranking | None = None,
         adds: bool = False,
         masks: Tensor | None = None,
-        bits: int = 16,
+        packings: tuple[CachePacking, CachePacking] | None = None,
     ) -> None:
         """As `DecodeStep` says; rules may be (rows, 8) int64. ValueError where there is no kernel, see `available`.
 
         masks: positions, as a ranking has them, where slots may hold tokens that have left the window, beside the sinks
         that rules hide.
 
-        With `bits` 8 or 4 K and V are packed, uint8 (rows, kv_heads, capacity, bytes of a piece).
+        With `packings` K and V are packed so, uint8 (rows, kv_heads, capacity, bytes of a piece).
         """
         if library() is None or len(rules) != size[0] or size[3] > MAX_DIM:
             raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: see `available`")
@@ -85,8 +84,9 @@ class NativeAttend:
         self._step.rule, self._step.used = self._rules.data_ptr(), self.used.data_ptr()
         self._step.window, self._step.adds = window or 0, adds
         self._masks, self._step.masks = masks, masks is not None and window is not None
-        self._packed = bits != 16
-        self._step.bits = bits if self._packed else 0
+        self._packings = packings
+        if packings is not None:
+            self._step.k_bits, self._step.v_bits = (packing.bits for packing in packings)
         if ranking is not None:
             self._step.score, self._step.pos = ranking.score.data_ptr(), ranking.pos.data_ptr()
             self._step.next = ranking.free.data_ptr()
@@ -99,16 +99,14 @@ class NativeAttend:
 
     def attach(self, k: Tensor, v: Tensor) -> None:
         """See `DecodeStep`. ValueError for a dtype not in `DTYPES`, another size, and what is not contiguous."""
-        size = self._size
-        dtypes: tuple[torch.dtype, ...] = DTYPES
-        if self._packed:
-            piece = self._size[3] * self._step.bits // 8 + 4 * -(-self._size[3] // PIECE_GROUP)
-            size, dtypes = (*self._size[:3], piece), (torch.uint8,)
+        sizes, dtypes = [self._size] * 2, DTYPES
+        if self._packings is not None:
+            sizes, dtypes = [(*self._size[:3], packing.nbytes) for packing in self._packings], (torch.uint8,)
         if k.dtype not in dtypes or v.dtype != k.dtype:
             raise ValueError(f"K is {k.dtype} and V {v.dtype}: needed one of {dtypes}")
-        if not all(x.shape == size and x.is_contiguous() for x in (k, v)):
-            raise ValueError(f"K is {tuple(k.shape)}, V {tuple(v.shape)}: needed {size}, contiguous")
-        if not self._packed:
+        if not all(x.shape == size and x.is_contiguous() for x, size in zip((k, v), sizes, strict=True)):
+            raise ValueError(f"K is {tuple(k.shape)}, V {tuple(v.shape)}: needed {sizes}, contiguous")
+        if self._packings is None:
             self._compute_in(k.dtype)
         self._kv = k, v
         self._step.k, self._step.v = k.data_ptr(), v.data_ptr()
@@ -136,7 +134,7 @@ class NativeAttend:
         """See `DecodeStep`. `number` is a whole number. MemoryError where a few KiB are not to be had."""
         if isinstance(number, Tensor):
             raise TypeError("this kernel is told its step: it takes no tensor for it")
-        if self._packed and qkv[0].dtype is not self._dtype and qkv[0].dtype in DTYPES:
+        if self._packings is not None and qkv[0].dtype is not self._dtype and qkv[0].dtype in DTYPES:
             self._compute_in(qkv[0].dtype)
         q, k, v = (self._fit(x) for x in qkv)
         heads, step = q.shape[1], self._step

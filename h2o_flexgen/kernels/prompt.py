@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import torch_attention, triton_available
 from h2o_flexgen.kernels.native import fields, function, library
@@ -45,7 +46,7 @@ class _KeepTask(Structure):
         "P k v",
         "q k_token k_head v_token v_head",
         "P to_k to_v sums score pos rows",
-        "q count kv_heads capacity dim bits wide window threads",
+        "q count kv_heads capacity dim k_bits v_bits wide window threads",
     )
 
 
@@ -217,13 +218,13 @@ def keep_prompts(
     window: int | None,
     sums: Tensor | None = None,
     ranks: tuple[Tensor, Tensor] | None = None,
-    bits: int = 16,
+    packings: tuple[CachePacking, CachePacking] | None = None,
 ) -> None:
     """Chooses what stays of `prompts`, and moves it into the first slots of their rows of a cache, in time order.
 
     packed: K and V (T, kv_heads, d), the last dimension contiguous; cache: K and V (rows, kv_heads, capacity, d) of the
-    same dtype, contiguous; nothing is written behind what stays. With `bits` 8 or 4 the cache is uint8, and its last
-    dimension the bytes of a packed key or value. window: tokens that a query sees, itself included.
+    same dtype, contiguous; nothing is written behind what stays. With `packings` the cache is uint8, and its last
+    dimension the bytes of a packed key, or value. window: tokens that a query sees, itself included.
     sums (T kv_heads,) float32: scores, (kv_heads, length) of a prompt from its `first` x kv_heads on; None: none has
     heavy tokens to choose. ranks, with sums: score and position of every slot, (rows, kv_heads, capacity) float32 and
     int32; those of these rows are overwritten, with +inf and -1 in empty slots, and +inf for sinks.
@@ -231,9 +232,12 @@ def keep_prompts(
     Raises ValueError where that does not fit together, MemoryError where a few KiB are not to be had.
     """
     rows, kv_heads, capacity, piece = cache.k.shape
-    dim, kept = (piece, cache.k.dtype) if bits == 16 else (packed.k.shape[-1], packed.k.dtype)
+    dim, kept = (piece, cache.k.dtype) if packings is None else (packed.k.shape[-1], packed.k.dtype)
+    pieces = (piece, piece) if packings is None else tuple(packing.nbytes for packing in packings)
     fits = all(x.shape[1:] == (kv_heads, dim) and x.dtype == kept for x in packed)
-    alike = cache.v.shape == cache.k.shape and cache.v.dtype == cache.k.dtype
+    slots = rows, kv_heads, capacity
+    alike = all(x.shape == (*slots, each) for x, each in zip(cache, pieces, strict=True))
+    alike = alike and cache.v.dtype == cache.k.dtype
     if library() is None or not (fits and alike) or min(map(len, packed)) < prompts.tokens:
         raise ValueError(f"K {tuple(packed.k.shape)} for a cache of {tuple(cache.k.shape)}, {prompts.tokens} tokens")
     if prompts.places > rows or prompts.slots > capacity or (sums is None) != (ranks is None):
@@ -251,7 +255,9 @@ def keep_prompts(
         task.sums, task.score, task.pos = sums.data_ptr(), ranks[0].data_ptr(), ranks[1].data_ptr()
     task.rows, task.count = prompts.table.data_ptr(), len(prompts.table)
     task.kv_heads, task.capacity = kv_heads, capacity
-    task.dim, task.bits, task.wide = dim, 0 if bits == 16 else bits, size == 4
+    task.dim, task.wide = dim, size == 4
+    if packings is not None:
+        task.k_bits, task.v_bits = (packing.bits for packing in packings)
     task.window, task.threads = window or 0, torch.get_num_threads()
     if function("keep_prompts", "P", "i")(byref(task)):
         raise MemoryError("no memory for the positions that stay")

@@ -180,7 +180,8 @@ def _bits(quantization: Mapping[str, Any]) -> str:
         group = f" in groups of {weights['group']}" if weights["group"] else ""
         parts.append(f"weights of {weights['bits']:g} bits{group} ({weights['format']})")
     if cache:
-        parts.append(f"KV cache of {cache['bits']} bits in groups of {cache['group']}")
+        bits = cache["bits"] if isinstance(cache["bits"], int) else "{} and {}".format(*cache["bits"])
+        parts.append(f"KV cache of {bits} bits in groups of {cache['group']}")
     return ", ".join(parts)
 
 

@@ -149,7 +149,7 @@ def decode_attention(block: BlockShape) -> int:
     if block.rolling:
         rolled = block.heads * slots * (2 * spec.head_dim * size + 8) + 6 * slots * sum(block.rotary_dims) * 4
     expanded = 0
-    if spec.cache_packing is not None:
+    if spec.cache_packings is not None:
         row = spec.num_kv_heads * slots * spec.head_dim
         expanded = min(block.rows * row, max(row, EXPANDED)) * (2 * size + 16)
     return block.rows * slots * (spec.num_heads * (8 + size) + 16 * spec.num_kv_heads) + rolled + expanded
@@ -212,7 +212,7 @@ def _up(count: int, multiple: int) -> int:
 def _fill(block: BlockShape) -> int:
     """To choose from the prompt what stays: ranks, four int64 (b, kv_heads, P); then for K or V the tokens to choose
     from, those that rows share once, (P + 2 t, G), and the chosen (b, C, G). And what torch takes to pack some."""
-    packing = 0 if block.spec.cache_packing is None else 20 * EXPANDED
+    packing = 0 if block.spec.cache_packings is None else 20 * EXPANDED
     if not block.evicts:
         return packing
     kv = block.spec.num_kv_heads * block.spec.head_dim * block.size

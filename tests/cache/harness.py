@@ -13,6 +13,7 @@ from torch import Tensor
 from h2o_flexgen.cache import CacheShape, EvictionPolicy, KVCache, make_policy
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, RankedPolicy
 from h2o_flexgen.config.eviction import SPLITS, Budget, EvictionConfig
+from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.kernels import PrefillAttention, prefill_attention
 from tests.oracles.eviction import EvictionOracle
 from tests.oracles.packed import rounding
@@ -84,7 +85,7 @@ class CacheRun:
         device: str = "cpu",
         window: int | None = None,
         turning: Turning | None = None,
-        bits: int = 16,
+        bits: CacheBits = 16,
     ) -> None:
         self.streams, self.dtype, self.device = list(streams), dtype, device
         self.window, self.turning = window, turning
@@ -213,7 +214,7 @@ def compare(
     layer: int = 0,
     window: int | None = None,
     turning: Turning | None = None,
-    bits: int = 16,
+    bits: CacheBits = 16,
 ) -> int:
     """Run cache and oracles; returns how many (row, head, step) were compared, the rest being too close to call."""
     ids = [3 * row + 1 for row in range(len(streams))]

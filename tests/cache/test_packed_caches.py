@@ -10,19 +10,20 @@ from hypothesis import strategies as st
 from h2o_flexgen.cache import CacheShape, KVCache, make_policy
 from h2o_flexgen.cache.packing import expand, pack
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
-from h2o_flexgen.config.model.packing import EXPANDED, CachePacking
+from h2o_flexgen.config.model.packing import EXPANDED, CacheBits, CachePacking, cache_packings
 from tests.cache.harness import CacheRun, Turning, budget_of, compare, make_stream
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import torch_generator
 
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 WAYS = {"absolute": (None, None), "windowed": (11, None), "rolling": (None, Turning(2))}
+KINDS: tuple[CacheBits, ...] = (4, 8, (8, 4), (4, 8))
 each_kind = pytest.mark.parametrize("bits", [4, 8])
 CASES = [
     pytest.param(row, bits, *WAYS[way], id=f"{row.name}-{way}-{bits}")
     for i, row in enumerate(POLICIES)
     for j, way in enumerate(WAYS)
-    for bits in ((4, 8)[(i + j) % 2],)
+    for bits in (KINDS[(i + 3 * j) % 4],)
     if not (row.name == "full" and way == "windowed")
 ]
 """Every policy in every way; policies and ways with both kinds of bits."""
@@ -30,7 +31,7 @@ CASES = [
 
 @pytest.mark.parametrize(("policy", "bits", "window", "turning"), CASES)
 def test_every_policy_equals_its_oracle(
-    policy: PolicyRow, bits: int, window: int | None, turning: Turning | None
+    policy: PolicyRow, bits: CacheBits, window: int | None, turning: Turning | None
 ) -> None:
     steps, config = 40, policy.eviction()
     streams = [make_stream(prompt, steps, group=2, d=8, seed=prompt) for prompt in (3, 17, 17, 30)]
@@ -50,25 +51,27 @@ def test_every_policy_equals_its_oracle(
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 5),
     d=st.sampled_from([4, 12, 32, 64, 68, 96, 128, 200, 256]),
-    bits=st.sampled_from([4, 8]),
+    bits=st.sampled_from(KINDS),
     seed=st.integers(0, 2**40),
 )
 def test_heads_of_any_size(
-    policy: PolicyRow, prompts: list[int], kv_heads: int, group: int, d: int, bits: int, seed: int
+    policy: PolicyRow, prompts: list[int], kv_heads: int, group: int, d: int, bits: CacheBits, seed: int
 ) -> None:
     """Groups that are short, and last groups that are; the cache beside one that attends to numbers rounded by hand."""
     streams = [make_stream(prompt, 6, kv_heads, group, d, seed + row) for row, prompt in enumerate(prompts)]
     budgets = [budget_of(policy, max(2, prompt // 2), prompt, 6) for prompt in prompts]
-    run, packing = CacheRun(streams, budgets, make_policy(policy.eviction()), bits=bits), CachePacking(bits, d)
+    run, packings = CacheRun(streams, budgets, make_policy(policy.eviction()), bits=bits), cache_packings(bits, d)
+    assert packings is not None
+    keys, values = packings
     plain = CacheRun(streams, budgets, make_policy(policy.eviction()))
     assert run.cache.k is not None
     assert run.cache.v is not None
     assert plain.cache.k is not None
     assert plain.cache.v is not None
-    plain.cache.k.copy_(expand(run.cache.k, packing, torch.float32))
-    plain.cache.v.copy_(expand(run.cache.v, packing, torch.float32))
+    plain.cache.k.copy_(expand(run.cache.k, keys, torch.float32))
+    plain.cache.v.copy_(expand(run.cache.v, values, torch.float32))
     plain.streams = [
-        s._replace(k=expand(pack(s.k, packing), packing, s.k.dtype), v=expand(pack(s.v, packing), packing, s.v.dtype))
+        s._replace(k=expand(pack(s.k, keys), keys, s.k.dtype), v=expand(pack(s.v, values), values, s.v.dtype))
         for s in streams
     ]
     for _ in range(6):
@@ -93,9 +96,11 @@ def test_any_dtype_attends_to_them(policy: PolicyRow, bits: int, dtype: torch.dt
 
 def test_bytes_of_a_cache() -> None:
     shape = CacheShape(3, 2, 80, 10, bits=4)
-    assert shape.size == (3, 2, 10, 40 + 2 * 2 * 2), "codes, and a scale and a low for each of two groups"
+    assert set(shape.sizes) == {(3, 2, 10, 40 + 2 * 2 * 2)}, "codes, and a scale and a low for each of two groups"
     assert shape.nbytes(torch.bfloat16) == sum(part.nbytes for part in shape.buffers(torch.bfloat16))
-    assert CacheShape(3, 2, 80, 10, bits=8).size[-1] == 88
+    both = CacheShape(3, 2, 80, 10, bits=(8, 4))
+    assert [size[-1] for size in both.sizes] == [88, 48]
+    assert both.nbytes(torch.bfloat16) == sum(part.nbytes for part in both.buffers(torch.bfloat16)) == 60 * (88 + 48)
     with pytest.raises(ValueError, match="a multiple of 4"):
         CachePacking(4, 6)
 
@@ -123,8 +128,8 @@ def test_rows_that_are_attended_to_in_parts(
     assert runs[0].kept() == runs[1].kept()
 
 
-@each_kind
-def test_packed_rows_move_down(bits: int) -> None:
+@pytest.mark.parametrize("bits", KINDS)
+def test_packed_rows_move_down(bits: CacheBits) -> None:
     """Rows that go on in another cache, in the memory of the one before, as they were."""
     config = EvictionConfig("h2o", budget=9)
     streams = [make_stream(prompt, 20, group=2, d=64, seed=prompt) for prompt in (12, 30, 17)]

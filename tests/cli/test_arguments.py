@@ -69,6 +69,7 @@ def test_fewer_bits_by_flexgens_names() -> None:
     engine = parse("--compress-cache", "--compress-weight").engine
     assert (engine.cache_bits, engine.weight_bits) == (4, 4)
     assert parse("--cache-bits", "8").engine.cache_bits == 8
+    assert parse("--cache-bits", "8,4").engine.cache_bits == (8, 4)
 
 
 def test_a_budget_in_tokens_means_h2o() -> None:

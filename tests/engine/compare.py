@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from tests.oracles.eviction import EvictionOracle
@@ -28,7 +29,7 @@ def assert_engine_equals_oracle(
     lengths: list[int],
     new_tokens: int,
     history: History,
-    bits: int = 16,
+    bits: CacheBits = 16,
     places: dict[str, Any] | None = None,
     **changes: Any,
 ) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.memory.handle import page_ceil
@@ -34,13 +36,15 @@ each_kind = pytest.mark.parametrize("bits", [4, 8])
 CELLS = [
     pytest.param(row, tuple(PLACES)[(2 * i + k + i // 2) % len(PLACES)], bits, id=f"{row.name}-{bits}")
     for i, row in enumerate(POLICIES)
-    for k, bits in enumerate((4, 8))
+    for k, bits in enumerate((4, 8) if i % 2 else ((8, 4), (4, 8)))
 ]
-"""Every policy and every place with both. Policies on every tier, caches of 16 bits: test_matrix.py."""
+"""Every policy and every place with two kinds. Policies on every tier, caches of 16 bits: test_matrix.py."""
 
 
 @pytest.mark.parametrize(("policy", "place", "bits"), CELLS)
-def test_every_policy_on_every_tier(policy: PolicyRow, place: str, bits: int, checkpoint, history: History) -> None:
+def test_every_policy_on_every_tier(
+    policy: PolicyRow, place: str, bits: CacheBits, checkpoint, history: History
+) -> None:
     assert_engine_equals_oracle(checkpoint("llama-gqa"), policy, LENGTHS, NEW, history, bits, PLACES[place])
 
 
@@ -86,6 +90,16 @@ def test_bytes_are_those_of_the_plan(bits: int, checkpoint) -> None:
     assert record.quantization == {"weights": None, "cache": {"bits": bits, "group": min(64, spec.head_dim)}}
 
 
+def test_keys_and_values_of_different_bits(checkpoint) -> None:
+    with Engine(checkpoint("opt")[1], dtype="float32", cache_bits=(8, 4), **PLACES["disk"]) as llm:
+        llm.generate(prompts_of([30, 30]), **SETTINGS)
+        spec, record = llm.model.spec, llm.last_record
+    cache = spec.num_kv_heads * (spec.head_dim * 12 // 8 + 2 * 4) * 2 * (30 + NEW)
+    assert record.kv_bytes == spec.num_layers * cache
+    assert record.bytes_moved["disk->cpu"] == (NEW - 1) * spec.num_layers * page_ceil(cache)
+    assert record.quantization["cache"] == {"bits": [8, 4], "group": min(64, spec.head_dim)}
+
+
 def test_weights_and_caches_of_fewer_bits(checkpoint) -> None:
     with Engine(checkpoint("llama")[1], weight_bits=4, weight_group=32, cache_bits=8) as llm:
         llm.generate(prompts_of([9]), **SETTINGS)
@@ -94,5 +108,6 @@ def test_weights_and_caches_of_fewer_bits(checkpoint) -> None:
 
 
 def test_bits_that_there_are_not(checkpoint) -> None:
-    with pytest.raises(UsageError, match="cache_bits is 2"):
-        Engine(checkpoint("opt")[1], cache_bits=2)
+    for bits in (2, (8, 16), (4, 8, 4), "8,4"):
+        with pytest.raises(UsageError, match=re.escape(f"cache_bits is {bits!r}")):
+            Engine(checkpoint("opt")[1], cache_bits=bits)

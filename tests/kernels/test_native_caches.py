@@ -13,6 +13,7 @@ from h2o_flexgen.cache.eviction.base import AttendedStep
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.fused import FusedStep
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.model.packing import CacheBits
 from tests.cache.conftest import needs_native
 from tests.cache.harness import CacheRun, budget_of, make_stream
 from tests.pairs import pairs
@@ -60,11 +61,11 @@ def alike(native: CacheRun, plain: CacheRun, steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "window", "heads"),
-    pairs(POLICIES, [None, 13], [(1, 16), (3, 16), (1, 4), (3, 8)]),
+    pairs(POLICIES, [None, 13], [(1, 16), (3, 16), (1, 4), (3, 8), (3, (8, 4)), (1, (4, 8))]),
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_caches_keep_the_same_with_and_without(
-    policy: PolicyRow, window: int | None, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    policy: PolicyRow, window: int | None, heads: tuple[int, CacheBits], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that grow, rows that evict from the start, full ones that end, budgets of their own, sinks."""
     group, bits = heads

@@ -11,6 +11,7 @@ from h2o_flexgen.cache import CacheShape, KVCache, make_policy
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, PromptRows, PromptScores
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment, chunks_of, segments_of
 from h2o_flexgen.engine.execution.attention import PrefixPath, PromptAttention
 from h2o_flexgen.kernels import KeysValues, native, prompt
@@ -100,7 +101,7 @@ SCORES = st.sampled_from([0.0, 1e-30, 0.25, 0.5, 0.5000001, 3.0, 700.0, float("i
     window=st.none() | st.integers(2, 40),
     kv_heads=st.integers(1, 3),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    bits=st.sampled_from([16, 8, 4]),
+    bits=st.sampled_from([16, 8, 4, (8, 4)]),
     seed=st.integers(0, 2**20),
 )
 def test_what_is_kept_is_what_torch_keeps(
@@ -110,7 +111,7 @@ def test_what_is_kept_is_what_torch_keeps(
     window: int | None,
     kv_heads: int,
     dtype: torch.dtype,
-    bits: int,
+    bits: CacheBits,
     seed: int,
 ) -> None:
     """Scores of few values, so that there are many ties; budgets of every kind, and places out of order."""

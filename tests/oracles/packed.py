@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from h2o_flexgen.config.model.packing import CacheBits
 from h2o_flexgen.quant import GroupFormat, dequantise, quantise
 from tests.oracles.eviction import EvictionOracle, Vector
 
@@ -18,23 +19,24 @@ def rounded(vectors: Sequence[Vector], bits: int) -> list[list[float]]:
 
 
 @cache
-def rounding(oracle: type[EvictionOracle], bits: int) -> type[EvictionOracle]:
+def rounding(oracle: type[EvictionOracle], bits: CacheBits) -> type[EvictionOracle]:
     """`oracle` with a cache of `bits`. Prompts attend to exact keys; what stays of them is rounded. A new token is
     rounded before any query sees it, its own included."""
     if bits == 16:
         return oracle
+    each = bits if isinstance(bits, tuple) else (bits, bits)
 
     class Rounding(oracle):  # type: ignore[misc, valid-type]
         def prompt(
             self, queries: Sequence[Sequence[Vector]], keys: Sequence[Vector], values: Sequence[Vector]
         ) -> list[list[list[float]]]:
             outputs: list[list[list[float]]] = super().prompt(queries, keys, values)
-            for held in (self.keys, self.values):
-                held.update(zip(held, rounded(list(held.values()), bits), strict=True))
+            for held, its in zip((self.keys, self.values), each, strict=True):
+                held.update(zip(held, rounded(list(held.values()), its), strict=True))
             return outputs
 
         def step(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
-            output: list[list[float]] = super().step(queries, *rounded([key, value], bits))
+            output: list[list[float]] = super().step(queries, *rounded([key], each[0]), *rounded([value], each[1]))
             return output
 
     return Rounding

@@ -118,6 +118,16 @@ def _parts(packing: Packing, shape: tuple[int, ...]) -> tuple[Part, ...]:
     return tuple(parts)
 
 
+CacheBits = int | tuple[int, int]
+"""Of keys and values in caches, or of keys and of values: 8 or 4; 16 of both for numbers of the computation's dtype."""
+
+
+def cache_packings(bits: CacheBits, dim: int) -> tuple[CachePacking, CachePacking] | None:
+    """How keys and values of `dim` numbers are kept; None: as numbers. ValueError where they cannot be."""
+    keys, values = bits if isinstance(bits, tuple) else (bits, bits)
+    return None if keys == values == 16 else (CachePacking(keys, dim), CachePacking(values, dim))
+
+
 @dataclass(frozen=True)
 class CachePacking:
     """How a key or a value of `dim` numbers is kept in `bits` for each, in one piece of `nbytes` bytes.

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec, RotarySpec
-from h2o_flexgen.config.model.packing import CachePacking, Packing, groupwise
+from h2o_flexgen.config.model.packing import CacheBits, CachePacking, Packing, cache_packings, groupwise
 from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup, dtype_bytes
 from h2o_flexgen.errors import ModelError, UsageError
 
@@ -65,8 +65,7 @@ class ModelSpec:
     dtype: str = "float16"
     packings: tuple[tuple[str, Packing], ...] = ()
     """The tensors of fewer bits, by canonical name."""
-    cache_bits: int = 16
-    """Of keys and values in caches: 8 or 4, or 16 for numbers of the computation's own dtype."""
+    cache_bits: CacheBits = 16
 
     def __post_init__(self) -> None:
         try:
@@ -171,19 +170,19 @@ class ModelSpec:
                 packings.append((tensor.name, groupwise(8 if table else bits, group)))
         return replace(self, packings=tuple(packings))
 
-    def with_cache_bits(self, bits: int) -> ModelSpec:
-        """This model with its keys and values in 16, 8 or 4 bits. UsageError where its heads cannot be packed."""
+    def with_cache_bits(self, bits: CacheBits) -> ModelSpec:
+        """This model with its keys and values in so many bits. UsageError where its heads cannot be packed."""
         made = replace(self, cache_bits=bits)
         try:
-            made.cache_packing  # noqa: B018 - raises
+            made.cache_packings  # noqa: B018 - raises
         except ValueError as error:
             raise UsageError(f"cache_bits is {bits} for {self.name}: {error}", "leave it out") from None
         return made
 
     @property
-    def cache_packing(self) -> CachePacking | None:
-        """How caches keep a key or a value; None: as numbers of the computation's dtype."""
-        return None if self.cache_bits == 16 else CachePacking(self.cache_bits, self.head_dim)
+    def cache_packings(self) -> tuple[CachePacking, CachePacking] | None:
+        """How caches keep a key, and a value; None: as numbers of the computation's dtype."""
+        return cache_packings(self.cache_bits, self.head_dim)
 
     @property
     def packed_kind(self) -> dict[str, int | float | None] | None:
@@ -207,8 +206,10 @@ class ModelSpec:
 
     def kv_bytes_per_token_and_layer(self, dtype: str) -> int:
         """Bytes of one token's key and value in one layer's cache."""
-        packing = self.cache_packing
-        return self.computed_kv_bytes(dtype) if packing is None else 2 * self.num_kv_heads * packing.nbytes
+        packings = self.cache_packings
+        if packings is None:
+            return self.computed_kv_bytes(dtype)
+        return self.num_kv_heads * sum(packing.nbytes for packing in packings)
 
     def computed_kv_bytes(self, dtype: str) -> int:
         """As much, of keys and values as they are computed, before a cache packs them."""

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cores import CoreCount, sharing_warning
@@ -167,13 +168,18 @@ def _experts(model: Model, totals: BlockTotals) -> dict[str, int] | None:
 
 
 def _quantization(model: Model) -> dict[str, Any] | None:
-    kind, packing = model.spec.packed_kind, model.spec.cache_packing
-    if kind is None and packing is None:
+    kind, packings = model.spec.packed_kind, model.spec.cache_packings
+    if kind is None and packings is None:
         return None
     return {
         "weights": None if kind is None else {"format": model.source.format, **kind},
-        "cache": None if packing is None else {"bits": packing.bits, "group": packing.group},
+        "cache": None if packings is None else {"bits": _cache_bits(*packings), "group": packings[0].group},
     }
+
+
+def _cache_bits(keys: CachePacking, values: CachePacking) -> int | list[int]:
+    """Of both, or of each where they differ."""
+    return keys.bits if keys == values else [keys.bits, values.bits]
 
 
 def _least_moved(plan: Plan, rows: SequenceOf[Sequence]) -> dict[str, int]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -30,9 +31,14 @@ Place = tuple[int, int]  # (layer, GPU batch)
 
 def kv_views(buffer: Tensor, shape: CacheShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """K and V of `shape`, one after the other in a flat uint8 `buffer`."""
-    half, kept = shape.nbytes(dtype) // 2, shape.kept(dtype)
-    k, v = (buffer[i * half : (i + 1) * half].view(kept).view(shape.size) for i in (0, 1))
-    return k, v
+    (keys, values), kept = (prod(size) * shape.kept(dtype).itemsize for size in shape.sizes), shape.kept(dtype)
+    k, v = buffer[:keys], buffer[keys : keys + values]
+    return k.view(kept).view(shape.sizes[0]), v.view(kept).view(shape.sizes[1])
+
+
+def _index(slots: Tensor, buffer: Tensor) -> Tensor:
+    """Of whole vectors in `slots` (b, kv_heads), for gather and scatter along the slots of K or V."""
+    return slots.unsqueeze(-1).unsqueeze(-1).expand(-1, -1, 1, buffer.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -181,13 +187,11 @@ class _MovingCache:
     def apply_news(self) -> None:
         """Brings freshly loaded K and V up to date; later tokens overwrite earlier ones in a reused slot."""
         for k, v, slots in self._news:
-            index = slots.unsqueeze(-1).unsqueeze(-1).expand(-1, -1, 1, k.shape[-1])
             for buffer, new in zip(self._buffers(), (k, v), strict=True):
-                buffer.scatter_(2, index, new)
+                buffer.scatter_(2, _index(slots, buffer), new)
 
     def _at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        index = slots.unsqueeze(-1).unsqueeze(-1).expand(-1, -1, 1, self.cache.shape.size[-1])
-        k, v = (buffer.gather(2, index) for buffer in self._buffers())
+        k, v = (buffer.gather(2, _index(slots, buffer)) for buffer in self._buffers())
         return k, v
 
     def _buffers(self) -> tuple[Tensor, Tensor]:

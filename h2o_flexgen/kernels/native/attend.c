@@ -36,13 +36,13 @@ typedef struct {
 } Vectors;
 
 typedef struct {
-    int64_t rows, kv_heads, group, capacity, dim, bf16, bits, threads;
+    int64_t rows, kv_heads, group, capacity, dim, bf16, k_bits, v_bits, threads;
     int64_t step;
     int64_t window;         /* tokens that a query sees, itself included; 0: all */
     int64_t adds;           /* whether the probabilities are added to the scores */
     int64_t masks;          /* whether ranked slots other than sinks may hold what has left the window */
     double scale;
-    char *k, *v;            /* (rows, kv_heads, capacity, dim), or pieces where there are `bits` */
+    char *k, *v;            /* (rows, kv_heads, capacity, dim), or pieces where there are bits */
     char *out;              /* (rows, kv_heads * group, dim) */
     Vectors new_q, new_k, new_v;
     const Row *rule;        /* (rows) */
@@ -74,10 +74,10 @@ INLINE __m512 dot(__m512 sum, __m512i a, __m512i b, int bf16) {
                 : _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
 }
 
-/* The stretches of memory that a head's turn reads, `size` bytes each, one after the other: keys, values, next keys. */
+/* The stretches of memory that a head's turn reads, one after the other: keys, values, next keys. */
 typedef struct {
     const char *keys, *values, *next;
-    int64_t size;
+    int64_t size, both; /* bytes of the keys, and of keys and values */
 } Path;
 
 /* Asks for what lies AHEAD bytes after the token at `from` on the path. The processor's own prefetching stops at the
@@ -85,7 +85,7 @@ typedef struct {
 INLINE void fetch(const Path *path, int64_t from, int64_t bytes) {
     int64_t at = from + AHEAD;
     const char *stretch = at < path->size ? path->keys : path->values - path->size;
-    stretch = at < 2 * path->size ? stretch : path->next - 2 * path->size;
+    stretch = at < path->both ? stretch : path->next - path->both;
     for (int64_t i = 0; i < bytes; i += VECTOR) _mm_prefetch(stretch + at + i, _MM_HINT_T1);
 }
 
@@ -237,9 +237,9 @@ typedef struct {
 } Head;
 
 /* Puts the new token into its slot. */
-INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *pieces) {
+INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *keys, const Pieces *values) {
     const Row *rule = s->rule + row;
-    const int64_t piece = kept_bytes(pieces), arrivals = rule->held + s->step, limit = rule->limit;
+    const int64_t arrivals = rule->held + s->step, limit = rule->limit;
     Head h = {.rule = rule, .row = row, .head = head, .task = row * s->kv_heads + head, .limit = limit};
     h.base = h.task * s->capacity;
     h.now = rule->prompt + s->step;
@@ -250,9 +250,10 @@ INLINE Head begin(const Step *s, int64_t row, int64_t head, const Pieces *pieces
     h.slot = arrivals < limit ? arrivals : rule->ring + (arrivals - rule->ring) % (limit - rule->ring);
     if (s->given || s->next) h.slot = (s->given ? s->given : s->next)[h.task] - h.base;
     s->used[h.task] = h.slot;
-    const int64_t at = (h.base + h.slot) * piece;
-    keep_vector(pieces, s->new_k.at + row * s->new_k.row + head * s->new_k.head, (uint8_t *)s->k + at);
-    keep_vector(pieces, s->new_v.at + row * s->new_v.row + head * s->new_v.head, (uint8_t *)s->v + at);
+    uint8_t *k = (uint8_t *)s->k + (h.base + h.slot) * kept_bytes(keys);
+    uint8_t *v = (uint8_t *)s->v + (h.base + h.slot) * kept_bytes(values);
+    keep_vector(keys, s->new_k.at + row * s->new_k.row + head * s->new_k.head, k);
+    keep_vector(values, s->new_v.at + row * s->new_v.row + head * s->new_v.head, v);
     return h;
 }
 
@@ -289,13 +290,13 @@ INLINE void settle(const Step *s, const Head *h, float *x, const float *sums) {
 
 INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int bf16, int nv) {
     const Pieces plain = {s->dim, 0, !bf16};
-    const Head h = begin(s, row, head, &plain);
+    const Head h = begin(s, row, head, &plain, &plain);
     const int accs = bf16 ? 2 * nv : nv, together = accs > 8 ? 1 : 16 / accs;
     const int64_t bytes = s->dim * (bf16 ? 2 : 4), n = h.n, pitch = h.pitch, group = s->group;
     float *x = scratch, *mixed = x + group * pitch, *sums = mixed + group * accs * LANES;
     const char *k = s->k + (h.base + h.first) * bytes, *v = s->v + (h.base + h.first) * bytes;
     const char *q = s->new_q.at + row * s->new_q.row + head * group * s->new_q.head;
-    const Path path = {k, v, k + s->capacity * bytes, n * bytes};
+    const Path path = {k, v, k + s->capacity * bytes, n * bytes, 2 * n * bytes};
     for (int64_t i = 0; i < n; i += LANES) {
         UNROLL for (int64_t j = 0; j < LANES; j += 4) fetch(&path, (i + j) * bytes, 4 * bytes);
         for (int64_t g = 0; g < group; g++)
@@ -341,32 +342,40 @@ INLINE void mix_packed(const Order *order, float *mixed, const char *v, const fl
     UNROLL for (int i = 0; i < vectors; i++) _mm512_storeu_ps(mixed + i * LANES, sums[i]);
 }
 
+/* How keys, or values, are packed: bits, units of a piece, and whether two pieces share one. */
+typedef struct {
+    int bits, units, paired;
+} Form;
+
 /* As `attend`, of packed keys and values. */
-INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scratch, const int bits, const int units,
-                          const int paired) {
-    const Pieces pieces = {s->dim, bits, !s->bf16};
-    const Order order = order_of(&pieces, bits, units);
-    const Head h = begin(s, row, head, &pieces);
-    const int accs = units * vectors_of(bits), together = accs > 8 ? 1 : 8 / accs * 2;
-    const int64_t width = width_of(bits, units) * LANES, n = h.n, pitch = h.pitch, group = s->group;
-    float *x = scratch, *mixed = x + group * pitch, *q = mixed + group * width, *lanes = q + group * width;
+INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scratch, const Form kf, const Form vf) {
+    const Pieces keys = {s->dim, kf.bits, !s->bf16}, values = {s->dim, vf.bits, !s->bf16};
+    const Order k_order = order_of(&keys, kf.bits, kf.units), v_order = order_of(&values, vf.bits, vf.units);
+    const Head h = begin(s, row, head, &keys, &values);
+    const int accs = vf.units * vectors_of(vf.bits), together = accs > 8 ? 1 : 8 / accs * 2;
+    const int64_t wide = width_of(kf.bits, kf.units) * LANES, width = width_of(vf.bits, vf.units) * LANES;
+    const int64_t n = h.n, pitch = h.pitch, group = s->group, k_piece = k_order.piece, v_piece = v_order.piece;
+    float *x = scratch, *mixed = x + group * pitch, *q = mixed + group * width, *lanes = q + group * wide;
     float *sums = lanes + group * LANES * LANES;
-    const char *k = s->k + (h.base + h.first) * order.piece, *v = s->v + (h.base + h.first) * order.piece;
-    const Path path = {k, v, k + s->capacity * order.piece, n * order.piece};
-    for (int64_t g = 0; g < group; g++)
-        arrange(&pieces, s->new_q.at + row * s->new_q.row + (head * group + g) * s->new_q.head, bits, units, q + g * width);
+    const char *k = s->k + (h.base + h.first) * k_piece, *v = s->v + (h.base + h.first) * v_piece;
+    const Path path = {k, v, k + s->capacity * k_piece, n * k_piece, n * (k_piece + v_piece)};
+    for (int64_t g = 0; g < group; g++) {
+        const char *query = s->new_q.at + row * s->new_q.row + (head * group + g) * s->new_q.head;
+        arrange(&keys, query, kf.bits, kf.units, q + g * wide);
+    }
     for (int64_t i = 0; i < n; i += LANES) {
 #ifdef __AVX512BF16__
-        for (int64_t j = 0; paired && j < least(LANES, n - i); j += 2) {
-            const char *key = k + (i + j) * order.piece;
-            fetch(&path, (i + j) * order.piece, 2 * order.piece);
-            if (i + j + 1 < n) pair_products(&order, q, group, (const uint8_t *)key, 1, lanes + j * LANES);
-            else pair_products(&order, q, group, (const uint8_t *)key, 0, lanes + j * LANES);
+        for (int64_t j = 0; kf.paired && j < least(LANES, n - i); j += 2) {
+            const char *key = k + (i + j) * k_piece;
+            fetch(&path, (i + j) * k_piece, 2 * k_piece);
+            if (i + j + 1 < n) pair_products(&k_order, q, group, (const uint8_t *)key, 1, lanes + j * LANES);
+            else pair_products(&k_order, q, group, (const uint8_t *)key, 0, lanes + j * LANES);
         }
 #endif
-        for (int64_t j = 0; !paired && j < least(LANES, n - i); j++) {
-            if (j % 4 == 0) fetch(&path, (i + j) * order.piece, 4 * order.piece);
-            packed_products(&order, q, group, (const uint8_t *)k + (i + j) * order.piece, bits, units, lanes + j * LANES);
+        for (int64_t j = 0; !kf.paired && j < least(LANES, n - i); j++) {
+            const uint8_t *key = (const uint8_t *)k + (i + j) * k_piece;
+            if (j % 4 == 0) fetch(&path, (i + j) * k_piece, 4 * k_piece);
+            packed_products(&k_order, q, group, key, kf.bits, kf.units, lanes + j * LANES);
         }
         for (int64_t g = 0; g < group; g++) {
             __m512 each[LANES];
@@ -384,15 +393,15 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
     for (int64_t i = 0; i < n; i += block) {
         int64_t g = 0, some = least(block, n - i);
         for (; g + together <= group; g += together)
-            mix_packed(&order, mixed + g * width, v + i * order.piece, x + g * pitch + i, pitch, some, together, bits,
-                       units, paired, g ? NULL : &path);
+            mix_packed(&v_order, mixed + g * width, v + i * v_piece, x + g * pitch + i, pitch, some, together, vf.bits,
+                       vf.units, vf.paired, g ? NULL : &path);
         for (; g < group; g++)
-            mix_packed(&order, mixed + g * width, v + i * order.piece, x + g * pitch + i, pitch, some, 1, bits, units,
-                       paired, g ? NULL : &path);
+            mix_packed(&v_order, mixed + g * width, v + i * v_piece, x + g * pitch + i, pitch, some, 1, vf.bits,
+                       vf.units, vf.paired, g ? NULL : &path);
     }
     for (int64_t g = 0; g < group; g++)
-        bring_back(&pieces, mixed + g * width, 1.0f / sums[g], bits, units,
-                   s->out + (h.task * group + g) * vector_bytes(&pieces));
+        bring_back(&values, mixed + g * width, 1.0f / sums[g], vf.bits, vf.units,
+                   s->out + (h.task * group + g) * vector_bytes(&values));
     settle(s, &h, x, sums);
 }
 
@@ -419,17 +428,29 @@ static Attend *const KINDS[2][17] = {
 };
 static Attend *const ANY[2] = {attend_0, attend_1};
 
-#define PACKED(bits, units) \
-    static void packed_##bits##_##units(const Step *s, int64_t row, int64_t head, float *scratch) { \
-        attend_packed(s, row, head, scratch, bits, units ? units : 1, !units); \
+/* Bits and units of keys, then of values; 0 units: two pieces share one. */
+#define PACKED(kb, ku, vb, vu) \
+    static void packed_##kb##_##ku##_##vb##_##vu(const Step *s, int64_t row, int64_t head, float *scratch) { \
+        const Form keys = {kb, ku ? ku : 1, !ku}, values = {vb, vu ? vu : 1, !vu}; \
+        attend_packed(s, row, head, scratch, keys, values); \
     }
-PACKED(4, 0) PACKED(4, 1) PACKED(4, 2) PACKED(8, 1) PACKED(8, 2) PACKED(8, 4)
+PACKED(4, 0, 4, 0) PACKED(4, 1, 4, 1) PACKED(4, 2, 4, 2) PACKED(8, 1, 8, 1) PACKED(8, 2, 8, 2) PACKED(8, 4, 8, 4)
+PACKED(4, 0, 8, 1) PACKED(4, 1, 8, 1) PACKED(4, 1, 8, 2) PACKED(4, 2, 8, 4)
+PACKED(8, 1, 4, 0) PACKED(8, 1, 4, 1) PACKED(8, 2, 4, 1) PACKED(8, 4, 4, 2)
 
-/* By the units of a head: 0 where two pieces share one; three are four, of which one is empty. */
-static Attend *const PACKED_KINDS[2][MOST_UNITS + 1] = {
-    {[0] = packed_4_0, [1] = packed_4_1, [2] = packed_4_2},
-    {[1] = packed_8_1, [2] = packed_8_2, [3] = packed_8_4, [4] = packed_8_4},
-};
+/* By the bits of keys and values and by the numbers of a head. */
+static Attend *packed_kind(const Step *s) {
+    const Pieces four = {s->dim, 4, !s->bf16};
+    const int64_t size = (s->dim + UNIT - 1) / UNIT; /* units of 8 bits; three are four, of which one is empty */
+    const int paired = is_paired(&four);
+    if (s->k_bits == 4 && s->v_bits == 4)
+        return size > 2 ? packed_4_2_4_2 : paired ? packed_4_0_4_0 : packed_4_1_4_1;
+    if (s->k_bits == 8 && s->v_bits == 8)
+        return size > 2 ? packed_8_4_8_4 : size > 1 ? packed_8_2_8_2 : packed_8_1_8_1;
+    if (s->k_bits == 4)
+        return size > 2 ? packed_4_2_8_4 : size > 1 ? packed_4_1_8_2 : paired ? packed_4_0_8_1 : packed_4_1_8_1;
+    return size > 2 ? packed_8_4_4_2 : size > 1 ? packed_8_2_4_1 : paired ? packed_8_1_4_0 : packed_8_1_4_1;
+}
 
 typedef struct {
     const Step *step;
@@ -464,11 +485,10 @@ int attend_step(const Step *s) {
         longest = most(longest, count);
         slots += count * s->kv_heads;
     }
-    const int64_t units = (s->dim * s->bits / 8 + UNIT - 1) / UNIT, packed = s->bits ? 2 * 4 * 9 + LANES : 0;
+    const int64_t packed = s->k_bits ? 2 * 4 * 9 + LANES : 0;
     const int64_t floats = s->group * (up(longest, LANES) + (2 * nv + packed) * LANES) + up(s->group, LANES);
-    const Pieces pieces = {s->dim, s->bits, !s->bf16};
     const int many = slots * s->dim * (s->bf16 ? 4 : 8) > FEW_BYTES;
-    Attend *one = s->bits ? PACKED_KINDS[s->bits == 8][is_paired(&pieces) ? 0 : units] : KINDS[s->bf16 != 0][nv];
+    Attend *one = s->k_bits ? packed_kind(s) : KINDS[s->bf16 != 0][nv];
     Tasks all = {s, one ? one : ANY[s->bf16 != 0], floats, most(1, tasks / (8 * s->threads)), 0, 0};
     team_run(take_tasks, &all, many ? (int)s->threads : 1);
     return all.failed;

@@ -18,12 +18,12 @@ enum { FEW_BYTES = 1 << 16, DIGITS = 256 };
 typedef struct {
     const char *k, *v;      /* the first head of the first token */
     int64_t k_token, k_head, v_token, v_head; /* bytes from one to the next */
-    uint8_t *to_k, *to_v;   /* (places, kv_heads, capacity) vectors, or pieces where there are `bits` */
+    uint8_t *to_k, *to_v;   /* (places, kv_heads, capacity) vectors, or pieces where there are bits */
     const float *sums;      /* scores of a row from `first` x kv_heads on, (kv_heads, length); NULL: none decides */
     float *score;           /* (places, kv_heads, capacity): +inf for sinks and empty slots; where there are sums */
     int32_t *pos;           /* as `score`: positions, -1 in empty slots */
     const PackedRow *rows;
-    int64_t count, kv_heads, capacity, dim, bits, wide;
+    int64_t count, kv_heads, capacity, dim, k_bits, v_bits, wide;
     int64_t window; /* tokens that a query sees, itself included; 0: all */
     int64_t threads;
 } Keep;
@@ -79,10 +79,10 @@ static void keep(const Keep *p, const PackedRow *row, int64_t head, int32_t *kep
     const int64_t base = (row->place * p->kv_heads + head) * p->capacity;
     const char *k = p->k + row->first * p->k_token + head * p->k_head;
     const char *v = p->v + row->first * p->v_token + head * p->v_head;
-    const Pieces pieces = {p->dim, p->bits, (int)p->wide};
-    const int64_t bytes = kept_bytes(&pieces);
-    for (int64_t i = 0; i < held; i++) keep_vector(&pieces, k + kept[i] * p->k_token, p->to_k + (base + i) * bytes);
-    for (int64_t i = 0; i < held; i++) keep_vector(&pieces, v + kept[i] * p->v_token, p->to_v + (base + i) * bytes);
+    const Pieces keys = {p->dim, p->k_bits, (int)p->wide}, values = {p->dim, p->v_bits, (int)p->wide};
+    const int64_t k_bytes = kept_bytes(&keys), v_bytes = kept_bytes(&values);
+    for (int64_t i = 0; i < held; i++) keep_vector(&keys, k + kept[i] * p->k_token, p->to_k + (base + i) * k_bytes);
+    for (int64_t i = 0; i < held; i++) keep_vector(&values, v + kept[i] * p->v_token, p->to_v + (base + i) * v_bytes);
     if (!sums) return;
     for (int64_t i = 0; i < p->capacity; i++) {
         p->pos[base + i] = i < held ? kept[i] : -1;
