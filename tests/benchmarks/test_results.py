@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks import cost_check, opt30b, prefill_rate, prompts, ragged, scaling
+from benchmarks import bits, cost_check, opt30b, prefill_rate, prompts, ragged, scaling
 from h2o_flexgen.baselines.store import RecordFile, Store
 
 RESULTS = Path(__file__).parents[2] / "results"
 TABLES: dict[str, Callable[[list[dict[str, Any]]], Iterable[str]]] = {
+    "bits": bits.table,
     "cost-check": cost_check.report,
     "cost-grid": cost_check.report,
     "opt30b": opt30b.table,
