@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.quant import PackedWeight, Weight
 
+_LARGE = 4 << 20  # bytes of a tensor to a thread
+_MOST_THREADS = 4
 _SERIAL = 1 << 14  # numbers; half of what torch gives to a second thread
 
 
@@ -79,12 +83,23 @@ class GgufSource:
                 raise ValueError(f"{name} is {self.packings.get(name)} of {bound.shape}, got {out.packing}")
             convert_blocks = FORMATS[bound.tensor.kind].convert
             assert convert_blocks is not None, "only blocks have a packing"
-            for rows, blocks in self._rows(name, bound):
-                _fill(out, _destination(bound, rows), convert_blocks(blocks))
+
+            def take(part: range) -> None:
+                for rows, blocks in self._rows(name, bound, part):
+                    _fill(out, _destination(bound, rows), convert_blocks(blocks))
         else:
             flat = flat_out(name, bound.shape, out)
-            for rows, blocks in self._rows(name, bound):
-                _fill_floats(bound, rows, blocks, flat)
+
+            def take(part: range) -> None:
+                for rows, blocks in self._rows(name, bound, part):
+                    _fill_floats(bound, rows, blocks, flat)
+
+        parts = _parts(bound)
+        if len(parts) == 1:
+            take(parts[0])
+        else:
+            with ThreadPoolExecutor(len(parts)) as pool:
+                list(pool.map(take, parts))
         file.check()
 
     def location(self, name: str) -> Location | None:
@@ -113,16 +128,23 @@ class GgufSource:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _rows(self, name: str, bound: StoredTensor) -> Iterator[tuple[range, np.ndarray]]:
-        """The rows of a tensor as the file has them, some at a time: which, and their bytes (rows, blocks, bytes)."""
+    def _rows(self, name: str, bound: StoredTensor, part: range) -> Iterator[tuple[range, np.ndarray]]:
+        """Rows `part` of a tensor as the file has them, some at a time: which, and their bytes (rows, blocks, n)."""
         row, tensor = _row_bytes(bound), bound.tensor
         start = tensor.offset + bound.place.start * row
         run = (start, start + bound.shape[0] * row)
-        whole = FileTensor(self._files[tensor.part], (run,), "uint8", bound.shape)
+        whole = FileTensor(self._files[tensor.part], (run,), "uint8", bound.shape).rows(part.start, part.stop)
         block = FORMATS[tensor.kind].nbytes
         for at, chunk in self._chunks.stream(whole, f"tensor {name}", row):
-            rows = range(at // row, (at + chunk.numel()) // row)
+            rows = range(part.start + at // row, part.start + (at + chunk.numel()) // row)
             yield rows, chunk.numpy().reshape(len(rows), row // block, block)
+
+
+def _parts(bound: StoredTensor) -> list[range]:
+    """The rows of a tensor in parts for threads of their own: numpy takes one, and lets others work meanwhile."""
+    count = min(len(os.sched_getaffinity(0)), _MOST_THREADS, bound.shape[0] * _row_bytes(bound) // _LARGE)
+    size = -(-bound.shape[0] // max(1, count))
+    return [range(at, min(at + size, bound.shape[0])) for at in range(0, bound.shape[0], size)]
 
 
 def _row_bytes(bound: StoredTensor) -> int:
