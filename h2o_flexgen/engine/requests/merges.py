@@ -109,7 +109,7 @@ def _read(path: Path, count: int) -> NDArray[np.int32] | None:
             and pairs.shape[1] == 2
             and ((pairs >= 0) & (pairs < count)).all()
         ):
-            return pairs  # type: ignore[no-any-return]
+            return pairs
         log.warning("%s cannot be used: merges are looked for again", path)
     except FileNotFoundError:
         pass
