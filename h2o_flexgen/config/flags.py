@@ -185,7 +185,8 @@ def _flagged(cls: type[Any]) -> Iterator[_Flagged]:
 def _without_none(hint: Any) -> Any:
     """`int` for `int | None`."""
     if isinstance(hint, types.UnionType):
-        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+        kinds = [part for part in typing.get_args(hint) if part is not types.NoneType]
+        hint = kinds[0] if len(kinds) == 1 else hint  # of several, `parse` says which
     return hint
 
 

@@ -104,8 +104,9 @@ class NativeAttend:
             sizes, dtypes = [(*self._size[:3], packing.nbytes) for packing in self._packings], (torch.uint8,)
         if k.dtype not in dtypes or v.dtype != k.dtype:
             raise ValueError(f"K is {k.dtype} and V {v.dtype}: needed one of {dtypes}")
-        if not all(x.shape == size and x.is_contiguous() for x, size in zip((k, v), sizes, strict=True)):
-            raise ValueError(f"K is {tuple(k.shape)}, V {tuple(v.shape)}: needed {sizes}, contiguous")
+        for name, x, size in zip("KV", (k, v), sizes, strict=True):
+            if x.shape != size or not x.is_contiguous():
+                raise ValueError(f"{name} is {tuple(x.shape)}: needed {tuple(size)}, contiguous")
         if self._packings is None:
             self._compute_in(k.dtype)
         self._kv = k, v
