@@ -12,7 +12,7 @@ from tests.tiny import FAMILIES
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
-DENSE = [name for name, row in FAMILIES.items() if "num_experts_per_tok" not in row[1]]
+DENSE = [name for name, row in FAMILIES.items() if "num_experts_per_tok" not in row.settings]
 """Without experts."""
 
 
