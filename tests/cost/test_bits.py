@@ -174,9 +174,9 @@ def test_what_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert entry["chosen"] == result.bits.bits
     assert set(entry["gen_throughput"]) == {"16", "8", "4"}
     assert f"bits        {result.bits.text}" in explain(result).splitlines()
-    assert "was not measured" in quality(4)
-    monkeypatch.setattr(choosing, "PERPLEXITY", {16: 0.0, 8: 0.001, 4: 0.013})
-    assert quality(4) == "4 bits: perplexity about +1.3%"
+    monkeypatch.setattr(choosing, "PERPLEXITY", {16: 0.0, 8: None, 4: 0.013})
+    assert quality(4) == "4 bits: perplexity about +1.3% (a model of 270 M parameters)"
+    assert "was not measured" in quality(8)
     assert quality(16) == "16 bits: the model as it is"
 
 
