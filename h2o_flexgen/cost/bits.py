@@ -46,4 +46,8 @@ def quality(bits: int) -> str:
     more = PERPLEXITY[bits]
     if more is None:
         return f"{bits} bits: what they cost in perplexity was not measured"
-    return f"{bits} bits: perplexity about {more:+.1%} (a model of 270 M parameters)" if more else f"{bits} bits: the model as it is"
+    return (
+        f"{bits} bits: perplexity about {more:+.1%} (a model of 270 M parameters)"
+        if more
+        else f"{bits} bits: the model as it is"
+    )
