@@ -56,9 +56,6 @@ COMMANDS: dict[str, str] = {
     "python -m h2o_flexgen.run --model demo --cache-bits 8 --hh-ratio 0.2": (
         "python -m h2o_flexgen.run --model demo --cache-bits 8 --hh-ratio 0.2 --gen-len 2"
     ),
-    "python -m h2o_flexgen.run --model demo --cache-bits 8,4": (
-        "python -m h2o_flexgen.run --model demo --cache-bits 8,4 --gen-len 2"
-    ),
     "python -m h2o_flexgen.run --model facebook/opt-6.7b --hh-ratio 0.2 --prompts prompts.txt --output answers.jsonl": (
         AS_DOCUMENTED
     ),

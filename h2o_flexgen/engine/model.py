@@ -11,17 +11,16 @@ from pathlib import Path
 import torch
 
 from h2o_flexgen.checkpoint.hub import resolve_model
-from h2o_flexgen.checkpoint.importance import kept_importance
 from h2o_flexgen.checkpoint.opening import open_stored
-from h2o_flexgen.checkpoint.quantising import QuantisingSource
+from h2o_flexgen.checkpoint.quantising import QuantisingSource, kept_importance
 from h2o_flexgen.checkpoint.source import DummySource, WeightSource
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.limits.devices import resolve_dtype
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, read_json
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.models.decoder import random_tokens
 from h2o_flexgen.models.families import spec_from_config
-from h2o_flexgen.models.importance import random_tokens
 
 
 @dataclass

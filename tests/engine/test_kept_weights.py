@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.checkpoint import importance as measuring
 from h2o_flexgen.checkpoint import quantising
 from h2o_flexgen.engine.engine import Engine
 from tests.tiny import prompts_of
@@ -43,7 +42,7 @@ def test_packed_weights_in_memory_are_kept_where_a_folder_is_named(
     first = answers(folder, tmp_path, **PLACES[place])
     with monkeypatch.context() as patch:
         patch.setattr(quantising, "pack", never)
-        patch.setattr(measuring, "importance", never)
+        patch.setattr(quantising, "importance", never)
         assert answers(folder, tmp_path, **PLACES[place]) == first
     damage(tmp_path, "packed-*/unit-0003.bin")
     assert answers(folder, tmp_path, **PLACES[place]) == first
@@ -55,7 +54,7 @@ def test_without_a_folder_nothing_but_the_measurement_is_kept(checkpoint, tmp_pa
     monkeypatch.setenv("H2O_FLEXGEN_OFFLOAD_DIR", str(tmp_path))
     first = answers(folder, tmp_path, offload_dir=None)
     assert [path.name for path in tmp_path.glob("packed-*/*") if path.name != "lock"] == ["importance.pt"]
-    monkeypatch.setattr(measuring, "importance", never)
+    monkeypatch.setattr(quantising, "importance", never)
     assert answers(folder, tmp_path, offload_dir=None) == first
 
 
@@ -71,6 +70,6 @@ def test_a_measurement_that_is_damaged_is_made_again(checkpoint, tmp_path: Path,
 
 @pytest.mark.parametrize("settings", [{"weight_importance": False}, {"weight_bits": 8}, {"weights": "dummy"}])
 def test_nothing_is_measured_where_that_serves_nothing(settings: dict[str, Any], checkpoint, monkeypatch) -> None:
-    monkeypatch.setattr(measuring, "importance", never)
+    monkeypatch.setattr(quantising, "importance", never)
     with Engine(checkpoint("llama")[1], **{"weight_bits": 4, **settings}) as llm:
         llm.generate([[5, 6]], max_new_tokens=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.models.importance import importance
+from h2o_flexgen.models.decoder import importance
 from tests.models.reference import reference
 from tests.tiny import FAMILIES
 
