@@ -59,7 +59,12 @@ class FusedStep:
             self._number = torch.full(size[:2], lengths.step, device=device)
         else:
             table = lengths.once(f"table of rules, {ranked}", lambda: torch.tensor(rules))
-            how: dict[str, Any] = {"window": lengths.window, "ranking": ranking, "adds": bool(adds), "packings": packings}
+            how: dict[str, Any] = {
+                "window": lengths.window,
+                "ranking": ranking,
+                "adds": bool(adds),
+                "packings": packings,
+            }
             masks = scored.table[1] if lengths.hides and scored is not None else None
             native = self._kernel = NativeAttend(table, size, masks=masks, **how)
             self.attach = native.attach
