@@ -33,8 +33,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[DecodeAttention]:
     """What every decode attention returned, the row included even where the policy asked for none."""
     seen: list[DecodeAttention] = []
 
-    def spy(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, want_row: bool) -> DecodeAttention:
-        result = decode_attention(q, k, v, scale, valid, True)
+    def spy(
+        q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, want_row: bool, sinks: Any = None
+    ) -> DecodeAttention:
+        result = decode_attention(q, k, v, scale, valid, True, sinks)
         seen.append(result)
         return result if want_row else DecodeAttention(result.out, None)
 

@@ -104,7 +104,7 @@ def test_every_size_of_a_head(d: int) -> None:
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_long_prompt_is_divided_and_threads_change_no_bit(window: int | None) -> None:
     qkv, past = make(1, 4, 2, 1100, 16), make_past(2, 40, 16)
-    assert prompt._task(*qkv, past, window).parts > 1
+    assert prompt._task(*qkv, past, window, None).parts > 1
     check(qkv, 0.25, past, window)
     found = []
     for count in (1, 2, 3):
