@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[Extra, str]] = {
     "architecture": (changed("general.architecture", "bloom", "STRING"), "the architecture 'bloom', which is not"),
     "type": (key("general.type", "adapter", "STRING"), "holds 'adapter'"),
     "blocks": (key("general.quantization_version", 1, "UINT32"), "blocks of another version"),
-    "experts": (key("llama.expert_count", 8, "UINT32"), "llama.expert_used_count is missing. needed a whole number, at least 1"),
+    "experts": (key("llama.expert_count", 8, "UINT32"), "llama.expert_used_count is missing."),
     "scale": (key("llama.attention.scale", 0.5, "FLOAT32"), "llama.attention.scale is 0.5"),
     "window": (key("llama.attention.sliding_window", 8, "UINT32"), "llama.attention.sliding_window is 8"),
     "no layers": (changed("llama.block_count", 0, "UINT32"), "llama.block_count is 0. needed a whole number"),
