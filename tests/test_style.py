@@ -125,7 +125,7 @@ def test_no_class_name_stands_for_two_things() -> None:
     assert not twice, twice
 
 
-# Rooms whose files are counted by themselves: eviction policies are a file each, jobs and pages are programs of their own.
+# Rooms that are counted apart: eviction policies are a file each, jobs and pages are programs of their own.
 COUNTED_APART = {"eviction", "jobs", "pages"}
 
 

@@ -10,16 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.huge import LARGE, LEAST
-from h2o_flexgen.kernels.native import function, library
+from h2o_flexgen.kernels.native import function, has_matrix_unit, library
 from h2o_flexgen.kernels.packed import PackedWeight, Weight
 
-MOST_ROWS = 128
-"""Up to so many rows a bfloat16 product reads its weights as they lie (`linear.c`), beyond that it packs them first
-(`gemm.c`). Measured over shapes of OPT-125M and 1.3B on two cores of an AMD EPYC with AVX-512 bfloat16: torch took 1.4
-to 2.3 times as long up to 8 rows, 1.05 to 1.5 times at 32, and from 64 to 2,048 rows 0.96 to 1.08 times."""
+MOST_ROWS = 16 if has_matrix_unit() else 1 << 62
+"""Beyond so many rows torch multiplies with the processor's matrix unit (AMX), which the kernels in C do not use: its
+peak is many times theirs. Not measured."""
 
-MOST_PACKED_ROWS = 63
-"""The same of packed weights: `linear.c` expands a few outputs at a time, `gemm.c` whole blocks of them."""
 _EXPANDED = 1 << 20  # numbers of a packed weight that torch is given at once
 
 _MANY = LEAST // 4  # numbers that may be large
@@ -58,13 +55,13 @@ def linear(
         return _packed_linear(x, weight, bias, wide, relu, onto)
     if x.dtype is weight.dtype is torch.bfloat16 and x.is_cpu and weight.is_cpu and x.ndim == weight.ndim == 2:
         (rows, ins), (outs, same), (stride, one) = x.shape, weight.shape, x.stride()
-        fits = rows and outs and ins and ins == same and one == 1 and weight.is_contiguous() and library()
-        if fits and _is_vector(bias, outs) and (onto is None or _takes(onto, rows, outs)):
-            call = function("linear" if rows <= MOST_ROWS or ins % 2 else "gemm", "PPPPllllliiiiP", "i")
+        fits = 0 < rows <= MOST_ROWS and outs and ins and ins == same and one == 1 and weight.is_contiguous()
+        if fits and library() and _is_vector(bias, outs) and (onto is None or _takes(onto, rows, outs)):
+            call = function("product", "PPPPllllliiiiPi", "i")
             y = _new(rows, outs, torch.float32 if wide else torch.bfloat16) if onto is None else onto
             places = x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
             kind = wide, relu, onto is not None, torch.get_num_threads()
-            if call(*places, rows, outs, ins, stride, y.stride(0), *kind, None):
+            if call(*places, rows, outs, ins, stride, y.stride(0), *kind, None, False):
                 raise MemoryError(f"no memory to pack weights of {ins} inputs")
             return y
     return _linear_by_torch(x, weight, bias, wide, relu, onto)
@@ -79,12 +76,11 @@ def _packed_linear(
     native = x.dtype is torch.bfloat16 and x.ndim == 2 and x.shape == (rows, ins) and rows and x.stride(1) == 1
     place = weight.place if native and _is_vector(bias, outs) and (onto is None or _takes(onto, rows, outs)) else None
     if place is not None:
-        expanding = "linear" if rows <= MOST_PACKED_ROWS or ins % 2 else "gemm"
-        call = function("whole" if weight.whole else expanding, "PPPPllllliiiiP", "i")
+        call = function("product", "PPPPllllliiiiPi", "i")
         y = _new(rows, outs, torch.float32 if wide else torch.bfloat16) if onto is None else onto
         places = x.data_ptr(), None, None if bias is None else bias.data_ptr(), y.data_ptr()
         kind = wide, relu, onto is not None, torch.get_num_threads()
-        if call(*places, rows, outs, ins, x.stride(0), y.stride(0), *kind, ctypes.byref(place)):
+        if call(*places, rows, outs, ins, x.stride(0), y.stride(0), *kind, ctypes.byref(place), weight.whole):
             raise MemoryError(f"no memory to expand weights of {ins} inputs")
         return y
     y = x.new_empty(rows, outs)

@@ -15,7 +15,7 @@ from h2o_flexgen.kernels.native import fields, function, library
 from h2o_flexgen.kernels.types import KeysValues, PackedPrompts, PrefillAttention
 
 _TRITON_MAX_DIM = 256
-_TILE = 6  # rows of queries that are multiplied together (4 with AVX2): a block fills whole ones
+_TILE = 6  # rows of queries that are multiplied together: a block fills whole ones
 _ROWS = 24  # of a block: each reads the keys and values once, and all of them see what the last one sees
 _MOST_ROWS = 48
 _LANES, _MAX_DIM = 16, 256  # a head's dimensions in C: a multiple, and at most

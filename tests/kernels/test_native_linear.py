@@ -35,6 +35,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def native_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A product that was left to torch would pass every comparison: it has none."""
     monkeypatch.setattr(layers.F, "linear", None)
+    monkeypatch.setattr(layers, "MOST_ROWS", 1 << 62)
 
 
 @pytest.fixture
@@ -44,6 +45,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     original = F.linear
     monkeypatch.setattr(layers.F, "linear", lambda *args: (found.append(1), original(*args))[1])
     return found
+
+
+def test_torch_has_the_many_rows_where_it_has_a_matrix_unit(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "MOST_ROWS", 16)
+    linear(noise(16, 64), noise(8, 64))
+    assert not calls
+    linear(noise(17, 64), noise(8, 64))
+    assert calls == [1]
 
 
 def noise(*shape: int) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from h2o_flexgen.config.model.packing import SUPER, Packing
-from h2o_flexgen.kernels import layers, linear
+from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.packed import PackedWeight, look_up
 from tests.seeds import torch_generator
 
@@ -176,10 +176,9 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
 
 
 def test_all_ways_to_a_product_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to the order of sums: the same rows by tiles and by panels."""
+    """Up to the order of sums: the same rows by tiles, in parts, and by panels, all at once."""
     monkeypatch.setattr(PackedWeight, "whole", False)
     weight = random_weight(PACKINGS[1], (130, 640), torch.bfloat16)
-    x = torch.randn(60, 640, generator=torch_generator()).bfloat16()
-    few = linear(x, weight, wide=True)
-    monkeypatch.setattr(layers, "MOST_PACKED_ROWS", 1)
+    x = torch.randn(70, 640, generator=torch_generator()).bfloat16()
+    few = torch.cat([linear(part, weight, wide=True) for part in x.split(10)])
     torch.testing.assert_close(linear(x, weight, wide=True), few, rtol=1e-2, atol=1e-2)

@@ -25,6 +25,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c11", "-fPIC", "-pthread", "-Wall", "-Wextra")
+_SLOW_BF16 = "-DSLOW_BF16"  # Intel's: half the products of float32's instructions on a Xeon of 2023, 85 and 175 GFLOP/s
 _LINKER = "-Wl,-Bsymbolic,--no-undefined"  # calls stay within the library, whatever others define
 _TIMEOUT_S = 300  # a compiler takes seconds; beside others on few cores it may take minutes
 _FOLDER = Path(__file__).parent
@@ -95,13 +96,18 @@ def why_not() -> str | None:
     return None
 
 
+def has_matrix_unit() -> bool:
+    """Whether the processor multiplies tiles of bfloat16 numbers (AMX), and shows it to this system."""
+    return "amx_bf16" in _cpu_flags()
+
+
 def _target() -> Path:
     """Where the library is, or has to be, whose name says all that it depends on."""
     compiler = _compiler()
     assert compiler is not None, "`why_not` says so before"
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
     texts = [path.read_text(encoding="utf-8") for path in (*_sources(), *sorted(_FOLDER.glob("*.h")))]
-    facts = [*texts, version.stdout, *_FLAGS, *sorted(_cpu_flags())]
+    facts = [*texts, version.stdout, *_flags(), *sorted(_cpu_flags())]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
     return _cache_folder() / f"kernels-{digest}.so"
 
@@ -117,7 +123,7 @@ def _compiled() -> Path:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=target.parent) as made, ThreadPoolExecutor(_COMPILERS) as pool:
             objects = [str(Path(made) / f"{source.stem}.o") for source in sources]
-            each = [[compiler, *_FLAGS, "-c", str(c), "-o", o] for c, o in zip(sources, objects, strict=True)]
+            each = [[compiler, *_flags(), "-c", str(c), "-o", o] for c, o in zip(sources, objects, strict=True)]
             list(pool.map(_run, each))
             linked = Path(made, target.name)
             _run([compiler, "-shared", "-pthread", _LINKER, *objects, "-o", str(linked), "-lm"])
@@ -135,13 +141,22 @@ def _compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-@cache
+def _flags() -> tuple[str, ...]:
+    return (*_FLAGS, _SLOW_BF16) if "GenuineIntel" in _of_the_cpu("vendor_id") else _FLAGS
+
+
 def _cpu_flags() -> frozenset[str]:
+    return frozenset(_of_the_cpu("flags"))
+
+
+@cache
+def _of_the_cpu(field: str) -> tuple[str, ...]:
+    """The words that Linux has under `field` for the first processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
-        return frozenset()
-    return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), []))
+        return ()
+    return tuple(next((line.split(":", 1)[1].split() for line in lines if line.startswith(field)), []))
 
 
 def _cache_folder() -> Path:

@@ -8,8 +8,6 @@
 #include "team.h"
 
 enum {
-    FEW_DENSE = 128, /* rows up to which weights are read as they lie, and */
-    FEW_PACKED = 63, /* the same of packed ones: MOST_ROWS and MOST_PACKED_ROWS in layers.py */
     ALONE = 1 << 14, /* numbers that one thread moves sooner than two can agree on it */
     TURNS = 4,
     ENOUGH = 2,       /* experts of a thread, from which on each is computed by one, */
@@ -38,18 +36,13 @@ typedef struct {
     double limit;
 } Task;
 
-int linear(const bf16 *, const bf16 *, const bf16 *, void *, long, long, long, long, long, int, int, int, int, const Packed *);
-int gemm(const bf16 *, const bf16 *, const bf16 *, void *, long, long, long, long, long, int, int, int, int, const Packed *);
-int whole(const bf16 *, const bf16 *, const bf16 *, void *, long, long, long, long, long, int, int, int, int, const Packed *);
-int takes_whole(const Packed *);
 void gate_up(bf16 *, const bf16 *, long, long, long, long, int, int);
 void clamped_gate(bf16 *, long, long, long, double, int);
 
 static int multiply(const bf16 *x, long x_stride, const Matrix *m, void *y, long y_stride, long rows, long outs, long ins,
                     int wide, int threads) {
-    const int few = rows <= (m->packed ? FEW_PACKED : FEW_DENSE) || ins % 2;
-    const int in_whole = m->packed && takes_whole(m->packed);
-    return (in_whole ? whole : few ? linear : gemm)(x, m->w, m->bias, y, rows, outs, ins, x_stride, y_stride, wide, 0, 0, threads, m->packed);
+    const int wholly = m->packed && takes_whole(m->packed);
+    return product(x, m->w, m->bias, y, rows, outs, ins, x_stride, y_stride, wide, 0, 0, threads, m->packed, wholly);
 }
 
 /* out[token of place `row`], columns from `first` to `last`, += its share of the result. */

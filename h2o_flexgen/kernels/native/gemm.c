@@ -1,14 +1,14 @@
 /* y[r, o] = sum over i of x[r, i] * w[o, i], plus bias[o]: bfloat16 products of many rows, sums in float32.
 
-   One of the two matrices is packed: COLS of its rows at a time make a panel, in pairs of inputs as the dot product
-   instruction wants them. The other one is read as it lies. The panel's DEPTH inputs stay in the first cache while BLOCK
-   rows of the other pass, TILE at a time; their sums wait in the second cache for the next inputs. Packing a row takes
-   as long as multiplying a dozen, so:
+   One of the two matrices is packed: COLS of its rows at a time make a panel of terms, input by input (tiles.h). The
+   other one is read as it lies, or TILE rows at a time widened to terms. The panel's DEPTH inputs stay in the first cache
+   while BLOCK rows of the other pass, TILE at a time; their sums wait in the second cache for the next inputs. Packing a
+   row takes as long as multiplying a dozen, so:
    - Of few rows x is packed: by all threads, once, before they take blocks of outputs times panels.
    - Of many rows w is packed: each thread packs a panel and takes all rows with it.
    Meanwhile the weights that come next are asked for, so that they are found in the second cache.
 
-   As everywhere in the processor's bfloat16 instructions, denormal numbers count as zero. */
+   To the processor's bfloat16 instruction, where it is used, denormal numbers count as zero. */
 
 #include <stdlib.h>
 
@@ -17,8 +17,8 @@
 #include "tiles.h"
 
 enum {
-    COLS = VECTORS * LANES,
-    DEPTH = 192, /* inputs: 24 KiB of a packed panel */
+    COLS = WIDEST * LANES,
+    DEPTH = TERMS == 2 ? 192 : 64, /* inputs: 24 or 16 KiB of a packed panel */
     BLOCK = 96,  /* rows, a multiple of TILE and of LANES */
     LINE = 64,   /* bytes of a cache line */
     FEW = 384,   /* rows up to which x is packed: beyond that packing w takes less than two per cent */
@@ -30,39 +30,40 @@ typedef struct {
     int64_t stride;
 } Rows;
 
-/* `count` rows as `cols` of (pair of inputs, COLS, 2). The last one stands in for missing ones. */
-static void pack(Rows from, int64_t count, int64_t cols, int64_t ins, bf16 *packed) {
+/* `count` rows as `cols` of (input, COLS) terms. The last one stands in for missing ones. */
+static void pack(Rows from, int64_t count, int64_t cols, int64_t ins, term *packed) {
     for (int64_t col = 0; col < cols; col += LANES) {
         const bf16 *rows[LANES];
         for (int i = 0; i < LANES; i++) rows[i] = from.at + least(col + i, count - 1) * from.stride;
-        pack_rows(rows, ins, 2 * COLS, packed + 2 * col);
+        pack_rows(rows, ins, 2 * COLS, packed + TERMS * col);
     }
 }
 
-/* sums (TILE, COLS) = or += a times a packed panel b, of which `vectors` are in use. */
-INLINE void tile(const int first, const int vectors, Rows a, const bf16 *b, int64_t pairs, float *sums) {
+/* sums (TILE, COLS) = or += a (TILE, DEPTH apart or `lda`) times `vectors` of a packed panel b. */
+INLINE void tile(const int first, const int vectors, const term *a, int64_t lda, const term *b, int64_t ins, float *sums) {
     __m512 acc[TILE][WIDEST];
     UNROLL for (int i = 0; i < TILE; i++)
         UNROLL for (int j = 0; j < vectors; j++)
             acc[i][j] = first ? _mm512_setzero_ps() : _mm512_load_ps(sums + i * COLS + j * LANES);
-    multiply(vectors, acc, a.at, a.stride, b, 2 * COLS, 2 * LANES, pairs);
+    multiply(vectors, acc, a, lda, b, TERMS * COLS, TERMS * LANES, ins / TERMS);
     UNROLL for (int i = 0; i < TILE; i++)
         UNROLL for (int j = 0; j < vectors; j++) _mm512_store_ps(sums + i * COLS + j * LANES, acc[i][j]);
 }
 
 #define TILES(N) \
-    static void tile_##N(int first, Rows a, const bf16 *b, int64_t pairs, float *sums) { \
+    static void tile_##N(int first, const term *a, int64_t lda, const term *b, int64_t ins, float *sums) { \
         if (first) \
-            tile(1, N, a, b, pairs, sums); \
+            tile(1, N, a, lda, b, ins, sums); \
         else \
-            tile(0, N, a, b, pairs, sums); \
+            tile(0, N, a, lda, b, ins, sums); \
     }
-TILES(1) TILES(2)
+typedef void Tile(int, const term *, int64_t, const term *, int64_t, float *);
+TILES(1)
 #if VECTORS == 4
-TILES(3) TILES(4)
-static void (*const tiles[])(int, Rows, const bf16 *, int64_t, float *) = {tile_1, tile_2, tile_3, tile_4};
+TILES(2) TILES(3) TILES(4)
+static Tile *const tiles[] = {tile_1, tile_2, tile_3, tile_4};
 #else
-static void (*const tiles[])(int, Rows, const bf16 *, int64_t, float *) = {tile_1, tile_2};
+static Tile *const tiles[] = {tile_1};
 #endif
 
 /* Memory that will be read later, asked for bit by bit; nothing of packed weights. */
@@ -82,25 +83,33 @@ INLINE void ask(Ahead *next) {
         _mm_prefetch(next->at, _MM_HINT_T1);
 }
 
+/* TILE rows of `depth` inputs as terms, `*lda` apart: as they lie, or in `room`. The last of `rows` stands for missing
+   ones. */
+static const term *terms_of(Rows a, int64_t rows, int64_t depth, term *room, int64_t *lda) {
+    for (int64_t i = TILE; i < 2 * TILE && rows > TILE; i++) /* the tile below */
+        for (int64_t j = 0; j < depth; j += LINE / (int64_t)sizeof(bf16))
+            _mm_prefetch((const char *)(a.at + i * a.stride + j), _MM_HINT_T0);
+    if (TERMS == 2 && rows >= TILE) {
+        *lda = a.stride;
+        return (const term *)a.at;
+    }
+    for (int64_t i = 0; i < TILE; i++) copy_terms(a.at + least(i, rows - 1) * a.stride, depth, room + i * DEPTH);
+    *lda = DEPTH;
+    return room;
+}
+
 /* Up to BLOCK rows of `a` times a packed panel whose first `cols` rows are wanted: sums (rows, COLS). */
-static void block(Rows a, int64_t rows, const bf16 *packed, int64_t cols, int64_t ins, float *sums, Ahead *next) {
-    bf16 last[TILE * DEPTH] __attribute__((aligned(64)));
+static void block(Rows a, int64_t rows, const term *packed, int64_t cols, int64_t ins, float *sums, Ahead *next) {
+    term room[TILE * DEPTH] __attribute__((aligned(64)));
     const int64_t vectors = (cols + LANES - 1) / LANES;
     for (int64_t in = 0; in < ins; in += DEPTH) {
         const int64_t depth = least(DEPTH, ins - in);
-        for (int64_t r = 0; r < rows; r += TILE) {
-            Rows some = {a.at + r * a.stride + in, a.stride};
-            if (rows - r < TILE) { /* the last row stands for those that are missing */
-                for (int64_t i = 0; i < TILE; i++)
-                    memcpy(last + i * DEPTH, some.at + least(i, rows - r - 1) * a.stride, (size_t)depth * sizeof(bf16));
-                some = (Rows){last, DEPTH};
-            } else { /* most tiles have another one below */
-                for (int64_t i = TILE; i < 2 * TILE; i++)
-                    for (int64_t j = 0; j < depth; j += LINE / (int64_t)sizeof(bf16))
-                        _mm_prefetch((const char *)(some.at + i * a.stride + j), _MM_HINT_T0);
-            }
+        for (int64_t r = 0, lda; r < rows; r += TILE) {
+            const term *some = terms_of((Rows){a.at + r * a.stride + in, a.stride}, rows - r, depth, room, &lda);
             ask(next);
-            tiles[vectors - 1](in == 0, some, packed + in * COLS, depth / 2, sums + r * COLS);
+            for (int64_t v = 0; v < vectors; v += VECTORS)
+                tiles[least(VECTORS, vectors - v) - 1](in == 0, some, lda, packed + in * COLS + v * TERMS * LANES, depth,
+                                                       sums + r * COLS + v * LANES);
         }
     }
 }
@@ -110,7 +119,7 @@ static int64_t tiles_of(int64_t rows, int64_t ins) { return up(rows, TILE) / TIL
 /* What threads share: pieces are panels to be packed or to be multiplied, or blocks of outputs. */
 typedef struct {
     Product p;
-    bf16 *packed; /* x, where it is packed: panel by panel */
+    term *packed; /* x, where it is packed: panel by panel */
     int64_t next; /* piece that no thread has taken */
     int failed;
 } Pieces;
@@ -198,7 +207,7 @@ static void take_units(void *task, int member) {
 /* ---- w is packed */
 
 /* Packs the weights of `outs` outputs; `room` is for LANES rows that have to be expanded. */
-static void pack_weights(const Product *p, int64_t out, int64_t outs, bf16 *packed, bf16 *room) {
+static void pack_weights(const Product *p, int64_t out, int64_t outs, term *packed, bf16 *room) {
     if (!p->packed) {
         pack((Rows){p->w + out * p->ins, p->ins}, outs, COLS, p->ins, packed);
         return;
@@ -206,11 +215,11 @@ static void pack_weights(const Product *p, int64_t out, int64_t outs, bf16 *pack
     for (int64_t col = 0; col < outs; col += LANES) {
         const int64_t count = least(LANES, outs - col);
         bf16_rows(NULL, p->packed, p->ins, out + col, count, room, scales_behind(room, LANES, p->ins));
-        pack((Rows){room, p->ins}, count, LANES, p->ins, packed + 2 * col);
+        pack((Rows){room, p->ins}, count, LANES, p->ins, packed + TERMS * col);
     }
 }
 
-static void take_panel(const Product *p, int64_t out, int64_t following, bf16 *packed, bf16 *room) {
+static void take_panel(const Product *p, int64_t out, int64_t following, term *packed, bf16 *room) {
     float sums[BLOCK * COLS] __attribute__((aligned(64)));
     const int64_t outs = least(COLS, p->outs - out);
     Ahead next = ahead(p, following, COLS, tiles_of(p->rows, p->ins));
@@ -227,7 +236,7 @@ static void take_panels(void *task, int member) {
     (void)member;
     int64_t out = claim(&all->next, COLS);
     if (out >= all->p.outs) return;
-    bf16 *packed = aligned_alloc(LINE, (size_t)all->p.ins * COLS * sizeof(bf16));
+    term *packed = aligned_alloc(LINE, (size_t)all->p.ins * COLS * sizeof(term));
     bf16 *room = all->p.packed ? room_for(LANES, all->p.ins) : NULL;
     const int able = packed && (room || !all->p.packed);
     if (!able) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
@@ -240,12 +249,10 @@ static void take_panels(void *task, int member) {
     free(room);
 }
 
-/* As `linear` in linear.c, for an even number of inputs. Returns 0, or 1 where memory is short. */
-int gemm(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
-         long y_stride, int wide, int relu, int onto, int threads, const Packed *packed) {
-    Pieces all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto, packed}};
-    if (rows < outs && rows <= FEW)
-        all.packed = aligned_alloc(LINE, (size_t)(up(rows, COLS) * ins) * sizeof(bf16));
+int gemm(const Product *p, int threads) {
+    Pieces all = {.p = *p};
+    if (p->rows < p->outs && p->rows <= FEW)
+        all.packed = aligned_alloc(LINE, (size_t)(up(p->rows, COLS) * p->ins) * sizeof(term));
     if (!all.packed) {
         team_run(take_panels, &all, threads);
         return all.failed;

@@ -242,13 +242,11 @@ static void take_pieces(void *task, int member) {
     free(room);
 }
 
-/* A `Product`, field by field. None of the tensors is empty. Returns 0, or 1 where memory for packed weights is short. */
-int linear(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
-           long y_stride, int wide, int relu, int onto, int threads, const Packed *packed) {
-    Pieces all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto, packed}};
-    if (rows * outs * ins < ALONE) threads = 1;
-    all.piece = piece_of(&all.p, threads);
-    all.spreads = !packed && crowded(&all.p) && outs >= ENOUGH * (long)threads;
+int linear(const Product *p, int threads) {
+    Pieces all = {.p = *p};
+    if (p->rows * p->outs * p->ins < ALONE) threads = 1;
+    all.piece = piece_of(p, threads);
+    all.spreads = !p->packed && crowded(p) && p->outs >= ENOUGH * (long)threads;
     team_run(take_pieces, &all, threads);
     return all.failed;
 }

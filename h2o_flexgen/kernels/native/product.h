@@ -16,6 +16,17 @@ typedef struct {
     const Packed *packed;    /* the weights, where they are not in w */
 } Product;
 
+/* None of the tensors is empty. Each returns 0, or 1 where memory is short. `gemm` takes an even number of inputs, `whole`
+   packed weights that `takes_whole` says. */
+int linear(const Product *p, int threads);
+int gemm(const Product *p, int threads);
+int whole(const Product *p, int threads);
+int takes_whole(const Packed *w);
+
+/* A `Product`, field by field, by one of these: by `whole` if `wholly`. */
+int product(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
+            long y_stride, int wide, int relu, int onto, int threads, const Packed *packed, int wholly);
+
 /* Writes y for `rows` and `outs` from `row` and `out` on; rows of sums are `pitch` apart. Bias is added, results are
    rounded to nearest even, NaN stays NaN. Row by row: whole cache lines are written at once. */
 static inline void finish(const Product *p, const float *sums, long pitch, long row, long rows, long out, long outs) {

@@ -4,8 +4,8 @@
  * the order in which products read them, and then takes block by block:
  *
  *   logits   queries x keys, float32, of the keys that any query of the block may see; hidden ones are -inf
- *   weights  exp(logit - largest of its row) replaces the logits; CHUNK keys at a time they are rounded to bfloat16 and
- *            multiplied with the values
+ *   weights  exp(logit - largest of its row) replaces the logits; CHUNK keys at a time they become terms (tiles.h) and
+ *            are multiplied with the values
  *   finish   divides the output, and the float32 weights that add up to column sums, by the sum of the row's weights
  *
  * "Rows" of a block are queries of one token after the other, the query heads that share the KV head side by side.
@@ -40,7 +40,7 @@ typedef struct {
 
 /* One thread's buffers, and what is packed in them: blocks of LANES keys. */
 typedef struct {
-    bf16 *k, *v, *q, *p;
+    term *k, *v, *q, *p;
     float *x, *o, *sums, *top, *total;
     int64_t stride; /* of x */
     int64_t head, row, past_from, own_from, own_to;
@@ -64,10 +64,10 @@ static int64_t buffers(const Prompt *p, Worker *w, char *at) {
     int64_t room = up(p->before + p->length, LANES), d = p->d, rows = up(p->queries * p->group, TILE);
     char *start = at;
     w->stride = room + LANES; /* rows of logits do not all begin in one set of the cache */
-    w->k = (bf16 *)at, at += room * d * sizeof(bf16);
-    w->v = (bf16 *)at, at += room * d * sizeof(bf16);
-    w->q = (bf16 *)at, at += rows * d * sizeof(bf16);
-    w->p = (bf16 *)at, at += rows * CHUNK * sizeof(bf16);
+    w->k = (term *)at, at += room * d * sizeof(term);
+    w->v = (term *)at, at += room * d * sizeof(term);
+    w->q = (term *)at, at += rows * d * sizeof(term);
+    w->p = (term *)at, at += rows * CHUNK * sizeof(term);
     w->x = (float *)at, at += rows * w->stride * sizeof(float);
     w->o = (float *)at, at += rows * d * sizeof(float);
     w->sums = (float *)at, at += room * sizeof(float);
@@ -91,8 +91,8 @@ INLINE const bf16 *token(const Tokens *t, int64_t j) {
     return j < t->total ? t->own + (j - t->before) * t->own_token : ZEROS;
 }
 
-/* Keys of the blocks [from, to) as (block, pair of dimensions, key, 2). */
-static void pack_keys(const Tokens *t, int64_t d, int64_t from, int64_t to, bf16 *packed) {
+/* Keys of the blocks [from, to) as (block, dimension, key) terms. */
+static void pack_keys(const Tokens *t, int64_t d, int64_t from, int64_t to, term *packed) {
     for (int64_t block = from; block < to; block++) {
         const bf16 *rows[LANES];
         for (int i = 0; i < LANES; i++) rows[i] = token(t, block * LANES + i);
@@ -106,13 +106,18 @@ INLINE int64_t slice(int64_t d, int64_t dim) {
     return vectors / slices + (dim / LANES < wide * (vectors / slices + 1));
 }
 
-/* Values of the blocks [from, to) as (slice, pair of keys, dimension of the slice, 2); a slice holds `room` keys. */
-static void pack_values(const Tokens *t, int64_t d, int64_t from, int64_t to, int64_t room, bf16 *packed) {
+/* Values of the blocks [from, to) as (slice, key, dimension of the slice) terms; a slice holds `room` keys. */
+static void pack_values(const Tokens *t, int64_t d, int64_t from, int64_t to, int64_t room, term *packed) {
     for (int64_t key = from * LANES; key < to * LANES; key += 2) {
         const bf16 *a = token(t, key), *b = token(t, key + 1);
         for (int64_t dim = 0, width; dim < d; dim += width) {
             width = slice(d, dim) * LANES;
-            bf16 *to_here = packed + dim * room + key * width;
+            term *to_here = packed + dim * room + key * width;
+            if (TERMS == 1) {
+                copy_terms(a + dim, width, to_here);
+                copy_terms(b + dim, width, to_here + width);
+                continue;
+            }
             for (int64_t i = 0; i < width; i += LANES) {
                 __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(a + dim + i)));
                 __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(b + dim + i)));
@@ -134,15 +139,18 @@ INLINE __m512 exp2_of(__m512 y) {
     return _mm512_scalef_ps(e, y);
 }
 
-/* Weights 2^((x - top) factor) of n keys of one row: rounded to `weights`, and in place of the logits x if
+/* Weights 2^((x - top) factor) of n keys of one row: as terms in `weights`, and in place of the logits x if
    column sums want them. */
-INLINE void weigh(float *x, bf16 *weights, int64_t n, __m512 factor, __m512 top, int keep, float *total) {
+INLINE void weigh(float *x, term *weights, int64_t n, __m512 factor, __m512 top, int keep, float *total) {
     __m512 sum = _mm512_load_ps(total);
     for (int64_t i = 0; i < n; i += LANES) {
         __m512 e = exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(x + i), top), factor));
         if (keep) _mm512_store_ps(x + i, e);
         sum = _mm512_add_ps(sum, e);
-        _mm256_store_si256((__m256i *)(weights + i), rounded(e));
+        if (TERMS == 2)
+            _mm256_store_si256((__m256i *)(weights + i), rounded(e));
+        else
+            _mm512_store_ps((float *)(weights + i), e);
     }
     _mm512_store_ps(total, sum);
 }
@@ -165,7 +173,7 @@ INLINE void logits_tile(const int n, const int edge, const Prompt *p, const Work
     __m512 acc[TILE][WIDEST];
     UNROLL for (int i = 0; i < TILE; i++)
         UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_setzero_ps();
-    multiply(n, acc, w->q + row * p->d, p->d, w->k + key * p->d, 2 * LANES, LANES * p->d, p->d / 2);
+    multiply(n, acc, w->q + row * p->d, p->d, w->k + key * p->d, TERMS * LANES, LANES * p->d, p->d / TERMS);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     UNROLL for (int i = 0; i < TILE; i++) {
         int64_t place = p->before + b->first + least(row + i, b->rows - 1) / p->group;
@@ -205,11 +213,11 @@ static void logits(const Prompt *p, const Worker *w, const Block *b) {
 }
 
 /* o (TILE rows, of which n vectors) += weights times values of `keys` keys. */
-INLINE void mix_tile(const int n, float *o, int64_t d, const bf16 *weights, const bf16 *values, int64_t keys) {
+INLINE void mix_tile(const int n, float *o, int64_t d, const term *weights, const term *values, int64_t keys) {
     __m512 acc[TILE][WIDEST];
     UNROLL for (int i = 0; i < TILE; i++)
         UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_load_ps(o + i * d + j * LANES);
-    multiply(n, acc, weights, CHUNK, values, 2 * LANES * n, 2 * LANES, keys / 2);
+    multiply(n, acc, weights, CHUNK, values, TERMS * LANES * n, TERMS * LANES, keys / TERMS);
     UNROLL for (int i = 0; i < TILE; i++)
         UNROLL for (int j = 0; j < n; j++) _mm512_store_ps(o + i * d + j * LANES, acc[i][j]);
 }
@@ -230,7 +238,7 @@ static void mix(const Prompt *p, const Worker *w, const Block *b, int64_t room) 
                   _mm512_load_ps(w->top + i * LANES), p->sums != NULL, w->total + i * LANES);
         for (int64_t dim = 0, n; dim < d; dim += n * LANES) {
             n = slice(d, dim);
-            const bf16 *values = w->v + dim * room + key * n * LANES;
+            const term *values = w->v + dim * room + key * n * LANES;
             for (int64_t i = 0; i < b->rows; i += TILE) {
                 float *o = w->o + i * d + dim;
                 switch (n) {
@@ -289,9 +297,9 @@ static void gather(const Prompt *p, const Worker *w, const Block *b) {
     const bf16 *q = p->q + w->row * p->q_row + w->head * p->group * p->q_head + b->first * p->q_token;
     for (int64_t i = 0; i < b->rows; i++) {
         for (int64_t j = 0; j < p->d; j += 32) __builtin_prefetch(place_of(p, w, b, i) + j, 1, 2);
-        memcpy(w->q + i * p->d, q + i / p->group * p->q_token + i % p->group * p->q_head, p->d * sizeof(bf16));
+        copy_terms(q + i / p->group * p->q_token + i % p->group * p->q_head, p->d, w->q + i * p->d);
     }
-    memset(w->q + b->rows * p->d, 0, (up(b->rows, TILE) - b->rows) * p->d * sizeof(bf16));
+    memset(w->q + b->rows * p->d, 0, (up(b->rows, TILE) - b->rows) * p->d * sizeof(term));
 }
 
 /* Keys [from, to) of the worker's row and head, but for what it has packed already. The past is the same in all rows. */

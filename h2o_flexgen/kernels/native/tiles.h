@@ -1,17 +1,27 @@
-/* Products that stay in registers: TILE rows x up to VECTORS vectors of 16 columns at a time, of pairs of bfloat16
-   numbers. Sums are float32. */
+/* Products that stay in registers: TILE rows x up to VECTORS vectors of 16 columns at a time. Sums are float32.
+
+   Their operands are terms: of each column TERMS numbers lie side by side, which one instruction takes. Where the
+   instruction for pairs of bfloat16 numbers is no slower than the one for float32, terms are as they come. Where it has
+   half the rate (Intel's), or is not there, they are widened to float32 first, which is exact. */
 #ifndef TILES_H
 #define TILES_H
 
 #include "simd.h"
 
 #define WIDEST 4 /* vectors */
-#ifdef __AVX512BF16__
 #define TILE 6
+#ifdef __AVX512BF16__
 #define VECTORS 4
 #else /* 16 registers of half the width */
-#define TILE 4
-#define VECTORS 2
+#define VECTORS 1
+#endif
+
+#if defined __AVX512BF16__ && !defined SLOW_BF16
+typedef bf16 term;
+enum { TERMS = 2 };
+#else
+typedef float term;
+enum { TERMS = 1 };
 #endif
 
 /* 16 x 16 numbers of 32 bits: columns become rows. */
@@ -36,21 +46,47 @@ INLINE void transpose(__m512i r[LANES]) {
     }
 }
 
-/* 16 rows of n numbers, an even count, as (pair of numbers, row, 2); pairs lie `apart` elements apart. */
-INLINE void pack_rows(const bf16 *const rows[LANES], int64_t n, int64_t apart, bf16 *packed) {
+INLINE __m512i even_terms(__m512i pairs) { return _mm512_slli_epi32(pairs, 16); }
+INLINE __m512i odd_terms(__m512i pairs) { return _mm512_and_si512(pairs, _mm512_set1_epi32((int)0xFFFF0000)); }
+
+/* 16 rows of n numbers, an even count, as (number, row) terms; pairs of numbers lie `apart` terms apart. */
+INLINE void pack_rows(const bf16 *const rows[LANES], int64_t n, int64_t apart, term *packed) {
     for (int64_t at = 0; at < n; at += 2 * LANES) {
         const int pairs = (int)least(LANES, (n - at) / 2);
         __m512i r[LANES];
         for (int i = 0; i < LANES; i++) r[i] = _mm512_maskz_loadu_epi32(first_lanes(pairs), rows[i] + at);
         transpose(r);
-        for (int i = 0; i < pairs; i++) _mm512_store_si512(packed + (at / 2 + i) * apart, r[i]);
+        for (int i = 0; i < pairs; i++) {
+            term *to = packed + (at / 2 + i) * apart;
+            if (TERMS == 2) {
+                _mm512_store_si512(to, r[i]);
+            } else {
+                _mm512_store_si512(to, even_terms(r[i]));
+                _mm512_store_si512(to + apart / 2, odd_terms(r[i]));
+            }
+        }
     }
 }
 
-/* acc += a (TILE rows of pairs, `lda` apart) times b, whose vectors lie `apart`, and pairs `step`, elements apart. */
-INLINE void multiply(const int n, __m512 acc[TILE][WIDEST], const bf16 *a, int64_t lda, const bf16 *b, int64_t step,
-                     int64_t apart, int64_t pairs) {
-    for (int64_t p = 0; p < pairs; p++) {
+/* n numbers in their order. */
+INLINE void copy_terms(const bf16 *from, int64_t n, term *to) {
+    if (TERMS == 2) {
+        memcpy(to, from, (size_t)n * sizeof(term));
+    } else {
+        const int64_t whole = n & -LANES;
+        const __mmask16 rest = first_lanes(n - whole);
+        for (int64_t i = 0; i < whole; i += LANES)
+            _mm512_storeu_ps(to + i, widened(_mm256_loadu_si256((const __m256i *)(from + i))));
+        if (rest) _mm512_mask_storeu_ps(to + whole, rest, widened(_mm256_maskz_loadu_epi16(rest, from + whole)));
+    }
+}
+
+/* acc += a (TILE rows of `count` x TERMS terms, `lda` apart) times b, whose vectors lie `apart`, and the next numbers of
+   its columns `step`, terms apart. */
+INLINE void multiply(const int n, __m512 acc[TILE][WIDEST], const term *a, int64_t lda, const term *b, int64_t step,
+                     int64_t apart, int64_t count) {
+    for (int64_t p = 0; p < count; p++) {
+#if defined __AVX512BF16__ && !defined SLOW_BF16
         __m512i column[WIDEST];
         UNROLL for (int j = 0; j < n; j++) column[j] = _mm512_load_si512(b + p * step + j * apart);
         UNROLL for (int i = 0; i < TILE; i++) {
@@ -59,6 +95,14 @@ INLINE void multiply(const int n, __m512 acc[TILE][WIDEST], const bf16 *a, int64
             __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
             UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], (__m512bh)column[j], both);
         }
+#else
+        __m512 column[WIDEST];
+        UNROLL for (int j = 0; j < n; j++) column[j] = _mm512_load_ps(b + p * step + j * apart);
+        UNROLL for (int i = 0; i < TILE; i++) {
+            const __m512 one = _mm512_set1_ps(a[i * lda + p]);
+            UNROLL for (int j = 0; j < n; j++) acc[i][j] = _mm512_fmadd_ps(one, column[j], acc[i][j]);
+        }
+#endif
     }
 }
 

@@ -263,7 +263,6 @@ static void take_panels(void *task, int member) {
 
 /* ---- the product */
 
-
 static void describe(Whole *all) {
     const Packed *w = all->p.packed;
     all->unit = unit_of(w), all->block = UNITS * all->unit;
@@ -273,11 +272,8 @@ static void describe(Whole *all) {
     all->lows = w->low_kind != NONE && w->low_kind != MIDDLE;
 }
 
-/* As `linear` in linear.c. Returns 0, or 1 where memory is short. */
-int whole(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
-          long y_stride, int wide, int relu, int onto, int threads, const Packed *packed) {
-    Whole all = {.p = {x, w, bias, y, rows, outs, ins, x_stride, y_stride, wide, relu, onto, packed}};
-    const Product *p = &all.p;
+int whole(const Product *p, int threads) {
+    Whole all = {.p = *p};
     describe(&all);
     const int64_t spans = up(p->rows * all.spans, LANES), bytes = up(p->rows * all.padded, LINE);
     uint8_t *room = aligned_alloc(LINE, (size_t)(bytes + 3 * spans * (int64_t)sizeof(float)));
@@ -286,7 +282,7 @@ int whole(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, lo
     all.scale = (float *)(room + bytes), all.sum = all.scale + spans, all.start = (int32_t *)(all.sum + spans);
     team_run(round_rows, &all, p->rows == 1 ? 1 : threads);
     all.next = 0;
-    if (rows <= FEW_ROWS)
+    if (p->rows <= FEW_ROWS)
         all.failed |= few(&all, threads);
     else
         team_run(take_panels, &all, threads);
@@ -294,5 +290,5 @@ int whole(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, lo
     return all.failed;
 }
 #else
-int whole(void) { return 1; } /* which is not called */
+int whole(const Product *p, int threads) { return 1 | p->wide | threads; } /* which is not called */
 #endif
