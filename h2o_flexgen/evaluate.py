@@ -3,6 +3,7 @@
     python -m h2o_flexgen.evaluate --policies full,h2o,local --ratios 0.1,0.2,0.5 --plot quality.png
     python -m h2o_flexgen.evaluate --model opt-125m --recall questions.jsonl --text book.txt --limit 16
     python -m h2o_flexgen.evaluate --model pythia-160m --text book.txt --stream 32768 --kv-budget 512
+    python -m h2o_flexgen.evaluate --suite configs/eval/demo.json --output-dir quality
 
 A table goes to stdout, everything else to stderr. The last line of stdout is one JSON object, unless stdout is a
 terminal.
@@ -16,6 +17,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.cli.parser import Parser
@@ -24,8 +26,8 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
 from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.evaluation.settings import EvaluationSettings, StreamSettings
-from h2o_flexgen.reporting.plots import check_plot, plot_quality, plot_stream
-from h2o_flexgen.reporting.tables import quality_line, quality_table, stream_line, stream_table
+from h2o_flexgen.reporting.plots import check_plot, plot_quality, plot_stream, plot_suite
+from h2o_flexgen.reporting.tables import quality_line, quality_table, stream_line, stream_table, suite_line, suite_table
 
 STREAM_READS = {"policies", "text", "context"}
 """The fields of EvaluationSettings that a measurement of streams reads."""
@@ -40,6 +42,10 @@ def main(argv: Sequence[str] | None) -> int:
         settings, streams = from_namespace(EvaluationSettings, args), from_namespace(StreamSettings, args)
         _one_kind(args, streams.stream is not None)
         from_namespace(EngineConfig, args)  # a setting that makes no sense is said before torch is imported
+    if args.suite is not None:
+        return _suite(args)
+    if args.output_dir is not None:
+        raise UsageError("--output-dir without --suite", "needed a suite, whose records go there", "--output FILE")
     engine = given(EngineConfig, args)
     model = engine.pop("model", "demo")
     output = output_file("--output", args.output, keep=not args.overwrite)
@@ -69,6 +75,33 @@ def main(argv: Sequence[str] | None) -> int:
     return 0
 
 
+def _suite(args: Namespace) -> int:
+    """Measures what a suite's file says, as far as its records are not there yet."""
+    engine = given(EngineConfig, args)
+    typed = [given(kind, args).keys() for kind in (EvaluationSettings, StreamSettings)]
+    if "model" in engine or any(typed) or args.output is not None:
+        raise UsageError(
+            "--suite with --model, --output or what is to be measured",
+            "the suite says what is measured, and records go to --output-dir",
+            "leave these out, or leave --suite out",
+        )
+    if args.output_dir is None:
+        raise UsageError("--suite without --output-dir", "needed a folder for its records")
+    plot = output_file("--plot", args.plot, keep=not args.overwrite)
+    if plot is not None:
+        check_plot(plot)
+    from h2o_flexgen.evaluation.suites import Suite, run_suite
+
+    suite = Suite.read(args.suite)
+    records = run_suite(suite, Path(args.output_dir), engine, lambda record: print_error(suite_line(record)))
+    if plot is not None:
+        plot_suite(records, plot)
+    write_result(suite_table(records) + "\n")
+    rows = [{key: value for key, value in record.to_json().items() if key != "answers"} for record in records]
+    write_json(json.dumps({"suite": suite.name, "records": rows}, allow_nan=False), args.json)
+    return 0
+
+
 def _one_kind(args: Namespace, streaming: bool) -> None:
     """UsageError for flags of the other kind of measurement, which would be without effect."""
     other: type[Any] = EvaluationSettings if streaming else StreamSettings
@@ -90,10 +123,16 @@ def _parser() -> Parser:
     )
     add_arguments(parser, EvaluationSettings, title="what is measured")
     add_arguments(parser, StreamSettings, title="streams beyond the context")
+    parser.add_argument(
+        "--suite", metavar="FILE", help="policies, budgets, models and tasks from a file: configs/eval/demo.json"
+    )
     # Random weights have no quality to measure.
     add_arguments(parser, EngineConfig, title="model and machine", exclude=("weights",))
     out = parser.add_argument_group("output")
     out.add_argument("--output", "-o", metavar="FILE", help="the JSON object in a file too")
+    out.add_argument(
+        "--output-dir", metavar="DIR", help="of a suite: its records; cells that have some are not measured again"
+    )
     out.add_argument("--plot", metavar="FILE", help="a picture (.png, .svg, .pdf); needs matplotlib")
     out.add_argument("--overwrite", action="store_true", help="replace existing --output and --plot files")
     add_json(out)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
@@ -35,6 +36,15 @@ class Registry(Generic[T]):
             raise ValueError(f"the {self.kind} {name!r} is registered twice")
         self._items[name] = item
         return item
+
+    @contextmanager
+    def lent(self, name: str, item: T) -> Iterator[None]:
+        """`item` is registered until the end of the block."""
+        self.register(name, item)
+        try:
+            yield
+        finally:
+            del self._items[name]
 
     def get(self, name: str) -> T:
         """The item called `name`; an unknown one raises `error` with the list of names and the closest of them."""

@@ -64,6 +64,7 @@ COMMANDS: dict[str, str] = {
         "python -m h2o_flexgen.evaluate --policies full,h2o,local --ratios 0.2 --limit 1 --context 16 "
         "--recall recall.jsonl --text text.txt"
     ),
+    "python -m h2o_flexgen.evaluate --suite configs/eval/demo.json --output-dir quality": STARTED,
     "python -m h2o_flexgen.bench": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers,flexgen --model opt-1.3b --batch-size 8 "

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     # A tick is one of the executor walking a schedule, less what cost says of it; a token's cost is the sampler's.
     "calibration": {"cost", "engine", "schedule", "checkpoint", "models", "cache", "memory", "kernels", "config"},
     "planning": {"engine", "cost", "calibration", "schedule", "config"},
-    "evaluation": {"planning", "engine", "config"},
+    "evaluation": {"planning", "engine", "cache", "config"},
     "jobs": {"planning", "engine", "config"},
     "baselines": {"planning", "engine", "schedule", "config"},
 }

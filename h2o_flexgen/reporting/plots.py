@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.config.reports.quality import Positions, QualityReport, QualityRow, RecallTally, StreamReport
+from h2o_flexgen.config.reports.suite import SuiteRecord
 from h2o_flexgen.errors import StorageError, UsageError
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -19,6 +20,7 @@ LOOKS = {
     "heavy": ("#e08e45", "D"),
     "random": ("#7b6d8d", "v"),
 }
+MARKERS = "osD^vP*X<>"
 SPARE_LOOK = ("#444444", "P")
 LINES: dict[Positions, str] = {"recomputed": "--", "rolling": "-", "absolute": ":"}
 MARKS = 16
@@ -59,6 +61,57 @@ def plot_quality(report: QualityReport, path: Path) -> None:
     _save(figure, path)
 
 
+def plot_suite(records: Sequence[SuiteRecord], path: Path) -> None:
+    """A panel per model, task and metric: figures against budgets, intervals shaded. StorageError where that fails."""
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys((record.model, record.task, record.metric, record.kind) for record in records))
+    policies = [name for name in dict.fromkeys(record.policy for record in records) if name != "full"]
+    columns = min(3, len(groups))
+    rows = -(-len(groups) // columns)
+    figure = Figure(figsize=(5.2 * columns, 4.0 * rows + 0.03 * len(policies) + 0.6), layout="constrained")
+    grid: Any = figure.subplots(rows, columns, squeeze=False)
+    for place, (model, task, metric, kind) in enumerate(groups):
+        axes = grid[place // columns][place % columns]
+        own = [record for record in records if (record.model, record.task, record.metric) == (model, task, metric)]
+        _suite_panel(axes, own, policies)
+        axes.set(title=f"{model}, {task}", ylabel=metric)
+        if kind in ("share", "increase"):
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        if kind == "perplexity":
+            _log_if_wide(axes, [record.value for record in own])
+        elif kind == "increase":
+            axes.set_yscale("symlog", linthresh=0.05)
+    for place in range(len(groups), rows * columns):
+        grid[place // columns][place % columns].axis("off")
+    handles = dict[str, Any]()
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False)
+    _save(figure, path)
+
+
+def _suite_panel(axes: Any, records: Sequence[SuiteRecord], policies: Sequence[str]) -> None:
+    """A line per policy, its interval shaded where few are drawn; the full cache as a level."""
+    from matplotlib import colormaps
+
+    for policy in dict.fromkeys(record.policy for record in records):
+        own = sorted((record for record in records if record.policy == policy), key=lambda record: record.budget)
+        if policy == "full":
+            axes.axhline(own[0].value, color="black", linestyle="--", linewidth=1.2, label="full cache", zorder=1)
+            continue
+        place = policies.index(policy)
+        color, marker = LOOKS.get(policy, (colormaps["tab20"](place % 20), MARKERS[place % len(MARKERS)]))
+        budgets = [record.budget for record in own]
+        axes.plot(budgets, [record.value for record in own], color=color, marker=marker, linewidth=1.4, label=policy)
+        if len(policies) <= 8:
+            ends = [record.low for record in own], [record.high for record in own]
+            axes.fill_between(budgets, *ends, color=color, alpha=0.12, linewidth=0)
+    budgets = sorted({record.budget for record in records if record.policy != "full"})
+    _budget_axis(axes, budgets)
+
+
 def _recall_panel(
     axes: Any, report: QualityReport, place: int, title: str, value: Callable[[RecallTally], float | None]
 ) -> None:
@@ -85,7 +138,10 @@ def _panel(axes: Any, report: QualityReport, value: Callable[[QualityRow], float
         color, marker = LOOKS.get(policy, SPARE_LOOK)
         xs, ys = [x for x, _ in points], [y for _, y in points]
         axes.plot(xs, ys, color=color, marker=marker, markersize=6, linewidth=1.8, alpha=0.9, label=policy)
-    ratios = sorted({row.ratio for row in report.rows if row.policy != "full"})
+    _budget_axis(axes, sorted({row.ratio for row in report.rows if row.policy != "full"}))
+
+
+def _budget_axis(axes: Any, ratios: Sequence[float]) -> None:
     axes.set_xscale("log")
     axes.minorticks_off()
     axes.set_xticks(ratios, [f"{ratio:.0%}" if ratio >= 0.01 else f"{ratio:.1%}" for ratio in ratios])

@@ -15,6 +15,7 @@ from h2o_flexgen.config.reports.quality import (
     StreamRow,
 )
 from h2o_flexgen.config.reports.record import RunRecord
+from h2o_flexgen.config.reports.suite import SuiteRecord
 from h2o_flexgen.units import format_bytes, format_seconds
 
 COLUMNS = 98
@@ -105,6 +106,49 @@ def _number(perplexity: float | None) -> str:
     if perplexity is None:
         return "-"
     return f"{perplexity:,.2f}" if perplexity < 1e5 else f"{perplexity:.2g}"
+
+
+def suite_table(records: Sequence[SuiteRecord]) -> str:
+    """A table per model, task and metric: policies by budgets, each figure with its 95 % confidence interval."""
+    parts = []
+    groups = dict.fromkeys((record.model, record.task, record.metric) for record in records)
+    for model, task, metric in groups:
+        own = [record for record in records if (record.model, record.task, record.metric) == (model, task, metric)]
+        budgets = sorted({record.budget for record in own})
+        cells = {(record.policy, record.budget): suite_cell(record) for record in own}
+        rows = [
+            [policy, *(cells.get((policy, budget), "") for budget in budgets)]
+            for policy in dict.fromkeys(record.policy for record in own)
+        ]
+        counts = sorted({record.n for record in own})
+        title = f"{model}, {task}: {metric}, n = {', '.join(map(str, counts))}"
+        parts.append(f"{title}\n\n{markdown_table(['policy', *map(_budget_name, budgets)], rows)}")
+    kinds = {record.kind for record in records}
+    told = ["Student's t over cases"] if kinds - {"share"} else []
+    told += ["Wilson's of shares"] if "share" in kinds else []
+    note = f"In brackets: 95 % confidence intervals, {', '.join(told)}. Budgets: shares of prompt and generated tokens."
+    return "\n\n".join([*parts, _filled([note])])
+
+
+def suite_line(record: SuiteRecord) -> str:
+    """One record as a line of a log."""
+    budget = _budget_name(record.budget)
+    return f"{record.model} {record.task}: {record.policy} at {budget}: {record.metric} {suite_cell(record)}"
+
+
+def suite_cell(record: SuiteRecord) -> str:
+    """A figure and its interval: "16.5 (15.9 to 17.2)", shares and increases in percent."""
+    figures = (record.value, record.low, record.high)
+    if record.kind in ("share", "increase"):
+        digits, sign = ".0f" if record.kind == "share" else ".1f", "+" if record.kind == "increase" else ""
+        value, low, high = (f"{100 * figure:{sign}{digits}}" for figure in figures)
+        return f"{value} % ({low} to {high})"
+    value, low, high = (f"{figure:.3g}" if abs(figure) < 1000 else f"{figure:.2g}" for figure in figures)
+    return f"{value} ({low} to {high})"
+
+
+def _budget_name(budget: float) -> str:
+    return f"{100 * budget:g} %"
 
 
 def stream_table(report: StreamReport) -> str:

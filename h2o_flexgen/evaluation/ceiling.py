@@ -1,0 +1,109 @@
+"""The ceiling of eviction: a policy that knows which attention is to come, as Belady's knows which pages.
+
+It reads every text twice. First as one prompt, under the exact attention of the full cache: what each query of the
+continuation pays each token is kept, per layer and KV head. Then as all policies do; what goes is the token to which
+the queries to come paid least. That is the most attention that any policy can keep with the same number of tokens, for
+the attention of the full run; it is offered to measurements alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.cache.eviction import EVICTION_POLICIES
+from h2o_flexgen.cache.eviction.base import (
+    AttendedPrompts,
+    AttendedStep,
+    PromptRows,
+    PromptScores,
+    RankedPolicy,
+    attention_rows,
+)
+from h2o_flexgen.config.eviction import SPLITS, Budget, Split
+from h2o_flexgen.evaluation.settings import CEILING
+from h2o_flexgen.planning.llm import LLM
+
+Pair = tuple[list[int], list[int]]
+
+
+class Foresight:
+    """The attention to come of the texts that were watched, by layer and by the text's place in the call."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] | None = None
+        """While texts are watched: queries of each text's continuation."""
+        self._to_come: dict[tuple[int, int], Tensor] = {}  # (kv_heads, queries + 1, tokens) float32
+
+    def watch(self, llm: LLM, pairs: Sequence[Pair]) -> None:
+        """Reads each context with its continuation as one prompt; `llm` has this policy. Forgets earlier texts."""
+        self._to_come.clear()
+        self.steps = [len(continuation) - 1 for _, continuation in pairs]
+        try:
+            llm.score([(context + rest[:-1], rest[-1:]) for context, rest in pairs])
+        finally:
+            self.steps = None
+
+    def record(self, layer: int, row: int, received: Tensor) -> None:
+        """received: (kv_heads, queries, tokens), what each query pays. Kept is what it and all later ones pay."""
+        sums = received.flip(1).cumsum(1).flip(1)
+        self._to_come[layer, row] = torch.cat([sums, torch.zeros_like(sums[:, :1])], dim=1)
+
+    def of(self, layer: int, row: int) -> Tensor:
+        """(kv_heads, queries + 1, tokens): entry q is what the queries from number q on pay each token."""
+        return self._to_come[layer, row]
+
+
+class CeilingPolicy(RankedPolicy):
+    """The score is the attention that a token receives in all later steps of the full run."""
+
+    name = CEILING
+
+    def __init__(self, foresight: Foresight) -> None:
+        super().__init__()
+        self._foresight = foresight
+
+    def queries(self, length: int, budget: Budget) -> int:
+        return 0 if self._foresight.steps is None else max(self._foresight.steps)
+
+    def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+        foresight, layer = self._foresight, rows.tokens.layer
+        names = [int(row) for row in rows.tokens.row_ids.flatten()]
+        if foresight.steps is None:
+            scores = [foresight.of(layer, row)[:, 0, : prompts.length] for row in names]
+            return PromptScores(torch.stack(scores).to(prompts.k.device))
+        steps = [foresight.steps[row] for row in names]
+        parts = [part.mean(2) for _, part in attention_rows(prompts, max(steps), rows.window)] if max(steps) else []
+        for place, (row, count) in enumerate(zip(names, steps, strict=True)):
+            none = prompts.keys.new_zeros(prompts.keys.shape[1], 0, prompts.length, dtype=torch.float32)
+            received = torch.cat([part[place] for part in parts], dim=1)[:, -count:] if count else none
+            foresight.record(layer, row, received)
+        return PromptScores(torch.ones(len(names), prompts.keys.shape[1], prompts.length, device=prompts.k.device))
+
+    def ranks(self, step: AttendedStep) -> Tensor:
+        found = []
+        for place, row in enumerate(step.tokens.row_ids.flatten().tolist()):
+            to_come = self._foresight.of(step.tokens.layer, row)
+            # The first query of the continuation stands behind the context; positions end with the last query's.
+            number = int(step.now[place]) + 1 - (to_come.shape[2] - to_come.shape[1] + 1)
+            pos = step.pos[place].clamp(0, to_come.shape[2] - 1).to(torch.int64)
+            # A row that is done may wait for its neighbours: nothing is to come.
+            found.append(to_come[:, min(number, to_come.shape[1] - 1)].to(pos.device).gather(-1, pos))
+        return torch.stack(found)
+
+
+@contextmanager
+def ceiling() -> Iterator[Foresight]:
+    """Within it an eviction policy named CEILING exists, with the foresight that this gives."""
+    foresight = Foresight()
+    split = Split(lambda share: 0, takes_recent=False, queries="last")
+
+    class Foreseeing(CeilingPolicy):
+        def __init__(self, seed: int = 0) -> None:
+            super().__init__(foresight)
+
+    with SPLITS.lent(CEILING, split), EVICTION_POLICIES.lent(CEILING, Foreseeing):
+        yield foresight

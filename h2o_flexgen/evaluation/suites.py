@@ -1,0 +1,267 @@
+"""Suites: policies at several budgets on several models, measured by tasks, resumable, with confidence intervals."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from h2o_flexgen.config.checks import known_keys, share
+from h2o_flexgen.config.eviction import EvictionConfig, split_of
+from h2o_flexgen.config.reports.record import utc_now
+from h2o_flexgen.config.reports.suite import SuiteRecord, interval
+from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.evaluation.ceiling import ceiling
+from h2o_flexgen.evaluation.settings import CEILING
+from h2o_flexgen.evaluation.tasks import Figures, Measured, SuiteTask, make
+from h2o_flexgen.planning.llm import LLM
+
+RECORDS = "records.jsonl"
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class SuitePolicy:
+    """A policy of a suite: an eviction policy's name and settings of EvictionConfig, without a budget."""
+
+    name: str
+    settings: tuple[tuple[str, Any], ...] = ()
+    budgets: tuple[float, ...] = ()
+    """The shares that it is measured at; none: those of the suite."""
+
+    @classmethod
+    def from_json(cls, data: Any) -> SuitePolicy:
+        """A name, or an object of EvictionConfig's keys and "budgets". UsageError for what makes no sense."""
+        given = {"name": data} if isinstance(data, str) else dict(data)
+        budgets = tuple(sorted({share(budget, "budgets") for budget in given.pop("budgets", ())}))
+        given = known_keys(given, EvictionConfig)
+        if {"ratio", "budget"} & given.keys():
+            raise UsageError(f"the policy {data} has a budget", "needed budgets in the suite's own list")
+        name = given.pop("name", FULL)
+        if name != CEILING:
+            split_of(name)
+            EvictionConfig(name, ratio=1.0, **given)
+        return cls(name, tuple(sorted(given.items())), budgets)
+
+    @property
+    def label(self) -> str:
+        """For tables: "h2o, global", "random, recent 8"."""
+        words = (
+            str(value) if key == "budget_split" else key.replace("_", " ") + ("" if value is True else f" {value}")
+            for key, value in self.settings
+        )
+        return ", ".join((self.name, *words))
+
+    def at(self, budget: float) -> EvictionConfig:
+        """Its config at a share of prompt and generated tokens."""
+        return EvictionConfig(self.name, ratio=budget, **dict(self.settings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """What a file of configs/eval holds: every policy at every budget on every model, by every task.
+
+    The full cache is measured first, whether it is listed or not. Relative files are looked for beside the suite's.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    policies: tuple[SuitePolicy, ...]
+    budgets: tuple[float, ...]
+    tasks: Mapping[str, SuiteTask]
+    engine: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, path: str | Path) -> Suite:
+        """The suite in a file. UsageError naming what is wrong in it."""
+        file = Path(path)
+        try:
+            data = json.loads(file.read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise UsageError(f"--suite {path}: {error.strerror}", "needed a readable file") from None
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path} is not JSON: {error}", "needed a suite, such as configs/eval/demo.json") from None
+        try:
+            return cls._of({"engine": {}, **data} if isinstance(data, Mapping) else data, file)
+        except (TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, UsageError):
+                raise UsageError(f"{path}: {error.found}", error.needed, error.change) from None
+            raise UsageError(f"{path} is not a suite: {error}", "needed one such as configs/eval/demo.json") from None
+
+    @classmethod
+    def _of(cls, data: Any, file: Path) -> Suite:
+        values = known_keys(data, cls)
+        if not (values["models"] and values["policies"] and values["budgets"] and values["tasks"]):
+            raise UsageError("models, policies, budgets or tasks are empty", "needed at least one of each")
+        tasks = {name: SuiteTask.from_json(task) for name, task in values["tasks"].items()}
+        for name, task in tasks.items():
+            tasks[name] = replace(task, text=_beside(file, task.text), questions=_beside(file, task.questions))
+        return cls(
+            name=str(values["name"]),
+            models=tuple(os.path.expanduser(model) for model in values["models"]),
+            policies=tuple(dict.fromkeys(map(SuitePolicy.from_json, values["policies"]))),
+            budgets=tuple(sorted({share(budget, "budgets") for budget in values["budgets"]})),
+            tasks=tasks,
+            engine=dict(values["engine"]),
+        )
+
+    def cells(self) -> Iterator[tuple[SuitePolicy, float]]:
+        """The full cache, then every policy at every budget below 1: at 1 all are the full cache bit for bit."""
+        yield SuitePolicy(FULL), 1.0
+        for budget in sorted({*self.budgets, *(each for policy in self.policies for each in policy.budgets)}):
+            for policy in self.policies:
+                if budget < 1 and policy.name != FULL and budget in (policy.budgets or self.budgets):
+                    yield policy, budget
+
+
+def _beside(file: Path, name: str | None) -> str | None:
+    return None if name is None else str(file.parent / os.path.expanduser(name))
+
+
+def run_suite(
+    suite: Suite,
+    folder: Path,
+    engine: Mapping[str, Any] | None = None,
+    on_record: Callable[[SuiteRecord], None] = lambda record: None,
+) -> list[SuiteRecord]:
+    """Measures the cells that have no record in `folder` yet; returns the records of all cells, in their order.
+
+    `engine`: further settings of LLM, before the suite's own. UsageError where the folder holds another suite's.
+    """
+    settings = {**suite.engine, **(engine or {})}
+    file = SuiteRecords(folder, suite.name)
+    wanted: list[str] = []
+    for model in suite.models:
+        cases: dict[str, Measured] = {}
+        full: dict[str, dict[str, Figures]] = {}
+        for policy, budget in suite.cells():
+            names = [n for n, task in suite.tasks.items() if policy.name != CEILING or task.kind != "agreement"]
+            cells = {name: _cell(model, policy, budget, suite.tasks[name], settings) for name in names}
+            wanted += cells.values()
+            missing = [name for name in names if cells[name] not in file.found]
+            if missing:
+                with _Cell(model, policy, budget, settings) as cell:
+                    for name in missing:
+                        if name not in cases:
+                            cases[name] = make(suite.tasks[name], cell.llm)
+                        for record in cell.measure(suite.name, name, cells[name], cases[name], full.get(name, {})):
+                            on_record(record)
+                        file.add(cell.records)
+            if policy.name == FULL:
+                full = {
+                    name: {
+                        found.metric: Figures(found.metric, found.kind, found.values, found.answers)
+                        for found in file.found[cell]
+                    }
+                    for name, cell in cells.items()
+                }
+    return [record for cell in wanted for record in file.found[cell]]
+
+
+class _Cell:
+    """An engine with one policy at one budget, and the records that it makes."""
+
+    def __init__(self, model: str, policy: SuitePolicy, budget: float, settings: Mapping[str, Any]) -> None:
+        self._model, self._policy, self._budget, self._settings = model, policy, budget, settings
+        self._stack = ExitStack()
+        self.records: list[SuiteRecord] = []
+
+    def __enter__(self) -> _Cell:
+        try:
+            self._foresight = self._stack.enter_context(ceiling()) if self._policy.name == CEILING else None
+            eviction = replace(self._policy.at(self._budget), seed=self._settings.get("seed", 0))
+            self.llm = self._stack.enter_context(LLM(self._model, **{**self._settings, "eviction": eviction}))
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def measure(
+        self, suite: str, name: str, cell: str, measured: Measured, full: Mapping[str, Figures]
+    ) -> list[SuiteRecord]:
+        """The records of one task."""
+        started = time.perf_counter()
+        figures = measured.run(self.llm, self._foresight, full)
+        seconds = round(time.perf_counter() - started, 2)
+        self.records = [
+            SuiteRecord(
+                suite=suite,
+                model=Path(self._model).name,
+                policy=self._policy.label,
+                budget=self._budget,
+                task=name,
+                metric=found.metric,
+                kind=found.kind,
+                **interval(found.kind, found.values)._asdict(),
+                n=len(found.values),
+                values=tuple(round(value, 6) for value in found.values),
+                cell=cell,
+                seconds=seconds,
+                answers=found.answers,
+                date=utc_now(),
+                dtype=self.llm.model.dtype,
+            )
+            for found in figures
+        ]
+        return self.records
+
+
+def _cell(model: str, policy: SuitePolicy, budget: float, task: SuiteTask, settings: Mapping[str, Any]) -> str:
+    """A name for what is measured: the same settings give the same name."""
+    told = json.dumps([model, policy.name, policy.settings, budget, asdict(task), dict(settings)], default=str)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+def _line(record: SuiteRecord) -> str:
+    return json.dumps(record.to_json(), allow_nan=False) + "\n"
+
+
+class SuiteRecords:
+    """The records of a suite in a folder, a line each, added cell by cell."""
+
+    def __init__(self, folder: Path, suite: str) -> None:
+        self._path = folder / RECORDS
+        self.found: dict[str, list[SuiteRecord]] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+        except OSError as error:
+            raise StorageError(f"cannot use {folder}: {error.strerror}") from None
+        *lines, torn = text.split("\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                record = SuiteRecord.from_json(json.loads(line))
+            except ValueError as error:
+                raise UsageError(f"{self._path} line {number}: {error}", change="name another --output-dir") from None
+            if record.suite != suite:
+                raise UsageError(
+                    f"{folder} holds records of the suite {record.suite!r}, this is {suite!r}",
+                    change="name another --output-dir",
+                )
+            self.found.setdefault(record.cell, []).append(record)
+        if torn:  # a run ended while it was writing a cell, whose first records may be whole
+            self.found.popitem() if self.found else None
+            self._write("".join(map(_line, (record for cell in self.found.values() for record in cell))), "w")
+
+    def add(self, records: Sequence[SuiteRecord]) -> None:
+        """All records of one cell, in one piece."""
+        self._write("".join(map(_line, records)), "a")
+        self.found[records[0].cell] = list(records)
+
+    def _write(self, text: str, mode: str) -> None:
+        try:
+            with self._path.open(mode, encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise StorageError(f"cannot write {self._path}: {error.strerror}") from None

@@ -1,0 +1,223 @@
+"""What suites measure: cases in token ids, and a number for each case from an engine with an eviction policy."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from h2o_flexgen.config.checks import known_keys, whole
+from h2o_flexgen.config.reports.suite import Kind
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.errors import H2OFlexGenError, UsageError
+from h2o_flexgen.evaluation.ceiling import Foresight, Pair
+from h2o_flexgen.evaluation.quality import HALF, cut_windows
+from h2o_flexgen.evaluation.quality import whole as unbroken
+from h2o_flexgen.evaluation.settings import EvaluationSettings, Question, read_cases, read_text, spread
+from h2o_flexgen.planning.llm import LLM
+from h2o_flexgen.registry import suggestion
+
+TaskKind = Literal["perplexity", "recall", "keys", "agreement"]
+KINDS: tuple[TaskKind, ...] = ("perplexity", "recall", "keys", "agreement")
+_COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "silver", "orange", "grey", "golden")
+_PLACES = ("cabinet", "barn", "gate", "office", "bridge", "desk", "locker", "garage", "cellar", "tower", "vault")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteTask:
+    """What is measured, and of how much. Raises UsageError for values that make no sense.
+
+    perplexity: `cases` windows of `text`, `context` tokens read and evicted from, `continuation` more scored. recall:
+    `cases` questions of a file. keys: one of `keys` facts, at each of `depths` in passages of each of `lengths`
+    tokens of `text`, `cases` passages of each; one key is a passkey. Both ask after the passage was evicted from, or
+    with `asked` "before" as the end of the prompt; an answer counts if all its tokens have more than half of the
+    probability. agreement: `continuation` greedy tokens after `context` tokens, beside those of the full cache.
+    """
+
+    kind: TaskKind
+    cases: int
+    text: str | None = None
+    part: tuple[float, float] = (0.0, 1.0)
+    """Of the text: from which share of it to which."""
+    questions: str | None = None
+    context: int | None = None
+    continuation: int | None = None
+    asked: Literal["after", "before"] = "after"
+    only: str | None = None
+    """Of the questions, those of this kind."""
+    keys: int = 1
+    lengths: tuple[int, ...] = ()
+    depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(
+                f"a task of kind {self.kind!r}", f"needed one of {', '.join(KINDS)}", suggestion(str(self.kind), KINDS)
+            )
+        whole(self.cases, "cases", 1)
+        if len(self.part) != 2 or not 0 <= self.part[0] < self.part[1] <= 1:
+            raise UsageError(f"part is {self.part}", "needed two shares of the text, from and to: [0, 0.5]")
+        if self.asked not in ("after", "before"):
+            raise UsageError(f"asked is {self.asked!r}", 'needed "after" or "before" eviction')
+        if self.kind == "keys":
+            if not self.lengths or not self.depths:
+                raise UsageError("keys without lengths or depths", "needed at least one of each")
+            if any(not 0 <= depth <= 1 for depth in self.depths):
+                raise UsageError(f"depths are {self.depths}", "needed shares from 0 to 1")
+            whole(self.keys, "keys", 1)
+            if self.keys > len(_COLOURS) * len(_PLACES):
+                raise UsageError(f"keys is {self.keys}", f"needed at most {len(_COLOURS) * len(_PLACES)}")
+
+    @classmethod
+    def from_json(cls, data: Any) -> SuiteTask:
+        """The task of a suite's file; unknown keys raise UsageError with a suggestion."""
+        values: dict[str, Any] = known_keys(data, cls)
+        for name in ("lengths", "depths", "part"):
+            if name in values:
+                values[name] = tuple(values[name])
+        return cls(**values)
+
+
+class Figures(NamedTuple):
+    """One metric of a task: a number for each case."""
+
+    metric: str
+    kind: Kind
+    values: tuple[float, ...]
+    answers: tuple[tuple[int, ...], ...] = ()
+
+
+class AskedCase(NamedTuple):
+    """A context, what follows it, and how many of its last tokens are the answer."""
+
+    context: list[int]
+    continuation: list[int]
+    answer: int
+
+
+class Measured(NamedTuple):
+    """A task whose cases are made, for one model."""
+
+    task: SuiteTask
+    cases: list[AskedCase]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Contexts and continuations."""
+        return [(case.context, case.continuation) for case in self.cases]
+
+    def run(self, llm: LLM, foresight: Foresight | None, full: Mapping[str, Figures]) -> list[Figures]:
+        """The figures under the policy of `llm`; `full`: by metric, of the full cache, empty for that itself."""
+        if self.task.kind == "agreement":
+            return self._agreement(llm, full)
+        if foresight is not None:
+            foresight.watch(llm, self.pairs)
+        scores = unbroken(llm.score(self.pairs))
+        if self.task.kind == "perplexity":
+            nll = tuple(-score.logprob / len(score.token_logprobs) for score in scores)
+            figures = [Figures("perplexity", "perplexity", nll)]
+            if full:
+                pairs = zip(nll, full["perplexity"].values, strict=True)
+                figures.append(Figures("perplexity beside full", "increase", tuple(own - its for own, its in pairs)))
+            return figures
+        right = (
+            all(logprob > HALF for logprob in score.token_logprobs[-case.answer :])
+            for score, case in zip(scores, self.cases, strict=True)
+        )
+        return [Figures("recall", "share", tuple(float(each) for each in right))]
+
+    def _agreement(self, llm: LLM, full: Mapping[str, Figures]) -> list[Figures]:
+        count = len(self.cases[0].continuation)
+        params = SamplingParams(max_new_tokens=count, ignore_eos=True)
+        answers = []
+        for output in llm.generate([case.context for case in self.cases], params):
+            if output.finish_reason == "error":
+                raise H2OFlexGenError(f"prompt {output.index} failed", "no agreement can be given")
+            answers.append(tuple(output.token_ids))
+        reference = full["agreement"].answers if full else answers
+        same = [
+            [own == its for own, its in zip(answer, right, strict=True)]
+            for answer, right in zip(answers, reference, strict=True)
+        ]
+        first = tuple(float((*each, False).index(False)) for each in same)
+        kept = () if full else tuple(answers)
+        return [
+            Figures("agreement", "mean", tuple(sum(each) / count for each in same), kept),
+            Figures("tokens until it differs", "mean", first),
+        ]
+
+
+def make(task: SuiteTask, llm: LLM) -> Measured:
+    """The cases of `task` for the model of `llm`. UsageError where the text is too short."""
+    if task.kind in ("perplexity", "agreement"):
+        settings = EvaluationSettings(context=task.context, continuation=task.continuation, limit=task.cases)
+        windows = cut_windows(llm, _text(task), settings)
+        return Measured(task, [AskedCase(context, rest, 0) for context, rest in windows.pairs])
+    if task.kind == "recall":
+        questions = [case for case in read_cases(task.questions) if task.only in (None, case.kind)]
+        questions = spread([case for case in questions if case.question_at is not None], task.cases)
+        if not questions:
+            raise UsageError(f"there are no questions of kind {task.only!r} with a question_at", "needed one at least")
+    else:
+        sentences = _sentences(_text(task))
+        questions = [
+            _passage(task, llm, sentences, length, depth, case)
+            for length in task.lengths
+            for depth in task.depths
+            for case in range(task.cases)
+        ]
+    return Measured(task, [_asked(task, llm, question) for question in questions])
+
+
+def _asked(task: SuiteTask, llm: LLM, case: Question) -> AskedCase:
+    codec = _codec(llm)
+    at = len(case.prompt) if task.asked == "before" else case.question_at
+    space = "" if case.prompt[-1].isspace() else " "
+    whole_text = case.prompt + space + case.answer
+    before, asked, ids = codec.encode(case.prompt[:at]), codec.encode(case.prompt), codec.encode(whole_text)
+    rest = ids[len(before) :] if ids[: len(before)] == before else codec.encode_bare(whole_text[at:])
+    return AskedCase(before, rest, max(1, len(ids) - len(asked)))
+
+
+def _text(task: SuiteTask) -> str:
+    text = read_text(task.text)
+    start, stop = (round(share * len(text)) for share in task.part)
+    return text[start:stop]
+
+
+def _sentences(text: str) -> list[str]:
+    """Of running text; names and numbers of facts do not stand in it."""
+    found = re.split(r"(?<=[.!?])\s+", " ".join(text.split()))
+    return [each for each in found if "code of" not in each]
+
+
+def _passage(task: SuiteTask, llm: LLM, sentences: Sequence[str], length: int, depth: float, case: int) -> Question:
+    """Sentences of about `length` tokens, facts among them: the one asked for at `depth`, others evenly."""
+    rng = random.Random(f"{task.keys} {length} {depth} {case}")
+    names = rng.sample([f"{colour} {place}" for colour in _COLOURS for place in _PLACES], task.keys)
+    facts = [(f"Remember: the code of the {name} is {(code := rng.randrange(1000, 10000))}.", code) for name in names]
+    start, chosen, tokens = rng.randrange(len(sentences)), list[str](), 0
+    left = length - len(_codec(llm).encode_bare(" ".join(text for text, _ in facts)))
+    for place in range(len(sentences)):
+        sentence = sentences[(start + place) % len(sentences)]
+        tokens += len(_codec(llm).encode_bare(" " + sentence))
+        if tokens > left:
+            break
+        chosen.append(sentence)
+    if len(chosen) == len(sentences) or not chosen:
+        raise UsageError(f"the text has no passage of {length} tokens", change="give another text or length")
+    spots = [(depth, 0)] + [((number - 0.5) / (task.keys - 1), number) for number in range(1, task.keys)]
+    for spot, number in sorted(spots, reverse=True):
+        chosen.insert(math.floor(spot * len(chosen) + 0.5), facts[number][0])
+    passage = " ".join(chosen)
+    question = f" What is the code of the {names[0]}? The code of the {names[0]} is"
+    return Question(passage + question, str(facts[0][1]), "", len(passage))
+
+
+def _codec(llm: LLM) -> Any:
+    if llm.model.codec is None:
+        raise UsageError(f"{llm.config.model} has no tokenizer", "needed one to ask in words")
+    return llm.model.codec

@@ -1,0 +1,146 @@
+"""Suites: files, records, resuming, intervals, and what the tasks ask."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.config.reports.suite import SuiteRecord, interval
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.evaluate import main
+from h2o_flexgen.evaluation.suites import RECORDS, Suite, run_suite
+from h2o_flexgen.evaluation.tasks import SuiteTask, make
+from h2o_flexgen.planning.llm import LLM
+from h2o_flexgen.reporting.plots import plot_suite
+from h2o_flexgen.reporting.tables import suite_table
+
+ROOT = Path(__file__).parents[2]
+
+
+def suite_file(folder: Path, model: str, files: tuple[str, str], **changes: Any) -> Path:
+    recall = [json.loads(line) for line in Path(files[0]).read_text().splitlines() if line]
+    for case in recall:
+        case["question_at"] = len(case["prompt"]) // 2
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, recall)))
+    data = {
+        "name": "tiny",
+        "models": [model],
+        "engine": {"dtype": "float32"},
+        "budgets": [1.0, 0.2],
+        "policies": ["h2o", {"name": "random", "recent": 2}, "ceiling"],
+        "tasks": {
+            "prose": {"kind": "perplexity", "text": files[1], "context": 48, "continuation": 12, "cases": 3},
+            "questions": {"kind": "recall", "questions": "questions.jsonl", "cases": 4},
+            "agreement": {"kind": "agreement", "text": files[1], "context": 48, "continuation": 6, "cases": 2},
+        },
+    }
+    file = folder / "suite.json"
+    file.write_text(json.dumps({**data, **changes}))
+    return file
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs/eval").glob("*.json")))
+def test_shipped_suites_can_be_read(name: str) -> None:
+    suite = Suite.read(ROOT / "configs/eval" / name)
+    assert all(Path(task.text).exists() for task in suite.tasks.values() if task.text)
+    assert len(list(suite.cells())) > 5
+
+
+@pytest.mark.slow
+def test_a_suite_is_measured_once(tiny: str, files: tuple[str, str], tmp_path: Path) -> None:
+    suite = Suite.read(suite_file(tmp_path, tiny, files))
+    heard: list[SuiteRecord] = []
+    records = run_suite(suite, tmp_path / "out", on_record=heard.append)
+    assert records == heard
+    labels = ["full", "h2o", "random, recent 2", "ceiling"]
+    assert list(dict.fromkeys(record.policy for record in records)) == labels
+    assert {record.task for record in records if record.policy == "ceiling"} == {"prose", "questions"}
+    of = {(record.policy, record.metric): record for record in records}
+    full, h2o = of["full", "perplexity"], of["h2o", "perplexity"]
+    difference = sum(own - its for own, its in zip(h2o.values, full.values, strict=True)) / full.n
+    assert of["h2o", "perplexity beside full"].value == pytest.approx(math.expm1(difference), abs=1e-5)
+    assert (of["full", "agreement"].value, of["full", "tokens until it differs"].value) == (1, 6)
+    assert all(record.low <= record.value <= record.high for record in records)
+    # A second run measures nothing; a torn record costs the cell that it belongs to.
+    assert run_suite(suite, tmp_path / "out", on_record=lambda _: pytest.fail("measured again")) == records
+    file = tmp_path / "out" / RECORDS
+    file.write_text(file.read_text()[:-20])
+    again: list[SuiteRecord] = []
+    assert len(run_suite(suite, tmp_path / "out", on_record=again.append)) == len(records)
+    assert {(record.policy, record.task) for record in again} <= {("ceiling", "prose"), ("ceiling", "questions")}
+    assert "random, recent 2" in suite_table(records)
+    plot_suite(records, tmp_path / "suite.png")
+    assert (tmp_path / "suite.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_folder_of_another_suite(tiny: str, files: tuple[str, str], tmp_path: Path) -> None:
+    record = {"suite": "other", "model": "m", "policy": "h2o", "budget": 0.2, "task": "t", "metric": "recall"}
+    record |= {"kind": "share", "value": 1, "low": 1, "high": 1, "n": 1, "values": [1], "cell": "c", "seconds": 1}
+    (tmp_path / RECORDS).write_text(json.dumps(record) + "\n")
+    with pytest.raises(UsageError, match="holds records of the suite 'other'"):
+        run_suite(Suite.read(suite_file(tmp_path, tiny, files)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policies": ["h3o"]}, "did you mean 'h2o'"),
+        ({"policies": [{"name": "h2o", "budget": 5}]}, "has a budget"),
+        ({"budgets": []}, "are empty"),
+        ({"budgets": [1.5]}, "budgets is 1.5"),
+        ({"tasks": {"a": {"kind": "recal", "cases": 1}}}, "did you mean 'recall'"),
+        ({"tasks": {"a": {"kind": "keys", "cases": 1}}}, "keys without lengths"),
+        ({"modles": ["demo"]}, "did you mean .models."),
+        ({"models": 5}, "is not a suite"),
+    ],
+)
+def test_what_a_file_must_not_say(
+    changes: dict[str, Any], message: str, tiny: str, files: tuple[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        Suite.read(suite_file(tmp_path, tiny, files, **changes))
+
+
+def test_flags_that_a_suite_has_no_use_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--suite", "configs/eval/demo.json", "--ratios", "0.2", "--output-dir", "x"]) == 2
+    assert main(["--suite", "configs/eval/demo.json"]) == 2
+    assert main(["--output-dir", "x"]) == 2
+    err = capsys.readouterr().err
+    assert "leave these out" in err
+    assert "--suite without --output-dir" in err
+
+
+@pytest.mark.parametrize(
+    ("count", "quantile"), [(2, 12.706), (3, 4.303), (4, 3.182), (6, 2.571), (8, 2.365), (21, 2.086), (121, 1.980)]
+)
+def test_intervals(count: int, quantile: float) -> None:
+    values = [(place * place * 0.37) % 1.1 for place in range(count)]
+    found = interval("mean", values)
+    half = quantile * stdev(values) / math.sqrt(count)  # quantiles from printed tables
+    assert found == pytest.approx((fmean(values), found.value - half, found.value + half), rel=0.005, abs=0.005)
+    assert interval("perplexity", values) == pytest.approx([math.exp(end) for end in found])
+    assert interval("increase", values) == pytest.approx([math.expm1(end) for end in found])
+    right = count // 3
+    share = interval("share", [1.0] * right + [0.0] * (count - right))
+    for end in share[1:]:  # where the share is 1.96 standard deviations off
+        assert abs(share.value - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / count), abs=1e-6)
+
+
+def test_passages_hold_their_facts_where_they_should() -> None:
+    task = SuiteTask(kind="keys", cases=1, keys=3, lengths=(300,), depths=(0.25,))
+    with LLM("demo") as llm:
+        case = make(task, llm).cases[0]
+        decode = llm.model.codec.decode  # type: ignore[union-attr]
+        passage, question = decode(case.context), decode(case.continuation)
+    answer = question.split()[-1]
+    assert 260 <= len(case.context) <= 330
+    assert passage.count("the code of the") == 3
+    assert 0.15 < passage.index(answer) / len(passage) < 0.35
+    assert decode(case.continuation[-case.answer :]).strip() == answer
+    name = question.split("code of the ")[1].split("?")[0]
+    assert f"the code of the {name} is {answer}" in passage
