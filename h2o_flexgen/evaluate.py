@@ -90,7 +90,7 @@ def _suite(args: Namespace) -> int:
     plot = output_file("--plot", args.plot, keep=not args.overwrite)
     if plot is not None:
         check_plot(plot)
-    from h2o_flexgen.evaluation.suites import Suite, run_suite
+    from h2o_flexgen.evaluation.suites.runner import Suite, run_suite
 
     suite = Suite.read(args.suite)
     records = run_suite(suite, Path(args.output_dir), engine, lambda record: print_error(suite_line(record)))

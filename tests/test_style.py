@@ -125,8 +125,8 @@ def test_no_class_name_stands_for_two_things() -> None:
     assert not twice, twice
 
 
-# Rooms that are counted apart: eviction policies are a file each, jobs and pages are programs of their own.
-COUNTED_APART = {"eviction", "jobs", "pages"}
+# Rooms that are counted apart: eviction policies are a file each, jobs, pages and suites are programs of their own.
+COUNTED_APART = {"eviction", "jobs", "pages", "suites"}
 
 
 def test_the_package_has_fewer_than_230_files() -> None:

@@ -19,8 +19,6 @@ from h2o_flexgen.registry import suggestion
 
 T = TypeVar("T")
 RECALL_FILE, TEXT_FILE = "recall_prompts.jsonl", "heldout.txt"
-CEILING = "ceiling"
-"""The policy that knows the attention to come; offered to measurements alone."""
 
 
 def _ratios(text: str) -> tuple[float, ...]:

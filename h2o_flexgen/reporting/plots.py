@@ -7,8 +7,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.reports.quality import Positions, QualityReport, QualityRow, RecallTally, StreamReport
-from h2o_flexgen.config.reports.suite import SuiteRecord
+from h2o_flexgen.config.reports.quality import (
+    Positions,
+    QualityReport,
+    QualityRow,
+    RecallTally,
+    StreamReport,
+    SuiteRecord,
+)
 from h2o_flexgen.errors import StorageError, UsageError
 
 SUFFIXES = (".png", ".svg", ".pdf")

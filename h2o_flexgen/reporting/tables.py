@@ -13,9 +13,9 @@ from h2o_flexgen.config.reports.quality import (
     SideBySide,
     StreamReport,
     StreamRow,
+    SuiteRecord,
 )
 from h2o_flexgen.config.reports.record import RunRecord
-from h2o_flexgen.config.reports.suite import SuiteRecord
 from h2o_flexgen.units import format_bytes, format_seconds
 
 COLUMNS = 98

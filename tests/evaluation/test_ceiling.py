@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from h2o_flexgen.cache.eviction.ceiling import CEILING, CeilingPolicy, Foresight
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
 from h2o_flexgen.config.eviction import SPLITS, EvictionConfig
-from h2o_flexgen.evaluation.ceiling import CeilingPolicy, Foresight, ceiling
-from h2o_flexgen.evaluation.settings import CEILING
+from h2o_flexgen.evaluation.suites.tasks import ceiling
 from h2o_flexgen.planning.llm import LLM
 from tests.tiny import make_model, prompts_of, save
 
@@ -18,13 +18,13 @@ from tests.tiny import make_model, prompts_of, save
 def test_it_knows_the_attention_of_the_full_run(tmp_path: Path) -> None:
     model = make_model("gemma3")
     pairs = [(ids[:16], ids[16:]) for ids in prompts_of([21, 24])]
-    with ceiling() as foresight, LLM(str(save(model, tmp_path / "model")), dtype="float32") as llm:
-        pass
+    folder = str(save(model, tmp_path / "model"))
     with (
         ceiling() as foresight,
-        LLM(str(tmp_path / "model"), dtype="float32", eviction=EvictionConfig(CEILING, budget=4)) as llm,
+        LLM(folder, dtype="float32", eviction=EvictionConfig(CEILING, budget=4)) as llm,
+        foresight.watching([len(rest) - 1 for _, rest in pairs]),
     ):
-        foresight.watch(llm, pairs)
+        llm.score([(context + rest[:-1], rest[-1:]) for context, rest in pairs])
     model.set_attn_implementation("eager")
     heads = model.config.num_attention_heads // model.config.num_key_value_heads
     for row, (context, rest) in enumerate(pairs):

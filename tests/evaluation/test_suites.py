@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.config.reports.suite import SuiteRecord, interval
+from h2o_flexgen.config.reports.quality import SuiteRecord, interval
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluate import main
-from h2o_flexgen.evaluation.suites import RECORDS, Suite, run_suite
-from h2o_flexgen.evaluation.tasks import SuiteTask, make
+from h2o_flexgen.evaluation.suites.runner import RECORDS, Suite, run_suite
+from h2o_flexgen.evaluation.suites.tasks import SuiteTask, make
 from h2o_flexgen.planning.llm import LLM
 from h2o_flexgen.reporting.plots import plot_suite
 from h2o_flexgen.reporting.tables import suite_table

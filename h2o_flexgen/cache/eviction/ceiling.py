@@ -14,7 +14,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache.eviction import EVICTION_POLICIES
 from h2o_flexgen.cache.eviction.base import (
     AttendedPrompts,
     AttendedStep,
@@ -23,11 +22,10 @@ from h2o_flexgen.cache.eviction.base import (
     RankedPolicy,
     attention_rows,
 )
-from h2o_flexgen.config.eviction import SPLITS, Budget, Split
-from h2o_flexgen.evaluation.settings import CEILING
-from h2o_flexgen.planning.llm import LLM
+from h2o_flexgen.config.eviction import Budget
 
-Pair = tuple[list[int], list[int]]
+CEILING = "ceiling"
+"""Its name; it is offered to measurements alone."""
 
 
 class Foresight:
@@ -38,12 +36,13 @@ class Foresight:
         """While texts are watched: queries of each text's continuation."""
         self._to_come: dict[tuple[int, int], Tensor] = {}  # (kv_heads, queries + 1, tokens) float32
 
-    def watch(self, llm: LLM, pairs: Sequence[Pair]) -> None:
-        """Reads each context with its continuation as one prompt; `llm` has this policy. Forgets earlier texts."""
+    @contextmanager
+    def watching(self, steps: Sequence[int]) -> Iterator[None]:
+        """Within it prompts are whole texts, the last `steps` of whose queries are kept. Forgets earlier ones."""
         self._to_come.clear()
-        self.steps = [len(continuation) - 1 for _, continuation in pairs]
+        self.steps = list(steps)
         try:
-            llm.score([(context + rest[:-1], rest[-1:]) for context, rest in pairs])
+            yield
         finally:
             self.steps = None
 
@@ -93,17 +92,3 @@ class CeilingPolicy(RankedPolicy):
             # A row that is done may wait for its neighbours: nothing is to come.
             found.append(to_come[:, min(number, to_come.shape[1] - 1)].to(pos.device).gather(-1, pos))
         return torch.stack(found)
-
-
-@contextmanager
-def ceiling() -> Iterator[Foresight]:
-    """Within it an eviction policy named CEILING exists, with the foresight that this gives."""
-    foresight = Foresight()
-    split = Split(lambda share: 0, takes_recent=False, queries="last")
-
-    class Foreseeing(CeilingPolicy):
-        def __init__(self, seed: int = 0) -> None:
-            super().__init__(foresight)
-
-    with SPLITS.lent(CEILING, split), EVICTION_POLICIES.lent(CEILING, Foreseeing):
-        yield foresight

@@ -12,14 +12,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from h2o_flexgen.cache.eviction.ceiling import CEILING
 from h2o_flexgen.config.checks import known_keys, share
 from h2o_flexgen.config.eviction import EvictionConfig, split_of
+from h2o_flexgen.config.reports.quality import SuiteRecord, interval
 from h2o_flexgen.config.reports.record import utc_now
-from h2o_flexgen.config.reports.suite import SuiteRecord, interval
 from h2o_flexgen.errors import StorageError, UsageError
-from h2o_flexgen.evaluation.ceiling import ceiling
-from h2o_flexgen.evaluation.settings import CEILING
-from h2o_flexgen.evaluation.tasks import Figures, Measured, SuiteTask, make
+from h2o_flexgen.evaluation.suites.tasks import Figures, Measured, SuiteTask, ceiling, make
 from h2o_flexgen.planning.llm import LLM
 
 RECORDS = "records.jsonl"

@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from h2o_flexgen.cache.eviction import EVICTION_POLICIES
+from h2o_flexgen.cache.eviction.ceiling import CEILING, CeilingPolicy, Foresight
 from h2o_flexgen.config.checks import known_keys, whole
-from h2o_flexgen.config.reports.suite import Kind
+from h2o_flexgen.config.eviction import SPLITS, Split
+from h2o_flexgen.config.reports.quality import FigureKind
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
-from h2o_flexgen.evaluation.ceiling import Foresight, Pair
-from h2o_flexgen.evaluation.quality import HALF, cut_windows
+from h2o_flexgen.evaluation.quality import HALF, Window, cut_windows
 from h2o_flexgen.evaluation.quality import whole as unbroken
 from h2o_flexgen.evaluation.settings import EvaluationSettings, Question, read_cases, read_text, spread
 from h2o_flexgen.planning.llm import LLM
@@ -85,7 +88,7 @@ class Figures(NamedTuple):
     """One metric of a task: a number for each case."""
 
     metric: str
-    kind: Kind
+    kind: FigureKind
     values: tuple[float, ...]
     answers: tuple[tuple[int, ...], ...] = ()
 
@@ -105,7 +108,7 @@ class Measured(NamedTuple):
     cases: list[AskedCase]
 
     @property
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> list[Window]:
         """Contexts and continuations."""
         return [(case.context, case.continuation) for case in self.cases]
 
@@ -114,7 +117,8 @@ class Measured(NamedTuple):
         if self.task.kind == "agreement":
             return self._agreement(llm, full)
         if foresight is not None:
-            foresight.watch(llm, self.pairs)
+            with foresight.watching([len(rest) - 1 for _, rest in self.pairs]):
+                llm.score([(context + rest[:-1], rest[-1:]) for context, rest in self.pairs])
         scores = unbroken(llm.score(self.pairs))
         if self.task.kind == "perplexity":
             nll = tuple(-score.logprob / len(score.token_logprobs) for score in scores)
@@ -221,3 +225,17 @@ def _codec(llm: LLM) -> Any:
     if llm.model.codec is None:
         raise UsageError(f"{llm.config.model} has no tokenizer", "needed one to ask in words")
     return llm.model.codec
+
+
+@contextmanager
+def ceiling() -> Iterator[Foresight]:
+    """Within it an eviction policy named CEILING exists, with the foresight that this gives."""
+    foresight = Foresight()
+    split = Split(lambda share: 0, takes_recent=False, queries="last")
+
+    class Foreseeing(CeilingPolicy):
+        def __init__(self, seed: int = 0) -> None:
+            super().__init__(foresight)
+
+    with SPLITS.lent(CEILING, split), EVICTION_POLICIES.lent(CEILING, Foreseeing):
+        yield foresight

@@ -1,0 +1,1 @@
+"""The laboratory: policies at several budgets on several models, by tasks from a file."""
