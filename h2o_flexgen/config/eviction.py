@@ -145,6 +145,9 @@ REFUSED = {
 }
 """Policies that do not fit caches of fixed size: why, and what comes nearest."""
 
+AUTO, CHOSEN = "auto", ("h2o", "global")
+"""A name for the policy and the split of layers that docs/eviction.md chooses from its tables."""
+
 THEN_H2O = "+h2o"
 """Behind the name of a policy that prunes the prompt only: H2O goes on with what it has kept."""
 
@@ -215,7 +218,7 @@ class Budget:
 class EvictionConfig:
     """The eviction policy and its budget, as asked for; `resolve` gives tokens. Raises UsageError naming the flag."""
 
-    name: str = option("full", "--eviction", help="eviction policy", metavar="NAME")
+    name: str = option("full", "--eviction", help="eviction policy, or auto", metavar="NAME")
     ratio: float = option(
         1.0, "--hh-ratio", help="KV budget as a share of prompt and generated tokens, in (0, 1]", metavar="R"
     )
@@ -248,6 +251,10 @@ class EvictionConfig:
     """Of the random policy."""
 
     def __post_init__(self) -> None:
+        if self.name == AUTO:
+            object.__setattr__(self, "name", CHOSEN[0])
+            if self.budget_split is None:
+                object.__setattr__(self, "budget_split", CHOSEN[1])
         split = split_of(self.name)
         object.__setattr__(self, "ratio", share(self.ratio, "--hh-ratio"))
         if self.recent_ratio is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from h2o_flexgen.config.checks import share, whole
-from h2o_flexgen.config.eviction import EvictionConfig, split_of
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import between_commas, option, with_commas
 from h2o_flexgen.config.reports.quality import POSITIONS, Positions
 from h2o_flexgen.errors import UsageError
@@ -79,7 +79,7 @@ class EvaluationSettings:
         if not self.policies or not self.ratios:
             raise UsageError("--policies or --ratios is empty", "needed at least one of each")
         for name in self.policies:
-            split_of(name)
+            EvictionConfig(name)
         for ratio in self.ratios:
             share(ratio, "--ratios")
         for name in ("context", "continuation", "limit"):

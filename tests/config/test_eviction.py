@@ -223,3 +223,11 @@ def test_policies_that_do_not_fit_are_refused_by_name() -> None:
             EvictionConfig(name, budget=20)
     with pytest.raises(UsageError, match=r"tova evicts in decode steps itself. needed one of snapkv, .* before \+h2o"):
         EvictionConfig("tova+h2o", budget=20)
+
+
+def test_auto_is_a_policy_and_a_split() -> None:
+    auto = EvictionConfig("auto", ratio=0.2)
+    assert auto == EvictionConfig("h2o", ratio=0.2, budget_split="global")
+    assert EvictionConfig("auto", ratio=0.2, budget_split="uniform").how_layers_share == "uniform"
+    assert EvictionConfig("auto").resolve(10, 5).full
+    assert EvictionConfig.from_json(auto.to_json()) == auto

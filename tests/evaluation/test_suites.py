@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import SuiteRecord, interval
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluate import main
-from h2o_flexgen.evaluation.suites.runner import RECORDS, Suite, run_suite
+from h2o_flexgen.evaluation.suites.runner import RECORDS, Suite, SuitePolicy, run_suite
 from h2o_flexgen.evaluation.suites.tasks import SuiteTask, make
 from h2o_flexgen.planning.llm import LLM
 from h2o_flexgen.reporting.plots import plot_suite
@@ -144,3 +145,10 @@ def test_passages_hold_their_facts_where_they_should() -> None:
     assert decode(case.continuation[-case.answer :]).strip() == answer
     name = question.split("code of the ")[1].split("?")[0]
     assert f"the code of the {name} is {answer}" in passage
+
+
+def test_policies_of_a_suite() -> None:
+    policy = SuitePolicy.from_json({"name": "auto", "recent": 8, "budgets": [0.5, 0.2]})
+    assert policy.label == "auto, recent 8"
+    assert policy.budgets == (0.2, 0.5)
+    assert policy.at(0.2) == EvictionConfig("h2o", ratio=0.2, recent=8, budget_split="global")

@@ -14,7 +14,7 @@ from typing import Any
 
 from h2o_flexgen.cache.eviction.ceiling import CEILING
 from h2o_flexgen.config.checks import known_keys, share
-from h2o_flexgen.config.eviction import EvictionConfig, split_of
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import SuiteRecord, interval
 from h2o_flexgen.config.reports.record import utc_now
 from h2o_flexgen.errors import StorageError, UsageError
@@ -44,7 +44,6 @@ class SuitePolicy:
             raise UsageError(f"the policy {data} has a budget", "needed budgets in the suite's own list")
         name = given.pop("name", FULL)
         if name != CEILING:
-            split_of(name)
             EvictionConfig(name, ratio=1.0, **given)
         return cls(name, tuple(sorted(given.items())), budgets)
 
@@ -105,15 +104,15 @@ class Suite:
             name=str(values["name"]),
             models=tuple(os.path.expanduser(model) for model in values["models"]),
             policies=tuple(dict.fromkeys(map(SuitePolicy.from_json, values["policies"]))),
-            budgets=tuple(sorted({share(budget, "budgets") for budget in values["budgets"]})),
+            budgets=tuple(dict.fromkeys(share(budget, "budgets") for budget in values["budgets"])),
             tasks=tasks,
             engine=dict(values["engine"]),
         )
 
     def cells(self) -> Iterator[tuple[SuitePolicy, float]]:
-        """The full cache, then every policy at every budget below 1: at 1 all are the full cache bit for bit."""
+        """The full cache, then budget by budget, as listed, every policy; at 1 all are the full cache bit for bit."""
         yield SuitePolicy(FULL), 1.0
-        for budget in sorted({*self.budgets, *(each for policy in self.policies for each in policy.budgets)}):
+        for budget in dict.fromkeys([*self.budgets, *(each for policy in self.policies for each in policy.budgets)]):
             for policy in self.policies:
                 if budget < 1 and policy.name != FULL and budget in (policy.budgets or self.budgets):
                     yield policy, budget
