@@ -30,6 +30,10 @@ class UsageError(H2OFlexGenError, ValueError):
     exit_code = 2
 
 
+class ContextLengthError(UsageError):
+    """A prompt is too long for the model."""
+
+
 class ModelError(H2OFlexGenError):
     """A model, its config.json or its checkpoint cannot be used."""
 
@@ -60,6 +64,12 @@ def storage_error(found: str, error: OSError) -> StorageError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     change = "free some space, or name another folder with --offload-dir" if full else "name another with --offload-dir"
     return StorageError(f"{found}: {error.strerror or error}", change=change)
+
+
+class LockedError(H2OFlexGenError):
+    """Another process works in the same place."""
+
+    exit_code = 7
 
 
 _REFUSALS = ("DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")

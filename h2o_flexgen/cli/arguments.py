@@ -77,9 +77,8 @@ def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str
 
 
 def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
-    for name in getattr(args, "refused", None) or []:
-        raise UsageError(f"{name} is not taken", REFUSED[name])
-    engine = _engine(args, notes)
+    refuse_known(args)
+    engine = engine_of(args, notes)
     stops = {"stop_strings": tuple(checked_text(text, "--stop") for text in args.stop)}
     sampling = from_namespace(SamplingParams, args, defaults=stops)
     if sum((bool(args.prompt), args.prompts is not None, args.prompt_len is not None)) > 1:
@@ -116,9 +115,17 @@ def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
 
-def _engine(args: argparse.Namespace, notes: list[str]) -> EngineConfig:
+def refuse_known(args: argparse.Namespace) -> None:
+    """UsageError for a flag of another engine that means nothing here."""
+    for name in getattr(args, "refused", None) or []:
+        raise UsageError(f"{name} is not taken", REFUSED[name])
+
+
+def engine_of(args: argparse.Namespace, notes: list[str]) -> EngineConfig:
+    """The engine that the flags describe; `notes` gets sentences about those without effect."""
     eviction = eviction_of(args)
-    defaults: dict[str, Any] = {"eviction": eviction, "policy": policy_of(args), "trace": args.trace is not None}
+    traced = getattr(args, "trace", None) is not None
+    defaults: dict[str, Any] = {"eviction": eviction, "policy": policy_of(args), "trace": traced}
     engine = from_namespace(EngineConfig, args, defaults=defaults)
     if engine.path == "_DUMMY_" or args.dummy_weights:
         path = None if engine.path == "_DUMMY_" else engine.path
@@ -217,6 +224,12 @@ def _run_parser() -> Parser:
         "6 disk, 130 or 143 interrupted.",
     )
     _add_work(parser)
+    add_engine(parser)
+    return parser
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """The flags of an engine, of plans and of sampling, and those known from others."""
     add_arguments(parser, EvictionConfig, title="which tokens stay in the KV cache")
     add_arguments(parser, EngineConfig, title="model and machine")
     planned = dict.fromkeys(PLANNED_FIELDS)
@@ -224,7 +237,6 @@ def _run_parser() -> Parser:
     add_arguments(parser, PlanningConfig, title="what plans and predictions are made from")
     add_arguments(parser, SamplingParams, title="how tokens are chosen, and when a sequence ends")
     _add_known(parser)
-    return parser
 
 
 def _add_work(parser: argparse.ArgumentParser) -> None:

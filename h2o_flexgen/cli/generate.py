@@ -22,6 +22,7 @@ from h2o_flexgen.cli.prompts import (
     random_prompts,
     read_prompts,
 )
+from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.hardware.profile import misfits
 from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
 from h2o_flexgen.config.sampling import SamplingParams
@@ -45,7 +46,7 @@ def generate(arguments: RunArguments) -> int:
         answers: AnswerFile | AnswerPrinter = AnswerPrinter(as_json=str(arguments.output) == "-")
         if arguments.output is not None and str(arguments.output) != "-":
             answers = stack.enter_context(AnswerFile(arguments.output, arguments.overwrite))
-        llm = stack.enter_context(LLM(**_settings(arguments), hardware=arguments.hardware))
+        llm = stack.enter_context(LLM(**engine_settings(arguments.engine), hardware=arguments.hardware))
         prompts, sampling = _work(arguments, given, llm)
         _notes(arguments, llm, given, prompts)
         progress = RunProgress(arguments.quiet, len(prompts) * sampling.num_return_sequences)
@@ -77,8 +78,8 @@ def generate(arguments: RunArguments) -> int:
     return EXIT_SOME_FAILED if failed else 0
 
 
-def _settings(arguments: RunArguments) -> dict[str, Any]:
-    engine = arguments.engine
+def engine_settings(engine: EngineConfig) -> dict[str, Any]:
+    """What `LLM` takes, by name."""
     return {name: getattr(engine, name) for name in engine.__dataclass_fields__}
 
 

@@ -34,9 +34,10 @@ class Terminated(BaseException):
 
 @dataclass
 class ProgramExit:
-    """The exit code that a program ends with."""
+    """The exit code that a program ends with; `stopped`: that after a signal, None for 130 or 143."""
 
     code: int = 0
+    stopped: int | None = None
 
 
 @contextlib.contextmanager
@@ -55,17 +56,17 @@ def exit_on_errors() -> Iterator[ProgramExit]:
         except SystemExit as stop:  # argparse's way to end after --help or a typo
             outcome.code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except H2OFlexGenError as error:
-            outcome.code = _failed(error)
+            outcome.code = _failed(error, outcome)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             tier = "--gpu-mem" if "CUDA" in str(error) else "--cpu-mem"
             advice = f"free some, or lower {tier} or --gpu-batch-size"
-            outcome.code = _failed(PlanError("out of memory", change=advice))
+            outcome.code = _failed(PlanError("out of memory", change=advice), outcome)
         except KeyboardInterrupt:
-            outcome.code = _stopped(signal.SIGINT)
+            outcome.code = _stopped(signal.SIGINT, outcome)
         except Terminated:
-            outcome.code = _stopped(signal.SIGTERM)
+            outcome.code = _stopped(signal.SIGTERM, outcome)
         except BrokenPipeError:
             # The reader of stdout went away (`| head`): not an error of ours, and nothing more can be said there.
             outcome.code = 0
@@ -164,17 +165,19 @@ def _above_bars() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if tqdm is None else tqdm.external_write_mode(file=sys.stderr)
 
 
-def _stopped(signum: int) -> int:
+def _stopped(signum: int, outcome: ProgramExit) -> int:
     """Says why the program ends, and returns its exit code."""
     word = "interrupted" if signum == signal.SIGINT else "terminated"
     print_error(f"{word}: threads are stopped and temporary files removed")
+    if outcome.stopped is not None:
+        return outcome.stopped
     return EXIT_INTERRUPTED if signum == signal.SIGINT else EXIT_TERMINATED
 
 
-def _failed(error: H2OFlexGenError) -> int:
+def _failed(error: H2OFlexGenError, outcome: ProgramExit) -> int:
     """Prints what was found, needed and can be changed, a line each, and returns the exit code."""
     if _arrived:  # whatever went wrong then, it was while the program was being ended
-        return _stopped(_arrived[0])
+        return _stopped(_arrived[0], outcome)
     if os.environ.get("H2O_FLEXGEN_DEBUG") == "1":
         raise error
     found, *rest = [part.rstrip(".") for part in (error.found, error.needed, error.change) if part]

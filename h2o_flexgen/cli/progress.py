@@ -143,3 +143,39 @@ class RunProgress:
         elif prefill is not None and what == PREFILL:
             parts.append(f"{tqdm.format_interval(prefill)} left, then decode")
         return ", ".join(parts)
+
+
+class JobProgress:
+    """Progress of a job: requests that are done, how fast, how long it will take. Also the handler for
+    `LLM.on_progress`."""
+
+    def __init__(self, quiet: bool, requests: int) -> None:
+        self._quiet, self._terminal, self._requests = quiet, sys.stderr.isatty(), requests
+        self._bar: tqdm[Any] | None = None
+        self._started = self._said = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        stop_if_told()
+        if what == COMPILING and not self._quiet:
+            print_error("compiling the C kernels (some seconds, first run on this machine only)")
+
+    def finished(self, before: int, now: int, failed: int) -> None:
+        """So many requests were done by earlier runs, and by this one; `failed`: of these."""
+        if self._quiet:
+            return
+        if self._terminal:
+            if self._bar is None:
+                self._bar = bar(self._requests, desc="requests", unit="", initial=before)
+            self._bar.update(before + now - self._bar.n)
+        elif time.monotonic() - self._said >= _LINE_EVERY:
+            self._said = time.monotonic()
+            seconds = self._said - self._started
+            left = tqdm.format_interval((self._requests - before - now) * seconds / now)
+            trouble = f", {failed} failed" if failed else ""
+            print_error(f"{before + now:,} of {self._requests:,} requests{trouble}, {left} left")
+
+    def close(self) -> None:
+        """Takes the bar off the terminal."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()

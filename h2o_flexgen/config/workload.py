@@ -8,7 +8,7 @@ from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.eviction import THEN_H2O, EvictionConfig
 from h2o_flexgen.config.flags import flag
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.errors import ContextLengthError, UsageError
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ def first_pass(spec: ModelSpec, eviction: EvictionConfig, prompt_len: int, gen_l
     """The tokens of a prompt that are computed at once; those after them are fed step by step.
 
     With rolling positions a sequence may be as long as it likes, if what a cache holds stays within the context.
-    UsageError for one that is too long; `what` names the prompt there.
+    ContextLengthError for one that is too long; `what` names the prompt there.
     """
     length = prompt_len + gen_len
     reads_twice = eviction.split.replays and not eviction.resolve(prompt_len, gen_len).full
     if reads_twice and eviction.computed(prompt_len) > spec.max_positions:
-        raise UsageError(
+        raise ContextLengthError(
             f"{what} has {prompt_len} tokens, and {eviction.name} reads it twice",
             f"the context of {spec.name} is {spec.max_positions} tokens",
             "shorten it, or choose another policy",
@@ -58,13 +58,13 @@ def first_pass(spec: ModelSpec, eviction: EvictionConfig, prompt_len: int, gen_l
         if length <= spec.max_positions:
             return prompt_len
         rolls = "use --rolling-positions with a smaller budget, or " if spec.arch.rotary else ""
-        raise UsageError(
+        raise ContextLengthError(
             f"{what} has {prompt_len} tokens, with {gen_len} to be generated {length} in all",
             f"the context of {spec.name} is {spec.max_positions} tokens",
             f"{rolls}shorten the prompt or generate less; nothing is ever cut off silently",
         )
     if eviction.split.prompt_only and prompt_len > spec.max_positions:
-        raise UsageError(
+        raise ContextLengthError(
             f"{what} has {prompt_len} tokens, and {eviction.name} looks at whole prompts",
             f"the context of {spec.name} is {spec.max_positions} tokens",
             f"shorten it, or choose --eviction {eviction.name}{THEN_H2O}",
@@ -72,7 +72,7 @@ def first_pass(spec: ModelSpec, eviction: EvictionConfig, prompt_len: int, gen_l
     budget = eviction.resolve(prompt_len, gen_len).total
     if budget >= spec.rolling_slots and length > spec.rolling_slots:
         trained = "" if spec.rolling_slots == spec.max_positions else "trained "
-        raise UsageError(
+        raise ContextLengthError(
             f"the KV budget of {what} is {budget} tokens, and positions roll within it",
             f"the {trained}context of {spec.name} is {spec.rolling_slots} tokens",
             f"needed --kv-budget of at most {spec.rolling_slots - 1}, or a smaller --hh-ratio",

@@ -29,7 +29,7 @@ from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.model import Model, open_model
 from h2o_flexgen.engine.requests.call_guard import CallGuard
 from h2o_flexgen.engine.requests.chat import Conversation, chat_prompts
-from h2o_flexgen.engine.requests.reader import Prompt, RequestReader, workload_of
+from h2o_flexgen.engine.requests.reader import Prompt, Request, RequestReader, workload_of
 from h2o_flexgen.engine.requests.sequence import RequestOutput, Score, Sequence
 from h2o_flexgen.engine.requests.tokenizer import text_of
 from h2o_flexgen.engine.sampling.hf_generate import Generator
@@ -116,6 +116,20 @@ class Engine:
             params = params.with_kwargs(**settings)
         for row in self._run(self._reader().read(prompts, params)):
             yield self._output(row)
+
+    def read(self, request: Request) -> list[Sequence]:
+        """The sequences of a request, for `run`; none where there is nothing to compute. UsageError where it cannot be
+        run, a ContextLengthError if that is for its length."""
+        return self._reader().read_one(request)
+
+    def run(self, rows: list[Sequence]) -> Iterator[tuple[Sequence, RequestOutput]]:
+        """Runs what `read` gave, of one or more requests; each sequence as soon as it is finished, with its result.
+
+        As `stream`, but prompts are checked and tokenised one by one before, so that one that cannot be run does not
+        end a call.
+        """
+        for row in self._run(rows):
+            yield row, self._output(row)
 
     def chat(
         self,

@@ -21,6 +21,26 @@ Prompt = str | SequenceOf[int]
 _ANY_TEXT = "x"  # any: special tokens do not depend on it
 
 
+SAMPLE_BITS = 16
+"""Of a sequence's number in a job, those that count the samples of a request."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt of a job that is run in several calls.
+
+    What is random depends on the seed in `params`, `index` and `number`, however the job is divided into calls; numbers
+    differ within a call and are below 2 ** 47. `scores`: nothing is generated, the prompt's own tokens get their
+    log-probabilities, with eviction active as for `LLM.score`.
+    """
+
+    prompt: Prompt
+    params: SamplingParams
+    number: int
+    index: int = 0
+    scores: bool = False
+
+
 @dataclass(frozen=True)
 class RequestReader:
     """Makes sequences of prompts for one model. `codec` is None for a model without a tokenizer."""
@@ -43,6 +63,21 @@ class RequestReader:
             for sample in range(settings.num_return_sequences):
                 sequences.append(self._sequence(index, sample, len(sequences), ids, settings))
         return sequences
+
+    def read_one(self, request: Request) -> list[Sequence]:
+        """The sequences of a request that is part of a larger job. UsageError where it cannot be run."""
+        ids, forced, params = self.token_ids(request.prompt, "the prompt"), None, request.params
+        if request.scores:
+            # As a continuation of its first token: so that all others go through the cache, and eviction is active.
+            ids, forced = ids[:1], ids[1:]
+            if not forced:
+                return []
+            params = replace(params, max_new_tokens=len(forced))
+        first = request.number << SAMPLE_BITS
+        return [
+            replace(self._sequence(request.index, sample, first + sample, ids, params, "the prompt"), forced=forced)
+            for sample in range(params.num_return_sequences)
+        ]
 
     def read_scored(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Sequence]:
         """One sequence per (context, continuation); the continuation is forced and its length counts as gen_len."""
@@ -118,13 +153,15 @@ class RequestReader:
             return ()
         return self.eviction.by_layer(self.spec.windows, prompt_len, gen_len)
 
-    def _sequence(self, index: int, sample: int, row_id: int, ids: list[int], params: SamplingParams) -> Sequence:
+    def _sequence(
+        self, index: int, sample: int, row_id: int, ids: list[int], params: SamplingParams, where: str = ""
+    ) -> Sequence:
         if params.stop_strings and self.codec is None:
             raise UsageError("stop_strings are given, and this model has no tokenizer", "needed eos_token_id instead")
         params.check_vocabulary(self.spec.vocab_size)
         budget = self.eviction.resolve(len(ids), params.max_new_tokens)
         # With rolling positions the end of a prompt past the context goes through decode steps.
-        first = first_pass(self.spec, self.eviction, len(ids), params.max_new_tokens, f"prompt {index}")
+        first = first_pass(self.spec, self.eviction, len(ids), params.max_new_tokens, where or f"prompt {index}")
         return Sequence(
             index=index,
             sample=sample,

@@ -1,0 +1,28 @@
+"""`python -m h2o_flexgen.batch`: a file of requests in, a file of results out, which a killed job goes on with.
+
+    python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model opt-30b --hh-ratio 0.2
+
+Messages go to stderr; the last line of stdout is one JSON object, unless stdout is a terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from h2o_flexgen.cli.batch_arguments import parse_batch
+from h2o_flexgen.cli.program import exit_on_errors, leaving_at_once
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program; returns its exit code."""
+    with exit_on_errors() as outcome:
+        arguments = parse_batch(argv)
+        with leaving_at_once():  # torch takes seconds to import
+            from h2o_flexgen.cli.batch_job import run_batch
+        outcome.code = run_batch(arguments, outcome)
+    return outcome.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""The flags of `batch`: files and formats of its own, and the engine's as `run` has them. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from h2o_flexgen.cli.arguments import add_engine, engine_of, refuse_known
+from h2o_flexgen.cli.parser import Parser, misspelt
+from h2o_flexgen.cli.program import add_json
+from h2o_flexgen.cli.prompts import checked_text
+from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.flags import called, from_namespace, given
+from h2o_flexgen.config.hardware.profile import HardwareProfile, PlanningConfig, find_profile
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.errors import UsageError
+
+FORMATS = ("auto", "openai", "jsonl", "text", "parquet")
+
+
+@dataclass(frozen=True)
+class BatchArguments:
+    """All of a command line, checked. `typed`: the sampling settings that were given, by their names in
+    SamplingParams; `sampling`: all of them. `notes` are sentences for the user."""
+
+    engine: EngineConfig
+    sampling: SamplingParams
+    typed: Mapping[str, Any]
+    hardware: HardwareProfile | None
+    calibrate: bool | None
+    input: Path
+    output: Path
+    error_file: Path | None
+    format: str
+    prompt_column: str
+    id_column: str | None
+    chat: bool
+    shard: tuple[int, int]
+    at_risk: float
+    overwrite: bool
+    resume: bool
+    retry_failed: bool
+    ordered: bool
+    strict: bool
+    quiet: bool
+    json: bool | None
+    notes: tuple[str, ...]
+
+
+def parse_batch(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> BatchArguments:
+    """Parses `argv` and what `environ` adds. Exits (2) where argparse objects, UsageError where the configs do."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = _batch_parser()
+    args = parser.parse_with(argv, environ)
+    with parser.naming_flags():
+        return _checked(args, misspelt(parser, environ))
+
+
+def _checked(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
+    refuse_known(args)
+    engine = engine_of(args, notes)
+    typed = given(SamplingParams, args)
+    if args.stop:
+        typed["stop_strings"] = tuple(checked_text(text, "--stop") for text in args.stop)
+    if args.overwrite and (args.resume or args.retry_failed):
+        other = "--resume" if args.resume else "--retry-failed"
+        raise UsageError(f"--overwrite and {other} are given together", "needed one: --overwrite starts anew")
+    if not 0 < args.at_risk <= 1:
+        raise UsageError(f"--at-risk is {args.at_risk}", "needed a share above 0, up to 1")
+    planning = from_namespace(PlanningConfig, args)
+    return BatchArguments(
+        engine=engine,
+        sampling=from_namespace(SamplingParams, args, defaults={"stop_strings": typed.get("stop_strings", ())}),
+        typed=typed,
+        hardware=None if planning.hardware is None else find_profile(planning.hardware),
+        calibrate=planning.calibrate,
+        input=Path(args.input_file),
+        output=Path(args.output),
+        error_file=None if args.error_file is None else Path(args.error_file),
+        format=args.format,
+        prompt_column=args.prompt_column,
+        id_column=args.id_column,
+        chat=args.chat,
+        shard=args.shard,
+        at_risk=args.at_risk,
+        overwrite=args.overwrite,
+        resume=args.resume,
+        retry_failed=args.retry_failed,
+        ordered=args.ordered,
+        strict=args.strict,
+        quiet=args.quiet,
+        json=args.json,
+        notes=tuple(notes),
+    )
+
+
+def _batch_parser() -> Parser:
+    """The parser of `python -m h2o_flexgen.batch`."""
+    parser = Parser(
+        prog=called("batch"),
+        usage="%(prog)s -i requests.jsonl -o results.jsonl [--model MODEL] [--hh-ratio R] [flags]",
+        description="Answers a file of requests. The same command goes on where a job was stopped or killed.",
+        epilog="Every flag can be set in the environment, as for run. Exit codes: 0 all well, 2 flags or files, 3 some "
+        "requests failed, 4 model or checkpoint, 5 does not fit, 6 disk, 7 another process writes the results, 75 "
+        "stopped: the same command goes on, 130 or 143 interrupted before it began.",
+    )
+    _add_files(parser)
+    add_engine(parser)
+    return parser
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
+    """Requests in, results out."""
+    work = parser.add_argument_group("work")
+    work.add_argument("--input-file", "-i", required=True, metavar="FILE", help="the requests")
+    work.add_argument("--output", "--output-file", "-o", required=True, metavar="FILE", help="the results, as JSONL")
+    work.add_argument("--error-file", metavar="FILE", help="failed requests go here instead")
+    work.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="auto",
+        help="openai (batch files), jsonl, text (a prompt a line), parquet (default: by name and first line)",
+    )
+    work.add_argument(
+        "--prompt-column", default="prompt", metavar="NAME", help="of jsonl and parquet (default: prompt)"
+    )
+    work.add_argument("--id-column", metavar="NAME", help="of jsonl and parquet: is written beside the answer")
+    work.add_argument("--chat", action="store_true", help="each prompt is what a user says, not of openai")
+    work.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a sequence; may be repeated")
+    work.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="of every N requests only the I-th")
+    work.add_argument("--resume", action="store_true", help="fail where there is no job to go on with")
+    work.add_argument("--overwrite", action="store_true", help="start anew, whatever was there")
+    work.add_argument("--retry-failed", action="store_true", help="run requests again that failed before")
+    work.add_argument("--ordered", action="store_true", help="in the end, results in the order of the requests")
+    work.add_argument("--strict", action="store_true", help="run nothing where any request cannot be run")
+    work.add_argument(
+        "--at-risk",
+        type=float,
+        default=0.02,
+        metavar="SHARE",
+        help="of the requests that may be under way at once, which a kill costs (default: 0.02; where weights or "
+        "caches move, as many as the plan takes)",
+    )
+    add_json(work)
+    work.add_argument("--quiet", "-q", action="store_true", help="no progress, no report")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    part, slash, parts = text.partition("/")
+    if not (slash and part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text!r}: needed I/N with I from 1 to N, as in 2/8")
+    return int(part), int(parts)

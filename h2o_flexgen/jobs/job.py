@@ -1,0 +1,223 @@
+"""A file of requests through an engine: read in windows, run by whom finishes first, written as they finish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, Protocol
+
+from h2o_flexgen.config.workload import Workload
+from h2o_flexgen.engine.limits.plan import Plan, Planner
+from h2o_flexgen.engine.requests.reader import Request
+from h2o_flexgen.engine.requests.sequence import RequestOutput
+from h2o_flexgen.engine.requests.sequence import Sequence as Row
+from h2o_flexgen.errors import ContextLengthError, PlanError, UsageError
+from h2o_flexgen.jobs.journal import FAILED, Results
+from h2o_flexgen.jobs.requests import Asked, Format, Refused, line_of
+from h2o_flexgen.jobs.source import Record, Source
+from h2o_flexgen.schedule.request import PlanRequest
+
+WINDOW_ROWS, WINDOW_TOKENS = 8192, 1 << 21
+"""Of a window: sequences, and tokens of prompts. What is in memory of a file, however long."""
+AT_RISK, LEAST_AT_RISK = 0.02, 32
+"""The share of a job that is under way at once, which a kill costs; and sequences below which a share is no help."""
+_PROMPT_BITS = 15
+
+
+class Engine(Protocol):
+    """What a job needs of `LLM`."""
+
+    planner: Planner
+
+    def read(self, request: Request) -> list[Row]: ...
+
+    def run(self, rows: list[Row]) -> Iterator[tuple[Row, RequestOutput]]: ...
+
+    def plan(self, workload: Workload) -> Plan: ...
+
+
+@dataclass
+class Task:
+    """A request with its sequences, and what is finished of these, by their numbers."""
+
+    record: Record
+    asked: Asked
+    rows: list[list[Row]]
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
+
+    @property
+    def waiting(self) -> list[Row]:
+        """The sequences that are not finished."""
+        return [row for each in self.rows for row in each if row.row_id not in self.outputs]
+
+    @property
+    def tokens(self) -> int:
+        """Of its longest sequence."""
+        return max((row.prompt_tokens + row.max_new_tokens for each in self.rows for row in each), default=0)
+
+
+@dataclass
+class Summary:
+    """What this run of a job did, in requests, tokens and seconds; `before`: requests that earlier runs finished."""
+
+    requests: int
+    before: int = 0
+    ok: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> int:
+        """Requests that are finished, by whichever run."""
+        return self.before + self.ok + self.failed
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and tokens per second."""
+        rate = self.generated_tokens / self.seconds if self.seconds else None
+        return {**vars(self), "seconds": round(self.seconds, 3), "gen_throughput": rate}
+
+
+@dataclass
+class Job:
+    """Runs what `results` has not yet of `source`. `requests`: how many there are in all.
+
+    Anything that an engine or a disk raises ends it, and leaves what is finished; the same job then goes on.
+    """
+
+    engine: Engine
+    source: Source
+    format: Format
+    results: Results
+    requests: int
+    window_rows: int = WINDOW_ROWS
+    told: Callable[[Summary], None] = lambda summary: None
+    """Called after each request."""
+
+    def __post_init__(self) -> None:
+        state = self.results.state
+        self.summary = Summary(self.requests, before=len(state) - state.count(0))
+
+    def run(self) -> Summary:
+        """All that is left to do. PlanError where not even the shortest request fits."""
+        started, checked = time.monotonic(), False
+        for window in self._windows():
+            if not checked:
+                self.engine.plan(Workload(1, 1, 1))
+                checked = True
+            self._run(window)
+            self.summary.seconds = time.monotonic() - started
+        self.results.sync()
+        self.summary.seconds = time.monotonic() - started
+        return self.summary
+
+    @property
+    def failed(self) -> int:
+        """Requests that failed, now or in an earlier run."""
+        return self.results.state.count(FAILED)
+
+    def faults(self, most: int = 5) -> list[str]:
+        """Messages for the first requests that cannot be run."""
+        return list(islice(self._faults(), most))
+
+    def _faults(self) -> Iterator[str]:
+        for record in self.source.records():
+            try:
+                self._task(record)
+            except Refused as why:
+                yield f"line {record.line}: {why.message}"
+
+    def _windows(self) -> Iterator[list[Task]]:
+        """The requests that are not finished, so many at a time; those that cannot be run are answered at once."""
+        window, rows, tokens = list[Task](), 0, 0
+        for record in self.source.records():
+            if self.results.state[record.line]:
+                continue
+            try:
+                task = self._task(record)
+            except Refused as why:
+                self._refuse(record, why)
+                continue
+            if not task.waiting:
+                self._finish(task)
+                continue
+            window.append(task)
+            rows += len(task.waiting)
+            tokens += sum(row.prompt_tokens for row in task.waiting)
+            if rows >= self.window_rows or tokens >= WINDOW_TOKENS:
+                yield window
+                window, rows, tokens = [], 0, 0
+        if window:
+            yield window
+
+    def _task(self, record: Record) -> Task:
+        """Refused where a request cannot be run."""
+        asked = self.format.asked(record)
+        rows = []
+        for index, prompt in enumerate(asked.prompts):
+            number = record.line << _PROMPT_BITS | index
+            try:
+                rows.append(self.engine.read(Request(prompt, asked.params, number, index, asked.scores)))
+            except ContextLengthError as error:
+                raise Refused.of(error, "context_length_exceeded", "prompt") from None
+            except UsageError as error:
+                raise Refused.of(error) from None
+        return Task(record, asked, rows)
+
+    def _run(self, window: Sequence[Task]) -> None:
+        """Answers all of `window`. What does not fit into memory together is tried in halves."""
+        owners = {row.row_id: task for task in window for row in task.waiting}
+        try:
+            for row, output in self.engine.run([row for task in window for row in task.waiting]):
+                task = owners.pop(row.row_id)
+                task.outputs[row.row_id] = output
+                if not task.waiting:
+                    self._finish(task)
+        except PlanError as error:
+            left = sorted({id(task): task for task in owners.values()}.values(), key=lambda task: task.tokens)
+            if len(left) == 1:
+                self._refuse(left[0].record, Refused(str(error).partition("\n")[0], "out_of_memory", status=500))
+                return
+            for task in left:
+                for row in task.waiting:
+                    row.restart()
+            half = len(left) // 2
+            self._run(left[:half])
+            self._run(left[half:])
+
+    def _finish(self, task: Task) -> None:
+        outputs = [[task.outputs[row.row_id] for row in each] for each in task.rows]
+        answer = self.format.answer(task.record, task.asked, outputs)
+        bad = any(output.error is not None for output in task.outputs.values())
+        self.summary.prompt_tokens += sum(len(each[0].prompt_ids) for each in outputs if each)
+        self.summary.generated_tokens += sum(len(output.token_ids) for each in outputs for output in each)
+        self._write(task.record, answer, bad)
+
+    def _refuse(self, record: Record, why: Refused) -> None:
+        self._write(record, self.format.refusal(record, why), True)
+
+    def _write(self, record: Record, result: dict[str, Any], bad: bool) -> None:
+        self.results.add(record.line, line_of(result), bad)
+        self.summary.failed += bad
+        self.summary.ok += not bad
+        self.told(self.summary)
+
+
+def bounded(planner: Planner, requests: int, share: float = AT_RISK) -> Planner:
+    """`planner`, but with blocks of at most `share` of a job's requests, so that a kill costs no more.
+
+    Where something has to move, blocks stay as large as they come: there they are what speed comes from.
+    """
+    most = max(LEAST_AT_RISK, int(share * requests))
+
+    def plan(request: PlanRequest) -> Plan:
+        work = request.workload
+        if work.num_sequences <= most:
+            return planner(request)
+        small = planner(replace(request, workload=replace(work, num_sequences=most)))
+        return planner(request) if small.moves else small
+
+    return plan

@@ -1,0 +1,449 @@
+"""Requests and results as OpenAI's batch files have them.
+
+Errors are written in every place where readers of some producer look: the status code, the body's `error`, and the
+line's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine.requests.chat import chat_prompt
+from h2o_flexgen.engine.requests.sequence import RequestOutput
+from h2o_flexgen.engine.requests.tokenizer import TextCodec, added_text
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.jobs.requests import Asked, Refused, seed_of
+from h2o_flexgen.jobs.source import BadLine, Record, load_json
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MAX_TOKENS = {COMPLETIONS: 16, CHAT: 512}
+"""New tokens where a request does not say how many; of a chat the service's own default is the rest of the context."""
+MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS = 2048, 128, 4
+
+_SAMPLING = frozenset(
+    [
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "seed",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "skip_special_tokens",
+        "logprobs",
+    ]
+)
+_COMMON = _SAMPLING | {"model", "stream", "user"}
+_FIELDS = {
+    COMPLETIONS: _COMMON | {"prompt", "echo", "best_of", "suffix"},
+    CHAT: _COMMON | {"messages", "max_completion_tokens", "top_logprobs"},
+}
+_LATER = ("response_format", "spans", "tools", "tool_choice", "functions", "stream_options")
+"""Fields that are known and refused by that, so that a reader does not look for a spelling mistake."""
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, math.inf),
+}
+
+
+@dataclass
+class OpenAIFormat:
+    """The format for one model. `model`: its name as it was typed; `job`: what ids are made from; `sampling`: settings
+    in the place of the service's defaults, by their names in SamplingParams; `doubled`: lines whose custom_id stood in
+    an earlier one."""
+
+    model: str
+    codec: TextCodec | None
+    eos: tuple[int, ...]
+    seed: int
+    sampling: Mapping[str, Any]
+    created: int
+    job: str
+    dummy: bool = False
+    doubled: frozenset[int] = frozenset()
+
+    def asked(self, record: Record) -> Asked:
+        """What a line asks for; Refused with the field that cannot be served."""
+        line = self._line(record)
+        url, body = line["url"], line["body"]
+        for name in body:
+            if name not in _FIELDS[url] and body[name] is not None:
+                known = "is not supported" if name in _LATER else "is not known"
+                raise Refused(f"the field {name!r} of the body {known}", "unsupported_field", param=name)
+        fields = _Body(body)
+        names = {self.model, self.model.rstrip("/").rpartition("/")[2]}
+        if fields.text("model") not in names:
+            found = f"model is {body.get('model')!r}, and this job runs {self.model}"
+            raise Refused(found, "model_not_found", status=404, param="model")
+        if fields.get("stream", False) is not False:
+            raise Refused("stream must be false in a batch", param="stream")
+        asked = self._chat(record, fields) if url == CHAT else self._completion(record, fields)
+        asked.body |= {"url": url, "model": body["model"], "custom_id": line["custom_id"]}
+        return asked
+
+    def answer(self, record: Record, asked: Asked, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
+        """A line of status 200; 500 where a sequence failed."""
+        failed = next((output.error for each in outputs for output in each if output.error is not None), None)
+        if failed is not None:
+            return self.refusal(record, Refused(failed, "server_error", status=500))
+        chat = asked.body["url"] == CHAT
+        choices = list[dict[str, Any]]()
+        for prompt, samples in zip(asked.prompts, outputs, strict=True):
+            # Greedy samples are all the same: they are computed once.
+            repeated: list[RequestOutput | None] = [*samples] or [None]
+            repeated *= asked.body["n"] if len(repeated) == 1 else 1
+            for output in repeated:
+                made = self._chat_choice(asked, output) if chat else self._choice(asked, prompt, output)
+                choices.append({"index": len(choices), **made})
+        return self._response(
+            record,
+            asked.body["custom_id"],
+            200,
+            {
+                "id": f"{'chatcmpl' if chat else 'cmpl'}-{self._id(record)}",
+                "object": "chat.completion" if chat else "text_completion",
+                "created": self.created,
+                "model": asked.body["model"],
+                "choices": choices,
+                "usage": _usage(asked, outputs),
+                "system_fingerprint": f"h2o_flexgen-{self.job[:12]}",
+                **({"weights": "dummy"} if self.dummy else {}),
+            },
+        )
+
+    def refusal(self, record: Record, why: Refused) -> dict[str, Any]:
+        """A line of another status, its error in all three places."""
+        kind = "server_error" if why.status >= 500 else "invalid_request_error"
+        custom_id = self._custom_id(record)
+        message = f"line {record.line}: {why.message}" if custom_id is None else why.message
+        error = {"message": message, "type": kind, "param": why.param, "code": why.code}
+        told = {"code": why.code, "message": message}
+        return self._response(record, custom_id, why.status, {"error": error}, told)
+
+    def _line(self, record: Record) -> dict[str, Any]:
+        try:
+            entry = load_json(record.data)
+        except BadLine as error:
+            raise Refused(f"the line {error}", "invalid_json_line") from None
+        if not isinstance(entry, dict):
+            raise Refused("the line is not a JSON object", "invalid_json_line")
+        if not isinstance(entry.get("custom_id"), str) or not entry["custom_id"]:
+            raise Refused("custom_id is missing, or not a text", "missing_custom_id", param="custom_id")
+        if record.line in self.doubled:
+            raise Refused("custom_id stood in an earlier line", "duplicate_custom_id", param="custom_id")
+        if entry.get("method") != "POST":
+            raise Refused(f"method is {_shown(entry.get('method'))}, needed 'POST'", "invalid_method", param="method")
+        if entry.get("url") not in _FIELDS:
+            found = f"url is {_shown(entry.get('url'))}, needed {COMPLETIONS!r} or {CHAT!r}"
+            raise Refused(found, "invalid_url", status=404, param="url")
+        if not isinstance(entry.get("body"), dict):
+            raise Refused("body is not a JSON object", param="body")
+        return entry
+
+    def _completion(self, record: Record, fields: _Body) -> Asked:
+        prompts = _prompts(fields.get("prompt"))
+        if fields.get("suffix") is not None:
+            raise Refused("suffix is not supported", "unsupported_field", param="suffix")
+        n = fields.whole("n", 1, 1, MOST_SAMPLES)
+        if fields.whole("best_of", n, 1, MOST_SAMPLES) != n:
+            raise Refused("best_of other than n is not supported", "unsupported_field", param="best_of")
+        echo, logprobs = fields.switch("echo"), fields.get("logprobs")
+        if logprobs is not None:
+            logprobs = fields.whole("logprobs", 0, 0, 5)
+        asked = Asked(prompts, SamplingParams(), body={"n": n, "echo": echo, "logprobs": logprobs})
+        if fields.get("max_tokens") == 0 and echo:
+            asked.scores = True
+            asked.params = SamplingParams(logprobs=logprobs or 0)
+        elif echo and logprobs is not None:
+            raise Refused("echo with logprobs is served with max_tokens 0 only", "unsupported_field", param="echo")
+        else:
+            asked.params = self._params(
+                record, fields, logprobs, fields.whole("max_tokens", self._most(COMPLETIONS), 1)
+            )
+        return asked
+
+    def _chat(self, record: Record, fields: _Body) -> Asked:
+        talk = _messages(fields.get("messages"))
+        try:
+            ids = chat_prompt(self.codec, self.model, talk, "messages")
+        except UsageError as error:
+            raise Refused.of(error, param="messages") from None
+        logprobs = fields.whole("top_logprobs", 0, 0, 20) if fields.switch("logprobs") else None
+        if logprobs is None and fields.get("top_logprobs") is not None:
+            raise Refused("top_logprobs is given without logprobs", param="top_logprobs")
+        name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
+        params = self._params(record, fields, logprobs, fields.whole(name, self._most(CHAT), 1))
+        body = {"n": fields.whole("n", 1, 1, MOST_SAMPLES), "logprobs": logprobs}
+        return Asked([ids], params, body=body)
+
+    def _most(self, url: str) -> int:
+        return int(self.sampling.get("max_new_tokens", MAX_TOKENS[url]))
+
+    def _params(self, record: Record, fields: _Body, logprobs: int | None, most: int) -> SamplingParams:
+        """The settings of one request: the service's, in which everything is sampled at temperature 1."""
+        typed = self.sampling
+        temperature = fields.number("temperature", typed.get("temperature", 1.0))
+        draws = temperature > 0 and typed.get("do_sample", True)
+        seed = fields.whole("seed", seed_of(self.seed, record.line), -(2**63), 2**63 - 1)
+        given: dict[str, Any] = {
+            **typed,
+            "max_new_tokens": most,
+            "do_sample": draws,
+            "logprobs": logprobs,
+            "seed": seed % 2**63,
+            "num_return_sequences": fields.whole("n", 1, 1, MOST_SAMPLES) if draws else 1,
+            "stop_strings": _stops(fields.get("stop")) or typed.get("stop_strings", ()),
+            "min_new_tokens": fields.whole("min_tokens", typed.get("min_new_tokens", 0)),
+            "repetition_penalty": fields.number("repetition_penalty", typed.get("repetition_penalty", 1.0)),
+            **self._ends(fields),
+            **fields.biases(),
+        }
+        top_k = fields.whole("top_k", typed.get("top_k", 0), -1)
+        top_p, min_p = (fields.number(name, typed.get(name, usual)) for name, usual in (("top_p", 1.0), ("min_p", 0.0)))
+        if draws:
+            given |= {"temperature": temperature, "top_k": max(0, top_k), "top_p": top_p, "min_p": min_p}
+        else:
+            for name in ("temperature", "top_k", "top_p", "min_p"):
+                given.pop(name, None)
+        if not fields.switch("skip_special_tokens", True):
+            raise Refused("special tokens are never shown", "unsupported_field", param="skip_special_tokens")
+        try:
+            return SamplingParams.from_kwargs(**given)
+        except UsageError as error:
+            raise Refused.of(error) from None
+
+    def _ends(self, fields: _Body) -> dict[str, Any]:
+        """What ends a sequence: tokens that the request names do even where it ignores the model's own."""
+        ignores = fields.switch("ignore_eos", self.sampling.get("ignore_eos", False))
+        stops = fields.tokens("stop_token_ids")
+        if not stops:
+            return {"ignore_eos": ignores}
+        return {"ignore_eos": False, "eos_token_id": tuple(stops) if ignores else (*self.eos, *stops)}
+
+    def _choice(self, asked: Asked, prompt: Any, output: RequestOutput | None) -> dict[str, Any]:
+        before = self._text_of(prompt) if asked.body["echo"] else ""
+        logprobs = None
+        if asked.scores:
+            ids = self._ids_of(prompt) if output is None else [*output.prompt_ids, *output.token_ids]
+            if asked.body["logprobs"] is not None:
+                known = [] if output is None else _logprobs(output)
+                logprobs = self._logprobs([], ids, [None] * (len(ids) - len(known)) + known, asked)
+            return {"text": before, "logprobs": logprobs, "finish_reason": "length"}
+        assert output is not None, "a generated choice has an output"
+        if asked.body["logprobs"] is not None:
+            logprobs = self._logprobs(output.prompt_ids, output.token_ids, _logprobs(output), asked)
+        return {"text": before + (output.text or ""), "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+    def _chat_choice(self, asked: Asked, output: RequestOutput | None) -> dict[str, Any]:
+        assert output is not None, "a generated choice has an output"
+        message = {"role": "assistant", "content": output.text or ""}
+        content = None
+        if asked.body["logprobs"] is not None:
+            texts = self._texts(output.prompt_ids, output.token_ids)
+            content = []
+            for text, (value, top) in zip(texts, _logprobs(output), strict=True):
+                likeliest = [_chat_token(self._one(token), other) for token, other in top.items()]
+                content.append({**_chat_token(text, value), "top_logprobs": likeliest})
+        logprobs = None if content is None else {"content": content}
+        return {"message": message, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+    def _logprobs(self, before: list[int], ids: list[int], known: list[Any], asked: Asked) -> dict[str, Any]:
+        """As the service has them for completions; None where there is no probability, as for a first token."""
+        texts, offset, offsets = self._texts(before, ids), 0, []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        top = None
+        if asked.body["logprobs"]:
+            top = [each and {self._one(token): _json(value) for token, value in each[1].items()} for each in known]
+        values = [each and _json(each[0]) for each in known]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+    def _texts(self, before: list[int], ids: list[int]) -> list[str]:
+        """The text that each token adds to those before it; the first ones may be special."""
+        if self.codec is None:
+            return [f"token_id:{token}" for token in ids]
+        every = [*before, *ids]
+        return [added_text(self.codec.decode, every[: i + 1], i) for i in range(len(before), len(every))]
+
+    def _one(self, token: int) -> str:
+        text = "" if self.codec is None else self.codec.decode([token])
+        return text or f"token_id:{token}"
+
+    def _text_of(self, prompt: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return "" if self.codec is None else self.codec.decode(list(prompt))
+
+    def _ids_of(self, prompt: Any) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        return [] if self.codec is None else self.codec.encode(prompt)
+
+    def _custom_id(self, record: Record) -> str | None:
+        with suppress(BadLine):
+            entry = load_json(record.data)
+            name = entry.get("custom_id") if isinstance(entry, dict) else None
+            return name if isinstance(name, str) and name else None
+        return None
+
+    def _id(self, record: Record) -> str:
+        return f"{self.job[:16]}{record.line:08x}"
+
+    def _response(
+        self,
+        record: Record,
+        custom_id: str | None,
+        status: int,
+        body: dict[str, Any],
+        error: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        name = self._id(record)
+        response = {"status_code": status, "request_id": f"req_{name}", "body": body}
+        return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": error}
+
+
+class _Body:
+    """The fields of a body, checked as they are read; null is as if a field were not there."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+
+    def get(self, name: str, usual: Any = None) -> Any:
+        value = self._body.get(name)
+        return usual if value is None else value
+
+    def text(self, name: str) -> str:
+        value = self.get(name)
+        if not isinstance(value, str):
+            raise Refused(f"{name} is {_shown(value)}, needed a text", param=name)
+        return value
+
+    def switch(self, name: str, usual: bool = False) -> bool:
+        value = self.get(name, usual)
+        if not isinstance(value, bool):
+            raise Refused(f"{name} is {_shown(value)}, needed true or false", param=name)
+        return value
+
+    def whole(self, name: str, usual: int, low: int = 0, high: float = math.inf) -> int:
+        value = self.get(name, usual)
+        if type(value) is not int or not low <= value <= high:
+            most = "" if high == math.inf else f" to {high}"
+            raise Refused(f"{name} is {_shown(value)}, needed a whole number from {low}{most}", param=name)
+        return value
+
+    def number(self, name: str, usual: float) -> float:
+        value = self.get(name, usual)
+        low, high = _BOUNDS[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise Refused(f"{name} is {_shown(value)}, needed a number from {low} to {high}", param=name)
+        return float(value)
+
+    def tokens(self, name: str) -> list[int]:
+        value = self.get(name, [])
+        if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
+            raise Refused(f"{name} is {_shown(value)}, needed a list of token ids", param=name)
+        return value
+
+    def biases(self) -> dict[str, Any]:
+        """The settings for logit_bias and the two penalties; none where they do nothing."""
+        for name in ("presence_penalty", "frequency_penalty"):
+            if self.number(name, 0.0):
+                raise Refused(f"{name} is not supported", "unsupported_field", param=name)
+        biases = self.get("logit_bias", {})
+        if not isinstance(biases, dict) or len(biases) > 1024:
+            raise Refused("logit_bias is no object of up to 1024 tokens", param="logit_bias")
+        pairs = []
+        for token, value in biases.items():
+            number = not isinstance(value, bool) and isinstance(value, (int, float)) and -100 <= value <= 100
+            if not (token.isdecimal() and token.isascii() and len(token) < 12 and number):
+                raise Refused("logit_bias needs token ids, each with a number from -100 to 100", param="logit_bias")
+            pairs.append(((int(token),), float(value)))
+        return {"sequence_bias": tuple(pairs)} if pairs else {}
+
+
+def _prompts(given: Any) -> list[Any]:
+    """The prompts of a completion: a text, ids, or a list of these."""
+    if isinstance(given, str) or (isinstance(given, list) and given and all(type(each) is int for each in given)):
+        return [given]
+    if isinstance(given, list) and 0 < len(given) <= MOST_PROMPTS:
+        if all(isinstance(each, str) for each in given):
+            return given
+        if all(isinstance(each, list) and all(type(token) is int for token in each) for each in given):
+            return given
+    raise Refused(
+        f"prompt is {_shown(given)}, needed a text, token ids, or a list of up to {MOST_PROMPTS} of one of these",
+        param="prompt",
+    )
+
+
+def _messages(given: Any) -> list[dict[str, Any]]:
+    """A conversation; of a content in parts the texts are joined. Refused for anything but text."""
+    if not isinstance(given, list) or not given:
+        raise Refused(f"messages is {_shown(given)}, needed a list of messages", param="messages")
+    talk = []
+    for message in given:
+        if not isinstance(message, dict):
+            raise Refused(f"messages holds {_shown(message)}, needed objects", param="messages")
+        content = message.get("content")
+        if isinstance(content, list):
+            texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+            kinds = {part.get("type") for part in content if isinstance(part, dict)}
+            if kinds != {"text"} or not all(isinstance(text, str) for text in texts):
+                raise Refused("messages holds content that is not text", "unsupported_field", param="messages")
+            message = {**message, "content": "".join(text for text in texts if text)}
+        talk.append(message)
+    return talk
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise Refused(f"stop is {_shown(given)}, needed a text or up to {MOST_STOPS} of them", param="stop")
+    return tuple(stops)
+
+
+def _usage(asked: Asked, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, int]:
+    """Tokens of each prompt once, and of all that was generated."""
+    before = sum(len(each[0].prompt_ids) for each in outputs if each)
+    new = sum(len(output.token_ids) for each in outputs for output in each)
+    if asked.scores:
+        before, new = before + new, 0
+    return {"prompt_tokens": before, "completion_tokens": new, "total_tokens": before + new}
+
+
+def _logprobs(output: RequestOutput) -> list[tuple[float, dict[int, float]]]:
+    """Of each new token its log-probability, and the likeliest ones with theirs."""
+    values = output.logprobs or []
+    return list(zip(values, output.top_logprobs or [{} for _ in values], strict=True))
+
+
+def _chat_token(text: str, value: float) -> dict[str, Any]:
+    return {"token": text, "logprob": _json(value), "bytes": list(text.encode(errors="replace"))}
+
+
+def _json(value: float) -> float | None:
+    """JSON has no infinity: the logarithm of a probability of 0 is null."""
+    return value if math.isfinite(value) else None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

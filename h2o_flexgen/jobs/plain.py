@@ -1,0 +1,119 @@
+"""Requests that are prompts and nothing else: lines of text, JSON lines, rows of Parquet; results as JSON lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine.requests.chat import chat_prompt
+from h2o_flexgen.engine.requests.sequence import RequestOutput
+from h2o_flexgen.engine.requests.tokenizer import TextCodec
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.jobs.requests import Asked, Refused, seed_of
+from h2o_flexgen.jobs.source import BadLine, Record, load_json
+
+
+@dataclass
+class PlainFormat:
+    """`kind`: text, jsonl or parquet. A row's prompt is its `prompt_column`, text or token ids, or `messages` there is
+    instead; its name in the result that in `id_column`, where one is given. All are answered by `sampling`."""
+
+    kind: str
+    model: str
+    codec: TextCodec | None
+    seed: int
+    sampling: SamplingParams
+    prompt_column: str = "prompt"
+    id_column: str | None = None
+    chat: bool = False
+    dummy: bool = False
+
+    def asked(self, record: Record) -> Asked:
+        """The prompt of a line or row; Refused where there is none."""
+        row = self._row(record)
+        prompt = row.get(self.prompt_column)
+        if prompt is None and row.get("messages") is not None:
+            prompt = self._talk(row["messages"])
+        elif self.chat and isinstance(prompt, str):
+            prompt = self._talk([{"role": "user", "content": prompt}])
+        elif not isinstance(prompt, str) and not (
+            isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
+        ):
+            raise Refused(f"{self.prompt_column} is no text and no token ids", param=self.prompt_column)
+        params = self.sampling
+        if params.do_sample:
+            params = replace(params, seed=seed_of(self.seed, record.line))
+        return Asked([prompt], params)
+
+    def answer(self, record: Record, asked: Asked, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
+        """One object a request; of several samples they are in `samples`."""
+        samples = outputs[0]
+        failed = next((output.error for output in samples if output.error is not None), None)
+        if failed is not None:
+            return self.refusal(record, Refused(failed, "server_error", status=500))
+        made = [_sample(output) for output in samples]
+        answer = {**self._named(record), **(made[0] if len(made) == 1 else {"samples": made})}
+        return {**answer, "weights": "dummy"} if self.dummy else answer
+
+    def refusal(self, record: Record, why: Refused) -> dict[str, Any]:
+        """The error, in the place of a text."""
+        return {**self._named(record), "error": {"code": why.code, "message": why.message}}
+
+    def _row(self, record: Record) -> dict[str, Any]:
+        if self.kind == "parquet":
+            return dict(record.data)
+        if self.kind == "text":
+            return {self.prompt_column: self._text(record)}
+        try:
+            row = load_json(record.data)
+        except BadLine as error:
+            raise Refused(f"line {record.line} {error}", "invalid_json_line") from None
+        if isinstance(row, str):
+            row = {self.prompt_column: row}
+        if not isinstance(row, dict):
+            raise Refused(f"line {record.line} is no JSON object and no text", "invalid_json_line")
+        return row
+
+    def _text(self, record: Record) -> str:
+        if record.data is None:
+            raise Refused(f"line {record.line} is too long", "invalid_line")
+        try:
+            text: str = record.data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError:
+            raise Refused(f"line {record.line} is not UTF-8 text", "invalid_line") from None
+        if "\0" in text:
+            raise Refused(f"line {record.line} holds a NUL byte, which is not text", "invalid_line")
+        return text
+
+    def _talk(self, messages: Any) -> list[int]:
+        try:
+            return chat_prompt(self.codec, self.model, messages, "messages")
+        except UsageError as error:
+            raise Refused.of(error, param="messages") from None
+
+    def _named(self, record: Record) -> dict[str, Any]:
+        if self.id_column is None:
+            return {"line": record.line}
+        try:
+            name = self._row(record).get(self.id_column)
+        except Refused:
+            name = None
+        return {
+            "line": record.line,
+            "id": name if isinstance(name, str | int) else str(name) if name is not None else None,
+        }
+
+
+def _sample(output: RequestOutput) -> dict[str, Any]:
+    sample: dict[str, Any] = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
+    if output.logprobs is not None:
+        sample["logprobs"] = [value if math.isfinite(value) else None for value in output.logprobs]
+    if output.top_logprobs is not None:
+        sample["top_logprobs"] = [
+            {str(token): value if math.isfinite(value) else None for token, value in top.items()}
+            for top in output.top_logprobs
+        ]
+    return sample

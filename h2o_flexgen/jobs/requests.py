@@ -1,0 +1,66 @@
+"""What a line of any format becomes: prompts with settings, and the text of its result once they are answered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine.requests.reader import Prompt
+from h2o_flexgen.engine.requests.sequence import RequestOutput
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.jobs.source import Record
+
+
+class Refused(Exception):
+    """A request that gets an error for its answer; others go on. `param`: the field of the body that is at fault."""
+
+    def __init__(
+        self, message: str, code: str = "invalid_request", *, status: int = 400, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message, self.code, self.status, self.param = message, code, status, param
+
+    @classmethod
+    def of(cls, error: UsageError, code: str = "invalid_request", param: str | None = None) -> Refused:
+        return cls(str(error), code, param=param)
+
+
+@dataclass
+class Asked:
+    """The prompts of one request. `scores`: their own tokens get log-probabilities, and nothing is generated."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    scores: bool = False
+    body: dict[str, Any] = field(default_factory=dict)
+    """What the format needs for its answer."""
+
+
+class Format(Protocol):
+    """How requests and results are written."""
+
+    def asked(self, record: Record) -> Asked:
+        """What a record asks for. Refused where it cannot be answered."""
+
+    def answer(self, record: Record, asked: Asked, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
+        """The result, from the outputs of each prompt in the order of its samples."""
+
+    def refusal(self, record: Record, why: Refused) -> dict[str, Any]:
+        """The result of a request that cannot be answered, or failed."""
+
+
+def seed_of(job: int, line: int) -> int:
+    """The seed of a request that names none: of the job's and its line alone."""
+    return int.from_bytes(hashlib.sha256(f"{job} {line}".encode()).digest()[:6])
+
+
+def line_of(result: dict[str, Any]) -> str:
+    """One line by every reader's idea of a line: some end one at U+2028, U+2029 or U+0085 too."""
+    text = json.dumps(result, ensure_ascii=False, allow_nan=False)
+    for separator in "\u2028\u2029\x85":
+        text = text.replace(separator, f"\\u{ord(separator):04x}")
+    return text + "\n"

@@ -1,0 +1,234 @@
+"""The requests of a file, one after another: lines of text, of JSON, or rows of Parquet."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from h2o_flexgen.errors import UsageError
+
+FORMATS = ("openai", "jsonl", "text", "parquet")
+LONGEST_LINE = 16 << 20
+"""Bytes; a longer line is refused as a request, and never held in memory."""
+_CHUNK = 1 << 20
+
+
+class BadLine(ValueError):
+    """A line that is no request at all."""
+
+
+class Record(NamedTuple):
+    """A request as it stands in the file: its line or row, from 1, and its bytes or columns; None for a line that is
+    too long."""
+
+    line: int
+    data: Any
+
+
+@dataclass
+class Scan:
+    """All that must be known of a file before its first request is run.
+
+    `lines`: the number of the last one; `requests`: how many of the shard are not blank. `doubled`: the lines whose
+    custom_id stood in an earlier one.
+    """
+
+    sha256: str
+    size: int
+    lines: int = 0
+    requests: int = 0
+    doubled: frozenset[int] = field(default_factory=frozenset)
+
+
+class Source:
+    """A file of requests. UsageError where it cannot be read."""
+
+    def __init__(
+        self, path: Path, format: str = "auto", *, columns: tuple[str, ...] = (), shard: tuple[int, int] = (1, 1)
+    ) -> None:
+        """`columns`: those that are read of Parquet. `shard` (i, n): of every n requests in a row only the i-th."""
+        if not path.is_file():
+            raise UsageError(f"--input-file {path} is not a file", "needed a file of requests, which can be read again")
+        self.path, self._columns, self._shard = path, columns, shard
+        self.format = _guessed(path) if format == "auto" else format
+        if self.format == "parquet":
+            _parquet()
+
+    def scan(self) -> Scan:
+        """Reads the file once."""
+        digest, size = hashlib.sha256(), 0
+        with self._opened() as file:
+            while data := file.read(_CHUNK):
+                digest.update(data)
+                size += len(data)
+        scan, ids = Scan(digest.hexdigest(), size), _Ids()
+        if self.format == "parquet":
+            scan.lines = self._parquet_file().metadata.num_rows
+            scan.requests = sum(map(self._mine, range(1, scan.lines + 1)))
+            return scan
+        for record in self._lines():
+            scan.lines = record.line
+            scan.requests += self._mine(record.line)
+            if self.format == "openai":
+                ids.add(record)
+        scan.doubled = ids.doubled()
+        return scan
+
+    def records(self) -> Iterator[Record]:
+        """The requests of the shard in their order; blank lines and a byte order mark are passed over."""
+        every = self._rows() if self.format == "parquet" else self._lines()
+        return (record for record in every if self._mine(record.line))
+
+    def _mine(self, line: int) -> bool:
+        part, parts = self._shard
+        return (line - part) % parts == 0
+
+    def _lines(self) -> Iterator[Record]:
+        with self._opened() as file:
+            before, number = _identity(file.fileno()), 0
+            while line := file.readline(LONGEST_LINE + 1):
+                number += 1
+                whole: bytes | None = line
+                while line and not line.endswith(b"\n") and len(line) > LONGEST_LINE:
+                    whole, line = None, file.readline(LONGEST_LINE + 1)
+                if number == 1 and whole is not None:
+                    whole = whole.removeprefix(b"\xef\xbb\xbf")
+                if whole is None or whole.strip():
+                    yield Record(number, whole)
+                if number % 1024 == 0:
+                    _require_unchanged(file.fileno(), before, self.path)
+            _require_unchanged(file.fileno(), before, self.path)
+
+    def _rows(self) -> Iterator[Record]:
+        file, number = self._parquet_file(), 0
+        for name in self._columns:
+            if name not in file.schema_arrow.names:
+                there = ", ".join(file.schema_arrow.names)
+                raise UsageError(f"{self.path} has no column {name!r}", f"it has {there}", "see --prompt-column")
+        for batch in file.iter_batches(batch_size=1024, columns=list(self._columns)):
+            for row in batch.to_pylist():
+                number += 1
+                yield Record(number, row)
+
+    def _parquet_file(self) -> Any:
+        module = _parquet()
+        try:
+            return module.ParquetFile(self.path)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{self.path} cannot be read as Parquet: {error}") from None
+
+    def _opened(self) -> Any:
+        try:
+            return self.path.open("rb")
+        except OSError as error:
+            raise UsageError(f"--input-file {self.path}: {error.strerror}", "needed a readable file") from None
+
+
+def load_json(data: bytes | None) -> Any:
+    """The value of one line. BadLine for anything that is not JSON by the standard, or not Unicode text."""
+    if data is None:
+        raise BadLine(f"is longer than {LONGEST_LINE >> 20} MiB")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadLine(f"is not UTF-8 text: byte {error.start}") from None
+    try:
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    except RecursionError:
+        raise BadLine("is nested too deeply") from None
+    except ValueError as error:
+        raise BadLine(f"is not JSON ({error})") from None
+    if "\\ud" in text.lower():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise BadLine("holds half a surrogate pair, which is not text") from None
+    return value
+
+
+class _Ids:
+    """Which custom_ids stand twice: 24 bytes a line."""
+
+    def __init__(self) -> None:
+        self._parts: list[np.ndarray[Any, Any]] = []
+        self._rows: list[tuple[int, int, int]] = []
+
+    def add(self, record: Record) -> None:
+        try:
+            entry = load_json(record.data)
+        except BadLine:
+            return
+        name = entry.get("custom_id") if isinstance(entry, dict) else None
+        if isinstance(name, str):
+            digest = xxhash.xxh3_128_intdigest(name.encode())
+            self._rows.append((digest >> 64, digest & (2**64 - 1), record.line))
+            if len(self._rows) >= 1 << 14:
+                self._pack()
+
+    def _pack(self) -> None:
+        if self._rows:
+            self._parts.append(np.array(self._rows, dtype=np.uint64))
+        self._rows = []
+
+    def doubled(self) -> frozenset[int]:
+        self._pack()
+        if not self._parts:
+            return frozenset()
+        high, low, lines = np.concatenate(self._parts).T
+        order = np.lexsort((lines, low, high))
+        same = (high[order][1:] == high[order][:-1]) & (low[order][1:] == low[order][:-1])
+        return frozenset(lines[order][1:][same].tolist())
+
+
+def _guessed(path: Path) -> str:
+    """By the name of the file, and of JSON lines by the first."""
+    ending = path.suffix.lower()
+    if ending in (".parquet", ".pq"):
+        return "parquet"
+    if ending not in (".jsonl", ".ndjson", ".json"):
+        return "text"
+    first = next(Source(path, "text")._lines(), None)
+    try:
+        entry = None if first is None else load_json(first.data)
+    except BadLine:
+        return "openai"
+    return "jsonl" if not isinstance(entry, dict) or ({"prompt", "messages"} & entry.keys()) else "openai"
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_size, status.st_mtime_ns
+
+
+def _require_unchanged(fd: int, before: tuple[int, int], path: Path) -> None:
+    if _identity(fd) != before:
+        raise UsageError(f"--input-file {path} was written to while its requests were run", "needed a file that stays")
+
+
+def _parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        found = "Parquet is read by pyarrow, which is not installed"
+        raise UsageError(found, change="pip install 'h2o_flexgen[parquet]'") from None
+    return pyarrow.parquet
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is not a JSON number")
+
+
+def _finite(word: str) -> float:
+    value = float(word)
+    if not math.isfinite(value):
+        raise ValueError(f"{word} is beyond every number")
+    return value

@@ -1,0 +1,109 @@
+"""The program from requests to results, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from h2o_flexgen import LLM, EvictionConfig, SamplingParams
+from tests.jobs.files import request, results, timeless, write
+from tests.programs import Ran
+
+Batch = Callable[..., Ran]
+
+
+def test_requests_are_answered_as_the_engine_does(tmp_path: Path, model: Path, batch: Batch) -> None:
+    """Greedy and seeded, several prompts and samples, stops and log-probabilities, in the order of the input."""
+    prompts = ["abc", "a longer prompt", "Hello"]
+    bodies = [
+        {"prompt": "abc", "max_tokens": 5, "temperature": 0},
+        {"prompt": prompts, "max_tokens": 4, "temperature": 0, "logprobs": 2, "echo": False},
+        {"prompt": "abc", "max_tokens": 3, "seed": 7, "n": 2},
+        {"prompt": "abc", "temperature": 0, "n": 2, "max_tokens": 2},
+        {"prompt": "ab", "echo": True, "max_tokens": 2, "temperature": 0},
+        {"prompt": "", "max_tokens": 2, "temperature": 0},
+        {"prompt": [4, 5, 6], "max_tokens": 2, "temperature": 0, "logit_bias": {"10": 100}},
+    ]
+    file = write(tmp_path / "in.jsonl", *(request(f"r{i}", body) for i, body in enumerate(bodies)))
+    ran = batch("-i", file, "-o", tmp_path / "out.jsonl", "--model", model, "--ordered")
+    assert ran.code == 0, ran.err
+    found = results(tmp_path / "out.jsonl")
+    assert list(found) == [f"r{i}" for i in range(len(bodies))]
+    assert {line["response"]["status_code"] for line in found.values()} == {200}
+    choices = [line["response"]["body"]["choices"] for line in found.values()]
+    with LLM(str(model)) as llm:
+        greedy = llm.generate(prompts, SamplingParams(max_new_tokens=4, logprobs=2))
+        drawn = llm.generate(["abc"], do_sample=True, top_k=0, seed=7, num_return_sequences=2, max_new_tokens=3)
+        short = llm.generate(["ab", ""], SamplingParams(max_new_tokens=2))
+        long = llm.generate(["abc"], SamplingParams(max_new_tokens=5))
+    assert [choice["text"] for choice in choices[1]] == [output.text for output in greedy]
+    for choice, output in zip(choices[1], greedy, strict=True):
+        assert len(choice["logprobs"]["tokens"]) == len(output.token_ids)
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(output.logprobs, abs=1e-4)
+        assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [2] * len(output.token_ids)
+    assert [choice["text"] for choice in choices[2]] == [output.text for output in drawn]
+    assert [choice["text"] for choice in choices[3]] == [(long[0].text or "")[:2]] * 2
+    assert choices[4][0]["text"] == "ab" + (short[0].text or "")
+    assert choices[5][0]["text"] == short[1].text
+    assert choices[0][0]["text"] == long[0].text
+    assert found["r0"]["response"]["body"]["usage"] == {"prompt_tokens": 4, "completion_tokens": 5, "total_tokens": 9}
+
+
+def test_prompts_are_scored_as_the_engine_does(tmp_path: Path, model: Path, batch: Batch) -> None:
+    body = {"prompt": "some text", "echo": True, "max_tokens": 0, "logprobs": 1}
+    file = write(tmp_path / "in.jsonl", request("r", body))
+    assert batch("-i", file, "-o", tmp_path / "out.jsonl", "--model", model, "--hh-ratio", 0.5).code == 0
+    (choice,) = results(tmp_path / "out.jsonl")["r"]["response"]["body"]["choices"]
+    with LLM(str(model), eviction=EvictionConfig("h2o", ratio=0.5)) as llm:
+        ids = llm.model.codec.encode("some text")  # type: ignore[union-attr]
+        (score,) = llm.score([(ids[:1], ids[1:])])
+    assert choice["text"] == "some text"
+    assert choice["logprobs"]["token_logprobs"][0] is None
+    assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(score.token_logprobs, abs=1e-4)
+
+
+def test_a_job_goes_on_and_another_one_does_not(tmp_path: Path, model: Path, batch: Batch) -> None:
+    """Settings that differ are named; a file that is no job's is left alone."""
+    lines = [request(f"r{i}", {"prompt": "ab" * (i + 1), "max_tokens": 4}) for i in range(6)]
+    file, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    same = ("-i", file, "-o", out, "--model", model)
+    assert batch(*same, "--resume").code == 2
+    assert batch(*same).code == 0
+    whole, journal = out.read_bytes(), Path(f"{out}.journal").read_bytes()
+    again = batch(*same)
+    assert (again.code, again.record["before"], again.record["ok"]) == (0, 6, 0)
+    assert out.read_bytes() == whole
+    for flags, named in (
+        (("--seed", 1), "seed"),
+        (("--hh-ratio", 0.5), "eviction name"),
+        (("--cache-bits", 8), "cache bits"),
+        (("--temperature", 0.5), "sampling"),
+        (("--dtype", "bfloat16"), "dtype"),
+        (("--shard", "1/2"), "shard"),
+    ):
+        ran = batch(*same, *flags)
+        assert ran.code == 2, flags
+        assert f"was begun with {named}" in ran.err
+    file.write_text(file.read_text() + "\n")
+    assert "input file" in batch(*same).err
+    assert out.read_bytes() == whole
+    # Of a killed job: a torn line, and an entry that is half there.
+    write(file, *lines)
+    first = whole.index(b"\n") + 1
+    out.write_bytes(whole[: first + 30])
+    synced = journal.index(b"synced\n") + len(b"synced\n")
+    Path(f"{out}.journal").write_bytes(journal[:synced] + journal[synced:].split(b"synced")[0][:-3])
+    again = batch(*same)
+    assert (again.code, again.record["before"]) == (0, 1)
+    assert timeless(results(out)) == timeless(_parsed(whole))
+    other = write(tmp_path / "mine.jsonl", "{}")
+    assert "no journal" in batch("-i", file, "-o", other, "--model", model).err
+    assert other.read_text() == "{}\n"
+    assert batch("-i", file, "-o", other, "--model", model, "--overwrite").code == 0
+
+
+def _parsed(data: bytes) -> dict[str, dict[str, object]]:
+    return {line["custom_id"]: line for line in map(json.loads, data.decode().splitlines())}
