@@ -35,10 +35,6 @@ class FileSystem:
     def rename(self, source: Path, target: Path) -> None:
         os.replace(source, target)
 
-    def link(self, source: Path, target: Path) -> None:
-        """A second name; FileExistsError where there is one."""
-        os.link(source, target)
-
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)
 

@@ -28,6 +28,7 @@ VERSION = 1
 SYNC_EVERY = 5.0
 """Seconds after which finished requests are safe from a loss of power; from a kill they are at once."""
 _SYNCED = b"synced\n"
+_NAMED = {"h2o_flexgen": "journal of a batch job"}
 OK, FAILED = 1, 2
 """The states of a request; 0 is that of one that is not finished."""
 _WORDS = {OK: "ok", FAILED: "failed"}
@@ -151,40 +152,31 @@ class Results:
                     self._journal = journal
                     break
             journal.close()  # it was replaced meanwhile
-        if self._journal is None:
+        header = None if self._journal is None else _header(self._journal)
+        if header is None:
             there = [path for path in self.paths if os.path.lexists(path)]
             if there and not self._overwrite:
                 raise _not_ours(there[0])
-            return
-        header = _header(self._journal)
-        if not self._overwrite:
+        elif not self._overwrite:
             self._finish_rewrite()
             self.header = header
 
     def _create(self, job: Mapping[str, Any]) -> None:
         """New files; with `overwrite` in the place of old ones."""
+        if self._journal is None:
+            try:
+                self._journal = AppendedFile(self._files, self._beside, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            except FileExistsError:
+                raise LockedError(f"{self.paths[0]} has just been begun by another process") from None
+            if not _lock(self._journal.fd):
+                raise LockedError(f"{self.paths[0]} has just been begun by another process")
         if self._overwrite:
             for path in (*self.paths, *self._aside()):
                 self._files.remove(path)
-        old, fresh = self._journal, Path(f"{self._beside}.{os.getpid()}")
-        self._files.remove(fresh)
-        journal = AppendedFile(self._files, fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        _lock(journal.fd)
-        self._journal = journal
-        header = {"h2o_flexgen": "journal of a batch job", "version": VERSION, "created": int(time.time()), "job": job}
-        journal.append(json.dumps(header).encode() + b"\n")
-        journal.sync()
-        if old is not None:
-            self._files.rename(fresh, self._beside)
-            old.close()
-        else:
-            try:
-                self._files.link(fresh, self._beside)
-            except FileExistsError:
-                raise LockedError(f"{self.paths[0]} has just been begun by another process") from None
-            finally:
-                self._files.remove(fresh)
-        journal.path = self._beside
+        header = {**_NAMED, "version": VERSION, "created": int(time.time()), "job": job}
+        self._log.cut(0)
+        self._log.append(json.dumps(header).encode() + b"\n")
+        self._log.sync()
         self.header, flags = header, os.O_RDWR | os.O_CREAT | os.O_EXCL
         for path in self.paths:
             try:
@@ -195,7 +187,7 @@ class Results:
 
     def _sign(self) -> None:
         """Who writes from now on, for other processes that would."""
-        self._log.append(f"opened {os.getpid()} {socket.gethostname()} {int(time.time())}\n".encode())
+        self._log.append(_signature())
         self._sync()
         self._files.sync_folder(self._beside.parent)
 
@@ -260,7 +252,7 @@ class Results:
         journal = AppendedFile(self._files, part, flags)
         try:
             _lock(journal.fd)
-            journal.append(json.dumps(self.header).encode() + b"\n")
+            journal.append(json.dumps(self.header).encode() + b"\n" + _signature())
             for entry, data in self._finished(ordered):
                 if entry.state == FAILED and not keep_failed:
                     self.state[entry.line] = 0
@@ -351,17 +343,19 @@ def _parsed(record: bytes) -> Entry | None:
     return Entry(int(words[1]), _STATES[words[0]], int(words[2]))
 
 
-def _header(journal: AppendedFile) -> dict[str, Any]:
-    """How the journal begins. UsageError for a file that is not one."""
+def _header(journal: AppendedFile) -> dict[str, Any] | None:
+    """How the journal begins; None where its maker was killed before that was written. UsageError for a file that is
+    not one."""
     first = next(journal.lines(), b"")
+    if not first.strip(b"\0") or (not first.endswith(b"\n") and first.startswith(json.dumps(_NAMED).encode()[:-1])):
+        return None
     with suppress(ValueError, RecursionError):
         header = json.loads(first)
         if isinstance(header, dict) and header.get("version") == VERSION and isinstance(header.get("job"), dict):
             journal.size = os.fstat(journal.fd).st_size
             return header
-    raise UsageError(
-        f"{journal.path} is not the journal of a job, or another version's", change="name another --output"
-    )
+    found = f"{journal.path} is not the journal of a job, or another version's"
+    raise UsageError(found, change="name another --output")
 
 
 def _require_same(begun: Mapping[str, Any], job: dict[str, Any], path: Path) -> None:
@@ -407,6 +401,10 @@ def _lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _signature() -> bytes:
+    return f"opened {os.getpid()} {socket.gethostname()} {int(time.time())}\n".encode()
 
 
 def _holder(journal: AppendedFile) -> str:

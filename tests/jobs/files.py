@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 
-def request(name: str | None, body: dict[str, Any], **changes: Any) -> str:
+def request(name: str | None, fields: dict[str, Any], **changes: Any) -> str:
     """A line of a batch file for the tiny model, whose folder is called model."""
-    line = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"model": "model", **body}}
+    line = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"model": "model", **fields}}
     return json.dumps({**line, **changes})
 
 

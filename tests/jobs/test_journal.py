@@ -1,0 +1,252 @@
+"""Results and their journal under every failure of the file system, kills at every call among them, without a model."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.errors import H2OFlexGenError, LockedError, StorageError, UsageError
+from h2o_flexgen.jobs.files import FileSystem
+from h2o_flexgen.jobs.journal import FAILED, OK, Results
+from tests.seeds import moved
+
+LINES = 5
+JOB = {"model": "m", "seed": 0}
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing is tidied up after it."""
+
+
+class QuickFiles(FileSystem):
+    """Does not wait for the disk."""
+
+    def sync(self, fd: int) -> None:
+        pass
+
+
+class FaultyFiles(QuickFiles):
+    """Fails the `nth` call that changes anything, by `fault`; a write may have written some of its bytes by then."""
+
+    def __init__(self, nth: int, fault: BaseException) -> None:
+        self.left, self.fault, self.fired = nth, fault, False
+
+    def _count(self) -> None:
+        self.left -= 1
+        # A kill ends everything; a disk that is full stays so for a while.
+        if self.left == 0 or (self.fired and isinstance(self.fault, Killed)):
+            self.fired = True
+            raise self.fault
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        try:
+            self._count()
+        except BaseException:
+            if len(data) > 1:
+                super().write(fd, data[: len(data) // 2], offset)
+            raise
+        return super().write(fd, data[: max(1, len(data) // 2)], offset)  # short, as a system may
+
+    def open(self, path: Path, flags: int) -> int:
+        self._count()
+        return super().open(path, flags)
+
+    def truncate(self, fd: int, size: int) -> None:
+        self._count()
+        super().truncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        self._count()
+        super().sync(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._count()
+        super().rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        self._count()
+        super().remove(path)
+
+    def read(self, fd: int, count: int, offset: int) -> bytes:
+        self._count()
+        return super().read(fd, min(count, 300), offset)
+
+
+def text_of(line: int) -> str:
+    return f'{{"line": {line}, "text": "{"äö" * line}"}}\n'
+
+
+def run(
+    folder: Path, files: FileSystem | None = None, *, errors: bool = False, finish: Callable[[Results], Any]
+) -> None:
+    """One attempt at a job of LINES requests, of which every third fails, in an order of its own."""
+    results = Results(folder / "out", folder / "err" if errors else None, files=files)
+    try:
+        results.begin(JOB, LINES)
+        order = [line for line in range(1, LINES + 1) if not results.state[line]]
+        for line in sorted(order, key=lambda line: line * 5 % 8):
+            results.add(line, text_of(line), failed=line % 3 == 0)
+            if line == 4:
+                results.sync()
+        finish(results)
+        results.close()
+    except Killed:
+        for file in (*results._outputs, results._journal):
+            if file is not None:
+                os.close(file.fd)  # as the system does for who is gone
+        raise
+    except BaseException:
+        results.close()
+        raise
+
+
+def whole(folder: Path) -> list[str]:
+    """The results in all output files."""
+    texts = [
+        path.read_text(encoding="utf-8", errors="replace") for path in (folder / "out", folder / "err") if path.exists()
+    ]
+    return [line for text in texts for line in text.splitlines(keepends=True)]
+
+
+ENDS = {
+    "sync": lambda results: results.sync(),
+    "ordered": lambda results: results.rewrite(ordered=True),
+}
+
+
+FULL, FAILING = OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize(
+    ("fault", "end", "errors"),
+    [(FULL, "sync", False), (FAILING, "ordered", True), (Killed(), "sync", True), (Killed(), "ordered", False)],
+    ids=["full", "failing", "killed", "killed while ordering"],
+)
+def test_whatever_fails_the_same_command_goes_on(tmp_path: Path, fault: BaseException, end: str, errors: bool) -> None:
+    """The n-th call fails, for every n there is: then each result is there once, and finished ones did not change."""
+    for nth in range(1, 400):
+        folder = tmp_path / str(nth)
+        folder.mkdir()
+        files = FaultyFiles(nth, fault)
+        with contextlib.suppress(StorageError, Killed):
+            run(folder, files, errors=errors, finish=ENDS[end])
+        kept = set(whole(folder)) if end == "sync" else set()
+        run(folder, QuickFiles(), errors=errors, finish=ENDS[end])
+        found = whole(folder)
+        assert sorted(found) == sorted(map(text_of, range(1, LINES + 1))), nth
+        assert {line for line in kept if line.endswith("\n")} <= set(found)
+        if end == "ordered":
+            assert found == [*map(text_of, range(1, 6))] if not errors else [text_of(n) for n in (1, 2, 4, 5, 3)]
+        assert {path.name for path in folder.iterdir()} <= {"out", "err", "out.journal"}
+        if not files.fired:
+            assert nth > 30
+            return
+    pytest.fail("there was always another call")
+
+
+def test_a_loss_of_power_takes_what_was_not_synced(tmp_path: Path) -> None:
+    """Of what was appended since the last sync any part may be gone, or be zeros, in one file and not in the other."""
+    source = random.Random(moved(3))
+    for trial in range(25):
+        folder = tmp_path / str(trial)
+        folder.mkdir()
+        results = Results(folder / "out")
+        results.begin(JOB, LINES)
+        sizes: list[int] = []
+        for line in range(1, LINES + 1):
+            results.add(line, text_of(line), failed=False)
+            if line == 3:
+                results.sync()
+                sizes = [path.stat().st_size for path in (folder / "out", folder / "out.journal")]
+        results._outputs[0].close()
+        results._log.close()
+        for path, safe in zip((folder / "out", folder / "out.journal"), sizes, strict=True):
+            data = path.read_bytes()
+            cut = source.randrange(safe, len(data) + 1)
+            path.write_bytes(data[:cut] + b"\0" * source.choice([0, 0, len(data) - cut]))
+        with Results(folder / "out") as again:
+            again.begin(JOB, LINES)
+            done = [line for line in range(1, LINES + 1) if again.state[line]]
+            assert done[:3] == [1, 2, 3]
+            assert whole(folder) == [text_of(line) for line in done]
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with Results(tmp_path / "out") as results:
+        results.begin(JOB, LINES)
+        with pytest.raises(LockedError, match=rf"process {os.getpid()} on ") as caught:
+            Results(tmp_path / "out")
+        assert caught.value.exit_code == 7
+    with Results(tmp_path / "out") as results:  # and of one that is gone nothing is left
+        results.begin(JOB, LINES)
+
+
+def test_two_that_begin_at_once(tmp_path: Path) -> None:
+    first, second = Results(tmp_path / "out"), Results(tmp_path / "out")
+    first.begin(JOB, LINES)
+    with pytest.raises(LockedError):
+        second.begin(JOB, LINES)
+    first.add(1, text_of(1), failed=False)
+    first.close()
+    assert whole(tmp_path) == [text_of(1)]
+
+
+def test_what_failed_is_run_again(tmp_path: Path) -> None:
+    run(tmp_path, finish=lambda results: None, errors=True)
+    with Results(tmp_path / "out", tmp_path / "err") as results:
+        results.begin(JOB, LINES)
+        assert [results.state.count(state) for state in (OK, FAILED)] == [4, 1]
+        results.rewrite(ordered=False, keep_failed=False)
+        assert (tmp_path / "err").read_text() == ""
+        for line in (3,):
+            assert not results.state[line]
+            results.add(line, text_of(line), failed=False)
+    assert sorted(whole(tmp_path)) == sorted(map(text_of, range(1, LINES + 1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda folder: (folder / "out").write_text("mine"), "no longer what was written"),
+        (lambda folder: (folder / "out").unlink(), "no longer what was written"),
+        (lambda folder: (folder / "out.journal").write_text("mine"), "not the journal of a job"),
+        (lambda folder: (folder / "out.journal").unlink(), "no journal"),
+    ],
+)
+def test_files_that_somebody_changed_are_left_alone(
+    tmp_path: Path, change: Callable[[Path], object], found: str
+) -> None:
+    run(tmp_path, finish=lambda results: None)
+    change(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match=found), Results(tmp_path / "out") as results:
+        results.begin(JOB, LINES)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_made_before_a_killed_job_made_its_own(tmp_path: Path) -> None:
+    """The journal is there, the output is not yet; somebody else's file then is not taken for it."""
+    run(tmp_path, finish=lambda results: None)
+    header = (tmp_path / "out.journal").read_bytes().split(b"\n")[0] + b"\n"
+    (tmp_path / "out.journal").write_bytes(header)
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(UsageError, match="no journal"), Results(tmp_path / "out") as results:
+        results.begin(JOB, LINES)
+    assert (tmp_path / "out").read_text() == "mine"
+    with Results(tmp_path / "out", overwrite=True) as results:
+        results.begin(JOB, LINES)
+    assert (tmp_path / "out").read_text() == ""
+
+
+@pytest.mark.parametrize("where", ["nowhere/out", "."])
+def test_places_where_no_results_can_be(tmp_path: Path, where: str) -> None:
+    with pytest.raises(H2OFlexGenError) as caught:
+        Results(tmp_path / where)
+    assert caught.value.exit_code == 2
