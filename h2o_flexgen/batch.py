@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from h2o_flexgen.cli.batch_arguments import parse_batch
+from h2o_flexgen.cli.batch.arguments import parse_batch
 from h2o_flexgen.cli.program import exit_on_errors, leaving_at_once
 
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with exit_on_errors() as outcome:
         arguments = parse_batch(argv)
         with leaving_at_once():  # torch takes seconds to import
-            from h2o_flexgen.cli.batch_job import run_batch
+            from h2o_flexgen.cli.batch.job import run_batch
         outcome.code = run_batch(arguments, outcome)
     return outcome.code
 

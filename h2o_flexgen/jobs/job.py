@@ -14,8 +14,8 @@ from h2o_flexgen.engine.requests.reader import Request
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.sequence import Sequence as Row
 from h2o_flexgen.errors import ContextLengthError, PlanError, UsageError
-from h2o_flexgen.jobs.journal import FAILED, Results
-from h2o_flexgen.jobs.requests import Asked, Format, Refused, line_of
+from h2o_flexgen.jobs.journal import FAILED, JobResults
+from h2o_flexgen.jobs.requests import BatchRequest, Refused, RequestFormat, line_of
 from h2o_flexgen.jobs.source import Record, Source
 from h2o_flexgen.schedule.request import PlanRequest
 
@@ -26,7 +26,7 @@ AT_RISK, LEAST_AT_RISK = 0.02, 32
 _PROMPT_BITS = 15
 
 
-class Engine(Protocol):
+class AnsweringEngine(Protocol):
     """What a job needs of `LLM`."""
 
     planner: Planner
@@ -39,11 +39,11 @@ class Engine(Protocol):
 
 
 @dataclass
-class Task:
+class OpenRequest:
     """A request with its sequences, and what is finished of these, by their numbers."""
 
     record: Record
-    asked: Asked
+    asked: BatchRequest
     rows: list[list[Row]]
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
 
@@ -88,10 +88,10 @@ class Job:
     Anything that an engine or a disk raises ends it, and leaves what is finished; the same job then goes on.
     """
 
-    engine: Engine
+    engine: AnsweringEngine
     source: Source
-    format: Format
-    results: Results
+    format: RequestFormat
+    results: JobResults
     requests: int
     window_rows: int = WINDOW_ROWS
     told: Callable[[Summary], None] = lambda summary: None
@@ -130,9 +130,9 @@ class Job:
             except Refused as why:
                 yield f"line {record.line}: {why.message}"
 
-    def _windows(self) -> Iterator[list[Task]]:
+    def _windows(self) -> Iterator[list[OpenRequest]]:
         """The requests that are not finished, so many at a time; those that cannot be run are answered at once."""
-        window, rows, tokens = list[Task](), 0, 0
+        window, rows, tokens = list[OpenRequest](), 0, 0
         for record in self.source.records():
             if self.results.state[record.line]:
                 continue
@@ -153,7 +153,7 @@ class Job:
         if window:
             yield window
 
-    def _task(self, record: Record) -> Task:
+    def _task(self, record: Record) -> OpenRequest:
         """Refused where a request cannot be run."""
         asked = self.format.asked(record)
         rows = []
@@ -165,9 +165,9 @@ class Job:
                 raise Refused.of(error, "context_length_exceeded", "prompt") from None
             except UsageError as error:
                 raise Refused.of(error) from None
-        return Task(record, asked, rows)
+        return OpenRequest(record, asked, rows)
 
-    def _run(self, window: Sequence[Task]) -> None:
+    def _run(self, window: Sequence[OpenRequest]) -> None:
         """Answers all of `window`. What does not fit into memory together is tried in halves."""
         owners = {row.row_id: task for task in window for row in task.waiting}
         try:
@@ -188,7 +188,7 @@ class Job:
             self._run(left[:half])
             self._run(left[half:])
 
-    def _finish(self, task: Task) -> None:
+    def _finish(self, task: OpenRequest) -> None:
         outputs = [[task.outputs[row.row_id] for row in each] for each in task.rows]
         answer = self.format.answer(task.record, task.asked, outputs)
         bad = any(output.error is not None for output in task.outputs.values())

@@ -35,7 +35,7 @@ _WORDS = {OK: "ok", FAILED: "failed"}
 _STATES = {word.encode(): state for state, word in _WORDS.items()}
 
 
-class Entry(NamedTuple):
+class FinishedEntry(NamedTuple):
     """A finished request: its line of the input, OK or FAILED, and the bytes of its result."""
 
     line: int
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
     size: int
 
 
-class Results:
+class JobResults:
     """Output files of one job that are locked as long as this lives. A context manager.
 
     `error_file`: where failed requests go, if not into `output`. Nothing is written before `begin`. `state` has a byte
@@ -131,7 +131,7 @@ class Results:
                 file.close()
         self._outputs, self._journal = [], None
 
-    def __enter__(self) -> Results:
+    def __enter__(self) -> JobResults:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -301,7 +301,7 @@ class Results:
             file.path = path
         return journal
 
-    def _finished(self, ordered: bool) -> Iterator[tuple[Entry, bytes]]:
+    def _finished(self, ordered: bool) -> Iterator[tuple[FinishedEntry, bytes]]:
         """All entries with their results, as they were written or in the order of the input, in 25 bytes each."""
         lines, offsets, sizes, states = (array.array(kind) for kind in "QQQB")
         ends = [0] * len(self._outputs)
@@ -316,7 +316,7 @@ class Results:
                 ends[place] += entry.size
         order = sorted(range(len(lines)), key=lines.__getitem__) if ordered else range(len(lines))
         for i in order:
-            entry = Entry(lines[i], states[i], sizes[i])
+            entry = FinishedEntry(lines[i], states[i], sizes[i])
             yield entry, self._outputs[self._place(entry.state)].piece(offsets[i], entry.size)
 
     def _place(self, state: int) -> int:
@@ -335,12 +335,12 @@ def _entry(line: int, state: int, data: bytes) -> bytes:
     return start + f"{zlib.crc32(data, zlib.crc32(start)):08x}\n".encode()
 
 
-def _parsed(record: bytes) -> Entry | None:
+def _parsed(record: bytes) -> FinishedEntry | None:
     """None for what is no entry."""
     words = record.split()
     if len(words) != 4 or words[0] not in _STATES or not (words[1].isdigit() and words[2].isdigit()):
         return None
-    return Entry(int(words[1]), _STATES[words[0]], int(words[2]))
+    return FinishedEntry(int(words[1]), _STATES[words[0]], int(words[2]))
 
 
 def _header(journal: AppendedFile) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from h2o_flexgen.engine.requests.chat import chat_prompt
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, added_text
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.jobs.requests import Asked, Refused, seed_of
+from h2o_flexgen.jobs.requests import BatchRequest, Refused, seed_of
 from h2o_flexgen.jobs.source import BadLine, Record, load_json
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -79,7 +79,7 @@ class OpenAIFormat:
     dummy: bool = False
     doubled: frozenset[int] = frozenset()
 
-    def asked(self, record: Record) -> Asked:
+    def asked(self, record: Record) -> BatchRequest:
         """What a line asks for; Refused with the field that cannot be served."""
         line = self._line(record)
         url, body = line["url"], line["body"]
@@ -98,7 +98,7 @@ class OpenAIFormat:
         asked.body |= {"url": url, "model": body["model"], "custom_id": line["custom_id"]}
         return asked
 
-    def answer(self, record: Record, asked: Asked, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
+    def answer(self, record: Record, asked: BatchRequest, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
         """A line of status 200; 500 where a sequence failed."""
         failed = next((output.error for each in outputs for output in each if output.error is not None), None)
         if failed is not None:
@@ -157,7 +157,7 @@ class OpenAIFormat:
             raise Refused("body is not a JSON object", param="body")
         return entry
 
-    def _completion(self, record: Record, fields: _Body) -> Asked:
+    def _completion(self, record: Record, fields: _Body) -> BatchRequest:
         prompts = _prompts(fields.get("prompt"))
         if fields.get("suffix") is not None:
             raise Refused("suffix is not supported", "unsupported_field", param="suffix")
@@ -167,7 +167,7 @@ class OpenAIFormat:
         echo, logprobs = fields.switch("echo"), fields.get("logprobs")
         if logprobs is not None:
             logprobs = fields.whole("logprobs", 0, 0, 5)
-        asked = Asked(prompts, SamplingParams(), body={"n": n, "echo": echo, "logprobs": logprobs})
+        asked = BatchRequest(prompts, SamplingParams(), body={"n": n, "echo": echo, "logprobs": logprobs})
         if fields.get("max_tokens") == 0 and echo:
             asked.scores = True
             asked.params = SamplingParams(logprobs=logprobs or 0)
@@ -179,7 +179,7 @@ class OpenAIFormat:
             )
         return asked
 
-    def _chat(self, record: Record, fields: _Body) -> Asked:
+    def _chat(self, record: Record, fields: _Body) -> BatchRequest:
         talk = _messages(fields.get("messages"))
         try:
             ids = chat_prompt(self.codec, self.model, talk, "messages")
@@ -191,7 +191,7 @@ class OpenAIFormat:
         name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
         params = self._params(record, fields, logprobs, fields.whole(name, self._most(CHAT), 1))
         body = {"n": fields.whole("n", 1, 1, MOST_SAMPLES), "logprobs": logprobs}
-        return Asked([ids], params, body=body)
+        return BatchRequest([ids], params, body=body)
 
     def _most(self, url: str) -> int:
         return int(self.sampling.get("max_new_tokens", MAX_TOKENS[url]))
@@ -237,7 +237,7 @@ class OpenAIFormat:
             return {"ignore_eos": ignores}
         return {"ignore_eos": False, "eos_token_id": tuple(stops) if ignores else (*self.eos, *stops)}
 
-    def _choice(self, asked: Asked, prompt: Any, output: RequestOutput | None) -> dict[str, Any]:
+    def _choice(self, asked: BatchRequest, prompt: Any, output: RequestOutput | None) -> dict[str, Any]:
         before = self._text_of(prompt) if asked.body["echo"] else ""
         logprobs = None
         if asked.scores:
@@ -251,7 +251,7 @@ class OpenAIFormat:
             logprobs = self._logprobs(output.prompt_ids, output.token_ids, _logprobs(output), asked)
         return {"text": before + (output.text or ""), "logprobs": logprobs, "finish_reason": output.finish_reason}
 
-    def _chat_choice(self, asked: Asked, output: RequestOutput | None) -> dict[str, Any]:
+    def _chat_choice(self, asked: BatchRequest, output: RequestOutput | None) -> dict[str, Any]:
         assert output is not None, "a generated choice has an output"
         message = {"role": "assistant", "content": output.text or ""}
         content = None
@@ -264,7 +264,7 @@ class OpenAIFormat:
         logprobs = None if content is None else {"content": content}
         return {"message": message, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
-    def _logprobs(self, before: list[int], ids: list[int], known: list[Any], asked: Asked) -> dict[str, Any]:
+    def _logprobs(self, before: list[int], ids: list[int], known: list[Any], asked: BatchRequest) -> dict[str, Any]:
         """As the service has them for completions; None where there is no probability, as for a first token."""
         texts, offset, offsets = self._texts(before, ids), 0, []
         for text in texts:
@@ -420,7 +420,7 @@ def _stops(given: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _usage(asked: Asked, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, int]:
+def _usage(asked: BatchRequest, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, int]:
     """Tokens of each prompt once, and of all that was generated."""
     before = sum(len(each[0].prompt_ids) for each in outputs if each)
     new = sum(len(output.token_ids) for each in outputs for output in each)

@@ -12,7 +12,7 @@ from h2o_flexgen.engine.requests.chat import chat_prompt
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.jobs.requests import Asked, Refused, seed_of
+from h2o_flexgen.jobs.requests import BatchRequest, Refused, seed_of
 from h2o_flexgen.jobs.source import BadLine, Record, load_json
 
 
@@ -31,7 +31,7 @@ class PlainFormat:
     chat: bool = False
     dummy: bool = False
 
-    def asked(self, record: Record) -> Asked:
+    def asked(self, record: Record) -> BatchRequest:
         """The prompt of a line or row; Refused where there is none."""
         row = self._row(record)
         prompt = row.get(self.prompt_column)
@@ -46,9 +46,9 @@ class PlainFormat:
         params = self.sampling
         if params.do_sample:
             params = replace(params, seed=seed_of(self.seed, record.line))
-        return Asked([prompt], params)
+        return BatchRequest([prompt], params)
 
-    def answer(self, record: Record, asked: Asked, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
+    def answer(self, record: Record, asked: BatchRequest, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
         """One object a request; of several samples they are in `samples`."""
         samples = outputs[0]
         failed = next((output.error for output in samples if output.error is not None), None)

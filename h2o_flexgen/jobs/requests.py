@@ -30,7 +30,7 @@ class Refused(Exception):
 
 
 @dataclass
-class Asked:
+class BatchRequest:
     """The prompts of one request. `scores`: their own tokens get log-probabilities, and nothing is generated."""
 
     prompts: list[Prompt]
@@ -40,13 +40,13 @@ class Asked:
     """What the format needs for its answer."""
 
 
-class Format(Protocol):
+class RequestFormat(Protocol):
     """How requests and results are written."""
 
-    def asked(self, record: Record) -> Asked:
+    def asked(self, record: Record) -> BatchRequest:
         """What a record asks for. Refused where it cannot be answered."""
 
-    def answer(self, record: Record, asked: Asked, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
+    def answer(self, record: Record, asked: BatchRequest, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
         """The result, from the outputs of each prompt in the order of its samples."""
 
     def refusal(self, record: Record, why: Refused) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from h2o_flexgen.errors import H2OFlexGenError, LockedError, StorageError, UsageError
 from h2o_flexgen.jobs.files import FileSystem
-from h2o_flexgen.jobs.journal import FAILED, OK, Results
+from h2o_flexgen.jobs.journal import FAILED, OK, JobResults
 from tests.seeds import moved
 
 LINES = 5
@@ -84,10 +84,10 @@ def text_of(line: int) -> str:
 
 
 def run(
-    folder: Path, files: FileSystem | None = None, *, errors: bool = False, finish: Callable[[Results], Any]
+    folder: Path, files: FileSystem | None = None, *, errors: bool = False, finish: Callable[[JobResults], Any]
 ) -> None:
     """One attempt at a job of LINES requests, of which every third fails, in an order of its own."""
-    results = Results(folder / "out", folder / "err" if errors else None, files=files)
+    results = JobResults(folder / "out", folder / "err" if errors else None, files=files)
     try:
         results.begin(JOB, LINES)
         order = [line for line in range(1, LINES + 1) if not results.state[line]]
@@ -157,7 +157,7 @@ def test_a_loss_of_power_takes_what_was_not_synced(tmp_path: Path) -> None:
     for trial in range(25):
         folder = tmp_path / str(trial)
         folder.mkdir()
-        results = Results(folder / "out")
+        results = JobResults(folder / "out")
         results.begin(JOB, LINES)
         sizes: list[int] = []
         for line in range(1, LINES + 1):
@@ -171,7 +171,7 @@ def test_a_loss_of_power_takes_what_was_not_synced(tmp_path: Path) -> None:
             data = path.read_bytes()
             cut = source.randrange(safe, len(data) + 1)
             path.write_bytes(data[:cut] + b"\0" * source.choice([0, 0, len(data) - cut]))
-        with Results(folder / "out") as again:
+        with JobResults(folder / "out") as again:
             again.begin(JOB, LINES)
             done = [line for line in range(1, LINES + 1) if again.state[line]]
             assert done[:3] == [1, 2, 3]
@@ -179,17 +179,17 @@ def test_a_loss_of_power_takes_what_was_not_synced(tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
-    with Results(tmp_path / "out") as results:
+    with JobResults(tmp_path / "out") as results:
         results.begin(JOB, LINES)
         with pytest.raises(LockedError, match=rf"process {os.getpid()} on ") as caught:
-            Results(tmp_path / "out")
+            JobResults(tmp_path / "out")
         assert caught.value.exit_code == 7
-    with Results(tmp_path / "out") as results:  # and of one that is gone nothing is left
+    with JobResults(tmp_path / "out") as results:  # and of one that is gone nothing is left
         results.begin(JOB, LINES)
 
 
 def test_two_that_begin_at_once(tmp_path: Path) -> None:
-    first, second = Results(tmp_path / "out"), Results(tmp_path / "out")
+    first, second = JobResults(tmp_path / "out"), JobResults(tmp_path / "out")
     first.begin(JOB, LINES)
     with pytest.raises(LockedError):
         second.begin(JOB, LINES)
@@ -200,7 +200,7 @@ def test_two_that_begin_at_once(tmp_path: Path) -> None:
 
 def test_what_failed_is_run_again(tmp_path: Path) -> None:
     run(tmp_path, finish=lambda results: None, errors=True)
-    with Results(tmp_path / "out", tmp_path / "err") as results:
+    with JobResults(tmp_path / "out", tmp_path / "err") as results:
         results.begin(JOB, LINES)
         assert [results.state.count(state) for state in (OK, FAILED)] == [4, 1]
         results.rewrite(ordered=False, keep_failed=False)
@@ -226,7 +226,7 @@ def test_files_that_somebody_changed_are_left_alone(
     run(tmp_path, finish=lambda results: None)
     change(tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(UsageError, match=found), Results(tmp_path / "out") as results:
+    with pytest.raises(UsageError, match=found), JobResults(tmp_path / "out") as results:
         results.begin(JOB, LINES)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -237,10 +237,10 @@ def test_a_file_made_before_a_killed_job_made_its_own(tmp_path: Path) -> None:
     header = (tmp_path / "out.journal").read_bytes().split(b"\n")[0] + b"\n"
     (tmp_path / "out.journal").write_bytes(header)
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(UsageError, match="no journal"), Results(tmp_path / "out") as results:
+    with pytest.raises(UsageError, match="no journal"), JobResults(tmp_path / "out") as results:
         results.begin(JOB, LINES)
     assert (tmp_path / "out").read_text() == "mine"
-    with Results(tmp_path / "out", overwrite=True) as results:
+    with JobResults(tmp_path / "out", overwrite=True) as results:
         results.begin(JOB, LINES)
     assert (tmp_path / "out").read_text() == ""
 
@@ -248,5 +248,5 @@ def test_a_file_made_before_a_killed_job_made_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["nowhere/out", "."])
 def test_places_where_no_results_can_be(tmp_path: Path, where: str) -> None:
     with pytest.raises(H2OFlexGenError) as caught:
-        Results(tmp_path / where)
+        JobResults(tmp_path / where)
     assert caught.value.exit_code == 2

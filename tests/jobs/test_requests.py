@@ -17,10 +17,10 @@ from h2o_flexgen.engine.requests.reader import SAMPLE_BITS, Request
 from h2o_flexgen.engine.requests.sequence import RequestOutput, Sequence
 from h2o_flexgen.errors import ContextLengthError, PlanError, UsageError
 from h2o_flexgen.jobs.job import Job, bounded
-from h2o_flexgen.jobs.journal import Results
+from h2o_flexgen.jobs.journal import JobResults
 from h2o_flexgen.jobs.openai import OpenAIFormat
 from h2o_flexgen.jobs.plain import PlainFormat
-from h2o_flexgen.jobs.requests import Format, Refused
+from h2o_flexgen.jobs.requests import Refused, RequestFormat
 from h2o_flexgen.jobs.source import LONGEST_LINE, Record, Source
 from h2o_flexgen.schedule.request import PlanRequest
 from tests.jobs.files import request, results, write
@@ -74,7 +74,11 @@ class Echo:
 
 
 def answered(
-    folder: Path, lines: list[str] | list[bytes], engine: Echo | None = None, form: Format | None = None, **job: Any
+    folder: Path,
+    lines: list[str] | list[bytes],
+    engine: Echo | None = None,
+    form: RequestFormat | None = None,
+    **job: Any,
 ) -> list[dict[str, Any]]:
     """The results of a job of these lines."""
     file = folder / "in.jsonl"
@@ -82,7 +86,7 @@ def answered(
     source = Source(file, "openai" if form is None else getattr(form, "kind", "openai"))
     scan = source.scan()
     made = openai(doubled=scan.doubled) if form is None else form
-    with Results(folder / "out", overwrite=True) as kept:
+    with JobResults(folder / "out", overwrite=True) as kept:
         kept.begin({}, scan.lines)
         Job(engine or Echo(), source, made, kept, scan.requests, **job).run()
     return [json.loads(line) for line in (folder / "out").read_text().split("\n")[:-1]]
@@ -310,7 +314,7 @@ def test_parquet(tmp_path: Path) -> None:
     source = Source(tmp_path / "in.parquet", columns=("question", "key"))
     assert (source.format, source.scan().requests) == ("parquet", 3)
     form = PlainFormat("parquet", "m", None, 0, SamplingParams(max_new_tokens=3), "question", "key")
-    with Results(tmp_path / "out") as kept:
+    with JobResults(tmp_path / "out") as kept:
         kept.begin({}, 3)
         Job(Echo(), source, form, kept, 3).run()
     found = results(tmp_path / "out", "id")

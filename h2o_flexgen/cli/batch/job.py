@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import h2o_flexgen
-from h2o_flexgen.cli.batch_arguments import BatchArguments
+from h2o_flexgen.cli.batch.arguments import BatchArguments
 from h2o_flexgen.cli.generate import EXIT_SOME_FAILED, engine_settings
 from h2o_flexgen.cli.planning import let_calibrate, plan_text
 from h2o_flexgen.cli.program import ProgramExit, print_error, write_json
@@ -18,10 +18,10 @@ from h2o_flexgen.cli.progress import JobProgress
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.jobs.job import Job, Summary, bounded
-from h2o_flexgen.jobs.journal import Results
+from h2o_flexgen.jobs.journal import JobResults
 from h2o_flexgen.jobs.openai import OpenAIFormat
 from h2o_flexgen.jobs.plain import PlainFormat
-from h2o_flexgen.jobs.requests import Format
+from h2o_flexgen.jobs.requests import RequestFormat
 from h2o_flexgen.jobs.source import Scan, Source
 from h2o_flexgen.planning.llm import LLM
 
@@ -36,7 +36,7 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
         print_error(f"note: {note}")
     with ExitStack() as stack:
         source = Source(arguments.input, arguments.format, columns=_columns(arguments), shard=arguments.shard)
-        results = stack.enter_context(Results(arguments.output, arguments.error_file, overwrite=arguments.overwrite))
+        results = stack.enter_context(JobResults(arguments.output, arguments.error_file, overwrite=arguments.overwrite))
         if arguments.resume and not results.resumed:
             raise UsageError(f"--resume: no job was begun with --output {arguments.output}", "leave --resume out")
         scan = source.scan()
@@ -63,7 +63,7 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
     return EXIT_SOME_FAILED if job.failed else 0
 
 
-def _begin(arguments: BatchArguments, results: Results, identity: dict[str, Any], scan: Scan) -> None:
+def _begin(arguments: BatchArguments, results: JobResults, identity: dict[str, Any], scan: Scan) -> None:
     begun = results.resumed
     results.begin(identity, scan.lines)
     if arguments.retry_failed:
@@ -74,7 +74,7 @@ def _begin(arguments: BatchArguments, results: Results, identity: dict[str, Any]
 
 
 def _job(
-    arguments: BatchArguments, llm: LLM, source: Source, scan: Scan, results: Results, progress: JobProgress
+    arguments: BatchArguments, llm: LLM, source: Source, scan: Scan, results: JobResults, progress: JobProgress
 ) -> Job:
     """The job, whose plans and progress are shown."""
 
@@ -97,7 +97,9 @@ def _job(
     return Job(llm, source, form, results, scan.requests, told=told)
 
 
-def _format(arguments: BatchArguments, llm: LLM, source: Source, scan: Scan, header: Mapping[str, Any]) -> Format:
+def _format(
+    arguments: BatchArguments, llm: LLM, source: Source, scan: Scan, header: Mapping[str, Any]
+) -> RequestFormat:
     model, dummy, seed = llm.model, llm.model.dummy, arguments.engine.seed
     if source.format != "openai":
         return PlainFormat(

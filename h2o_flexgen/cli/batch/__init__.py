@@ -1,0 +1,1 @@
+"""`batch`: its flags, and what it does behind them."""
