@@ -22,7 +22,10 @@ setup(
     packages=[*find_packages(include=["h2o_flexgen", "h2o_flexgen.*"]), "h2o_flexgen.configs"],
     package_dir={"h2o_flexgen.configs": "configs"},
     package_data={
-        "h2o_flexgen": ["py.typed", "data/demo/*", "data/demo-stream/*", "kernels/native/*.c", "kernels/native/*.h"],
+        "h2o_flexgen": [
+            *("py.typed", "data/demo/*", "data/demo-stream/*", "kernels/native/*.c", "kernels/native/*.h"),
+            "pages/assets/*",
+        ],
         "h2o_flexgen.configs": ["*/*.json"],
     },
     install_requires=[

@@ -19,6 +19,7 @@ PROGRAMS = {
     "search": "find the fastest plan for a model on a machine, without running it",
     "calibrate": "measure how fast this machine is, for the shapes of a model",
     "evaluate": "measure what eviction costs a model, in recall and in perplexity",
+    "report": "make one page of what runs did: charts of records and traces, in a file that loads nothing",
     "bench": "compare this engine with others on the same work",
 }
 """The modules of the package that are programs, and what each does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -22,6 +22,9 @@ from h2o_flexgen.kernels import decode_attention
 from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.prompt import keep_prompts, keeps
 from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PackedPrompts, PackedRow
+
+PromptWatch = Callable[[int, int, Tensor], None]
+"""Told of a prompt that comes in: row id, layer, and what its tokens are chosen by, (kv_heads, length) float32."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ class KVCache:
         self._reads_occupied = False  # steps read nothing but occupied slots, unless positions roll
         self.k: Tensor | None = None
         self.v: Tensor | None = None
+        self.watch: PromptWatch | None = None
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[KVCache, Sequence[int]]], k: Tensor, v: Tensor) -> KVCache:
@@ -206,6 +210,9 @@ class KVCache:
         Keeps what each row's own budget allows, in time order from slot 0. Its other slots are zeroed where
         something may read them: torch reads all slots of a cache on a CPU.
         """
+        if self.watch is not None and scores is not None:
+            for index, row in enumerate(rows):
+                self.watch(self._row_ids[row], self._layer, scores[index, 0] if scores.dim() == 4 else scores[index])
         before = 0 if past is None else past[0].shape[1]
         length, same_budget = before + k.shape[2], dict[Budget, list[int]]()
         for index, row in enumerate(rows):
@@ -267,8 +274,12 @@ class KVCache:
 
         column_sums: float32 (T kv_heads,), (kv_heads, length) of a prompt from its `first` x kv_heads on.
         """
+        heads = self.shape.kv_heads
         for row in prompts.rows:
             self._lengths.fill(row.place, row.length)
+            if self.watch is not None and column_sums is not None:
+                sums = column_sums[row.first * heads : (row.first + row.length) * heads]
+                self.watch(self._row_ids[row.place], self._layer, sums.view(heads, row.length))
         window, table = self._lengths.window, self._slots.table
         keep_prompts(prompts, KeysValues(k, v), self._buffers(), window, column_sums, table, self._packings)
 
@@ -453,6 +464,12 @@ class KVCache:
     def score(self) -> Tensor | None:
         """Scores, (b, kv_heads, capacity) float32, +inf for sinks and unused slots; None for policies without."""
         return self._slots.score
+
+    def kept_of(self, row_id: int) -> list[list[int]] | None:
+        """Positions held by the row of this id, for each KV head; None where it is not here. For inspection."""
+        if row_id not in self._row_ids:
+            return None
+        return [self.kept(self._row_ids.index(row_id), head) for head in range(self.shape.kv_heads)]
 
     def kept(self, row: int, head: int) -> list[int]:
         """Positions held by one row and KV head, ascending."""

@@ -62,6 +62,8 @@ class RunArguments:
     overwrite: bool
     log_file: Path | None
     trace_file: Path | None
+    report_file: Path | None
+    scores_file: Path | None
     quiet: bool
     json: bool | None
     notes: tuple[str, ...]
@@ -87,8 +89,9 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
         raise UsageError("--chat and --prompt-len are given together", "random tokens are not a conversation")
     if args.system is not None and not args.chat:
         raise UsageError("--system is given without --chat", "a system message belongs to a conversation")
-    if args.overwrite and args.output is None and args.trace is None:
-        raise UsageError("--overwrite is given without --output", "needed --output FILE or --trace FILE")
+    if args.overwrite and args.output is args.trace is args.report is args.record_scores is None:
+        needed = "needed --output FILE, --trace FILE, --report FILE or --record-scores FILE"
+        raise UsageError("--overwrite is given without --output", needed)
     planning = from_namespace(PlanningConfig, args)
     return RunArguments(
         engine=engine,
@@ -105,6 +108,8 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
         overwrite=args.overwrite,
         log_file=None if args.no_log else output_file("--log-file", args.log_file, keep=False),
         trace_file=output_file("--trace", args.trace, keep=not args.overwrite),
+        report_file=output_file("--report", args.report, keep=not args.overwrite),
+        scores_file=output_file("--record-scores", args.record_scores, keep=not args.overwrite),
         quiet=args.quiet,
         json=args.json,
         notes=tuple(notes),
@@ -124,8 +129,12 @@ def refuse_known(args: argparse.Namespace) -> None:
 def engine_of(args: argparse.Namespace, notes: list[str]) -> EngineConfig:
     """The engine that the flags describe; `notes` gets sentences about those without effect."""
     eviction = eviction_of(args)
-    traced = getattr(args, "trace", None) is not None
-    defaults: dict[str, Any] = {"eviction": eviction, "policy": policy_of(args), "trace": traced}
+
+    def asked(*names: str) -> bool:
+        return any(getattr(args, name, None) is not None for name in names)
+
+    defaults: dict[str, Any] = {"eviction": eviction, "policy": policy_of(args), "trace": asked("trace", "report")}
+    defaults["record_scores"] = asked("record_scores", "report") and eviction.name != "full"
     engine = from_namespace(EngineConfig, args, defaults=defaults)
     if engine.path == "_DUMMY_" or args.dummy_weights:
         path = None if engine.path == "_DUMMY_" else engine.path
@@ -274,11 +283,13 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="answers as JSONL; - for stdout (default: text there)",
     )
-    work.add_argument("--overwrite", action="store_true", help="replace an existing --output or --trace FILE")
+    work.add_argument("--overwrite", action="store_true", help="replace existing files of --output, --trace and so on")
     add_json(work)
     work.add_argument("--log-file", metavar="FILE", help="append figures in FlexGen's five-line log format")
     work.add_argument("--no-log", action="store_true", help="no log file, whatever --log-file says")
     work.add_argument("--trace", metavar="FILE", help="a timeline for ui.perfetto.dev")
+    work.add_argument("--report", metavar="FILE", help="an HTML page that shows what the run did")
+    work.add_argument("--record-scores", metavar="FILE", help="what the prompts' tokens scored, for h2o-flexgen report")
     work.add_argument("--quiet", "-q", action="store_true", help="no progress, no report")
 
 

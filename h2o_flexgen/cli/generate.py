@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -29,7 +30,11 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.requests.chat import chat_prompt
 from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.pages.reading import Material
+from h2o_flexgen.pages.traces import TraceFile
+from h2o_flexgen.pages.whole import write_page
 from h2o_flexgen.planning.llm import LLM
+from h2o_flexgen.planning.planner import predicted_timeline
 from h2o_flexgen.reporting.run_report import flexgen_log, run_report
 from h2o_flexgen.units import format_bytes
 
@@ -160,10 +165,29 @@ def _report(llm: LLM, record: RunRecord, arguments: RunArguments) -> None:
         if arguments.log_file is not None:
             with _log_path(arguments.log_file, record).open("a", encoding="utf-8") as file:
                 file.write(flexgen_log(record, llm.model.spec))
+        predicted = None if llm.last_plan is None or not llm.config.trace else predicted_timeline(llm.last_plan)
         if arguments.trace_file is not None:
-            llm.timeline.write_chrome_trace(arguments.trace_file)
+            llm.timeline.write_chrome_trace(arguments.trace_file, predicted=predicted)
+        scores = None if llm.score_log is None else _scores(llm, record)
+        if arguments.scores_file is not None and scores is not None:
+            arguments.scores_file.write_text(json.dumps(scores) + "\n", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write {error.filename or 'a file'}: {error.strerror}") from error
+    if arguments.report_file is not None:
+        material = Material()
+        material.add("this run", record.to_json())
+        material.traces.append(TraceFile("this run", llm.timeline, predicted))
+        if scores is not None:
+            material.add("this run", scores)
+        write_page(material, arguments.report_file)
+        print_error(f"the page of this run is {arguments.report_file}")
+
+
+def _scores(llm: LLM, record: RunRecord) -> dict[str, Any]:
+    """What was recorded of the prompts' tokens; of random weights, whose ids say nothing, without text."""
+    codec = llm.model.codec
+    decode = None if codec is None or llm.model.dummy else codec.decode
+    return llm.score_log.to_json(record.eviction, decode) if llm.score_log is not None else {}
 
 
 def _log_path(path: Path, record: RunRecord) -> Path:

@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {said}\n  {self.prog} --help lists the flags\n")
 
     def _as_typed(self, message: str) -> str:
-        for action in self._actions:
+        for action in filter(lambda each: each.option_strings, self._actions):
             first, *aliases = action.option_strings
             typed = [alias for alias in aliases if alias in self._words and not alias.startswith("--no-")]
             if typed and first not in self._words:

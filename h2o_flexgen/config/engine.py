@@ -74,6 +74,8 @@ class EngineConfig:
     num_gpus      GPUs that the layers are divided among
     check_finite  whether a sequence that fails is told in which unit its numbers stopped being finite
     share_prefixes  whether tokens that prompts of a block begin with in common are computed once; same results
+    trace         whether `LLM.timeline` has who was busy when, and memory over time
+    record_scores whether `LLM.score_log` has what the prompts' tokens scored; small prompts only
     verify        when packed weights read from disk are checked against their checksums
     """
 
@@ -126,6 +128,7 @@ class EngineConfig:
     check_finite: bool = option(False, "--check-finite", help="say in which unit numbers stop being finite; slow")
     share_prefixes: bool = option(True, "--share-prefixes", help="compute prefixes that prompts of a block share once")
     trace: bool = False
+    record_scores: bool = False
     seed: int = option(0, "--seed", help="of sampling, dummy weights and random eviction", metavar="N")
 
     def __post_init__(self) -> None:

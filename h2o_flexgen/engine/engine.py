@@ -25,7 +25,7 @@ from h2o_flexgen.engine.limits.devices import held_bytes
 from h2o_flexgen.engine.limits.oom_retry import OomRetry, forget
 from h2o_flexgen.engine.limits.plan import Plan, Planner, by_rule, keeping
 from h2o_flexgen.engine.metrics.recorder import RunMetrics, make_record
-from h2o_flexgen.engine.metrics.trace import Trace
+from h2o_flexgen.engine.metrics.trace import ScoreLog, Trace
 from h2o_flexgen.engine.model import Model, open_model
 from h2o_flexgen.engine.requests.call_guard import CallGuard
 from h2o_flexgen.engine.requests.chat import Conversation, chat_prompts
@@ -82,6 +82,8 @@ class Engine:
         self._decoder = Decoder(self.model.spec)
         self._pins = devices.open_gpu(self._devices)
         self._trace = Trace(self.config.trace, () if self._pins is None else self._pins.devices)
+        self.score_log = ScoreLog(self.model.spec) if self.config.record_scores else None
+        """Of the last call: what tokens scored and which were kept, if the engine was made with record_scores=True."""
         # Less what other engines hold: that is counted when a plan is made, since it comes and goes.
         self._baseline = max(0, devices.before_placement() - held_bytes())
 
@@ -232,6 +234,8 @@ class Engine:
             if not rows:
                 return
             self._retry.begin()
+            if self.score_log is not None:
+                self.score_log.begin()
             meter, sampler = RunMetrics(self._trace), Sampler(self.model.codec.decode if self.model.codec else None)
             waiting, plans = {row.row_id: row for row in rows}, list[Plan]()
             while waiting:
@@ -269,7 +273,8 @@ class Engine:
 
     def _runner(self, loaded: Loaded, sampler: Sampler) -> BlockRunner:
         eviction, finite = make_policy(self.config.eviction), self.config.check_finite
-        return BlockRunner(self._decoder, loaded.stages, eviction, sampler, self._trace, finite, self._shares)
+        scores, shares = self.score_log, self._shares
+        return BlockRunner(self._decoder, loaded.stages, eviction, sampler, self._trace, scores, finite, shares)
 
     @property
     def _shares(self) -> bool:
@@ -280,6 +285,7 @@ class Engine:
         self.last_plan = plan
         if self._loaded is not None and self._loaded.serves(plan):
             self._loaded.recap(plan)
+            self._trace.watch(self._loaded.ledgers, plan.request.caps.cpu)
             return self._loaded
         if self._loaded is not None:
             self._loaded.close()
@@ -294,6 +300,7 @@ class Engine:
         self.model.weigh_inputs(self.offload_folder, self._devices[0], note)
         self._loaded = load(plan, self.model.source, self.config, self._devices, place, trace, note, self._pins)
         self._loaded.seconds = time.perf_counter() - started
+        self._trace.watch(self._loaded.ledgers, plan.request.caps.cpu)
         return self._loaded
 
     def _note(self, what: str, done: int, total: int) -> None:

@@ -19,6 +19,7 @@ from h2o_flexgen.cost.search import search
 from h2o_flexgen.cost.simulate import Prediction, predict
 from h2o_flexgen.engine.limits.plan import Plan, by_rule, make_plan, require_fit
 from h2o_flexgen.schedule.request import PlanRequest
+from h2o_flexgen.schedule.timeline import Timeline
 
 _NEAR = 0.1
 """By how much lengths and caps may differ for a plan that moves something to serve."""
@@ -128,6 +129,13 @@ def _predicted(request: PlanRequest, prediction: Prediction) -> dict[str, Any]:
         "hardware": request.machine.name,
         "calibrated": request.machine.date,
     }
+
+
+def predicted_timeline(plan: Plan) -> Timeline | None:
+    """The schedule of a plan's first block as the cost model expects it; None for a plan without a prediction."""
+    if plan.predicted is None:
+        return None
+    return predict(CostModel(plan.request, plan.policy, plan.placement)).block.timeline
 
 
 def calibrate_here(config: EngineConfig, quiet: bool) -> HardwareProfile | None:

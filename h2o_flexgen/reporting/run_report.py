@@ -18,7 +18,7 @@ ONE_GPU = "nothing: planned by rule, the cost model knows one GPU"
 
 def run_report(record: RunRecord) -> str:
     """The report of a run: its work, speed, moved bytes, bound and memory, a line each."""
-    return aligned(_lines(record))
+    return aligned(report_lines(record))
 
 
 def aligned(lines: Iterable[tuple[str, str]]) -> str:
@@ -46,7 +46,8 @@ def predicted_text(predicted: Mapping[str, Any]) -> str:
     return f"{_rate(predicted['gen_throughput'])} generated: prefill {prefill}, decode {decode}"
 
 
-def _lines(record: RunRecord) -> Iterator[tuple[str, str]]:
+def report_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """Names and texts of the report of a run."""
     policy, seconds = record.policy, record.prefill_s + record.decode_s
     dummy = record.weights == "dummy"
     source = "random weights: speed only, text would mean nothing" if dummy else "checkpoint weights"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +12,10 @@ from typing import NamedTuple
 from h2o_flexgen.units import format_seconds
 
 _SHADES = " .:-=+*#"  # idle to always busy
+MEASURED, PREDICTED = "h2o_flexgen", "predicted"
+"""The processes of a trace file."""
+COUNTER = "memory "
+"""What the name of a tier's counter in a trace file begins with."""
 
 
 def on_stage(resource: str, stage: int) -> str:
@@ -28,11 +32,24 @@ class Row(NamedTuple):
     resource: str
 
 
+class Level(NamedTuple):
+    """Bytes in use on a tier, or resident in the "process", from `at` on: seconds on the clock of the rows."""
+
+    at: float
+    tier: str
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """Rows of one run, in any order; resources keep the order in which they first appear."""
+    """Rows of one run, in any order; resources keep the order in which they first appear.
+
+    memory: what tiers and process held, in order of time; a simulation has none. caps: the bytes that they may hold.
+    """
 
     rows: tuple[Row, ...]
+    memory: tuple[Level, ...] = ()
+    caps: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def resources(self) -> tuple[str, ...]:
@@ -117,32 +134,43 @@ class Timeline:
             "rows": [row._asdict() for row in self.rows],
         }
 
-    def write_chrome_trace(self, path: str | Path, process: str = "h2o_flexgen") -> None:
+    def write_chrome_trace(self, path: str | Path, process: str = MEASURED, predicted: Timeline | None = None) -> None:
         """Write Chrome Trace Event JSON (ui.perfetto.dev, chrome://tracing): one thread per resource, microseconds.
 
-        One event per line, so that the file of a killed run can be mended by hand. Raises OSError as `open` does.
+        Memory is a counter per tier. `predicted` is a process of its own. One event per line, so that the file of a
+        killed run can be mended by hand. Raises OSError as `open` does.
         """
+        parts = [(process, self)] if predicted is None else [(process, self), (PREDICTED, predicted)]
+        events = (event for pid, (name, part) in enumerate(parts, start=1) for event in part._events(name, pid))
         with Path(path).open("w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            file.writelines(_separated(json.dumps(event) for event in self._events(process)))
+            caps = json.dumps({"caps": dict(self.caps)})
+            file.write(f'{{"displayTimeUnit": "ms", "otherData": {caps}, "traceEvents": [\n')
+            file.writelines(_separated(json.dumps(event) for event in events))
             file.write("\n]}\n")
 
-    def _events(self, process: str) -> Iterator[dict[str, object]]:
+    def _events(self, process: str, pid: int) -> Iterator[dict[str, object]]:
         threads = {resource: thread for thread, resource in enumerate(self.resources, start=1)}
-        yield {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": process}}
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
         for resource, thread in threads.items():
-            yield {"ph": "M", "name": "thread_name", "pid": 1, "tid": thread, "args": {"name": resource}}
-            yield {"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": thread, "args": {"sort_index": thread}}
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": thread, "args": {"name": resource}}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": thread, "args": {"sort_index": thread}}
         for row in sorted(self.rows, key=lambda row: row.start):
             yield {
                 "ph": "X",
                 "name": row.task,
                 "cat": row.task.split(" ", 1)[0],
-                "pid": 1,
+                "pid": pid,
                 "tid": threads[row.resource],
-                "ts": round((row.start - self.start) * 1e6, 3),
+                "ts": self._microseconds(row.start),
                 "dur": round((row.end - row.start) * 1e6, 3),
             }
+        for level in self.memory:
+            name, at = f"{COUNTER}{level.tier}", self._microseconds(level.at)
+            yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at, "args": {"bytes": level.nbytes}}
+
+    def _microseconds(self, at: float) -> float:
+        """Since the first row; what was held before it is held at its start."""
+        return max(0.0, round((at - self.start) * 1e6, 3))
 
 
 def _separated(lines: Iterable[str]) -> Iterator[str]:

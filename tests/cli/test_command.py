@@ -138,6 +138,7 @@ def commands(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> di
     monkeypatch.setitem(SYSTEMS._items, "theirs", theirs)
     (tmp_path / "recall.jsonl").write_text('{"prompt": "a question", "answer": "b"}\n')
     (tmp_path / "text.txt").write_text("some text to be scored " * 20)
+    quality = PACKAGE.parent / "docs/demo/quality.json"
     lengths = ["--prompt-len", 8, "--gen-len", 4]
     evaluated = ["--recall", tmp_path / "recall.jsonl", "--text", tmp_path / "text.txt", "--context", 20, "--limit", 1]
     return {
@@ -146,6 +147,7 @@ def commands(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> di
         "search": (["--model", "opt-125m", "--hardware", "t4", "--num-prompts", 4, *lengths], "cpu   in all"),
         "calibrate": (["--model", model, "--budget-s", 0.01], "TFLOP/s by rows"),
         "evaluate": (["--model", model, "--policies", "full,h2o", "--ratios", 0.5, *evaluated], "perplexity"),
+        "report": ([quality, "-o", tmp_path / "page.html", "--overwrite"], "to be opened in a browser"),
         "bench": (["--systems", "theirs", "-r", 1, "-b", 2, *lengths, "--output-dir", tmp_path / "out"], "theirs"),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_every_link_that_moved_bytes_is_there(traced) -> None:
     timeline, _ = traced
     assert {"compute", "disk->cpu", "cpu->disk"} <= set(timeline.resources)
     assert all(row.end >= row.start for row in timeline.rows)
+
+
+def test_what_tiers_and_process_hold_is_there(traced) -> None:
+    timeline, _ = traced
+    held = {tier: [level.nbytes for level in timeline.memory if level.tier == tier] for tier in ("cpu", "process")}
+    assert max(held["cpu"]) > 0
+    assert min(held["process"]) > max(held["cpu"])
+    assert all(len(levels) < 3 or before != now for levels in held.values() for before, now in pairwise(levels))
+    assert [level.at for level in timeline.memory] == sorted(level.at for level in timeline.memory)
 
 
 def test_the_file_opens_as_a_chrome_trace(traced, tmp_path: Path) -> None:

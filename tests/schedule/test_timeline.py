@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from h2o_flexgen.schedule.timeline import Row, Timeline
+from h2o_flexgen.schedule.timeline import Level, Row, Timeline
 
 ROWS = (
     Row("load layers.0.mlp", 10.0, 12.0, "disk->cpu"),
@@ -92,3 +92,15 @@ def test_busy_and_overlap_agree_with_counting_moments(raw: list[tuple[int, int, 
     together = sum(len(now) > 1 for now in working)
     assert timeline.overlap * timeline.span == pytest.approx(together)
     timeline.table()
+
+def test_memory_and_a_prediction_in_a_trace_file(tmp_path: Path) -> None:
+    path, memory = tmp_path / "trace.json", (Level(9.0, "cpu", 64), Level(12.5, "cpu", 96))
+    expected = Timeline((Row("layers.0.attn step 0 batch 0", 0.0, 2.0, "compute"),))
+    Timeline(ROWS, memory, {"cpu": 128}).write_chrome_trace(path, predicted=expected)
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    assert trace["otherData"] == {"caps": {"cpu": 128}}
+    levels = [(e["name"], e["ts"], e["args"]["bytes"]) for e in trace["traceEvents"] if e["ph"] == "C"]
+    assert levels == [("memory cpu", 0.0, 64), ("memory cpu", 2.5e6, 96)]  # before the first row: as it starts
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert names == {1: "h2o_flexgen", 2: "predicted"}
+    assert [e["dur"] for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == 2] == [2e6]

@@ -19,7 +19,7 @@ from h2o_flexgen.engine.execution.stages import Stage, open_stages
 from h2o_flexgen.engine.limits.devices import return_free_pages
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.metrics.recorder import BlockTotals
-from h2o_flexgen.engine.metrics.trace import Trace
+from h2o_flexgen.engine.metrics.trace import ScoreLog, Trace
 from h2o_flexgen.engine.metrics.work_counter import WorkCounter
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.sampling.sampler import Sampler
@@ -41,6 +41,7 @@ class BlockRunner:
     eviction: EvictionPolicy
     sampler: Sampler
     trace: Trace
+    scores: ScoreLog | None = None
     check_finite: bool = False
     share_prefixes: bool = True
     on_tokens: Callable[[int], None] = lambda tokens: None
@@ -97,6 +98,8 @@ class BlockRunner:
                     for row in finished:
                         self._count_row(row, totals)
                         counter.finished(row)
+                        if self.scores is not None:
+                            self.scores.ended(row, [stage.caches.kept_of(row.row_id) for stage in stages])
                         yield row
             finally:
                 # Of a block that failed, too: what was computed in vain took its time.
@@ -165,7 +168,8 @@ class BlockRunner:
                 shapes[layer, gpu_batch] = replace(shape, capacity=max(shape.capacity, later))
                 on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"
                 devices[layer, gpu_batch] = torch.device("cpu") if on_cpu else at[layer]
-        return CacheMaker(spec, self.eviction, shapes, devices)
+        watch = None if self.scores is None else self.scores.filled
+        return CacheMaker(spec, self.eviction, shapes, devices, watch)
 
     def _open_stages(
         self,

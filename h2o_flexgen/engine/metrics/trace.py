@@ -1,16 +1,29 @@
-"""Who was busy when: the executor's and the copy threads' rows, the same type the simulator will emit."""
+"""What a run records where it is asked to: who was busy when and what tiers held, and what prompts' tokens scored.
+
+Rows are the executor's and the copy threads', of the type that the simulator emits.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any
 
-from h2o_flexgen.config.model.spec import UnitSpec
+from torch import Tensor
+
+from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
+from h2o_flexgen.engine.limits import devices as machine
+from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.memory.cuda import Device, Mark, Stream
+from h2o_flexgen.memory.tiers import Ledger
 from h2o_flexgen.schedule.tasks import Task
-from h2o_flexgen.schedule.timeline import Row, Timeline, on_stage
+from h2o_flexgen.schedule.timeline import Level, Row, Timeline, on_stage
+
+_EVERY = 0.005
+"""Seconds between two looks at the process, each of which takes some microseconds."""
 
 
 class _TimedTask:
@@ -35,13 +48,18 @@ class Trace:
     On a device a task is timed by marks in the queue of its computes; they are waited for only when the trace is read.
     """
 
-    def __init__(self, enabled: bool = False, devices: Sequence[Device] = ()) -> None:
+    def __init__(self, enabled: bool = False, devices: SequenceOf[Device] = ()) -> None:
         """`devices`: those of the stages, in order; none where the CPU computes."""
         self.enabled = enabled
         self._devices = devices
         self._seconds: dict[str, float] = {}
         self._rows: list[Row] = []
         self._queued: list[deque[tuple[_TimedTask, Mark, Mark]]] = [deque() for _ in devices]
+        self._tiers: Mapping[str, Ledger] = {}
+        self._caps: dict[str, int] = {}
+        self._levels: list[Level] = []
+        self._held: dict[str, int] = {}
+        self._looked = 0.0
         self._lock = threading.Lock()
         self._zero = time.perf_counter()
 
@@ -78,11 +96,33 @@ class Trace:
         if self.enabled:
             with self._lock:
                 self._rows.append(Row(task, start - self._zero, end - self._zero, resource))
+                self._sample()
+
+    def watch(self, tiers: Mapping[str, Ledger], process_cap: int | None) -> None:
+        """From now on rows come with what `tiers`, by name, and the process hold."""
+        with self._lock:
+            self._tiers = tiers
+            caps = {**{name: tier.capacity for name, tier in tiers.items()}, "process": process_cap}
+            self._caps = {name: cap for name, cap in caps.items() if cap is not None}
+            if self.enabled:
+                self._sample()
 
     def timeline(self) -> Timeline:
         """The rows so far. Waits for what a GPU still computes."""
         self._collect(wait=True)
-        return Timeline(tuple(sorted(self._rows, key=lambda row: row.start)))
+        rows = tuple(sorted(self._rows, key=lambda row: row.start))
+        return Timeline(rows, tuple(self._levels), dict(self._caps))
+
+    def _sample(self) -> None:
+        """What is held now, where it changed; of the process not more often than every `_EVERY` seconds."""
+        now = time.perf_counter() - self._zero
+        held = {name: tier.used for name, tier in self._tiers.items()}
+        if held and now - self._looked >= _EVERY:
+            self._looked, held["process"] = now, machine.rss()
+        for name, nbytes in held.items():
+            if self._held.get(name) != nbytes:
+                self._held[name] = nbytes
+                self._levels.append(Level(now, name, nbytes))
 
     def _collect(self, wait: bool) -> None:
         """Books the tasks that are done, or after a wait all of them."""
@@ -105,3 +145,83 @@ class Trace:
             batch = "" if timed.task.experts else f" batch {timed.task.batch}"
             task = f"{timed.unit.name}{timed.what} step {timed.task.step}{batch}"
             self.add(task, start, end, on_stage("compute", timed.stage))
+
+
+MOST_SCORES = 1_000_000
+"""Scores, one per token, layer and KV head, that are recorded; the prompts of later sequences are left out."""
+_AROUND = 6
+"""Tokens before one that its text is decoded with: what a token adds may depend on them."""
+
+
+class ScoreLog:
+    """Scores of a call's prompts, as its eviction policy ranked them by, and the tokens that its caches ended with.
+
+    A prompt that its budget holds whole is not scored, and not recorded. Numbers are exact: what the policy chose can
+    be repeated from them, at this budget and at others.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what was recorded."""
+        self._scores: dict[int, dict[int, list[list[float]]]] = {}
+        self._ended: dict[int, tuple[Sequence, dict[int, list[list[int]]]]] = {}
+        self._numbers, self._left_out = 0, set[int]()
+
+    def filled(self, row_id: int, layer: int, scores: Tensor) -> None:
+        """A `PromptWatch`: of a prompt that comes into a cache."""
+        if layer == 0:
+            whole = scores.numel() * self._spec.num_layers
+            if self._numbers + whole > MOST_SCORES:
+                self._left_out.add(row_id)
+                return
+            self._numbers += whole
+        if row_id not in self._left_out:
+            self._scores.setdefault(row_id, {})[layer] = scores.tolist()
+
+    def ended(self, row: Sequence, kept: SequenceOf[Mapping[int, list[list[int]]]]) -> None:
+        """A sequence is finished; `kept`: by stage, what its caches hold, by layer and KV head."""
+        if row.row_id in self._scores:
+            self._ended[row.row_id] = row, {layer: heads for stage in kept for layer, heads in stage.items()}
+
+    def to_json(self, eviction: Mapping[str, Any], decode: Callable[[list[int]], str] | None) -> dict[str, Any]:
+        """Everything recorded as plain JSON, by layer and KV head; `decode`: of token ids, None where ids say nothing.
+
+        Positions count from 0 in prompt and answer. `eviction`: of the run's record.
+        """
+        windows = [self._spec.arch.window_of(layer) for layer in range(self._spec.num_layers)]
+        return {
+            "heavy_hitters": 1,
+            "model": self._spec.name,
+            "eviction": dict(eviction),
+            "windows": windows,
+            "left_out": len(self._left_out),
+            "sequences": [self._entry(row, kept, decode) for row, kept in self._ended.values()],
+        }
+
+    def _entry(
+        self, row: Sequence, kept: Mapping[int, list[list[int]]], decode: Callable[[list[int]], str] | None
+    ) -> dict[str, Any]:
+        ids, scores, budget = [*row.prompt_ids, *row.token_ids], self._scores[row.row_id], row.budget
+        empty = [
+            [0.0] * len(row.prompt_ids)
+        ] * self._spec.num_kv_heads  # of a layer whose window holds the whole budget
+        return {
+            "tokens": [str(each) for each in ids] if decode is None else texts_of(ids, decode),
+            "prompt": len(row.prompt_ids),
+            "budget": {"heavy": budget.heavy, "recent": budget.recent, "sinks": budget.sinks, "total": budget.total},
+            "scores": [scores.get(layer, empty) for layer in range(self._spec.num_layers)],
+            "kept": [kept.get(layer, []) for layer in range(self._spec.num_layers)],
+        }
+
+
+def texts_of(ids: list[int], decode: Callable[[list[int]], str]) -> list[str]:
+    """What each token adds to the text of those before it."""
+    found = []
+    for at in range(len(ids)):
+        before = ids[max(0, at - _AROUND) : at]
+        head, whole = decode(before) if before else "", decode([*before, ids[at]])
+        found.append(whole[len(head) :] if whole.startswith(head) else decode([ids[at]]))
+    return found

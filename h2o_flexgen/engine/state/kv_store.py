@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
-from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
+from h2o_flexgen.cache.kv_cache import CacheShape, KVCache, PromptWatch
 from h2o_flexgen.cache.lengths import CacheLengths, chooses
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -50,6 +50,7 @@ class CacheMaker:
     eviction: EvictionPolicy
     shapes: Mapping[Place, CacheShape]
     devices: Mapping[Place, torch.device]
+    watch: PromptWatch | None = None
     _lengths: dict[tuple[object, ...], tuple[SequenceOf[Sequence], CacheLengths]] = field(default_factory=dict)
     """By GPU batch, window, capacity, device and budgets of a layer's own: the last rows, and what their caches have in
     common."""
@@ -65,6 +66,7 @@ class CacheMaker:
         shape = CacheShape(len(rows), spec.num_kv_heads, spec.head_dim, slots, spec.cache_bits)
         ids = [row.row_id for row in rows]
         cache = KVCache(shape, budgets, self.eviction, layer=layer, row_ids=ids, device=device, window=window)
+        cache.watch = self.watch
         if known is not rows:
             self._lengths[alike] = rows, cache.lengths_for_another_layer()
         return cache
@@ -284,6 +286,13 @@ class CacheStore:
         if moving.buffer is None:
             raise RuntimeError(f"cache of layer {layer}, GPU batch {gpu_batch} holds no transfer buffer")
         self._release(moving, moving.save(moving.buffer[: moving.cache.nbytes]))
+
+    def kept_of(self, row_id: int) -> dict[int, list[list[int]]]:
+        """Positions that the row of this id holds, by layer and KV head; nothing of a row that is not here."""
+        held = {
+            layer: cache.rows.kept_of(row_id) for (layer, _), cache in self._caches.items() if cache.rows is not None
+        }
+        return {layer: heads for layer, heads in held.items() if heads is not None}
 
     def _release(self, moving: _MovingCache, ticket: Ticket | None) -> None:
         self._used.remove(moving)

@@ -30,7 +30,7 @@ from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
 from h2o_flexgen.memory.handle import Location, direct_layout, direct_obstacle, packed_layout, torch_dtype, views
 from h2o_flexgen.memory.pinned import PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir
-from h2o_flexgen.memory.tiers import Tier, Tiers, another_gpu, make_tiers
+from h2o_flexgen.memory.tiers import Ledger, Tier, Tiers, another_gpu, make_tiers
 from h2o_flexgen.memory.transfers import TraceCallback
 from h2o_flexgen.schedule.timeline import on_stage
 from h2o_flexgen.schedule.weight_room import expert_bytes, experts_swap, group_bytes, streamed_sizes, weight_room
@@ -105,6 +105,14 @@ class Loaded:
         """Peak bytes per tier, fastest first; of the gpu that held most."""
         peaks = [stage.tiers.peaks() for stage in self.stages]
         return {tier: max(each[tier] for each in peaks) for tier in peaks[0]}
+
+    @property
+    def ledgers(self) -> dict[str, Ledger]:
+        """The tiers by name; the gpu tiers of later stages have a number."""
+        first, *others = (stage.tiers for stage in self.stages)
+        gpus = {on_stage("gpu", number): tiers.gpu for number, tiers in enumerate((first, *others))}
+        named: dict[str, Ledger | None] = {**gpus, "cpu": first.cpu, "disk": first.disk}
+        return {name: tier for name, tier in named.items() if tier is not None}
 
     @contextmanager
     def keeping_memory(self) -> Iterator[None]:

@@ -1,0 +1,130 @@
+"""A page: sections of texts, figures and tables, put into one HTML file with its style, its scripts and its data.
+
+What a figure shows is data for `assets/page.js`, which draws it by Apache ECharts (`assets/echarts.min.js`, built by
+`scripts/chart_library.sh`). Everything that comes from records is escaped: texts and tables by the template, data as
+JSON in which `<`, `>` and `&` are written as escapes. The page's policy allows its own style and scripts, by their
+hashes, and forbids every load.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from h2o_flexgen.config.reports.record import package_version, utc_now
+
+ASSETS = Path(__file__).with_name("assets")
+LIBRARY = "6.1.0"
+"""The version of the chart library."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure: what `kind` in page.js draws from `data`, under `title`; `label` says in words what is to be seen."""
+
+    kind: str
+    title: str
+    label: str
+    data: Mapping[str, Any]
+    wide: bool = False
+    height: float | None = None
+    """In rem."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Figures side by side and the tables below them, about one thing."""
+
+    title: str = ""
+    texts: Sequence[str] = ()
+    figures: Sequence[Figure] = ()
+    tables: Sequence[Table] = ()
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A section of the page; `name` is its anchor."""
+
+    name: str
+    title: str
+    texts: Sequence[str]
+    parts: Sequence[Passage] = field(default_factory=tuple)
+
+
+def render(title: str, sections: Sequence[Chapter]) -> str:
+    """The whole page as HTML."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(ASSETS), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    shown, figures = _named(sections)
+    texts = {name: _asset(name) for name in ("page.css", "page.js", "echarts.min.js")}
+    plain = {name: jinja2.utils.markupsafe.Markup(text) for name, text in texts.items()}
+    scripts = " ".join(_hash(texts[name]) for name in ("echarts.min.js", "page.js"))
+    return environment.get_template("page.html").render(
+        title=title,
+        sections=shown,
+        hashes={"scripts": scripts, "style": _hash(texts["page.css"])},
+        style=plain["page.css"],
+        charts=plain["echarts.min.js"],
+        script=plain["page.js"],
+        data=jinja2.utils.markupsafe.Markup(_as_data(figures)),
+        version=package_version(),
+        made=utc_now(),
+        library=LIBRARY,
+    )
+
+
+def _named(sections: Sequence[Chapter]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The sections as the template takes them, and the data of their figures by name."""
+    figures: dict[str, Any] = {}
+
+    def entries(part: Passage) -> Iterator[dict[str, Any]]:
+        for figure in part.figures:
+            name = f"figure-{len(figures) + 1}"
+            figures[name] = {"name": name, "kind": figure.kind, "height": figure.height, **figure.data}
+            yield {"name": name, "kind": figure.kind, "title": figure.title, "label": figure.label, "wide": figure.wide}
+
+    shown = [
+        {
+            "name": section.name,
+            "title": section.title,
+            "texts": section.texts,
+            "parts": [
+                {"title": part.title, "texts": part.texts, "figures": list(entries(part)), "tables": part.tables}
+                for part in section.parts
+            ],
+        }
+        for section in sections
+    ]
+    return shown, figures
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """Of an inline script or style, as a content security policy names it."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _as_data(value: Any) -> str:
+    """JSON that ends no script element and opens no comment."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

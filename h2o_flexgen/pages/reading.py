@@ -1,0 +1,263 @@
+"""Files that a page is made of: which kind of record each JSON object in them is.
+
+A record that lacks what the page would show is taken as it is, and the page says what is missing. A file that is not
+JSON, an object of no known kind, or a value of the wrong type is a UsageError that names file, line and key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from h2o_flexgen.config.reports.quality import QualityReport, StreamReport
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.pages.traces import TraceFile, trace_of
+
+Json = dict[str, Any]
+NUMBERS = ("prefill_s", "decode_s", "prompt_tokens", "generated_tokens", "sequences")
+"""What every run has, ours and others'."""
+KINDS = (
+    "needed a record of run, bench, search, evaluate or demo, a trace, a summary of bench, or recorded scores, as JSON "
+    "or JSON lines"
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: a RunRecord, or what bench kept of another system, which has less. `record`: the RunRecord, if any."""
+
+    source: str
+    system: str
+    data: Json
+    record: Json | None
+
+
+@dataclass(frozen=True)
+class Sourced:
+    """An object and the file that it came from."""
+
+    source: str
+    data: Any
+
+
+@dataclass
+class Material:
+    """Everything that a page is made of, by kind."""
+
+    runs: list[Run] = field(default_factory=list)
+    summaries: list[Sourced] = field(default_factory=list)
+    plans: list[Sourced] = field(default_factory=list)
+    qualities: list[Sourced] = field(default_factory=list)
+    streams: list[Sourced] = field(default_factory=list)
+    traces: list[TraceFile] = field(default_factory=list)
+    scores: list[Sourced] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    """What was found in each file."""
+
+    def add(self, source: str, data: Any) -> str:
+        """Takes one object; returns what it is. UsageError for one of no known kind."""
+        if isinstance(data, Mapping):
+            for what, known, take in _KINDS:
+                if known(data):
+                    take(self, source, dict(data))
+                    return what
+        found = f"the keys {', '.join(list(data)[:8])}" if isinstance(data, Mapping) else f"a {type(data).__name__}"
+        raise UsageError(f"{source}: not a record that this page can show: it is {found}", KINDS)
+
+
+def read(paths: list[Path]) -> Material:
+    """All records in files and, of folders, in their .json and .jsonl files. UsageError where one cannot be read.
+
+    In a folder what is of no known kind is left out and named in `files`; so is a summary whose runs lie beside it.
+    """
+    material = Material()
+    for path in paths:
+        if path.is_dir():
+            _read_folder(material, path)
+        else:
+            _read_file(material, path, str(path))
+    return material
+
+
+def _read_folder(material: Material, folder: Path) -> None:
+    inside = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".jsonl") and path.is_file())
+    if not inside:
+        raise UsageError(f"{folder}: no .json or .jsonl file in this folder", KINDS)
+    runs = any(path.name.startswith("run-") for path in inside)
+    for path in inside:
+        if path.name == "summary.json" and runs:
+            continue
+        objects = list(_objects(path))
+        try:
+            trial = Material()
+            for where, data in objects:
+                trial.add(where, data)
+        except UsageError as error:
+            if any(known(data) for _, data in objects if isinstance(data, Mapping) for _, known, _ in _KINDS):
+                raise
+            material.files[str(path)] = f"left out: {error.found.partition(': ')[2]}"
+            continue
+        _read_file(material, path, str(path))
+
+
+def _read_file(material: Material, path: Path, name: str) -> None:
+    found: dict[str, int] = {}
+    for where, data in _objects(path):
+        what = material.add(where, data)
+        found[what] = found.get(what, 0) + 1
+    if not found:
+        raise UsageError(f"{name}: no record in this file", KINDS)
+    material.files[name] = ", ".join(f"{count} x {what}" if count > 1 else what for what, count in found.items())
+
+
+def _objects(path: Path) -> Iterator[tuple[str, Any]]:
+    """The JSON objects of a file, each with where it stands: one object, or one per line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+        raise UsageError(f"{path}: cannot be read: {why}", KINDS) from None
+    try:
+        yield str(path), _parsed(text)
+        return
+    except ValueError as error:
+        whole = str(error)
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if len(lines) < 2:
+        raise UsageError(f"{path}: not JSON: {whole}", KINDS) from None
+    for number, line in lines:
+        try:
+            data = _parsed(line)
+        except ValueError as error:
+            # A file that is one object over many lines fails on its own terms.
+            why = whole if number == lines[0][0] else str(error)
+            raise UsageError(f"{path}, line {number}: not JSON: {why}", KINDS) from None
+        yield f"{path}, line {number}", data
+
+
+def _parsed(text: str) -> Any:
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not a number of JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def number_in(data: Mapping[str, Any], name: str, source: str) -> float | None:
+    """`data[name]` where it is a number that is at least 0; None where it is missing. UsageError for anything else."""
+    value = data.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise UsageError(f"{source}: {name} is {value!r}", "needed a number, at least 0")
+    return float(value)
+
+
+def object_in(data: Mapping[str, Any], name: str, source: str) -> Json:
+    """`data[name]`, an object; an empty one where it is missing. UsageError for anything else."""
+    value = data.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise UsageError(f"{source}: {name} is {value!r}", "needed an object")
+    return value
+
+
+def _checked(source: str, data: Json) -> None:
+    for name in NUMBERS:
+        if number_in(data, name, source) is None:
+            raise UsageError(f"{source}: the record has no {name}", f"needed {', '.join(NUMBERS)}")
+    for name in (
+        "eviction",
+        "policy",
+        "predicted",
+        "roofline",
+        "peak_bytes",
+        "bytes_moved",
+        "quantization",
+        "host",
+        "settings",
+    ):
+        if not (name == "peak_bytes" and isinstance(data.get(name), int)):
+            object_in(data, name, source)
+
+
+def _run(material: Material, source: str, data: Json) -> None:
+    _checked(source, data)
+    system = str(object_in(data, "eviction", source).get("name", "run"))
+    material.runs.append(Run(source, system, data, data))
+
+
+def _bench_run(material: Material, source: str, data: Json) -> None:
+    _checked(source, data)
+    detail = object_in(data, "detail", source)
+    record = detail if "eviction" in detail else None
+    if record is not None:
+        _checked(source, record)
+    material.runs.append(Run(source, str(data["system"]), data, record))
+
+
+def _demo(material: Material, source: str, data: Json) -> None:
+    for which in ("full", "evicted"):
+        _run(material, f"{source}, {which}", object_in(data, which, source))
+
+
+def _strict(into: str, kind: Any) -> Callable[[Material, str, Json], None]:
+    """Takes a report that its own class reads."""
+
+    def take(material: Material, source: str, data: Json) -> None:
+        try:
+            report = kind.from_json(data)
+        except (UsageError, TypeError, KeyError) as error:
+            raise UsageError(f"{source}: not a whole {kind.__name__}: {error}", KINDS) from None
+        getattr(material, into).append(Sourced(source, report))
+
+    return take
+
+
+def _summary(material: Material, source: str, data: Json) -> None:
+    for name, system in object_in(data, "systems", source).items():
+        if not isinstance(system, dict):
+            raise UsageError(f"{source}: systems.{name} is {system!r}", "needed an object")
+    material.summaries.append(Sourced(source, data))
+
+
+def _plan(material: Material, source: str, data: Json) -> None:
+    for name in ("policy", "predicted"):
+        object_in(data, name, source)
+    material.plans.append(Sourced(source, data))
+
+
+def _policy_file(material: Material, source: str, data: Json) -> None:
+    policy = {name: value for name, value in data.items() if name != "made_for"}
+    _plan(material, source, {**object_in(data, "made_for", source), "policy": policy})
+
+
+def _trace(material: Material, source: str, data: Json) -> None:
+    material.traces.append(trace_of(data, source))
+
+
+def _scores(material: Material, source: str, data: Json) -> None:
+    material.scores.append(Sourced(source, data))
+
+
+Known = Callable[[Mapping[str, Any]], bool]
+_KINDS: tuple[tuple[str, Known, Callable[[Material, str, Json], None]], ...] = (
+    ("trace", lambda data: "traceEvents" in data, _trace),
+    ("scores", lambda data: "heavy_hitters" in data, _scores),
+    ("run of bench", lambda data: "bench_run" in data and "system" in data, _bench_run),
+    ("summary of bench", lambda data: "bench" in data and "systems" in data, _summary),
+    ("full cache beside an evicted one", lambda data: "full" in data and "evicted" in data, _demo),
+    ("evaluation along a stream", lambda data: "rows" in data and "streams" in data, _strict("streams", StreamReport)),
+    (
+        "evaluation of quality",
+        lambda data: "rows" in data and "recall_file" in data,
+        _strict("qualities", QualityReport),
+    ),
+    ("run", lambda data: "eviction" in data and "decode_s" in data, _run),
+    ("policy file", lambda data: "made_for" in data, _policy_file),
+    ("plan of search", lambda data: "predicted" in data and "policy" in data, _plan),
+)
+"""Name, test and reader of each kind; the first that fits is taken."""

@@ -1,0 +1,123 @@
+"""The page of some records: which sections there are, and what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from h2o_flexgen.config.reports.record import RunRecord
+from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.pages import machine, quality, throughput, tokens
+from h2o_flexgen.pages.page import Chapter, Passage, Table, render
+from h2o_flexgen.pages.reading import Json, Material, Run, object_in
+from h2o_flexgen.reporting.run_report import block_text, report_lines, shares_text
+from h2o_flexgen.units import format_bytes
+
+_SECTIONS = (
+    (tokens.section, "Heavy hitters: recorded scores (run --record-scores FILE with --hh-ratio)."),
+    (throughput.section, "Throughput: the record of a run (run --json) or of bench."),
+    (machine.schedule, "Schedule: a trace (run --trace FILE, or search --simulate FILE for a prediction)."),
+    (machine.memory, "Memory: the record of a run; over time: a trace."),
+    (machine.roofline, "Roofline: the record of a run on a calibrated machine."),
+    (quality.section, "Quality: the output of evaluate."),
+)
+"""What makes each section, and what it needs."""
+
+
+def page_of(material: Material, title: str = "") -> str:
+    """The page as HTML."""
+    made = [(make(material), needs) for make, needs in _SECTIONS]
+    sections = [section for section, _ in made if section is not None]
+    missing = [needs for section, needs in made if section is None]
+    plans = _plans(material)
+    overview = _overview(material, missing)
+    return render(title or _title(material), [overview, *([plans] if plans else []), *sections])
+
+
+def write_page(material: Material, path: Path, title: str = "") -> int:
+    """Writes the page; returns its bytes. StorageError where that fails."""
+    text = page_of(material, title)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from None
+    return len(text.encode())
+
+
+def _title(material: Material) -> str:
+    reports = [report.data for report in (*material.qualities, *material.streams)]
+    names = [
+        str((run.record or run.data).get("model") or object_in(run.data, "settings", run.source).get("model", ""))
+        for run in material.runs
+    ]
+    names += [str(report.model) for report in reports]
+    models = [name for name in dict.fromkeys(names) if name]
+    return (
+        f"h2o_flexgen: {', '.join(models[:3])}{' and others' if len(models) > 3 else ''}"
+        if models
+        else "h2o_flexgen: what was measured"
+    )
+
+
+def _overview(material: Material, missing: list[str]) -> Chapter:
+    rows = [[name, what] for name, what in material.files.items()]
+    parts = [Passage("", [], [], [Table("Read", ["file", "what is in it"], rows)])] if rows else []
+    warnings = list(dict.fromkeys(
+        f"{run.source}: {warning}" for run in material.runs for warning in (run.record or {}).get("warnings") or []
+    ))  # fmt: skip
+    if warnings:
+        parts.append(Passage("Warnings of the runs", warnings[:20]))
+    if len(material.runs) == 1 and material.runs[0].record is material.runs[0].data:
+        parts.insert(0, _facts(material.runs[0]))
+    absent = [f"{name} in {count} of {len(material.runs)} records" for name, count in _absent(material).items()]
+    if missing:
+        parts.append(Passage("Not on this page, for want of records", missing))
+    if absent:
+        parts.append(Passage("Missing in the records", [", ".join(absent) + "."]))
+    return Chapter("overview", "What was read", [], parts)
+
+
+def _absent(material: Material) -> dict[str, int]:
+    """What records of our own runs could tell, and do not."""
+    ours = [run.record for run in material.runs if run.record]
+    lacking = {
+        name: sum(not record.get(name) for record in ours)
+        for name in ("predicted", "roofline", "peak_bytes", "host", "date")
+    }
+    return {name: count for name, count in lacking.items() if count}
+
+
+def _facts(run: Run) -> Passage:
+    """One run as its own report has it."""
+    try:
+        lines = list(report_lines(RunRecord.from_json(run.data)))
+    except (UsageError, KeyError, TypeError) as error:
+        return Passage("", [f"The report of this run is not shown: {error}."])
+    return Passage("", [], [], [Table("The run", ["", ""], lines)])
+
+
+def _block(policy: Json) -> list[str]:
+    """Shape and placement of a policy."""
+    try:
+        return [block_text(policy), shares_text(policy)]
+    except (KeyError, TypeError, AttributeError):
+        return ["-", "-"]
+
+
+def _plans(material: Material) -> Chapter | None:
+    """What searches chose."""
+    if not material.plans:
+        return None
+    rows = []
+    for plan in material.plans:
+        policy, predicted = object_in(plan.data, "policy", plan.source), object_in(plan.data, "predicted", plan.source)
+        moved = object_in(predicted, "bytes_moved", plan.source)
+        rows.append([
+            str(plan.data.get("model", plan.source)),
+            *_block(policy),
+            throughput.rate_text(predicted.get("gen_throughput")),
+            ", ".join(f"{link} {format_bytes(nbytes)}" for link, nbytes in moved.items()) or "nothing",
+            str(predicted.get("bound_text") or (predicted.get("bound") or {}).get("resource", "-")),
+        ])  # fmt: skip
+    head = ["model", "block", "placement", "predicted, tokens/s", "moved", "bound by"]
+    text = "Plans that a search chose. Every figure here is predicted."
+    return Chapter("plans", "Plans", [text], [Passage("", [], [], [Table("Plans", head, rows)])])

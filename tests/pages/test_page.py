@@ -1,0 +1,128 @@
+"""The page: whole HTML that loads nothing, escapes what it is given, and says what is missing."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.pages.page import _hash
+from h2o_flexgen.pages.reading import Material, read
+from h2o_flexgen.pages.whole import page_of
+from h2o_flexgen.report import main
+from h2o_flexgen.schedule.timeline import Level, Row, Timeline
+from tests.pages.test_reading import RESULTS, ROOT, RUN
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- ' \" &"
+VOID = {"meta", "img", "br", "input", "link", "hr"}
+
+
+class Reader(HTMLParser):
+    """Collects elements, and the text of scripts and styles; fails where tags do not close."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, list[str]] = {"script": [], "style": [], "": []}
+        self._open: list[str] = []
+        self.feed(text)
+        assert not self._open, f"not closed: {self._open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts[self._open[-1] if self._open and self._open[-1] in self.texts else ""].append(data)
+
+
+def evil_material(tmp_path: Path) -> Material:
+    """Every text of every record is markup."""
+    run = {**RUN, "model": EVIL, "dtype": EVIL, "eviction": {"name": EVIL}, "warnings": [EVIL], "host": {"cpu": EVIL}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    rows = (Row(f"{EVIL} step 0", 0.0, 1.0, "compute"), Row(EVIL, 2.0, 3.0, f"cpu->{EVIL}"), Row(EVIL, 4, 5, "compute"))
+    Timeline(rows, (Level(0.0, EVIL, 3),)).write_chrome_trace(tmp_path / "trace.json", EVIL)
+    return read([tmp_path])
+
+
+def data_of(reader: Reader) -> Any:
+    return json.loads(reader.texts["script"][0])
+
+
+def test_markup_in_records_stays_text(tmp_path: Path) -> None:
+    text = page_of(evil_material(tmp_path), EVIL)
+    reader = Reader(text)
+    tags = [tag for tag, _ in reader.elements]
+    assert "img" not in tags
+    assert tags.count("script") == 3
+    assert EVIL in "".join(reader.texts[""])
+    assert EVIL in json.dumps(data_of(reader), ensure_ascii=False).replace('\\"', '"')
+
+
+def test_the_policy_allows_what_is_in_the_page_and_nothing_else() -> None:
+    reader = Reader(page_of(read([RESULTS / "2026-11-22-opt-1.3b", ROOT / "docs/demo/quality.json"])))
+    policy = next(attrs["content"] for tag, attrs in reader.elements if "http-equiv" in attrs) or ""
+    rules = {rule.split()[0]: rule.split()[1:] for rule in policy.split(";")}
+    assert rules["default-src"] == ["'none'"]
+    assert rules["script-src"] == [_hash(text) for text in reader.texts["script"][1:]]
+    assert rules["style-src"] == [_hash(text) for text in reader.texts["style"]]
+    named = [attrs for _, attrs in reader.elements if {"src", "style", "onclick"} & attrs.keys()]
+    assert not named
+    assert all((attrs.get("href") or "#").startswith("#") for _, attrs in reader.elements)
+
+
+def test_every_figure_has_a_place_and_words(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(RUN))
+    reader = Reader(page_of(read([tmp_path, RESULTS / "2026-11-22-scaling-later"])))
+    figures = data_of(reader)
+    places = {attrs["data-figure"]: attrs for _, attrs in reader.elements if "data-figure" in attrs}
+    assert places.keys() == figures.keys()
+    assert all(attrs["aria-label"] for attrs in places.values())
+    named = {attrs["id"] for _, attrs in reader.elements if "id" in attrs}
+    assert {attrs["aria-labelledby"] for _, attrs in reader.elements if "aria-labelledby" in attrs} <= named
+
+
+def test_what_is_missing_is_said() -> None:
+    material = Material()
+    material.add("run.json", RUN)
+    said = "".join(Reader(page_of(material)).texts[""])
+    assert "Schedule: a trace (run --trace FILE" in said
+    assert "predicted in 1 of 1 records" in said
+    assert "The report of this run is not shown: RunRecord lacks the keys" in said
+
+
+def test_figures_of_committed_records() -> None:
+    figures = data_of(Reader(page_of(read([RESULTS / "2026-11-22-opt-1.3b"])))).values()
+    (decode,) = [f for f in figures if f["kind"] == "bars" and any(60 < bar["median"] < 70 for bar in f["bars"])]
+    bars = {bar["name"]: bar for bar in decode["bars"]}
+    summary = json.loads((RESULTS / "2026-11-22-opt-1.3b" / "summary.json").read_text())["systems"]
+    for name, system in (("h2o 20 %", "h2o"), ("full", "full"), ("transformers", "transformers")):
+        spread = {key: bars[name][key] for key in ("median", "low", "high")}
+        expected = summary[system]["decode_throughput"]
+        assert spread == pytest.approx(
+            dict(zip(spread, (expected[key] for key in ("median", "min", "max")), strict=True))
+        )
+        assert bars[name]["count"] == 8
+
+
+def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(RUN))
+    page = tmp_path / "page.html"
+    assert main([str(tmp_path / "run.json"), "-o", str(page)]) == 0
+    said, last = capsys.readouterr().out.splitlines()
+    assert said.startswith(f"{page}: ")
+    assert json.loads(last)["read"] == {str(tmp_path / "run.json"): "run"}
+    assert page.read_text().startswith("<!doctype html>")
+    assert main([str(tmp_path / "run.json"), "-o", str(page)]) == 2
+    assert "exists" in capsys.readouterr().err
+    (tmp_path / "run.json").write_text("{}")
+    assert main([str(tmp_path / "run.json"), "-o", str(page), "--overwrite"]) == 2
+    assert len(re.findall("error:", capsys.readouterr().err)) == 1
