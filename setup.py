@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 SENTENCEPIECE = ["sentencepiece>=0.2", "protobuf>=4"]
+PARQUET = ["pyarrow>=15"]
 TEST = ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-tqdm", "types-psutil"]
 STORED = ["compressed-tensors>=0.15", "gguf>=0.17"]  # what the tests have write quantised checkpoints
 REPORT = ["matplotlib>=3.8"]
@@ -42,8 +43,9 @@ setup(
         "jinja2>=3.1",
     ],
     extras_require={
-        "test": [*TEST, *STORED, *REPORT, *SENTENCEPIECE, *TRITON],
+        "test": [*TEST, *PARQUET, *STORED, *REPORT, *SENTENCEPIECE, *TRITON],
         "compare": ["accelerate>=1.0", "flexgen==0.1.8"],
+        "parquet": PARQUET,
         "report": REPORT,
         "sentencepiece": SENTENCEPIECE,
         "gpu": TRITON,

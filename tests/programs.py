@@ -136,10 +136,18 @@ def answers(path: Path) -> list[dict[str, Any]]:
 class Child:
     """The program in a forked process, so that signals and limits are real and torch is not imported again.
 
-    `before` runs in the child first. A context manager: what still runs at the end is killed.
+    `before` runs in the child first, then `program`, `run` unless another is given. A context manager: what still runs
+    at the end is killed.
     """
 
-    def __init__(self, folder: Path, *arguments: object, before: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: object,
+        before: Callable[[], object] = lambda: None,
+        program: Callable[[list[str]], int] = main,
+    ) -> None:
+        self._program = program
         self._files = [folder / "stdout", folder / "stderr"]
         sys.stdout.flush()
         sys.stderr.flush()
@@ -156,7 +164,7 @@ class Child:
             for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
                 signal.signal(number, handler)
             before()
-            code = main(arguments)
+            code = self._program(arguments)
             if sys.stdout is not None:
                 sys.stdout.flush()  # as the interpreter does at its end
         except BaseException:

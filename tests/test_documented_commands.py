@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import re
 import shlex
@@ -65,6 +66,9 @@ COMMANDS: dict[str, str] = {
         "--recall recall.jsonl --text text.txt"
     ),
     "python -m h2o_flexgen.evaluate --suite configs/eval/demo.json --output-dir quality": STARTED,
+    "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model facebook/opt-6.7b --hh-ratio 0.2": (
+        AS_DOCUMENTED
+    ),
     "python -m h2o_flexgen.bench": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers,flexgen --model opt-1.3b --batch-size 8 "
@@ -395,6 +399,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (base / "snapshots").mkdir()
         write_model(base / "snapshots" / COMMIT, max_position_embeddings=2048)
     (tmp_path / "prompts.txt").write_text("The capital of France is\nTwo and two are\n")
+    asked = {"method": "POST", "url": "/v1/completions", "body": {"model": "facebook/opt-6.7b", "prompt": "A word"}}
+    (tmp_path / "requests.jsonl").write_text(json.dumps({"custom_id": "one", **asked}) + "\n")
     (tmp_path / "recall.jsonl").write_text('{"prompt": "The code is 12. Again, the code is", "answer": "12"}\n')
     (tmp_path / "text.txt").write_text("A sentence that is read and scored. " * 9)
     monkeypatch.chdir(tmp_path)

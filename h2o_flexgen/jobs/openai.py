@@ -6,6 +6,7 @@ line's own.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -46,7 +47,9 @@ _SAMPLING = frozenset(
         "logprobs",
     ]
 )
-_COMMON = _SAMPLING | {"model", "stream", "user"}
+_FORMED = frozenset({"response_format"} & {item.name for item in dataclasses.fields(SamplingParams)})
+"""Where the engine's sampling can hold a text to a form."""
+_COMMON = _SAMPLING | _FORMED | {"model", "stream", "user"}
 _FIELDS = {
     COMPLETIONS: _COMMON | {"prompt", "echo", "best_of", "suffix"},
     CHAT: _COMMON | {"messages", "max_completion_tokens", "top_logprobs"},
@@ -214,6 +217,7 @@ class OpenAIFormat:
             "repetition_penalty": fields.number("repetition_penalty", typed.get("repetition_penalty", 1.0)),
             **self._ends(fields),
             **fields.biases(),
+            **{name: fields.get(name) for name in _FORMED},
         }
         top_k = fields.whole("top_k", typed.get("top_k", 0), -1)
         top_p, min_p = (fields.number(name, typed.get(name, usual)) for name, usual in (("top_p", 1.0), ("min_p", 0.0)))
