@@ -9,17 +9,14 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import textwrap
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,6 +30,7 @@ from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.units import MIB
 from tests.checkpoint.resolving import COMMIT
 from tests.programs import write_model
+from tests.script_tree import PYTHON, Tree
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -289,52 +287,6 @@ def asks_pytest(arguments: list[str], config: pytest.Config) -> None:
 
 
 # Scripts, in a copy of the tree
-
-PYTHON = """#!/bin/sh
-# Notes what it is asked to do, and makes the environments that it is asked for: of programs that do the same.
-printf '%s\\0' "${0##*/}" "$@" >"$ASKED/$$"
-case "$*" in
-  *"-m venv"*)
-    for folder; do :; done
-    mkdir -p "$folder/bin"
-    for name in python ruff mypy; do cp "$0" "$folder/bin/$name"; done ;;
-  "-m benchmarks.paper_table") cat >/dev/null ;;
-esac
-"""
-
-
-@dataclass
-class Tree:
-    """Where scripts run: what they read is the project's own, what they write is not."""
-
-    root: Path
-    asked: list[list[str]] = field(default_factory=list)
-
-    def run(self, command: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command by bash; `asked` has what programs were called since the last time."""
-        notes = self.root / "asked"
-        for folder in (notes, self.root / ".venv-peers", self.root / ".venv-gpu"):
-            shutil.rmtree(folder, ignore_errors=True)
-        notes.mkdir()
-        here = {"PYTHON": str(self.root / "stub/python"), "ASKED": str(notes), "HOME": str(self.root / "home")}
-        plain = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG", "TMPDIR")}
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=self.root, env={**plain, **here}, stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        self.asked = [path.read_text().split("\0")[:-1] for path in sorted(notes.iterdir())]
-        return done
-
-    def programs(self) -> Iterator[tuple[str, list[str]]]:
-        """The programs of this project that were called, and their arguments."""
-        for name, *words in self.asked:
-            if name in ("ruff", "mypy") or words[:1] in (["-c"], ["-"]):
-                continue
-            if words[0] == "-P":
-                yield str(Path(words[1]).resolve().relative_to(ROOT).with_suffix("")).replace("/", "."), words[2:]
-            elif words[1] not in ("pip", "venv", "tarfile", "cmake"):
-                yield words[1], words[2:]
-
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:
