@@ -93,7 +93,8 @@ def _suite(args: Namespace) -> int:
     from h2o_flexgen.evaluation.suites.runner import Suite, run_suite
 
     suite = Suite.read(args.suite)
-    records = run_suite(suite, Path(args.output_dir), engine, lambda record: print_error(suite_line(record)))
+    folder = Path(args.output_dir)
+    records = run_suite(suite, folder, engine, lambda record: print_error(suite_line(record)), print_error)
     if plot is not None:
         plot_suite(records, plot)
     write_result(suite_table(records) + "\n")

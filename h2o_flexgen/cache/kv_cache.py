@@ -15,7 +15,7 @@ from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
 from h2o_flexgen.cache.packing import expand, pack
 from h2o_flexgen.cache.ring_slots import CacheSlots, RingSlots, Rows
 from h2o_flexgen.cache.slots import ScoredSlots
-from h2o_flexgen.cache.vectors import index_of, move_down, rolled, select
+from h2o_flexgen.cache.vectors import index_of, move_down, reordered, rolled, select
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.packing import EXPANDED, CacheBits, CachePacking, cache_packings
 from h2o_flexgen.kernels import decode_attention
@@ -334,8 +334,7 @@ class KVCache:
         """Several tokens of `rows` have gone: what is left moves to the first slots, and steps start anew."""
         index = index_of(rows, self.device)
         for buffer in self._buffers():
-            held = buffer[index]
-            buffer[index] = held.gather(2, order.unsqueeze(-1).expand(*order.shape, held.shape[-1]))
+            buffer[index] = reordered(buffer[index], order)
         self._lengths = self._lengths.thinned(rows)
         self._slots.go_on(self._lengths)
         self.rewritten += 1

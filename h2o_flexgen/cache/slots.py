@@ -88,7 +88,7 @@ class ScoredSlots(CacheSlots):
         self.pick: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
         """A kernel's way to find the next free slots, see `NativeAttend.pick`; None: torch's."""
         self._moves: tuple[list[int], Tensor] | None = None
-        self._queries: Tensor | None = None  # (b, heads, m, d), each at its position modulo m
+        self._queries: Tensor | None = None  # (b, m, heads, d), each at its position modulo m
         self._plain = not lengths.bursts and kind.update is RankedPolicy.update and kind.ranks is RankedPolicy.ranks
         self._flat_score, self._flat_pos = self.score.view(-1), self._pos.view(-1)
         self._rows = row_ids
@@ -331,12 +331,13 @@ class ScoredSlots(CacheSlots):
             return step
         queries, scale = asked
         if self._queries is None:
-            self._queries = queries.new_zeros(len(queries), queries.shape[1], count, queries.shape[2])
-        places = (now % count).view(-1, 1, 1, 1).expand(-1, queries.shape[1], 1, queries.shape[2])
-        self._queries.scatter_(2, places, queries.unsqueeze(2))
+            self._queries = queries.new_zeros(len(queries), count, *queries.shape[1:])
+        # By one index for all of a row's heads: `scatter_` has one for each number, and took as long as the layer.
+        places = now.view(-1) % count + torch.arange(len(queries), device=queries.device) * count
+        self._queries.view(-1, *queries.shape[1:]).index_copy_(0, places, queries)
         ring = torch.arange(count, device=queries.device)
         asked_at = now.view(-1, 1) - (now.view(-1, 1) - ring) % count
-        return replace(step, scale=scale, queries=self._queries, asked_at=asked_at)
+        return replace(step, scale=scale, queries=self._queries.transpose(1, 2), asked_at=asked_at)
 
     def seen(self, width: int) -> Tensor | None:
         if not self._lengths.hides:

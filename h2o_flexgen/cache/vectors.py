@@ -38,6 +38,13 @@ def select(own: Tensor, shared: Tensor | None, kept: Tensor) -> Tensor:
     return vectors.index_select(0, index.view(-1)).view(n, heads, -1, size)
 
 
+def reordered(vectors: Tensor, order: Tensor) -> Tensor:
+    """vectors (..., N, d), in the order (..., c) of places among the N: (..., c, d)."""
+    size, count = vectors.shape[-1], vectors.shape[-2]
+    first = torch.arange(order[..., 0].numel(), device=order.device).view(*order.shape[:-1], 1) * count
+    return vectors.reshape(-1, size).index_select(0, (order + first).view(-1)).view(*order.shape, size)
+
+
 def _in_order(own: Tensor) -> tuple[Tensor, int]:
     """K or V (n, heads, S, d) as vectors (m, d) in which token t of row r has its first head at (r S + t) pitch.
 

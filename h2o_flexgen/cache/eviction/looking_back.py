@@ -16,6 +16,7 @@ from h2o_flexgen.cache.eviction.base import (
     RankedPolicy,
     Tokens,
 )
+from h2o_flexgen.cache.vectors import reordered
 from h2o_flexgen.config.eviction import Budget
 
 
@@ -100,7 +101,7 @@ class LookingBack(RankedPolicy):
             last = step.asked_at[row].argsort()[-self.window_of(budget) :]
             # Where one token goes at a time, the next takes its slot: neighbours are so in time.
             pos, order = step.pos[row].to(torch.int64).sort(-1)
-            keys, values = (x[row].gather(1, order.unsqueeze(-1).expand_as(x[row])) for x in (k, v))
+            keys, values = (reordered(x[row], order) for x in (k, v))
             queries = step.queries[row, :, last]
             look = self._look(of, 0, queries, step.asked_at[row, last], keys, values, pos, step.scale)
             ranks.append(torch.empty_like(step.score[row]).scatter_(-1, order, self.score(look)))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from h2o_flexgen.cache.eviction.looking_back import Look, LookingBack, neighbours
+from h2o_flexgen.config.eviction import ROW_LOGITS
 
 IMPORTANCE = 0.1
 _ALIKE, _POOL = 0.5, 7
@@ -23,18 +24,19 @@ class RKVPolicy(LookingBack):
 
     def score(self, look: Look) -> Tensor:
         important = neighbours(look.attention(candidates=True, group="before"), look.chosen, _POOL, largest=True)
-        alike = torch.stack([_likeness(*each) for each in zip(look.k, look.chosen, strict=True)])
+        some = max(1, ROW_LOGITS // look.k.shape[1] ** 2)
+        alike = torch.cat([_likeness(*each) for each in zip(look.k.split(some), look.chosen.split(some), strict=True)])
         return 1 + IMPORTANCE * important - (1 - IMPORTANCE) * alike
 
 
 def _likeness(keys: Tensor, chosen: Tensor) -> Tensor:
-    """Of one head's keys (N, d), of which those `chosen` are compared with each other: (N,), summing to 1."""
+    """Of keys (heads, N, d), of which those `chosen` are compared with each other: (heads, N), each summing to 1."""
     directions = F.normalize(keys, dim=-1)
-    cosines = (directions @ directions.T).fill_diagonal_(0.0)
-    count = len(keys)
-    first = int(chosen.to(torch.uint8).argmax()) if bool(chosen.any()) else 0
-    places = torch.arange(count, device=keys.device)
-    latest = torch.where((cosines > _ALIKE) & chosen, places, first).amax(-1, keepdim=True)
+    cosines = directions @ directions.transpose(-1, -2)
+    cosines.diagonal(dim1=-2, dim2=-1).fill_(0.0)
+    places = torch.arange(keys.shape[1], device=keys.device)
+    first = chosen.to(torch.uint8).argmax(-1).view(-1, 1, 1)  # 0 where none is chosen
+    latest = torch.where((cosines > _ALIKE) & chosen.unsqueeze(1), places, first).amax(-1, keepdim=True)
     cosines.scatter_(-1, latest, 0.0)
-    mean = (cosines * chosen.unsqueeze(-1)).sum(0) / chosen.sum().clamp(min=1)
+    mean = (cosines * chosen.unsqueeze(-1)).sum(1) / chosen.sum(-1, keepdim=True).clamp(min=1)
     return mean.masked_fill(~chosen, -torch.inf).softmax(-1).nan_to_num_(0.0)

@@ -127,10 +127,12 @@ def run_suite(
     folder: Path,
     engine: Mapping[str, Any] | None = None,
     on_record: Callable[[SuiteRecord], None] = lambda record: None,
+    on_skip: Callable[[str], None] = lambda message: None,
 ) -> list[SuiteRecord]:
     """Measures the cells that have no record in `folder` yet; returns the records of all cells, in their order.
 
-    `engine`: further settings of LLM, before the suite's own. UsageError where the folder holds another suite's.
+    `engine`: further settings of LLM, before the suite's own. Cells that a policy refuses have no records, and
+    `on_skip` hears why. UsageError where the folder holds another suite's.
     """
     settings = {**suite.engine, **(engine or {})}
     file = SuiteRecords(folder, suite.name)
@@ -148,27 +150,31 @@ def run_suite(
                     for name in missing:
                         if name not in cases:
                             cases[name] = make(suite.tasks[name], cell.llm)
-                        for record in cell.measure(suite.name, name, cells[name], cases[name], full.get(name, {})):
+                        try:
+                            records = cell.measure(suite.name, name, cells[name], cases[name], full.get(name, {}))
+                        except UsageError as error:
+                            on_skip(f"{name}: {policy.label} at {budget:g}: {error}")
+                            continue
+                        file.add(records)
+                        for record in records:
                             on_record(record)
-                        file.add(cell.records)
             if policy.name == FULL:
                 full = {
                     name: {
                         found.metric: Figures(found.metric, found.kind, found.values, found.answers)
-                        for found in file.found[cell]
+                        for found in file.found.get(cell, ())
                     }
                     for name, cell in cells.items()
                 }
-    return [record for cell in wanted for record in file.found[cell]]
+    return [record for cell in wanted for record in file.found.get(cell, ())]
 
 
 class _Cell:
-    """An engine with one policy at one budget, and the records that it makes."""
+    """An engine with one policy at one budget."""
 
     def __init__(self, model: str, policy: SuitePolicy, budget: float, settings: Mapping[str, Any]) -> None:
         self._model, self._policy, self._budget, self._settings = model, policy, budget, settings
         self._stack = ExitStack()
-        self.records: list[SuiteRecord] = []
 
     def __enter__(self) -> _Cell:
         try:
@@ -190,7 +196,7 @@ class _Cell:
         started = time.perf_counter()
         figures = measured.run(self.llm, self._foresight, full)
         seconds = round(time.perf_counter() - started, 2)
-        self.records = [
+        return [
             SuiteRecord(
                 suite=suite,
                 model=Path(self._model).name,
@@ -210,7 +216,6 @@ class _Cell:
             )
             for found in figures
         ]
-        return self.records
 
 
 def _cell(model: str, policy: SuitePolicy, budget: float, task: SuiteTask, settings: Mapping[str, Any]) -> str:
