@@ -67,6 +67,8 @@ COMMANDS: dict[str, str] = {
     "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model facebook/opt-6.7b --hh-ratio 0.2": (
         AS_DOCUMENTED
     ),
+    "python -m benchmarks.eviction_cost --batches 8,32": STARTED,
+    "scripts/eviction_lab.sh FOLDER": SCRIPT,
     "python -m h2o_flexgen.bench": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers,flexgen --model opt-1.3b --batch-size 8 "

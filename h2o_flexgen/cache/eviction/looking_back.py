@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -63,6 +64,8 @@ class Look:
 class LookingBack(RankedPolicy):
     """Lets tokens go in bursts, row by row, by what `score` makes of a `Look`. The prompt is pruned in the same way."""
 
+    reads_values: ClassVar[bool] = False  # else those of a `Look` are anything
+
     def queries(self, length: int, budget: Budget) -> int:
         return min(length, self.window_of(budget))
 
@@ -101,7 +104,8 @@ class LookingBack(RankedPolicy):
             last = step.asked_at[row].argsort()[-self.window_of(budget) :]
             # Where one token goes at a time, the next takes its slot: neighbours are so in time.
             pos, order = step.pos[row].to(torch.int64).sort(-1)
-            keys, values = (reordered(x[row], order) for x in (k, v))
+            keys = reordered(k[row], order)
+            values = reordered(v[row], order) if self.reads_values else keys
             queries = step.queries[row, :, last]
             look = self._look(of, 0, queries, step.asked_at[row, last], keys, values, pos, step.scale)
             ranks.append(torch.empty_like(step.score[row]).scatter_(-1, order, self.score(look)))
@@ -120,7 +124,17 @@ class LookingBack(RankedPolicy):
         # A token's number in a draw is its position beside the newest one: the next burst draws anew.
         drawn = pos.clamp(min=0).unsqueeze(0) + (now + 1) * 0x10001
         tokens = Tokens(drawn, rows.tokens.row_ids[row : row + 1], rows.tokens.heads, rows.tokens.layer)
-        return Look(q.float() * scale, at, k.float(), v.float(), pos, chosen, tokens, budget, rows.window)
+        return Look(
+            q.float() * scale,
+            at,
+            k.float(),
+            v.float() if self.reads_values else v,
+            pos,
+            chosen,
+            tokens,
+            budget,
+            rows.window,
+        )
 
 
 def neighbours(values: Tensor, chosen: Tensor, size: int, *, largest: bool) -> Tensor:

@@ -19,6 +19,7 @@ class VasePolicy(LookingBack):
 
     name = "vase"
     looks_back = 64
+    reads_values = True
 
     def score(self, look: Look) -> Tensor:
         kept = look.budget.total + 1 - look.budget.burst
