@@ -1,0 +1,212 @@
+"""What a job costs beside `run` on the same prompts, what a kill costs it, and how its memory grows with its file.
+
+    python -m benchmarks.jobs throughput --requests 2000 --output results/local/jobs.jsonl
+    python -m benchmarks.jobs memory --requests 50000
+    python -m benchmarks.jobs kills --requests 2000 --kills 20
+
+Programs run as processes of their own, on the demo model; a record a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.records import facts
+
+FLAGS = ["--model", "demo", "--hh-ratio", "0.2", "--quiet", "--json"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.jobs", allow_abbrev=False)
+    parser.add_argument("what", choices=("throughput", "memory", "kills"))
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--words", type=int, default=60, help="most words of a prompt")
+    parser.add_argument("--gen-len", type=int, default=16)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="append the record here")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        measure = {"throughput": throughput, "memory": memory, "kills": kills}[args.what]
+        found = measure(Path(folder), args)
+    record = {"what": args.what, **facts(["python", "-m", "benchmarks.jobs", *sys.argv[1:]]), **found}
+    print(json.dumps(record))
+    if args.output is not None:
+        with args.output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def prompts(count: int, words: int, seed: int = 0) -> list[str]:
+    """Stretches of the demo's held-out text, of 3 to `words` words."""
+    source = random.Random(seed)
+    text = resources.files("h2o_flexgen").joinpath("data/demo/heldout.txt").read_text(encoding="utf-8").split()
+    made = []
+    for _ in range(count):
+        length = source.randrange(3, words)
+        start = source.randrange(len(text) - length)
+        made.append(" ".join(text[start : start + length]))
+    return made
+
+
+def mixed(path: Path, count: int, words: int) -> None:
+    """A batch file: greedy and drawn, seeds, stops, samples, scores, and one line in fifty at fault in some way."""
+    source = random.Random(1)
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"seed": 7}, {"stop": ["the", "."]}, {"n": 2}]
+    kinds.append({"logprobs": 2})
+    with path.open("w", encoding="utf-8") as file:
+        for number, prompt in enumerate(prompts(count, words)):
+            body = {"model": "demo", "prompt": prompt, "max_tokens": source.choice([4, 16, 32]), **source.choice(kinds)}
+            if number % 40 == 7:
+                body |= {"echo": True, "max_tokens": 0, "logprobs": 1, "n": 1}
+            name = "r0" if number % 200 == 199 else f"r{number}"
+            line = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+            text = json.dumps(line)
+            if number % 200 == 99:
+                text = text[: len(text) // 2]
+            elif number % 200 == 149:
+                text = json.dumps({**line, "body": {**body, "promt": "x"}})
+            elif number % 200 == 49:
+                text = json.dumps({**line, "body": {**body, "prompt": "word " * 2000}})
+            file.write(text + "\n")
+
+
+def plain(path: Path, count: int, words: int) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for prompt in prompts(count, words):
+            file.write(json.dumps({"prompt": prompt}) + "\n")
+
+
+def program(name: str, *flags: object) -> list[str]:
+    return [sys.executable, "-m", f"h2o_flexgen.{name}", *FLAGS, *map(str, flags)]
+
+
+def throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of whole processes, `run` and `batch` in turn, and of what lies between loading and the last answer."""
+    file = folder / "in.jsonl"
+    plain(file, args.requests, args.words)
+    commands = {
+        "run": program("run", "--prompts", file, "--gen-len", args.gen_len),
+        "batch": program("batch", "-i", file, "--gen-len", args.gen_len),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    tokens: dict[str, int] = {}
+    for number in range(args.repetitions):
+        for name, command in commands.items():
+            started = time.perf_counter()
+            done = subprocess.run(
+                [*command, "-o", str(folder / f"{name}{number}.jsonl")], stdout=subprocess.PIPE, check=True, text=True
+            )
+            seconds[name].append(round(time.perf_counter() - started, 3))
+            tokens[name] = json.loads(done.stdout.splitlines()[-1])["generated_tokens"]
+    ratio = statistics.median(seconds["run"]) / statistics.median(seconds["batch"])
+    return {"requests": args.requests, "gen_len": args.gen_len, "seconds": seconds, "tokens": tokens, "ratio": ratio}
+
+
+def memory(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Resident memory of a job while it goes on: after each tenth of its requests, in MiB, and the most ever."""
+    file, out = folder / "in.jsonl", folder / "out.jsonl"
+    plain(file, args.requests, args.words)
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        program("batch", "-i", file, "-o", out, "--gen-len", args.gen_len), stdout=subprocess.PIPE, text=True
+    )
+    watched, tenths, most, done = psutil.Process(process.pid), dict[int, int](), 0, 0
+    counted = 0
+    while process.poll() is None:
+        time.sleep(0.2)
+        if not out.exists():
+            continue
+        with out.open("rb") as results, _gone():
+            results.seek(counted)
+            data = results.read()
+            counted, done = counted + len(data), done + data.count(b"\n")
+            now = watched.memory_info().rss >> 20
+            most = max(most, now)
+            tenths.setdefault(10 * done // args.requests, now)
+    stdout, _ = process.communicate()
+    summary = json.loads(stdout.splitlines()[-1])
+    kept = {name: summary[name] for name in ("requests", "ok", "failed", "seconds", "gen_throughput")}
+    size = {"input_bytes": file.stat().st_size, "process_seconds": round(time.perf_counter() - started, 1)}
+    return {**kept, **size, "rss_mib_by_tenth": tenths, "most_mib": most}
+
+
+def kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """A mixed job in float32, uninterrupted and killed at random moments: whether the results are equal, and how many
+    requests were under way at a kill."""
+    file, whole, out = folder / "in.jsonl", folder / "whole.jsonl", folder / "out.jsonl"
+    mixed(file, args.requests, args.words)
+    flags = ("-i", file, "--dtype", "float32")
+    started = time.perf_counter()
+    code = subprocess.run(program("batch", *flags, "-o", whole), stdout=subprocess.DEVNULL, check=False).returncode
+    uninterrupted = time.perf_counter() - started
+    source, lines, kept, changed = random.Random(2), _lines(whole), b"", 0
+    for _ in range(args.kills):
+        goal = _lines(out) + source.randrange(1, max(2, 2 * lines // (args.kills + 2)))
+        process = subprocess.Popen(program("batch", *flags, "-o", out), stdout=subprocess.DEVNULL)
+        while process.poll() is None and _lines(out) < goal:
+            time.sleep(0.01 * source.random())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        now = out.read_bytes()
+        changed += not now.startswith(kept)
+        kept = now[: now.rfind(b"\n") + 1]
+    before = _lines(out)
+    last = subprocess.run(program("batch", *flags, "-o", out), stdout=subprocess.PIPE, text=True, check=False)
+    first, second = _results(whole), _results(out)
+    differing = [name for name in first if first[name] != second.get(name)]
+    return {
+        "requests": args.requests,
+        "kills": args.kills,
+        "uninterrupted_s": round(uninterrupted, 1),
+        "lines": [lines, _lines(out)],
+        "before_last_run": before,
+        "exit_codes": [code, last.returncode],
+        "finished_lines_changed": changed,
+        "missing_or_doubled": len(first.keys() ^ second.keys()) + abs(lines - _lines(out)),
+        "texts_differing": len(differing),
+        "at_once": json.loads(last.stdout.splitlines()[-1]).get("policy", {}).get("gpu_batch_size"),
+    }
+
+
+class _gone:
+    """Within it a process may end."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is not None and issubclass(kind, psutil.Error)
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _results(path: Path) -> dict[str, Any]:
+    """By their ids, without the time, and without log-probabilities, which rounding may change."""
+    found = {}
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+        result = json.loads(line)
+        body = result["response"]["body"]
+        body.pop("created", None)
+        for choice in body.get("choices", ()):
+            choice.pop("logprobs")
+        found[result["id"]] = result
+    return found
+
+
+if __name__ == "__main__":
+    main()
