@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--words", type=int, default=60, help="most words of a prompt")
     parser.add_argument("--gen-len", type=int, default=16)
+    parser.add_argument("--gpu-batch-size", type=int, default=32)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--output", type=Path, help="append the record here")
@@ -120,9 +121,8 @@ def memory(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     file, out = folder / "in.jsonl", folder / "out.jsonl"
     plain(file, args.requests, args.words)
     started = time.perf_counter()
-    process = subprocess.Popen(
-        program("batch", "-i", file, "-o", out, "--gen-len", args.gen_len), stdout=subprocess.PIPE, text=True
-    )
+    flags = ("-i", file, "-o", out, "--gen-len", args.gen_len, "--gpu-batch-size", args.gpu_batch_size)
+    process = subprocess.Popen(program("batch", *flags), stdout=subprocess.PIPE, text=True)
     watched, tenths, most, done = psutil.Process(process.pid), dict[int, int](), 0, 0
     counted = 0
     while process.poll() is None:
