@@ -150,16 +150,16 @@ def kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     mixed(file, args.requests, args.words)
     flags = ("-i", file, "--dtype", "float32")
     started = time.perf_counter()
-    code = subprocess.run(program("batch", *flags, "-o", whole), stdout=subprocess.DEVNULL, check=False).returncode
+    done = subprocess.run(program("batch", *flags, "-o", whole), stdout=subprocess.PIPE, text=True, check=False)
     uninterrupted = time.perf_counter() - started
-    source, lines, kept, changed = random.Random(2), _lines(whole), b"", 0
+    source, lines, kept, changed, hit = random.Random(2), _lines(whole), b"", 0, 0
     for _ in range(args.kills):
-        goal = _lines(out) + source.randrange(1, max(2, 2 * lines // (args.kills + 2)))
+        goal = _lines(out) + source.randrange(1, max(2, 4 * lines // (3 * args.kills)))
         process = subprocess.Popen(program("batch", *flags, "-o", out), stdout=subprocess.DEVNULL)
         while process.poll() is None and _lines(out) < goal:
             time.sleep(0.01 * source.random())
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        hit += process.wait() == -signal.SIGKILL
         now = out.read_bytes()
         changed += not now.startswith(kept)
         kept = now[: now.rfind(b"\n") + 1]
@@ -169,15 +169,15 @@ def kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     differing = [name for name in first if first[name] != second.get(name)]
     return {
         "requests": args.requests,
-        "kills": args.kills,
+        "kills": hit,
         "uninterrupted_s": round(uninterrupted, 1),
         "lines": [lines, _lines(out)],
         "before_last_run": before,
-        "exit_codes": [code, last.returncode],
+        "exit_codes": [done.returncode, last.returncode],
         "finished_lines_changed": changed,
         "missing_or_doubled": len(first.keys() ^ second.keys()) + abs(lines - _lines(out)),
         "texts_differing": len(differing),
-        "at_once": json.loads(last.stdout.splitlines()[-1]).get("policy", {}).get("gpu_batch_size"),
+        "at_once": json.loads(done.stdout.splitlines()[-1])["policy"]["gpu_batch_size"],
     }
 
 
