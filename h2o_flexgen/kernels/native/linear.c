@@ -9,14 +9,17 @@
      outputs, a few lines per step, so that the requests are spread evenly over all tiles of the current outputs.
    - Rows of w are often a multiple of 4 KiB long. All lines of them that a tile reads in one step then have the same
      place in the first cache, which holds 8 such: where rows of x have it too, each thread copies them elsewhere.
+   - Where terms are float32 numbers (tiles.h) each thread copies x in any case: of every 32 inputs first the even ones,
+     then the odd ones, as the halves of the pairs of weights are.
 
-   As everywhere in the processor's bfloat16 instructions, denormal numbers count as zero. */
+   To the processor's bfloat16 instruction, where it is used, denormal numbers count as zero. */
 
 #include <stdlib.h>
 #include <string.h>
 
 #include "product.h"
 #include "team.h"
+#include "tiles.h"
 
 enum {
     STEP = 32,        /* inputs of one dot product instruction */
@@ -33,10 +36,17 @@ enum {
     ENOUGH = 512,     /* outputs of a thread, beside which copying x for it takes little time */
 };
 
+/* x as tiles read it: rows `stride` terms apart. */
+typedef struct {
+    const term *at;
+    long stride;
+} Terms;
+
 /* Where a tile is: its first row of x and output of w, where its sums go, and what is to be fetched meanwhile. */
 typedef struct {
-    const bf16 *x, *w;
-    long ins, x_stride;
+    Terms x;
+    const bf16 *w;
+    long ins;
     float *sums; /* (rows, BLOCK_OUTS) */
     const char *ahead;
 } Place;
@@ -75,14 +85,26 @@ INLINE __m256 sums_of_8(const __m512 *v) {
 
 /* One step of a tile: 32 inputs, less where masked. */
 INLINE void step(__m512 *sums, const Place *at, long i, __mmask32 mask, const int rows, const int outs) {
+#ifdef PAIRS
     __m512bh kept[TILE_ROWS];
     UNROLL for (int r = 0; r < rows; r++)
-        kept[r] = (__m512bh)_mm512_maskz_loadu_epi16(mask, at->x + r * at->x_stride + i);
+        kept[r] = (__m512bh)_mm512_maskz_loadu_epi16(mask, at->x.at + r * at->x.stride + i);
     UNROLL for (int o = 0; o < outs; o++) {
         __m512bh w = (__m512bh)_mm512_maskz_loadu_epi16(mask, at->w + o * at->ins + i);
         UNROLL for (int r = 0; r < rows; r++)
             sums[r * outs + o] = _mm512_dpbf16_ps(sums[r * outs + o], kept[r], w);
     }
+#else
+    UNROLL for (int o = 0; o < outs; o++) {
+        const __m512i w = _mm512_maskz_loadu_epi16(mask, at->w + o * at->ins + i);
+        const __m512 even = _mm512_castsi512_ps(even_terms(w)), odd = _mm512_castsi512_ps(odd_terms(w));
+        UNROLL for (int r = 0; r < rows; r++) {
+            const float *x = at->x.at + r * at->x.stride + i;
+            const __m512 sum = _mm512_fmadd_ps(even, _mm512_loadu_ps(x), sums[r * outs + o]);
+            sums[r * outs + o] = _mm512_fmadd_ps(odd, _mm512_loadu_ps(x + LANES), sum);
+        }
+    }
+#endif
 }
 
 /* The sums of rows x outs, over all inputs; `lines` are asked for in each step, from at->ahead on. */
@@ -108,14 +130,14 @@ INLINE void tile(const Place *at, const int rows, const int outs, const int line
 
 typedef void Tile(const Place *);
 
-#define TILE(ROWS, OUTS, LINES) \
+#define MAKE(ROWS, OUTS, LINES) \
     static void tile_##ROWS##x##OUTS##_##LINES(const Place *at) { tile(at, ROWS, OUTS, LINES); }
 
-TILE(1, 8, 8) TILE(2, 8, 8) TILE(3, 8, 8) TILE(4, 6, 6)
-TILE(2, 6, 0) TILE(2, 6, 1) TILE(2, 6, 2) TILE(2, 6, 3)
-TILE(3, 6, 0) TILE(3, 6, 1) TILE(3, 6, 2) TILE(3, 6, 3)
-TILE(4, 6, 0) TILE(4, 6, 1) TILE(4, 6, 2) TILE(4, 6, 3)
-TILE(1, 1, 0) TILE(2, 1, 0) TILE(3, 1, 0) TILE(4, 1, 0)
+MAKE(1, 8, 8) MAKE(2, 8, 8) MAKE(3, 8, 8) MAKE(4, 6, 6)
+MAKE(2, 6, 0) MAKE(2, 6, 1) MAKE(2, 6, 2) MAKE(2, 6, 3)
+MAKE(3, 6, 0) MAKE(3, 6, 1) MAKE(3, 6, 2) MAKE(3, 6, 3)
+MAKE(4, 6, 0) MAKE(4, 6, 1) MAKE(4, 6, 2) MAKE(4, 6, 3)
+MAKE(1, 1, 0) MAKE(2, 1, 0) MAKE(3, 1, 0) MAKE(4, 1, 0)
 
 /* All by rows, from 1 on. The only tile, and how many outputs it has; one of several, that asks for 0 to 3 lines in
    each step; and a single output, for those left over. */
@@ -147,14 +169,14 @@ static void sum_rows(Place at, Cut cut, int outs, int asks) {
             several[height - 1][wanted](&at);
             at.ahead += at.ins / STEP * LINE * wanted;
         }
-        at.x += height * at.x_stride;
+        at.x.at += height * at.x.stride;
         at.sums += height * BLOCK_OUTS;
     }
 }
 
 /* All outputs from `first` to `last`, for at most BLOCK_ROWS rows from `row` on; `following`: the output to go on at.
    Packed weights are expanded into `room`, of a tile's outputs, and nothing is asked for. */
-static void stretch(const Product *p, long row, long rows, long first, long last, long following, bf16 *room) {
+static void stretch(const Product *p, Terms x, long row, long rows, long first, long last, long following, bf16 *room) {
     float sums[BLOCK_ROWS * BLOCK_OUTS] __attribute__((aligned(64)));
     const int tiles = (int)((rows + TILE_ROWS - 1) / TILE_ROWS);
     const Cut cut = {tiles, (int)rows / tiles, (int)rows % tiles};
@@ -165,7 +187,7 @@ static void stretch(const Product *p, long row, long rows, long first, long last
             n = end - o >= outs ? outs : 1;
             const bf16 *w = bf16_rows(p->w, p->packed, p->ins, o, n, room, scales_behind(room, only_outs[0], p->ins));
             const bf16 *ahead = room || o + n < last ? w + n * p->ins : p->w + following * p->ins;
-            const Place at = {p->x + row * p->x_stride, w, p->ins, p->x_stride, sums + (o - block), (const char *)ahead};
+            const Place at = {{x.at + row * x.stride, x.stride}, w, p->ins, sums + (o - block), (const char *)ahead};
             sum_rows(at, cut, (int)n, !room);
         }
         finish(p, sums, BLOCK_OUTS, row, rows, block, end - block);
@@ -179,23 +201,46 @@ static int crowded(const Product *p) {
     return row % WAY == 0 && x_row % WAY == 0 && (behind < WAY / 4 || behind > WAY - WAY / 4);
 }
 
-/* Copies x into memory of the calling thread, a quarter and three quarters of a WAY behind w, in turns. Where there is
-   no memory it stays. */
-static void spread(Product *p) {
+/* A row of x, in the order of its terms: float32 ones fill whole steps. */
+static void copy_row(const bf16 *from, long ins, term *to) {
+#ifdef PAIRS
+    memcpy(to, from, (size_t)ins * sizeof(bf16));
+#else
+    for (long i = 0; i < ins; i += STEP) {
+        const __mmask32 mask = ins - i < STEP ? ((__mmask32)1 << (ins - i)) - 1 : (__mmask32)-1;
+        const __m512i pairs = _mm512_maskz_loadu_epi16(mask, from + i);
+        _mm512_store_si512(to + i, even_terms(pairs));
+        _mm512_store_si512(to + i + LANES, odd_terms(pairs));
+    }
+#endif
+}
+
+/* Copies x into memory of the calling thread, a quarter and three quarters of a WAY behind w, in turns. NULL where there
+   is no memory. */
+static Terms copied(const Product *p) {
     static _Thread_local char *held;
     static _Thread_local size_t size;
-    const size_t row = (size_t)p->ins * sizeof(bf16), apart = row + WAY / 2;
+    const size_t row = (size_t)up(p->ins, STEP) * sizeof(term), apart = row + WAY / 2;
     const size_t wanted = ((size_t)p->rows * apart + 2 * WAY) & -(size_t)WAY;
     if (size < wanted) {
         free(held);
         held = aligned_alloc(WAY, wanted);
         size = held ? wanted : 0;
     }
-    if (!held) return;
-    char *to = held + ((uintptr_t)p->w + WAY / 4) % WAY;
-    for (long r = 0; r < p->rows; r++) memcpy(to + (size_t)r * apart, p->x + r * p->x_stride, row);
-    p->x = (const bf16 *)to;
-    p->x_stride = (long)(apart / sizeof(bf16));
+    if (!held) return (Terms){NULL, 0};
+    char *to = held + ((uintptr_t)p->w + WAY / 4) % WAY / LINE * LINE;
+    for (long r = 0; r < p->rows; r++) copy_row(p->x + r * p->x_stride, p->ins, (term *)(to + (size_t)r * apart));
+    return (Terms){(const term *)to, (long)(apart / sizeof(term))};
+}
+
+/* x where it lies, or copied; NULL where that takes memory that is not there. */
+static Terms terms_of(const Product *p, int copies) {
+#ifdef PAIRS
+    const Terms elsewhere = copies ? copied(p) : (Terms){NULL, 0};
+    return elsewhere.at ? elsewhere : (Terms){p->x, p->x_stride};
+#else
+    return copies ? copied(p) : (Terms){NULL, 0};
+#endif
 }
 
 /* How many outputs a thread takes at a time: whole blocks of them. */
@@ -207,11 +252,11 @@ static long piece_of(const Product *p, int threads) {
 
 /* Outputs from `first` to `last` for all rows, which are cut evenly: no part of them is a few that use the weights
    badly. */
-static void take(const Product *p, long first, long last, long following, bf16 *room) {
+static void take(const Product *p, Terms x, long first, long last, long following, bf16 *room) {
     const long parts = (p->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     for (long part = 0; part < parts; part++) {
         const long row = part * p->rows / parts;
-        stretch(p, row, (part + 1) * p->rows / parts - row, first, last, part + 1 < parts ? first : following,
+        stretch(p, x, row, (part + 1) * p->rows / parts - row, first, last, part + 1 < parts ? first : following,
                 room);
     }
 }
@@ -219,24 +264,25 @@ static void take(const Product *p, long first, long last, long following, bf16 *
 typedef struct {
     Product p;
     long piece;
-    int spreads;
+    int copies; /* x is copied */
     int64_t next; /* output that no thread has taken */
     int failed;
 } Pieces;
 
 static void take_pieces(void *task, int member) {
     Pieces *all = task;
-    Product p = all->p;
+    const Product p = all->p;
     (void)member;
     /* The piece that follows is taken early, so that its first weights are asked for in time. */
     long first = claim(&all->next, all->piece);
     if (first >= p.outs) return;
     bf16 *room = p.packed ? room_for(only_outs[0], p.ins) : NULL;
-    if (p.packed && !room) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
-    if (all->spreads) spread(&p);
-    while (first < p.outs && (room || !p.packed)) {
+    const Terms x = terms_of(&p, all->copies);
+    const int able = x.at && (room || !p.packed);
+    if (!able) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
+    while (able && first < p.outs) {
         const long following = claim(&all->next, all->piece), end = first + all->piece;
-        take(&p, first, end < p.outs ? end : p.outs, following < p.outs ? following : first, room);
+        take(&p, x, first, end < p.outs ? end : p.outs, following < p.outs ? following : first, room);
         first = following;
     }
     free(room);
@@ -246,7 +292,7 @@ int linear(const Product *p, int threads) {
     Pieces all = {.p = *p};
     if (p->rows * p->outs * p->ins < ALONE) threads = 1;
     all.piece = piece_of(p, threads);
-    all.spreads = !p->packed && crowded(p) && p->outs >= ENOUGH * (long)threads;
+    all.copies = TERMS == 1 || (!p->packed && crowded(p) && p->outs >= ENOUGH * (long)threads);
     team_run(take_pieces, &all, threads);
     return all.failed;
 }

@@ -3,15 +3,20 @@
 #include "product.h"
 #include "tiles.h"
 
-enum {
-    /* Up to so many rows a product reads its weights as they lie (linear.c), beyond that it packs them first (gemm.c).
-       Over shapes of OPT-125M and 1.3B, on two cores of an AMD EPYC with AVX-512 bfloat16, torch took 1.4 to 2.3 times as
-       long up to 8 rows, 1.05 to 1.5 times at 32, and from 64 to 2,048 rows 0.96 to 1.08 times. Where gemm.c multiplies
-       in float32 it is the faster one from 16 to 24 rows on (an Intel Xeon, shapes of LLaMA-1.1B). */
-    FEW = TERMS == 2 ? 128 : 16,
-    /* The same of packed weights: linear.c expands a few outputs at a time, gemm.c whole blocks of them. */
-    FEW_PACKED = TERMS == 2 ? 63 : 16,
-};
+/* Up to FEW rows a product reads its weights as they lie (linear.c), beyond that it packs them first (gemm.c). The same of
+   packed weights, FEW_PACKED: linear.c expands a few outputs at a time, gemm.c whole blocks of them. */
+#ifdef PAIRS
+/* Shapes of OPT-125M and 1.3B, two cores of an AMD EPYC: torch took 1.4 to 2.3 times as long up to 8 rows, 1.05 to 1.5 times
+   at 32, and from 64 to 2,048 rows 0.96 to 1.08 times. */
+enum { FEW = 128, FEW_PACKED = 63 };
+#elif defined __AVX512BF16__
+/* LLaMA-1.1B's, two cores of an Intel Xeon: 232 to 247 GFLOP/s beside 198 to 227 at 32 rows, 214 to 246 beside 218 to 254 at
+   48. Packed weights: not measured. */
+enum { FEW = 40, FEW_PACKED = 40 };
+#else
+/* The same with AVX2 alone: 106 beside 104 to 110 at 16 rows, 107 beside 130 at 48. */
+enum { FEW = 16, FEW_PACKED = 16 };
+#endif
 
 int product(const bf16 *x, const bf16 *w, const bf16 *bias, void *y, long rows, long outs, long ins, long x_stride,
             long y_stride, int wide, int relu, int onto, int threads, const Packed *packed, int wholly) {

@@ -17,6 +17,7 @@
 #endif
 
 #if defined __AVX512BF16__ && !defined SLOW_BF16
+#define PAIRS
 typedef bf16 term;
 enum { TERMS = 2 };
 #else
@@ -86,7 +87,7 @@ INLINE void copy_terms(const bf16 *from, int64_t n, term *to) {
 INLINE void multiply(const int n, __m512 acc[TILE][WIDEST], const term *a, int64_t lda, const term *b, int64_t step,
                      int64_t apart, int64_t count) {
     for (int64_t p = 0; p < count; p++) {
-#if defined __AVX512BF16__ && !defined SLOW_BF16
+#ifdef PAIRS
         __m512i column[WIDEST];
         UNROLL for (int j = 0; j < n; j++) column[j] = _mm512_load_si512(b + p * step + j * apart);
         UNROLL for (int i = 0; i < TILE; i++) {
