@@ -155,6 +155,12 @@ def number_in(data: Mapping[str, Any], name: str, source: str) -> float | None:
     return float(value)
 
 
+def model_name(value: Any) -> str:
+    """A model as it is called; of one that was named by its folder the last part: the rest says who made the record."""
+    text = str(value)
+    return Path(text).name or text if Path(text).is_absolute() else text
+
+
 def object_in(data: Mapping[str, Any], name: str, source: str) -> Json:
     """`data[name]`, an object; an empty one where it is missing. UsageError for anything else."""
     value = data.get(name)

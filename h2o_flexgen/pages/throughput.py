@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table
-from h2o_flexgen.pages.reading import Json, Material, Run, number_in, object_in
+from h2o_flexgen.pages.reading import Json, Material, Run, model_name, number_in, object_in
 
 RATES = {"gen_throughput": "end to end", "decode_throughput": "decode", "prefill_throughput": "prefill"}
 """Rates of a record, and what they are called."""
@@ -54,7 +54,7 @@ def measured(run: Run) -> PlottedRun:
 
     def said(name: str) -> str:
         value = detail.get(name, settings.get(name, data.get(name)))
-        return UNKNOWN if value in (None, "auto") else str(value)
+        return UNKNOWN if value in (None, "auto") else model_name(value)
 
     machine = f"{host.get('cores', UNKNOWN)} cores of {host['cpu']}" if "cpu" in host else UNKNOWN
     work = SameWork(
@@ -113,7 +113,7 @@ def called(run: PlottedRun, *, budget: bool = True, bits: bool = True) -> str:
     if budget and run.budget is not None and run.system != "full" and run.budget < 1:
         words.append(f"{run.budget:.0%}".replace("%", " %"))
     if bits and run.bits not in (None, 16.0, 32.0):
-        words.append(f"{run.bits:g} bits")
+        words.append(f"{run.bits:.3g} bits")
     return " ".join(words)
 
 

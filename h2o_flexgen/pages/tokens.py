@@ -11,7 +11,7 @@ from typing import Any
 
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.pages.page import Chapter, Figure, Passage
-from h2o_flexgen.pages.reading import Json, Material, object_in
+from h2o_flexgen.pages.reading import Json, Material, model_name, object_in
 
 MOST_SEQUENCES = 12
 
@@ -34,9 +34,10 @@ def _prompts(source: str, data: Json) -> Passage:
     if not isinstance(sequences, list):
         raise UsageError(f"{source}: sequences is {sequences!r:.60}", "needed a list of recorded prompts")
     checked = [_sequence(source, number, each) for number, each in enumerate(sequences)]
+    name = model_name(data.get("model", "?"))
     if not checked:
         return Passage(
-            str(data.get("model", "")),
+            name,
             ["No prompt was scored: the budget holds whole prompts, or the policy needs no scores."],
         )
     eviction, windows = object_in(data, "eviction", source), data.get("windows")
@@ -44,13 +45,13 @@ def _prompts(source: str, data: Json) -> Passage:
     if not isinstance(windows, list) or len(windows) != layers:
         raise UsageError(f"{source}: windows is {windows!r:.60}", f"needed one for each of {layers} layers, or null")
     left = len(checked) - MOST_SEQUENCES
-    texts = [f"{data.get('model', '?')}, policy {eviction.get('name', '?')}."]
+    texts = [f"{name}, policy {eviction.get('name', '?')}."]
     texts += [f"{left} more prompts are in the file and not on this page."] if left > 0 else []
     texts += [f"{data['left_out']} further prompts were not recorded."] if data.get("left_out") else []
     if "budget_by_layer" in eviction:
         texts.append("This run gave layers budgets of their own; the slider gives all the same.")
     shown = {"sequences": checked[:MOST_SEQUENCES], "windows": windows}
-    title = f"Prompts of {data.get('model', '?')}"
+    title = f"Prompts of {name}"
     return Passage("", texts, [Figure("tokens", title, f"{title}, coloured by score.", shown, wide=True)])
 
 

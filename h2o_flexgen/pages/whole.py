@@ -8,7 +8,7 @@ from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.pages import machine, quality, throughput, tokens
 from h2o_flexgen.pages.page import Chapter, Passage, Table, render
-from h2o_flexgen.pages.reading import Json, Material, Run, object_in
+from h2o_flexgen.pages.reading import Json, Material, Run, model_name, object_in
 from h2o_flexgen.reporting.run_report import block_text, report_lines, shares_text
 from h2o_flexgen.units import format_bytes
 
@@ -50,7 +50,7 @@ def _title(material: Material) -> str:
         for run in material.runs
     ]
     names += [str(report.model) for report in reports]
-    models = [name for name in dict.fromkeys(names) if name]
+    models = [model_name(name) for name in dict.fromkeys(names) if name]
     return (
         f"h2o_flexgen: {', '.join(models[:3])}{' and others' if len(models) > 3 else ''}"
         if models

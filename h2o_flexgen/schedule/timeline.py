@@ -56,12 +56,12 @@ class Timeline:
         """Every resource that has a row."""
         return tuple(dict.fromkeys(row.resource for row in self.rows))
 
-    @property
+    @cached_property
     def start(self) -> float:
         """Seconds at which the first row starts; 0 without rows."""
         return min((row.start for row in self.rows), default=0.0)
 
-    @property
+    @cached_property
     def span(self) -> float:
         """Seconds from the first start to the last end."""
         return max((row.end for row in self.rows), default=0.0) - self.start

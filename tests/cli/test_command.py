@@ -189,6 +189,9 @@ def test_quiet_search_is_for_scripts(
     assert json.loads(seen)
 
 
-def test_the_quickstart_ends_with_its_table() -> None:
+def test_the_quickstart_ends_with_its_table_and_a_page() -> None:
     script = (PACKAGE.parent / "scripts/quickstart.sh").read_text(encoding="utf-8")
-    assert script.splitlines()[-1] == 'exec python -m h2o_flexgen.demo --no-json "$@"'
+    table, page = script.splitlines()[-2:]
+    assert table == 'python -m h2o_flexgen.demo --no-json "$@"'
+    assert page.startswith("exec python -m h2o_flexgen.run ")
+    assert " --report report.html " in page

@@ -96,8 +96,8 @@
       tooltip: { ...common(theme).tooltip, trigger: "item" },
       legend: { type: "scroll", bottom: 0, data: figure.lines.map((line) => line.name), textStyle: { color: theme.ink },
         pageTextStyle: { color: theme.ink }, pageIconColor: theme.ink, pageIconInactiveColor: theme.line, inactiveColor: theme.line },
-      grid: { left: 28, right: 16, top: 16, bottom: 64, containLabel: true },
-      xAxis: axis(theme, figure.x, { nameGap: 24 }), yAxis: axis(theme, figure.y, { nameGap: 46 }), series };
+      grid: { left: 32, right: 16, top: 16, bottom: 64, containLabel: true },
+      xAxis: axis(theme, figure.x, { nameGap: 24 }), yAxis: axis(theme, figure.y, { nameGap: figure.y.form === "bytes" ? 64 : 50 }), series };
   }
 
   // ---- timelines: every task is there; what is narrower than two pixels is drawn together with its neighbours.
@@ -130,7 +130,7 @@
     return { ...common(theme),
       grid: { left: 8, right: 16, top: 8, bottom: 70, containLabel: true },
       xAxis: axis(theme, { name: "seconds since the first task", min: 0, max: figure.span }, { nameGap: 24 }),
-      yAxis: { type: "category", inverse: true, data: names, axisLabel: { color: theme.ink, width: 120, overflow: "break" },
+      yAxis: { type: "category", inverse: true, data: names, axisLabel: { color: theme.ink, width: 120, overflow: "break", lineHeight: 13, fontSize: 11 },
         splitLine: { show: true, lineStyle: { color: theme.line } }, axisLine: { lineStyle: { color: theme.line } } },
       dataZoom: [
         { type: "inside", filterMode: "none", zoomOnMouseWheel: "ctrl", minValueSpan: figure.span / 1e5 },

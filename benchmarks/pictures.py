@@ -1,0 +1,108 @@
+"""Pictures for the documentation: pages of real runs in a headless Chromium, and the schedule as it is.
+
+    scripts/pictures.sh
+
+Pages are of the small real model that scripts/real_model.sh fetches, and of committed records. Needs playwright, and a
+Chromium of the system's.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from h2o_flexgen.__main__ import main as program
+from h2o_flexgen.config.model.known import known_config
+from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.schedule.tasks import ScheduleShape, TaskKind
+from h2o_flexgen.schedule.zigzag import zigzag
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs/pictures"
+PROMPT = (
+    "The treaty was signed in Geneva on the fourth of March by Ambassador Ingrid Solheim, who had spent eleven years "
+    "persuading both governments to meet. The delegates arrived late, because snow had closed the mountain road, and the "
+    "hotel served soup until midnight. Nobody slept much. In the morning the ministers read the text aloud, argued about "
+    "two commas and a map, and finally asked for a pen. The photographers waited outside in the cold. When it was over, "
+    "the oldest minister thanked the waiters, the drivers and the translators, and said that the person to whom everybody "
+    "owed the treaty was Ambassador"
+)
+RECORDS = (ROOT / "results/2026-11-22-opt-1.3b", ROOT / "docs/demo/quality.json")
+
+
+def main() -> int:
+    """Draws all of them; returns the exit code of the last program that failed, 0 where none did."""
+    model = sys.argv[1]
+    FOLDER.mkdir(exist_ok=True)
+    _schedule(FOLDER / "schedule.svg")
+    with tempfile.TemporaryDirectory() as temporary:
+        run, records = Path(temporary) / "run.html", Path(temporary) / "records.html"
+        flags = ["--prompt", PROMPT, "--hh-ratio", "0.2", "--gen-len", "12", "--quiet", "--output", f"{temporary}/out.jsonl"]
+        code = program(["run", "--model", model, "--report", str(run), *flags])
+        code = code or program(["report", *map(str, RECORDS), "-o", str(records)])
+        if not code:
+            _photograph(run, records)
+    return code
+
+
+def _photograph(run: Path, records: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    chromium = shutil.which("chromium")
+    with sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for scheme, width in (("light", 1000), ("dark", 1000), ("light", 390)):
+            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            name = "narrow" if width < 500 else scheme
+            page.goto(run.as_uri())
+            _save(page, "#tokens", f"heavy-hitters-{name}.png")
+            _save(page, "#schedule", f"schedule-{name}.png")
+            page.goto(records.as_uri())
+            _save(page, "#throughput .figures >> nth=0", f"throughput-{name}.png")
+            _save(page, "#quality .figures >> nth=0", f"quality-{name}.png")
+        browser.close()
+
+
+def _save(page: Any, place: str, name: str) -> None:
+    """An element of a page as a PNG of 64 colours."""
+    path = FOLDER / name
+    page.locator(place).screenshot(path=path)
+    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
+
+
+def _schedule(path: Path) -> None:
+    """The first ticks of a block of two GPU batches, each load one tick ahead of its compute."""
+    from matplotlib.figure import Figure
+
+    config = known_config("opt-125m")
+    assert config is not None, "the sizes of opt-125m are shipped"
+    spec = spec_from_config(config, "opt-125m")
+    shape = ScheduleShape(spec.units, 2, 2, frozenset(unit.weights for unit in spec.units), frozenset(), frozenset())
+    ticks = [tick for _, tick in zip(range(10), zigzag(shape), strict=False)]
+    figure = Figure(figsize=(10, 2.6), layout="constrained")
+    axes: Any = figure.subplots()
+    lanes = {"load weights": 1, "compute": 0}
+    for at, tick in enumerate(ticks):
+        for task in tick.loads:
+            if task.kind is TaskKind.LOAD_WEIGHTS:
+                _box(axes, at, lanes["load weights"], spec.units[task.unit].name, "#c2480a")
+        if tick.compute is not None:
+            text = f"{spec.units[tick.compute.unit].name}\nbatch {tick.compute.batch}"
+            _box(axes, at, lanes["compute"], text, "#0b5cad")
+    axes.set(xlim=(0, len(ticks)), ylim=(-0.5, 1.5), xlabel="tick", yticks=list(lanes.values()), yticklabels=list(lanes))
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _box(axes: Any, at: int, lane: int, text: str, colour: str) -> None:
+    axes.barh(lane, 0.96, left=at, height=0.7, color=colour)
+    axes.text(at + 0.48, lane, text.replace("layers.", "layer "), ha="center", va="center", color="white", fontsize=7)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""A hook of mkdocs: the reference, made of the programs' flags and the docstrings of the public names."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import io
+from importlib import import_module
+from typing import Any
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the two pages, which are never on disk."""
+    from mkdocs.structure.files import File
+
+    for name, text in (("reference/commands.md", commands()), ("reference/python.md", python())):
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def commands() -> str:
+    """What each program says to --help."""
+    from h2o_flexgen.__main__ import PROGRAMS, main
+
+    parts = ["# Command line", "", "Each program is `h2o-flexgen NAME` and `python -m h2o_flexgen.NAME`."]
+    for name, text in PROGRAMS.items():
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            main([name, "--help"])
+        parts += ["", f"## {name}", "", f"{text[0].upper()}{text[1:]}.", "", "```text", said.getvalue().rstrip(), "```"]
+    return "\n".join(parts) + "\n"
+
+
+def python() -> str:
+    """The public names of the package: signatures and docstrings."""
+    package = import_module("h2o_flexgen")
+    parts = ["# Python", "", "`from h2o_flexgen import ...`"]
+    for name in sorted(set(package.__all__) - {"__version__"}):
+        parts += _described(name, getattr(package, name))
+    return "\n".join(parts) + "\n"
+
+
+def _described(name: str, thing: Any) -> list[str]:
+    parts = ["", f"## {name}", "", "```text", inspect.getdoc(thing) or "", "```"]
+    if dataclasses.is_dataclass(thing):
+        fields = [item for item in dataclasses.fields(thing) if not item.name.startswith("_")]
+        parts += ["", "| field | type |", "|---|---|", *(f"| `{item.name}` | `{_type(item.type)}` |" for item in fields)]
+    for member, value in inspect.getmembers(thing, lambda each: inspect.isfunction(each) or isinstance(each, property)):
+        text = inspect.getdoc(value)
+        if member.startswith("_") or not text:
+            continue
+        shown = member if isinstance(value, property) else f"{member}{inspect.signature(value)}"
+        parts += ["", f"### {name}.{member}", "", "```python", shown, "```", "", "```text", text, "```"]
+    return parts
+
+
+def _type(kind: Any) -> str:
+    return str(kind).replace("|", "\\|")

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Draws the pictures of README and docs/ anew, into docs/pictures/: pages of real runs, in a headless Chromium.
+# Needs Debian's chromium (`apt-get install chromium`) and fetches the small real model (scripts/real_model.sh).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/setup_env.sh test
+model=$(./scripts/real_model.sh)
+exec python -m benchmarks.pictures "$model"

@@ -1,0 +1,206 @@
+"""The page in a headless Chromium: it loads nothing, logs nothing, zooms, reacts, and assistive software can read it.
+
+Skipped without playwright and Debian's chromium: `apt-get install chromium` and `pip install playwright`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from h2o_flexgen.pages.reading import Material, read
+from h2o_flexgen.pages.whole import write_page
+from h2o_flexgen.schedule.timeline import Level, Row, Timeline
+from tests.pages.test_page import EVIL, evil_material
+from tests.pages.test_reading import RESULTS, ROOT
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")]
+
+Open = Callable[[Path], Any]
+SCORES = {
+    "heavy_hitters": 1,
+    "model": EVIL,
+    "eviction": {"name": "h2o"},
+    "windows": [None, 5],
+    "sequences": [
+        {
+            "tokens": [EVIL, *(f" word{number}" for number in range(8)), " answer"],
+            "prompt": 9,
+            "budget": {"heavy": 2, "recent": 2, "sinks": 0, "total": 4},
+            "scores": [[[5, 0, 3, 0, 4, 4, 0, 0, 0]], [[9, 0, 0, 1, 0, 2, 7, 0, 0]]],
+            "kept": [[[0, 4, 7, 8]], [[5, 6, 7, 8]]],
+        }
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as running:
+        # In a container root has no sandbox; the page is the test's own.
+        opened = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Open]:
+    """Opens a file; fails at the end if anything was logged, or asked of anyone else."""
+    seen: list[str] = []
+    context = browser.new_context(viewport={"width": 1100, "height": 800})
+
+    def go(path: Path) -> Any:
+        page = context.new_page()
+        page.on("console", lambda message: seen.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: seen.append(str(error)))
+        page.on(
+            "request", lambda asked: None if asked.url in (path.as_uri(), "about:blank") else seen.append(asked.url)
+        )
+        page.goto(path.as_uri())
+        return page
+
+    yield go
+    context.close()
+    assert seen == []
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with every section, part of it of hostile texts."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "records").mkdir()
+    material = evil_material(folder / "records")
+    for path in (RESULTS / "2026-11-22-opt-1.3b", ROOT / "docs/demo/quality.json"):
+        more = read([path])
+        material.runs += more.runs
+        material.qualities += more.qualities
+    material.add("scores", json.loads(json.dumps(SCORES)))
+    write_page(material, folder / "page.html")
+    return folder / "page.html"
+
+
+def wait_for(page: Any, text: str) -> None:
+    """Of a timeline's status. The page's policy lets nothing be evaluated in it again and again."""
+    playwright.expect(page.locator(".status").filter(has_text="Shown").first).to_contain_text(text, timeout=30_000)
+
+
+def struck(page: Any) -> list[int]:
+    """Positions of tokens that are shown as let go."""
+    found: list[int] = page.evaluate(
+        "[...document.querySelectorAll('.words span')].flatMap("
+        "(span, at) => span.className.includes('gone') && !span.hidden ? [at] : [])"
+    )
+    return found
+
+
+def test_hostile_text_stays_text_and_nothing_is_loaded(everything: Path, open_page: Open) -> None:
+    page = open_page(everything)
+    assert page.locator(".words span").first.text_content() == EVIL
+    assert page.locator("img").count() == 0
+    assert page.evaluate("document.querySelectorAll('canvas').length") >= 10
+
+
+def test_the_timeline_zooms_by_button_and_key(everything: Path, open_page: Open) -> None:
+    page = open_page(everything)
+    status = page.locator(".status").filter(has_text="Shown").first
+    assert status.text_content().startswith("Shown: 0 us to 5 s; 3 tasks")
+    page.get_by_role("button", name="Zoom in").click()
+    wait_for(page, "Shown: 1.25 s to 3.75 s")
+    place = page.locator("[role=application]")
+    place.focus()
+    place.press("ArrowRight")
+    wait_for(page, "Shown: 2.08 s to 4.58 s")
+    place.press("0")
+    wait_for(page, "Shown: 0 us to 5 s")
+
+
+def test_a_trace_is_saved_for_perfetto(everything: Path, open_page: Open) -> None:
+    page = open_page(everything)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save for Perfetto").click()
+    events = json.loads(Path(download.value.path()).read_text())["traceEvents"]
+    assert [(event["ts"], event["dur"]) for event in events if event["ph"] == "X"] == [
+        (0, 1_000_000),
+        (4_000_000, 1_000_000),
+        (2_000_000, 1_000_000),
+    ]
+
+
+def test_tokens_react_to_layer_budget_and_keys(everything: Path, open_page: Open) -> None:
+    page = open_page(everything)
+    layer, slider = page.get_by_role("combobox", name="Layer"), page.get_by_role("slider", name="Budget")
+    layer.select_option("0")
+    assert struck(page) == [1, 2, 3, 5, 6]  # of the equal scores of 4 and 5 the first stays
+    slider.fill("6")
+    assert struck(page) == [1, 3, 5]
+    slider.fill("9")
+    assert struck(page) == []
+    layer.select_option("1")
+    slider.fill("3")  # a window of 5: what has left it for the next query goes first
+    assert struck(page) == [0, 1, 2, 3, 4, 5]
+    slider.fill("4")  # as many as the window shows: no choice
+    assert struck(page) == [0, 1, 2, 3, 4]
+    page.get_by_label("as the run ended").check()
+    assert struck(page) == [0, 1, 2, 3, 4, 9]
+    words = page.locator(".words")
+    words.focus()
+    words.press("ArrowRight")
+    words.press("ArrowRight")
+    assert page.locator(".tokens .status").text_content().startswith("\u201c word0\u201d, position 1: score 0,")
+
+
+def test_the_theme_can_be_changed(everything: Path, open_page: Open) -> None:
+    page = open_page(everything)
+    colour = "getComputedStyle(document.body).backgroundColor"
+    before = page.evaluate(colour)
+    page.get_by_role("button", name="Dark or light").click()
+    assert page.evaluate(colour) != before
+    page.emulate_media(media="print")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_assistive_software_finds_nothing_serious(everything: Path, open_page: Open, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    page = open_page(everything)
+    page.emulate_media(color_scheme=scheme)
+    found = axe.Axe().run(page).response["violations"]
+    assert [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")] == []
+
+
+def test_a_phone_needs_no_scrolling_sideways(everything: Path, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": 360, "height": 700})
+    page.goto(everything.as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_a_hundred_thousand_events_and_two_hundred_records_open_at_once(tmp_path: Path, open_page: Open) -> None:
+    """In 3 s, and 50 MB; a machine that is busy may take a few times as long."""
+    count = 100_000
+    rows = tuple(
+        Row(f"layers.{at % 48}.mlp step {at // 48}", at * 1e-3, (at + 0.9) * 1e-3, ("compute", "disk->cpu")[at % 2])
+        for at in range(count)
+    )
+    levels = tuple(Level(at * 1e-3, "cpu", at) for at in range(0, count, 10))
+    Timeline(rows, levels, {"cpu": count}).write_chrome_trace(tmp_path / "trace.json")
+    line = (RESULTS / "2026-11-22-scaling-later" / "records.jsonl").read_text().splitlines()
+    (tmp_path / "runs.jsonl").write_text("\n".join(line[:200]))
+    assert write_page(read([tmp_path]), tmp_path / "page.html") < 50e6
+    begun = time.monotonic()
+    page = open_page(tmp_path / "page.html")
+    wait_for(page, "100,000 tasks as")
+    assert time.monotonic() - begun < 20
+    assert page.evaluate("performance.timing.loadEventEnd - performance.timing.navigationStart") > 0
+
+
+def test_an_empty_page_opens(tmp_path: Path, open_page: Open) -> None:
+    write_page(Material(), tmp_path / "page.html")
+    assert open_page(tmp_path / "page.html").locator("h1").text_content() == "h2o_flexgen: what was measured"
