@@ -42,7 +42,17 @@ def main() -> int:
     _schedule(FOLDER / "schedule.svg")
     with tempfile.TemporaryDirectory() as temporary:
         run, records = Path(temporary) / "run.html", Path(temporary) / "records.html"
-        flags = ["--prompt", PROMPT, "--hh-ratio", "0.2", "--gen-len", "12", "--quiet", "--output", f"{temporary}/out.jsonl"]
+        flags = [
+            "--prompt",
+            PROMPT,
+            "--hh-ratio",
+            "0.2",
+            "--gen-len",
+            "12",
+            "--quiet",
+            "--output",
+            f"{temporary}/out.jsonl",
+        ]
         code = program(["run", "--model", model, "--report", str(run), *flags])
         code = code or program(["report", *map(str, RECORDS), "-o", str(records)])
         if not code:
@@ -94,7 +104,9 @@ def _schedule(path: Path) -> None:
         if tick.compute is not None:
             text = f"{spec.units[tick.compute.unit].name}\nbatch {tick.compute.batch}"
             _box(axes, at, lanes["compute"], text, "#0b5cad")
-    axes.set(xlim=(0, len(ticks)), ylim=(-0.5, 1.5), xlabel="tick", yticks=list(lanes.values()), yticklabels=list(lanes))
+    axes.set(
+        xlim=(0, len(ticks)), ylim=(-0.5, 1.5), xlabel="tick", yticks=list(lanes.values()), yticklabels=list(lanes)
+    )
     axes.spines[["top", "right", "left"]].set_visible(False)
     figure.savefig(path, metadata={"Date": None})
 

@@ -45,7 +45,12 @@ def _described(name: str, thing: Any) -> list[str]:
     parts = ["", f"## {name}", "", "```text", inspect.getdoc(thing) or "", "```"]
     if dataclasses.is_dataclass(thing):
         fields = [item for item in dataclasses.fields(thing) if not item.name.startswith("_")]
-        parts += ["", "| field | type |", "|---|---|", *(f"| `{item.name}` | `{_type(item.type)}` |" for item in fields)]
+        parts += [
+            "",
+            "| field | type |",
+            "|---|---|",
+            *(f"| `{item.name}` | `{_type(item.type)}` |" for item in fields),
+        ]
     for member, value in inspect.getmembers(thing, lambda each: inspect.isfunction(each) or isinstance(each, property)):
         text = inspect.getdoc(value)
         if member.startswith("_") or not text:

@@ -48,6 +48,13 @@ COMMANDS: dict[str, str] = {
     "./scripts/test.sh": SCRIPT,
     "./scripts/test.sh fast": SCRIPT,
     "h2o-flexgen run --model demo": "h2o-flexgen run --model demo --gen-len 2",
+    "python -m h2o_flexgen.run --hh-ratio 0.2 --report run.html": (
+        "python -m h2o_flexgen.run --hh-ratio 0.2 --report run.html --gen-len 2 --num-prompts 1"
+    ),
+    "h2o-flexgen run --hh-ratio 0.2 --record-scores scores.json --trace trace.json --report run.html": (
+        "h2o-flexgen run --hh-ratio 0.2 --record-scores scores.json --trace trace.json --report run.html --gen-len 2"
+    ),
+    "h2o-flexgen report results/2026-11-22-opt-1.3b docs/demo/quality.json -o report.html": STARTED,
     "python -m h2o_flexgen.run": "python -m h2o_flexgen.run --gen-len 2",
     "python -m h2o_flexgen.run --model demo --weight-bits 4": (
         "python -m h2o_flexgen.run --model demo --weight-bits 4 --gen-len 2"
@@ -117,6 +124,7 @@ COMMANDS: dict[str, str] = {
     "scripts/opt30b.sh": SCRIPT,
     "scripts/paper_table.sh": SCRIPT,
     "scripts/peer_env.sh all": SCRIPT,
+    "scripts/pictures.sh": SCRIPT,
     "scripts/peer_env.sh deepspeed": SCRIPT,
     "scripts/peer_env.sh llamacpp": SCRIPT,
     "scripts/long_prompt.sh qwen2.5-0.5b 2": SCRIPT,
@@ -289,6 +297,7 @@ def asks_pytest(arguments: list[str], config: pytest.Config) -> None:
 
 
 # Scripts, in a copy of the tree
+
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Tree:

@@ -93,6 +93,7 @@ def test_busy_and_overlap_agree_with_counting_moments(raw: list[tuple[int, int, 
     assert timeline.overlap * timeline.span == pytest.approx(together)
     timeline.table()
 
+
 def test_memory_and_a_prediction_in_a_trace_file(tmp_path: Path) -> None:
     path, memory = tmp_path / "trace.json", (Level(9.0, "cpu", 64), Level(12.5, "cpu", 96))
     expected = Timeline((Row("layers.0.attn step 0 batch 0", 0.0, 2.0, "compute"),))
