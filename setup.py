@@ -9,7 +9,7 @@ PARQUET = ["pyarrow>=15"]
 TEST = ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-tqdm", "types-psutil"]
 STORED = ["compressed-tensors>=0.15", "gguf>=0.17"]  # what the tests have write quantised checkpoints
 REPORT = ["matplotlib>=3.8"]
-BROWSER = ["playwright>=1.49", "axe-playwright-python>=0.1.4"]  # what tests open pages with, in a chromium of the system's
+BROWSER = ["playwright>=1.49", "axe-playwright-python>=0.1.4"]  # with what tests open pages
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5"]
 TRITON = ["triton>=3.6; sys_platform == 'linux'"]  # on a GPU what its kernels are made with, in tests their interpreter
 

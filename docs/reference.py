@@ -1,4 +1,7 @@
-"""A hook of mkdocs: the reference, made of the programs' flags and the docstrings of the public names."""
+"""A hook of mkdocs: the reference, made of the programs' flags and the docstrings of the public names.
+
+Pictures among the results come with the site; links to other files of the project, which it has not, become plain text.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,14 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[1]
+_PICTURE = re.compile(r"!\[([^]]*)\]\(\.\./(results/[^)]+\.png)\)")
+_OUTSIDE = re.compile(r"(?<!!)\[([^]]*)\]\(\.\./[^)]*\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -16,7 +25,14 @@ def on_files(files: Any, config: Any) -> Any:
 
     for name, text in (("reference/commands.md", commands()), ("reference/python.md", python())):
         files.append(File.generated(config, name, content=text))
+    for name in sorted({name for path in ROOT.glob("docs/*.md") for _, name in _PICTURE.findall(path.read_text())}):
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """A page whose links lead to nothing but the site."""
+    return _OUTSIDE.sub(r"\1", _PICTURE.sub(r"![\1](\2)", markdown))
 
 
 def commands() -> str:
