@@ -69,6 +69,18 @@ def _best(to_come: torch.Tensor, positions: list[int], count: int, now: int, win
     return sorted(ranked[:count])
 
 
+def test_rows_that_keep_everything_were_not_watched() -> None:
+    foresight, (few, full) = Foresight(), [EvictionConfig("tova", budget=b).resolve(4, 4) for b in (5, 8)]
+    foresight.record(0, 0, torch.rand(1, 3, 7))
+    shape = CacheShape.of([few, full], 1, 4)
+    cache = KVCache(shape, [few, full], CeilingPolicy(foresight), layer=0, row_ids=[0, 1])
+    cache.attach(*shape.buffers(torch.float32))
+    cache.fill([0, 1], *torch.rand(2, 2, 1, 4, 4), torch.zeros(2, 1, 4))
+    for _ in range(3):
+        cache.attend(*torch.rand(3, 2, 1, 4), scale=0.5)
+    assert (cache.counts, cache.kept(1, 0)) == ([5, 7], list(range(7)))
+
+
 def test_it_is_there_for_measurements_alone() -> None:
     with ceiling():
         assert CEILING in SPLITS

@@ -51,6 +51,10 @@ class Foresight:
         sums = received.flip(1).cumsum(1).flip(1)
         self._to_come[layer, row] = torch.cat([sums, torch.zeros_like(sums[:, :1])], dim=1)
 
+    def knows(self, layer: int, row: int) -> bool:
+        """Whether a choice had to be made there."""
+        return (layer, row) in self._to_come
+
     def of(self, layer: int, row: int) -> Tensor:
         """(kv_heads, queries + 1, tokens): entry q is what the queries from number q on pay each token."""
         return self._to_come[layer, row]
@@ -85,6 +89,9 @@ class CeilingPolicy(RankedPolicy):
     def ranks(self, step: AttendedStep) -> Tensor:
         found = []
         for place, row in enumerate(step.tokens.row_ids.flatten().tolist()):
+            if not self._foresight.knows(step.tokens.layer, row):  # nothing of it ever goes: its budget is its length
+                found.append(torch.zeros_like(step.score[place]))
+                continue
             to_come = self._foresight.of(step.tokens.layer, row)
             # The first query of the continuation stands behind the context; positions end with the last query's.
             number = int(step.now[place]) + 1 - (to_come.shape[2] - to_come.shape[1] + 1)
