@@ -7,10 +7,13 @@ from setuptools import find_packages, setup
 SENTENCEPIECE = ["sentencepiece>=0.2", "protobuf>=4"]
 PARQUET = ["pyarrow>=15"]
 TEST = ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-tqdm", "types-psutil"]
+TEST += ["jsonschema>=4.20"]  # judges what a response_format made
 STORED = ["compressed-tensors>=0.15", "gguf>=0.17"]  # what the tests have write quantised checkpoints
+SCHEMAS = ["xgrammar>=0.2.8"]
 REPORT = ["matplotlib>=3.8"]
 BROWSER = ["playwright>=1.49", "axe-playwright-python>=0.1.4"]  # with what tests open pages
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5"]
+RAY = ["ray[data]>=2.40"]
 TRITON = ["triton>=3.6; sys_platform == 'linux'"]  # on a GPU what its kernels are made with, in tests their interpreter
 
 setup(
@@ -45,11 +48,13 @@ setup(
         "jinja2>=3.1",
     ],
     extras_require={
-        "test": [*TEST, *PARQUET, *STORED, *BROWSER, *DOCS, *REPORT, *SENTENCEPIECE, *TRITON],
+        "test": [*TEST, *PARQUET, *RAY, *STORED, *BROWSER, *DOCS, *REPORT, *SENTENCEPIECE, *SCHEMAS, *TRITON],
         "compare": ["accelerate>=1.0", "flexgen==0.1.8"],
         "parquet": PARQUET,
+        "ray": RAY,
         "report": REPORT,
         "docs": DOCS,
+        "schemas": SCHEMAS,
         "sentencepiece": SENTENCEPIECE,
         "gpu": TRITON,
     },

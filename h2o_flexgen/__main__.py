@@ -21,6 +21,7 @@ PROGRAMS = {
     "evaluate": "measure what eviction costs a model, in recall and in perplexity",
     "report": "make one page of what runs did: charts of records and traces, in a file that loads nothing",
     "bench": "compare this engine with others on the same work",
+    "doctor": "say what this machine offers, what is off and why, as a bug report needs it",
 }
 """The modules of the package that are programs, and what each does."""
 

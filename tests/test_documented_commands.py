@@ -35,7 +35,7 @@ from tests.script_tree import PYTHON, Tree
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-SMALLER = {"--gen-len", "--limit", "--context", "--recall", "--text", "--budget-s", "--num-prompts"}
+SMALLER = {"--gen-len", "--limit", "--context", "--recall", "--text", "--budget-s", "--num-prompts", "--json"}
 """Flags that a command may get beside those of the document, to take less time."""
 
 AS_DOCUMENTED = "run as documented"
@@ -55,6 +55,8 @@ COMMANDS: dict[str, str] = {
         "h2o-flexgen run --hh-ratio 0.2 --record-scores scores.json --trace trace.json --report run.html --gen-len 2"
     ),
     "h2o-flexgen report results/2026-11-22-opt-1.3b docs/demo/quality.json -o report.html": STARTED,
+    "h2o-flexgen run --json-schema person.json": AS_DOCUMENTED,
+    "h2o-flexgen doctor": "h2o-flexgen doctor --json",
     "python -m h2o_flexgen.run": "python -m h2o_flexgen.run --gen-len 2",
     "python -m h2o_flexgen.run --model demo --weight-bits 4": (
         "python -m h2o_flexgen.run --model demo --weight-bits 4 --gen-len 2"
@@ -364,6 +366,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "prompts.txt").write_text("The capital of France is\nTwo and two are\n")
     asked = {"method": "POST", "url": "/v1/completions", "body": {"model": "facebook/opt-6.7b", "prompt": "A word"}}
     (tmp_path / "requests.jsonl").write_text(json.dumps({"custom_id": "one", **asked}) + "\n")
+    (tmp_path / "person.json").write_text('{"type": "boolean"}')
     (tmp_path / "recall.jsonl").write_text('{"prompt": "The code is 12. Again, the code is", "answer": "12"}\n')
     (tmp_path / "text.txt").write_text("A sentence that is read and scored. " * 9)
     monkeypatch.chdir(tmp_path)

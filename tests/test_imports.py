@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "calibration": {"cost", "engine", "schedule", "checkpoint", "models", "cache", "memory", "kernels", "config"},
     "planning": {"engine", "cost", "calibration", "schedule", "config"},
     "evaluation": {"planning", "engine", "cache", "config"},
+    "ray": {"planning", "engine", "config"},
     "jobs": {"planning", "engine", "schedule", "config"},
     "baselines": {"planning", "engine", "schedule", "config"},
 }

@@ -20,6 +20,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
 from h2o_flexgen.config.hardware.profile import HardwareProfile, PlanningConfig, find_profile
 from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.errors import UsageError
 
@@ -81,8 +82,9 @@ def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str
 def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
     refuse_known(args)
     engine = engine_of(args, notes)
-    stops = {"stop_strings": tuple(checked_text(text, "--stop") for text in args.stop)}
-    sampling = from_namespace(SamplingParams, args, defaults=stops)
+    said: dict[str, Any] = {"stop_strings": tuple(checked_text(text, "--stop") for text in args.stop)}
+    said["response_format"] = None if args.json_schema is None else _form(args.json_schema)
+    sampling = from_namespace(SamplingParams, args, defaults=said)
     if sum((bool(args.prompt), args.prompts is not None, args.prompt_len is not None)) > 1:
         raise UsageError("--prompt, --prompts and --prompt-len are given together", "needed one of them")
     if args.chat and args.prompt_len is not None:
@@ -114,6 +116,19 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
         json=args.json,
         notes=tuple(notes),
     )
+
+
+def _form(path: str) -> ResponseFormat:
+    """The form that the JSON schema in a file describes. UsageError for a file that holds none."""
+    try:
+        schema = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return ResponseFormat.of_schema(schema)
+    except OSError as error:
+        raise UsageError(f"--json-schema {path}: {error.strerror}", "needed a readable file") from None
+    except UsageError as error:
+        raise error.reworded(lambda words: words.replace("the schema", f"--json-schema {path}: the schema")) from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--json-schema {path} is not JSON: {error}", "needed a JSON schema") from None
 
 
 def _path(text: str | None) -> Path | None:
@@ -276,6 +291,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends a sequence; may be given several times"
     )
+    work.add_argument("--json-schema", metavar="FILE", help="answers are JSON as the JSON schema in FILE describes it")
     work.add_argument(
         "--output",
         "--output-file",

@@ -99,6 +99,9 @@ def _given_prompts(arguments: RunArguments) -> list[Prompt] | None:
         prompts = list(demo_prompts())
     elif arguments.chat:
         raise UsageError("--chat is given, and there is nothing to answer", "needed --prompt TEXT or --prompts FILE")
+    elif arguments.sampling.response_format is not None:
+        found = "--json-schema is given, and random prompts are for measuring"
+        raise UsageError(found, "needed --prompt TEXT or --prompts FILE")
     else:
         return None
     prompts = prompts[: arguments.num_prompts]

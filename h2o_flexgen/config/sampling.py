@@ -9,6 +9,7 @@ from typing import Any
 
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.flags import option
+from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 
@@ -25,6 +26,8 @@ class SamplingParams:
     empty one means none does. `seed`: None means the engine's. `logprobs`: None, or how many of the likeliest tokens
     to report beside the chosen one (0: only the chosen). `max_time`: seconds of the call after which a sequence ends
     with its next token. `sequence_bias`: (token ids, what is added to the last one's logit), or a dict of these.
+    `response_format`: OpenAI's, a dict of the type json_schema, json_object or text: the text is such JSON, and an eos
+    ends it only where it is complete; needs the extra `schemas`.
     """
 
     max_new_tokens: int = option(
@@ -72,6 +75,7 @@ class SamplingParams:
     encoder_no_repeat_ngram_size: int = 0
     remove_invalid_values: bool = False
     renormalize_logits: bool = False
+    response_format: ResponseFormat | None = None
 
     def __post_init__(self) -> None:
         for name, value in _frozen(self).items():
@@ -79,6 +83,7 @@ class SamplingParams:
         self._check_counts()
         self._check_shares()
         self._check_tokens()
+        self._check_form()
         if not all(self.stop_strings):
             raise UsageError("stop_strings holds an empty string", "needed strings of one character or more")
         if self.num_return_sequences > 1 and not self.do_sample:
@@ -160,6 +165,12 @@ class SamplingParams:
             if forced and set(forced) <= set(self.suppress_tokens):
                 raise UsageError(f"suppress_tokens forbids what {name}={getattr(self, name)} wants")
 
+    def _check_form(self) -> None:
+        against = ("ignore_eos", "forced_bos_token_id", "forced_eos_token_id")
+        for name in against if self.response_format is not None else ():
+            if getattr(self, name) != _DEFAULTS[name]:
+                raise UsageError(f"{name}={getattr(self, name)} and a response_format", "needed one of the two")
+
     def _named_tokens(self) -> list[tuple[str, tuple[int, ...]]]:
         """Every list of token ids that must not be empty, with its setting's name; eos may be any number at all."""
         named = [("bad_words_ids", word) for word in self.bad_words_ids]
@@ -211,6 +222,7 @@ def _frozen(params: SamplingParams) -> dict[str, Any]:
     bias = params.sequence_bias or ()
     stops = params.stop_strings
     made: dict[str, Any] = {"stop_strings": (stops,) if isinstance(stops, str) else tuple(stops or ())}
+    made["response_format"] = ResponseFormat.read(params.response_format)
     try:
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             made[name] = tuple(getattr(params, name) or ())

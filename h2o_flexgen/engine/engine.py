@@ -29,6 +29,7 @@ from h2o_flexgen.engine.metrics.trace import ScoreLog, Trace
 from h2o_flexgen.engine.model import Model, open_model
 from h2o_flexgen.engine.requests.call_guard import CallGuard
 from h2o_flexgen.engine.requests.chat import Conversation, chat_prompts
+from h2o_flexgen.engine.requests.grammars import Grammars
 from h2o_flexgen.engine.requests.reader import Prompt, Request, RequestReader, workload_of
 from h2o_flexgen.engine.requests.sequence import RequestOutput, Score, Sequence
 from h2o_flexgen.engine.requests.tokenizer import text_of
@@ -78,6 +79,7 @@ class Engine:
             self.model.source.close()
             raise
         self._loaded: Loaded | None = None
+        self._grammars = Grammars(self.model.codec, self.model.spec.vocab_size)
         self._retry, self._guard = OomRetry(), CallGuard()
         self._decoder = Decoder(self.model.spec)
         self._pins = devices.open_gpu(self._devices)
@@ -209,6 +211,7 @@ class Engine:
     def close(self) -> None:
         """Gives memory, threads and files back. A second call does nothing."""
         self._guard.end()
+        self._grammars.close()
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             loaded.close()
@@ -324,7 +327,8 @@ class Engine:
         return devices.caps_of(self.config, self._pins, folder, there, partial(held_bytes, self._loaded))
 
     def _reader(self) -> RequestReader:
-        return RequestReader(self.model.spec, self.config.eviction, self.model.codec, self.config.seed)
+        model, config = self.model, self.config
+        return RequestReader(model.spec, config.eviction, model.codec, config.seed, self._grammars)
 
     def _output(self, row: Sequence) -> RequestOutput:
         return RequestOutput.of(row, None if self.model.dummy else text_of(self.model.codec, row))

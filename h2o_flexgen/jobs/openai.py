@@ -6,7 +6,6 @@ line's own.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -45,16 +44,15 @@ _SAMPLING = frozenset(
         "stop_token_ids",
         "skip_special_tokens",
         "logprobs",
+        "response_format",
     ]
 )
-_FORMED = frozenset({"response_format"} & {item.name for item in dataclasses.fields(SamplingParams)})
-"""Where the engine's sampling can hold a text to a form."""
-_COMMON = _SAMPLING | _FORMED | {"model", "stream", "user"}
+_COMMON = _SAMPLING | {"model", "stream", "user"}
 _FIELDS = {
     COMPLETIONS: _COMMON | {"prompt", "echo", "best_of", "suffix"},
     CHAT: _COMMON | {"messages", "max_completion_tokens", "top_logprobs"},
 }
-_LATER = ("response_format", "spans", "tools", "tool_choice", "functions", "stream_options")
+_LATER = ("spans", "tools", "tool_choice", "functions", "stream_options")
 """Fields that are known and refused by that, so that a reader does not look for a spelling mistake."""
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -213,11 +211,11 @@ class OpenAIFormat:
             "seed": seed % 2**63,
             "num_return_sequences": fields.whole("n", 1, 1, MOST_SAMPLES) if draws else 1,
             "stop_strings": _stops(fields.get("stop")) or typed.get("stop_strings", ()),
+            "response_format": fields.get("response_format"),
             "min_new_tokens": fields.whole("min_tokens", typed.get("min_new_tokens", 0)),
             "repetition_penalty": fields.number("repetition_penalty", typed.get("repetition_penalty", 1.0)),
             **self._ends(fields),
             **fields.biases(),
-            **{name: fields.get(name) for name in _FORMED},
         }
         top_k = fields.whole("top_k", typed.get("top_k", 0), -1)
         top_p, min_p = (fields.number(name, typed.get(name, usual)) for name, usual in (("top_p", 1.0), ("min_p", 0.0)))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from h2o_flexgen import LLM, EvictionConfig, SamplingParams
@@ -107,3 +108,19 @@ def test_a_job_goes_on_and_another_one_does_not(tmp_path: Path, model: Path, bat
 
 def _parsed(data: bytes) -> dict[str, dict[str, object]]:
     return {line["custom_id"]: line for line in map(json.loads, data.decode().splitlines())}
+
+
+def test_each_request_may_have_a_schema_of_its_own(tmp_path: Path, model: Path, batch: Batch) -> None:
+    schemas = [{"enum": ["yes", "no"]}, {"type": "boolean"}, None, {"type": "string", "pattern": "^[ab]{2}$"}]
+    bodies = [
+        {"prompt": "abc", "max_tokens": 12, "response_format": each and {"type": "json_schema", "json_schema": each}}
+        for each in (schema and {"schema": schema} for schema in schemas)
+    ]
+    file = write(tmp_path / "in.jsonl", *(request(f"r{i}", body) for i, body in enumerate(bodies)))
+    ran = batch("-i", file, "-o", tmp_path / "out.jsonl", "--model", model)
+    assert ran.code == 0, ran.err
+    for number, schema in enumerate(schemas):
+        (choice,) = results(tmp_path / "out.jsonl")[f"r{number}"]["response"]["body"]["choices"]
+        if schema is not None:
+            assert choice["finish_reason"] == "stop"
+            jsonschema.validate(json.loads(choice["text"]), schema)

@@ -7,6 +7,7 @@ import os
 import resource
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from operator import itemgetter
 from pathlib import Path, PurePath
@@ -109,6 +110,21 @@ def _own_groups() -> dict[str, str]:
         return {}
     fields = [line.split(":", 2) for line in lines if line.count(":") > 1]
     return {name: path.lstrip("/") for _, controllers, path in fields for name in controllers.split(",")}
+
+
+def cgroup_cpus() -> float | None:
+    """Processors that this process's control group may use, or one that it lies in; None without a limit."""
+    paths, shares = _own_groups(), list[float]()
+    for own in (PurePath(paths.get(name, ".")) for name in ("", "cpu")):
+        for path in (own, *own.parents):
+            with suppress(OSError, ValueError, ZeroDivisionError):
+                quota, period = (_CGROUPS / path / "cpu.max").read_text(encoding="ascii").split()
+                shares.append(int(quota) / int(period))
+            quota_of = _CGROUPS / "cpu" / path
+            quota_us, period_us = (_read_number(quota_of / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+            if quota_us and period_us:
+                shares.append(quota_us / period_us)
+    return min(shares, default=None)
 
 
 def _read_number(path: Path) -> int | None:

@@ -12,6 +12,7 @@ from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload, first_pass
+from h2o_flexgen.engine.requests.grammars import Grammar, Grammars
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
@@ -43,12 +44,14 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestReader:
-    """Makes sequences of prompts for one model. `codec` is None for a model without a tokenizer."""
+    """Makes sequences of prompts for one model. `codec` is None for a model without a tokenizer; `grammars` are for
+    texts that must have a form, which are refused without."""
 
     spec: ModelSpec
     eviction: EvictionConfig
     codec: TextCodec | None
     seed: int
+    grammars: Grammars | None = None
 
     def read(self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams]) -> list[Sequence]:
         """One sequence per prompt and sample, in order. UsageError naming the prompt where one cannot be run."""
@@ -174,7 +177,15 @@ class RequestReader:
             replays=self.eviction.split.replays and not budget.full,
             eos=_eos(params, self.spec),
             seed=self.seed if params.seed is None else params.seed,
+            grammar=self._grammar(params, f"prompt {index}"),
         )
+
+    def _grammar(self, params: SamplingParams, where: str) -> Grammar | None:
+        if params.response_format is None:
+            return None
+        if self.grammars is None:
+            raise UsageError(f"{where} has a response_format, which is not offered here")
+        return self.grammars.of(params.response_format, where)
 
 
 def _as_int(token: Any, where: str) -> int:

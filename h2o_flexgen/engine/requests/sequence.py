@@ -74,6 +74,10 @@ class Sequence:
     stop_string: str | None = None
     error: str | None = None
     hooks: Hooks | None = None
+    grammar: Any = field(default=None, repr=False)
+    """A Grammar where the text has a form (`response_format`)."""
+    guide: Any = field(default=None, repr=False)
+    """The sampler's: where the row is in its grammar."""
     chooser: Any = field(default=None, repr=False)
     """The sampler's state, kept from step to step; of its own types."""
     prepared: bool = field(default=False, repr=False)
@@ -125,7 +129,7 @@ class Sequence:
     def takes_likeliest(self) -> bool:
         """Whether its further tokens are the likeliest ones, and nothing else is asked of logits."""
         chooses = self.forced is not None or self.params.logprobs is not None or self._taken < len(self.fed)
-        return self.prepared and self.chooser is None and not chooses
+        return self.prepared and self.chooser is None and self.grammar is None and not chooses
 
     @property
     def finished(self) -> bool:
@@ -147,7 +151,7 @@ class Sequence:
         for kept in (self.token_ids, self.logprobs, self.top_logprobs, self.greedy, *recorded):
             if kept is not None:
                 kept.clear()
-        self.finish_reason = self.stop_string = self.error = self.chooser = self._generator = None
+        self.finish_reason = self.stop_string = self.error = self.chooser = self.guide = self._generator = None
         self.prepared, self._taken = False, 0
 
 

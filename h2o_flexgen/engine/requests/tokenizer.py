@@ -182,8 +182,8 @@ class TextCodec:
     """Encodes prompts and decodes new tokens.
 
     `encode` adds special tokens as the model wants them, `encode_bare` none; both read special tokens that are spelt
-    out in the text. `decode` leaves special tokens out. `transformed` is transformers' tokenizer, None where the light
-    library is enough.
+    out in the text. `decode` leaves special tokens out. `light` is the tokenizer of the library `tokenizers`, None
+    where there is none; `transformed` is transformers', None where the light library is enough.
     """
 
     def __init__(
@@ -192,8 +192,10 @@ class TextCodec:
         encode_bare: Callable[[str], list[int]],
         decode: Decode,
         transformed: Callable[[], Any] = lambda: None,
+        light: Any = None,
     ) -> None:
         self.encode, self.encode_bare, self.decode, self._transformed = encode, encode_bare, decode, transformed
+        self.light = light
 
     @cached_property
     def transformed(self) -> Any:
@@ -243,6 +245,7 @@ class TextCodec:
             lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids),
             lambda ids: str(tokenizer.decode(ids)),
             transformed,
+            tokenizer,
         )
 
     @classmethod
@@ -259,6 +262,7 @@ class TextCodec:
             lambda text: encode(text, special=False),
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
             lambda: tokenizer,
+            getattr(tokenizer, "backend_tokenizer", None),
         )
 
 
@@ -341,8 +345,11 @@ def _starts(cut: int, context: int) -> Iterator[int]:
 
 
 def _new_text(decode: Decode, row: Sequence) -> str:
-    prompt = _prompt(row)
-    return added_text(decode, [*prompt, *row.token_ids], len(prompt), len(prompt))
+    prompt, new = _prompt(row), row.token_ids
+    # A token that ends a text of some form may have a text of its own, which is no part of it.
+    if row.grammar is not None and new and new[-1] in row.eos:
+        new = new[:-1]
+    return added_text(decode, [*prompt, *new], len(prompt), len(prompt))
 
 
 def _prompt(row: Sequence) -> list[int]:

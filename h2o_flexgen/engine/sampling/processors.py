@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.engine.requests.grammars import only_allowed
 from h2o_flexgen.engine.requests.sequence import Hooks, Processor, Sequence
 
 NOTHING = float("-inf")
@@ -113,6 +114,8 @@ class Group:
             scores = penalise(self._usual.repetition_penalty, 0, ids, scores)
         if self._usual.eos:
             scores = scores.index_fill(1, self._eos, NOTHING)
+        if any(row.guide is not None for row in rows[part]):
+            scores = guided(rows[part], scores)
         for step in self._shaping:
             scores = step.apply(ids, scores)
         return pick(scores, rows[part] if self._usual.do_sample else None)
@@ -130,6 +133,11 @@ class Group:
             most = max(map(len, seen))
             self._ids = sent([ids + ids[:1] * (most - len(ids)) for ids in seen], self._device)
         self._known = wanted
+
+
+def guided(rows: SequenceOf[Sequence], scores: Tensor) -> Tensor:
+    """A copy of `scores` (n, vocab) that leaves the rows with a guide the tokens that their grammars go on with."""
+    return only_allowed(scores, [row.guide for row in rows])
 
 
 def pick(scores: Tensor, rows: SequenceOf[Sequence] | None) -> Tensor:
@@ -156,7 +164,10 @@ class Chooser:
         known = torch.tensor(context + row.token_ids, dtype=torch.int64)
         self._ids = torch.zeros(1, self._given + row.max_new_tokens, dtype=torch.int64, device=device)
         self._ids[0, : known.numel()] = known.to(device)
-        self._steps = [*_corrected(row, context, library, device), *_shaping(row.params, library, device)]
+        self._steps = _corrected(row, context, library, device)
+        if row.guide is not None:
+            self._steps.append(LogitsStep("", lambda ids, scores: guided([row], scores)))
+        self._steps += _shaping(row.params, library, device)
 
     def choose(self, row: Sequence, logits: Tensor) -> Tensor:
         """A token (1,) for `logits` (1, vocab) float32, which stay as they are; negative where none is allowed."""

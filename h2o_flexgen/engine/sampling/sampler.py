@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2o_flexgen.engine.requests.grammars import Guide
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.tokenizer import Decode, find_stop
-from h2o_flexgen.engine.sampling.processors import Chooser, Group, Library, Usual, sent
+from h2o_flexgen.engine.sampling.processors import Chooser, Group, Library, Usual, guided, pick, sent
 
 _CHUNK = 1 << 20  # log-probabilities that are alive at once
 
@@ -40,16 +41,18 @@ class Sampler:
     def step(self, rows: SequenceOf[Sequence], logits: Tensor) -> list[Sequence]:
         """`logits` (b, vocab) float32, one row per sequence. Returns the sequences that finished in this step."""
         self.start()
-        going, together, own = list[int](), dict[Usual, list[int]](), dict[int, Chooser]()
+        going, together, own, plain = list[int](), dict[Usual, list[int]](), dict[int, Chooser](), list[int]()
         for r, row in enumerate(rows):
             if row.finished or row.take_fed():
                 continue
             going.append(r)
-            chooser = self._chooser(row, logits.device)
+            chooser = self._chooser(row, logits)
             if isinstance(chooser, Usual):
                 together.setdefault(chooser, []).append(r)
             elif chooser is not None:
                 own[r] = chooser
+            elif row.guide is not None:
+                plain.append(r)
         asked = list(torch.max(logits, dim=-1))
         for usual, members in together.items():
             if usual not in self._groups:
@@ -58,6 +61,11 @@ class Sampler:
         best, tokens, *drawn = lists(asked)
         for members, chosen in zip(together.values(), drawn, strict=True):
             for r, token in zip(members, chosen, strict=True):
+                tokens[r] = token
+        # Most of the likeliest tokens are allowed; the scores of a row are masked only where its own is not.
+        if barred := [r for r in plain if _usable(rows[r], best[r]) and not rows[r].guide.allows(tokens[r])]:
+            allowed = guided([rows[r] for r in barred], _rows_of(logits, barred))
+            for r, (token,) in zip(barred, lists([pick(allowed, None).unsqueeze(1)])[0], strict=True):
                 tokens[r] = token
         own = {r: chooser for r, chooser in own.items() if _usable(rows[r], best[r])}
         if own:
@@ -71,12 +79,14 @@ class Sampler:
         self.start()
         return self._settle(rows, [r for r, row in enumerate(rows) if not row.finished], best, tokens, None)
 
-    def _chooser(self, row: Sequence, device: torch.device) -> Chooser | Usual | None:
+    def _chooser(self, row: Sequence, logits: Tensor) -> Chooser | Usual | None:
         """The chooser of `row` at this step, None where the largest logit is the answer, or none is asked for."""
         if not row.prepared:
             row.prepared = True
+            if row.grammar is not None:
+                row.guide = Guide(row, logits.shape[1])
             if row.forced is None:
-                row.chooser = Usual.of(row) or Chooser(row, self._library, device)
+                row.chooser = Usual.of(row) or Chooser(row, self._library, logits.device)
         if isinstance(row.chooser, Usual):
             row.chooser = row.chooser.after(len(row.token_ids))
         return row.chooser
@@ -97,6 +107,9 @@ class Sampler:
             if not _usable(row, best[r]):
                 row.finish_reason, row.error = "error", "the model produced logits that are not finite"
                 continue
+            if row.guide is not None and row.guide.error:
+                row.finish_reason, row.error = "error", row.guide.error
+                continue
             if row.forced is not None:
                 row.greedy.append(row.forced[len(row.token_ids)] == token)
                 token = row.forced[len(row.token_ids)]
@@ -108,6 +121,8 @@ class Sampler:
             _record_logprobs(rows, taken, logits)
         for r, token in taken.items():
             self._append(rows[r], token)
+        if guiding := [rows[r] for r in taken if rows[r].guide is not None and not rows[r].finished]:
+            guiding[0].guide.follow(guiding)
         return [rows[r] for r in going if rows[r].finished]
 
     def _append(self, row: Sequence, token: int) -> None:
@@ -122,6 +137,7 @@ class Sampler:
         params = row.params
         if row.forced is None:
             stopped = stopped or (token in row.eos and not params.ignore_eos)
+            stopped = stopped or (row.guide is not None and row.guide.ends_with(token))
             if params.stop_strings and self._decode is not None and not stopped:
                 row.stop_string = find_stop(self._decode, row)
             if stopped or row.stop_string is not None:

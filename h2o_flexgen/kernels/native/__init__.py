@@ -89,7 +89,7 @@ def why_not() -> str | None:
     """Why there are no native kernels here, in a few words; None where there are."""
     if os.environ.get("H2O_FLEXGEN_NATIVE", "1").lower() in ("0", "false", "no", "off"):
         return "H2O_FLEXGEN_NATIVE is 0"
-    if platform.system() != "Linux" or not {"avx2", "fma"} <= _cpu_flags():
+    if platform.system() != "Linux" or not {"avx2", "fma"} <= cpu_flags():
         return "the processor has no AVX2"
     if _compiler() is None:
         return "no C compiler was found"
@@ -98,7 +98,7 @@ def why_not() -> str | None:
 
 def has_matrix_unit() -> bool:
     """Whether the processor multiplies tiles of bfloat16 numbers (AMX), and shows it to this system."""
-    return "amx_bf16" in _cpu_flags()
+    return "amx_bf16" in cpu_flags()
 
 
 def _target() -> Path:
@@ -107,7 +107,7 @@ def _target() -> Path:
     assert compiler is not None, "`why_not` says so before"
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
     texts = [path.read_text(encoding="utf-8") for path in (*_sources(), *sorted(_FOLDER.glob("*.h")))]
-    facts = [*texts, version.stdout, *_flags(), *sorted(_cpu_flags())]
+    facts = [*texts, version.stdout, *_flags(), *sorted(cpu_flags())]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
     return _cache_folder() / f"kernels-{digest}.so"
 
@@ -145,7 +145,7 @@ def _flags() -> tuple[str, ...]:
     return (*_FLAGS, _SLOW_BF16) if "GenuineIntel" in _of_the_cpu("vendor_id") else _FLAGS
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
     return frozenset(_of_the_cpu("flags"))
 
 

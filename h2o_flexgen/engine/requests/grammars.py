@@ -1,0 +1,234 @@
+"""Texts that must have a form (`response_format`): their grammars, and which tokens may come next in each row.
+
+By the library xgrammar, the extra `schemas`, imported where the first form is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.config.response_format import ResponseFormat
+from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.engine.requests.tokenizer import TextCodec
+from h2o_flexgen.errors import UsageError
+
+_KEPT = 128
+"""Compiled grammars that are kept for prompts to come; each is a fraction of a MB."""
+_MOST_SPACES = 20
+"""White space in a row between two parts of JSON: without a bound, small models write nothing else."""
+_OBJECT = '{"type": "object"}'
+_SPACE = "\u2581"
+_CONTROL = bytes({*range(0x20)} - {*b"\r\n"})
+"""Bytes that JSON must escape, and that the library lets into strings whose length is bounded; tabs among them."""
+
+
+class Grammar:
+    """A form, compiled for a vocabulary as soon as `compiled` is done: xgrammar's CompiledGrammar.
+
+    `beside` runs what is to be done beside the computing, in order, on a thread of its own.
+    """
+
+    def __init__(self, compiled: Future[Any], beside: ThreadPoolExecutor) -> None:
+        self.compiled, self.beside = compiled, beside
+
+
+class Grammars:
+    """The grammars of one model, compiled once each on a thread. `close` stops the threads."""
+
+    def __init__(self, codec: TextCodec | None, vocab_size: int) -> None:
+        self._codec, self._size = codec, vocab_size
+        self._made: OrderedDict[ResponseFormat, Grammar] = OrderedDict()
+        self._pools: list[ThreadPoolExecutor] = []
+
+    def of(self, form: ResponseFormat, where: str) -> Grammar:
+        """The grammar of `form`. UsageError, which names `where`, for a schema that cannot be followed, a model
+        without a tokenizer, or one whose tokens have no text of their own."""
+        if form in self._made:
+            self._made.move_to_end(form)
+            return self._made[form]
+        library = _library()
+        schema = _OBJECT if form.schema is None else form.schema
+        try:
+            parsed = library.Grammar.from_json_schema(schema, strict_mode=form.strict, max_whitespace_cnt=_MOST_SPACES)
+        except RuntimeError as error:
+            # After the place in the library's own source.
+            why = str(error).strip().splitlines()[-1].rsplit(".cc:", 1)[-1].partition(": ")[2]
+            raise UsageError(f"{where}: the schema cannot be followed: {why or error}") from None
+        if self._codec is None or self._codec.light is None:
+            raise UsageError(f"{where} has a response_format, and this model has no tokenizer that it works with")
+        if not self._pools:
+            self._pools = [ThreadPoolExecutor(1, name) for name in ("grammars", "masks")]
+            self._pieces = token_bytes(self._codec.light, self._size)
+        compiled = self._pools[0].submit(lambda: self._compiler.compile_grammar(parsed))
+        grammar = self._made[form] = Grammar(compiled, self._pools[1])
+        if len(self._made) > _KEPT:
+            self._made.popitem(last=False)
+        return grammar
+
+    @cached_property
+    def _compiler(self) -> Any:
+        library = _library()
+        # Which tokens end a text is said row by row.
+        vocabulary = library.TokenizerInfo(self._pieces, vocab_size=self._size, stop_token_ids=[])
+        return library.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+
+    def close(self) -> None:
+        """Waits for what is under way."""
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
+        self._pools = []
+        self._made.clear()
+
+
+def _library() -> Any:
+    try:
+        import xgrammar
+    except ImportError:
+        raise UsageError(
+            "a response_format is given, and xgrammar cannot be imported",
+            change="pip install 'h2o_flexgen[schemas]'",
+        ) from None
+    return xgrammar
+
+
+def token_bytes(tokenizer: Any, size: int) -> list[bytes]:
+    """The bytes that each of `size` token ids adds to a text; empty for special tokens, which add none, and for those
+    with control characters, which JSON cannot hold.
+
+    tokenizer   of the library `tokenizers`. UsageError for one that neither spells bytes nor marks spaces
+    """
+    decoder = str(tokenizer.decoder.__getstate__(), "utf-8") if tokenizer.decoder is not None else "{}"
+    spell = _spelling(_types_in(json.loads(decoder)))
+    pieces = [b""] * size
+    for text, token in tokenizer.get_vocab(with_added_tokens=False).items():
+        if token < size:
+            pieces[token] = spell(text)
+    for token, added in tokenizer.get_added_tokens_decoder().items():
+        if token < size:
+            pieces[token] = b"" if added.special else added.content.encode()
+    return [b"" if any(byte in _CONTROL for byte in piece) else piece for piece in pieces]
+
+
+def _types_in(decoder: Any) -> set[str]:
+    """The types of a decoder and of those that it is made of."""
+    found = {str(decoder.get("type"))}
+    for part in decoder.get("decoders", ()):
+        found |= _types_in(part)
+    return found
+
+
+def _spelling(types: set[str]) -> Callable[[str], bytes]:
+    """From a token's name in the vocabulary to its bytes."""
+    if "ByteLevel" in types:
+        table = {letter: byte for byte, letter in enumerate(_byte_letters())}
+        # Names with other letters are texts that were added.
+        return lambda text: bytes(map(table.__getitem__, text)) if table.keys() >= set(text) else text.encode()
+    if types & {"ByteFallback", "Metaspace", "Replace"}:
+        bytes_of = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} if "ByteFallback" in types else {}
+        return lambda text: bytes_of.get(text) or text.replace(_SPACE, " ").encode()
+    if types == {"Fuse"}:
+        return str.encode
+    raise UsageError(f"response_format does not work with a tokenizer of the kind {'+'.join(sorted(types))}")
+
+
+def _byte_letters() -> list[str]:
+    """The letter that stands for each byte in vocabularies of bytes: itself if it is visible, else one from 256 on."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = iter(range(256, 512))
+    return [chr(byte if byte in seen else next(hidden)) for byte in range(256)]
+
+
+class Guide:
+    """One row's place in its grammar. Tokens are followed on a thread, beside the computing of the next step.
+
+    An eos is allowed where the text is complete, and nothing else where it cannot go on; a row without one ends as soon
+    as its text is complete.
+    """
+
+    def __init__(self, row: Sequence, vocab_size: int) -> None:
+        library = _library()
+        compiled, eos = row.grammar.compiled.result(), sorted(token for token in row.eos if token >= 0)
+        self._matcher = library.GrammarMatcher(
+            compiled, override_stop_tokens=eos or None, terminate_without_stop_token=not eos
+        )
+        self.ends_by_itself, self._error = not eos, ""
+        self._mask = library.allocate_token_bitmask(1, vocab_size)
+        self._words = self._mask.numpy()[0]
+        self._matcher.fill_next_token_bitmask(self._mask)
+        self._following: Future[None] | None = None
+
+    def _wait(self) -> None:
+        if self._following is not None:
+            self._following.result()
+            self._following = None
+
+    @property
+    def mask(self) -> Tensor:
+        """A bit for each token (1, vocab / 32) int32."""
+        self._wait()
+        return self._mask
+
+    @property
+    def error(self) -> str:
+        """Why the grammar cannot go on; empty where it can."""
+        self._wait()
+        return self._error
+
+    def allows(self, token: int) -> bool:
+        """Whether `token` may come next."""
+        self._wait()
+        return bool(self._words[token // 32] >> token % 32 & 1)
+
+    def take(self, token: int) -> None:
+        """The row has got `token`."""
+        try:
+            if not self._matcher.accept_token(token):
+                self._error = f"its grammar does not go on with token {token}"
+            elif not self._matcher.is_terminated():
+                self._matcher.fill_next_token_bitmask(self._mask)
+        except RuntimeError as error:  # one row's, not its neighbours'
+            self._error = f"its grammar failed at token {token}: {error}"
+
+    def ends_with(self, token: int) -> bool:
+        """Whether `token`, which the row has got, ends it; only of one that `ends_by_itself`, and takes it there."""
+        if not self.ends_by_itself:
+            return False
+        self.take(token)
+        return bool(self._matcher.is_terminated())
+
+    @staticmethod
+    def follow(rows: SequenceOf[Sequence]) -> None:
+        """Has the last tokens of `rows` taken on the thread beside the computing, unless they have been."""
+        taken = [(row.guide, row.token_ids[-1]) for row in rows if not row.guide.ends_by_itself]
+        if not taken:
+            return
+
+        def take() -> None:
+            for guide, token in taken:
+                guide.take(token)
+
+        following = rows[0].grammar.beside.submit(take)
+        for guide, _ in taken:
+            guide._following = following
+
+
+def only_allowed(scores: Tensor, guides: Iterable[Guide | None]) -> Tensor:
+    """`scores` (n, vocab) float32, those of tokens that their rows' grammars forbid at -inf; rows without a guide, and
+    the tensor given, stay as they are."""
+    guided = [(place, guide) for place, guide in enumerate(guides) if guide is not None]
+    if not guided:
+        return scores
+    places = torch.tensor([place for place, _ in guided]).to(scores.device, non_blocking=True)
+    masks = torch.cat([guide.mask for _, guide in guided]).to(scores.device, non_blocking=True)
+    chosen = scores.index_select(0, places)
+    _library().apply_token_bitmask_inplace(chosen, masks, vocab_size=scores.shape[1])
+    return chosen if len(guided) == scores.shape[0] else scores.index_copy(0, places, chosen)

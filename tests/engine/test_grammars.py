@@ -1,0 +1,220 @@
+"""Texts that must have a form: schemas that are refused; random texts of the others are valid by jsonschema."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+import xgrammar
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from h2o_flexgen.config.response_format import ResponseFormat
+from h2o_flexgen.engine.requests.grammars import Grammars
+from h2o_flexgen.engine.requests.tokenizer import TextCodec
+from h2o_flexgen.errors import UsageError
+
+END = 256
+CLOSING = (*b'"}]', END)
+MOST_BYTES = 300
+
+
+class Bytes:
+    """A tokenizer whose tokens are the bytes, as `token_bytes` reads one."""
+
+    class decoder:
+        @staticmethod
+        def __getstate__() -> bytes:
+            return b'{"type": "ByteFallback"}'
+
+    @staticmethod
+    def get_vocab(with_added_tokens: bool) -> dict[str, int]:
+        return {f"<0x{byte:02X}>": byte for byte in range(256)}
+
+    @staticmethod
+    def get_added_tokens_decoder() -> dict[int, Any]:
+        return {}
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    made = Grammars(TextCodec(list, list, str, light=Bytes()), END + 1)
+    yield made
+    made.close()
+
+
+def random_text(grammars: Grammars, form: ResponseFormat, seed: int) -> str | None:
+    """What a model that draws evenly among all allowed bytes writes; None where it does not come to an end."""
+    draw = random.Random(seed)
+    matcher = xgrammar.GrammarMatcher(grammars.of(form, "it").compiled.result(), override_stop_tokens=END)
+    mask, written = xgrammar.allocate_token_bitmask(1, END + 1), bytearray()
+    while len(written) < MOST_BYTES:
+        matcher.fill_next_token_bitmask(mask)
+        bits = mask.numpy()[0]
+        allowed = [token for token in range(END + 1) if bits[token // 32] >> token % 32 & 1]
+        # What closes a text comes often enough for some to be closed.
+        closing = [token for token in allowed if token in CLOSING]
+        token = draw.choice(closing if closing and draw.random() < 0.3 else allowed)
+        assert matcher.accept_token(token)
+        if token == END:
+            return written.decode()
+        written.append(token)
+    return None
+
+
+def names() -> st.SearchStrategy[str]:
+    return st.sampled_from(["a", "b", "name", "é", "x y", 'q"', "\\"])
+
+
+def leaves() -> st.SearchStrategy[Any]:
+    whole = st.integers(-20, 20)
+    numbers = st.fixed_dictionaries(
+        {"type": st.sampled_from(["integer", "number"])},
+        optional={"minimum": whole, "maximum": whole.map(lambda n: n + 41)},
+    )
+    beyond = st.fixed_dictionaries(
+        {"type": st.sampled_from(["integer", "number"])},
+        optional={"exclusiveMinimum": whole, "exclusiveMaximum": whole.map(lambda n: n + 50)},
+    )
+    multiples = st.fixed_dictionaries({"type": st.just("integer"), "multipleOf": st.integers(1, 12)})
+    lengths = st.fixed_dictionaries(
+        {"type": st.just("string")}, optional={"minLength": st.integers(0, 3), "maxLength": st.integers(3, 6)}
+    )
+    patterns = st.sampled_from(
+        ["^[a-z]{2,4}$", "^\\d{3}-\\d+$", "^(x|yy)+$", "b", "^a.c$", "^[^a]$", "^\\s$", "^\\S\\W\\D$", "^\\w*$", '^"$']
+    ).map(lambda pattern: {"type": "string", "pattern": pattern})
+    formats = st.sampled_from(["date", "uuid", "email", "ipv4", "date-time", "time", "uri", "hostname", "ipv6"]).map(
+        lambda form: {"type": "string", "format": form}
+    )
+    values = st.one_of(st.none(), st.booleans(), whole, st.floats(-9, 9), st.text(max_size=3), st.lists(whole))
+    consts = values.map(lambda value: {"const": value})
+    fixed = st.one_of(consts, st.lists(values, min_size=1).map(lambda several: {"enum": several}))
+    plain = st.sampled_from([{"type": "null"}, {"type": ["integer", "null", "boolean"]}, {"$ref": "#/$defs/d"}])
+    return st.one_of(numbers, beyond, multiples, lengths, patterns, formats, fixed, plain)
+
+
+def nested(parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    def of_object(properties: dict[str, Any]) -> st.SearchStrategy[Any]:
+        some = st.lists(st.sampled_from(sorted(properties)), unique=True) if properties else st.just([])
+        rest = st.one_of(st.booleans(), parts)
+        return st.fixed_dictionaries(
+            {"type": st.just("object"), "properties": st.just(properties), "required": some},
+            optional={"additionalProperties": rest, "maxProperties": st.integers(len(properties), 4)},
+        )
+
+    objects = st.dictionaries(names(), parts, max_size=3).flatmap(of_object)
+    arrays = st.fixed_dictionaries(
+        {"type": st.just("array"), "items": parts},
+        optional={"minItems": st.integers(0, 2), "maxItems": st.integers(2, 4)},
+    )
+    tuples = st.fixed_dictionaries(
+        {"type": st.just("array"), "prefixItems": st.lists(parts, min_size=1, max_size=2)},
+        optional={"items": st.one_of(st.booleans(), parts)},
+    )
+    named = st.fixed_dictionaries(
+        {"type": st.just("object"), "patternProperties": st.fixed_dictionaries({"^x[0-9]$": parts})},
+        optional={"additionalProperties": st.just(False)},
+    )
+    keys = st.just({"type": "object", "propertyNames": {"pattern": "^[ab]+$"}})
+    choices = st.lists(parts, min_size=1, max_size=3).map(lambda cases: {"anyOf": cases})
+    anything = st.sampled_from([{"type": "object"}, {"type": "array"}])
+    return st.one_of(objects, arrays, tuples, choices, named, keys, anything)
+
+
+SCHEMAS = st.recursive(leaves(), nested, max_leaves=6).map(
+    lambda schema: {**schema, "$defs": {"d": {"type": "string", "maxLength": 2}}}
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(SCHEMAS, st.booleans(), st.integers(0, 1 << 30))
+def test_random_texts_of_a_grammar_are_valid(grammars: Grammars, schema: Any, strict: bool, seed: int) -> None:
+    try:
+        form = ResponseFormat.of_schema(schema, strict)
+        text = random_text(grammars, form, seed)
+    except UsageError:
+        return
+    if text is not None:
+        jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    ({"not": {"type": "string"}}, "at # has 'not'"),
+    ({"type": "object", "properties": {"a": {"contains": {}}}}, "at #/properties/a has 'contains'"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"allOf": [{}, {}]}, "'allOf' with several"),
+    ({"type": "integer", "anyOf": [{"minimum": 3}]}, "'anyOf' beside 'type'"),
+    ({"$ref": "#/$defs/x", "minimum": 3, "$defs": {"x": {}}}, "'\\$ref' beside 'minimum'"),
+    ({"$ref": "http://example.com/schema"}, "the reference"),
+    ({"$ref": "#/$defs/none"}, "cannot be followed: .*none"),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "cases that may both hold"),
+    ({"type": "string", "const": 1}, "has the value 1"),
+    ({"type": "string", "enum": ["a", 1]}, "has the value 1"),
+    ({"minimum": 3}, "'minimum' and not the type number"),
+    ({"type": "string", "pattern": "a", "minLength": 2}, "'pattern' beside a length"),
+    ({"type": "string", "pattern": "(?=a)b"}, "the pattern"),
+    ({"type": "string", "pattern": 'say "x"'}, "the pattern"),
+    ({"type": "object", "properties": {}, "required": ["b"]}, "requires 'b'"),
+    ({"type": "strin"}, "cannot be followed: Unsupported type"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "cannot be followed: Invalid range"),
+    ({"properties": 3}, "has properties=3"),
+    ([], "is \\[\\]"),
+    (False, "cannot be followed"),
+    ({"a": float("nan")}, "not JSON"),
+    ({"title": "\ud800"}, "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("schema", "message"), REFUSED, ids=str)
+def test_schemas_that_no_grammar_can_promise_are_refused(grammars: Grammars, schema: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        grammars.of(ResponseFormat.of_schema(schema), "prompt 0")
+
+
+def test_deep_schemas_are_refused() -> None:
+    deep: Any = {}
+    for _ in range(100):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(UsageError, match="levels deep"):
+        ResponseFormat.of_schema(deep)
+    for _ in range(100_000):
+        deep = {"items": deep}
+    with pytest.raises(UsageError, match="not JSON"):
+        ResponseFormat.of_schema(deep)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "json_object",
+        {},
+        {"type": "xml"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"name": "x"}},
+        {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1.5}},
+    ],
+)
+def test_other_forms_are_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match="response_format"):
+        ResponseFormat.read(given)
+
+
+def test_cases_told_apart_by_a_tag_are_taken(grammars: Grammars) -> None:
+    cases = [
+        {"type": "object", "properties": {"kind": {"const": kind}, "x": {"type": part}}, "required": ["kind", "x"]}
+        for kind, part in (("a", "integer"), ("b", "boolean"))
+    ]
+    form = ResponseFormat.of_schema({"oneOf": cases})
+    texts = {random_text(grammars, form, seed) for seed in range(20)} - {None}
+    assert {json.loads(text or "")["kind"] for text in texts} == {"a", "b"}
+
+
+def test_grammars_are_compiled_once_per_schema(grammars: Grammars) -> None:
+    schema = {"type": "integer", "minimum": 17}
+    first = grammars.of(ResponseFormat.of_schema(schema), "a")
+    assert grammars.of(ResponseFormat.of_schema(dict(schema)), "b") is first
+    assert grammars.of(ResponseFormat.of_schema(schema, strict=False), "b") is not first

@@ -1,0 +1,97 @@
+"""JSON files with anything in them: indices, policies, profiles, schemas. Our errors, never others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from h2o_flexgen.checkpoint.files import Problems
+from h2o_flexgen.checkpoint.shards import find_shards
+from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile
+from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.response_format import ResponseFormat
+from h2o_flexgen.errors import H2OFlexGenError
+
+NUMBERS = st.one_of(st.integers(), st.sampled_from([-1, 0, 1, 2, 2**31, 2**63, 10**30]), st.floats())
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=8), st.sampled_from(["../x", "a\0b", "\ud800"])),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+def shards(value: Any, folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps(value))
+    problems = Problems()
+    if find_shards(str(folder), problems) is None:
+        assert problems.texts
+    with contextlib.suppress(H2OFlexGenError):
+        problems.raise_any(str(folder))
+
+
+def profile(value: Any, folder: Path) -> None:
+    (folder / "profile.json").write_text(json.dumps(value))
+    HardwareProfile.load(folder / "profile.json")
+
+
+READERS: dict[str, tuple[Callable[[Any, Path], object], dict[str, Any]]] = {
+    "index": (shards, {"metadata": {"total_size": 8}, "weight_map": {"a.weight": "model-00001-of-00001.safetensors"}}),
+    "policy": (lambda value, folder: OffloadPolicy.from_json(value), OffloadPolicy().to_json()),
+    "profile": (profile, find_profile("t4").to_json()),
+    "schema": (
+        lambda value, folder: ResponseFormat.of_schema(value),
+        {
+            "type": "object",
+            "properties": {"a": {"type": "string", "pattern": "^a$"}, "b": {"enum": [1, "x"]}},
+            "required": ["a"],
+            "oneOf": [{"type": "string"}, {"type": "integer", "minimum": 3}],
+            "items": {"prefixItems": [{"const": 3}]},
+        },
+    ),
+}
+
+
+def paths(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where every part of a JSON value is."""
+    within = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [before, *(path for key, part in within for path in paths(part, (*before, key)))]
+
+
+def changed(value: Any, path: tuple[Any, ...], how: str, other: Any) -> Any:
+    """`value` with the part at `path` replaced by `other`, taken out, or put beside itself under another name."""
+    if not path:
+        return other
+    copy = json.loads(json.dumps(value))
+    part = copy
+    for key in path[:-1]:
+        part = part[key]
+    if how == "removed":
+        del part[path[-1]]
+    elif how == "renamed" and isinstance(part, dict):
+        part[str(other)] = part.pop(path[-1])
+    else:
+        part[path[-1]] = other
+    return copy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", READERS)
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_any_change_is_taken_or_our_error(kind: str, tmp_path: Path, data: st.DataObject) -> None:
+    read, whole = READERS[kind]
+    value = whole
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(paths(value)))
+        value = changed(value, path, data.draw(st.sampled_from(["replaced", "removed", "renamed"])), data.draw(VALUES))
+        if not isinstance(value, dict):
+            break
+    with contextlib.suppress(H2OFlexGenError):
+        read(value, tmp_path)

@@ -1,0 +1,105 @@
+"""`h2o_flexgen.ray.Predictor`: as a function, and as actors of a real local Ray cluster, one of them killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.ray import COLUMNS, Predictor
+
+PROMPTS = ["abc", "a longer prompt", "Hello", "xyz"]
+
+
+@pytest.fixture(scope="module")
+def predictor(model: Path) -> Any:
+    made = Predictor(str(model), max_new_tokens=5)
+    yield made
+    made.close()
+
+
+def test_a_batch_gets_its_answers_as_the_engine_gives_them(model: Path, predictor: Predictor) -> None:
+    found = predictor({"prompt": np.array(PROMPTS, dtype=object), "name": np.arange(4)})
+    assert [*found] == ["prompt", "name", *COLUMNS]
+    with LLM(str(model)) as llm:
+        expected = llm.generate(PROMPTS, SamplingParams(max_new_tokens=5))
+    assert list(found["generated_text"]) == [output.text for output in expected]
+    assert list(found["generated_tokens"]) == [output.token_ids for output in expected]
+    assert list(found["error"]) == [None] * 4
+    ids = np.empty(1, dtype=object)
+    ids[0] = np.array(expected[0].prompt_ids)
+    assert list(predictor({"prompt": ids})["generated_tokens"]) == [expected[0].token_ids]
+
+
+def test_a_row_that_cannot_be_run_leaves_its_neighbours_alone(predictor: Predictor) -> None:
+    forms = [None, json.dumps({"type": "json_schema", "json_schema": {"schema": {"enum": ["ab"]}}}), "{", '{"type": 3}']
+    found = predictor({"prompt": ["abc", "de", "f", "g"], "response_format": forms})
+    assert [error is None for error in found["error"]] == [True, True, False, False]
+    assert found["finish_reason"][2] == "error"
+    assert found["generated_text"][1] == '"ab"'
+    far = predictor({"prompt": ["x" * 500, "abc"]})
+    assert [far["error"][1], "500" in far["error"][0] or "501" in far["error"][0]] == [None, True]
+
+
+def test_what_is_sampled_does_not_depend_on_the_division(model: Path) -> None:
+    made = Predictor(str(model), sampling={"max_new_tokens": 6, "do_sample": True}, seed=3)
+    whole = list(made({"prompt": PROMPTS})["generated_text"])
+    parts = [made({"prompt": PROMPTS[i : i + 2]})["generated_text"] for i in (2, 0)]
+    assert whole == [*parts[1], *parts[0]]
+    seeded = made({"prompt": ["abc"] * 3, "seed": np.array([1, 2, 1])})["generated_text"]
+    assert seeded[0] == seeded[2]
+    made.close()
+
+
+def test_settings_and_data_that_make_no_sense(model: Path, predictor: Predictor) -> None:
+    with pytest.raises(UsageError, match="has no key 'max_new_tokns'"):
+        Predictor(str(model), max_new_tokns=3)
+    with pytest.raises(UsageError, match="one answer"):
+        Predictor(str(model), do_sample=True, num_return_sequences=2)
+    with pytest.raises(UsageError, match="no column 'prompt'"):
+        predictor({"text": ["a"]})
+    with pytest.raises(UsageError, match="'error' already"):
+        predictor({"prompt": ["a"], "error": [None]})
+
+
+class Killed(Predictor):
+    """Ends its own process in the first batch that any actor gets, once."""
+
+    def __init__(self, flag: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._flag = Path(flag)
+
+    def __call__(self, batch: Any) -> dict[str, Any]:
+        try:
+            self._flag.touch(exist_ok=False)
+        except FileExistsError:
+            return {**super().__call__(batch), "worker": np.array([os.getpid()] * len(batch["prompt"]))}
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+
+@pytest.mark.slow
+def test_two_actors_of_a_cluster_one_of_them_killed(tmp_path: Path, model: Path) -> None:
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, _temp_dir=f"/tmp/ray-{os.getpid()}", logging_level="ERROR")
+    try:
+        prompts = [f"prompt {number}" for number in range(24)]
+        data = ray.data.from_items([{"id": number, "prompt": prompt} for number, prompt in enumerate(prompts)])
+        settings = {"model": str(model), "max_new_tokens": 4, "flag": str(tmp_path / "killed")}
+        answered = data.repartition(12).map_batches(
+            Killed, fn_constructor_kwargs=settings, batch_size=2, concurrency=2, num_cpus=1
+        )
+        rows = sorted(answered.take_all(), key=lambda row: row["id"])
+    finally:
+        ray.shutdown()
+    assert (tmp_path / "killed").exists()
+    with LLM(str(model)) as llm:
+        expected = [output.text for output in llm.generate(prompts, SamplingParams(max_new_tokens=4))]
+    assert [row["generated_text"] for row in rows] == expected
