@@ -78,6 +78,7 @@ COMMANDS: dict[str, str] = {
     ),
     "python -m benchmarks.eviction_cost --batches 8,32": STARTED,
     "scripts/eviction_lab.sh FOLDER": SCRIPT,
+    "python -m benchmarks.products": STARTED,
     "python -m h2o_flexgen.bench": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers,flexgen --model opt-1.3b --batch-size 8 "
