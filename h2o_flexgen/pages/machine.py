@@ -9,7 +9,7 @@ from typing import Any
 from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table
 from h2o_flexgen.pages.reading import Json, Material, Run, number_in, object_in
 from h2o_flexgen.pages.throughput import called, measured
-from h2o_flexgen.pages.traces import Stall, TraceFile, stalls, thinned
+from h2o_flexgen.pages.traces import KINDS, Stall, TraceFile, kind_of, stalls, thinned
 from h2o_flexgen.reporting.run_report import ARITHMETIC
 from h2o_flexgen.schedule.timeline import Level, Timeline
 from h2o_flexgen.units import format_bytes, format_rate, format_seconds
@@ -22,18 +22,6 @@ LEAST_STALL = 1e-3
 """Of the span: shorter gaps are not marked, but are counted."""
 LOOSE = 20
 """Caps of so many times what was used are not drawn: they would flatten everything else."""
-KINDS = ("attention", "MLP", "embedding and head", "weights", "KV cache", "hidden states", "experts", "other")
-
-
-def _kind(task: str) -> int:
-    """Which of KINDS a row is, by the words of its task."""
-    name = task.lower()
-    for word, kind in (
-        ("weights", 3), ("cache", 4), ("hidden", 5), ("expert", 6), (".attn", 0), (".mlp", 1), ("embed", 2), ("head", 2)
-    ):  # fmt: skip
-        if word in name:
-            return kind
-    return len(KINDS) - 1
 
 
 def schedule(material: Material) -> Chapter | None:
@@ -115,7 +103,7 @@ def _lanes(
                 [
                     micro(row.start - begun),
                     micro(row.end - row.start),
-                    _kind(row.task),
+                    kind_of(row),
                     names.setdefault(row.task, len(names)),
                 ]
                 for row in rows

@@ -89,7 +89,7 @@ def stalls(timeline: Timeline, least: float) -> list[Stall]:
     ends = [row.end for row in moved]
     found, until = list[Stall](), computed[0].end if computed else 0.0
     for row in computed:
-        if row.start - until >= least:
+        if row.start - until >= least and row.start > until:
             # Its end is seen a little after the thread that waited goes on, or before.
             slack = 0.05 * (row.start - until)
             inside = moved[bisect_left(ends, until) : bisect_right(ends, row.start + slack)]
@@ -101,13 +101,26 @@ def stalls(timeline: Timeline, least: float) -> list[Stall]:
 def _cause(last: Row | None) -> str:
     if last is None:
         return "no transfer ended meanwhile: choosing tokens, bookkeeping"
-    return f"waiting for {last.resource}: {_of(last.task)}"
+    return f"waiting for {last.resource}: {KINDS[kind_of(last)]}"
 
 
-def _of(task: str) -> str:
-    """The kind of a transfer, without which unit, step or batch it was for."""
-    words = task.split()
-    return " ".join(words[:2]) if words[:1] in (["load"], ["store"]) and len(words) > 1 else words[0] if words else task
+KINDS = ("attention", "MLP", "embedding and head", "weights", "KV cache", "hidden states", "experts", "other")
+_WORDS = (
+    ("weights", 3),
+    ("cache", 4),
+    ("hidden", 5),
+    ("expert", 6),
+    (".attn", 0),
+    (".mlp", 1),
+    ("embed", 2),
+    ("head", 2),
+)
+
+
+def kind_of(row: Row) -> int:
+    """Which of KINDS a row is, by the words of its task; on a link the name of a unit stands for its weights."""
+    kind = next((kind for word, kind in _WORDS if word in row.task.lower()), len(KINDS) - 1)
+    return 3 if kind < 3 and not is_compute(row.resource) else kind
 
 
 def thinned(rows: Sequence[Row], most: int) -> list[Row]:

@@ -33,7 +33,7 @@ def test_stalls_and_their_causes() -> None:
     found = stalls(Timeline(ROWS), 0.0)
     assert [(stall.start, stall.end) for stall in found] == [(1.0, 3.0), (4.0, 4.5)]
     assert [stall.cause for stall in found] == [
-        "waiting for disk->cpu: load_weights",
+        "waiting for disk->cpu: weights",
         "no transfer ended meanwhile: choosing tokens, bookkeeping",
     ]
     assert stalls(Timeline(()), 0.0) == []
