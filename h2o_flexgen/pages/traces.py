@@ -118,9 +118,9 @@ _WORDS = (
 
 
 def kind_of(row: Row) -> int:
-    """Which of KINDS a row is, by the words of its task; on a link the name of a unit stands for its weights."""
+    """Which of KINDS a row is, by the words of its task; on a link a group's own name stands for its weights."""
     kind = next((kind for word, kind in _WORDS if word in row.task.lower()), len(KINDS) - 1)
-    return 3 if kind < 3 and not is_compute(row.resource) else kind
+    return 3 if kind not in (3, 4, 5, 6) and not is_compute(row.resource) else kind
 
 
 def thinned(rows: Sequence[Row], most: int) -> list[Row]:
