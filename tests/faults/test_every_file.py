@@ -1,0 +1,67 @@
+"""Every file call of a run fails, once or from then on: the right exit code, and the next run works and tidies up."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.faulty_io import ALL, OPENS, READS, WRITES, FaultyIO, until_clean
+from tests.programs import Ran, Run, answers, left_in, write_model
+
+WORK = ("--prompt", "abc", "--prompt", "defg", "--gen-len", 3)
+PLACED = {
+    "loading": (),
+    "packing": ("--weights-placement", "disk", "--dtype", "bfloat16"),
+    "cache on disk": ("--cache-placement", "disk", "--gpu-batch-size", 1, "--num-gpu-batches", 2),
+}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("small") / "model", num_hidden_layers=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "lasting", "calls"),
+    [(errno.EIO, False, ALL), (errno.EIO, True, (*OPENS, *READS)), (errno.ENOSPC, True, (*OPENS, *WRITES))],
+    ids=["once", "broken from then on", "full from then on"],
+)
+@pytest.mark.parametrize("placed", PLACED.values(), ids=PLACED)
+def test_a_fault_at_every_call(
+    tmp_path: Path, small: Path, run: Run, placed: tuple[object, ...], code: int, lasting: bool, calls: tuple[str, ...]
+) -> None:
+    offload, output, expected = tmp_path / "offload", tmp_path / "answers.jsonl", tmp_path / "expected.jsonl"
+    arguments = ("--model", small, *placed, *WORK, "--offload-dir", offload, "--no-calibrate")
+    assert run(*arguments, "-o", expected).code == 0
+    ended: list[Ran] = []
+
+    def start() -> None:
+        shutil.rmtree(offload, ignore_errors=True)
+        output.unlink(missing_ok=True)
+        ended.append(run(*arguments, "-o", output))
+
+    def check(faults: FaultyIO) -> None:
+        ran = ended[-1]
+        assert ran.code in ((0, 4, 6) if faults.failed else (0,)), ran.err
+        assert "Traceback" not in ran.err
+        if ran.code == 0:
+            assert answers(output) == answers(expected)
+        else:
+            assert "error: " in ran.err
+        if faults.failed and offload.is_dir():
+            assert not list(offload.glob("packed-*/*.tmp"))
+            # What the failed run left serves the next one, is made anew, or is removed by it.
+            output.unlink(missing_ok=True)
+            assert run(*arguments, "-o", output).code == 0
+            assert answers(output) == answers(expected)
+            assert left_in(offload) == []
+
+    def make(n: int) -> FaultyIO:
+        return FaultyIO(small, offload, at=n, code=code, lasting=lasting, calls=calls)
+
+    assert until_clean(make, start, check) > 0
+    assert {ran.code for ran in ended[:-1]} & {4, 6}
