@@ -1,4 +1,4 @@
-"""What eviction cost: recall and perplexity against the budget, and perplexity along streams."""
+"""What eviction cost: recall and perplexity against the budget, suites of tasks, and perplexity along streams."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterator
 
 from h2o_flexgen.config.reports.quality import QualityReport, QualityRow, RecallTally, StreamReport
 from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table
-from h2o_flexgen.pages.reading import Json, Material
+from h2o_flexgen.pages.reading import Json, Material, model_name
 from h2o_flexgen.units import format_bytes, format_seconds
 
 
 def section(material: Material) -> Chapter | None:
     """The evaluations; None without one."""
+    suites: dict[tuple[str, str], list[Json]] = {}
+    for each in material.suites:
+        suites.setdefault((each.data["suite"], each.data["model"]), []).append(each.data)
     parts = [_quality(each.data) for each in material.qualities] + [_stream(each.data) for each in material.streams]
+    parts += [_suite(f"{model_name(model)}: suite {suite}", rows) for (suite, model), rows in suites.items()]
     if not parts:
         return None
     text = "Right answers and perplexity of a model with its KV cache at a budget; the full cache is a dashed level."
@@ -47,6 +51,45 @@ def _quality(report: QualityReport) -> Passage:
     return Passage(f"{report.model}: quality against budget", [text], figures, [Table("All rows", head, rows)])
 
 
+def _suite(title: str, rows: list[Json]) -> Passage:
+    """A figure for each task and metric, and all figures with their intervals as a table, increases only there."""
+    figures = []
+    shown = [row for row in rows if row["kind"] != "increase"]
+    for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in shown):
+        here = [row for row in shown if (row["task"], row["metric"]) == (task, metric)]
+        others = [row for row in here if row["policy"] != "full"]
+        points: dict[str, list[list[float]]] = {}
+        for row in others:
+            points.setdefault(row["policy"], []).append([row["budget"], row["value"]])
+        lines: list[Json] = [{"name": policy, "points": sorted(each)} for policy, each in points.items()]
+        ends = (min((row["budget"] for row in others), default=0.1), 1.0)
+        lines += [_level([[end, row["value"]] for end in ends]) for row in here if row["policy"] == "full"]
+        share = here[0]["kind"] == "share"
+        form = {"form": "percent", "min": 0, "max": 1} if share else {"free": True}
+        form["log"] = here[0]["kind"] == "perplexity"
+        axes = {"x": {"name": "KV budget", "log": True, "form": "percent"}, "y": {"name": metric, **form}}
+        name = f"{task}: {metric}"
+        label = f"{name}, against the budget: {', '.join(str(line['name']) for line in lines)}."
+        figures.append(Figure("lines", name, label, {**axes, "lines": lines}, height=24))
+    head = ["task", "metric", "policy", "budget", "value", "95 % interval", "n"]
+    cells = [
+        [row["task"], row["metric"], row["policy"], f"{row['budget']:.0%}", *_value(row), str(row.get("n", "-"))]
+        for row in rows
+    ]
+    return Passage(title, [], figures, [Table("All figures", head, cells)])
+
+
+def _level(points: list[list[float]]) -> Json:
+    """The full cache's line."""
+    return {"name": "full cache", "points": points, "dashed": True, "plain": True, "colour": 7}
+
+
+def _value(row: Json) -> list[str]:
+    """The value and its interval."""
+    form = {"share": "{:.0%}", "increase": "{:+.1%}"}.get(row["kind"], "{:.3g}").format
+    return [form(row["value"]), f"{form(row['low'])} to {form(row['high'])}"]
+
+
 def _asked(tally: RecallTally) -> int:
     return tally.long_cases or tally.cases
 
@@ -60,15 +103,7 @@ def _against_budget(
         points = sorted([row.ratio, y] for row in report.rows if row.policy == policy and (y := value(row)) is not None)
         if policy == "full" and points:
             ends = (min(ratios, default=0.1), max([*ratios, 1.0]))
-            lines.append(
-                {
-                    "name": "full cache",
-                    "points": [[end, points[0][1]] for end in ends],
-                    "dashed": True,
-                    "plain": True,
-                    "colour": 7,
-                }
-            )
+            lines.append(_level([[end, points[0][1]] for end in ends]))
         elif points:
             lines.append({"name": policy, "points": points})
     if not lines:

@@ -20,8 +20,8 @@ Json = dict[str, Any]
 NUMBERS = ("prefill_s", "decode_s", "prompt_tokens", "generated_tokens", "sequences")
 """What every run has, ours and others'."""
 KINDS = (
-    "needed a record of run, bench, search, evaluate or demo, a trace, a summary of bench, or recorded scores, as JSON "
-    "or JSON lines"
+    "needed a record of run, bench, search, evaluate (of a suite, too) or demo, a trace, a summary of bench, or "
+    "recorded scores, as JSON or JSON lines"
 )
 
 
@@ -52,6 +52,8 @@ class Material:
     plans: list[Sourced] = field(default_factory=list)
     qualities: list[Sourced] = field(default_factory=list)
     streams: list[Sourced] = field(default_factory=list)
+    suites: list[Sourced] = field(default_factory=list)
+    """A figure each: of a policy at a budget in a task."""
     traces: list[TraceFile] = field(default_factory=list)
     scores: list[Sourced] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
@@ -245,6 +247,17 @@ def _trace(material: Material, source: str, data: Json) -> None:
     material.traces.append(trace_of(data, source))
 
 
+def _of_a_suite(material: Material, source: str, data: Json) -> None:
+    for name in ("suite", "model", "policy", "task", "metric", "kind"):
+        if not isinstance(data.get(name), str):
+            raise UsageError(f"{source}: {name} is {data.get(name)!r}", "needed a text")
+    for name in ("budget", "value", "low", "high"):
+        value = data.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UsageError(f"{source}: {name} is {value!r}", "needed a number")
+    material.suites.append(Sourced(source, data))
+
+
 def _scores(material: Material, source: str, data: Json) -> None:
     material.scores.append(Sourced(source, data))
 
@@ -262,6 +275,7 @@ _KINDS: tuple[tuple[str, Known, Callable[[Material, str, Json], None]], ...] = (
         lambda data: "rows" in data and "recall_file" in data,
         _strict("qualities", QualityReport),
     ),
+    ("figure of a suite", lambda data: "suite" in data and "metric" in data, _of_a_suite),
     ("run", lambda data: "eviction" in data and "decode_s" in data, _run),
     ("policy file", lambda data: "made_for" in data, _policy_file),
     ("plan of search", lambda data: "predicted" in data and "policy" in data, _plan),

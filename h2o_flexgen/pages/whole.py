@@ -49,7 +49,7 @@ def _title(material: Material) -> str:
         str((run.record or run.data).get("model") or object_in(run.data, "settings", run.source).get("model", ""))
         for run in material.runs
     ]
-    names += [str(report.model) for report in reports]
+    names += [str(report.model) for report in reports] + [str(each.data["model"]) for each in material.suites]
     models = [model_name(name) for name in dict.fromkeys(names) if name]
     return (
         f"h2o_flexgen: {', '.join(models[:3])}{' and others' if len(models) > 3 else ''}"

@@ -31,6 +31,8 @@ def test_every_committed_record_of_a_kind_that_pages_show_is_read() -> None:
     assert material.streams
     summary = read([RESULTS / "2026-11-22-opt-1.3b" / "summary.json"])
     assert list(summary.summaries[0].data["systems"]) == ["h2o", "full", "transformers", "flexgen"]
+    suites = read([RESULTS / "2026-11-23-eviction-lab" / "real"]).suites
+    assert {each.data["suite"] for each in suites} == {"real"}
     quality = read([ROOT / "docs/demo/quality.json"]).qualities[0].data
     assert quality.model == "demo"
     left = read([ROOT / "docs/demo"]).files
@@ -64,6 +66,7 @@ def test_output_of_a_program_piped_into_a_file_is_lines(tmp_path: Path) -> None:
         ('{"traceEvents": [{"ph": "X", "ts": 0}]}', "event 0"),
         ('{"bench": 2, "systems": {"h2o": 1}}', r"systems\.h2o is 1"),
         ('{"full": 1, "evicted": 2}', "full is 1"),
+        ('{"suite": "s", "metric": "recall"}', "model is None"),
     ],
 )
 def test_what_is_malformed_is_one_error_that_names_the_file(tmp_path: Path, text: str, said: str) -> None:
