@@ -26,8 +26,9 @@ class SamplingParams:
     empty one means none does. `seed`: None means the engine's. `logprobs`: None, or how many of the likeliest tokens
     to report beside the chosen one (0: only the chosen). `max_time`: seconds of the call after which a sequence ends
     with its next token. `sequence_bias`: (token ids, what is added to the last one's logit), or a dict of these.
-    `response_format`: OpenAI's, a dict of the type json_schema, json_object or text: the text is such JSON, and an eos
-    ends it only where it is complete; needs the extra `schemas`.
+    `presence_penalty`, `frequency_penalty`, -2 to 2: OpenAI's, taken from the logit of each new token that is there
+    already, once, and as often as it is there. `response_format`: OpenAI's, a dict of the type json_schema, json_object
+    or text: the text is such JSON, and an eos ends it only where it is complete; needs the extra `schemas`.
     """
 
     max_new_tokens: int = option(
@@ -73,6 +74,8 @@ class SamplingParams:
     exponential_decay_length_penalty: tuple[int, float] | None = None
     encoder_repetition_penalty: float = 1.0
     encoder_no_repeat_ngram_size: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     remove_invalid_values: bool = False
     renormalize_logits: bool = False
     response_format: ResponseFormat | None = None
@@ -137,6 +140,8 @@ class SamplingParams:
     def _check_shares(self) -> None:
         for name in ("temperature", "repetition_penalty", "encoder_repetition_penalty"):
             _require_range(name, getattr(self, name), 0.0, math.inf)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require_range(name, getattr(self, name), -2.0, 2.0, closed=True)
         for name in ("top_p", "min_p", "epsilon_cutoff", "eta_cutoff"):
             _require_range(name, getattr(self, name), 0.0, 1.0, closed=True)
         _require_range("typical_p", self.typical_p, 0.0, 1.0)
@@ -198,6 +203,8 @@ _CORRECTIONS = (
     "exponential_decay_length_penalty",
     "encoder_repetition_penalty",
     "encoder_no_repeat_ngram_size",
+    "presence_penalty",
+    "frequency_penalty",
     "remove_invalid_values",
     "renormalize_logits",
 )

@@ -90,13 +90,13 @@ class OpenAIFormat:
                 raise Refused(f"the field {name!r} of the body {known}", "unsupported_field", param=name)
         fields = _Body(body)
         names = {self.model, self.model.rstrip("/").rpartition("/")[2]}
-        if fields.text("model") not in names:
+        if body.get("model") is not None and fields.text("model") not in names:
             found = f"model is {body.get('model')!r}, and this job runs {self.model}"
             raise Refused(found, "model_not_found", status=404, param="model")
         if fields.get("stream", False) is not False:
             raise Refused("stream must be false in a batch", param="stream")
         asked = self._chat(record, fields) if url == CHAT else self._completion(record, fields)
-        asked.body |= {"url": url, "model": body["model"], "custom_id": line["custom_id"]}
+        asked.body |= {"url": url, "model": body.get("model") or self.model, "custom_id": line["custom_id"]}
         return asked
 
     def answer(self, record: Record, asked: BatchRequest, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
@@ -214,6 +214,8 @@ class OpenAIFormat:
             "response_format": fields.get("response_format"),
             "min_new_tokens": fields.whole("min_tokens", typed.get("min_new_tokens", 0)),
             "repetition_penalty": fields.number("repetition_penalty", typed.get("repetition_penalty", 1.0)),
+            "presence_penalty": fields.number("presence_penalty", 0.0),
+            "frequency_penalty": fields.number("frequency_penalty", 0.0),
             **self._ends(fields),
             **fields.biases(),
         }
@@ -365,10 +367,7 @@ class _Body:
         return value
 
     def biases(self) -> dict[str, Any]:
-        """The settings for logit_bias and the two penalties; none where they do nothing."""
-        for name in ("presence_penalty", "frequency_penalty"):
-            if self.number(name, 0.0):
-                raise Refused(f"{name} is not supported", "unsupported_field", param=name)
+        """The setting for logit_bias; none where it does nothing."""
         biases = self.get("logit_bias", {})
         if not isinstance(biases, dict) or len(biases) > 1024:
             raise Refused("logit_bias is no object of up to 1024 tokens", param="logit_bias")

@@ -195,6 +195,20 @@ def test_greedy_repetition_penalty_and_min_new_tokens_equal_transformers() -> No
     assert sequence.finish_reason == "stop"
 
 
+def test_presence_and_frequency_penalties_count_new_tokens_alone() -> None:
+    prompt, logits = [3, 3, 4], torch.tensor([[0.0, 1.0, 2.0, 3.9, 4.0, 3.0]])
+    sequence, found = row(prompt, presence_penalty=0.5, frequency_penalty=0.25, ignore_eos=True), list[int]()
+    for _ in range(8):
+        scores = [
+            float(logits[0, token]) - 0.5 * (token in found) - 0.25 * found.count(token)
+            for token in range(logits.shape[1])
+        ]
+        found.append(scores.index(max(scores)))
+        Sampler().step([sequence], logits)
+    assert sequence.token_ids == found
+    assert {4, 3, 5} <= set(found)
+
+
 def test_draws_depend_on_seed_prompt_and_sample_alone() -> None:
     logits = torch.randn(1, 50)
     alone = draw(row(do_sample=True, seed=7, index=3), logits, 10)

@@ -237,6 +237,8 @@ def _corrections(row: Sequence, context: list[int], library: Library, device: to
     if params.repetition_penalty != 1.0:
         padding = row.hooks.padding if row.hooks else 0
         yield LogitsStep("RepetitionPenaltyLogitsProcessor", partial(penalise, params.repetition_penalty, padding))
+    if params.presence_penalty or params.frequency_penalty:
+        yield LogitsStep("", partial(lessen, params.presence_penalty, params.frequency_penalty, given))
     if params.no_repeat_ngram_size:
         yield make("NoRepeatNGramLogitsProcessor", params.no_repeat_ngram_size)
     if params.encoder_no_repeat_ngram_size:
@@ -304,6 +306,14 @@ def penalise(penalty: float, padding: int, ids: Tensor, scores: Tensor) -> Tenso
     seen = ids[:, padding:]
     values = scores.gather(1, seen)
     return scores.scatter(1, seen, torch.where(values < 0, values * penalty, values / penalty))
+
+
+def lessen(presence: float, frequency: float, given: int, ids: Tensor, scores: Tensor) -> Tensor:
+    """`scores` (b, vocab) less `presence` for each token in `ids` (b, n) after the first `given`, and less `frequency`
+    as often as it is there. As OpenAI's API describes the two penalties."""
+    new = ids[:, given:]
+    counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
+    return scores - frequency * counts - presence * (counts > 0)
 
 
 def forbid(tokens: Tensor, until: int, ids: Tensor, scores: Tensor) -> Tensor:
