@@ -1,8 +1,10 @@
-"""`h2o_flexgen.ray.Predictor`: what Ray Data calls with each batch."""
+"""`h2o_flexgen.ray.Predictor`: as a function, and as actors of a real local Ray cluster, one of them killed."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +67,41 @@ def test_settings_and_data_that_make_no_sense(model: Path, predictor: Predictor)
         predictor({"text": ["a"]})
     with pytest.raises(UsageError, match="'error' already"):
         predictor({"prompt": ["a"], "error": [None]})
+
+
+class Killed(Predictor):
+    """Ends its own process in the first batch that any actor gets, once."""
+
+    def __init__(self, flag: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._flag = Path(flag)
+
+    def __call__(self, batch: Any) -> dict[str, Any]:
+        try:
+            self._flag.touch(exist_ok=False)
+        except FileExistsError:
+            return {**super().__call__(batch), "worker": np.array([os.getpid()] * len(batch["prompt"]))}
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+
+@pytest.mark.slow
+def test_two_actors_of_a_cluster_one_of_them_killed(tmp_path: Path, model: Path) -> None:
+    ray = pytest.importorskip("ray")
+    place, here = f"/tmp/ray-{os.getpid()}", {"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}}
+    ray.init(num_cpus=2, include_dashboard=False, _temp_dir=place, logging_level="ERROR", runtime_env=here)
+    try:
+        prompts = [f"prompt {number}" for number in range(24)]
+        data = ray.data.from_items([{"id": number, "prompt": prompt} for number, prompt in enumerate(prompts)])
+        settings = {"model": str(model), "max_new_tokens": 4, "flag": str(tmp_path / "killed")}
+        # Less than a processor each: what reads the data needs one, too.
+        answered = data.map_batches(
+            Killed, fn_constructor_kwargs=settings, batch_size=2, concurrency=2, num_cpus=0.5
+        )
+        rows = sorted(answered.take_all(), key=lambda row: row["id"])
+    finally:
+        ray.shutdown()
+    assert (tmp_path / "killed").exists()
+    with LLM(str(model)) as llm:
+        expected = [output.text for output in llm.generate(prompts, SamplingParams(max_new_tokens=4))]
+    assert [row["generated_text"] for row in rows] == expected
