@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,22 +87,40 @@ class Killed(Predictor):
         raise AssertionError("unreachable")
 
 
+@pytest.fixture
+def limit() -> Iterator[Callable[[int], int]]:
+    """Raises TimeoutError in so many seconds: a cluster that waits for something would do so for ever."""
+
+    def expire(number: int, frame: object) -> None:
+        raise TimeoutError("Ray did not get ready in time")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    yield signal.alarm
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
 @pytest.mark.slow
-def test_two_actors_of_a_cluster_one_of_them_killed(tmp_path: Path, model: Path) -> None:
+def test_two_actors_of_a_cluster_one_of_them_killed(tmp_path: Path, model: Path, limit: Callable[[int], int]) -> None:
     ray = pytest.importorskip("ray")
     place, here = f"/tmp/ray-{os.getpid()}", {"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}}
-    ray.init(num_cpus=2, include_dashboard=False, _temp_dir=place, logging_level="ERROR", runtime_env=here)
+    limit(90)
+    try:
+        ray.init(num_cpus=2, include_dashboard=False, _temp_dir=place, logging_level="ERROR", runtime_env=here)
+    except (TimeoutError, ray.exceptions.RayError, RuntimeError, OSError) as error:
+        pytest.skip(f"a local cluster does not start here: {error}")
+    limit(240)
     try:
         prompts = [f"prompt {number}" for number in range(24)]
         data = ray.data.from_items([{"id": number, "prompt": prompt} for number, prompt in enumerate(prompts)])
         settings = {"model": str(model), "max_new_tokens": 4, "flag": str(tmp_path / "killed")}
         # Less than a processor each: what reads the data needs one, too.
-        answered = data.map_batches(
-            Killed, fn_constructor_kwargs=settings, batch_size=2, concurrency=2, num_cpus=0.5
-        )
+        answered = data.map_batches(Killed, fn_constructor_kwargs=settings, batch_size=2, concurrency=2, num_cpus=0.5)
         rows = sorted(answered.take_all(), key=lambda row: row["id"])
     finally:
+        limit(0)
         ray.shutdown()
+        shutil.rmtree(place, ignore_errors=True)
     assert (tmp_path / "killed").exists()
     with LLM(str(model)) as llm:
         expected = [output.text for output in llm.generate(prompts, SamplingParams(max_new_tokens=4))]
