@@ -29,12 +29,14 @@ from h2o_flexgen.units import MIB
 
 PACKAGES = (
     *("h2o_flexgen", "torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub", "pulp"),
-    *("highspy", "psutil", "triton", "xgrammar", "ray", "sentencepiece", "matplotlib", "accelerate", "flexgen"),
+    *("highspy", "psutil", "triton", "xgrammar", "ray", "sentencepiece", "pyarrow", "matplotlib"),
+    *("accelerate", "flexgen"),
 )
 EXTRAS = {
     "xgrammar": ("JSON schemas (response_format, --json-schema)", "schemas"),
     "ray": ("Ray Data (h2o_flexgen.ray)", "ray"),
     "sentencepiece": ("tokenizers that are only a tokenizer.model", "sentencepiece"),
+    "pyarrow": ("files of requests in Parquet (batch --format parquet)", "parquet"),
     "matplotlib": ("pictures of reports", "report"),
 }
 """Packages that a feature needs: the feature, and the extra that installs them."""
