@@ -2,7 +2,7 @@
 
     python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model opt-30b --hh-ratio 0.2
 
-Messages go to stderr; the last line of stdout is one JSON object, unless stdout is a terminal.
+What was done goes to stdout, whose last line is one JSON object unless it is a terminal; messages go to stderr.
 """
 
 from __future__ import annotations

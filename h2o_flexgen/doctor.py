@@ -12,7 +12,7 @@ from typing import Any
 
 import h2o_flexgen
 from h2o_flexgen.cli.parser import Parser
-from h2o_flexgen.cli.program import program, write_result
+from h2o_flexgen.cli.program import add_json, program, write_result
 from h2o_flexgen.config.flags import called
 from h2o_flexgen.units import format_bytes, format_rate
 
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None) -> int:
     """Runs the program; returns its exit code."""
     parser = Parser(prog=called("doctor"), description="Says what this machine offers, and which features are off.")
     parser.add_argument("--offload-dir", "--offload-folder", metavar="DIR", help="the folder that runs would use")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    add_json(parser)
     args = parser.parse_args(argv)
     # torch takes seconds to import: --help does without it.
     from h2o_flexgen.calibration.checkup import checkup

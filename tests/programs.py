@@ -145,9 +145,9 @@ class Child:
         folder: Path,
         *arguments: object,
         before: Callable[[], object] = lambda: None,
-        program: Callable[[list[str]], int] = main,
+        program: Callable[[list[str]], int] | None = None,
     ) -> None:
-        self._program = program
+        self._program = program or main
         self._files = [folder / "stdout", folder / "stderr"]
         sys.stdout.flush()
         sys.stderr.flush()

@@ -138,11 +138,15 @@ def commands(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> di
     monkeypatch.setitem(SYSTEMS._items, "theirs", theirs)
     (tmp_path / "recall.jsonl").write_text('{"prompt": "a question", "answer": "b"}\n')
     (tmp_path / "text.txt").write_text("some text to be scored " * 20)
+    (tmp_path / "lines.txt").write_text("abc\nde\n")
+    job = ["-i", tmp_path / "lines.txt", "-o", tmp_path / "answers.jsonl", "--format", "text", "--overwrite"]
     quality = PACKAGE.parent / "docs/demo/quality.json"
     lengths = ["--prompt-len", 8, "--gen-len", 4]
     evaluated = ["--recall", tmp_path / "recall.jsonl", "--text", tmp_path / "text.txt", "--context", 20, "--limit", 1]
     return {
         "run": (["--model", model, "--prompt", "abc", "-n", 3], ">>> "),
+        "batch": (["--model", model, *job, "-n", 3], "2 requests in "),
+        "doctor": ([], "limits"),
         "demo": (["--model", model, "--gen-len", 3], "time, prefill and decode"),
         "search": (["--model", "opt-125m", "--hardware", "t4", "--num-prompts", 4, *lengths], "cpu   in all"),
         "calibrate": (["--model", model, "--budget-s", 0.01], "TFLOP/s by rows"),

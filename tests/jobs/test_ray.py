@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -125,3 +127,33 @@ def test_two_actors_of_a_cluster_one_of_them_killed(tmp_path: Path, model: Path,
     with LLM(str(model)) as llm:
         expected = [output.text for output in llm.generate(prompts, SamplingParams(max_new_tokens=4))]
     assert [row["generated_text"] for row in rows] == expected
+
+
+def test_the_documented_lines_run_on_data_of_one_batch(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Ray's dataset replaced by one that calls the class itself; what it is given is what Ray's takes."""
+    ray = pytest.importorskip("ray")
+
+    written: dict[str, Any] = {}
+
+    class Answers:
+        def __init__(self, columns: dict[str, Any]) -> None:
+            self.columns = columns
+
+        def map_batches(self, made: Any, **settings: Any) -> Answers:
+            inspect.signature(ray.data.Dataset.map_batches).bind(self, made, **settings)
+            predictor = made(**{**settings["fn_constructor_kwargs"], "max_new_tokens": 3})
+            try:
+                return Answers(predictor(self.columns))
+            finally:
+                predictor.close()
+
+        def write_parquet(self, folder: str) -> None:
+            written[folder] = self.columns
+
+    monkeypatch.setattr(ray.data, "read_parquet", lambda path: Answers({"prompt": ["abc", "de"]}))
+    text = (Path(__file__).parents[2] / "docs/ray.md").read_text(encoding="utf-8")
+    (block,) = re.findall("```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(block.replace("facebook/opt-6.7b", str(model)), "ray.md", "exec"), {})
+    assert list(written["answers"]["error"]) == [None, None]

@@ -13,7 +13,7 @@ import h2o_flexgen
 from h2o_flexgen.cli.batch.arguments import BatchArguments
 from h2o_flexgen.cli.generate import EXIT_SOME_FAILED, engine_settings
 from h2o_flexgen.cli.planning import let_calibrate, plan_text
-from h2o_flexgen.cli.program import ProgramExit, print_error, write_json
+from h2o_flexgen.cli.program import ProgramExit, print_error, write_json, write_result
 from h2o_flexgen.cli.progress import JobProgress
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.errors import UsageError
@@ -164,12 +164,12 @@ def _require_faultless(job: Job) -> None:
 
 
 def _report(arguments: BatchArguments, job: Job, summary: Summary, llm: LLM) -> None:
-    """What was done on stderr, and the JSON object."""
+    """What was done, and the JSON object."""
     if not arguments.quiet:
         done = summary.ok + summary.failed
         rate = f", {summary.generated_tokens / summary.seconds:,.0f} new tokens/s" if summary.seconds else ""
         before = f", {summary.before:,} before" if summary.before else ""
-        print_error(f"{done:,} requests in {summary.seconds:,.1f} s{rate}{before}")
+        write_result(f"{done:,} requests in {summary.seconds:,.1f} s{rate}{before}\n")
     if job.failed:
         print_error(f"{job.failed:,} of {summary.requests:,} requests failed; --retry-failed runs them again")
     record = llm.last_record
