@@ -9,6 +9,12 @@ from h2o_flexgen.pages.page import Chapter, Figure, Passage, Table
 from h2o_flexgen.pages.reading import Json, Material, model_name
 from h2o_flexgen.units import format_bytes, format_seconds
 
+_FORMS: dict[str, Json] = {
+    "share": {"form": "percent", "min": 0, "max": 1},
+    "perplexity": {"log": True, "free": True},
+}
+"""Axes of what is measured, by its kind."""
+
 
 def section(material: Material) -> Chapter | None:
     """The evaluations; None without one."""
@@ -25,7 +31,12 @@ def section(material: Material) -> Chapter | None:
 
 def _quality(report: QualityReport) -> Passage:
     tallies = report.rows[0].recall if report.rows else ()
-    figures: list[Figure] = []
+    figures = list[Figure]()
+
+    def draw(title: str, name: str, kind: str, value: Callable[[QualityRow], float | None]) -> None:
+        points = [(row.policy, row.ratio, y) for row in report.rows if (y := value(row)) is not None]
+        figures.extend(_against_budget(title, points, {"name": name, **_FORMS[kind]}))
+
     for place, tally in enumerate(tallies):
 
         def shown(row: QualityRow, place: int = place) -> float | None:
@@ -35,9 +46,9 @@ def _quality(report: QualityReport) -> Passage:
             return row.recall[place].later if place < len(row.recall) else None
 
         kind = tally.kind or "recall"
-        figures += _against_budget(report, f"{kind}: asked in the prompt, {_asked(tally)} answers", shown, True)
-        figures += _against_budget(report, f"{kind}: asked after eviction, {tally.later_cases} answers", later, True)
-    figures += _against_budget(report, "perplexity of held-out text", lambda row: row.perplexity, False)
+        draw(f"{kind}: asked in the prompt, {_asked(tally)} answers", "right answers", "share", shown)
+        draw(f"{kind}: asked after eviction, {tally.later_cases} answers", "right answers", "share", later)
+    draw("perplexity of held-out text", "perplexity", "perplexity", lambda row: row.perplexity)
     head = ["policy", "budget", "right answers", "perplexity", "KV cache", "seconds"]
     rows = []
     for row in report.rows:
@@ -53,35 +64,19 @@ def _quality(report: QualityReport) -> Passage:
 
 def _suite(title: str, rows: list[Json]) -> Passage:
     """A figure for each task and metric, and all figures with their intervals as a table, increases only there."""
-    figures = []
+    figures = list[Figure]()
     shown = [row for row in rows if row["kind"] != "increase"]
     for task, metric in dict.fromkeys((row["task"], row["metric"]) for row in shown):
         here = [row for row in shown if (row["task"], row["metric"]) == (task, metric)]
-        others = [row for row in here if row["policy"] != "full"]
-        points: dict[str, list[list[float]]] = {}
-        for row in others:
-            points.setdefault(row["policy"], []).append([row["budget"], row["value"]])
-        lines: list[Json] = [{"name": policy, "points": sorted(each)} for policy, each in points.items()]
-        ends = (min((row["budget"] for row in others), default=0.1), 1.0)
-        lines += [_level([[end, row["value"]] for end in ends]) for row in here if row["policy"] == "full"]
-        share = here[0]["kind"] == "share"
-        form = {"form": "percent", "min": 0, "max": 1} if share else {"free": True}
-        form["log"] = here[0]["kind"] == "perplexity"
-        axes = {"x": {"name": "KV budget", "log": True, "form": "percent"}, "y": {"name": metric, **form}}
-        name = f"{task}: {metric}"
-        label = f"{name}, against the budget: {', '.join(str(line['name']) for line in lines)}."
-        figures.append(Figure("lines", name, label, {**axes, "lines": lines}, height=24))
+        form = _FORMS.get(here[0]["kind"], {"free": True})
+        points = [(row["policy"], row["budget"], row["value"]) for row in here]
+        figures += _against_budget(f"{task}: {metric}", points, {"name": metric, **form})
     head = ["task", "metric", "policy", "budget", "value", "95 % interval", "n"]
     cells = [
         [row["task"], row["metric"], row["policy"], f"{row['budget']:.0%}", *_value(row), str(row.get("n", "-"))]
         for row in rows
     ]
     return Passage(title, [], figures, [Table("All figures", head, cells)])
-
-
-def _level(points: list[list[float]]) -> Json:
-    """The full cache's line."""
-    return {"name": "full cache", "points": points, "dashed": True, "plain": True, "colour": 7}
 
 
 def _value(row: Json) -> list[str]:
@@ -94,32 +89,21 @@ def _asked(tally: RecallTally) -> int:
     return tally.long_cases or tally.cases
 
 
-def _against_budget(
-    report: QualityReport, title: str, value: Callable[[QualityRow], float | None], share: bool
-) -> Iterator[Figure]:
-    lines: list[Json] = []
-    ratios = [row.ratio for row in report.rows if row.policy != "full"]
-    for policy in dict.fromkeys(row.policy for row in report.rows):
-        points = sorted([row.ratio, y] for row in report.rows if row.policy == policy and (y := value(row)) is not None)
-        if policy == "full" and points:
-            ends = (min(ratios, default=0.1), max([*ratios, 1.0]))
-            lines.append(_level([[end, points[0][1]] for end in ends]))
-        elif points:
-            lines.append({"name": policy, "points": points})
-    if not lines:
-        return
-    form = {"form": "percent", "min": 0, "max": 1} if share else {"log": True, "free": True}
-    yield Figure(
-        "lines",
-        title,
-        f"{title}, against the budget: {', '.join(line['name'] for line in lines)}.",
-        {
-            "x": {"name": "KV budget, share of the sequence", "log": True, "form": "percent"},
-            "y": {"name": "right answers" if share else "perplexity", **form},
-            "lines": lines,
-        },
-        height=20,
-    )
+def _against_budget(title: str, points: list[tuple[str, float, float]], y: Json) -> Iterator[Figure]:
+    """A line per policy through (policy, budget, value), the full cache's as a dashed level; nothing without points."""
+    of_policy: dict[str, list[list[float]]] = {}
+    for policy, budget, value in points:
+        of_policy.setdefault(policy, []).append([budget, value])
+    full = of_policy.pop("full", None)
+    lines: list[Json] = [{"name": policy, "points": sorted(each)} for policy, each in of_policy.items()]
+    if full:
+        ends = (min((budget for each in of_policy.values() for budget, _ in each), default=0.1), 1.0)
+        level = [[end, full[0][1]] for end in ends]
+        lines.append({"name": "full cache", "points": level, "dashed": True, "plain": True, "colour": 7})
+    if lines:
+        label = f"{title}, against the budget: {', '.join(line['name'] for line in lines)}."
+        x = {"name": "KV budget, share of the sequence", "log": True, "form": "percent"}
+        yield Figure("lines", title, label, {"x": x, "y": y, "lines": lines}, height=22)
 
 
 def _stream(report: StreamReport) -> Passage:
