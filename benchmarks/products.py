@@ -2,6 +2,7 @@
 
     python -m benchmarks.products                          every model's shapes, three turns of each cell
     python -m benchmarks.products --models opt-125m,llama-3.2-1b --rows 1,64,128
+    python -m benchmarks.products --weight-bits 4          ours with weights of 4 bits, beside torch's of bfloat16
 
 A process per model. A cell is a shape (outputs x inputs) and a number of rows; in a turn torch's linear and ours run
 one after the other, each for some milliseconds, on copies of the weight that no cache holds together, as layers follow
@@ -14,14 +15,20 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
+from typing import TYPE_CHECKING
 
 from benchmarks.records import arguments, in_process, provenance, repeat, report, takes_points
 from h2o_flexgen.baselines.store import Record, RecordFile
 from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.models.families import spec_from_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from h2o_flexgen.kernels.packed import PackedWeight
 
 MODELS = ("opt-125m", "opt-1.3b", "opt-6.7b", "llama-3.2-1b", "llama-7b", "llama-3.1-8b", "qwen2.5-7b")
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
@@ -45,17 +52,30 @@ def run(point: Record) -> int:
     with torch.inference_mode():
         for outs, ins in shapes(point["model"]):
             weights = [torch.randn(outs, ins).bfloat16() for _ in range(max(2, _COLD // (2 * outs * ins)))]
+            own = [_packed(weight, point["weight_bits"]) for weight in weights] if point["weight_bits"] else weights
             for rows in point["rows"]:
                 x = torch.randn(rows, ins).bfloat16()
-                sides = [partial(each, x) for each in (torch.nn.functional.linear, linear)]
-                turns = [[_rate(side, weights, 2 * rows * outs * ins) for side in sides] for _ in range(point["turns"])]
+                sides = [(partial(torch.nn.functional.linear, x), weights), (partial(linear, x), own)]
+                flops = 2 * rows * outs * ins
+                turns = [[_rate(*side, flops) for side in sides] for _ in range(point["turns"])]
                 torchs, ours = zip(*turns, strict=True)
                 cells.append({"outs": outs, "ins": ins, "rows": rows, "torch": torchs, "ours": ours})
     print(json.dumps({"cells": cells}))
     return 0
 
 
-def _rate(product: Callable[..., object], weights: list[object], flops: int) -> float:
+def _packed(weight: Tensor, bits: int) -> PackedWeight:
+    """As `--weight-bits` of the engine has it, in groups of 64."""
+    from h2o_flexgen.config.model.packing import groupwise
+    from h2o_flexgen.kernels.packed import PackedWeight
+    from h2o_flexgen.quant.weights import pack
+
+    out = PackedWeight.empty(groupwise(bits, 64), tuple(weight.shape), weight.dtype)
+    pack(weight, out, search=False)
+    return out
+
+
+def _rate(product: Callable[..., object], weights: Sequence[object], flops: int) -> float:
     """FLOP/s of a product with one weight after the other."""
     product(weights[0])
     begun, done = time.perf_counter(), 0
@@ -69,8 +89,9 @@ def table(records: list[Record]) -> Iterator[str]:
     """Two tables: beside torch, and beside the fastest rate of each shape."""
     cells: dict[tuple[str, int, int], dict[int, list[Record]]] = {}
     for record in records:
+        bits = record.get("weight_bits")
         for cell in record["cells"]:
-            shape = record["model"], cell["outs"], cell["ins"]
+            shape = record["model"] + (f", {bits} bits" if bits else ""), cell["outs"], cell["ins"]
             cells.setdefault(shape, {}).setdefault(cell["rows"], []).append(cell)
     rows = sorted({count for each in cells.values() for count in each})
     head = f"| model, outputs x inputs | {' | '.join(map(str, rows))} |", "|---|" + "---:|" * len(rows)
@@ -92,11 +113,13 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS), help="of configs/models, with commas between")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows, with commas between")
     parser.add_argument("--turns", type=int, default=3, help="of each cell in each process")
+    parser.add_argument("--weight-bits", type=int, choices=(4, 8), help="of our weights, in groups of 64")
     args = parser.parse_args()
     if args.run:
         return run(args.run)
     rows = [int(number) for number in args.rows.split(",")]
-    points = [{"model": model, "rows": rows, "turns": args.turns} for model in args.models.split(",")]
+    point = {"rows": rows, "turns": args.turns, "weight_bits": args.weight_bits}
+    points = [{"model": model, **point} for model in args.models.split(",")]
     store = RecordFile.open(args.output)
     failed = repeat(store, points, args.repetitions, partial(in_process, "products"), "model")
     report(store, table)

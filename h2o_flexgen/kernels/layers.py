@@ -12,6 +12,7 @@ from torch import Tensor
 from h2o_flexgen.huge import LARGE, LEAST
 from h2o_flexgen.kernels.native import function, has_matrix_unit, library
 from h2o_flexgen.kernels.packed import PackedWeight, Weight
+from h2o_flexgen.kernels.triton_available import serves
 
 MOST_ROWS = 16 if has_matrix_unit() else 1 << 62
 """Beyond so many rows torch multiplies with the processor's matrix unit (AMX), which the kernels in C do not use: its
@@ -70,7 +71,7 @@ def linear(
 def _packed_linear(
     x: Tensor, weight: PackedWeight, bias: Tensor | None, wide: bool, relu: bool, onto: Tensor | None
 ) -> Tensor:
-    """In C where `linear` would be, else by torch, some expanded rows of the weight at a time."""
+    """In C where `linear` would be, by Triton on a GPU, else by torch, some expanded rows of the weight at a time."""
     (outs, ins), rows = weight.shape, x.shape[0]
     x = x if weight.order is None else x.index_select(1, weight.order)
     native = x.dtype is torch.bfloat16 and x.ndim == 2 and x.shape == (rows, ins) and rows and x.stride(1) == 1
@@ -83,6 +84,11 @@ def _packed_linear(
         if call(*places, rows, outs, ins, x.stride(0), y.stride(0), *kind, ctypes.byref(place), weight.whole):
             raise MemoryError(f"no memory to expand weights of {ins} inputs")
         return y
+    if serves(x.device) and x.ndim == 2 and x.shape[1] == ins:
+        from h2o_flexgen.kernels.triton_linear import packed_linear  # imports Triton, which is not there everywhere
+
+        y = x.new_empty(rows, outs, dtype=torch.float32 if wide else x.dtype) if onto is None else onto
+        return packed_linear(x, weight, bias, y, relu=relu, add=onto is not None)
     y = x.new_empty(rows, outs)
     some = max(1, _EXPANDED // ins)
     for start in range(0, outs, some):

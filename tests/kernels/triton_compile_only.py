@@ -18,7 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from h2o_flexgen.kernels import triton_prompt, triton_quant, triton_rotate
+from h2o_flexgen.config.model.packing import Packing
+from h2o_flexgen.kernels import triton_linear, triton_prompt, triton_quant, triton_rotate
+from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.kernels.triton_decode import TritonAttend
 from h2o_flexgen.kernels.types import KeysValues
 
@@ -94,6 +96,13 @@ def rotate() -> None:
     triton_rotate.rotate_both(q, k, *torch.randn(2, 5, 96).bfloat16())
 
 
+def linear(packing: Packing, rows: int) -> None:
+    """A product of so many rows, with all that may come after it."""
+    weight = PackedWeight.empty(packing, (256, 512))
+    y = torch.empty(rows, 256, dtype=torch.bfloat16)
+    triton_linear.packed_linear(torch.randn(rows, 512).bfloat16(), weight, y[0], y, relu=True, add=True)
+
+
 if __name__ == "__main__":
     driver.set_active(NoGpu())
     decode(1)
@@ -102,3 +111,8 @@ if __name__ == "__main__":
     decode(4, bits=8)
     prompt()
     rotate()
+    for rows in (1, 64, 128):
+        linear(Packing(), rows)
+    linear(Packing("uint4", 32, "super", "super"), 1)
+    linear(Packing("e2m1", 32, "e8m0", "none"), 1)
+    linear(Packing("e4m3", 128, "float32", "none"), 1)

@@ -1,0 +1,186 @@
+"""Products with packed matrices on a GPU: each program expands the tile of the weight that it multiplies with.
+
+Imports Triton; see `triton_available`. Codes, scales and lows are read once per tile of rows of x, and no expanded
+number is written: at few rows a product costs the bytes of the codes, at many the matrix units' time and that of
+expanding once per 128 rows. Measured so far: nothing. The kernel was compiled for NVIDIA's architecture 9.0 and run in
+Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from h2o_flexgen.config.model.packing import SUPER
+from h2o_flexgen.kernels.packed import PackedWeight
+from h2o_flexgen.kernels.triton_available import interpreting
+from h2o_flexgen.kernels.triton_decode_kernels import product
+from h2o_flexgen.kernels.triton_quant import bytes_to_pairs
+
+_LEVELS = ("uint4", "e2m1", "int8", "e4m3")
+_UINT4, _E2M1, _INT8 = (tl.constexpr(number) for number in range(3))
+_SCALES = {"e8m0": 1, "super": 2}
+_POWER, _TWO_LEVELS = tl.constexpr(1), tl.constexpr(2)
+_LOWS = {"none": 1, "middle": 2, "zero": 3, "super": 4}
+_NO_LOW, _MIDDLE, _ZERO, _SUPER_LOW = (tl.constexpr(number) for number in range(1, 5))
+_SUPER = tl.constexpr(SUPER)
+_DEEP = 64  # inputs of a tile
+_MOST_DEEP = 128
+
+
+class _Rows(NamedTuple):
+    """Numbers (rows, n), those of a row side by side, and from one row to the next."""
+
+    at: Any
+    stride: int
+
+
+class _Matrix(NamedTuple):
+    """The parts of a packed matrix, row-major; those that its layout has not are None."""
+
+    outs: int
+    codes: Any
+    scale: Any
+    super_scale: Any
+    low: Any
+    super_low: Any
+
+
+class _LinearForm(NamedTuple):
+    """The sizes and options that a kernel is compiled for."""
+
+    ins: int
+    levels: int  # in _LEVELS
+    scale: int  # in _SCALES, 0: numbers
+    low: int  # in _LOWS, 0: numbers
+    size: int  # inputs of a group, 0: all
+    groups: int  # of a row
+    rows: int  # of a tile: those of x, of the weight, inputs, and inputs of a group
+    outs: int
+    deep: int
+    group: int
+    relu: bool
+    add: bool
+    wide: bool  # see `product`
+
+
+def packed_linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, y: Tensor, *, relu: bool = False, add: bool = False
+) -> Tensor:
+    """y (T, outs), any strided rows, overwritten by x (T, ins) times the numbers of `weight`, rounded to x's dtype,
+    plus bias (outs); with `add` that is added to it. Inputs are in the order of the codes. `relu`: negative results
+    become 0. Sums are float32. Returns y."""
+    (outs, ins), rows, packing = weight.shape, x.shape[0], weight.packing
+    if not rows:
+        return y
+    x = x if x.stride(1) == 1 else x.contiguous()
+    deep = min(_MOST_DEEP, max(_DEEP, packing.group))
+    tile, tile_outs, warps = (16, 32, 4) if rows <= 16 else (64, 64, 4) if rows <= 64 else (128, 128, 8)
+    form = _LinearForm(
+        ins=ins,
+        levels=_LEVELS.index(packing.levels),
+        scale=_SCALES.get(packing.scale, 0),
+        low=_LOWS.get(packing.low, 0),
+        size=packing.group,
+        groups=packing.groups(ins),
+        rows=tile,
+        outs=tile_outs,
+        deep=deep,
+        group=min(packing.group, deep) or deep,
+        relu=relu,
+        add=add,
+        wide=interpreting(),
+    )
+    names = ("codes", "scale", "super_scale", "low", "super_low")
+    matrix = _Matrix(outs, *(weight.parts.get(name) for name in names))
+    grid = (triton.cdiv(outs, tile_outs), triton.cdiv(rows, tile))
+    _linear[grid](_Rows(x, x.stride(0)), matrix, bias, _Rows(y, y.stride(0)), rows, form, num_warps=warps)
+    return y
+
+
+@triton.jit
+def _linear(x, matrix, bias, y, rows, form: tl.constexpr):
+    """One program: some rows of x times some of the weight."""
+    out = tl.program_id(0).to(tl.int64) * form.outs + tl.arange(0, form.outs)
+    row = tl.program_id(1).to(tl.int64) * form.rows + tl.arange(0, form.rows)
+    there, inside = row < rows, out < matrix.outs
+    total = tl.full((form.rows, form.outs), 0.0, tl.float32)
+    for start in range(0, form.ins, form.deep):
+        column = start + tl.arange(0, form.deep)
+        mask = there[:, None] & (column < form.ins)[None, :]
+        some = tl.load(x.at + row[:, None] * x.stride + column[None, :], mask=mask, other=0.0)
+        weight = _expanded(matrix, out, inside, start, form)
+        total += product(some, tl.trans(weight.to(some.dtype)), form.wide)
+    if bias is not None:
+        total += tl.load(bias + out, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if form.relu:
+        total = tl.maximum(total, 0.0)
+    to = y.at + row[:, None] * y.stride + out[None, :]
+    mask = there[:, None] & inside[None, :]
+    if form.add:
+        total += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, total.to(y.at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _expanded(matrix, out, inside, start, form: tl.constexpr):
+    """Inputs [start, start + deep) of the weight's rows `out`, (outs, deep) float32."""
+    part = tl.arange(0, form.deep // form.group)  # a group, or a piece of one
+    group = part * 0 if form.size == 0 else start // form.size + part
+    at = out[:, None] * form.groups + group[None, :]
+    block = out[:, None] * tl.cdiv(form.ins, _SUPER) + ((start + part * form.group) // _SUPER)[None, :]
+    mask = inside[:, None] & (group < form.groups)[None, :]
+    scale = tl.load(matrix.scale + at, mask=mask, other=0).to(tl.float32)
+    if form.scale == _POWER:
+        scale = tl.exp2(scale - 127.0)
+    elif form.scale == _TWO_LEVELS:
+        scale *= tl.load(matrix.super_scale + block, mask=mask, other=0.0).to(tl.float32)
+    x = tl.reshape(_levels(matrix.codes, out, inside, start, form), (form.outs, form.deep // form.group, form.group))
+    x *= scale[:, :, None]
+    if form.low == _MIDDLE:
+        x -= 8.0 * scale[:, :, None]
+    elif form.low != _NO_LOW:
+        low = tl.load(matrix.low + at, mask=mask, other=0).to(tl.float32)
+        if form.low == _ZERO:
+            low *= -scale
+        elif form.low == _SUPER_LOW:
+            low *= -tl.load(matrix.super_low + block, mask=mask, other=0.0).to(tl.float32)
+        x += low[:, :, None]
+    return tl.reshape(x, (form.outs, form.deep))
+
+
+@triton.jit
+def _levels(codes, out, inside, start, form: tl.constexpr):
+    """What the codes of `_expanded` stand for, (outs, deep) float32; beyond a row's end those of code 0."""
+    if form.levels == _UINT4 or form.levels == _E2M1:
+        byte = start // 2 + tl.arange(0, form.deep // 2)
+        mask = inside[:, None] & (byte < form.ins // 2)[None, :]
+        some = tl.load(codes + out[:, None] * (form.ins // 2) + byte[None, :], mask=mask, other=0)
+        code = bytes_to_pairs(some, form.outs, form.deep)
+        if form.levels == _UINT4:
+            level = code.to(tl.float32)
+        else:
+            level = _small_float(code, 1, 3, 1)
+    else:
+        byte = start + tl.arange(0, form.deep)
+        mask = inside[:, None] & (byte < form.ins)[None, :]
+        some = tl.load(codes + out[:, None] * form.ins + byte[None, :], mask=mask, other=0)
+        if form.levels == _INT8:
+            level = some.to(tl.int8, bitcast=True).to(tl.float32)
+        else:
+            level = _small_float(some.to(tl.int32), 3, 7, 7)
+            level = tl.where((some & 127) == 127, float("nan"), level)
+    return level
+
+
+@triton.jit
+def _small_float(code, fraction: tl.constexpr, sign: tl.constexpr, bias: tl.constexpr):
+    """Codes (int32) of floats with so many bits of fraction, their sign at bit `sign`, as float32: by its bits."""
+    size = code & ((1 << sign) - 1)
+    number = ((size << (23 - fraction)) + ((127 - bias) << 23)).to(tl.float32, bitcast=True)
+    least: tl.constexpr = 2.0 ** (1 - bias - fraction)
+    number = tl.where(size >> fraction == 0, size.to(tl.float32) * least, number)
+    return tl.where(code >> sign == 0, number, -number)
