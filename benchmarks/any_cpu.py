@@ -6,7 +6,7 @@
 
 A piece is the tests of one folder in one run. Each leaves a record in any-cpu.jsonl as it finishes, so that the same
 command goes on where it was interrupted; pieces that failed run again. any-cpu.md sums up all records. By hand a run is
-repeated by `SETTINGS H2O_FLEXGEN_TEST_SEED=N ./scripts/test.sh`, as the table gives them.
+repeated by `SETTINGS H2O_TEST_SEED=N ./scripts/test.sh`, as the table gives them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def measure(settings: str, seed: int, folder: str, workers: int) -> Record:
     """Runs one piece: its outcomes by name, and the names of the tests that failed."""
     beside = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_*.py"))
     files = beside if folder == "tests" else [folder]
-    command = [*shlex.split(os.environ.get("RUNNER", "")), "env", *settings.split(), f"H2O_FLEXGEN_TEST_SEED={seed}"]
+    command = [*shlex.split(os.environ.get("RUNNER", "")), "env", *settings.split(), f"H2O_TEST_SEED={seed}"]
     pytest = [sys.executable, "-m", "pytest", "-m", "not gpu", "-n", str(workers), "--dist", "worksteal", *files]
     environment = without_short_spin(os.environ)
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as in test.sh

@@ -1,4 +1,4 @@
-"""Seeds of what tests draw. H2O_FLEXGEN_TEST_SEED=N, 0 by default, gives all tests other inputs."""
+"""Seeds of what tests draw. H2O_TEST_SEED=N, 0 by default, gives all tests other inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import torch
 
-SEED = int(os.environ.get("H2O_FLEXGEN_TEST_SEED", "0"))
+SEED = int(os.environ.get("H2O_TEST_SEED", "0"))
 
 
 def moved(seed: int = 0) -> int:

@@ -68,6 +68,10 @@ COMMANDS: dict[str, str] = {
         AS_DOCUMENTED
     ),
     "python -m h2o_flexgen.run --model opt-30b --hh-ratio 0.2": AS_DOCUMENTED,
+    "python -m h2o_flexgen.run --model opt-6.7b --weights dummy --weight-bits 4 --cpu-mem 6GiB --num-prompts 32 "
+    "--prompt-len 64 --gen-len 16": STARTED,
+    "python -m h2o_flexgen.run --model opt-30b --weights dummy --weight-bits 4 --cpu-mem 6GiB --num-prompts 32 "
+    "--prompt-len 16 --gen-len 8": STARTED,
     "python -m h2o_flexgen.evaluate --policies full,h2o,local --ratios 0.2": (
         "python -m h2o_flexgen.evaluate --policies full,h2o,local --ratios 0.2 --limit 1 --context 16 "
         "--recall recall.jsonl --text text.txt"
@@ -79,6 +83,7 @@ COMMANDS: dict[str, str] = {
     "python -m benchmarks.eviction_cost --batches 8,32": STARTED,
     "scripts/eviction_lab.sh FOLDER": SCRIPT,
     "python -m benchmarks.products": STARTED,
+    "python -m benchmarks.products --models llama-3.2-1b --weight-bits 4 --turns 7": STARTED,
     "python -m h2o_flexgen.bench": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers,flexgen --model opt-1.3b --batch-size 8 "

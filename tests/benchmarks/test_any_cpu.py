@@ -66,9 +66,9 @@ def _run(folder: Path, *args: str) -> tuple[int, int]:
 def test_pieces_run_once_per_commit(faked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _run(faked, "tests/one", "tests/two/") == (0, 4)
     first, *_, last = (faked / "asked").read_text().splitlines()
-    assert first.startswith("env A=1 H2O_FLEXGEN_TEST_SEED=1 ")
+    assert first.startswith("env A=1 H2O_TEST_SEED=1 ")
     assert first.endswith("tests/one")
-    assert "env C=3 H2O_FLEXGEN_TEST_SEED=2 " in last
+    assert "env C=3 H2O_TEST_SEED=2 " in last
     assert _run(faked, "tests/one", "tests/two", "tests") == (0, 2)
     monkeypatch.setattr(any_cpu, "revision", lambda: "def")
     assert _run(faked, "tests/one", "--also", "abc") == (0, 0)
