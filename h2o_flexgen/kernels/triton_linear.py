@@ -38,7 +38,7 @@ class _Rows(NamedTuple):
     stride: int
 
 
-class _Matrix(NamedTuple):
+class _WeightParts(NamedTuple):
     """The parts of a packed matrix, row-major; those that its layout has not are None."""
 
     outs: int
@@ -95,7 +95,7 @@ def packed_linear(
         wide=interpreting(),
     )
     names = ("codes", "scale", "super_scale", "low", "super_low")
-    matrix = _Matrix(outs, *(weight.parts.get(name) for name in names))
+    matrix = _WeightParts(outs, *(weight.parts.get(name) for name in names))
     grid = (triton.cdiv(outs, tile_outs), triton.cdiv(rows, tile))
     _linear[grid](_Rows(x, x.stride(0)), matrix, bias, _Rows(y, y.stride(0)), rows, form, num_warps=warps)
     return y
