@@ -130,7 +130,12 @@ COUNTED_APART = {"eviction", "jobs", "batch", "ray", "pages", "suites", "report"
 
 
 def test_the_package_has_fewer_than_230_files() -> None:
-    counted = [path for path in FILES if not COUNTED_APART & {*path.relative_to(PACKAGE).with_suffix("").parts}]
+    counted = [
+        path
+        for path in FILES
+        if not COUNTED_APART & {*path.relative_to(PACKAGE).with_suffix("").parts}
+        and len(tree_of(path).body) > 1  # more than the docstring of a folder
+    ]
     assert len(counted) < 230
 
 
