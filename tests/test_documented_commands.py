@@ -80,6 +80,9 @@ COMMANDS: dict[str, str] = {
     "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model facebook/opt-6.7b --hh-ratio 0.2": (
         AS_DOCUMENTED
     ),
+    "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model facebook/opt-6.7b --hh-ratio 0.2 --ray 2": (
+        STARTED
+    ),
     "python -m benchmarks.eviction_cost --batches 8,32": STARTED,
     "scripts/eviction_lab.sh FOLDER": SCRIPT,
     "python -m benchmarks.products": STARTED,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -14,9 +14,9 @@ from h2o_flexgen.engine.requests.reader import Request
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.sequence import Sequence as Row
 from h2o_flexgen.errors import ContextLengthError, PlanError, UsageError
-from h2o_flexgen.jobs.journal import FAILED, JobResults
+from h2o_flexgen.jobs.journal import FAILED
 from h2o_flexgen.jobs.requests import BatchRequest, Refused, RequestFormat, line_of
-from h2o_flexgen.jobs.source import Record, Source
+from h2o_flexgen.jobs.source import Record
 from h2o_flexgen.schedule.request import PlanRequest
 
 WINDOW_ROWS, WINDOW_TOKENS = 8192, 1 << 21
@@ -36,6 +36,22 @@ class AnsweringEngine(Protocol):
     def run(self, rows: list[Row]) -> Iterator[tuple[Row, RequestOutput]]: ...
 
     def plan(self, workload: Workload) -> Plan: ...
+
+
+class RequestSource(Protocol):
+    """What a job needs of `Source`."""
+
+    def records(self) -> Iterable[Record]: ...
+
+
+class ResultSink(Protocol):
+    """What a job needs of `JobResults`: `state` has a byte for each line of the input, 0 where it is to be run."""
+
+    state: bytearray
+
+    def add(self, line: int, text: str, failed: bool) -> None: ...
+
+    def sync(self) -> None: ...
 
 
 @dataclass
@@ -89,9 +105,9 @@ class Job:
     """
 
     engine: AnsweringEngine
-    source: Source
+    source: RequestSource
     format: RequestFormat
-    results: JobResults
+    results: ResultSink
     requests: int
     window_rows: int = WINDOW_ROWS
     told: Callable[[Summary], None] = lambda summary: None
@@ -211,7 +227,7 @@ def bounded(planner: Planner, requests: int, share: float = AT_RISK) -> Planner:
 
     Where something has to move, blocks stay as large as they come: there they are what speed comes from.
     """
-    most = max(LEAST_AT_RISK, int(share * requests))
+    most = under_way(requests, share)
 
     def plan(request: PlanRequest) -> Plan:
         work = request.workload
@@ -221,3 +237,8 @@ def bounded(planner: Planner, requests: int, share: float = AT_RISK) -> Planner:
         return planner(request) if small.moves else small
 
     return plan
+
+
+def under_way(requests: int, share: float) -> int:
+    """Requests of a job that may be under way at once."""
+    return max(LEAST_AT_RISK, int(share * requests))

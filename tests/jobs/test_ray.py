@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import json
 import os
 import re
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams
+from h2o_flexgen.cli.batch.cluster import share_of
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.ray import COLUMNS, Predictor
+from tests.jobs.files import request, results, timeless, write
+from tests.programs import Ran, until
 
 PROMPTS = ["abc", "a longer prompt", "Hello", "xyz"]
 
@@ -89,44 +96,120 @@ class Killed(Predictor):
         raise AssertionError("unreachable")
 
 
-@pytest.fixture
-def limit() -> Iterator[Callable[[int], int]]:
-    """Raises TimeoutError in so many seconds: a cluster that waits for something would do so for ever."""
+@contextmanager
+def limit(seconds: int) -> Iterator[None]:
+    """TimeoutError after so many seconds: a cluster that waits for something would do so for ever."""
 
     def expire(number: int, frame: object) -> None:
         raise TimeoutError("Ray did not get ready in time")
 
     before = signal.signal(signal.SIGALRM, expire)
-    yield signal.alarm
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A cluster of two processors and several processes on this machine."""
+    ray = pytest.importorskip("ray")
+    place, here = f"/tmp/ray-{os.getpid()}", {"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}}
+    try:
+        with limit(90):
+            ray.init(num_cpus=2, include_dashboard=False, _temp_dir=place, logging_level="ERROR", runtime_env=here)
+    except (TimeoutError, ray.exceptions.RayError, RuntimeError, OSError) as error:
+        pytest.skip(f"a local cluster does not start here: {error}")
+    yield ray
+    ray.shutdown()
+    shutil.rmtree(place, ignore_errors=True)
 
 
 @pytest.mark.slow
-def test_two_actors_of_a_cluster_one_of_them_killed(tmp_path: Path, model: Path, limit: Callable[[int], int]) -> None:
-    ray = pytest.importorskip("ray")
-    place, here = f"/tmp/ray-{os.getpid()}", {"env_vars": {"PYTHONPATH": str(Path(__file__).parents[2])}}
-    limit(90)
-    try:
-        ray.init(num_cpus=2, include_dashboard=False, _temp_dir=place, logging_level="ERROR", runtime_env=here)
-    except (TimeoutError, ray.exceptions.RayError, RuntimeError, OSError) as error:
-        pytest.skip(f"a local cluster does not start here: {error}")
-    limit(240)
-    try:
-        prompts = [f"prompt {number}" for number in range(24)]
-        data = ray.data.from_items([{"id": number, "prompt": prompt} for number, prompt in enumerate(prompts)])
-        settings = {"model": str(model), "max_new_tokens": 4, "flag": str(tmp_path / "killed")}
+def test_two_actors_of_a_cluster_one_of_them_killed(tmp_path: Path, model: Path, cluster: Any) -> None:
+    prompts = [f"prompt {number}" for number in range(24)]
+    data = cluster.data.from_items([{"id": number, "prompt": prompt} for number, prompt in enumerate(prompts)])
+    settings = {"model": str(model), "max_new_tokens": 4, "flag": str(tmp_path / "killed")}
+    with limit(540):
         # Less than a processor each: what reads the data needs one, too.
         answered = data.map_batches(Killed, fn_constructor_kwargs=settings, batch_size=2, concurrency=2, num_cpus=0.5)
         rows = sorted(answered.take_all(), key=lambda row: row["id"])
-    finally:
-        limit(0)
-        ray.shutdown()
-        shutil.rmtree(place, ignore_errors=True)
     assert (tmp_path / "killed").exists()
     with LLM(str(model)) as llm:
         expected = [output.text for output in llm.generate(prompts, SamplingParams(max_new_tokens=4))]
     assert [row["generated_text"] for row in rows] == expected
+
+
+@pytest.mark.slow
+def test_a_job_over_two_actors_one_of_them_killed(
+    tmp_path: Path, model: Path, cluster: Any, batch: Callable[..., Ran]
+) -> None:
+    """Its results are those of one process; it goes on with what one process began, and one process with it."""
+    bodies = [{"prompt": f"p {number}", "max_tokens": 20, "n": 1 + number % 2} for number in range(70)]
+    lines = [request(f"r{number}", body) for number, body in enumerate(bodies)]
+    lines[7], lines[9] = "{", request("r9", {"prompt": "a", "max_tokns": 2})
+    file, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    same = ("-i", file, "--model", model, "--hh-ratio", 0.5, "--gpu-batch-size", 4)
+    killed, left = list[int](), list[int]()
+
+    def kill() -> None:
+        until(lambda: out.exists() and out.read_bytes().count(b"\n") > 4, 500)
+        actors = [each for each in psutil.Process().children(recursive=True) if "JobActor" in " ".join(each.cmdline())]
+        killed.extend(each.pid for each in actors)
+        left.append(70 - out.read_bytes().count(b"\n"))
+        actors[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with limit(540):
+        ran = batch(*same, "-o", out, "--ray", 2, "--at-risk", 0.1)
+    killer.join()
+    assert ran.code == 3, ran.err
+    assert len(killed) == 2
+    assert left[0] > 0
+    assert (ran.record["ok"], ran.record["failed"], ran.record["model"]) == (68, 2, str(model))
+    assert batch(*same, "-o", tmp_path / "whole.jsonl").code == 3
+    wanted = timeless(results(tmp_path / "whole.jsonl", "id"))
+    assert timeless(results(out, "id")) == wanted
+    again = batch(*same, "-o", out, "--ray", 2, "--resume")
+    assert (again.code, again.record["before"], again.record["ok"]) == (3, 70, 0)
+    ran = batch("-i", file, "--model", model, "-o", tmp_path / "other.jsonl", "--ray", 3)
+    assert (ran.code, "the cluster has 2 processors" in ran.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "actors", "gpus", "share"),
+    [
+        ([{"CPU": 2}], 1, 0, (2, 0, 1)),
+        ([{"CPU": 2}], 2, 0, (1, 0, 0.5)),
+        ([{"CPU": 8}, {"CPU": 4}, {}], 3, 0, (4, 0, 0.5)),
+        ([{"CPU": 16, "GPU": 1}, {"CPU": 8, "GPU": 2}], 3, 1, (4, 1, 0.5)),
+        ([{"CPU": 2}], 3, 0, None),
+        ([{"CPU": 8, "GPU": 1}], 2, 1, None),
+    ],
+)
+def test_actors_get_equal_shares_of_the_machines(
+    nodes: list[dict[str, float]], actors: int, gpus: int, share: tuple[int, int, float] | None
+) -> None:
+    if share is None:
+        with pytest.raises(UsageError, match="processors"):
+            share_of(nodes, actors, gpus)
+    else:
+        assert share_of(nodes, actors, gpus) == share
+
+
+def test_a_machine_without_ray(
+    tmp_path: Path, model: Path, batch: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "ray" else found(name, *rest))
+    file = write(tmp_path / "in.jsonl", request("r", {"prompt": "abc"}))
+    ran = batch("-i", file, "-o", tmp_path / "out.jsonl", "--model", model, "--ray", 2)
+    assert (ran.code, "pip install 'h2o_flexgen[ray]'" in ran.err) == (2, True)
+    assert not (tmp_path / "out.jsonl").exists()
+    assert batch("-i", file, "-o", tmp_path / "out.jsonl", "--model", model, "--ray", 0).code == 2
 
 
 def test_the_documented_lines_run_on_data_of_one_batch(

@@ -14,6 +14,7 @@ from h2o_flexgen.cli.arguments import add_engine, engine_of, refuse_known
 from h2o_flexgen.cli.parser import Parser, misspelt
 from h2o_flexgen.cli.program import add_json
 from h2o_flexgen.cli.prompts import checked_text
+from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import called, from_namespace, given
 from h2o_flexgen.config.hardware.profile import HardwareProfile, PlanningConfig, find_profile
@@ -41,6 +42,7 @@ class BatchArguments:
     id_column: str | None
     chat: bool
     shard: tuple[int, int]
+    ray: int | None
     at_risk: float
     overwrite: bool
     resume: bool
@@ -87,6 +89,7 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
         id_column=args.id_column,
         chat=args.chat,
         shard=args.shard,
+        ray=None if args.ray is None else whole(args.ray, "--ray", 1),
         at_risk=args.at_risk,
         overwrite=args.overwrite,
         resume=args.resume,
@@ -133,6 +136,12 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--chat", action="store_true", help="each prompt is what a user says, not of openai")
     work.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a sequence; may be repeated")
     work.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="of every N requests only the I-th")
+    work.add_argument(
+        "--ray",
+        type=int,
+        metavar="N",
+        help="run by N actors of Ray Data, an engine each, on the cluster of RAY_ADDRESS or one started here",
+    )
     work.add_argument("--resume", action="store_true", help="fail where there is no job to go on with")
     work.add_argument("--overwrite", action="store_true", help="start anew, whatever was there")
     work.add_argument("--retry-failed", action="store_true", help="run requests again that failed before")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -11,6 +10,8 @@ from typing import Any
 
 import h2o_flexgen
 from h2o_flexgen.cli.batch.arguments import BatchArguments
+from h2o_flexgen.cli.batch.cluster import ClusterJob, require_ray
+from h2o_flexgen.cli.batch.formats import request_format
 from h2o_flexgen.cli.generate import EXIT_SOME_FAILED, engine_settings
 from h2o_flexgen.cli.planning import let_calibrate, plan_text
 from h2o_flexgen.cli.program import ProgramExit, print_error, write_json, write_result
@@ -18,10 +19,7 @@ from h2o_flexgen.cli.progress import JobProgress
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.jobs.job import Job, Summary, bounded
-from h2o_flexgen.jobs.journal import JobResults
-from h2o_flexgen.jobs.openai import OpenAIFormat
-from h2o_flexgen.jobs.plain import PlainFormat
-from h2o_flexgen.jobs.requests import RequestFormat
+from h2o_flexgen.jobs.journal import FAILED, JobResults
 from h2o_flexgen.jobs.source import Scan, Source
 from h2o_flexgen.planning.llm import LLM
 
@@ -34,6 +32,8 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
     """Runs; returns 0, or 3 where requests failed. Stopped by a signal once it has begun, it leaves 75 in `outcome`."""
     for note in arguments.notes:
         print_error(f"note: {note}")
+    if arguments.ray is not None:
+        require_ray()
     with ExitStack() as stack:
         source = Source(arguments.input, arguments.format, columns=_columns(arguments), shard=arguments.shard)
         results = stack.enter_context(JobResults(arguments.output, arguments.error_file, overwrite=arguments.overwrite))
@@ -43,7 +43,8 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
         llm = stack.enter_context(LLM(**engine_settings(arguments.engine), hardware=arguments.hardware))
         identity = _identity(arguments, llm, source, scan)
         if arguments.strict:
-            _require_faultless(Job(llm, source, _format(arguments, llm, source, scan, {}), results, scan.requests))
+            form = request_format(arguments, llm.model, source.format, scan.doubled, {})
+            _require_faultless(Job(llm, source, form, results, scan.requests))
         _begin(arguments, results, identity, scan)
         progress = JobProgress(arguments.quiet, scan.requests)
         stack.callback(progress.close)
@@ -59,8 +60,10 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
             print_error(f"{job.summary.done:,} of {scan.requests:,} requests are done; the same command goes on")
             raise
         progress.close()
-        _report(arguments, job, summary, llm)
-    return EXIT_SOME_FAILED if job.failed else 0
+        failed = results.state.count(FAILED)
+        ran = job.record if isinstance(job, ClusterJob) else _record(llm)
+        _report(arguments, summary, failed, ran)
+    return EXIT_SOME_FAILED if failed else 0
 
 
 def _begin(arguments: BatchArguments, results: JobResults, identity: dict[str, Any], scan: Scan) -> None:
@@ -75,12 +78,15 @@ def _begin(arguments: BatchArguments, results: JobResults, identity: dict[str, A
 
 def _job(
     arguments: BatchArguments, llm: LLM, source: Source, scan: Scan, results: JobResults, progress: JobProgress
-) -> Job:
-    """The job, whose plans and progress are shown."""
+) -> Job | ClusterJob:
+    """The job, whose plans and progress are shown; over a cluster, whose actors plan for themselves."""
 
     def told(summary: Summary) -> None:
         progress.finished(summary.before, summary.ok + summary.failed, summary.failed)
 
+    header = results.header or {}
+    if arguments.ray is not None:
+        return ClusterJob(arguments, source, scan, results, header, told)
     shown: list[str] = []
 
     def on_plan(plan: Plan) -> None:
@@ -89,42 +95,11 @@ def _job(
             shown[:] = [text]
             print_error(text)
 
-    header = results.header or {}
-    form = _format(arguments, llm, source, scan, header)
+    form = request_format(arguments, llm.model, source.format, scan.doubled, header)
     llm.on_progress, llm.on_plan = progress, on_plan
     let_calibrate(llm, arguments.calibrate, arguments.quiet)
     llm.planner = bounded(llm.planner, scan.requests, arguments.at_risk)
     return Job(llm, source, form, results, scan.requests, told=told)
-
-
-def _format(
-    arguments: BatchArguments, llm: LLM, source: Source, scan: Scan, header: Mapping[str, Any]
-) -> RequestFormat:
-    model, dummy, seed = llm.model, llm.model.dummy, arguments.engine.seed
-    if source.format != "openai":
-        return PlainFormat(
-            source.format,
-            arguments.engine.model,
-            model.codec,
-            seed,
-            arguments.sampling,
-            arguments.prompt_column,
-            arguments.id_column,
-            arguments.chat,
-            dummy,
-        )
-    eos = model.spec.eos_token_ids
-    return OpenAIFormat(
-        arguments.engine.model,
-        model.codec,
-        (eos,) if isinstance(eos, int) else tuple(eos),
-        seed,
-        arguments.typed,
-        header.get("created", 0),
-        hashlib.sha256(json.dumps(header.get("job")).encode()).hexdigest(),
-        dummy,
-        scan.doubled,
-    )
 
 
 def _columns(arguments: BatchArguments) -> tuple[str, ...]:
@@ -163,16 +138,19 @@ def _require_faultless(job: Job) -> None:
         raise UsageError(f"--strict: {'; '.join(faults)}", "needed requests that can all be run", "leave --strict out")
 
 
-def _report(arguments: BatchArguments, job: Job, summary: Summary, llm: LLM) -> None:
-    """What was done, and the JSON object."""
+def _record(llm: LLM) -> dict[str, Any]:
+    """That of the last window, if there was one."""
+    return {} if llm.last_record is None else dict(json.loads(llm.last_record.to_line()))
+
+
+def _report(arguments: BatchArguments, summary: Summary, failed: int, ran: Mapping[str, Any]) -> None:
+    """What was done, and the JSON object. `failed`: in all runs of the job; `ran`: the record of its last window."""
     if not arguments.quiet:
         done = summary.ok + summary.failed
         rate = f", {summary.generated_tokens / summary.seconds:,.0f} new tokens/s" if summary.seconds else ""
         before = f", {summary.before:,} before" if summary.before else ""
         write_result(f"{done:,} requests in {summary.seconds:,.1f} s{rate}{before}\n")
-    if job.failed:
-        print_error(f"{job.failed:,} of {summary.requests:,} requests failed; --retry-failed runs them again")
-    record = llm.last_record
-    ran = {} if record is None else json.loads(record.to_line())
+    if failed:
+        print_error(f"{failed:,} of {summary.requests:,} requests failed; --retry-failed runs them again")
     kept = {name: ran[name] for name in _OF_RECORD if name in ran}
-    write_json(json.dumps({**kept, **summary.to_json(), "failed_in_all": job.failed}), arguments.json)
+    write_json(json.dumps({**kept, **summary.to_json(), "failed_in_all": failed}), arguments.json)
