@@ -3,6 +3,7 @@
     python -m benchmarks.jobs throughput --requests 2000 --output results/local/jobs.jsonl
     python -m benchmarks.jobs memory --requests 50000
     python -m benchmarks.jobs kills --requests 2000 --kills 20
+    python -m benchmarks.jobs ray --requests 2000 --repetitions 1
 
 Programs run as processes of their own, on the demo model; a record a line.
 """
@@ -24,14 +25,14 @@ from typing import Any
 
 import psutil
 
-from benchmarks.records import facts
+from benchmarks.records import ROOT, facts
 
 FLAGS = ["--model", "demo", "--hh-ratio", "0.2", "--quiet", "--json"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.jobs", allow_abbrev=False)
-    parser.add_argument("what", choices=("throughput", "memory", "kills"))
+    parser.add_argument("what", choices=("throughput", "memory", "kills", "ray"))
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--words", type=int, default=60, help="most words of a prompt")
     parser.add_argument("--gen-len", type=int, default=16)
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="append the record here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        measure = {"throughput": throughput, "memory": memory, "kills": kills}[args.what]
+        measure = {"throughput": throughput, "memory": memory, "kills": kills, "ray": actors}[args.what]
         found = measure(Path(folder), args)
     record = {"what": args.what, **facts(["python", "-m", "benchmarks.jobs", *sys.argv[1:]]), **found}
     print(json.dumps(record))
@@ -179,6 +180,34 @@ def kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "texts_differing": len(differing),
         "at_once": json.loads(done.stdout.splitlines()[-1])["policy"]["gpu_batch_size"],
     }
+
+
+def actors(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """One process, and one and two actors of Ray on this machine: seconds of the whole, and from the first result on;
+    whether the texts are equal."""
+    file, texts, found = folder / "in.jsonl", dict[str, list[str]](), dict[str, Any]()
+    plain(file, args.requests, args.words)
+    flags = ("-i", file, "--gen-len", args.gen_len, "--gpu-batch-size", args.gpu_batch_size, "--dtype", "float32")
+    for number in range(args.repetitions):
+        for name, more in (("process", ()), ("1 actor", ("--ray", 1)), ("2 actors", ("--ray", 2))):
+            out = folder / f"{name}{number}.jsonl"
+            started = time.perf_counter()
+            process = subprocess.Popen(
+                program("batch", *flags, *more, "-o", out, "--ordered"), stdout=subprocess.DEVNULL, cwd=ROOT
+            )
+            while process.poll() is None and not _lines(out):
+                time.sleep(0.02)
+            first, done = time.perf_counter(), _lines(out)
+            if process.wait():
+                raise RuntimeError(f"{name} ended with {process.returncode}")
+            end = time.perf_counter()
+            rate = round((args.requests - done) / (end - first), 1)
+            found.setdefault(name, []).append(
+                {"seconds": round(end - started, 1), "first_result": round(first - started, 1), "requests_per_s": rate}
+            )
+            texts[f"{name}{number}"] = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    equal = len(set(map(tuple, texts.values()))) == 1
+    return {"requests": args.requests, "gen_len": args.gen_len, "runs": found, "texts_equal": equal}
 
 
 class _gone:

@@ -83,6 +83,8 @@ COMMANDS: dict[str, str] = {
     "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model facebook/opt-6.7b --hh-ratio 0.2 --ray 2": (
         STARTED
     ),
+    "python -m h2o_flexgen.batch -i requests.jsonl -o results.jsonl --model demo "
+    "--prefix-dir ~/.cache/h2o_flexgen/prefixes": STARTED,
     "python -m benchmarks.eviction_cost --batches 8,32": STARTED,
     "scripts/eviction_lab.sh FOLDER": SCRIPT,
     "python -m benchmarks.products": STARTED,

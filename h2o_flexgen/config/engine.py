@@ -54,6 +54,10 @@ def _shown_bits(bits: CacheBits) -> str:
     return with_commas(bits) if isinstance(bits, tuple) else str(bits)
 
 
+PREFIX_MEM, PREFIX_DISK = 1 << 30, 16 << 30
+"""Caps of a store of prefixes where none are given."""
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """The settings of `LLM`. Sizes are given as bytes or text ("8GiB", a bare number counts GiB) and kept in bytes.
@@ -74,6 +78,8 @@ class EngineConfig:
     num_gpus      GPUs that the layers are divided among
     check_finite  whether a sequence that fails is told in which unit its numbers stopped being finite
     share_prefixes  whether tokens that prompts of a block begin with in common are computed once; same results
+    prefix_mem, prefix_dir, prefix_disk   a store of keys and values of prefixes that come back over blocks, calls and,
+                  in a folder, processes: its caps on the host and on disk; none without one of the first two
     trace         whether `LLM.timeline` has who was busy when, and memory over time
     record_scores whether `LLM.score_log` has what the prompts' tokens scored; small prompts only
     verify        when packed weights read from disk are checked against their checksums
@@ -127,12 +133,17 @@ class EngineConfig:
     )
     check_finite: bool = option(False, "--check-finite", help="say in which unit numbers stop being finite; slow")
     share_prefixes: bool = option(True, "--share-prefixes", help="compute prefixes that prompts of a block share once")
+    prefix_mem: int | None = _size("--prefix-mem", help="host memory for prefixes that come back", unset="none")
+    prefix_dir: str | None = option(
+        None, "--prefix-dir", help="folder that keeps prefixes for later runs", metavar="DIR", unset="none"
+    )
+    prefix_disk: int | None = _size("--prefix-disk", help="disk space for them", unset="16GiB")
     trace: bool = False
     record_scores: bool = False
     seed: int = option(0, "--seed", help="of sampling, dummy weights and random eviction", metavar="N")
 
     def __post_init__(self) -> None:
-        for name in ("gpu_mem", "cpu_mem", "disk_mem", "emulate_gpu"):
+        for name in ("gpu_mem", "cpu_mem", "disk_mem", "emulate_gpu", "prefix_mem", "prefix_disk"):
             value = getattr(self, name)
             if value is not None:
                 # Whole numbers from code are bytes already once they are large; text and small numbers count GiB.
@@ -140,6 +151,10 @@ class EngineConfig:
                 if 0 < size < MIB:
                     raise UsageError(f"{name} is {value}", "needed 0, or at least 1MiB")
                 object.__setattr__(self, name, size)
+        if self.prefix_disk is not None and self.prefix_dir is None:
+            raise UsageError("--prefix-disk is given without --prefix-dir", "needed the folder that it is the cap of")
+        if self.keeps_prefixes and not self.share_prefixes:
+            raise UsageError("a store of prefixes is asked for, and share_prefixes is off", "needed one or the other")
         object.__setattr__(self, "num_gpus", whole(self.num_gpus, "--num-gpus", 1))
         whole(self.seed, "seed", 0)
         _one_of("weights", self.weights, WEIGHTS)
@@ -198,6 +213,11 @@ class EngineConfig:
         if not self.allow_compress or (stored.packings and not self.dequantize):
             return {}
         return {bits: replace(self, allow_compress=False, weight_bits=bits).kept(stored) for bits in BITS}
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether there is to be a store of prefixes."""
+        return bool(self.prefix_mem) or self.prefix_dir is not None
 
     @property
     def fixed_policy(self) -> OffloadPolicy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -14,11 +15,12 @@ from typing import Any, Self
 import torch
 
 from h2o_flexgen.cache.eviction import make_policy
-from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.cache.prefixes.store import PrefixStore
+from h2o_flexgen.config.engine import PREFIX_DISK, PREFIX_MEM, EngineConfig
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload, check_positions
-from h2o_flexgen.engine.batching.scheduler import WaitingQueue, in_order
+from h2o_flexgen.engine.batching.scheduler import WaitingQueue, in_order, note_returns
 from h2o_flexgen.engine.execution.block import BlockRunner
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.limits.devices import held_bytes
@@ -86,6 +88,8 @@ class Engine:
         self._trace = Trace(self.config.trace, () if self._pins is None else self._pins.devices)
         self.score_log = ScoreLog(self.model.spec) if self.config.record_scores else None
         """Of the last call: what tokens scored and which were kept, if the engine was made with record_scores=True."""
+        self.prefixes = self._open_prefixes()
+        """Keys and values of prefixes that came before, if the engine was made with prefix_mem or prefix_dir."""
         # Less what other engines hold: that is counted when a plan is made, since it comes and goes.
         self._baseline = max(0, devices.before_placement() - held_bytes())
 
@@ -192,6 +196,7 @@ class Engine:
             triton=triton,
             # Weights that are loaded are no longer a matter of choice.
             choices=self.model.choices if self._loaded is None else {},
+            prefixes=0 if self.prefixes is None else self.prefixes.memory,
         )
         planner = self.planner
         if self._loaded is not None and self.last_plan is not None:
@@ -266,7 +271,10 @@ class Engine:
         runner = self._runner(loaded, sampler)
         runner.on_prompts = self._counting("prefill", lambda row: len(row.prompt_ids), rows, every)
         runner.on_tokens = self._counting("generating", lambda row: row.steps, rows, every)
-        waiting, size = WaitingQueue(in_order(rows, self._shares)), plan.policy.gpu_batch_size
+        ordered = in_order(rows, self._shares)
+        if self.prefixes is not None:
+            note_returns(ordered)
+        waiting, size = WaitingQueue(ordered), plan.policy.gpu_batch_size
         with meter.over(loaded), loaded.keeping_memory():
             while waiting:
                 first = waiting.take(plan.policy.block_size)
@@ -276,8 +284,33 @@ class Engine:
 
     def _runner(self, loaded: Loaded, sampler: Sampler) -> BlockRunner:
         eviction, finite = make_policy(self.config.eviction), self.config.check_finite
-        scores, shares = self.score_log, self._shares
-        return BlockRunner(self._decoder, loaded.stages, eviction, sampler, self._trace, scores, finite, shares)
+        stages, scores, prefixes = loaded.stages, self.score_log, self.prefixes
+        if prefixes is not None:
+            prefixes.belongs_to(self._content())
+        return BlockRunner(
+            self._decoder, stages, eviction, sampler, self._trace, scores, finite, self._shares, prefixes
+        )
+
+    def _open_prefixes(self) -> PrefixStore | None:
+        """None where there is none, or equal tokens of this model may have other keys."""
+        config = self.config
+        if not config.keeps_prefixes or not self._shares:
+            return None
+        memory = PREFIX_MEM if config.prefix_mem is None else config.prefix_mem
+        disk = PREFIX_DISK if config.prefix_disk is None else config.prefix_disk
+        folder = None if config.prefix_dir is None else Path(config.prefix_dir).expanduser()
+        sums = make_policy(config.eviction).statistic == "column_sums"
+        return PrefixStore(self._content(), self.model.spec.num_layers, memory, folder, disk, sums)
+
+    def _content(self) -> str:
+        """All that keys and values of a prefix depend on, beside its tokens."""
+        config, model = self.config, self.model
+        sums = make_policy(config.eviction).statistic == "column_sums"
+        weights = config.seed if model.dummy else None
+        bits = [config.weight_bits, config.weight_group, config.weight_importance, config.dequantize]
+        packings = sorted((name, repr(packing)) for name, packing in model.spec.packings)
+        facts = [model.source.fingerprint, model.dtype, weights, bits, packings, config.eviction.rolling_positions]
+        return json.dumps([*facts, sums, self.device.type])
 
     @property
     def _shares(self) -> bool:

@@ -101,10 +101,11 @@ def footprint(
     recorded steps    compute tier, where the GPU records steps and everything stays on it: `workspace.recorded`
     process           cpu: the request's baseline; beside a GPU that is the context's share of the host and the buffers
                       through which pageable memory is copied, too
+    prefix store      cpu: the cap of `--prefix-mem`
     """
     block = BlockShape(request, policy)
     items = _items(block, placement, unit_bytes or {}) if request.num_gpus == 1 else _divided(block, placement)
-    found = (*items, Item("cpu", "process", request.baseline))
+    found = (*items, Item("cpu", "process", request.baseline), Item("cpu", "prefix store", request.prefixes))
     return Footprint(tuple(item for item in found if item.nbytes))
 
 

@@ -50,6 +50,7 @@ class PlanRequest:
                   not among them, others keep their defaults
     profile       the machine's rates, None where they are not known
     baseline      host bytes that the process holds before anything is placed
+    prefixes      host bytes that a store of prefixes may take
     num_gpus      that the units are divided among
     triton        whether it serves the GPU, if a real one computes
     choices       the model with weights of other bits, by the bits, most first: a search may choose one for `spec`
@@ -65,6 +66,7 @@ class PlanRequest:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     profile: HardwareProfile | None = None
     baseline: int = 0
+    prefixes: int = 0
     num_gpus: int = 1
     triton: bool = True
     endless: bool = False

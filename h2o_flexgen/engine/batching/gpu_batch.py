@@ -168,7 +168,7 @@ class GpuBatch:
             for i, index in enumerate(segment.rows):
                 start = first + i * segment.length
                 yield slice(start, start + segment.length), [self.fresh[index]]
-            if not segment.rows:
+            if not segment.rows and segment.held is None:
                 ids = self.fresh[segment.source].pass_ids[: segment.past + segment.length]
                 members = [row for row in self.fresh if row.pass_ids[: len(ids)] == ids]
                 yield slice(first, first + segment.length), members
@@ -193,7 +193,7 @@ class GpuBatch:
         """Ids, positions and lengths of the decode rows, and after them those of the prompts as they are packed."""
         ids, places, ends, planned = list(tokens), [positions], [lengths], [totals]
         for segment in self.segments:
-            for row in segment.rows or (segment.source,):
+            for row in () if segment.held is not None else segment.rows or (segment.source,):
                 prompt, stop = self.fresh[row].prompt_ids, segment.past + segment.length
                 ids.extend(self.fresh[row].pass_ids[segment.past : stop])
                 places.append(torch.arange(segment.past, stop))

@@ -4,14 +4,19 @@ The rows of a block are ordered so that rows with a common prefix are neighbours
 form a tree, and the block computes it depth first: a segment that several rows continue, or that is one part of a long
 prompt, leaves its keys and values on a *path*; what follows attends to the path and to itself. Whatever the tree looks
 like, the path holds no more than one prompt, and every token is computed once.
+
+With a store of prefixes, segments that it has are *held*: they go onto the path as they were computed before, and no
+token of them is computed. Segments that several rows share, in this block or over blocks, are kept for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from h2o_flexgen.cache.prefixes.store import GRAIN, NewPrefix, StoredPrefix
 
 MIN_SHARED = 16
 """Tokens from which on a common prefix is worth a segment of its own."""
@@ -26,6 +31,8 @@ class PromptSegment(NamedTuple):
     rows            rows of the GPU batch that end with this segment, with `length` tokens each; none for a segment
                     that goes onto the path
     source          a row that has these tokens in its prompt
+    held            where they come from, if they are not computed: they take no place among the packed tokens
+    new             where they go, if they are kept for later blocks
     """
 
     start: int
@@ -34,10 +41,12 @@ class PromptSegment(NamedTuple):
     depth: int
     rows: range
     source: int
+    held: StoredPrefix | None = None
+    new: NewPrefix | None = None
 
     @property
     def stop(self) -> int:
-        return self.start + max(1, len(self.rows)) * self.length
+        return self.start if self.held is not None else self.start + max(1, len(self.rows)) * self.length
 
 
 class PromptChunk(NamedTuple):
@@ -96,6 +105,35 @@ def shared_tokens(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
+class Prefixes(Protocol):
+    """What a store has for the rows of a block, by their numbers in it."""
+
+    def held(self, row: int) -> Sequence[StoredPrefix]:
+        """Pieces of the row's prompt from its first token on, those that it may take."""
+
+    def returns(self, row: int) -> int:
+        """How many of the row's first tokens come back outside of this block; at most those that it shares."""
+
+    def begin(self, row: int, start: int, end: int, depth: int) -> NewPrefix | None:
+        """Where tokens `start` to `end` of the row's prompt go; None where they are not kept."""
+
+
+class _NoPrefixes:
+    """Where there is no store."""
+
+    def held(self, row: int) -> Sequence[StoredPrefix]:
+        return ()
+
+    def returns(self, row: int) -> int:
+        return 0
+
+    def begin(self, row: int, start: int, end: int, depth: int) -> NewPrefix | None:
+        return None
+
+
+NO_PREFIXES = _NoPrefixes()
+
+
 @dataclass
 class _Batch:
     """One GPU batch's segments while they are collected."""
@@ -104,21 +142,77 @@ class _Batch:
     segments: list[PromptSegment]
     tokens: int = 0
 
-    def add(self, length: int, past: int, depth: int, rows: range, source: int) -> None:
+    def add(
+        self,
+        length: int,
+        past: int,
+        depth: int,
+        rows: range,
+        source: int,
+        held: StoredPrefix | None = None,
+        new: NewPrefix | None = None,
+    ) -> None:
         shifted = range(rows.start - self.first_row, rows.stop - self.first_row)
-        segment = PromptSegment(self.tokens, length, past, depth, shifted, source - self.first_row)
+        segment = PromptSegment(self.tokens, length, past, depth, shifted, source - self.first_row, held, new)
         self.segments.append(segment)
         self.tokens = segment.stop
 
 
+class _Path(NamedTuple):
+    """Tokens and segments that are on the path."""
+
+    past: int
+    depth: int
+
+
+@dataclass
+class _Shared:
+    """Puts onto the path what rows begin with: what is held first, then what is computed."""
+
+    prefixes: Prefixes
+    chunk: int
+    keeps: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.keeps = self.prefixes is not NO_PREFIXES
+
+    def reach(self, row: int, most: int) -> int:
+        """The tokens of `row` up to which something is held, at most `most`."""
+        return max((piece.name.end for piece in self.prefixes.held(row) if piece.name.end <= most), default=0)
+
+    def take(self, batch: _Batch, row: int, most: int, path: _Path) -> _Path:
+        """What is held of the first `most` tokens of `row` and not yet on the path, if that is worth a segment."""
+        if self.reach(row, most) - path.past < MIN_SHARED:
+            return path
+        for piece in self.prefixes.held(row):
+            if path.past < piece.name.end <= most:
+                length = piece.name.end - path.past
+                batch.add(length, path.past, path.depth, range(row, row), row, held=piece)
+                path = _Path(piece.name.end, path.depth + 1)
+        return path
+
+    def compute(self, batch: _Batch, row: int, end: int, path: _Path) -> _Path:
+        """Tokens of `row` up to `end`, in parts; as many as make up whole GRAINs where there is a store."""
+        end = end // GRAIN * GRAIN if self.keeps else end
+        for part in _parts(end - path.past, self.chunk):
+            new = self.prefixes.begin(row, path.past, path.past + part, path.depth)
+            batch.add(part, path.past, path.depth, range(row, row), row, new=new)
+            path = _Path(path.past + part, path.depth + 1)
+        return path
+
+
 def segments_of(
-    batches: Sequence[Sequence[Sequence[int]]], chunk: int, share: bool = True, own: Sequence[int] | None = None
+    batches: Sequence[Sequence[Sequence[int]]],
+    chunk: int,
+    share: bool = True,
+    own: Sequence[int] | None = None,
+    prefixes: Prefixes = NO_PREFIXES,
 ) -> list[list[PromptSegment]]:
     """The segments of each GPU batch of a block, given the token ids of its rows; all segments depth first.
 
     A segment has at most `chunk` tokens per row. A path may reach from one GPU batch into the next. `share`: whether
     equal tokens have equal keys; if not, only long prompts are parted. own: the length of each row's prompt, where more
-    tokens follow it: the last of it, and those, the row computes itself.
+    tokens follow it: the last of it, and those, the row computes itself. prefixes: what a store has for the rows.
     """
     prompts = [ids for batch in batches for ids in batch]
     ends = [len(ids) for ids in prompts] if own is None else own
@@ -126,21 +220,50 @@ def segments_of(
     texts = [ids if len(ids) == end else ids[:end] for ids, end in zip(prompts, ends, strict=True)]
     common = [shared_tokens(a, b) if share else 0 for a, b in pairwise(texts)]
     out = [_Batch(batch_of.index(index), []) for index in range(len(batches))]
-    todo = [(0, len(prompts), 0, 0)]  # rows [low, high) have `past` tokens, in `depth` segments, in common
+    shared = _Shared(prefixes, chunk)
+    todo = [(0, len(prompts), _Path(0, 0))]  # rows [low, high) have what is on the path in common
     while todo:
-        low, high, past, depth = todo.pop()
+        low, high, path = todo.pop()
         inside = common[low : high - 1]
-        if max(inside, default=0) - past < MIN_SHARED:
+        if max(inside, default=0) - path.past < MIN_SHARED:
             for rows in _alike(prompts, ends, batch_of, range(low, high)):
-                _add_rows(out[batch_of[rows.start]], rows, len(prompts[rows.start]), past, depth, chunk)
+                for part in _apart(rows, path.past, ends, shared):
+                    batch, (past, depth) = out[batch_of[part.start]], path
+                    if len(part) == 1:
+                        past, depth = _own_path(batch, part.start, ends[part.start], path, shared)
+                    _add_rows(batch, part, len(prompts[part.start]), past, depth, chunk)
             continue
-        if min(inside) - past >= MIN_SHARED:
-            for length in _parts(min(inside) - past, chunk):
-                out[batch_of[low]].add(length, past, depth, range(low, low), low)
-                past, depth = past + length, depth + 1
-        parts = _families(_cut(common, low, high, past + MIN_SHARED - 1))
-        todo.extend((*part, past, depth) for part in reversed(parts))
+        if (end := min(inside)) - path.past >= MIN_SHARED:
+            batch = out[batch_of[low]]
+            reach = min(max((piece.name.end for piece in prefixes.held(row)), default=0) for row in range(low, high))
+            path = shared.take(batch, low, min(end, reach), path)
+            if end - path.past >= MIN_SHARED:
+                path = shared.compute(batch, low, end, path)
+        parts = _families(_cut(common, low, high, path.past + MIN_SHARED - 1))
+        todo.extend((*part, path) for part in reversed(parts))
     return [batch.segments for batch in out]
+
+
+def _apart(rows: range, past: int, ends: Sequence[int], shared: _Shared) -> Iterator[range]:
+    """`rows`, those one by one of which more than `past` tokens are held or come back."""
+    if not shared.keeps:
+        yield rows
+        return
+    for alone, run in groupby(rows, key=lambda row: _worth(row, past, ends[row], shared)):
+        members = list(run)
+        yield from (range(row, row + 1) for row in members) if alone else (range(members[0], members[-1] + 1),)
+
+
+def _worth(row: int, past: int, end: int, shared: _Shared) -> bool:
+    there = max(shared.reach(row, end - 1), min(shared.prefixes.returns(row), end - 1) // GRAIN * GRAIN)
+    return there - past >= MIN_SHARED
+
+
+def _own_path(batch: _Batch, row: int, end: int, path: _Path, shared: _Shared) -> _Path:
+    """The path of a row that goes alone."""
+    path = shared.take(batch, row, end - 1, path)
+    returns = min(shared.prefixes.returns(row), end - 1) // GRAIN * GRAIN
+    return shared.compute(batch, row, returns, path) if returns - path.past >= MIN_SHARED else path
 
 
 def _families(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -185,7 +308,8 @@ def chunks_of(segments: Sequence[PromptSegment], chunk: int) -> list[PromptChunk
     chunks: list[PromptChunk] = []
     for segment in segments:
         last = chunks[-1] if chunks else None
-        if last is None or segment.stop - last.start > chunk:
+        # What is held is at hand only in a chunk that has tokens.
+        if last is None or (segment.stop - last.start > chunk and last.stop > last.start):
             chunks.append(PromptChunk(segment.start, segment.stop, (segment,)))
         else:
             chunks[-1] = PromptChunk(last.start, segment.stop, (*last.segments, segment))

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from h2o_flexgen.cache.lengths import slots_needed
+from h2o_flexgen.cache.prefixes.store import NewPrefix, PrefixStore, StoredPrefix
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
-from h2o_flexgen.engine.batching.prefix_tree import MIN_SHARED, PromptSegment, segments_of, shared_first, shared_tokens
+from h2o_flexgen.engine.batching.prefix_tree import (
+    MIN_SHARED,
+    NO_PREFIXES,
+    PromptSegment,
+    segments_of,
+    shared_first,
+    shared_tokens,
+)
 from h2o_flexgen.engine.requests.sequence import Sequence
 
 
@@ -61,6 +70,45 @@ SOON = 4
 """A GPU batch changes at once when one in so many of its rows is finished."""
 
 
+@dataclass(frozen=True)
+class StoredPrefixes:
+    """A store for blocks. `queries`: how many of a row's last queries its caches look at, which are not stored."""
+
+    store: PrefixStore
+    queries: Callable[[Sequence], int]
+
+    def of(self, user: object, rows: list[Sequence]) -> PrefixesOfRows:
+        """What there is for rows; it stays in memory until `user` asks again."""
+        self.store.release(user)
+        pieces = list[list[StoredPrefix]]()
+        for row in rows:
+            most = min(len(row.prompt_ids) - 1, len(row.pass_ids) - self.queries(row))
+            pieces.append(self.store.find(user, row.prompt_ids, most, _kind(row)))
+        return PrefixesOfRows(self.store, rows, pieces)
+
+
+@dataclass(frozen=True)
+class PrefixesOfRows:
+    """What a store has for the rows of a block; see `prefix_tree.Prefixes`."""
+
+    store: PrefixStore
+    rows: list[Sequence]
+    pieces: list[list[StoredPrefix]]
+
+    def held(self, row: int) -> list[StoredPrefix]:
+        return self.pieces[row]
+
+    def returns(self, row: int) -> int:
+        return self.rows[row].returns
+
+    def begin(self, row: int, start: int, end: int, depth: int) -> NewPrefix | None:
+        return self.store.begin(self.rows[row].prompt_ids, start, end, depth, _kind(self.rows[row]))
+
+
+def _kind(row: Sequence) -> str:
+    return "scored" if row.forced is not None else "generated"
+
+
 class BatchScheduler:
     """The rows of GPU batches that go through the units together, step by step; `active` and `last` are what their
     schedule asks.
@@ -77,11 +125,18 @@ class BatchScheduler:
     """
 
     def __init__(
-        self, gpu_batches: list[GpuBatch], first: list[list[Sequence]], waiting: WaitingQueue, chunk: int, share: bool
+        self,
+        gpu_batches: list[GpuBatch],
+        first: list[list[Sequence]],
+        waiting: WaitingQueue,
+        chunk: int,
+        share: bool,
+        prefixes: StoredPrefixes | None = None,
     ) -> None:
         """`first`: the rows that each GPU batch starts with. `waiting`: what is left of it when the block is over is
-        another's work. `chunk`, `share`: as for `segments_of`."""
+        another's work. `chunk`, `share`: as for `segments_of`. `prefixes`: a store, if prompts may share."""
         self._gpu_batches, self._waiting, self._chunk, self._share = gpu_batches, waiting, chunk, share
+        self._prefixes = prefixes
         self._places = [len(rows) for rows in first]
         self._idle = [0] * len(gpu_batches)
         self._newest = first[-1][-1]
@@ -117,8 +172,8 @@ class BatchScheduler:
 
     def _again(self) -> int:
         """Tokens of the next prompt that were computed for the newest row, too."""
-        if not self._share or not self._waiting:
-            return 0
+        if not self._share or not self._waiting or self._prefixes is not None:
+            return 0  # a store has them
         shared = shared_tokens(self._newest.prompt_ids, self._waiting.first.prompt_ids)
         return shared if shared >= MIN_SHARED else 0
 
@@ -139,7 +194,10 @@ class BatchScheduler:
         filled = [index for index, (_, fresh) in changes.items() if fresh]
         prompts = [[row.pass_ids for row in changes[index][1]] for index in filled]
         own = [len(row.prompt_ids) for index in filled for row in changes[index][1]]
-        packed = dict(zip(filled, segments_of(prompts, self._chunk, self._share, own), strict=True))
+        prefixes = NO_PREFIXES
+        if self._prefixes is not None:
+            prefixes = self._prefixes.of(self, [row for index in filled for row in changes[index][1]])
+        packed = dict(zip(filled, segments_of(prompts, self._chunk, self._share, own, prefixes), strict=True))
         for i, gpu_batch in enumerate(self._gpu_batches):
             if i not in changes:
                 gpu_batch.go_on()
@@ -157,3 +215,12 @@ def in_order(sequences: Iterable[Sequence], share_prefixes: bool) -> list[Sequen
     """
     longest = sorted(sequences, key=lambda s: (-s.steps, -len(s.prompt_ids), s.row_id))
     return [longest[i] for i in shared_first([row.prompt_ids for row in longest], share_prefixes)]
+
+
+def note_returns(ordered: list[Sequence]) -> None:
+    """Tells each of the sequences, in the order in which they are run, what it shares with its neighbours."""
+    for row in ordered:
+        row.returns = 0
+    for a, b in pairwise(ordered):
+        common = shared_tokens(a.prompt_ids, b.prompt_ids)
+        a.returns, b.returns = max(a.returns, common), max(b.returns, common)

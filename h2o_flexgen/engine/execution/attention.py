@@ -11,6 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, Turn
 from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.cache.prefixes.files import LayerPrefix
 from h2o_flexgen.engine.batching.gpu_batch import AttentionPart
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment
 from h2o_flexgen.huge import LARGE
@@ -104,6 +105,9 @@ class PromptAttention:
     """A function that fills the cache while something else is computed; None: that is done here."""
     sink_logits: Tensor | None = None
     """float32 (heads,): of each head a logit that is no token's."""
+    layer: int = 0
+    path_sums: bool = False
+    """Whether a store keeps column sums, which what is on the path then needs even where no cache wants them."""
 
     def chunk(self, chunk: PromptChunk, angles: Angles | None, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         """q (t, heads, d), k and v (t, kv_heads, d) of the chunk's packed tokens: the mixed values go to `out`, like q.
@@ -146,12 +150,18 @@ class PromptAttention:
         return [segment for segment in chunk.segments if not segment.rows or segment.depth]
 
     def _segment(self, segment: PromptSegment, packed: list[Tensor], out: Tensor) -> None:
+        if segment.held is not None:
+            self.path.before(segment.depth)
+            k, v, stored_k, sums = segment.held.layer(self.layer, segment.past, packed[0].device)
+            self.path.push(PrefixKV(KeysValues(k, v), stored_k, sums, None))
+            return
         rows = max(1, len(segment.rows))
         q, k, v, stored_k, asked = (t.unflatten(0, (rows, segment.length)).transpose(1, 2) for t in packed)
         past = self.path.before(segment.depth)
         seen = None if past is None else past.seen
+        wanted = self.column_sums or (self.path_sums and not segment.rows)
         mixed, sums = prefill_attention(
-            q, k, v, self.scale, self.column_sums, past=seen, window=self.window, sink_logits=self.sink_logits
+            q, k, v, self.scale, wanted, past=seen, window=self.window, sink_logits=self.sink_logits
         )
         out.copy_(mixed.transpose(1, 2).flatten(0, 1))
         if past is not None and sums is not None and past.sums is not None:
@@ -168,7 +178,10 @@ class PromptAttention:
             own = KeysValues(k[0].contiguous(), v[0].contiguous())
             stored = stored_k[0].contiguous() if self.rolling else own.k
             last = None if queries is None else queries[0].contiguous()
-            self.path.push(PrefixKV(own, stored, None if sums is None else sums[0], last))
+            piece = PrefixKV(own, stored, None if sums is None else sums[0], last)
+            self.path.push(piece)
+            if segment.new is not None:
+                segment.new.add(self.layer, LayerPrefix(*own, stored, piece.sums))
 
     def _last_queries(self, asked: Tensor, past: PrefixKV | None) -> Tensor | None:
         """Of a segment's queries (n, heads, S, d), and those before them, as many as policies look at."""

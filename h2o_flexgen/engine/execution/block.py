@@ -9,11 +9,12 @@ from functools import partial
 
 import torch
 
-from h2o_flexgen.cache.eviction.base import EvictionPolicy
+from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape
+from h2o_flexgen.cache.prefixes.store import PrefixStore
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
-from h2o_flexgen.engine.batching.scheduler import BatchScheduler, WaitingQueue
+from h2o_flexgen.engine.batching.scheduler import BatchScheduler, StoredPrefixes, WaitingQueue
 from h2o_flexgen.engine.execution.executor import Executor, FiniteCheck
 from h2o_flexgen.engine.execution.stages import Stage, open_stages
 from h2o_flexgen.engine.limits.devices import return_free_pages
@@ -44,6 +45,7 @@ class BlockRunner:
     scores: ScoreLog | None = None
     check_finite: bool = False
     share_prefixes: bool = True
+    prefixes: PrefixStore | None = None
     on_tokens: Callable[[int], None] = lambda tokens: None
     """Called before every step with the tokens so far; a finished sequence counts as all it asked for."""
     on_prompts: Callable[[int], None] = lambda tokens: None
@@ -68,11 +70,14 @@ class BlockRunner:
         steps = waiting.steps + max(row.steps for gpu_batch in rows for row in gpu_batch)
         groups = groups_of(len(rows), len(self.stages))
         together = [[gpu_batches[i] for i in group] for group in groups]
+        stored = None if self.prefixes is None else StoredPrefixes(self.prefixes, partial(self._queries, maker))
         schedulers = [
-            BatchScheduler(members, [rows[each.index] for each in members], waiting, chunk, self.share_prefixes)
+            BatchScheduler(members, [rows[each.index] for each in members], waiting, chunk, self.share_prefixes, stored)
             for members in together
         ]
         with ExitStack() as stack:
+            for scheduler in schedulers if self.prefixes is not None else ():
+                stack.callback(self.prefixes.release, scheduler)
             stack.callback(self._reset)
             stages = self._open_stages(plan, rows, waiting, maker, gpu_batches, groups, stack)
             # Whatever is still under way writes to buffers and files that go then; its errors no longer matter.
@@ -88,6 +93,7 @@ class BlockRunner:
                 overlap=plan.policy.overlap,
                 finite=FiniteCheck() if self.check_finite else None,
                 rolling=rolling,
+                path_sums=self.prefixes is not None and self.prefixes.sums,
             )
             stack.callback(executor.close)
             totals.kv_bytes = max(totals.kv_bytes, sum(stage.caches.nbytes for stage in stages))
@@ -109,6 +115,12 @@ class BlockRunner:
                 totals.experts_read += executor.experts_read
                 totals.experts_of += executor.experts_of
                 totals.not_recorded = totals.not_recorded or executor.not_recorded
+
+    def _queries(self, maker: CacheMaker, row: Sequence) -> int:
+        """How many of a row's last queries its caches look at, in any layer."""
+        if not isinstance(self.eviction, RankedPolicy) or type(self.eviction).queries is RankedPolicy.queries:
+            return 0
+        return max(maker.queries(layer, [row]) for layer in range(self.decoder.spec.num_layers))
 
     def _drain(self) -> None:
         for stage in self.stages:

@@ -66,6 +66,8 @@ class Sequence:
     """Whether the prompt is computed twice, for a policy that looks at the second time."""
     fed: list[int] = field(default_factory=list)
     """The end of a prompt that is longer than the context: with rolling positions it goes through decode steps."""
+    returns: int = 0
+    """How many first tokens the sequence before or after it in a run has, too: what a store of prefixes may keep."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)

@@ -1,0 +1,319 @@
+"""`PrefixStore`: keys and values of what prompts begin with, found by their tokens.
+
+Entries are pieces of prefixes: each is for the tokens from `start` to `end` of all prompts whose first `end` tokens are
+the same, and serves where the pieces before it are there, too. Those in use lie in host memory; what was evicted from
+there may still be on disk, and comes back with its checksum checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from h2o_flexgen.cache.prefixes.files import FileName, LayerPrefix, read_prefix, write_prefix
+from h2o_flexgen.cache.prefixes.reuse import Category, ExpectedReuse, ReuseOrder
+
+GRAIN = 16
+"""Prefixes end at multiples of it: neighbours that go on alike by chance then find the same."""
+LIFE = 4096.0
+"""Looked-up prompts for which an entry is expected to be worth its room."""
+
+
+@dataclass(frozen=True)
+class StoredPrefix:
+    """An entry, in host memory."""
+
+    name: FileName
+    layers: tuple[LayerPrefix, ...]
+
+    def layer(self, number: int, past: int, device: torch.device) -> LayerPrefix:
+        """Its tokens from the prompt's token `past` on, in one layer."""
+        k, v, stored, sums = self.layers[number]
+        first = past - self.name.start
+
+        def there(part: torch.Tensor) -> torch.Tensor:
+            return part[:, first:].contiguous().to(device)
+
+        seen = there(k)
+        return LayerPrefix(
+            seen, there(v), seen if stored is k else there(stored), None if sums is None else sums.to(device)
+        )
+
+
+@dataclass
+class StoreCounts:
+    """Prompts that were looked up, their tokens, and of these what was found; entries that came and went."""
+
+    prompts: int = 0
+    tokens: int = 0
+    found: int = 0
+    stored: int = 0
+    evicted: int = 0
+    damaged: int = 0
+    from_disk: int = 0
+
+
+class NewPrefix:
+    """An entry that is being computed, layer by layer. One that is not finished leaves nothing behind."""
+
+    def __init__(self, store: PrefixStore, name: FileName, kind: str, depth: int) -> None:
+        self._store, self.name, self.category = store, name, (kind, depth)
+        self._layers: dict[int, LayerPrefix] = {}
+        self._room = True
+
+    def add(self, number: int, layer: LayerPrefix) -> None:
+        """Keeps a copy. The last layer finishes the entry, if no part of it is missing and there is room for all."""
+        if not self._layers:
+            self._room = self._store.admit(self, self._store.num_layers * layer.nbytes)
+        if not self._room:
+            return
+        k, v = layer.k.to("cpu", copy=True), layer.v.to("cpu", copy=True)
+        stored = k if layer.stored_k is layer.k else layer.stored_k.to("cpu", copy=True)
+        sums = None if layer.sums is None else layer.sums.to("cpu", copy=True)
+        self._layers[number] = LayerPrefix(k, v, stored, sums)
+        if len(self._layers) == self._store.num_layers:
+            self._store.take(self)
+
+    @property
+    def layers(self) -> tuple[LayerPrefix, ...]:
+        return tuple(self._layers[number] for number in sorted(self._layers))
+
+
+@dataclass
+class PrefixStore:
+    """At most `memory` bytes on the host, and `disk` bytes in `folder` if there is one. Not thread safe.
+
+    identity    all that keys and values depend on beside tokens: entries of another one are not found
+    sums        whether entries have column sums; one without them is none then
+    """
+
+    identity: str
+    num_layers: int
+    memory: int
+    folder: Path | None = None
+    disk: int = 0
+    sums: bool = False
+    held: ReuseOrder[FileName] = field(default_factory=lambda: ExpectedReuse(LIFE))
+    on_disk: ReuseOrder[FileName] = field(default_factory=lambda: ExpectedReuse(LIFE))
+
+    def __post_init__(self) -> None:
+        self.counts = StoreCounts()
+        self._ends = Counter[int]()
+        self._starts: dict[str, FileName] = {}
+        self._entries: dict[FileName, StoredPrefix] = {}
+        self._sizes: dict[FileName, int] = {}
+        self._files: dict[FileName, int] = {}
+        self._pinned: dict[object, set[FileName]] = {}
+        self._pending: dict[FileName, int] = {}
+        self.bytes_held = self.bytes_on_disk = 0
+        if self.folder is not None:
+            digest = hashlib.blake2b(self.identity.encode(), digest_size=12).hexdigest()
+            self.folder = self.folder / digest
+            self._list_files()
+
+    def belongs_to(self, identity: str) -> None:
+        """Entries of another identity are forgotten; a planner may have chosen other bits for the weights."""
+        if identity != self.identity:
+            folder = None if self.folder is None else self.folder.parent
+            counts, self.identity, self.folder = self.counts, identity, folder
+            self.held, self.on_disk = ExpectedReuse(LIFE), ExpectedReuse(LIFE)
+            self.__post_init__()
+            self.counts = counts
+
+    def find(self, user: object, ids: Sequence[int], most: int, kind: str = "") -> list[StoredPrefix]:
+        """The entries that cover as much as there is of the first `most` tokens, in order; they stay until `release` of
+        `user`."""
+        self.counts.prompts += 1
+        self.counts.tokens += len(ids)
+        names = list(self._known(ids, most).values())
+        found = list[StoredPrefix]()
+        for name in names:
+            entry = self._entries.get(name) or self._fetch(user, name, (kind, len(found)))
+            if entry is None:
+                break
+            found.append(entry)
+            self._pinned.setdefault(user, set()).add(name)
+        for depth, entry in reversed(list(enumerate(found))):
+            self._touch(entry.name, (kind, depth))
+        self.counts.found += found[-1].name.end if found else 0
+        return found
+
+    def begin(self, ids: Sequence[int], start: int, end: int, depth: int, kind: str = "") -> NewPrefix | None:
+        """An entry to be computed for tokens `start` to `end`; None where there is one."""
+        name = FileName(start, end, _digests(ids, [end])[0])
+        return None if name.digest in self._starts else NewPrefix(self, name, kind, depth)
+
+    def admit(self, new: NewPrefix, nbytes: int) -> bool:
+        """Makes room in memory for an entry that is begun; False where there is none."""
+        if new.name.digest in self._starts or not self._clear(nbytes):
+            return False
+        self._pending[new.name] = nbytes
+        return True
+
+    def take(self, new: NewPrefix) -> None:
+        """Keeps a finished entry."""
+        layers = new.layers
+        self._pending.pop(new.name, None)
+        if new.name.digest in self._starts or (self.sums and any(layer.sums is None for layer in layers)):
+            return
+        if not self.sums:
+            layers = tuple(layer._replace(sums=None) for layer in layers)
+        entry = StoredPrefix(new.name, layers)
+        written = self._write(entry, new.category)
+        if self._hold(entry, new.category) or written:
+            self.counts.stored += 1
+            self._learn(new.name)
+
+    def release(self, user: object) -> None:
+        """What `user` found may go, and what it began and did not finish is given up."""
+        self._pinned.pop(user, None)
+        self._pending.clear()
+
+    @property
+    def _now(self) -> float:
+        return float(self.counts.prompts)
+
+    def _known(self, ids: Sequence[int], most: int) -> dict[int, FileName]:
+        """The entries of the longest chain from the first token on, by their ends."""
+        ends = sorted(end for end in self._ends if end <= most)
+        there = dict[int, FileName]()
+        for digest in _digests(ids, ends):
+            name = self._starts.get(digest)
+            if name is not None and (name.start == 0 or name.start in there):
+                there[name.end] = name
+        chain, end = dict[int, FileName](), max(there, default=0)
+        while end:
+            chain[end] = there[end]
+            end = there[end].start
+        return dict(sorted(chain.items()))
+
+    def _learn(self, name: FileName) -> None:
+        if name.digest not in self._starts:
+            self._starts[name.digest] = name
+            self._ends[name.end] += 1
+
+    def _touch(self, name: FileName, category: Category) -> None:
+        self.held.touch(name, category, name.start, self._now)
+        if name in self._files:
+            self.on_disk.touch(name, category, name.start, self._now)
+
+    # In memory
+
+    def _hold(self, entry: StoredPrefix, category: Category) -> bool:
+        nbytes = sum(layer.nbytes for layer in entry.layers)
+        if not self._clear(nbytes):
+            return False
+        self._entries[entry.name], self._sizes[entry.name] = entry, nbytes
+        self.bytes_held += nbytes
+        self.held.touch(entry.name, category, entry.name.start, self._now)
+        return True
+
+    def _clear(self, nbytes: int) -> bool:
+        """Evicts until so many bytes fit beside what is held and begun; False, and nothing goes, where they cannot."""
+        spared = {name for names in self._pinned.values() for name in names}
+        taken = sum(self._pending.values())
+        if taken + sum(self._sizes[name] for name in spared if name in self._sizes) + nbytes > self.memory:
+            return False
+        while self.bytes_held + taken + nbytes > self.memory:
+            name = self.held.victim(self._now, spared)
+            assert name is not None, "what is not spared takes no room"
+            self._drop(name)
+        return True
+
+    def _drop(self, name: FileName) -> None:
+        del self._entries[name]
+        self.bytes_held -= self._sizes.pop(name)
+        self.held.forget(name)
+        self.counts.evicted += 1
+        self._forget(name)
+
+    def _forget(self, name: FileName) -> None:
+        """What is neither in memory nor on disk is not found any more."""
+        if name not in self._entries and name not in self._files and self._starts.get(name.digest) == name:
+            del self._starts[name.digest]
+            self._ends[name.end] -= 1
+            self._ends += Counter()  # without those that are 0
+
+    # On disk
+
+    def _list_files(self) -> None:
+        """What earlier processes left, the oldest first."""
+        assert self.folder is not None
+        found = list[tuple[float, FileName, int]]()
+        with suppress(FileNotFoundError), os.scandir(self.folder) as files:
+            for file in files:
+                name = FileName.read(file.name)
+                if name is not None:
+                    found.append((file.stat().st_mtime, name, file.stat().st_size))
+        for _, name, nbytes in sorted(found):
+            self._files[name] = nbytes
+            self.bytes_on_disk += nbytes
+            self.on_disk.touch(name, ("", 0), name.start, self._now)
+            self._learn(name)
+        self._make_room(0)
+
+    def _fetch(self, user: object, name: FileName, category: Category) -> StoredPrefix | None:
+        if self.folder is None or name not in self._files:
+            return None
+        layers = read_prefix(self.folder, name, self.identity)
+        sound = layers is not None and len(layers) == self.num_layers
+        if layers is None or not sound or (self.sums and any(layer.sums is None for layer in layers)):
+            self.counts.damaged += 1
+            self._remove(name)
+            return None
+        entry = StoredPrefix(name, tuple(layers))
+        if not self._hold(entry, category):
+            return None
+        self.counts.from_disk += 1
+        with suppress(OSError):
+            os.utime(self.folder / name.text, (time.time(), time.time()))
+        return entry
+
+    def _write(self, entry: StoredPrefix, category: Category) -> bool:
+        nbytes = sum(layer.nbytes for layer in entry.layers)
+        if self.folder is None or not self._make_room(nbytes):
+            return False
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_prefix(self.folder, entry.name, self.identity, entry.layers)
+            self._files[entry.name] = (self.folder / entry.name.text).stat().st_size
+        except OSError:  # a store that is full or gone makes nothing wrong, only slower
+            return False
+        self.bytes_on_disk += self._files[entry.name]
+        self.on_disk.touch(entry.name, category, entry.name.start, self._now)
+        return self._make_room(0)
+
+    def _make_room(self, nbytes: int) -> bool:
+        while self.bytes_on_disk + nbytes > self.disk:
+            name = self.on_disk.victim(self._now)
+            if name is None:
+                return False
+            self._remove(name)
+        return True
+
+    def _remove(self, name: FileName) -> None:
+        assert self.folder is not None
+        with suppress(OSError):
+            (self.folder / name.text).unlink(missing_ok=True)
+        self.bytes_on_disk -= self._files.pop(name)
+        self.on_disk.forget(name)
+        self._forget(name)
+
+
+def _digests(ids: Sequence[int], ends: Iterable[int]) -> list[str]:
+    """Of the first n tokens, for each n of `ends`, ascending."""
+    digest, at, found = hashlib.blake2b(digest_size=16), 0, list[str]()
+    for end in ends:
+        digest.update(array("q", ids[at:end]).tobytes())
+        at = end
+        found.append(digest.hexdigest())
+    return found
