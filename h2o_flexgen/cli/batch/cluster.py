@@ -207,7 +207,7 @@ def _cluster() -> Iterator[Any]:
     begun = not ray.is_initialized()
     try:
         if begun:
-            ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+            ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
         if signal.getsignal(signal.SIGTERM) is not told:  # Ray puts a handler of its own in its place
             signal.signal(signal.SIGTERM, told)
         ray.data.DataContext.get_current().enable_progress_bars = False

@@ -12,6 +12,7 @@ from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.prefix_tree import (
     MIN_SHARED,
     NO_PREFIXES,
+    Prefixes,
     PromptSegment,
     segments_of,
     shared_first,
@@ -194,7 +195,7 @@ class BatchScheduler:
         filled = [index for index, (_, fresh) in changes.items() if fresh]
         prompts = [[row.pass_ids for row in changes[index][1]] for index in filled]
         own = [len(row.prompt_ids) for index in filled for row in changes[index][1]]
-        prefixes = NO_PREFIXES
+        prefixes: Prefixes = NO_PREFIXES
         if self._prefixes is not None:
             prefixes = self._prefixes.of(self, [row for index in filled for row in changes[index][1]])
         packed = dict(zip(filled, segments_of(prompts, self._chunk, self._share, own, prefixes), strict=True))

@@ -76,8 +76,9 @@ class BlockRunner:
             for members in together
         ]
         with ExitStack() as stack:
-            for scheduler in schedulers if self.prefixes is not None else ():
-                stack.callback(self.prefixes.release, scheduler)
+            if stored is not None:
+                for scheduler in schedulers:
+                    stack.callback(stored.store.release, scheduler)
             stack.callback(self._reset)
             stages = self._open_stages(plan, rows, waiting, maker, gpu_batches, groups, stack)
             # Whatever is still under way writes to buffers and files that go then; its errors no longer matter.
