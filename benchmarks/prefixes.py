@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from benchmarks.records import facts
 from h2o_flexgen import LLM, EvictionConfig, SamplingParams
-from h2o_flexgen.cache.prefixes.reuse import Category, ExpectedReuse, LeastRecent, ReuseOrder
-from h2o_flexgen.cache.prefixes.store import GRAIN, LIFE
+from h2o_flexgen.cache.prefix_store import GRAIN, LIFE
+from h2o_flexgen.cache.reuse import Category, ExpectedReuse, LeastRecent, ReuseOrder
 
 SHARES = (0.05, 0.1, 0.25, 0.5)
 """Of all distinct bytes: the caps of replays."""

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from h2o_flexgen.cache.eviction import make_policy
-from h2o_flexgen.cache.prefixes.store import PrefixStore
+from h2o_flexgen.cache.prefix_store import PrefixStore
 from h2o_flexgen.config.engine import PREFIX_DISK, PREFIX_MEM, EngineConfig
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams

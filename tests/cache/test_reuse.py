@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from h2o_flexgen.cache.prefixes.reuse import PRIOR, ExpectedReuse, LeastRecent
+from h2o_flexgen.cache.reuse import PRIOR, ExpectedReuse, LeastRecent
 from tests.seeds import moved
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.cache.prefixes.store import PrefixStore
+from h2o_flexgen.cache.prefix_store import PrefixStore
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import PlanError, UsageError

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.cli.batch.cluster import share_of
+from h2o_flexgen.cli.batch.job import share_of
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.ray import COLUMNS, Predictor
 from tests.jobs.files import request, results, timeless, write

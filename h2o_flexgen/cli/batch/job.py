@@ -1,26 +1,41 @@
-"""`batch` behind its flags: one `LLM`, one job, its results, and a summary."""
+"""`batch` behind its flags: one `LLM`, one job, its results, and a summary; or the job over actors of Ray Data.
+
+Ray starts the actors, gives them requests as they ask for more, and starts a lost one anew, whose requests it runs
+again. It schedules nothing by the job's rules, and the job nothing by Ray's.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib.util
 import json
-from collections.abc import Mapping
-from contextlib import ExitStack
-from typing import Any
+import logging
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any, NamedTuple
 
 import h2o_flexgen
 from h2o_flexgen.cli.batch.arguments import BatchArguments
-from h2o_flexgen.cli.batch.cluster import ClusterJob, require_ray
-from h2o_flexgen.cli.batch.formats import request_format
 from h2o_flexgen.cli.generate import EXIT_SOME_FAILED, engine_settings
 from h2o_flexgen.cli.planning import let_calibrate, plan_text
 from h2o_flexgen.cli.program import ProgramExit, print_error, write_json, write_result
 from h2o_flexgen.cli.progress import JobProgress
+from h2o_flexgen.engine.limits.devices import cpu_limit
 from h2o_flexgen.engine.limits.plan import Plan
-from h2o_flexgen.errors import UsageError
-from h2o_flexgen.jobs.job import Job, Summary, bounded
+from h2o_flexgen.engine.model import Model
+from h2o_flexgen.errors import H2OFlexGenError, UsageError
+from h2o_flexgen.jobs.job import Job, Summary, bounded, under_way
 from h2o_flexgen.jobs.journal import FAILED, JobResults
-from h2o_flexgen.jobs.source import Scan, Source
+from h2o_flexgen.jobs.openai import OpenAIFormat
+from h2o_flexgen.jobs.plain import PlainFormat
+from h2o_flexgen.jobs.requests import RequestFormat
+from h2o_flexgen.jobs.source import Record, Scan, Source
 from h2o_flexgen.planning.llm import LLM
 
 EXIT_RESUMABLE = 75
@@ -154,3 +169,239 @@ def _report(arguments: BatchArguments, summary: Summary, failed: int, ran: Mappi
         print_error(f"{failed:,} of {summary.requests:,} requests failed; --retry-failed runs them again")
     kept = {name: ran[name] for name in _OF_RECORD if name in ran}
     write_json(json.dumps({**kept, **summary.to_json(), "failed_in_all": failed}), arguments.json)
+
+
+def request_format(
+    arguments: BatchArguments, model: Model, kind: str, doubled: frozenset[int], header: Mapping[str, Any]
+) -> RequestFormat:
+    """The format of a source of this `kind`. `doubled`: lines whose custom_id stood before; `header`: the journal's."""
+    seed = arguments.engine.seed
+    if kind != "openai":
+        return PlainFormat(
+            kind,
+            arguments.engine.model,
+            model.codec,
+            seed,
+            arguments.sampling,
+            arguments.prompt_column,
+            arguments.id_column,
+            arguments.chat,
+            model.dummy,
+        )
+    eos = model.spec.eos_token_ids
+    return OpenAIFormat(
+        arguments.engine.model,
+        model.codec,
+        (eos,) if isinstance(eos, int) else tuple(eos),
+        seed,
+        arguments.typed,
+        header.get("created", 0),
+        hashlib.sha256(json.dumps(header.get("job")).encode()).hexdigest(),
+        model.dummy,
+        doubled,
+    )
+
+
+# Over a cluster
+
+
+def require_ray() -> None:
+    """UsageError where Ray Data is not installed."""
+    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("pyarrow") is None:
+        raise UsageError("--ray needs Ray Data, which is not installed", change="pip install 'h2o_flexgen[ray]'")
+
+
+class ActorShare(NamedTuple):
+    """What one actor gets: processors, GPUs, and the share of its machine's free memory."""
+
+    cpus: int
+    gpus: int
+    memory: float
+
+
+def share_of(nodes: Iterable[Mapping[str, float]], actors: int, gpus: int) -> ActorShare:
+    """The largest share with which so many `actors` of `gpus` GPUs each fit on `nodes`, as Ray counts what is there.
+
+    UsageError where they do not fit.
+    """
+    nodes = list(nodes)
+    for cpus in range(int(max((node.get("CPU", 0) for node in nodes), default=0)), 0, -1):
+        places = [min(node.get("CPU", 0) // cpus, node.get("GPU", 0) // gpus if gpus else actors) for node in nodes]
+        if sum(places) >= actors:
+            return ActorShare(cpus, gpus, 1 / min(actors, max(places)))
+    there = sum(node.get("CPU", 0) for node in nodes)
+    found = f"--ray {actors}: the cluster has {there:.0f} processors"
+    raise UsageError(found, "needed one for each actor, and a GPU where GPUs are used")
+
+
+@dataclass
+class _Given:
+    """The requests of one batch, and their results."""
+
+    batch: list[Record]
+    state: bytearray
+    results: list[tuple[int, str, bool]] = field(default_factory=list)
+
+    def records(self) -> list[Record]:
+        return self.batch
+
+    def add(self, line: int, text: str, failed: bool) -> None:
+        self.results.append((line, text, failed))
+
+    def sync(self) -> None:
+        """Results are the journal's to keep, once they have come there."""
+
+
+class JobActor:
+    """Answers batches of requests as `batch` does in one process. An actor's class; `memory`: its ActorShare's."""
+
+    def __init__(
+        self, arguments: BatchArguments, kind: str, doubled: frozenset[int], header: Mapping[str, Any], memory: float
+    ) -> None:
+        engine = arguments.engine
+        if engine.cpu_mem is None and memory < 1:
+            engine = replace(engine, cpu_mem=int(memory * cpu_limit().nbytes))
+        self._llm = LLM(**engine_settings(engine), hardware=arguments.hardware)
+        self._format = request_format(arguments, self._llm.model, kind, doubled, header)
+
+    def __call__(self, batch: Any) -> Any:
+        """An Arrow table with a column of pickled records to one of lines, results and whether they failed.
+
+        The first row has the tokens of all, and the record of the engine's last call.
+        """
+        import pyarrow
+
+        records = [Record(*pickle.loads(data.as_py())) for data in batch["record"]]
+        given = _Given(records, bytearray(max(record.line for record in records) + 1))
+        summary = Job(self._llm, given, self._format, given, len(records)).run()
+        ran = "" if self._llm.last_record is None else self._llm.last_record.to_line()
+        others = len(records) - 1
+        return pyarrow.table(
+            {
+                **dict(zip(("line", "result", "failed"), map(list, zip(*given.results, strict=True)), strict=True)),
+                "prompt_tokens": [summary.prompt_tokens, *[0] * others],
+                "generated_tokens": [summary.generated_tokens, *[0] * others],
+                "record": [ran, *[""] * others],
+            }
+        )
+
+
+class ClusterJob:
+    """Runs what `results` has not yet of `source` by actors of a cluster; as `Job` otherwise.
+
+    `record`: the RunRecord of some engine's last call, as JSON.
+    """
+
+    def __init__(
+        self,
+        arguments: BatchArguments,
+        source: Source,
+        scan: Scan,
+        results: JobResults,
+        header: Mapping[str, Any],
+        told: Callable[[Summary], None],
+    ) -> None:
+        self._arguments, self._source, self._scan, self._results = arguments, source, scan, results
+        self._header, self._told = header, told
+        self.summary = Summary(scan.requests, before=len(results.state) - results.state.count(0))
+        self.record: dict[str, Any] = {}
+
+    def run(self) -> Summary:
+        """All that is left to do. What an engine raises is raised here."""
+        started = time.monotonic()
+        if self.summary.before < self.summary.requests:
+            with _cluster() as ray:
+                for table in self._answers(ray):
+                    self._take(table)
+                    self.summary.seconds = time.monotonic() - started
+        self._results.sync()
+        self.summary.seconds = time.monotonic() - started
+        return self.summary
+
+    def _answers(self, ray: Any) -> Iterator[Any]:
+        """Tables of results, as soon as an actor has finished one."""
+        arguments, actors = self._arguments, self._arguments.ray or 1
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        engine = arguments.engine
+        on_gpu = engine.device != "cpu" and engine.emulate_gpu is None and any(node.get("GPU") for node in nodes)
+        share = share_of(nodes, actors, engine.num_gpus if on_gpu else 0)
+        rows = max(1, under_way(self._scan.requests, arguments.at_risk) // actors)
+        if "gpu_batch_size" not in engine.free_fields:
+            rows = max(rows, engine.fixed_policy.block_size)
+        requests = ray.data.from_arrow_refs([ray.put(table) for table in self._batches(rows)])
+        settings = {
+            "arguments": arguments,
+            "kind": self._source.format,
+            "doubled": self._scan.doubled,
+            "header": self._header,
+            "memory": share.memory,
+        }
+        answered = requests.map_batches(
+            JobActor,
+            fn_constructor_kwargs=settings,
+            batch_size=None,  # as they are cut
+            batch_format="pyarrow",
+            compute=ray.data.ActorPoolStrategy(size=actors),
+            num_cpus=share.cpus,
+            num_gpus=share.gpus or None,
+        )
+        # Nothing is fetched ahead: what has come is in the journal before more is waited for.
+        yield from answered.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+
+    def _batches(self, rows: int) -> Iterator[Any]:
+        """Arrow tables of the requests that are not finished, `rows` each."""
+        import pyarrow
+
+        left = (record for record in self._source.records() if not self._results.state[record.line])
+        while batch := [pickle.dumps(tuple(record)) for record in islice(left, rows)]:
+            yield pyarrow.table({"record": batch})
+
+    def _take(self, table: Any) -> None:
+        for row in table.to_pylist():
+            if self._results.state[row["line"]]:
+                continue  # computed twice, of an actor that was lost after it had finished them
+            self._results.add(row["line"], row["result"], row["failed"])
+            self.summary.failed += row["failed"]
+            self.summary.ok += not row["failed"]
+            self.summary.prompt_tokens += row["prompt_tokens"]
+            self.summary.generated_tokens += row["generated_tokens"]
+            if row["record"]:
+                self.record = json.loads(row["record"])
+            self._told(self.summary)
+
+
+@contextmanager
+def _cluster() -> Iterator[Any]:
+    """Ray, connected to the cluster that it finds, or to one of this machine, which then ends with this.
+
+    Errors of ours that actors raised come out as they were; those of Ray as one message.
+    """
+    told = signal.getsignal(signal.SIGTERM)
+    import ray
+    import ray.data
+
+    begun = not ray.is_initialized()
+    try:
+        if begun:
+            ray.init(include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+        if signal.getsignal(signal.SIGTERM) is not told:  # Ray puts a handler of its own in its place
+            signal.signal(signal.SIGTERM, told)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        yield ray
+    except ray.exceptions.RayError as error:
+        raise _cause(error) from error
+    finally:
+        if begun:
+            ray.shutdown()
+
+
+def _cause(error: BaseException) -> H2OFlexGenError:
+    """The first error of ours behind one of Ray's, else one with its message."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if type(seen).__module__ == H2OFlexGenError.__module__ and isinstance(seen, H2OFlexGenError):
+            return seen
+        seen = getattr(seen, "cause", None) or seen.__cause__
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return H2OFlexGenError(f"Ray: {lines[-1] if lines else type(error).__name__}", change="see Ray's logs")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import NamedTuple, Protocol
 
-from h2o_flexgen.cache.prefixes.store import GRAIN, NewPrefix, StoredPrefix
+from h2o_flexgen.cache.prefix_store import GRAIN, NewPrefix, StoredPrefix
 
 MIN_SHARED = 16
 """Tokens from which on a common prefix is worth a segment of its own."""

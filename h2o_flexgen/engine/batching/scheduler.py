@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from h2o_flexgen.cache.lengths import slots_needed
-from h2o_flexgen.cache.prefixes.store import NewPrefix, PrefixStore, StoredPrefix
+from h2o_flexgen.cache.prefix_store import NewPrefix, PrefixStore, StoredPrefix
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.prefix_tree import (
     MIN_SHARED,

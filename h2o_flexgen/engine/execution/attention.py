@@ -11,7 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, Turn
 from h2o_flexgen.cache.kv_cache import KVCache
-from h2o_flexgen.cache.prefixes.files import LayerPrefix
+from h2o_flexgen.cache.prefix_store import LayerPrefix
 from h2o_flexgen.engine.batching.gpu_batch import AttentionPart
 from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment
 from h2o_flexgen.huge import LARGE

@@ -11,7 +11,7 @@ import torch
 
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape
-from h2o_flexgen.cache.prefixes.store import PrefixStore
+from h2o_flexgen.cache.prefix_store import PrefixStore
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.scheduler import BatchScheduler, StoredPrefixes, WaitingQueue
@@ -94,8 +94,8 @@ class BlockRunner:
                 overlap=plan.policy.overlap,
                 finite=FiniteCheck() if self.check_finite else None,
                 rolling=rolling,
-                path_sums=self.prefixes is not None and self.prefixes.sums,
             )
+            executor.path_sums = self.prefixes is not None and self.prefixes.sums
             stack.callback(executor.close)
             totals.kv_bytes = max(totals.kv_bytes, sum(stage.caches.nbytes for stage in stages))
             counter = WorkCounter(self.decoder.spec, plan, totals.work)

@@ -84,15 +84,15 @@ class Executor:
         overlap: bool = True,
         finite: FiniteCheck | None = None,
         rolling: bool = False,
-        path_sums: bool = False,
     ) -> None:
         """`stages`: all units, cut into neighbours. `groups`: the GPU batches, those together that go through a unit
         one right after the other. `on_prompts` hears of each GPU batch whose fresh prompts have been through a unit.
-        `rolling`: keys are rotated by their place in the cache, not by their place in the text. `path_sums`: as in
-        `PromptAttention`."""
+        `rolling`: keys are rotated by their place in the cache, not by their place in the text."""
         self._decoder, self._all_stages, self._maker = decoder, stages, maker
         self._sampler, self._trace, self._on_prompts = sampler, trace, on_prompts
-        self._overlap, self._finite, self._rolling, self._path_sums = overlap, finite, rolling, path_sums
+        self._overlap, self._finite, self._rolling = overlap, finite, rolling
+        self.path_sums = False
+        """As in `PromptAttention`."""
         self._gpu_batches = [gpu_batch for group in groups for gpu_batch in group]
         made = [_StageGroup(group, PrefixPath()) for group in groups]
         self._groups = [group for group in made for _ in group.gpu_batches]
@@ -356,7 +356,7 @@ class Executor:
                 fill,
                 sinks,
                 layer,
-                self._path_sums,
+                self.path_sums,
             )
         if rotary is None:
             return TickAttention(scale, cache.rows, prompts, None, None, None, sinks)
