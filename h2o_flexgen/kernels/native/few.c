@@ -33,7 +33,6 @@ typedef struct {
 static void spread(const Few *f) {
     const Whole *all = f->all;
     const int64_t lanes = all->span / all->unit * 4, padded = up(f->groups, LANES);
-    const int64_t each = all->p.packed->group ? all->p.packed->group / all->span : all->spans;
     for (int64_t r = 0; r < all->p.rows; r++) {
         const int64_t from = r * all->spans;
         for (int64_t s = 0; s < all->spans; s++)
@@ -43,7 +42,7 @@ static void spread(const Few *f) {
                 f->start[to] = lane ? 0 : all->start[from + s];
             }
         for (int64_t g = 0; g < padded; g++) f->sum[r * padded + g] = 0;
-        for (int64_t s = 0; s < all->spans && s / each < f->groups; s++) f->sum[r * padded + s / each] += all->sum[from + s];
+        for (int64_t s = 0; s < all->spans && s / all->each < f->groups; s++) f->sum[r * padded + s / all->each] += all->sum[from + s];
     }
 }
 

@@ -92,29 +92,60 @@ typedef struct {
     float *groups, *sums; /* room: (LANES, 2, groups) and (MOST_ROWS, COLS) */
 } Panel;
 
+/* Numbers of a group to all its spans. */
+INLINE void put(const Whole *all, int64_t group, __m512 numbers, float *to) {
+    for (int64_t s = group * all->each; s < least((group + 1) * all->each, all->spans); s++)
+        _mm512_store_ps(to + s * COLS, numbers);
+}
+
+/* bfloat16 numbers of 16 outputs from `out` on, `groups` each, times `step`, two groups a lane. */
+static void turn_pairs(const Whole *all, const bf16 *from, int64_t out, int64_t groups, __m512 step, float *to) {
+    for (int64_t group = 0; group < groups; group += 2 * LANES) {
+        const __mmask32 mask = groups - group < 32 ? (1u << (groups - group)) - 1 : ~0u;
+        __m512i r[LANES];
+        for (int64_t i = 0; i < LANES; i++)
+            r[i] = _mm512_maskz_loadu_epi16(mask, from + least(out + i, all->p.outs - 1) * groups + group);
+        transpose(r);
+        for (int64_t i = 0; i < LANES && group + 2 * i < groups; i++) {
+            put(all, group + 2 * i, _mm512_mul_ps(step, _mm512_castsi512_ps(even_terms(r[i]))), to);
+            if (group + 2 * i + 1 == groups) break;
+            put(all, group + 2 * i + 1, _mm512_mul_ps(step, _mm512_castsi512_ps(odd_terms(r[i]))), to);
+        }
+    }
+}
+
+/* The same of numbers of any kind, and of their lows if there are any. */
+static void turn_any(const Whole *all, int64_t out, int64_t groups, __m512 step, float *room, float *scale, float *low) {
+    const int64_t pitch = up(groups, LANES);
+    for (int64_t i = 0; i < LANES; i++) {
+        float *to = room + 2 * i * pitch;
+        group_scales(all->p.packed, least(out + i, all->p.outs - 1), to, all->lows ? to + pitch : NULL);
+    }
+    for (int lows = 0; lows <= all->lows; lows++)
+        for (int64_t group = 0; group < groups; group += LANES) {
+            __m512i r[LANES];
+            for (int i = 0; i < LANES; i++) r[i] = _mm512_loadu_si512(room + (2 * i + lows) * pitch + group);
+            transpose(r);
+            for (int64_t i = 0; i < least(LANES, groups - group); i++) {
+                const __m512 v = _mm512_castsi512_ps(r[i]);
+                put(all, group + i, lows ? v : _mm512_mul_ps(v, step), lows ? low : scale);
+            }
+        }
+}
+
 /* The scales and lows of outputs from `out` on, by span. */
 static void take_scales(const Whole *all, int64_t out, const Panel *panel) {
     const Packed *w = all->p.packed;
-    const int64_t groups = groups_of(w), room = up(groups, LANES), times = w->group ? w->group / all->span : all->spans;
-    const __m512 step = _mm512_set1_ps(w->levels == E2M1 ? 0.5f : 1);
+    const int64_t groups = groups_of(w);
+    const __m512 one = _mm512_set1_ps(1), step = w->levels == E2M1 ? _mm512_set1_ps(0.5f) : one;
     for (int64_t col = 0; col < COLS; col += LANES) {
-        for (int64_t i = 0; i < LANES; i++) {
-            float *to = panel->groups + 2 * i * room;
-            group_scales(w, least(out + col + i, all->p.outs - 1), to, all->lows ? to + room : NULL);
+        if (w->scale_kind == BFLOAT16 && (!all->lows || w->low_kind == BFLOAT16)) {
+            turn_pairs(all, w->scale, out + col, groups, step, panel->scale + col);
+            if (all->lows) turn_pairs(all, w->low, out + col, groups, one, panel->low + col);
+        } else {
+            turn_any(all, out + col, groups, step, panel->groups, panel->scale + col, panel->low + col);
         }
-        for (int low = 0; low <= all->lows; low++)
-            for (int64_t group = 0; group < groups; group += LANES) {
-                __m512i r[LANES];
-                for (int i = 0; i < LANES; i++) r[i] = _mm512_loadu_si512(panel->groups + (2 * i + low) * room + group);
-                transpose(r);
-                for (int64_t i = 0; i < least(LANES, groups - group); i++) {
-                    const __m512 v = _mm512_castsi512_ps(r[i]), scaled = low ? v : _mm512_mul_ps(v, step);
-                    float *to = (low ? panel->low : panel->scale) + col;
-                    const int64_t first = (group + i) * times;
-                    for (int64_t s = first; s < least(first + times, all->spans); s++) _mm512_store_ps(to + s * COLS, scaled);
-                }
-            }
-        for (int64_t s = groups * times; s < all->spans; s++) /* beyond the last input */
+        for (int64_t s = groups * all->each; s < all->spans; s++) /* beyond the last input */
             for (int low = 0; low <= all->lows; low++)
                 _mm512_store_ps((low ? panel->low : panel->scale) + s * COLS + col, _mm512_setzero_ps());
     }
@@ -129,19 +160,21 @@ INLINE void load_rows(const uint8_t *from, int64_t apart, int64_t rows, __mmask6
     for (int64_t i = 0; i < LANES; i++) r[i] = _mm512_maskz_loadu_epi8(mask, from + most(0, least(i, rows - 1)) * apart);
 }
 
-/* Inputs [in, end) of outputs from `out` on. `ahead`: as many bytes of codes as these are asked for from there on. */
+/* Inputs [in, end) of outputs from `out` on. Half as many bytes from `ahead` on are asked for. */
 INLINE void take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, uint8_t *to, const uint8_t *ahead,
                        const int nibbles, const int floats) {
     enum { STEP = COLS * 4 };
     const int inputs = nibbles ? 128 : 64, steps = nibbles ? 8 : 4;
     const int64_t row_bytes = nibbles ? all->p.ins / 2 : all->p.ins;
     for (; in < end; in += inputs, to += inputs * COLS)
-        for (int64_t col = 0; col < COLS; col += LANES, ahead += LANES * LINE) {
+        for (int64_t col = 0; col < COLS; col += LANES, ahead += LANES / 2 * LINE) {
             const int64_t at = in / inputs * 64, left = row_bytes - at;
             __m512i r[LANES];
-            load_rows(all->p.packed->codes + least(out + col, all->p.outs - 1) * row_bytes + at, row_bytes,
-                      all->p.outs - out - col, left >= 64 ? ~0ull : (1ull << left) - 1, r);
-            for (int i = 0; i < LANES; i++) _mm_prefetch((const char *)ahead + i * LINE, _MM_HINT_T1);
+            const uint8_t *from = all->p.packed->codes + least(out + col, all->p.outs - 1) * row_bytes + at;
+            const uint8_t *then = col + LANES < COLS ? from + LANES * row_bytes : from - col * row_bytes + LINE;
+            load_rows(from, row_bytes, all->p.outs - out - col, left >= 64 ? ~0ull : (1ull << left) - 1, r);
+            for (int i = 0; i < LANES; i++) _mm_prefetch((const char *)then + i * row_bytes, _MM_HINT_T0);
+            for (int i = 0; i < LANES / 2; i++) _mm_prefetch((const char *)ahead + i * LINE, _MM_HINT_T1);
             transpose(r);
             UNROLL for (int i = 0; i < LANES; i++) {
                 uint8_t *even = to + col * 4 + (i / 4 * steps + i % 4) * STEP;
@@ -167,9 +200,10 @@ static void take_inputs(const Whole *all, int64_t out, int64_t in, uint8_t *to, 
 
 /* ---- sums */
 
-/* sums (rows, COLS) = or += rows of x from `row` on times what the panel holds, from input `in` on. */
-INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums, const int rows,
-                 const int nibbles) {
+/* sums (rows, COLS) = or += rows of x from `row` on times what the panel holds, from input `in` on. Where it `asks`,
+   half of the panel's bytes from `ahead` on are asked for, some at each step: many at once would wait for each other. */
+INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums, const uint8_t *ahead,
+                 const int rows, const int nibbles, const int asks) {
     const int steps = nibbles ? 8 : 4;
     const int64_t units = all->span / all->unit, first = in / all->span;
     const int64_t last = least(in + DEPTH, all->padded) / all->span;
@@ -188,6 +222,8 @@ INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, 
         for (int64_t u = 0; u < units; u++, unit++) {
             const int8_t *at = x + (nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16);
             UNROLL for (int s = 0; s < steps; s++, codes += COLS * 4) {
+                UNROLL for (int i = nibbles; asks && i < 2; i++, ahead += LINE)
+                    _mm_prefetch((const char *)ahead, _MM_HINT_T1);
                 __m512i w[VECTORS_OUT];
                 UNROLL for (int v = 0; v < VECTORS_OUT; v++) w[v] = _mm512_load_si512(codes + v * 64);
                 UNROLL for (int r = 0; r < rows; r++) {
@@ -214,13 +250,18 @@ INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, 
         UNROLL for (int v = 0; v < VECTORS_OUT; v++) _mm512_store_ps(sums + r * COLS + v * LANES, sum[r][v]);
 }
 
-#define TILES(ROWS, NIBBLES) \
-    static void tile_##ROWS##_##NIBBLES(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums) { \
-        tile(all, panel, row, in, sums, ROWS, NIBBLES); \
+typedef void Tile(const Whole *, const Panel *, int64_t, int64_t, float *, const uint8_t *);
+#define ONE_TILE(ROWS, NIBBLES, ASKS) \
+    static void tile_##ROWS##_##NIBBLES##_##ASKS(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums, \
+                                                 const uint8_t *ahead) { \
+        tile(all, panel, row, in, sums, ahead, ROWS, NIBBLES, ASKS); \
     }
-TILES(1, 0) TILES(2, 0) TILES(3, 0) TILES(1, 1) TILES(2, 1) TILES(3, 1)
-static void (*const tiles[2][HEIGHT])(const Whole *, const Panel *, int64_t, int64_t, float *) = {
-    {tile_1_0, tile_2_0, tile_3_0}, {tile_1_1, tile_2_1, tile_3_1}};
+#define TILES(NIBBLES, ASKS) \
+    ONE_TILE(1, NIBBLES, ASKS) ONE_TILE(2, NIBBLES, ASKS) ONE_TILE(3, NIBBLES, ASKS) \
+    static Tile *const tiles_##NIBBLES##_##ASKS[HEIGHT] = {tile_1_##NIBBLES##_##ASKS, tile_2_##NIBBLES##_##ASKS, \
+                                                           tile_3_##NIBBLES##_##ASKS};
+TILES(0, 0) TILES(0, 1) TILES(1, 0) TILES(1, 1)
+static Tile *const *const tiles[2][2] = {{tiles_0_0, tiles_0_1}, {tiles_1_0, tiles_1_1}};
 
 static void take_panel(const Whole *all, int64_t out, int64_t following, const Panel *panel) {
     const Packed *w = all->p.packed;
@@ -229,12 +270,17 @@ static void take_panel(const Whole *all, int64_t out, int64_t following, const P
     const uint8_t *ahead = w->codes + following * row_bytes;
     take_scales(all, out, panel);
     for (int64_t from = 0; from < all->p.rows; from += MOST_ROWS) {
-        const int64_t rows = least(MOST_ROWS, all->p.rows - from);
+        const int64_t rows = least(MOST_ROWS, all->p.rows - from), turns = (rows + HEIGHT - 1) / HEIGHT;
         for (int64_t in = 0; in < all->padded; in += DEPTH) {
-            take_inputs(all, out, in, panel->codes, ahead + in / 2 * (2 - nibbles) * COLS);
-            for (int64_t row = 0, height; row < rows; row += height) {
-                height = least(HEIGHT, rows - row);
-                tiles[nibbles][height - 1](all, panel, from + row, in, panel->sums + row * COLS);
+            const uint8_t *next = ahead + in / (1 + nibbles) * COLS;
+            for (int64_t i = COLS * in / all->padded; !from && i < COLS * (in + DEPTH) / all->padded; i++)
+                ask_scales(w, following + i);
+            take_inputs(all, out, in, panel->codes, next);
+            for (int64_t row = 0, turn = 0, height; row < rows; row += height, turn++) {
+                height = (rows - row + turns - turn - 1) / (turns - turn);
+                const int asks = !from && !turn && in + DEPTH <= w->ins;
+                tiles[nibbles][asks][height - 1](all, panel, from + row, in, panel->sums + row * COLS,
+                                                 next + DEPTH / (1 + nibbles) * COLS / 2);
             }
         }
         finish(&all->p, panel->sums, COLS, from, rows, out, least(COLS, all->p.outs - out));
@@ -255,7 +301,7 @@ static void take_panels(void *task, int member) {
                          behind + (1 + all->lows) * scales + groups};
     while (room && out < all->p.outs) {
         const int64_t following = claim(&all->next, COLS);
-        take_panel(all, out, least(following, all->p.outs - 1), &panel);
+        take_panel(all, out, least(following, all->p.outs), &panel);
         out = following;
     }
     free(room);
@@ -268,6 +314,7 @@ static void describe(Whole *all) {
     all->unit = unit_of(w), all->block = UNITS * all->unit;
     all->span = w->group ? least(MOST_SPAN, w->group & -w->group) : MOST_SPAN;
     all->padded = up(all->p.ins, all->block), all->spans = all->padded / all->span;
+    all->each = w->group ? w->group / all->span : all->spans;
     all->offset = w->levels == INT8 ? 128 : w->levels == E2M1 ? 12 : w->low_kind == MIDDLE ? 8 : 0;
     all->lows = w->low_kind != NONE && w->low_kind != MIDDLE;
 }

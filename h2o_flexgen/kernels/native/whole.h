@@ -18,6 +18,7 @@ typedef struct {
     Product p;
     int64_t block, unit, span; /* inputs: of a vector of codes, of a quarter of it, that share a scale of x */
     int64_t padded, spans;     /* inputs up to whole vectors, and how many spans those have */
+    int64_t each;              /* spans of a group */
     int8_t *x;                 /* (rows, padded): of 4 bits first the even inputs of each block, then the odd ones */
     float *scale, *sum;        /* (rows, spans) of x */
     int32_t *start;
