@@ -187,6 +187,18 @@ def _device(device: str, rates: ComputeRates) -> Iterator[str]:
                 *([f"  {bits} bits", *(f"{curve.at(n):.2f}" for n in counts)] for bits, curve in rates.packed.items()),
             ]
         )
+    if rates.experts:
+        yield ""
+        counts = sorted({n for curve in rates.experts.values() for n, _ in curve.points})
+        yield from _aligned(
+            [
+                [f"{device}: an expert, by its tokens", *(f"{n:g}" for n in counts)],
+                *(
+                    [f"  {bits} bits", *map(format_seconds, map(curve.time_at, counts))]
+                    for bits, curve in rates.experts.items()
+                ),
+            ]
+        )
     decode, prefill = rates.decode_attention, rates.prefill_attention
     sizes = sorted({x for curve in decode.values() for x, _ in curve.points})
     times = [[(x, decode[kind].time_at(x)) for x in sizes] for kind in ("plain", "scored")]

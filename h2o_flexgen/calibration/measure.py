@@ -15,6 +15,7 @@ import torch
 from h2o_flexgen.calibration import compute
 from h2o_flexgen.calibration.attention import decode_curves, prefill_curves
 from h2o_flexgen.calibration.bench import Bench
+from h2o_flexgen.calibration.experts import expert_curves
 from h2o_flexgen.calibration.links import (
     FILE,
     NOTICED,
@@ -61,6 +62,7 @@ COMPUTE_PARTS = {
 }
 """Weights of what is measured on each compute device."""
 RECORDED, _RECORDED_WEIGHT = "recorded steps", 2.0
+EXPERTS, _EXPERTS_WEIGHT = "experts", 6.0
 DISK_PARTS = {"disk writes": 5.0, "disk reads": 4.0, "disk rewrites": 2.0}
 _COPIES = {"cpu->gpu": "copies to the GPU", "gpu->cpu": "copies from the GPU"}
 _COPIES_WEIGHT, _PAGEABLE_WEIGHT = 1.5, 0.5
@@ -210,6 +212,7 @@ class CalibrationRun:
 
         shapes = compute.product_shapes(bench, seconds("products"))
         packed = packed_factors(bench, usual_packings(self._c.spec), seconds("packed products"))
+        experts = expert_curves(bench, self._c.spec, seconds(EXPERTS)) if spec.arch.experts else {}
         memory = compute.fastest_read(bench, shapes, seconds("memory"))
         share = seconds("elementwise")
         elementwise = compute.elementwise_rate(bench, share * 0.6)
@@ -231,6 +234,7 @@ class CalibrationRun:
             fused_products=_fuses(bench),
             torch_attention=bench.name == "gpu" and not by_triton(bench.device, spec.head_dim),
             packed=packed,
+            experts=experts,
         )
         recorded = recorded_ticks(bench, rates, seconds(RECORDED)) if bench.name == "gpu" else None
         return replace(rates, tick_s=unexplained_ticks(bench, rates, seconds("ticks")), graph_tick_s=recorded)
@@ -311,6 +315,7 @@ def _weights(calibration: Calibration) -> dict[str, float]:
     for device in calibration.devices:
         name = "gpu" if device.type == "cuda" else "cpu"
         parts = COMPUTE_PARTS | ({RECORDED: _RECORDED_WEIGHT} if name == "gpu" else {})
+        parts |= {EXPERTS: _EXPERTS_WEIGHT} if calibration.spec.arch.experts else {}
         weights |= {_on(name, part): weight for part, weight in parts.items()}
     weights |= DISK_PARTS
     if calibration.has_gpu:

@@ -42,17 +42,19 @@ def packed_factors(bench: Bench, packings: Mapping[str, Packing], seconds: float
     budget = bench.timer.budget(seconds, {str(rows): 1.0 + rows / 128 for rows in ROWS})
     factors: dict[str, list[tuple[float, float]]] = {key: [] for key in packings}
     weights = {key: _weights(bench, packing, product) for key, packing in packings.items()}
-    plain, lasted = bench.matrices(product.out_features, product.in_features), 0.0
+    plain, once = bench.matrices(product.out_features, product.in_features), 0.0  # seconds of a row, of all products
     for rows in ROWS:
         share = budget.take(str(rows)) / (1 + len(packings))
-        if 3 * lasted > max(share, seconds - budget.elapsed):
+        if 3 * once * rows > max(share, seconds - budget.elapsed):
             break
-        x, begun = bench.noise(rows, product.in_features), bench.timer.clock()
+        x = bench.noise(rows, product.in_features)
         alone = bench.measure("packed products", partial(_multiply, x, plain), share).seconds
-        for key, found in weights.items():
-            sample = bench.measure("packed products", partial(_multiply, x, found), share)
-            factors[key].append((rows, sample.seconds / alone))
-        lasted = bench.timer.clock() - begun
+        took = {
+            key: bench.measure("packed products", partial(_multiply, x, w), share).seconds for key, w in weights.items()
+        }
+        for key, lasted in took.items():
+            factors[key].append((rows, lasted / alone))
+        once = (alone + sum(took.values())) / rows
     bench.refill()
     return {key: Curve(tuple(points)) for key, points in factors.items()}
 
@@ -74,11 +76,16 @@ def _weights(bench: Bench, packing: Packing, product: Product) -> Iterator[Packe
     found = []
     for place in bench.places(packing.nbytes(product)):
         weight = PackedWeight.over(packing, product, place, bench.dtype)
-        for name, part in weight.parts.items():
-            if name == "order":
-                part.copy_(torch.randperm(product.in_features))
-            elif name != "codes":
-                whole = _EXPONENT if part.dtype is torch.uint8 else _WHOLE
-                part.fill_(_FRACTION if part.is_floating_point() else whole)
+        fill_scales(weight)
         found.append(weight)
     return cycle(found)
+
+
+def fill_scales(weight: PackedWeight) -> None:
+    """Writes scales and lows that are numbers, and an order of the inputs, whatever is in their place."""
+    for name, part in weight.parts.items():
+        if name == "order":
+            part.copy_(torch.randperm(part.numel()))
+        elif name != "codes":
+            whole = _EXPONENT if part.dtype is torch.uint8 else _WHOLE
+            part.fill_(_FRACTION if part.is_floating_point() else whole)

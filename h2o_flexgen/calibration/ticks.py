@@ -117,10 +117,12 @@ class ShortRun:
         return totals
 
     def ticks(self, rows: int, steps: int) -> Iterator[tuple[UnitSpec, int, float]]:
-        """(unit, step, seconds to the next tick) of one block of `rows` rows, the last tick left out."""
+        """(unit, step, seconds to the next tick) of one block of `rows` rows, the last tick left out. Experts belong to
+        the tick that chose them."""
         trace, units = Trace(enabled=True), {unit.name: unit for unit in self.units}
         self.block(rows, steps, trace)
-        for row, following in pairwise(row for row in trace.timeline().rows if row.resource == "compute"):
+        computed = [row for row in trace.timeline().rows if row.resource == "compute" and " expert" not in row.task]
+        for row, following in pairwise(computed):
             name, _, step, *_ = row.task.split()
             yield units[name], int(step), following.start - row.start
 
@@ -130,7 +132,12 @@ class ShortRun:
         request, tier = plan.request, plan.request.compute_tier
         profile = HardwareProfile("being measured", "", request.dtype, {}, {tier: rates})
         compute = CostModel(replace(request, profile=profile), plan.policy, plan.placement, (rows,)).compute
-        return lambda unit, step: compute.seconds(Task(TaskKind.COMPUTE, step, unit.index, 0))
+
+        def known(unit: UnitSpec, step: int) -> float:
+            experts = sum(compute.chosen_experts(step, unit).values())
+            return compute.seconds(Task(TaskKind.COMPUTE, step, unit.index, 0)) + experts
+
+        return known
 
 
 @contextmanager

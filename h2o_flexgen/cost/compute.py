@@ -132,6 +132,9 @@ class Compute:
         """`count` experts of a unit, for the tokens of all GPU batches."""
         spec, tokens = self._block.spec, self._block.mixture_tokens(step, unit)
         *_, wide, down = spec.product_calls("mlp", tokens)
+        measured = self._rates.experts.get(spec.expert_bits or "")
+        if measured is not None:
+            return {"products": count * measured.time_at(wide.rows)}
         seconds = sum(self._rates.gemm_seconds(each.rows, *each.product, self._block.itemsize) for each in (wide, down))
         seconds *= self._rates.packed_factor(spec.packed_shares["mlp"], wide.rows, self._block.itemsize)
         # Tokens are gathered (2 passes), and results scaled and added up (5); the gate as in an MLP.

@@ -112,6 +112,8 @@ class ComputeRates:
     shapes              products at the shapes of a model (`ModelSpec.products`), where they were measured
     packed              how many times as long as in the dtype a product takes whose weight is packed in so many bits
                         ("4", "8"), over the number of rows; those left out take as long as UNMEASURED_PACKED says
+    experts             seconds of one expert of a mixture, its tokens gathered and its results added up, over its
+                        tokens, by `ModelSpec.expert_bits`: many experts at a time. Others are priced by their products
     decode_attention    seconds of one `KVCache.attend` (all rows and heads of a GPU batch in one layer), its fixed cost
                         included, over the bytes of K and V it reads. `scored`: by a policy that evicts by score, so
                         with probability rows, their sum, and the choice of what goes
@@ -148,6 +150,7 @@ class ComputeRates:
     fused_products: bool = False
     torch_attention: bool = False
     packed: Mapping[str, Curve] = field(default_factory=dict)
+    experts: Mapping[str, Curve] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes_per_s", "elementwise_bytes_per_s"):

@@ -307,6 +307,15 @@ class ModelSpec:
         return found
 
     @property
+    def expert_bits(self) -> str | None:
+        """Of the weights of an expert, "16" where most are not packed; None: the model has no experts."""
+        if self.arch.experts is None:
+            return None
+        shares = self.packed_shares["mlp"]
+        most = max(shares, key=lambda bits: shares[bits], default=16)
+        return str(most) if shares.get(most, 0) > 0.5 else "16"
+
+    @property
     def all_products(self) -> tuple[Product, ...]:
         """The products of all units, each shape once."""
         kinds = ("attn", "mlp", "head", "embed")
