@@ -89,6 +89,8 @@ COMMANDS: dict[str, str] = {
     "scripts/eviction_lab.sh FOLDER": SCRIPT,
     "python -m benchmarks.products": STARTED,
     "python -m benchmarks.products --models llama-3.2-1b --weight-bits 4 --turns 7": STARTED,
+    "python -m benchmarks.experts": STARTED,
+    "python -m h2o_flexgen.calibrate --model olmoe-1b-7b --weight-bits 4": STARTED,
     "python -m h2o_flexgen.bench": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers": STARTED,
     "python -m h2o_flexgen.bench --systems h2o,full,transformers,flexgen --model opt-1.3b --batch-size 8 "

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bits, cost_check, opt30b, prefill_rate, prompts, ragged, scaling
+from benchmarks import bits, cost_check, experts, opt30b, prefill_rate, prompts, ragged, scaling
 from h2o_flexgen.baselines.store import RecordFile, Store
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -17,6 +17,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], Iterable[str]]] = {
     "bits": bits.table,
     "cost-check": cost_check.report,
     "cost-grid": cost_check.report,
+    "experts": experts.table,
     "opt30b": opt30b.table,
     "prefill-rate": prefill_rate.table,
     "ragged": ragged.table,
