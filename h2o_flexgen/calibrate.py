@@ -162,6 +162,22 @@ def profile_table(profile: HardwareProfile) -> str:
     return "\n".join(lines)
 
 
+def _experts(device: str, rates: ComputeRates) -> Iterator[str]:
+    if not rates.experts:
+        return
+    yield ""
+    counts = sorted({n for curve in rates.experts.values() for n, _ in curve.points})
+    yield from _aligned(
+        [
+            [f"{device}: an expert, by its tokens", *(f"{n:g}" for n in counts)],
+            *(
+                [f"  {bits} bits", *map(format_seconds, map(curve.time_at, counts))]
+                for bits, curve in rates.experts.items()
+            ),
+        ]
+    )
+
+
 def _device(device: str, rates: ComputeRates) -> Iterator[str]:
     flops = {
         f"{shape.out_features} x {shape.in_features}": {
@@ -187,18 +203,7 @@ def _device(device: str, rates: ComputeRates) -> Iterator[str]:
                 *([f"  {bits} bits", *(f"{curve.at(n):.2f}" for n in counts)] for bits, curve in rates.packed.items()),
             ]
         )
-    if rates.experts:
-        yield ""
-        counts = sorted({n for curve in rates.experts.values() for n, _ in curve.points})
-        yield from _aligned(
-            [
-                [f"{device}: an expert, by its tokens", *(f"{n:g}" for n in counts)],
-                *(
-                    [f"  {bits} bits", *map(format_seconds, map(curve.time_at, counts))]
-                    for bits, curve in rates.experts.items()
-                ),
-            ]
-        )
+    yield from _experts(device, rates)
     decode, prefill = rates.decode_attention, rates.prefill_attention
     sizes = sorted({x for curve in decode.values() for x, _ in curve.points})
     times = [[(x, decode[kind].time_at(x)) for x in sizes] for kind in ("plain", "scored")]

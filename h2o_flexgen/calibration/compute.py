@@ -1,29 +1,38 @@
-"""Rates of the operations of a compute device: products at the shapes of a model, reading memory, norms and
-activations, first writes to new memory, and choosing tokens."""
+"""Rates of the operations of a compute device: products at the shapes of a model, experts of a mixture, reading memory,
+norms and activations, first writes to new memory, and choosing tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.calibration.bench import Bench
+from h2o_flexgen.calibration.packed import fill_scales
 from h2o_flexgen.calibration.timing import Sample, sample_of
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.rates import Curve, GemmShape
 from h2o_flexgen.config.model.spec import ModelSpec, Product
+from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.reader import RequestReader
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, rms_norm
+from h2o_flexgen.kernels.experts import Choices
+from h2o_flexgen.kernels.packed import PackedWeight
+from h2o_flexgen.memory.handle import packed_layout, views
 from h2o_flexgen.memory.pages import Allocation, HostMemory
+from h2o_flexgen.models.decoder import Decoder, Routed, bind
 from h2o_flexgen.units import MIB
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 """Rows of x, up to the usual chunk of prompts."""
+EXPERT_ROWS, _SURE_EXPERT_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256), 8
+"""Tokens of each expert; up to so many measured however long it takes."""
 _HEAD_ROWS = 256  # the output head sees one token per sequence
 _SURE_ROWS = 16  # measured however long it takes; more rows only while there is time
 _ROWS_BESIDE = 64  # of the product that contends with the links
@@ -92,6 +101,63 @@ def _over_rows(
         call = _product_call(bench, product, rows, biased=biased, wide=wide)
         points.append((rows, bench.measure("products", call, share)))
     return points
+
+
+@torch.inference_mode()
+def expert_curves(bench: Bench, packed: ModelSpec, seconds: float) -> dict[str, Curve]:
+    """Seconds of one expert with its tokens gathered and its results added up, over its tokens, as many as there is
+    time for, by the bits of its weights (`ModelSpec.expert_bits`): in the dtype, and as `packed` has them. Empty for a
+    model without experts.
+
+    Of a layer's experts as many as the arena holds are computed in one call, all for the same number of tokens.
+    """
+    specs = {spec.expert_bits: spec for spec in (bench.spec, packed) if spec.expert_bits is not None}
+    found: dict[str, Curve] = {}
+    for index, (bits, spec) in enumerate(specs.items()):
+        weights = _experts(bench, next(spec.groups_by_key[unit.experts[0]] for unit in spec.units if unit.experts))
+        share = seconds / len(specs)
+        budget = bench.timer.budget(share, {str(rows): 1.0 + rows / 64 for rows in EXPERT_ROWS})
+        points: list[tuple[float, float]] = []
+        for rows in EXPERT_ROWS:
+            turn = budget.take(str(rows))
+            expected = points[-1][1] * len(weights) * rows / points[-1][0] if points else 0.0
+            if rows > _SURE_EXPERT_ROWS and 2 * expected > max(turn, share - budget.elapsed):
+                break
+            sample = bench.measure("experts", _expert_call(bench, weights, rows), turn)
+            points.append((rows, sample.seconds / len(weights)))
+        found[bits] = Curve(tuple(points))
+        if index:
+            bench.refill()
+    return found
+
+
+def _experts(bench: Bench, group: WeightGroup) -> list[Mapping[str, Any]]:
+    """The experts of one layer, side by side in the arena as they are in the engine."""
+    layout = packed_layout(group, str(bench.dtype).removeprefix("torch."))
+    experts = bench.spec.arch.experts
+    if experts is None:
+        raise ValueError(f"{bench.spec.name} has no experts")
+    found: list[Mapping[str, Any]] = []
+    for place in bench.places(layout.nbytes, experts.count):
+        tensors = views(layout, place)
+        for weight in tensors.values():
+            if isinstance(weight, PackedWeight):
+                fill_scales(weight)
+        found.append(bind(tensors))
+    return found
+
+
+def _expert_call(bench: Bench, weights: list[Mapping[str, Any]], rows: int) -> Callable[[], object]:
+    """All `weights` for `rows` tokens each, which are not those of the expert before."""
+    count, decoder = len(weights), Decoder(bench.spec)
+    total = max(count, rows)
+    x = bench.noise(total, bench.spec.hidden_size)
+    tokens = (torch.arange(rows) * (total // rows) + torch.arange(count).unsqueeze(1)) % total
+    tokens = tokens.sort(1).values.flatten().to(bench.device)
+    shares = torch.ones(count * rows, device=bench.device)
+    choices = Choices(tokens, shares, list(range(count)), [rows * i for i in range(count + 1)])
+    routed = Routed(x, tokens, shares, torch.zeros_like(x))
+    return lambda: decoder.add_experts(routed, choices, range(count), weights, bench.chunk)
 
 
 def general_rate(shapes: tuple[GemmShape, ...], layers: tuple[Product, ...]) -> Curve:

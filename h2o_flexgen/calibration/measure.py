@@ -15,7 +15,6 @@ import torch
 from h2o_flexgen.calibration import compute
 from h2o_flexgen.calibration.attention import decode_curves, prefill_curves
 from h2o_flexgen.calibration.bench import Bench
-from h2o_flexgen.calibration.experts import expert_curves
 from h2o_flexgen.calibration.links import (
     FILE,
     NOTICED,
@@ -212,7 +211,7 @@ class CalibrationRun:
 
         shapes = compute.product_shapes(bench, seconds("products"))
         packed = packed_factors(bench, usual_packings(self._c.spec), seconds("packed products"))
-        experts = expert_curves(bench, self._c.spec, seconds(EXPERTS)) if spec.arch.experts else {}
+        experts = compute.expert_curves(bench, self._c.spec, seconds(EXPERTS)) if spec.arch.experts else {}
         memory = compute.fastest_read(bench, shapes, seconds("memory"))
         share = seconds("elementwise")
         elementwise = compute.elementwise_rate(bench, share * 0.6)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from h2o_flexgen.calibration.bench import Bench
-from h2o_flexgen.calibration.experts import ROWS, expert_curves
+from h2o_flexgen.calibration.compute import EXPERT_ROWS, expert_curves
 from h2o_flexgen.calibration.ticks import _short_run
 from h2o_flexgen.calibration.timing import Sample
 from h2o_flexgen.config.hardware.profile import HardwareProfile
@@ -50,7 +50,7 @@ def test_an_experts_time_is_its_share_of_a_call(spec: ModelSpec, monkeypatch: py
         before = bench.arena.clone()
         found = expert_curves(bench, spec.with_bits(4, 64), 1e9)
         assert torch.equal(bench.arena, before)
-    assert found == dict.fromkeys(("16", "4"), Curve(tuple((rows, 0.5) for rows in ROWS)))
+    assert found == dict.fromkeys(("16", "4"), Curve(tuple((rows, 0.5) for rows in EXPERT_ROWS)))
 
 
 def test_experts_belong_to_the_tick_that_chose_them(spec: ModelSpec) -> None:
