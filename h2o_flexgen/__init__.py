@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from h2o_flexgen.config.offload import OffloadPolicy
     from h2o_flexgen.config.reports.record import RunRecord
     from h2o_flexgen.config.sampling import SamplingParams
+    from h2o_flexgen.config.spans import Prompt, Span
     from h2o_flexgen.engine.requests.sequence import RequestOutput
     from h2o_flexgen.planning.llm import LLM
 
@@ -27,6 +28,8 @@ _HOMES = {
     "SamplingParams": "config.sampling",
     "OffloadPolicy": "config.offload",
     "EvictionConfig": "config.eviction",
+    "Prompt": "config.spans",
+    "Span": "config.spans",
     "RequestOutput": "engine.requests.sequence",
     "RunRecord": "config.reports.record",
 }
@@ -35,9 +38,11 @@ __all__ = [
     "LLM",
     "EvictionConfig",
     "OffloadPolicy",
+    "Prompt",
     "RequestOutput",
     "RunRecord",
     "SamplingParams",
+    "Span",
     "__version__",
 ]
 

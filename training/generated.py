@@ -69,7 +69,7 @@ def expand(rng: Random, pattern: str, fixed: dict[str, str]) -> str:
     return re.sub(r"\b([Aa]) (?=[aeioAEIO])", r"\1n ", pattern)
 
 
-class Span(NamedTuple):
+class Piece(NamedTuple):
     """A piece of a document; `weight` is how much its tokens count in the loss."""
 
     text: str
@@ -156,7 +156,7 @@ def recall_passage(
     questions: int,
     late: bool = False,
     review: float = 0.0,
-) -> list[Span]:
+) -> list[Piece]:
     """Facts between `filler` sentences, then questions and weighted answers.
 
     `plain` is the chance that a fact is told in the words of its answer (the easy case). `late` tells facts in the
@@ -166,25 +166,25 @@ def recall_passage(
     share = 3 if late else 1
     slots = sorted(rng.randrange(len(filler) // share + 1) for _ in facts)
     told = rng.sample(facts, len(facts))
-    spans: list[Span] = []
+    spans: list[Piece] = []
     for index in range(len(filler) + 1):
         while slots and slots[0] == index:
             slots.pop(0)
             fact = told.pop()
             tell = fact.tells[0] if rng.random() < plain else rng.choice(fact.tells)
             mark = rng.choice(MARKS) if rng.random() < 0.8 else ""
-            spans.append(Span((mark + tell if mark else upper(tell)) + " "))
+            spans.append(Piece((mark + tell if mark else upper(tell)) + " "))
         if index < len(filler):
-            spans.append(Span(filler[index] + " "))
+            spans.append(Piece(filler[index] + " "))
             known = [fact for fact in facts if fact not in told]
             if review and known and rng.random() < review:
                 spans += question(rng, rng.choice(known), plain, weight)
     for fact in rng.sample(facts, min(questions, len(facts))):
         spans += question(rng, fact, plain, weight)
-    spans[-1] = Span(".")
+    spans[-1] = Piece(".")
     return spans
 
 
-def question(rng: Random, fact: Fact, plain: float, weight: float) -> list[Span]:
+def question(rng: Random, fact: Fact, plain: float, weight: float) -> list[Piece]:
     ask = fact.asks[0] if rng.random() < plain else rng.choice(fact.asks)
-    return [Span(f"{ask} {fact.lead}"), Span(f" {fact.answer}", weight), Span(". ")]
+    return [Piece(f"{ask} {fact.lead}"), Piece(f" {fact.answer}", weight), Piece(". ")]

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from training.generated import Fact, Span, draw_facts, recall_passage, story
+from training.generated import Fact, Piece, draw_facts, recall_passage, story
 
 CONTEXT = 1024
 VOCAB = 4096
@@ -132,7 +132,7 @@ class Corpus:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_spans(self, spans: list[Span]) -> tuple[list[int], list[float]]:
+    def encode_spans(self, spans: list[Piece]) -> tuple[list[int], list[float]]:
         """Ids of the joined text, and each token's loss weight: that of the span its last character lies in."""
         coded = self.tokenizer.backend_tokenizer.encode("".join(span.text for span in spans), add_special_tokens=False)
         weights = [span.weight for span in spans for _ in span.text]
@@ -233,7 +233,7 @@ class Corpus:
             if case.asked > 1 and case.distance >= 0.3 * length and length < CONTEXT - 20:
                 return case
 
-    def last_question(self, spans: list[Span], facts: list[Fact]) -> RecallCase:
+    def last_question(self, spans: list[Piece], facts: list[Fact]) -> RecallCase:
         """Cut a passage just before its last answer."""
         prompt = "".join(span.text for span in spans[:-2])
         before = prompt[: len(prompt) - len(spans[-3].text) - 1]

@@ -470,6 +470,14 @@ class KVCache:
             return None
         return [self.kept(self._row_ids.index(row_id), head) for head in range(self.shape.kv_heads)]
 
+    def kept_in(self, row_id: int, ranges: Sequence[tuple[int, int]]) -> list[float] | None:
+        """How many positions of each range the row of this id holds, the mean over KV heads; None: it is not here."""
+        if row_id not in self._row_ids:
+            return None
+        pos = self.pos[self._row_ids.index(row_id)]
+        counts = [((pos >= start) & (pos < stop)).sum() for start, stop in ranges]
+        return (torch.stack(counts) / len(pos)).tolist()
+
     def kept(self, row: int, head: int) -> list[int]:
         """Positions held by one row and KV head, ascending."""
         return sorted(position for position in self.pos[row, head].tolist() if position >= 0)

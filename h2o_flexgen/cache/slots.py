@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2o_flexgen.cache import spans
+from h2o_flexgen.cache.choice import choose, rank_keys
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, AttendedStep, PromptRows, RankedPolicy, Tokens
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
@@ -20,15 +22,6 @@ from h2o_flexgen.kernels.types import Ranking
 
 _BEST = 0x7FFFFFFF  # as score bits: above every number
 _WORST = -1  # and below
-
-
-def rank_keys(score_bits: Tensor, positions: Tensor) -> Tensor:
-    """(score, position) as one int64 that orders like them: higher is better, equal scores favour the lower position.
-
-    `score_bits` are float32 scores viewed as int32; no score is negative, so they order like the scores. All keys of a
-    (row, head) differ: what is chosen by key is exact, and the same on every device.
-    """
-    return score_bits.to(torch.int64).bitwise_left_shift_(32).sub_(positions.to(torch.int64))
 
 
 class _StepPlan(NamedTuple):
@@ -57,7 +50,8 @@ class ScoredSlots(CacheSlots):
     """Keeps score and position of every slot: 8 bytes; with rolling positions its rank in time, too: 12.
 
     Evicting changes nothing but the index of the free slot; the next token overwrites K, V, score and position there.
-    Sinks and empty slots have the score +inf, whatever is added to it, so that they are never the lowest.
+    Sinks, what spans have kept of a prompt, and empty slots have the score +inf, whatever is added to it, so that they
+    are never the lowest.
     """
 
     score: Tensor
@@ -83,7 +77,8 @@ class ScoredSlots(CacheSlots):
             self._pos.fill_(-1)
         self._extra = torch.zeros(self._shape, device=device) if policy.keeps_two else None
         self.table: tuple[Tensor, Tensor] = self.score, self._pos
-        self.packs = type(policy).prompt_scores is H2OPolicy.prompt_scores
+        self._pins = any(budget.spans for budget in lengths.budgets)
+        self.packs = type(policy).prompt_scores is H2OPolicy.prompt_scores and not self._pins
         kind = type(policy)
         self.pick: Callable[[int, Tensor, Tensor, Tensor], None] | None = None
         """A kernel's way to find the next free slots, see `NativeAttend.pick`; None: torch's."""
@@ -102,7 +97,7 @@ class ScoredSlots(CacheSlots):
         places = torch.arange(prompts.length, device=prompts.k.device)
         row_ids, heads = (x.to(prompts.k.device) for x in (self._row_ids[rows], self._heads))
         asked = PromptRows(Tokens(places, row_ids, heads, self._layer), budget, self._lengths.window)
-        rank, state, extra = self._policy.prompt_scores(prompts, asked)
+        rank, state, extra = spans.prompt_scores(self._policy, prompts, asked)
         state = rank if state is None else state
         parts = [rank] if state is rank and extra is None else [rank, state] if extra is None else [rank, state, extra]
         return torch.stack(parts, dim=1)
@@ -116,7 +111,7 @@ class ScoredSlots(CacheSlots):
         positions = torch.arange(length, device=self._lengths.device)
         kept, state = None, others[:1] or [rank]
         if length > budget.after_prompt:
-            kept = positions = _choose(rank, positions, budget, self._lengths.window)
+            kept = positions = choose(rank, positions, budget, self._lengths.window)
         for held, part in zip((self.score, self._extra), (*state, *others[1:]), strict=False):
             if held is not None:
                 held[rows, :, : positions.shape[-1]] = part if kept is None else part.gather(-1, kept)
@@ -260,7 +255,8 @@ class ScoredSlots(CacheSlots):
             if bursting := lengths.bursting:
                 self._moves = bursting, self._thinning(step, bursting)
             if lengths.step >= lengths.first_alone:
-                ranks = self._ranked(step, slice(None)) if self.pick is None else self._policy.ranks(step)
+                masked = self.pick is None or self._pins  # else kernels do not look at sinks
+                ranks = self._ranked(step, slice(None)) if masked else self._policy.ranks(step)
         elif row is not None:
             ranks.add_(row)
         if self.pick is None:
@@ -276,8 +272,11 @@ class ScoredSlots(CacheSlots):
             self._rank += (gone - self._rank).bitwise_right_shift_(31)
 
     def _ranked(self, step: AttendedStep, rows: Rows) -> Tensor:
-        """Whatever became of the scores of sinks and of empty slots, these are not compared."""
-        return self._policy.ranks(step).masked_fill(step.pos < self._plan.sinks[rows], torch.inf)
+        """Whatever became of the scores of sinks, of spans that stay and of empty slots, these are not compared."""
+        fixed = step.pos < self._plan.sinks[rows]
+        if step.pinned is not None:
+            fixed |= step.pinned
+        return self._policy.ranks(step).masked_fill(fixed, torch.inf)
 
     def _thinning(self, step: AttendedStep, rows: list[int]) -> Tensor:
         """Of `rows` the lowest go, as many as their budgets say: the order that closes the gaps, see `moves`."""
@@ -325,6 +324,7 @@ class ScoredSlots(CacheSlots):
             held,
             self._lengths.once,
             window=self._lengths.window,
+            pinned=self.score[..., :length].isinf() if self._pins else None,
         )
         count = self._policy.looks_back
         if not count or asked is None:
@@ -384,12 +384,13 @@ class ScoredSlots(CacheSlots):
 
     def _keys(self, ranks: Tensor, pos: Tensor, rows: Rows, several: bool = False) -> Tensor:
         """What orders the tokens of `rows` at the end of a step, int64: the lowest goes first. `several`: more than one
-        may have left the window since the last did."""
+        may have left the window since the last did, as where a prompt left room for its answer."""
         plan, step = self._plan, self._lengths.step
         bits = ranks.view(torch.int32)
         if step >= plan.leaves_from:
             # The budget is smaller than the window: what leaves it goes at once, one token at a time, unless a sink.
             leaving, sinks = plan.leaving[rows] + step, plan.sinks[rows]
+            several |= self._lengths.hides
             gone = (pos <= leaving) & (pos >= sinks) if several else (pos == leaving) & (leaving >= sinks)
             bits = bits.masked_fill(gone, _WORST)
         if plan.protects:
@@ -414,17 +415,3 @@ def _last_queries(parts: Sequence[tuple[CacheSlots, Sequence[int]]]) -> Tensor |
         return None
     each = (like.new_zeros(len(rows), *like.shape[1:]) if own is None else own[list(rows)] for own, rows in found)
     return torch.cat(list(each))
-
-
-def _choose(score: Tensor, positions: Tensor, budget: Budget, window: int | None) -> Tensor:
-    """Ascending positions (n, kv_heads, budget) kept of prompts with `score` (n, kv_heads, S): sinks, heavy, recent.
-
-    Heavy tokens are those that the next query sees: a budget within the window always finds enough of them.
-    """
-    length = score.shape[-1]
-    first = budget.sinks if window is None else max(budget.sinks, length - window + 1)
-    start = length - budget.recent
-    keys = rank_keys(score[..., first:start].view(torch.int32), positions[first:start])
-    heavy = keys.topk(budget.heavy, sorted=False).indices + first  # in order of position below
-    sinks, recent = (part.expand(*score.shape[:2], -1) for part in (positions[: budget.sinks], positions[start:]))
-    return torch.cat([sinks, heavy.sort(-1).values, recent], dim=-1)

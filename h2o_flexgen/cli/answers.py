@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from h2o_flexgen.cli.program import print_error, write_result
-from h2o_flexgen.cli.prompts import Messages, Prompt
+from h2o_flexgen.cli.prompts import Messages, PromptLike
+from h2o_flexgen.config.spans import Prompt
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.errors import StorageError, UsageError
 
@@ -125,11 +126,12 @@ class AnswerPrinter:
         write_result(f"--- {name} ({answer['finish_reason']})\n{asked}\n>>> {text}\n")
 
 
-def answer_json(output: RequestOutput, prompt: Prompt | None, dummy: bool = False) -> dict[str, Any]:
+def answer_json(output: RequestOutput, prompt: PromptLike | None, dummy: bool = False) -> dict[str, Any]:
     """One answer as it is written to a file. `prompt`: None for random tokens."""
     answer: dict[str, Any] = {"index": output.index, "sample": output.sample}
     if prompt is not None:
-        answer["messages" if isinstance(prompt, Messages) else "prompt"] = prompt
+        given = prompt.content if isinstance(prompt, Prompt) else prompt
+        answer["messages" if isinstance(prompt, Messages) else "prompt"] = given
     answer.update(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason)
     if output.logprobs is not None:
         answer["logprobs"] = [_finite(value) for value in output.logprobs]
@@ -137,6 +139,8 @@ def answer_json(output: RequestOutput, prompt: Prompt | None, dummy: bool = Fals
         answer["top_logprobs"] = [
             {str(token): _finite(value) for token, value in likeliest.items()} for likeliest in output.top_logprobs
         ]
+    if output.kept is not None:
+        answer["kept"] = output.kept
     if output.error is not None:
         answer["error"] = output.error
     if dummy:

@@ -17,7 +17,7 @@ from h2o_flexgen.cli.program import print_error, write_json
 from h2o_flexgen.cli.progress import RunProgress
 from h2o_flexgen.cli.prompts import (
     Messages,
-    Prompt,
+    PromptLike,
     as_conversations,
     demo_prompts,
     random_prompts,
@@ -27,8 +27,9 @@ from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.hardware.profile import misfits
 from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.spans import Prompt
 from h2o_flexgen.engine.limits.plan import Plan
-from h2o_flexgen.engine.requests.chat import chat_prompt
+from h2o_flexgen.engine.requests.chat import marked_chat
 from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.pages.reading import Material
 from h2o_flexgen.pages.traces import TraceFile
@@ -88,9 +89,9 @@ def engine_settings(engine: EngineConfig) -> dict[str, Any]:
     return {name: getattr(engine, name) for name in engine.__dataclass_fields__}
 
 
-def _given_prompts(arguments: RunArguments) -> list[Prompt] | None:
+def _given_prompts(arguments: RunArguments) -> list[PromptLike] | None:
     """The prompts that the user gave, None where random ones are wanted."""
-    prompts: list[Prompt]
+    prompts: list[PromptLike]
     if arguments.prompts:
         prompts = list(arguments.prompts)
     elif arguments.prompts_file is not None:
@@ -109,14 +110,13 @@ def _given_prompts(arguments: RunArguments) -> list[Prompt] | None:
 
 
 def _work(
-    arguments: RunArguments, given: list[Prompt] | None, llm: LLM
-) -> tuple[Sequence[str | Sequence[int]], SamplingParams]:
+    arguments: RunArguments, given: list[PromptLike] | None, llm: LLM
+) -> tuple[Sequence[str | Sequence[int] | Prompt], SamplingParams]:
     if given is not None:
         codec, name = llm.model.codec, llm.config.model
-        return [
-            chat_prompt(codec, name, prompt, f"prompt {index}") if isinstance(prompt, Messages) else prompt
-            for index, prompt in enumerate(given)
-        ], arguments.sampling
+        talks = {i: prompt for i, prompt in enumerate(given) if isinstance(prompt, Messages)}
+        made = {i: marked_chat(codec, name, talk, talk.spans, f"prompt {i}") for i, talk in talks.items()}
+        return [made.get(i, prompt) for i, prompt in enumerate(given)], arguments.sampling
     shape_typed = not llm.config.free_fields >= {"gpu_batch_size", "num_gpu_batches"}
     block = llm.config.fixed_policy.block_size if shape_typed else DEFAULT_RANDOM[1]
     count, length = arguments.num_prompts or block, arguments.prompt_len or DEFAULT_RANDOM[0]
@@ -127,7 +127,7 @@ def _work(
 
 
 def _notes(
-    arguments: RunArguments, llm: LLM, given: list[Prompt] | None, prompts: Sequence[str | Sequence[int]]
+    arguments: RunArguments, llm: LLM, given: list[PromptLike] | None, prompts: Sequence[str | Sequence[int] | Prompt]
 ) -> None:
     """Notes on flags whose effect is not the one that the user may expect."""
     config, policy = llm.config, llm.config.fixed_policy

@@ -10,22 +10,25 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from h2o_flexgen.config.spans import Prompt, Span
 from h2o_flexgen.engine.requests.chat import Message, checked_messages, with_system
 from h2o_flexgen.errors import UsageError
 
 
 class Messages(list[Message]):
-    """A conversation, as opposed to a list of token ids."""
+    """A conversation, as opposed to a list of token ids; with spans, which count in what a template makes of it."""
+
+    spans: tuple[Span, ...] = ()
 
 
-Prompt = str | list[int] | Messages
-"""Text or token ids to be completed, or a conversation to be answered."""
+PromptLike = str | list[int] | Messages | Prompt
+"""Text or token ids to be completed, either with spans, or a conversation to be answered."""
 
 _WANTED = 'needed {"prompt": "..."}, "...", {"prompt": [token ids]} or {"messages": [{"role": ..., "content": ...}]}'
 _SHOWN = 5
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path) -> list[PromptLike]:
     """Prompts in a text file (one per line) or a .jsonl file ({"prompt": ...} per line); "-" is stdin.
 
     Blank lines and a byte order mark are passed over; "prompt" may be text or a list of token ids, and "messages" in
@@ -55,17 +58,20 @@ def checked_text(text: str, where: str) -> str:
     return text
 
 
-def as_conversations(prompts: list[Prompt], system: str | None) -> list[Prompt]:
+def as_conversations(prompts: list[PromptLike], system: str | None) -> list[PromptLike]:
     """`prompts` with every text as what a user says, after the message `system` where there is none yet.
 
     UsageError for token ids, which no template can be put around.
     """
-    talks: list[Prompt] = []
+    talks: list[PromptLike] = []
     for index, prompt in enumerate(prompts):
         if not isinstance(prompt, str | Messages):
-            raise UsageError(f"prompt {index} is token ids, and --chat is given", "needed text or messages")
+            what = "has spans" if isinstance(prompt, Prompt) else "is token ids"
+            raise UsageError(f"prompt {index} {what}, and --chat is given", "needed text or messages")
         messages = checked_messages(prompt, f"prompt {index}")
-        talks.append(Messages(messages if system is None else with_system(messages, system)))
+        talk = Messages(messages if system is None else with_system(messages, system))
+        talk.spans = prompt.spans if isinstance(prompt, Messages) else ()
+        talks.append(talk)
     return talks
 
 
@@ -92,9 +98,9 @@ def _text_of(data: bytes, name: str) -> str:
     return text
 
 
-def _parsed(lines: list[str], name: str, parse: Callable[[str], Prompt]) -> list[Prompt]:
+def _parsed(lines: list[str], name: str, parse: Callable[[str], PromptLike]) -> list[PromptLike]:
     """`parse` of every line that is not blank; all complaints together."""
-    prompts: list[Prompt] = []
+    prompts: list[PromptLike] = []
     faults: list[str] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -108,7 +114,7 @@ def _parsed(lines: list[str], name: str, parse: Callable[[str], Prompt]) -> list
     return prompts
 
 
-def _json_prompt(line: str) -> Prompt:
+def _json_prompt(line: str) -> PromptLike:
     try:
         entry = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
@@ -116,11 +122,19 @@ def _json_prompt(line: str) -> Prompt:
     if isinstance(entry, dict) and "messages" in entry:
         return _messages(entry)
     prompt: Any = entry.get("prompt") if isinstance(entry, dict) else entry
-    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return prompt
-    if not isinstance(prompt, str):
+    ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
+    if not ids and not isinstance(prompt, str):
         raise UsageError("has no prompt")
-    return _whole_text(prompt)
+    found = prompt if ids else _whole_text(prompt)
+    spans = entry.get("spans") if isinstance(entry, dict) else None
+    return _spans(found, spans) if spans else found
+
+
+def _spans(prompt: str | list[int], spans: Any) -> Prompt:
+    try:
+        return Prompt(prompt, spans)
+    except UsageError as error:
+        raise UsageError(f"has {error.found}") from None
 
 
 def _messages(entry: dict[str, Any]) -> Messages:
@@ -130,7 +144,9 @@ def _messages(entry: dict[str, Any]) -> Messages:
         raise UsageError("has messages that are not a list")
     messages = checked_messages(entry["messages"], "it")
     _whole_text(json.dumps(messages, ensure_ascii=False))
-    return Messages(messages)
+    talk = Messages(messages)
+    talk.spans = tuple(_spans("", entry["spans"]).spans) if entry.get("spans") else ()
+    return talk
 
 
 def _whole_text(text: str) -> str:

@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
+from h2o_flexgen.config import budget as budgets
+from h2o_flexgen.config.budget import Budget as Budget
+from h2o_flexgen.config.budget import Range
 from h2o_flexgen.config.checks import known_keys, share, truth, whole
 from h2o_flexgen.config.flags import option
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import Registry, suggestion
 
+SpanRule = Literal["whitelist", "fair"]
+SPAN_RULES: tuple[SpanRule, ...] = ("whitelist", "fair")
 LayerSplit = Literal["uniform", "global", "pyramid"]
 LAYER_SPLITS: tuple[LayerSplit, ...] = ("uniform", "global", "pyramid")
 STEEPNESS = 20
@@ -177,44 +182,6 @@ def base_of(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Tokens that one KV cache may hold: total = sinks + heavy + recent, unless `prompt` says otherwise.
-
-    `full`: total is the length, nothing goes.
-    """
-
-    total: int
-    heavy: int
-    recent: int
-    sinks: int
-    full: bool
-    burst: int = 1
-    """Tokens that go at once, when there is one more than the total."""
-    prompt: int | None = None
-    """Where no more than this may be kept of the prompt, and what follows is added to it, up to the total."""
-
-    @property
-    def after_prompt(self) -> int:
-        """Tokens that may be held once the prompt is in: sinks + heavy + recent."""
-        return self.total if self.prompt is None else self.prompt
-
-    @property
-    def scored(self) -> bool:
-        """Whether what stays is chosen by score; else tokens go in the order in which they came."""
-        return bool(self.heavy) and not self.full
-
-    def within(self, window: int | None) -> Budget:
-        """The budget in a layer whose queries see the last `window` tokens, themselves included; None: all of them.
-
-        A budget that holds all that the next query can see, window - 1 tokens, is exactly that: no choice is left, and
-        nothing older is kept. A smaller one, or a sequence that never leaves the window, stays as it is.
-        """
-        if window is None or self.total < window - 1 or (self.full and self.total == window - 1):
-            return self
-        return Budget(total=window - 1, heavy=0, recent=window - 1, sinks=0, full=False)
-
-
-@dataclass(frozen=True)
 class EvictionConfig:
     """The eviction policy and its budget, as asked for; `resolve` gives tokens. Raises UsageError naming the flag."""
 
@@ -247,6 +214,13 @@ class EvictionConfig:
     )
     """Of models with rotary positions: keys are kept as they were before rotation and turned by their place among the
     tokens that are held, so that no position ever passes the budget."""
+    spans: SpanRule | None = option(
+        None,
+        "--spans",
+        help="what spans of a prompt are for: whitelist (those with keep stay), fair (each gets its share)",
+        metavar="HOW",
+        unset="nothing: what stays of them is counted",
+    )
     seed: int = 0
     """Of the random policy."""
 
@@ -283,6 +257,7 @@ class EvictionConfig:
                 "needed a policy that looks at no earlier query",
                 "leave --rolling-positions out, or choose --eviction h2o",
             )
+        self._check_spans()
         object.__setattr__(self, "seed", whole(self.seed, "seed", 0))
         if self.recent is not None and self.recent_ratio is not None:
             raise UsageError("--recent and --recent-ratio are both given", "needed one of them")
@@ -303,19 +278,51 @@ class EvictionConfig:
         if self.budget is not None:
             self._require_room(self.budget, f"{self.budget} tokens", self._sinks)
 
-    def resolve(self, prompt_len: int, gen_len: int) -> Budget:
+    def _check_spans(self) -> None:
+        if self.spans is None:
+            return
+        if self.spans not in SPAN_RULES:
+            raise UsageError(
+                f"--spans is {self.spans!r}",
+                f"needed one of {', '.join(SPAN_RULES)}",
+                suggestion(str(self.spans), SPAN_RULES),
+            )
+        if self.keep_prompt:
+            raise UsageError(f"--spans {self.spans} with --keep-prompt, which keeps all of the prompt", "needed one")
+        if self.spans == "fair" and self.split.replays:
+            raise UsageError(
+                f"--spans fair with --eviction {self.name}, which reads the whole prompt a second time",
+                "needed a policy that can look at a span alone",
+                "--spans whitelist, or --eviction snapkv",
+            )
+
+    def resolve(self, prompt_len: int, gen_len: int, spans: Sequence[Range] = ()) -> Budget:
         """The budget of a sequence of `prompt_len` prompt tokens and at most `gen_len` new ones.
 
-        A budget that reaches the length is the full cache. Raises UsageError where sinks and recent do not fit.
+        A budget that reaches the length is the full cache. Raises UsageError where sinks and recent do not fit, and
+        where `spans` do not: of the prompt, those that stay or have their shares, in order and apart.
         """
         length = whole(prompt_len, "the prompt length", 1) + whole(gen_len, "the generation length", 0)
         asked = self.budget if self.budget is not None else exact_ceiling(self.ratio, length)
         if asked >= length:
             return self._whole(prompt_len, gen_len)
         self._require_room(asked, f"{asked} of {length} tokens", self._sinks_of(prompt_len))
-        return self._divided(asked, prompt_len, gen_len)
+        return self._marked(self._divided(asked, prompt_len, gen_len), prompt_len, gen_len, spans)
 
-    def by_layer(self, windows: Sequence[int | None], prompt_len: int, gen_len: int) -> tuple[Budget, ...]:
+    def _marked(
+        self, budget: Budget, prompt_len: int, gen_len: int, spans: Sequence[Range], window: int | None = None
+    ) -> Budget:
+        """With what `spans` are for."""
+        if not spans or self.spans is None or budget.full or (window is not None and budget.total >= window - 1):
+            return budget
+        if self.spans == "whitelist":
+            seen = 0 if window is None else max(0, prompt_len + 1 - window)
+            return budgets.whitelisted(budget, spans, seen)
+        return budgets.fair(budget, spans, prompt_len, gen_len, self.split.burst)
+
+    def by_layer(
+        self, windows: Sequence[int | None], prompt_len: int, gen_len: int, spans: Sequence[Range] = ()
+    ) -> tuple[Budget, ...]:
         """The budget of each layer, within its window; together they hold what they would hold if all had the same.
 
         Where it is not split evenly a layer's total is rounded down, and the first layers get a token more each. What
@@ -325,7 +332,10 @@ class EvictionConfig:
         even = tuple(budget.within(window) for window in windows)
         how = self.how_layers_share
         if how == "uniform" or budget.full:
-            return even
+            if not spans:
+                return even
+            marked = self.resolve(prompt_len, gen_len, spans)
+            return tuple(marked.within(window) for window in windows)
         most = [length if window is None else min(length, window - 1) for window in windows]
         held = sum(min(each.total, limit) for each, limit in zip(even, most, strict=True))
         # Of a prompt that is pruned once the answer has its place in every layer, and the window that chooses.
@@ -340,10 +350,11 @@ class EvictionConfig:
             wanted = _pyramid(budget, len(windows), length)
         totals = _shared_out(wanted, [min(least, limit) for limit in most], most, held)
         recent = budget.recent if how == "pyramid" and budget.heavy else None
-        return tuple(
-            self._divided(total, prompt_len, gen_len, recent).within(window)
+        divided = [
+            (self._divided(total, prompt_len, gen_len, recent).within(window), window)
             for total, window in zip(totals, windows, strict=True)
-        )
+        ]
+        return tuple(self._marked(each, prompt_len, gen_len, spans, window) for each, window in divided)
 
     def _whole(self, prompt_len: int, gen_len: int) -> Budget:
         """The full cache."""
@@ -389,7 +400,10 @@ class EvictionConfig:
     @property
     def split(self) -> Split:
         """How the policy divides its budget, and what it looks at."""
-        return split_of(self.name)
+        split = split_of(self.name)
+        # Within a span no attention but the span's own counts, which kernels have not summed.
+        looks = self.spans == "fair" and (split.column_sums or split.queries != "none")
+        return split._replace(queries="all") if looks else split
 
     @property
     def how_layers_share(self) -> LayerSplit:

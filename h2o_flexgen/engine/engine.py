@@ -32,7 +32,7 @@ from h2o_flexgen.engine.model import Model, open_model
 from h2o_flexgen.engine.requests.call_guard import CallGuard
 from h2o_flexgen.engine.requests.chat import Conversation, chat_prompts
 from h2o_flexgen.engine.requests.grammars import Grammars
-from h2o_flexgen.engine.requests.reader import Prompt, Request, RequestReader, workload_of
+from h2o_flexgen.engine.requests.reader import PromptLike, Request, RequestReader, workload_of
 from h2o_flexgen.engine.requests.sequence import RequestOutput, Score, Sequence
 from h2o_flexgen.engine.requests.tokenizer import text_of
 from h2o_flexgen.engine.sampling.hf_generate import Generator
@@ -95,11 +95,13 @@ class Engine:
 
     def generate(
         self,
-        prompts: SequenceOf[Prompt],
+        prompts: SequenceOf[PromptLike],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         **settings: Any,
     ) -> list[RequestOutput]:
-        """Completes `prompts` (strings or lists of token ids); order kept, num_return_sequences outputs per prompt.
+        """Completes `prompts` (strings or lists of token ids, or a Prompt of either with spans).
+
+        Order is kept, with num_return_sequences outputs per prompt.
 
         `settings` are SamplingParams fields for callers that have no object. UsageError for what cannot be run.
         """
@@ -108,7 +110,7 @@ class Engine:
 
     def stream(
         self,
-        prompts: SequenceOf[Prompt],
+        prompts: SequenceOf[PromptLike],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         **settings: Any,
     ) -> Iterator[RequestOutput]:
@@ -151,7 +153,7 @@ class Engine:
         """
         return self.generate(chat_prompts(self.model.codec, self.config.model, conversations), params, **settings)
 
-    def score(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Score]:
+    def score(self, pairs: Iterable[tuple[PromptLike, PromptLike]]) -> list[Score]:
         """Log-probability of each continuation after its context, with eviction active while scoring.
 
         The context is prefilled and pruned, the continuation decoded as given; its length counts as gen_len. A pair

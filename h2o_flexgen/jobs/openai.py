@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.requests.chat import chat_prompt
+from h2o_flexgen.config.spans import Prompt
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, added_text
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.jobs.requests import BatchRequest, Refused, seed_of
+from h2o_flexgen.jobs.requests import BatchRequest, Refused, seed_of, talk_of, with_spans
 from h2o_flexgen.jobs.source import BadLine, Record, load_json
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -47,12 +47,12 @@ _SAMPLING = frozenset(
         "response_format",
     ]
 )
-_COMMON = _SAMPLING | {"model", "stream", "user"}
+_COMMON = _SAMPLING | {"model", "stream", "user", "spans"}
 _FIELDS = {
     COMPLETIONS: _COMMON | {"prompt", "echo", "best_of", "suffix"},
     CHAT: _COMMON | {"messages", "max_completion_tokens", "top_logprobs"},
 }
-_LATER = ("spans", "tools", "tool_choice", "functions", "stream_options")
+_LATER = ("tools", "tool_choice", "functions", "stream_options")
 """Fields that are known and refused by that, so that a reader does not look for a spelling mistake."""
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -112,6 +112,7 @@ class OpenAIFormat:
             repeated *= asked.body["n"] if len(repeated) == 1 else 1
             for output in repeated:
                 made = self._chat_choice(asked, output) if chat else self._choice(asked, prompt, output)
+                made |= {"kept": output.kept} if output is not None and output.kept is not None else {}
                 choices.append({"index": len(choices), **made})
         return self._response(
             record,
@@ -159,7 +160,11 @@ class OpenAIFormat:
         return entry
 
     def _completion(self, record: Record, fields: _Body) -> BatchRequest:
-        prompts = _prompts(fields.get("prompt"))
+        prompts, spans = _prompts(fields.get("prompt")), fields.get("spans")
+        if spans:
+            if len(prompts) > 1:
+                raise Refused(f"spans are given, and {len(prompts)} prompts", param="spans")
+            prompts = [with_spans(prompts[0], spans)]
         if fields.get("suffix") is not None:
             raise Refused("suffix is not supported", "unsupported_field", param="suffix")
         n = fields.whole("n", 1, 1, MOST_SAMPLES)
@@ -181,18 +186,14 @@ class OpenAIFormat:
         return asked
 
     def _chat(self, record: Record, fields: _Body) -> BatchRequest:
-        talk = _messages(fields.get("messages"))
-        try:
-            ids = chat_prompt(self.codec, self.model, talk, "messages")
-        except UsageError as error:
-            raise Refused.of(error, param="messages") from None
+        talk = talk_of(self.codec, self.model, _messages(fields.get("messages")), fields.get("spans", ()))
         logprobs = fields.whole("top_logprobs", 0, 0, 20) if fields.switch("logprobs") else None
         if logprobs is None and fields.get("top_logprobs") is not None:
             raise Refused("top_logprobs is given without logprobs", param="top_logprobs")
         name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
         params = self._params(record, fields, logprobs, fields.whole(name, self._most(CHAT), 1))
         body = {"n": fields.whole("n", 1, 1, MOST_SAMPLES), "logprobs": logprobs}
-        return BatchRequest([ids], params, body=body)
+        return BatchRequest([talk], params, body=body)
 
     def _most(self, url: str) -> int:
         return int(self.sampling.get("max_new_tokens", MAX_TOKENS[url]))
@@ -292,6 +293,7 @@ class OpenAIFormat:
         return text or f"token_id:{token}"
 
     def _text_of(self, prompt: Any) -> str:
+        prompt = prompt.content if isinstance(prompt, Prompt) else prompt
         if isinstance(prompt, str):
             return prompt
         return "" if self.codec is None else self.codec.decode(list(prompt))

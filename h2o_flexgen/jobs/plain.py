@@ -8,11 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.requests.chat import chat_prompt
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
-from h2o_flexgen.errors import UsageError
-from h2o_flexgen.jobs.requests import BatchRequest, Refused, seed_of
+from h2o_flexgen.jobs.requests import BatchRequest, Refused, seed_of, talk_of, with_spans
 from h2o_flexgen.jobs.source import BadLine, Record, load_json
 
 
@@ -35,14 +33,17 @@ class PlainFormat:
         """The prompt of a line or row; Refused where there is none."""
         row = self._row(record)
         prompt = row.get(self.prompt_column)
+        spans = row.get("spans") or ()
         if prompt is None and row.get("messages") is not None:
-            prompt = self._talk(row["messages"])
+            prompt = talk_of(self.codec, self.model, row["messages"], spans)
         elif self.chat and isinstance(prompt, str):
-            prompt = self._talk([{"role": "user", "content": prompt}])
+            prompt = talk_of(self.codec, self.model, [{"role": "user", "content": prompt}], spans)
         elif not isinstance(prompt, str) and not (
             isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
         ):
             raise Refused(f"{self.prompt_column} is no text and no token ids", param=self.prompt_column)
+        elif spans:
+            prompt = with_spans(prompt, spans)
         params = self.sampling
         if params.do_sample:
             params = replace(params, seed=seed_of(self.seed, record.line))
@@ -88,12 +89,6 @@ class PlainFormat:
             raise Refused(f"line {record.line} holds a NUL byte, which is not text", "invalid_line")
         return text
 
-    def _talk(self, messages: Any) -> list[int]:
-        try:
-            return chat_prompt(self.codec, self.model, messages, "messages")
-        except UsageError as error:
-            raise Refused.of(error, param="messages") from None
-
     def _named(self, record: Record) -> dict[str, Any]:
         if self.id_column is None:
             return {"line": record.line}
@@ -116,4 +111,6 @@ def _sample(output: RequestOutput) -> dict[str, Any]:
             {str(token): value if math.isfinite(value) else None for token, value in top.items()}
             for top in output.top_logprobs
         ]
+    if output.kept is not None:
+        sample["kept"] = output.kept
     return sample

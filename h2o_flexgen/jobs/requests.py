@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.engine.requests.reader import Prompt
+from h2o_flexgen.config.spans import Prompt
+from h2o_flexgen.engine.requests.chat import marked_chat
+from h2o_flexgen.engine.requests.reader import PromptLike
 from h2o_flexgen.engine.requests.sequence import RequestOutput
+from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.jobs.source import Record
 
@@ -29,11 +32,28 @@ class Refused(Exception):
         return cls(str(error), code, param=param)
 
 
+def with_spans(prompt: str | list[int], spans: Any) -> PromptLike:
+    """A prompt with the spans of its request. Refused where they make no sense."""
+    try:
+        return Prompt(prompt, spans)
+    except UsageError as error:
+        raise Refused.of(error, param="spans") from None
+
+
+def talk_of(codec: TextCodec | None, model: str, messages: Any, spans: Any) -> PromptLike:
+    """The token ids of a conversation; spans count in what the model's template makes of it. Refused as above."""
+    try:
+        prompt = marked_chat(codec, model, messages, spans, "messages")
+    except UsageError as error:
+        raise Refused.of(error, param="spans" if spans and "span" in error.found else "messages") from None
+    return prompt if prompt.spans else prompt.content
+
+
 @dataclass
 class BatchRequest:
     """The prompts of one request. `scores`: their own tokens get log-probabilities, and nothing is generated."""
 
-    prompts: list[Prompt]
+    prompts: list[PromptLike]
     params: SamplingParams
     scores: bool = False
     body: dict[str, Any] = field(default_factory=dict)

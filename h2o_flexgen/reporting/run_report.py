@@ -63,6 +63,9 @@ def report_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     if record.predicted and "bits" in record.predicted:
         yield "chosen", record.predicted["bits"]["text"]
     yield "eviction", _eviction(record.eviction)
+    for name, counts in (record.kept or {}).items():
+        whole = ", ".join(f"{counts[when]:.1f} after {when}" for when in ("prefill", "decode") if when in counts)
+        yield "span", f"{name}: {counts['tokens']:g} tokens, {whole}"
     yield "block", block_text(policy)
     yield "placement", shares_text(policy)
     work = f"{_count(record.sequences, 'sequence')}, {_count(record.prompt_tokens, 'prompt token')}"

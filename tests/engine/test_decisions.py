@@ -53,12 +53,12 @@ def test_what_the_engine_really_held(checkpoint: Any, monkeypatch: pytest.Monkey
     assert sorted(alone.kept) == list(range(len(test_tokens.LENGTHS)))
     for row, length in enumerate(test_tokens.LENGTHS):
         assert sorted(alone.kept[row]) == list(range(length, length + test_tokens.NEW - 1))
-    choose = slots._choose
+    choose = slots.choose
 
     def worst(score: Any, *args: Any) -> Any:
         return choose(score.max() - score, *args)
 
-    monkeypatch.setattr(slots, "_choose", worst)
+    monkeypatch.setattr(slots, "choose", worst)
     broken = test_tokens.run(*work, {"device": "cpu"}, {"gpu_batch_size": 7})
     assert "not close" in (fault(broken, together) or "")
 

@@ -159,6 +159,11 @@ class RankedOracle(EvictionOracle):
     def protected(self, now: int) -> set[int]:
         return {p for p in self.keys if p < self.budget.sinks or p > now - self.budget.recent}
 
+    def pinned(self, now: int) -> set[int]:
+        """What spans of the prompt have kept, and the next query sees."""
+        spans = self.budget.spans
+        return {p for p in self.keys if self.visible(p, now + 1) and any(a <= p < b for a, b in spans)}
+
     def best(self, scores: dict[int, float], now: int, total: int) -> set[int]:
         """What is protected and, up to `total` tokens, those with the highest scores. In a step in which there are more
         than the budget as many go as go in a burst."""
@@ -166,7 +171,7 @@ class RankedOracle(EvictionOracle):
             if len(self.keys) <= self.budget.total:
                 return self.kept
             total = len(self.keys) - self.budget.burst
-        protected = self.protected(now)
+        protected = self.protected(now) | self.pinned(now)
         seen = {p: score if self.visible(p, now + 1) else -1.0 for p, score in scores.items()}
         rest = sorted(self.kept - protected, key=lambda p: (-seen[p], p))
         room = total - len(protected)

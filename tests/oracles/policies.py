@@ -76,7 +76,8 @@ class RoCoOracle(RankedOracle):
             received = [row.get(p, 0.0) for row in self.history[p:]]
             mean[p] = sum(received) / len(received)
             deviation[p] = max(0.0, sum(x * x for x in received) / len(received) - mean[p] ** 2)
-        others = sorted(self.kept - self.protected(now), key=lambda p: (deviation[p], -p))
+        fixed = self.protected(now) | self.pinned(now)
+        others = sorted(self.kept - fixed, key=lambda p: (deviation[p], -p))
         size = max(self.budget.total - 3 * self.budget.total // 10 - self.budget.sinks, leaving)
         scope, immune = others[:size], others[size:]
         gone = {p for p in self.keys if not self.visible(p, now + 1)} - self.protected(now)
@@ -124,7 +125,8 @@ class BurstOracle(RankedOracle):
         return self.best(self.ranked(now), now, self.budget.after_prompt)
 
     def candidates(self, now: int) -> list[int]:
-        return [p for p in sorted(self.keys) if p not in self.protected(now) and self.visible(p, now + 1)]
+        fixed = self.protected(now) | self.pinned(now)
+        return [p for p in sorted(self.keys) if p not in fixed and self.visible(p, now + 1)]
 
     def last(self, now: int) -> list[int]:
         count = max(1, min(self.looks_back, self.budget.burst))
@@ -271,7 +273,7 @@ class NaclOracle(PromptOracle):
         rest = [p for p in self.keys if p not in self.protected(now) and self.visible(p, now + 1)]
         chosen = self.budget.heavy - math.floor(0.35 * self.budget.heavy)
         order = sorted(rest, key=lambda p: (-sums[p], p))
-        if len(order) <= self.budget.heavy:
+        if not 0 < self.budget.heavy < len(order):
             return sums
         self.closest = min(self.closest, sums[order[chosen - 1]] - sums[order[chosen]])
         # A race of exponential clocks at the rates exp(score): the first to ring are drawn.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from h2o_flexgen.cache.eviction.arrival import ArrivalPolicy
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.eviction.defensivekv import DefensivePolicy
 from h2o_flexgen.cache.eviction.expected_attention import ExpectedAttentionPolicy
@@ -60,6 +61,8 @@ for _policy in (
 def make_policy(config: EvictionConfig) -> EvictionPolicy:
     """The policy that `config` names; UsageError with a suggestion for an unknown name."""
     first = EVICTION_POLICIES.get(base_of(config.name))(seed=config.seed)
+    if config.spans is not None and config.name != "full" and not isinstance(first, RankedPolicy):
+        return ArrivalPolicy()
     if base_of(config.name) == config.name or not isinstance(first, RankedPolicy):
         return first
     return ThenH2O(first)

@@ -74,6 +74,21 @@ class AttendedPrompts:
         k, v, stored_k = (part[:, :length] for part in self.past)
         return replace(self, past=(k, v, stored_k), **own)
 
+    def part(self, start: int, stop: int) -> AttendedPrompts:
+        """The tokens [start, stop) as if they were prompts; `queries` are those of all tokens. Their positions stay."""
+        turn, before = self.turn, self.length - (stop - start)
+        later: Turn | None = None if turn is None else lambda positions: turn(positions + before)
+        return replace(
+            self,
+            k=self.keys[:, :, start:stop],
+            v=self.values[:, :, start:stop],
+            stored_k=self.stored_keys[:, :, start:stop],
+            past=None,
+            queries=None if self.queries is None else self.queries[:, :, start:stop],
+            column_sums=None,
+            turn=later,
+        )
+
     @property
     def length(self) -> int:
         """S."""
@@ -129,7 +144,8 @@ class AttendedStep:
     unless the policy `needs_rows`. pos: positions, int32, -1 in slots never used. now: positions of the newest tokens,
     (b, 1, 1). tokens: of the newest; their positions are `now`. held: gives keys and values as they are kept, (b,
     kv_heads, N, d). queries: the last m, (b, heads, m, d), of a policy that `looks_back` so far, in any order, with
-    asked_at, the positions of these (b, m). once: gives what was made before under a name, for steps of the same rows.
+    asked_at, the positions of these (b, m). pinned: bool, what never goes, where spans say so. once: gives what was
+    made before under a name, for steps of the same rows.
     """
 
     score: Tensor
@@ -145,10 +161,11 @@ class AttendedStep:
     window: int | None = None
     queries: Tensor | None = None
     asked_at: Tensor | None = None
+    pinned: Tensor | None = None
 
     def of(self, rows: slice | Tensor, numbers: Sequence[int]) -> AttendedStep:
         """Some of the rows, by an index and by their numbers."""
-        names = ("score", "extra", "row", "pos", "now", "queries", "asked_at")
+        names = ("score", "extra", "row", "pos", "now", "queries", "asked_at", "pinned")
         taken: dict[str, Any] = {name: None if (x := getattr(self, name)) is None else x[rows] for name in names}
         tokens = self.tokens._replace(positions=taken["now"], row_ids=self.tokens.row_ids[rows])
         held = self.held
@@ -219,6 +236,14 @@ class RankedPolicy(EvictionPolicy, ABC):
     def ranks(self, step: AttendedStep) -> Tensor:
         """What tokens are compared by now, (b, kv_heads, N) float32, never negative; the lowest goes."""
         return step.score
+
+
+def in_spans(budget: Budget, length: int, device: torch.device) -> Tensor:
+    """Of a prompt of so many tokens, which are in spans of the budget: (length,) bool."""
+    found = torch.zeros(length, dtype=torch.bool, device=device)
+    for start, stop in budget.spans:
+        found[start:stop] = True
+    return found
 
 
 def attention_rows(

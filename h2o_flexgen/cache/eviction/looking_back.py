@@ -16,6 +16,7 @@ from h2o_flexgen.cache.eviction.base import (
     PromptScores,
     RankedPolicy,
     Tokens,
+    in_spans,
 )
 from h2o_flexgen.cache.vectors import reordered
 from h2o_flexgen.config.eviction import Budget
@@ -84,8 +85,10 @@ class LookingBack(RankedPolicy):
         places = torch.arange(length, device=prompts.k.device).expand(prompts.k.shape[1], -1)
         asked_at = places[0, length - count :]
         queries = prompts.queries[:, :, -count:]
+        pinned = in_spans(rows.budget, length, places.device).expand_as(places) if rows.budget.spans else None
+        keys, values, scale = prompts.keys, prompts.values, prompts.scale
         looks = (
-            self._look(rows, row, queries[row], asked_at, prompts.keys[row], prompts.values[row], places, prompts.scale)
+            self._look(rows, row, queries[row], asked_at, keys[row], values[row], places, scale, pinned)
             for row in range(len(prompts.k))
         )
         return PromptScores(torch.stack([self.score(look) for look in looks]))
@@ -104,10 +107,11 @@ class LookingBack(RankedPolicy):
             last = step.asked_at[row].argsort()[-self.window_of(budget) :]
             # Where one token goes at a time, the next takes its slot: neighbours are so in time.
             pos, order = step.pos[row].to(torch.int64).sort(-1)
+            pinned = None if step.pinned is None else step.pinned[row].gather(-1, order)
             keys = reordered(k[row], order)
             values = reordered(v[row], order) if self.reads_values else keys
             queries = step.queries[row, :, last]
-            look = self._look(of, 0, queries, step.asked_at[row, last], keys, values, pos, step.scale)
+            look = self._look(of, 0, queries, step.asked_at[row, last], keys, values, pos, step.scale, pinned)
             ranks.append(torch.empty_like(step.score[row]).scatter_(-1, order, self.score(look)))
         return torch.stack(ranks)
 
@@ -115,12 +119,23 @@ class LookingBack(RankedPolicy):
         """Nothing is kept from step to step but the queries."""
 
     def _look(
-        self, rows: PromptRows, row: int, q: Tensor, at: Tensor, k: Tensor, v: Tensor, pos: Tensor, scale: float
+        self,
+        rows: PromptRows,
+        row: int,
+        q: Tensor,
+        at: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pos: Tensor,
+        scale: float,
+        pinned: Tensor | None,
     ) -> Look:
         budget, now = rows.budget, at.max()
         chosen = (pos >= budget.sinks) & (pos <= now - budget.recent)
         if rows.window is not None:
             chosen &= pos > now + 1 - rows.window
+        if pinned is not None:
+            chosen &= ~pinned
         # A token's number in a draw is its position beside the newest one: the next burst draws anew.
         drawn = pos.clamp(min=0).unsqueeze(0) + (now + 1) * 0x10001
         tokens = Tokens(drawn, rows.tokens.row_ids[row : row + 1], rows.tokens.heads, rows.tokens.layer)

@@ -12,6 +12,7 @@ from h2o_flexgen.cache.eviction.base import (
     PromptScores,
     RankedPolicy,
     attention_rows,
+    in_spans,
     sum_of,
 )
 from h2o_flexgen.config.eviction import Budget
@@ -38,6 +39,8 @@ class RoCoPolicy(RankedPolicy):
         seen = torch.full((1, 1, 1), last, device=sums.device)
         pos, scope = rows.tokens.positions, _scope(budget, max(1, prompts.length - budget.total))
         protected = (pos < budget.sinks) | (pos > last - budget.recent)
+        if budget.spans:
+            protected |= in_spans(budget, prompts.length, pos.device)
         ranks = _ranks(sums, squares, pos, seen, scope, protected)
         return PromptScores(ranks, sums, squares)
 
@@ -54,6 +57,8 @@ class RoCoPolicy(RankedPolicy):
         limits = step.once("limits of roco", lambda: torch.tensor(numbers, device=step.pos.device).view(-1, 3, 1, 1))
         sinks, recent, scopes = limits.unbind(1)
         protected = (step.pos < sinks) | (step.pos > step.now - recent)
+        if step.pinned is not None:
+            protected |= step.pinned
         scope = numbers[0][2] if len(set(numbers)) == 1 else scopes
         return _ranks(step.score, step.extra, step.pos, step.now, scope, protected)
 

@@ -27,7 +27,7 @@ _NESTED: dict[str, tuple[str, ...]] = {
     "bound": ("phase", "resource", "seconds"),
 }
 """Keys that a nested object must have; it may have more."""
-_LATER = {"shared", "quantization", "experts"}
+_LATER = {"kept", "shared", "quantization", "experts"}
 """Keys that records of earlier versions lack."""
 
 
@@ -177,6 +177,9 @@ class RunRecord(Throughput):
     """By link: the fewest bytes that any schedule with blocks of this size must move within the same caps."""
     projected: bool = False
     """The times come from a simulation, not from a clock."""
+    kept: dict[str, dict[str, float]] | None = None
+    """By the name of a span of prompts its `tokens`, and how many of these caches held at the end of `prefill` and of
+    `decode`: the mean over sequences, layers and KV heads. None: no prompt had spans."""
     shared: dict[str, Any] | None = None
     """Who had the cores meanwhile: `cores.CoreCount.shared`. None where the system does not say."""
     warnings: list[str] = field(default_factory=list)

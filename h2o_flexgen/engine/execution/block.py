@@ -90,7 +90,7 @@ class BlockRunner:
                 together,
                 self.sampler,
                 self.trace,
-                partial(self._prompts_through, totals),
+                partial(self._prompts_through, totals, stages),
                 overlap=plan.policy.overlap,
                 finite=FiniteCheck() if self.check_finite else None,
                 rolling=rolling,
@@ -104,6 +104,7 @@ class BlockRunner:
                 while finished := executor.advance(ticks):
                     for row in finished:
                         self._count_row(row, totals)
+                        _count_spans(row, "decode", stages)
                         counter.finished(row)
                         if self.scores is not None:
                             self.scores.ended(row, [stage.caches.kept_of(row.row_id) for stage in stages])
@@ -216,7 +217,7 @@ class BlockRunner:
             stack=stack,
         )
 
-    def _prompts_through(self, totals: BlockTotals, gpu_batch: GpuBatch, unit: UnitSpec) -> None:
+    def _prompts_through(self, totals: BlockTotals, stages: list[Stage], gpu_batch: GpuBatch, unit: UnitSpec) -> None:
         """The prompts of a GPU batch have been through a unit; after the last they count, and their activations are not
         needed again."""
         if unit.layer is not None:
@@ -224,6 +225,8 @@ class BlockRunner:
         self._tell_prompts()
         if unit.kind != "head":
             return
+        for row in gpu_batch.fresh:
+            _count_spans(row, "prefill", stages)
         if gpu_batch.device.type == "cpu":
             return_free_pages()
         totals.computed_prompt_tokens += gpu_batch.segments[-1].stop + sum(len(row.fed) for row in gpu_batch.fresh)
@@ -236,3 +239,11 @@ class BlockRunner:
         totals.sequences += 1
         totals.prompt_tokens += row.prompt_tokens
         totals.generated_tokens += len(row.token_ids)
+
+
+def _count_spans(row: Sequence, when: str, stages: list[Stage]) -> None:
+    """Notes how many tokens of the row's spans are kept now, in the mean over layers."""
+    if row.spans:
+        ranges = [(span.start, span.stop) for span in row.spans]
+        layers = [counts for stage in stages for counts in stage.caches.kept_in(row.row_id, ranges)]
+        row.kept[when] = [sum(counts) / len(layers) for counts in zip(*layers, strict=True)]

@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from statistics import fmean
 from typing import Any
 
 from h2o_flexgen.config.engine import EngineConfig
@@ -19,7 +20,7 @@ from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.metrics.trace import Trace
 from h2o_flexgen.engine.model import Model
-from h2o_flexgen.engine.requests.sequence import Sequence
+from h2o_flexgen.engine.requests.sequence import Sequence, kept_of_spans
 from h2o_flexgen.engine.state.loader import Loaded
 from h2o_flexgen.kernels import triton_available
 from h2o_flexgen.openmp import spin_warning
@@ -153,6 +154,7 @@ def make_record(
         ),
         predicted=None if first.predicted is None else dict(first.predicted),
         least_bytes_moved=_least_moved(plan, rows) if len(plans) == 1 and plan.request.num_gpus == 1 else None,
+        kept=_kept(rows),
         shared=metrics.cores.shared,
         warnings=[warning for warning in said if warning is not None],
     )
@@ -247,6 +249,16 @@ def _eviction(config: EngineConfig, rows: SequenceOf[Sequence]) -> dict[str, Any
     entry["share_of_prompt"] = _span(row.budget.total / row.prompt_tokens for row in rows)
     entry["share_of_sequence"] = _span(row.budget.total / (row.prompt_tokens + row.max_new_tokens) for row in rows)
     return entry
+
+
+def _kept(rows: SequenceOf[Sequence]) -> dict[str, dict[str, float]] | None:
+    """The `kept` of a record."""
+    found: dict[str, list[dict[str, float]]] = {}
+    for row in rows:
+        for name, counts in (kept_of_spans(row) or {}).items():
+            found.setdefault(name, []).append(counts)
+    means = {name: {key: fmean(c.get(key, 0.0) for c in each) for key in each[0]} for name, each in found.items()}
+    return means or None
 
 
 def _span(values: Iterable[float]) -> float | list[float]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
+from h2o_flexgen.config.spans import Prompt, Span, token_spans
 from h2o_flexgen.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,9 +27,15 @@ def chat_prompts(codec: TextCodec | None, model: str, conversations: SequenceOf[
 
 
 def chat_prompt(codec: TextCodec | None, model: str, conversation: Conversation, where: str) -> list[int]:
-    """The token ids of a conversation by the template of `model`, up to where the model's answer begins.
+    """The token ids of `chat_text`: the template writes BOS where the model wants it, so none is added."""
+    text = chat_text(codec, model, conversation, where)
+    return codec.encode_bare(text) if codec is not None else []
 
-    The template writes BOS where the model wants it, so none is added. UsageError naming `where` for anything that is
+
+def chat_text(codec: TextCodec | None, model: str, conversation: Conversation, where: str) -> str:
+    """A conversation by the template of `model`, up to where the model's answer begins.
+
+    UsageError naming `where` for anything that is
     not a conversation or does not suit the template, and for a model that has none. The template is run in
     transformers' sandbox.
     """
@@ -46,7 +53,24 @@ def chat_prompt(codec: TextCodec | None, model: str, conversation: Conversation,
             "needed chat_template in its tokenizer_config.json, or a file chat_template.jinja beside that",
             "take a model that was trained on conversations, or complete plain text: generate(), or run without --chat",
         )
-    return codec.encode_bare(_rendered(tokenizer, messages, f"{where} does not suit the chat template of {model}"))
+    return _rendered(tokenizer, messages, f"{where} does not suit the chat template of {model}")
+
+
+def marked_chat(codec: TextCodec | None, model: str, conversation: Conversation, spans: Any, where: str) -> Prompt:
+    """The token ids of a conversation with `spans`, which count in what the template makes of it."""
+    text = chat_text(codec, model, conversation, where)
+    ids, prompt = codec.encode_bare(text) if codec is not None else [], Prompt(text, spans)
+    found = token_spans(prompt, len(ids), offsets_of(prompt, codec, special=False))
+    return Prompt(ids, [Span(span.start, span.stop, span.name, span.keep) for span in found])
+
+
+def offsets_of(prompt: Prompt, codec: TextCodec | None, special: bool) -> list[tuple[int, int]] | None:
+    """The characters of its tokens, where its spans are counted in them; UsageError where these are not known."""
+    if not isinstance(prompt.content, str) or all(span.unit == "token" for span in prompt.spans):
+        return None
+    if codec is None or codec.offsets is None:
+        raise UsageError("spans are in characters, and this tokenizer does not tell of which", 'needed "unit": "token"')
+    return codec.offsets(prompt.content, special)
 
 
 def checked_messages(conversation: Any, where: str) -> list[Message]:

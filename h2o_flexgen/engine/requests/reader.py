@@ -8,16 +8,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from h2o_flexgen.config.budget import Budget, Range
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.spans import Prompt, TokenSpan, marked, token_spans
 from h2o_flexgen.config.workload import Workload, first_pass
+from h2o_flexgen.engine.requests.chat import offsets_of
 from h2o_flexgen.engine.requests.grammars import Grammar, Grammars
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
 
-Prompt = str | SequenceOf[int]
+PromptLike = str | SequenceOf[int] | Prompt
+"""A text, token ids, or either with spans."""
 
 _ANY_TEXT = "x"  # any: special tokens do not depend on it
 
@@ -35,7 +39,7 @@ class Request:
     log-probabilities, with eviction active as for `LLM.score`.
     """
 
-    prompt: Prompt
+    prompt: PromptLike
     params: SamplingParams
     number: int
     index: int = 0
@@ -53,7 +57,9 @@ class RequestReader:
     seed: int
     grammars: Grammars | None = None
 
-    def read(self, prompts: SequenceOf[Prompt], params: SamplingParams | SequenceOf[SamplingParams]) -> list[Sequence]:
+    def read(
+        self, prompts: SequenceOf[PromptLike], params: SamplingParams | SequenceOf[SamplingParams]
+    ) -> list[Sequence]:
         """One sequence per prompt and sample, in order. UsageError naming the prompt where one cannot be run."""
         if isinstance(prompts, str):
             raise UsageError("prompts is one string", "needed a list of prompts", "wrap it: [prompt]")
@@ -62,42 +68,50 @@ class RequestReader:
             raise UsageError(f"{len(each)} SamplingParams for {len(prompts)} prompts", "needed one, or one per prompt")
         sequences: list[Sequence] = []
         for index, (prompt, settings) in enumerate(zip(prompts, each, strict=True)):
-            ids = self.token_ids(prompt, f"prompt {index}")
+            ids, spans = self._marked(prompt, f"prompt {index}")
             for sample in range(settings.num_return_sequences):
-                sequences.append(self._sequence(index, sample, len(sequences), ids, settings))
+                sequences.append(self._sequence(index, sample, len(sequences), ids, settings, spans=spans))
         return sequences
 
     def read_one(self, request: Request) -> list[Sequence]:
         """The sequences of a request that is part of a larger job. UsageError where it cannot be run."""
-        ids, forced, params = self.token_ids(request.prompt, "the prompt"), None, request.params
+        (ids, spans), forced, params = self._marked(request.prompt, "the prompt"), None, request.params
         if request.scores:
+            if spans:
+                raise UsageError("the prompt has spans, and its own tokens are scored", "needed a prompt to complete")
             # As a continuation of its first token: so that all others go through the cache, and eviction is active.
             ids, forced = ids[:1], ids[1:]
             if not forced:
                 return []
             params = replace(params, max_new_tokens=len(forced))
         first = request.number << SAMPLE_BITS
-        return [
-            replace(self._sequence(request.index, sample, first + sample, ids, params, "the prompt"), forced=forced)
-            for sample in range(params.num_return_sequences)
-        ]
+        samples = range(params.num_return_sequences)
+        rows = (self._sequence(request.index, i, first + i, ids, params, "the prompt", spans) for i in samples)
+        return [replace(row, forced=forced) for row in rows]
 
-    def read_scored(self, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[Sequence]:
+    def read_scored(self, pairs: Iterable[tuple[PromptLike, PromptLike]]) -> list[Sequence]:
         """One sequence per (context, continuation); the continuation is forced and its length counts as gen_len."""
         sequences = []
         for index, (context, continuation) in enumerate(pairs):
-            ids, forced = self._split(context, continuation, index)
-            params = SamplingParams(max_new_tokens=len(forced))
-            sequences.append(replace(self._sequence(index, 0, index, ids, params), forced=forced))
+            ids, forced = self._split(_content(context), continuation, index)
+            params, spans = SamplingParams(max_new_tokens=len(forced)), tuple[TokenSpan, ...]()
+            if isinstance(context, Prompt) and context.spans:
+                first = len(self._opening) if isinstance(context.content, str) else 0
+                spans = self._spans(context, len(ids), first, f"pair {index}")
+            sequences.append(replace(self._sequence(index, 0, index, ids, params, spans=spans), forced=forced))
         return sequences
 
-    def _split(self, context: Prompt, continuation: Prompt, index: int) -> tuple[list[int], list[int]]:
+    def _split(
+        self, context: str | SequenceOf[int], continuation: PromptLike, index: int
+    ) -> tuple[list[int], list[int]]:
         """Token ids of a pair. Strings are encoded together, so that the boundary is tokenised as in running text.
 
         Of the special tokens that a tokenizer adds to a text, those before it open the context; none stands between the
         two, and what would end the text is not scored.
         """
         where = f"pair {index}"
+        if isinstance(continuation, Prompt):
+            raise UsageError(f"{where} has a continuation with spans", "needed spans of the context alone")
         ids, forced = self._bare(context, where), self._bare(continuation, where)
         if isinstance(context, str) and isinstance(continuation, str):
             whole = self._bare(context + continuation, where)
@@ -108,13 +122,27 @@ class RequestReader:
         opening = self._opening if isinstance(context, str) else []
         return [*opening, *ids] or [self.spec.bos_token_id], forced
 
-    def token_ids(self, prompt: Prompt, where: str) -> list[int]:
+    def _marked(self, prompt: PromptLike, where: str) -> tuple[list[int], tuple[TokenSpan, ...]]:
+        """Ids of one prompt, and where its spans are among them."""
+        ids = self.token_ids(_content(prompt), where)
+        return ids, self._spans(prompt, len(ids), None, where) if isinstance(prompt, Prompt) else ()
+
+    def _spans(self, prompt: Prompt, length: int, bare: int | None, where: str) -> tuple[TokenSpan, ...]:
+        """bare: the special tokens that were put before a text by hand; None: the tokenizer has added its own."""
+        if not prompt.spans:
+            return ()
+        try:
+            return token_spans(prompt, length, offsets_of(prompt, self.codec, bare is None), bare or 0)
+        except UsageError as error:
+            raise UsageError(f"{where}: {error.found}", error.needed, error.change) from None
+
+    def token_ids(self, prompt: str | SequenceOf[int], where: str) -> list[int]:
         """Ids of one prompt, special tokens as the tokenizer adds them; an empty one becomes BOS."""
         if isinstance(prompt, str):
             return self._known(self._tokenizer(where).encode(prompt), where) or [self.spec.bos_token_id]
         return self._bare(prompt, where) or [self.spec.bos_token_id]
 
-    def _bare(self, prompt: Prompt, where: str) -> list[int]:
+    def _bare(self, prompt: str | SequenceOf[int], where: str) -> list[int]:
         """Ids of one prompt without special tokens, but for those that are spelt out in it."""
         if isinstance(prompt, str):
             return self._known(self._tokenizer(where).encode_bare(prompt), where)
@@ -150,21 +178,34 @@ class RequestReader:
                 raise UsageError(f"{where} holds token id {token}", f"needed 0 to {self.spec.vocab_size - 1}")
         return ids
 
-    def _by_layer(self, prompt_len: int, gen_len: int) -> tuple[Budget, ...]:
+    def _by_layer(self, prompt_len: int, gen_len: int, ranges: tuple[Range, ...]) -> tuple[Budget, ...]:
         """The budgets of all layers; none where they are the same but for windows."""
         if self.eviction.how_layers_share == "uniform":
             return ()
-        return self.eviction.by_layer(self.spec.windows, prompt_len, gen_len)
+        return self.eviction.by_layer(self.spec.windows, prompt_len, gen_len, ranges)
 
     def _sequence(
-        self, index: int, sample: int, row_id: int, ids: list[int], params: SamplingParams, where: str = ""
+        self,
+        index: int,
+        sample: int,
+        row_id: int,
+        ids: list[int],
+        params: SamplingParams,
+        where: str = "",
+        spans: tuple[TokenSpan, ...] = (),
     ) -> Sequence:
         if params.stop_strings and self.codec is None:
             raise UsageError("stop_strings are given, and this model has no tokenizer", "needed eos_token_id instead")
         params.check_vocabulary(self.spec.vocab_size)
-        budget = self.eviction.resolve(len(ids), params.max_new_tokens)
+        ranges = marked(spans, self.eviction.spans)
+        budget = self.eviction.resolve(len(ids), params.max_new_tokens, ranges)
         # With rolling positions the end of a prompt past the context goes through decode steps.
         first = first_pass(self.spec, self.eviction, len(ids), params.max_new_tokens, where or f"prompt {index}")
+        if spans and first < len(ids):
+            raise UsageError(
+                f"{where or f'prompt {index}'} has spans, and {len(ids)} tokens, more than the context of {first}",
+                "needed a prompt within the context",
+            )
         return Sequence(
             index=index,
             sample=sample,
@@ -173,7 +214,8 @@ class RequestReader:
             fed=ids[first:],
             params=params,
             budget=budget,
-            by_layer=self._by_layer(len(ids), params.max_new_tokens),
+            by_layer=self._by_layer(len(ids), params.max_new_tokens, ranges),
+            spans=spans,
             replays=self.eviction.split.replays and not budget.full,
             eos=_eos(params, self.spec),
             seed=self.seed if params.seed is None else params.seed,
@@ -186,6 +228,10 @@ class RequestReader:
         if self.grammars is None:
             raise UsageError(f"{where} has a response_format, which is not offered here")
         return self.grammars.of(params.response_format, where)
+
+
+def _content(prompt: PromptLike) -> str | SequenceOf[int]:
+    return prompt.content if isinstance(prompt, Prompt) else prompt
 
 
 def _as_int(token: Any, where: str) -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.spans import TokenSpan
 
 FinishReason = Literal["stop", "length", "error"]
 Processor = Callable[[Tensor, Tensor], Tensor]
@@ -62,6 +63,10 @@ class Sequence:
     forced: list[int] | None = None
     by_layer: tuple[Budget, ...] = ()
     """The budget of each layer, within its window, where layers do not all share `budget` evenly."""
+    spans: tuple[TokenSpan, ...] = ()
+    """Of the prompt: what is kept of them is counted."""
+    kept: dict[str, list[float]] = field(default_factory=dict)
+    """By "prefill" and "decode", at their end: tokens kept of each span, the mean over layers and KV heads."""
     replays: bool = False
     """Whether the prompt is computed twice, for a policy that looks at the second time."""
     fed: list[int] = field(default_factory=list)
@@ -150,11 +155,29 @@ class Sequence:
     def restart(self) -> None:
         """Forgets everything since the prompt: run again, the row gives the same tokens."""
         recorded = (self.hooks.logits, self.hooks.scores) if self.hooks is not None else ()
+        self.kept.clear()
         for kept in (self.token_ids, self.logprobs, self.top_logprobs, self.greedy, *recorded):
             if kept is not None:
                 kept.clear()
         self.finish_reason = self.stop_string = self.error = self.chooser = self.guide = self._generator = None
         self.prepared, self._taken = False, 0
+
+
+Kept = dict[str, dict[str, float]]
+"""By the name of a span its `tokens`, and how many of them are kept at the end of `prefill` and of `decode`: the mean
+over layers and KV heads."""
+
+
+def kept_of_spans(row: Sequence) -> Kept | None:
+    """What is kept of a finished sequence's spans, those of one name together; None where there are none."""
+    if not row.spans:
+        return None
+    found: Kept = {span.name: {"tokens": 0, **dict.fromkeys(row.kept, 0.0)} for span in row.spans}
+    for i, span in enumerate(row.spans):
+        found[span.name]["tokens"] += span.stop - span.start
+        for when, counts in row.kept.items():
+            found[span.name][when] += counts[i]
+    return found
 
 
 @dataclass(frozen=True)
@@ -174,6 +197,8 @@ class RequestOutput:
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
     error: str | None = None
+    kept: Kept | None = None
+    """Of a prompt with spans."""
 
     @classmethod
     def of(cls, row: Sequence, text: str | None) -> RequestOutput:
@@ -190,6 +215,7 @@ class RequestOutput:
             row.logprobs if row.params.logprobs is not None else None,
             row.top_logprobs if row.params.logprobs else None,
             row.error,
+            kept_of_spans(row),
         )
 
 
@@ -207,10 +233,11 @@ class Score:
     token_logprobs: list[float]
     token_is_greedy: list[bool] = field(default_factory=list)
     error: str | None = None
+    kept: Kept | None = None
 
     @classmethod
     def of(cls, row: Sequence) -> Score:
         """Of a finished sequence whose tokens were given."""
         if row.error is not None:
-            return cls(math.nan, False, row.logprobs, row.greedy, row.error)
-        return cls(sum(row.logprobs), all(row.greedy), row.logprobs, row.greedy)
+            return cls(math.nan, False, row.logprobs, row.greedy, row.error, kept_of_spans(row))
+        return cls(sum(row.logprobs), all(row.greedy), row.logprobs, row.greedy, None, kept_of_spans(row))

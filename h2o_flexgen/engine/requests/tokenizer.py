@@ -173,6 +173,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 Decode = Callable[[list[int]], str]
+Offsets = Callable[[str, bool], list[tuple[int, int]]]
+"""Of a text and whether special tokens are added, [start, end) of each token; special ones stand for nothing."""
 
 _CONTEXT = 16  # tokens
 _UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
@@ -182,7 +184,8 @@ class TextCodec:
     """Encodes prompts and decodes new tokens.
 
     `encode` adds special tokens as the model wants them, `encode_bare` none; both read special tokens that are spelt
-    out in the text. `decode` leaves special tokens out. `light` is the tokenizer of the library `tokenizers`, None
+    out in the text. `decode` leaves special tokens out. `offsets` gives the characters of each token, None where
+    the tokenizer does not know. `light` is the tokenizer of the library `tokenizers`, None
     where there is none; `transformed` is transformers', None where the light library is enough.
     """
 
@@ -193,9 +196,10 @@ class TextCodec:
         decode: Decode,
         transformed: Callable[[], Any] = lambda: None,
         light: Any = None,
+        offsets: Offsets | None = None,
     ) -> None:
         self.encode, self.encode_bare, self.decode, self._transformed = encode, encode_bare, decode, transformed
-        self.light = light
+        self.light, self.offsets = light, offsets
 
     @cached_property
     def transformed(self) -> Any:
@@ -246,6 +250,7 @@ class TextCodec:
             lambda ids: str(tokenizer.decode(ids)),
             transformed,
             tokenizer,
+            lambda text, special: list(tokenizer.encode(text, add_special_tokens=special).offsets),
         )
 
     @classmethod
@@ -257,12 +262,17 @@ class TextCodec:
             # Not verbose: the length is checked against the model, not against what the tokenizer's file says of it.
             return list(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
 
+        def offsets(text: str, special: bool) -> list[tuple[int, int]]:
+            how = {"add_special_tokens": special, "return_offsets_mapping": True, "verbose": False}
+            return [(start, end) for start, end in tokenizer(text, **how).offset_mapping]
+
         return cls(
             encode,
             lambda text: encode(text, special=False),
             lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
             lambda: tokenizer,
             getattr(tokenizer, "backend_tokenizer", None),
+            offsets if tokenizer.is_fast else None,
         )
 
 

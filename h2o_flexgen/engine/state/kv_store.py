@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from h2o_flexgen.cache import spans
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache, PromptWatch
 from h2o_flexgen.cache.lengths import CacheLengths, chooses
@@ -82,7 +83,7 @@ class CacheMaker:
         if not (isinstance(policy, RankedPolicy) and chooses(budgets)):
             return 0
         prompts = zip((len(row.prompt_ids) for row in rows), budgets, strict=True)
-        return max((policy.queries(length, budget) for length, budget in prompts if budget.scored), default=0)
+        return max((spans.queries(policy, length, budget) for length, budget in prompts if budget.scored), default=0)
 
     def wants_column_sums(self, layer: int, rows: SequenceOf[Sequence]) -> bool:
         """Whether the cache of `rows` needs the column sums of its prompts' attention."""
@@ -293,6 +294,12 @@ class CacheStore:
             layer: cache.rows.kept_of(row_id) for (layer, _), cache in self._caches.items() if cache.rows is not None
         }
         return {layer: heads for layer, heads in held.items() if heads is not None}
+
+    def kept_in(self, row_id: int, ranges: SequenceOf[tuple[int, int]]) -> list[list[float]]:
+        """For each layer here how many positions of each range the row of this id holds, the mean over KV heads."""
+        caches = (cache.settled().rows if cache.filling else cache.rows for cache in self._caches.values())
+        held = (None if rows is None else rows.kept_in(row_id, ranges) for rows in caches)
+        return [counts for counts in held if counts is not None]
 
     def _release(self, moving: _MovingCache, ticket: Ticket | None) -> None:
         self._used.remove(moving)

@@ -193,7 +193,7 @@ static void average(float *x, const float *sums, int64_t group, int64_t pitch) {
     }
 }
 
-/* Among `count` slots: a token that has just left the window, if it is no sink; else the lowest score outside the last
+/* Among `count` slots: a token that has left the window, if it is no sink; else the lowest score outside the last
    `recent` positions, of equal ones the highest position. Scores compare by their bits, as they are never negative.
    Sinks have the score +inf, or where they do not they are `masked`. */
 INLINE int64_t victim(const float *score, const int32_t *pos, int64_t count, const Row *row, int64_t now,
@@ -202,6 +202,7 @@ INLINE int64_t victim(const float *score, const int32_t *pos, int64_t count, con
     const __m512i protects = _mm512_set1_epi32((int32_t)(now - row->recent));
     const int64_t leaving = window ? now + 1 - window : -1;
     const int leaves = window && leaving >= row->sinks;
+    const __m512i stays = _mm512_set1_epi32((int32_t)leaving + 1), sinks = _mm512_set1_epi32((int32_t)row->sinks);
     __m512i lowest = _mm512_set1_epi32(INT32_MAX), highest = _mm512_set1_epi32(INT32_MIN);
     __m512i slot = _mm512_setzero_si512();
     for (int64_t i = 0; i < count; i += LANES) {
@@ -209,11 +210,11 @@ INLINE int64_t victim(const float *score, const int32_t *pos, int64_t count, con
         __m512i bits = _mm512_maskz_loadu_epi32(here, score + i), at = _mm512_maskz_loadu_epi32(here, pos + i);
         bits = _mm512_mask_mov_epi32(bits, _mm512_cmpgt_epi32_mask(at, protects), _mm512_set1_epi32(INT32_MAX));
         if (masked)
-            bits = _mm512_mask_mov_epi32(bits, _mm512_cmplt_epi32_mask(at, _mm512_set1_epi32((int32_t)row->sinks)),
-                                         _mm512_set1_epi32(INT32_MAX));
+            bits = _mm512_mask_mov_epi32(bits, _mm512_cmplt_epi32_mask(at, sinks), _mm512_set1_epi32(INT32_MAX));
         if (leaves)
-            bits = _mm512_mask_mov_epi32(bits, _mm512_cmpeq_epi32_mask(at, _mm512_set1_epi32((int32_t)leaving)),
-                                         _mm512_set1_epi32(-1));
+            bits = _mm512_mask_mov_epi32(
+                bits, _mm512_cmplt_epi32_mask(at, stays) & (__mmask16)~_mm512_cmplt_epi32_mask(at, sinks),
+                _mm512_set1_epi32(-1));
         __mmask16 less = _mm512_cmplt_epi32_mask(bits, lowest);
         less |= _mm512_cmpeq_epi32_mask(bits, lowest) & _mm512_cmpgt_epi32_mask(at, highest);
         less &= here;

@@ -1,0 +1,55 @@
+"""The prompt's spans in a cache: those that stay whatever their tokens score, and those that have their shares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from h2o_flexgen.cache.choice import choose
+from h2o_flexgen.cache.eviction.base import (
+    AttendedPrompts,
+    PromptRows,
+    PromptScores,
+    RankedPolicy,
+    in_spans,
+    summed_rows,
+)
+from h2o_flexgen.config.budget import Budget, shares_of
+
+
+def queries(policy: RankedPolicy, length: int, budget: Budget) -> int:
+    """As `RankedPolicy.queries`. Within spans attention is taken anew, also where a kernel has summed that of all."""
+    wanted = policy.queries(length, budget.inside or budget)
+    return length if budget.fair and (wanted or policy.statistic == "column_sums") else wanted
+
+
+def prompt_scores(policy: RankedPolicy, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+    """As `RankedPolicy.prompt_scores`: +inf for what spans keep of prompts, which steps leave alone then."""
+    budget = rows.budget
+    if budget.fair:
+        return _shared(policy, prompts, rows)
+    rank, state, extra = policy.prompt_scores(prompts, rows)
+    if not budget.spans:
+        return PromptScores(rank, state, extra)
+    pinned = in_spans(budget, rank.shape[-1], rank.device)
+    state = None if state is None else state.masked_fill(pinned, torch.inf)
+    return PromptScores(rank.masked_fill(pinned, torch.inf), state, extra)
+
+
+def _shared(policy: RankedPolicy, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
+    """Of each part of the prompts as many as its share, chosen as if the part were the prompt: its own queries look at
+    its own tokens."""
+    n, kv_heads = prompts.k.shape[:2]
+    rank = torch.zeros(n, kv_heads, prompts.length, device=prompts.k.device)
+    for (start, stop), share in shares_of(rows.budget, prompts.length, rows.window):
+        if share is None:
+            rank[..., start:stop] = torch.inf
+            continue
+        part, places = prompts.part(start, stop), torch.arange(stop - start, device=rank.device)
+        asked = PromptRows(rows.tokens._replace(positions=places), share, rows.window)
+        if policy.statistic == "column_sums":
+            part = replace(part, column_sums=summed_rows(part, part.length, rows.window))
+        kept = choose(policy.prompt_scores(part, asked).rank, places, share, None)
+        rank[..., start:stop].scatter_(-1, kept, torch.inf)
+    return PromptScores(rank, torch.full_like(rank, torch.inf), torch.zeros_like(rank) if policy.keeps_two else None)
