@@ -47,9 +47,9 @@ def assert_engine_equals_oracle(
     history.clear()
     with Engine(folder, **{"policy": {"gpu_batch_size": 3}, **engine, **(places or {})}) as llm:
         for i, (run, output) in enumerate(zip(runs, llm.generate(prompts, **settings), strict=True)):
-            _assert_equal(run, output, history, i, loose)
+            assert_outputs_equal(run, output, history, i, loose)
         history.clear()
-        _assert_equal(runs[0], llm.generate(prompts[:1], **settings)[0], history, 0, loose)
+        assert_outputs_equal(runs[0], llm.generate(prompts[:1], **settings)[0], history, 0, loose)
 
 
 @cache
@@ -72,7 +72,7 @@ def _expected(
     return decided(prompts_of(list(lengths)), answer)
 
 
-def _assert_equal(run: OracleRun, output: RequestOutput, history: History, row_id: int, loose: float) -> None:
+def assert_outputs_equal(run: OracleRun, output: RequestOutput, history: History, row_id: int, loose: float) -> None:
     assert output.token_ids == run.tokens
     assert output.logprobs == pytest.approx(run.logprobs, abs=loose)
     for layer in range(len(run.kept[0])):

@@ -84,6 +84,7 @@ def oracle_generate(
     oracle: type[EvictionOracle],
     eviction: EvictionConfig,
     row_id: int = 0,
+    spans: tuple[tuple[int, int], ...] = (),
 ) -> OracleRun:
     """Greedy decoding of one prompt. With rolling positions, what of it is beyond the context goes in by steps."""
     budget = eviction.resolve(len(prompt), new_tokens)
@@ -93,7 +94,7 @@ def oracle_generate(
         turned = Rotations(model)
         turned.prepare(len(prompt) + 512)
 
-    budgets = eviction.by_layer(windows_of(model), len(prompt), new_tokens)
+    budgets = eviction.by_layer(windows_of(model), len(prompt), new_tokens, spans)
 
     def make_cache(layer: int, head: int, scale: float, window: int | None) -> EvictionOracle:
         held = budgets[layer]

@@ -16,6 +16,9 @@ from h2o_flexgen.config.checks import known_keys, whole
 from h2o_flexgen.config.eviction import SPLITS, Split
 from h2o_flexgen.config.reports.quality import FigureKind
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.spans import Prompt, Span, TokenSpan, token_spans
+from h2o_flexgen.engine.requests.chat import offsets_of
+from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
 from h2o_flexgen.evaluation.quality import HALF, Window, cut_windows
 from h2o_flexgen.evaluation.quality import whole as unbroken
@@ -23,8 +26,8 @@ from h2o_flexgen.evaluation.settings import EvaluationSettings, Question, read_c
 from h2o_flexgen.planning.llm import LLM
 from h2o_flexgen.registry import suggestion
 
-TaskKind = Literal["perplexity", "recall", "keys", "agreement"]
-KINDS: tuple[TaskKind, ...] = ("perplexity", "recall", "keys", "agreement")
+TaskKind = Literal["perplexity", "recall", "keys", "instructions", "agreement"]
+KINDS: tuple[TaskKind, ...] = ("perplexity", "recall", "keys", "instructions", "agreement")
 _COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "silver", "orange", "grey", "golden")
 _PLACES = ("cabinet", "barn", "gate", "office", "bridge", "desk", "locker", "garage", "cellar", "tower", "vault")
 
@@ -37,7 +40,9 @@ class SuiteTask:
     `cases` questions of a file. keys: one of `keys` facts, at each of `depths` in passages of each of `lengths`
     tokens of `text`, `cases` passages of each; one key is a passkey. Both ask after the passage was evicted from, or
     with `asked` "before" as the end of the prompt; an answer counts if all its tokens have more than half of the
-    probability. agreement: `continuation` greedy tokens after `context` tokens, beside those of the full cache.
+    probability. instructions: the `keys` facts open the passage, as spans that are kept where spans are; each is
+    asked for in its turn, and what is kept of each is told, too. agreement: `continuation` greedy tokens after
+    `context` tokens, beside those of the full cache.
     """
 
     kind: TaskKind
@@ -65,7 +70,7 @@ class SuiteTask:
             raise UsageError(f"part is {self.part}", "needed two shares of the text, from and to: [0, 0.5]")
         if self.asked not in ("after", "before"):
             raise UsageError(f"asked is {self.asked!r}", 'needed "after" or "before" eviction')
-        if self.kind == "keys":
+        if self.kind in ("keys", "instructions"):
             if not self.lengths or not self.depths:
                 raise UsageError("keys without lengths or depths", "needed at least one of each")
             if any(not 0 <= depth <= 1 for depth in self.depths):
@@ -99,6 +104,17 @@ class AskedCase(NamedTuple):
     context: list[int]
     continuation: list[int]
     answer: int
+    spans: tuple[TokenSpan, ...] = ()
+    """Of the context; the one that is asked for has the name ASKED."""
+
+    @property
+    def prompt(self) -> list[int] | Prompt:
+        """The context, with its spans."""
+        spans = [Span(span.start, span.stop, span.name, span.keep) for span in self.spans]
+        return Prompt(self.context, spans) if spans else self.context
+
+
+ASKED = "asked"
 
 
 class Measured(NamedTuple):
@@ -119,7 +135,7 @@ class Measured(NamedTuple):
         if foresight is not None:
             with foresight.watching([len(rest) - 1 for _, rest in self.pairs]):
                 llm.score([(context + rest[:-1], rest[-1:]) for context, rest in self.pairs])
-        scores = unbroken(llm.score(self.pairs))
+        scores = unbroken(llm.score([(case.prompt, case.continuation) for case in self.cases]))
         if self.task.kind == "perplexity":
             nll = tuple(-score.logprob / len(score.token_logprobs) for score in scores)
             figures = [Figures("perplexity", "perplexity", nll)]
@@ -131,7 +147,26 @@ class Measured(NamedTuple):
             all(logprob > HALF for logprob in score.token_logprobs[-case.answer :])
             for score, case in zip(scores, self.cases, strict=True)
         )
-        return [Figures("recall", "share", tuple(float(each) for each in right))]
+        if self.task.kind != "instructions":
+            return [Figures("recall", "share", tuple(float(each) for each in right))]
+        return self._instructions(scores, tuple(float(each) for each in right))
+
+    def _instructions(self, scores: Sequence[Score], followed: tuple[float, ...]) -> list[Figures]:
+        """How many are followed, how likely what they ask for is, and how much is kept of the first, the second, ..."""
+        nll = tuple(
+            -sum(score.token_logprobs[-case.answer :]) / case.answer
+            for score, case in zip(scores, self.cases, strict=True)
+        )
+        kept = [score.kept[ASKED] for score in scores if score.kept is not None]
+        shares = tuple(each["prefill"] / each["tokens"] for each in kept)
+        return [
+            Figures("followed", "share", followed),
+            Figures("nats per token asked for", "mean", nll),
+            *(
+                Figures(f"kept of instruction {i + 1}", "mean", shares[i :: self.task.keys])
+                for i in range(self.task.keys)
+            ),
+        ]
 
     def _agreement(self, llm: LLM, full: Mapping[str, Figures]) -> list[Figures]:
         count = len(self.cases[0].continuation)
@@ -165,6 +200,17 @@ def make(task: SuiteTask, llm: LLM) -> Measured:
         questions = spread([case for case in questions if case.question_at is not None], task.cases)
         if not questions:
             raise UsageError(f"there are no questions of kind {task.only!r} with a question_at", "needed one at least")
+    elif task.kind == "instructions":
+        sentences = _sentences(_text(task))
+        return Measured(
+            task,
+            [
+                asked
+                for length in task.lengths
+                for case in range(task.cases)
+                for asked in _instructed(task, llm, sentences, length, case)
+            ],
+        )
     else:
         sentences = _sentences(_text(task))
         questions = [
@@ -198,13 +244,26 @@ def _sentences(text: str) -> list[str]:
     return [each for each in found if "code of" not in each]
 
 
-def _passage(task: SuiteTask, llm: LLM, sentences: Sequence[str], length: int, depth: float, case: int) -> Question:
-    """Sentences of about `length` tokens, facts among them: the one asked for at `depth`, others evenly."""
-    rng = random.Random(f"{task.keys} {length} {depth} {case}")
-    names = rng.sample([f"{colour} {place}" for colour in _COLOURS for place in _PLACES], task.keys)
-    facts = [(f"Remember: the code of the {name} is {(code := rng.randrange(1000, 10000))}.", code) for name in names]
+class _Fact(NamedTuple):
+    text: str
+    question: str
+    answer: str
+
+
+def _facts(count: int, rng: random.Random) -> list[_Fact]:
+    names = rng.sample([f"{colour} {place}" for colour in _COLOURS for place in _PLACES], count)
+    facts = []
+    for name in names:
+        question = f" What is the code of the {name}? The code of the {name} is"
+        code = str(rng.randrange(1000, 10000))
+        facts.append(_Fact(f"Remember: the code of the {name} is {code}.", question, code))
+    return facts
+
+
+def _filling(llm: LLM, sentences: Sequence[str], length: int, facts: Sequence[_Fact], rng: random.Random) -> list[str]:
+    """Sentences that have about `length` tokens together with the facts."""
     start, chosen, tokens = rng.randrange(len(sentences)), list[str](), 0
-    left = length - len(_codec(llm).encode_bare(" ".join(text for text, _ in facts)))
+    left = length - len(_codec(llm).encode_bare(" ".join(fact.text for fact in facts)))
     for place in range(len(sentences)):
         sentence = sentences[(start + place) % len(sentences)]
         tokens += len(_codec(llm).encode_bare(" " + sentence))
@@ -213,12 +272,41 @@ def _passage(task: SuiteTask, llm: LLM, sentences: Sequence[str], length: int, d
         chosen.append(sentence)
     if len(chosen) == len(sentences) or not chosen:
         raise UsageError(f"the text has no passage of {length} tokens", change="give another text or length")
+    return chosen
+
+
+def _instructed(task: SuiteTask, llm: LLM, sentences: Sequence[str], length: int, case: int) -> list[AskedCase]:
+    """A passage of about `length` tokens that the facts open, once for each of them."""
+    rng = random.Random(f"instructions {task.keys} {length} {case}")
+    facts, codec, ends = _facts(task.keys, rng), _codec(llm), list[int]()
+    text = ""
+    for fact in facts:
+        text += fact.text + " "
+        ends.append(len(text) - 1)
+    passage = text + " ".join(_filling(llm, sentences, length, facts, rng))
+    ids, asked = codec.encode(passage), list[AskedCase]()
+    for fact in facts:
+        marks = [
+            Span(end - len(other.text), end, ASKED if other is fact else other.question, keep=True, unit="char")
+            for other, end in zip(facts, ends, strict=True)
+        ]
+        prompt = Prompt(passage, marks)
+        spans = token_spans(prompt, len(ids), offsets_of(prompt, codec, special=True))
+        question = Question(passage + fact.question, fact.answer, "", len(passage))
+        asked.append(_asked(task, llm, question)._replace(spans=spans))
+    return asked
+
+
+def _passage(task: SuiteTask, llm: LLM, sentences: Sequence[str], length: int, depth: float, case: int) -> Question:
+    """Sentences of about `length` tokens, facts among them: the one asked for at `depth`, others evenly."""
+    rng = random.Random(f"{task.keys} {length} {depth} {case}")
+    facts = _facts(task.keys, rng)
+    chosen = _filling(llm, sentences, length, facts, rng)
     spots = [(depth, 0)] + [((number - 0.5) / (task.keys - 1), number) for number in range(1, task.keys)]
     for spot, number in sorted(spots, reverse=True):
-        chosen.insert(math.floor(spot * len(chosen) + 0.5), facts[number][0])
+        chosen.insert(math.floor(spot * len(chosen) + 0.5), facts[number].text)
     passage = " ".join(chosen)
-    question = f" What is the code of the {names[0]}? The code of the {names[0]} is"
-    return Question(passage + question, str(facts[0][1]), "", len(passage))
+    return Question(passage + facts[0].question, facts[0].answer, "", len(passage))
 
 
 def _codec(llm: LLM) -> Any:
