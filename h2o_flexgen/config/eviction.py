@@ -219,6 +219,7 @@ class EvictionConfig:
         "--spans",
         help="what spans of a prompt are for: whitelist (those with keep stay), fair (each gets its share)",
         metavar="HOW",
+        parse=str,
         unset="nothing: what stays of them is counted",
     )
     seed: int = 0

@@ -142,6 +142,25 @@ def test_answers_as_json_on_stdout(model: Path, run: Run) -> None:
         assert [max(step.values()) for step in line["top_logprobs"]] == line["logprobs"]
 
 
+def test_what_is_kept_of_spans_is_told(tmp_path: Path, model: Path, run: Run) -> None:
+    span = {"start": 0, "end": 4, "name": "a", "keep": True, "unit": "char"}
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(
+        "\n".join(map(json.dumps, [{"prompt": "keep this, not that, nor those", "spans": [span]}, "abc"]))
+    )
+    flags = ("--model", model, "--prompts", prompts, "--hh-ratio", 0.5, "-n", 3)
+    ran = run(*flags, "--spans", "whitelist", "-o", "-")
+    marked, plain, record = map(json.loads, ran.out.splitlines())
+    if marked["index"]:
+        marked, plain = plain, marked
+    assert marked["kept"]["a"] == record["kept"]["a"]
+    assert marked["kept"]["a"]["decode"] == marked["kept"]["a"]["tokens"]
+    assert "kept" not in plain
+    assert run(*flags, "--spans", "some").code == 2
+    prompts.write_text(json.dumps({"prompt": "abc", "spans": [span, span]}))
+    assert "overlap" in run(*flags).err
+
+
 def test_text_on_stdout_is_followed_by_the_record(model: Path, run: Run) -> None:
     ran = run("--model", model, "--prompt", "abc", "-n", 3)
     name, prompt, text, record = ran.out.splitlines()

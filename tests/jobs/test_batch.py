@@ -9,7 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from h2o_flexgen import LLM, EvictionConfig, SamplingParams
+from h2o_flexgen import LLM, EvictionConfig, Prompt, SamplingParams
 from tests.jobs.files import request, results, timeless, write
 from tests.programs import Ran
 
@@ -64,6 +64,27 @@ def test_prompts_are_scored_as_the_engine_does(tmp_path: Path, model: Path, batc
     assert choice["text"] == "some text"
     assert choice["logprobs"]["token_logprobs"][0] is None
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(score.token_logprobs, abs=1e-4)
+
+
+def test_spans_are_served_and_counted(tmp_path: Path, model: Path, batch: Batch) -> None:
+    """In bodies of a batch file and in JSON lines, as the engine has them."""
+    text, spans = "keep this, and the rest may go", [{"start": 0, "end": 4, "name": "a", "keep": True, "unit": "char"}]
+    flags = ("--model", model, "--hh-ratio", 0.5, "--spans", "whitelist")
+    lines = (request("r", {"prompt": text, "max_tokens": 3, "temperature": 0, "spans": spans}),)
+    lines += (request("s", {"prompt": text, "spans": [{**spans[0], "end": 99}]}),)
+    assert batch("-i", write(tmp_path / "in.jsonl", *lines), "-o", tmp_path / "out.jsonl", *flags).code == 3
+    (choice,) = results(tmp_path / "out.jsonl")["r"]["response"]["body"]["choices"]
+    refused = results(tmp_path / "out.jsonl")["s"]["response"]
+    assert refused["status_code"] == 400
+    assert "ends beyond the prompt, which has 30 characters" in refused["body"]["error"]["message"]
+    plain = write(tmp_path / "plain.jsonl", json.dumps({"prompt": text, "spans": spans}))
+    assert batch("-i", plain, "-o", tmp_path / "plain.out", *flags, "--gen-len", 3).code == 0
+    line = json.loads((tmp_path / "plain.out").read_text())
+    with LLM(str(model), eviction=EvictionConfig("h2o", ratio=0.5, spans="whitelist")) as llm:
+        (output,) = llm.generate([Prompt(text, spans)], max_new_tokens=3)
+    assert output.kept is not None
+    assert output.kept["a"]["decode"] == output.kept["a"]["tokens"] > 0
+    assert (choice["text"], choice["kept"]) == (line["text"], line["kept"]) == (output.text, output.kept)
 
 
 def test_a_job_goes_on_and_another_one_does_not(tmp_path: Path, model: Path, batch: Batch) -> None:
