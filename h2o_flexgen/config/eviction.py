@@ -207,6 +207,7 @@ class EvictionConfig:
         "--budget-split",
         help="how layers share the KV budget: uniform, global (more for layers without a window), pyramid",
         metavar="HOW",
+        parse=str,
         unset="uniform; pyramid for pyramidkv",
     )
     rolling_positions: bool = option(

@@ -72,6 +72,11 @@ def test_fewer_bits_by_flexgens_names() -> None:
     assert parse("--cache-bits", "8,4").engine.cache_bits == (8, 4)
 
 
+def test_words_that_say_how_a_budget_is_spent() -> None:
+    asked = parse(*"--hh-ratio 0.2 --budget-split global --spans fair".split()).engine.eviction
+    assert (asked.budget_split, asked.spans) == ("global", "fair")
+
+
 def test_a_budget_in_tokens_means_h2o() -> None:
     eviction = parse("--kv-budget", "100", "--recent", "30").engine.eviction
     assert (eviction.name, eviction.budget, eviction.recent) == ("h2o", 100, 30)
