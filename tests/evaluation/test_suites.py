@@ -147,6 +147,27 @@ def test_passages_hold_their_facts_where_they_should() -> None:
     assert f"the code of the {name} is {answer}" in passage
 
 
+def test_instructions_open_a_passage_and_are_asked_for_in_turn() -> None:
+    """Of a whitelist everything is kept; of a window of recent tokens, nothing."""
+    task = SuiteTask(kind="instructions", cases=1, keys=2, lengths=(150,))
+    kept = {}
+    for name, spans in (("h2o", "whitelist"), ("local", None)):
+        with LLM("demo", eviction=EvictionConfig(name, ratio=0.6, spans=spans)) as llm:
+            measured = make(task, llm)
+            kept[name] = {figures.metric: figures for figures in measured.run(llm, None, {})}
+            decode = llm.model.codec.decode
+    assert [len(case.spans) for case in measured.cases] == [2, 2]
+    for number, case in enumerate(measured.cases):
+        texts = [decode(case.context[span.start : span.stop]).strip() for span in case.spans]
+        assert all(text.startswith("Remember: the code of the") for text in texts)
+        assert texts[number].rstrip(".")[-4:] == decode(case.continuation[-case.answer :]).strip()
+        assert case.spans[number].name == "asked"
+    assert [kept["h2o"][f"kept of instruction {i}"].values for i in (1, 2)] == [(1.0,), (1.0,)]
+    assert [kept["local"][f"kept of instruction {i}"].values for i in (1, 2)] == [(0.0,), (0.0,)]
+    assert kept["h2o"]["followed"].kind == "share"
+    assert min(kept["h2o"]["nats per token asked for"].values) > 0
+
+
 def test_policies_of_a_suite() -> None:
     policy = SuitePolicy.from_json({"name": "auto", "recent": 8, "budgets": [0.5, 0.2]})
     assert policy.label == "auto, recent 8"
