@@ -152,7 +152,7 @@ def test_instructions_open_a_passage_and_are_asked_for_in_turn() -> None:
     task = SuiteTask(kind="instructions", cases=1, keys=2, lengths=(150,))
     kept = {}
     for name, spans in (("h2o", "whitelist"), ("local", None)):
-        with LLM("demo", eviction=EvictionConfig(name, ratio=0.6, spans=spans)) as llm:
+        with LLM("demo", eviction=EvictionConfig(name, ratio=0.5, spans=spans)) as llm:
             measured = make(task, llm)
             kept[name] = {figures.metric: figures for figures in measured.run(llm, None, {})}
             decode = llm.model.codec.decode
