@@ -13,12 +13,13 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.reports.record import RunRecord, package_version
 from h2o_flexgen.config.sampling import SamplingParams
+from h2o_flexgen.config.spans import Prompt, Span
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.planning.llm import LLM
 
 
 def test_the_names_are_the_things() -> None:
-    things = (LLM, SamplingParams, OffloadPolicy, EvictionConfig, RequestOutput, RunRecord)
+    things = (LLM, SamplingParams, OffloadPolicy, EvictionConfig, Prompt, RequestOutput, RunRecord, Span)
     for thing in things:
         assert getattr(h2o_flexgen, thing.__name__) is thing
     assert h2o_flexgen.__version__ == package_version()
