@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache import spans
-from h2o_flexgen.cache.choice import choose, rank_keys
+from h2o_flexgen.cache.eviction import spans
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, AttendedStep, PromptRows, RankedPolicy, Tokens
+from h2o_flexgen.cache.eviction.choice import choose, rank_keys
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
 from h2o_flexgen.cache.ring_slots import Asked, CacheSlots, Held, Rows

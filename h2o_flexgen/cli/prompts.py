@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from h2o_flexgen.config.spans import Prompt, Span
+from h2o_flexgen.config.budget import Prompt, Span
 from h2o_flexgen.engine.requests.chat import Message, checked_messages, with_system
 from h2o_flexgen.errors import UsageError
 

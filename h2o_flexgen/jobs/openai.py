@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from h2o_flexgen.config.budget import Prompt
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.config.spans import Prompt
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, added_text
 from h2o_flexgen.errors import UsageError

@@ -73,7 +73,7 @@ def test_fewer_bits_by_flexgens_names() -> None:
 
 
 def test_words_that_say_how_a_budget_is_spent() -> None:
-    asked = parse(*"--hh-ratio 0.2 --budget-split global --spans fair".split()).engine.eviction
+    asked = parse(*["--hh-ratio", "0.2", "--budget-split", "global", "--spans", "fair"]).engine.eviction
     assert (asked.budget_split, asked.spans) == ("global", "fair")
 
 

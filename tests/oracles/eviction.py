@@ -172,7 +172,7 @@ class RankedOracle(EvictionOracle):
                 return self.kept
             total = len(self.keys) - self.budget.burst
         protected = self.protected(now) | self.pinned(now)
-        seen = {p: score if self.visible(p, now + 1) else -1.0 for p, score in scores.items()}
+        seen = {p: score if self.visible(p, now + 1) else -1.0 - p for p, score in scores.items()}
         rest = sorted(self.kept - protected, key=lambda p: (-seen[p], p))
         room = total - len(protected)
         if 0 < room < len(rest):

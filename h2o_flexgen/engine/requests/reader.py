@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from h2o_flexgen.config.budget import Budget, Range
+from h2o_flexgen.config.budget import Budget, Prompt, Range, TokenSpan, marked, token_spans
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.config.spans import Prompt, TokenSpan, marked, token_spans
 from h2o_flexgen.config.workload import Workload, first_pass
 from h2o_flexgen.engine.requests.chat import offsets_of
 from h2o_flexgen.engine.requests.grammars import Grammar, Grammars

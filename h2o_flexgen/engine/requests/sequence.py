@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from h2o_flexgen.config.budget import TokenSpan
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.sampling import SamplingParams
-from h2o_flexgen.config.spans import TokenSpan
 
 FinishReason = Literal["stop", "length", "error"]
 Processor = Callable[[Tensor, Tensor], Tensor]

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from h2o_flexgen.cache import spans
+from h2o_flexgen.cache.eviction import spans
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache, PromptWatch
 from h2o_flexgen.cache.lengths import CacheLengths, chooses

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from h2o_flexgen.cache.choice import choose
 from h2o_flexgen.cache.eviction.base import (
     AttendedPrompts,
     PromptRows,
@@ -15,6 +14,7 @@ from h2o_flexgen.cache.eviction.base import (
     in_spans,
     summed_rows,
 )
+from h2o_flexgen.cache.eviction.choice import choose
 from h2o_flexgen.config.budget import Budget, shares_of
 
 
