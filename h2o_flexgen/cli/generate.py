@@ -114,9 +114,13 @@ def _work(
 ) -> tuple[Sequence[str | Sequence[int] | Prompt], SamplingParams]:
     if given is not None:
         codec, name = llm.model.codec, llm.config.model
-        talks = {i: prompt for i, prompt in enumerate(given) if isinstance(prompt, Messages)}
-        made = {i: marked_chat(codec, name, talk, talk.spans, f"prompt {i}") for i, talk in talks.items()}
-        return [made.get(i, prompt) for i, prompt in enumerate(given)], arguments.sampling
+        prompts: list[str | Sequence[int] | Prompt] = []
+        for index, prompt in enumerate(given):
+            if isinstance(prompt, Messages):
+                prompts.append(marked_chat(codec, name, prompt, prompt.spans, f"prompt {index}"))
+            else:
+                prompts.append(prompt)
+        return prompts, arguments.sampling
     shape_typed = not llm.config.free_fields >= {"gpu_batch_size", "num_gpu_batches"}
     block = llm.config.fixed_policy.block_size if shape_typed else DEFAULT_RANDOM[1]
     count, length = arguments.num_prompts or block, arguments.prompt_len or DEFAULT_RANDOM[0]
@@ -147,7 +151,7 @@ def _notes(
         print_error(f"there are no prompts in {arguments.prompts_file}, so nothing is generated")
     if given is None and arguments.prompt_len is None:
         print_error(
-            f"note: no prompts were given, so {len(prompts)} random ones of {len(prompts[0])} tokens measure the "
+            f"note: no prompts were given, so {len(prompts)} random ones of {DEFAULT_RANDOM[0]} tokens measure the "
             "speed; --prompt TEXT or --prompts FILE for answers"
         )
     if given is not None and llm.model.dummy:
