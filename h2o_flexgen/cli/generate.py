@@ -124,10 +124,10 @@ def _work(
     shape_typed = not llm.config.free_fields >= {"gpu_batch_size", "num_gpu_batches"}
     block = llm.config.fixed_policy.block_size if shape_typed else DEFAULT_RANDOM[1]
     count, length = arguments.num_prompts or block, arguments.prompt_len or DEFAULT_RANDOM[0]
-    prompts = random_prompts(count, length, llm.model.spec.vocab_size, arguments.engine.seed)
+    drawn = random_prompts(count, length, llm.model.spec.vocab_size, arguments.engine.seed)
     with warnings.catch_warnings(action="ignore"):  # of settings without effect, which was said before
         # Work of a known size: random prompts are for measuring, so no sequence may end early.
-        return prompts, replace(arguments.sampling, ignore_eos=True)
+        return drawn, replace(arguments.sampling, ignore_eos=True)
 
 
 def _notes(
