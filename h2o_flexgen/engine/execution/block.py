@@ -103,8 +103,7 @@ class BlockRunner:
             try:
                 while finished := executor.advance(ticks):
                     for row in finished:
-                        self._count_row(row, totals)
-                        _count_spans(row, "decode", stages)
+                        self._count_row(row, totals, stages)
                         counter.finished(row)
                         if self.scores is not None:
                             self.scores.ended(row, [stage.caches.kept_of(row.row_id) for stage in stages])
@@ -234,7 +233,8 @@ class BlockRunner:
     def _tell_prompts(self) -> None:
         self.on_prompts(self.prompt_halves // (2 * self.decoder.spec.num_layers))
 
-    def _count_row(self, row: Sequence, totals: BlockTotals) -> None:
+    def _count_row(self, row: Sequence, totals: BlockTotals, stages: list[Stage]) -> None:
+        _count_spans(row, "decode", stages)
         self.finished_tokens += row.steps
         totals.sequences += 1
         totals.prompt_tokens += row.prompt_tokens
