@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None) -> int:
         help="folder for records; what it has already is not measured again (default: a dated one in results/local)",
     )
     add_json(parser)
-    args = parser.parse_args(argv)
-    with parser.naming_flags():
+    with parser.parsed(argv) as args:
         settings = from_namespace(BenchSettings, args)
     return _bench(settings, args.output_dir, args.json)
 

@@ -48,9 +48,7 @@ TAKEN = (
 @program
 def main(argv: Sequence[str] | None) -> int:
     """Runs the program; returns its exit code."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    with parser.naming_flags():
+    with _parser().parsed(argv) as args:
         config = from_namespace(EngineConfig, args)
     if not 0 < args.budget_s < float("inf"):
         raise UsageError(f"--budget-s is {args.budget_s}", "needed a number of seconds above 0")

@@ -32,10 +32,8 @@ What each share and policy costs:"""
 @program
 def main(argv: Sequence[str] | None) -> int:
     """Runs the program; returns its exit code."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    defaults = {"name": "h2o"} if "budget" in given(EvictionConfig, args) else DEFAULTS
-    with parser.naming_flags():
+    with _parser().parsed(argv) as args:
+        defaults = {"name": "h2o"} if "budget" in given(EvictionConfig, args) else DEFAULTS
         eviction = from_namespace(EvictionConfig, args, defaults=defaults)
         from_namespace(EngineConfig, args)  # a setting that makes no sense is said before torch is imported
     engine = given(EngineConfig, args)

@@ -36,9 +36,7 @@ STREAM_READS = {"policies", "text", "context"}
 @program
 def main(argv: Sequence[str] | None) -> int:
     """Runs the program; returns its exit code."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    with parser.naming_flags():
+    with _parser().parsed(argv) as args:
         settings, streams = from_namespace(EvaluationSettings, args), from_namespace(StreamSettings, args)
         _one_kind(args, streams.stream is not None)
         from_namespace(EngineConfig, args)  # a setting that makes no sense is said before torch is imported

@@ -33,8 +33,7 @@ def main(argv: Sequence[str] | None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing FILE")
     parser.add_argument("--title", default="", metavar="TEXT", help="of the page (default: the models)")
     add_json(parser)
-    args = parser.parse_args(argv)
-    with parser.naming_flags():
+    with parser.parsed(argv) as args:
         output = output_file("--output", args.output, keep=not args.overwrite)
     material = read(args.records)
     for name, what in material.files.items():

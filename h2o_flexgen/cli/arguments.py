@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -72,10 +71,8 @@ class RunArguments:
 
 def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> RunArguments:
     """Parses `argv` and what `environ` adds. Exits (2) where argparse objects, UsageError where the configs do."""
-    argv = sys.argv[1:] if argv is None else list(argv)
     parser = _run_parser()
-    args = parser.parse_with(argv, environ)
-    with parser.naming_flags():
+    with parser.parsed(argv, environ) as args:
         return _checked(args, misspelt(parser, environ))
 
 

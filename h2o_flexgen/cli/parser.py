@@ -10,6 +10,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from h2o_flexgen.config.flags import parse_bool
@@ -41,27 +42,30 @@ class Parser(argparse.ArgumentParser):
         self._origins: dict[str, str] = {}
         """The variables of the environment that were read, as one would set them, and the flag of each."""
 
-    def parse_with(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-        """The values of `argv` and of `environ`. Exits (2) where argparse objects."""
+    @contextlib.contextmanager
+    def parsed(
+        self, argv: Sequence[str] | None, environ: Mapping[str, str] = MappingProxyType({})
+    ) -> Iterator[argparse.Namespace]:
+        """The values of `argv` (None: of the command line) and of `environ`. Exits (2) where argparse objects.
+
+        Within it a UsageError names flags as they were typed, and where they were set if that was elsewhere.
+        """
+        argv = sys.argv[1:] if argv is None else list(argv)
         added = _environment_arguments(self, argv, environ)
         flags = {name: words[0].partition("=")[0] for name, words in added.items() if words}
         self._origins = {f"{name}={environ[name]}": flag for name, flag in flags.items()}
-        return self.parse_args([*(word for words in added.values() for word in words), *argv])
+        args = self.parse_args([*(word for words in added.values() for word in words), *argv])
+        try:
+            yield args
+        except UsageError as error:
+            told = error.reworded(self._as_typed)
+            change = ". ".join(part for part in (told.change, self._origin(str(told))) if part)
+            raise UsageError(told.found, told.needed, change) from None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's own, which `parse_args` calls."""
         self._words = {word.partition("=")[0] for word in (sys.argv[1:] if args is None else args)}
         return super().parse_known_args(args, namespace)
-
-    @contextlib.contextmanager
-    def naming_flags(self) -> Iterator[None]:
-        """Within it a UsageError names flags as they were typed, and where they were set if that was elsewhere."""
-        try:
-            yield
-        except UsageError as error:
-            told = error.reworded(self._as_typed)
-            change = ". ".join(part for part in (told.change, self._origin(str(told))) if part)
-            raise UsageError(told.found, told.needed, change) from None
 
     def error(self, message: str) -> NoReturn:
         """Print `message` to stderr and exit with code 2."""

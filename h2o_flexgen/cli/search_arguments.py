@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import resources
@@ -53,10 +52,7 @@ class SearchArguments:
 
 def parse_search(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> SearchArguments:
     """Parses `argv` and what `environ` adds. Exits (2) where argparse objects, UsageError where the configs do."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    parser = search_parser()
-    args = parser.parse_with(argv, environ)
-    with parser.naming_flags():
+    with search_parser().parsed(argv, environ) as args:
         return _checked(args)
 
 

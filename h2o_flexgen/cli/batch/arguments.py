@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +55,8 @@ class BatchArguments:
 
 def parse_batch(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> BatchArguments:
     """Parses `argv` and what `environ` adds. Exits (2) where argparse objects, UsageError where the configs do."""
-    argv = sys.argv[1:] if argv is None else list(argv)
     parser = _batch_parser()
-    args = parser.parse_with(argv, environ)
-    with parser.naming_flags():
+    with parser.parsed(argv, environ) as args:
         return _checked(args, misspelt(parser, environ))
 
 
