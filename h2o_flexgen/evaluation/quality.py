@@ -26,7 +26,6 @@ from h2o_flexgen.evaluation.settings import (
 from h2o_flexgen.planning.llm import LLM
 
 LARGEST_CONTEXT, MOST_WINDOWS = 768, 32
-WARM_UP_TOKENS = 2
 SPARE_TOKENS = 2
 """Generated beyond the answer, to see that it ends there: 4821 is not 48213."""
 HALF = math.log(0.5)
@@ -250,17 +249,20 @@ def side_by_side(
 ) -> SideBySide:
     """Runs `prompts` (each with the right answer, or None) twice, greedily, `gen_len` new tokens at most.
 
-    Each engine is warmed up on the same prompts first, so that neither pays for what happens once in a process.
+    Each engine does the same work once before it is timed, and one of the full cache does so before both: the process
+    and the machine reach their speed only after some runs, and the first of two would look slower than it is.
     """
-    texts = [text for text, _ in prompts]
+    texts, params = [text for text, _ in prompts], SamplingParams(max_new_tokens=gen_len)
     answers: list[list[str]] = []
     records: list[RunRecord] = []
+    with evicting(model, engine, EvictionConfig()) as llm:
+        llm.generate(texts, params)
     for config in (EvictionConfig(), eviction):
         share = f"{config.ratio:.0%}" if config.budget is None else f"{config.budget} tokens"
         on_stage("full cache" if config.name == "full" else f"{config.name} at {share}")
         with evicting(model, engine, config) as llm:
-            llm.generate(texts, SamplingParams(max_new_tokens=WARM_UP_TOKENS))
-            outputs = llm.generate(texts, SamplingParams(max_new_tokens=gen_len))
+            llm.generate(texts, params)
+            outputs = llm.generate(texts, params)
             answers.append([" ".join((output.text or "").split()) for output in outputs])
             records.append(record_of(llm))
     pairs = tuple(_pair(*prompt, *texts) for prompt, *texts in zip(prompts, *answers, strict=True))
