@@ -13,6 +13,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 import pytest
 import torch
 from hypothesis import settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # which Triton reads when it is imported, by whomever
@@ -20,6 +21,9 @@ if not torch.cuda.is_available():
 from h2o_flexgen import openmp
 from h2o_flexgen.kernels import native
 from tests.seeds import SEED, moved
+
+# What watches torch's operations is told of each by torch's compiler otherwise, whose import takes seconds.
+TorchDispatchMode._should_skip_dynamo = classmethod(lambda cls: False)
 
 # Tests import torch before the package, of which records would warn.
 openmp._torch_first[0] = False

@@ -304,12 +304,25 @@ def transformers_logprobs(model: PreTrainedModel, prompt: list[int], continuatio
     """
     with in_sequence_of(model, len(prompt) + len(continuation) - 1) as cached:
         if not cached:
-            logits = model(torch.tensor([prompt + continuation]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            logits = model(torch.tensor([prompt + continuation[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
             return logits.float().log_softmax(-1)
         cache, rows = DynamicCache(), []
         for ids in (prompt, *([token] for token in continuation[:-1])):
             rows.append(model(torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1])
         return torch.stack(rows).float().log_softmax(-1)
+
+
+def transformers_agrees(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> list[float]:
+    """Asserts that `tokens` are those of greedy decoding: each the most likely after those before it. Their
+    log-probabilities; TooCloseToCall where the next likely token comes near one of them, before any that is wrong."""
+    rows = transformers_logprobs(model, prompt, tokens)
+    best, second = rows.topk(2).values.unbind(1)
+    close = (best - second <= CLEAR).tolist()
+    sure = close.index(True) if True in close else len(tokens)
+    assert tokens[:sure] == rows.argmax(-1).tolist()[:sure]
+    if sure < len(tokens):
+        raise TooCloseToCall(f"{float(best[sure] - second[sure])} between the two most likely tokens")
+    return best.tolist()
 
 
 @torch.no_grad()

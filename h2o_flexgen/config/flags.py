@@ -158,7 +158,17 @@ class _Flagged(NamedTuple):
         return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _flagged(cls: type[Any]) -> Iterator[_Flagged]:
+_known: dict[type[Any], tuple[_Flagged, ...]] = {}
+
+
+def _flagged(cls: type[Any]) -> tuple[_Flagged, ...]:
+    """The fields of `cls` that have flags: read once, as type hints are slow to evaluate."""
+    if cls not in _known:
+        _known[cls] = tuple(_read(cls))
+    return _known[cls]
+
+
+def _read(cls: type[Any]) -> Iterator[_Flagged]:
     hints = typing.get_type_hints(cls)
     for item in dataclasses.fields(cls):
         meta = item.metadata

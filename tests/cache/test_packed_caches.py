@@ -33,7 +33,7 @@ CASES = [
 def test_every_policy_equals_its_oracle(
     policy: PolicyRow, bits: CacheBits, window: int | None, turning: Turning | None
 ) -> None:
-    steps, config = 40, policy.eviction()
+    steps, config = 26, policy.eviction()
     streams = [make_stream(prompt, steps, group=2, d=8, seed=prompt) for prompt in (3, 17, 17, 30)]
     totals = (8, 9, 11, 10)
     budgets = [

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from tests.tiny import make_model
@@ -212,7 +213,8 @@ def by_transformers(path: Path) -> PreTrainedModel:
     config = AutoConfig.for_model(**load_gguf_checkpoint(str(path))["config"])
     if config.model_type == "gemma3_text":  # GGUF has no word for it, and transformers takes that of the large ones
         config.query_pre_attn_scalar = config.head_dim
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with no_init_weights():  # all are read
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     missing = model.load_state_dict(tensors, strict=False).missing_keys
     assert missing in ([], ["lm_head.weight"]), missing

@@ -15,6 +15,7 @@ from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.simulate import simulate
 from h2o_flexgen.engine.engine import Engine
 from tests.cost.machines import profile
+from tests.pairs import pairs
 from tests.tiny import make_model, prompts_of, save
 
 NEW, PROMPT, ROWS, BATCHES = 20, 24, 2, 3
@@ -35,8 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("family", "bits"), [("opt", 16), ("mistral", 16), ("opt", 4)])
+@pytest.mark.parametrize(("case", "family", "bits"), pairs(CASES, ["opt", "mistral"], [16, 4]))
 def test_a_run_is_the_simulated_one(case: str, family: str, bits: int, tmp_path: Path) -> None:
     placement, gpu = CASES[case]
     policy = {**placement, "gpu_batch_size": ROWS, "num_gpu_batches": BATCHES}

@@ -24,6 +24,7 @@ from h2o_flexgen.schedule.work import PhaseWork
 from h2o_flexgen.units import GIB, MIB
 from tests.cost.machines import KINDS, TINY, known, model_of, on, profile, rates
 from tests.cost.test_search import SMALL, ask
+from tests.pairs import pairs
 
 TWICE, HALF = Curve(((1, 2.0),)), Curve(((1, 0.5),))
 SLOW = rates(gemm_flops=Curve(((1, 1e6),)))
@@ -124,9 +125,7 @@ def machine_of(packed: Mapping[str, Curve]) -> HardwareProfile:
     return profile(rates(packed=packed, tick_s=dict.fromkeys(KINDS, 1e-5)))
 
 
-@pytest.mark.parametrize("tier", ["cpu", "gpu"])
-@pytest.mark.parametrize("packed", [{}, SLOWER], ids=["as fast", "slower"])
-@pytest.mark.parametrize("cap", [3, 6, 200])
+@pytest.mark.parametrize(("tier", "packed", "cap"), pairs(["cpu", "gpu"], [{}, SLOWER], [3, 6, 200]))
 def test_the_fastest_is_taken(tier: str, packed: Mapping[str, Curve], cap: int) -> None:
     """SMALL has 8 MiB in 16 bits, of which 3 MiB hold a part, and 6 MiB all of it in 8."""
     caps = {tier: cap * MIB, "disk": GIB, **({"cpu": 8 * MIB} if tier == "gpu" else {})}

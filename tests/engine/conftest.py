@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.state import kv_store
+from h2o_flexgen.schedule import footprint
 from tests.engine.compare import History
 from tests.tiny import make_model, save
 
@@ -41,6 +42,13 @@ def model(checkpoint) -> PreTrainedModel:
 def llm(checkpoint) -> Iterator[Engine]:
     with Engine(checkpoint("opt")[1], dtype="float32") as engine:
         yield engine
+
+
+@pytest.fixture
+def rewriting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moving caches are written home in full every 6 steps instead of 16, so that short runs see that too."""
+    for module in (footprint, kv_store):
+        monkeypatch.setattr(module, "REWRITE_EVERY", 6)
 
 
 @pytest.fixture

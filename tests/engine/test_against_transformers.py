@@ -7,7 +7,16 @@ import torch
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
-from tests.tiny import FAMILIES, decided, in_sequence_of, prompts_of, save, transformers_greedy, transformers_logprobs
+from tests.tiny import (
+    FAMILIES,
+    decided,
+    in_sequence_of,
+    prompts_of,
+    save,
+    transformers_agrees,
+    transformers_greedy,
+    transformers_logprobs,
+)
 
 LENGTHS = [5, 9, 9, 17, 1, 30]
 NEW, FEWER = 20, 8
@@ -16,16 +25,21 @@ NEW, FEWER = 20, 8
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_and_logprobs(name: str, checkpoint) -> None:
     model, folder = checkpoint(name)
-    prompts, expected = decided(prompts_of(LENGTHS), lambda _, prompt: transformers_greedy(model, prompt, FEWER))
     settings = {"max_new_tokens": FEWER, "ignore_eos": True, "logprobs": 0}
+
+    def answer(_: int, prompt: list[int]) -> tuple[list[int], list[float]]:
+        alone = llm.generate([prompt], **settings)[0]
+        expected = transformers_agrees(model, prompt, alone.token_ids)
+        assert alone.logprobs == pytest.approx(expected, abs=1e-3)
+        return alone.token_ids, expected
+
+    with Engine(folder, dtype="float32") as llm:
+        prompts, answers = decided(prompts_of(LENGTHS), answer)
     with Engine(folder, dtype="float32", policy={"gpu_batch_size": 2, "num_gpu_batches": 2}) as llm:
         together = llm.generate(prompts, **settings)
-    with Engine(folder, dtype="float32") as llm:
-        alone = [llm.generate([prompt], **settings)[0] for prompt in prompts]
-    for outputs in (together, alone):
-        for (tokens, logprobs), output in zip(expected, outputs, strict=True):
-            assert output.token_ids == tokens
-            assert output.logprobs == pytest.approx(logprobs, abs=1e-3)
+    for (tokens, logprobs), output in zip(answers, together, strict=True):
+        assert output.token_ids == tokens
+        assert output.logprobs == pytest.approx(logprobs, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", ["opt", "llama-gqa", "gemma3"])

@@ -31,9 +31,11 @@ from tests.memory.watch import order_threads, watched
 from tests.oracles.schedule import check
 from tests.tiny import prompts_of
 
-NEW = 18  # more than the 16 steps after which a moving cache is rewritten
+NEW = 9  # more than the steps after which a moving cache is rewritten
+pytestmark = pytest.mark.usefixtures("rewriting")
+
 LENGTHS = [23, 40, 12, 40, 31, 8]
-FEW = 6
+FEW = 4
 SETTINGS: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
 ENGINE: dict[str, Any] = {"dtype": "float32", "eviction": EvictionConfig("h2o", ratio=0.3)}
 BLOCK = {"gpu_batch_size": 2, "num_gpu_batches": 3}
@@ -238,7 +240,7 @@ def test_what_was_done_is_a_sound_schedule(place: str, open_llm, monkeypatch) ->
     assert streams[Stream.UP] == sum(
         count[kind] for kind in (TaskKind.LOAD_WEIGHTS, TaskKind.LOAD_CACHE, TaskKind.LOAD_HIDDEN)
     )
-    # a cache is written home in full at first and in the 17th step, else its new tokens wait on the device
+    # a cache is written home in full at first and in the 7th step, else its new tokens wait on the device
     assert streams[Stream.DOWN] == count[TaskKind.STORE_HIDDEN] + 2 * len(shape.cache_moves)
     assert sum(copy.dst.numel() for copy in device.copied) == moved["cpu->gpu"] + moved["gpu->cpu"]
     rows = Counter(row.resource for row in timeline.rows)

@@ -14,8 +14,8 @@ from tests.engine.compare import History, assert_engine_equals_oracle
 from tests.policy_matrix import EVICTING, POLICIES, PolicyRow
 from tests.tiny import FAMILIES, WINDOW, prompts_of
 
-LENGTHS = [17, 30, 9, 30]
-NEW = 16
+LENGTHS = [17, 26, 9, 22]
+NEW = 10
 CLOSER = ("opt", "opt-350m", "llama-gqa", "mistral", "gemma3", "gpt-neox")
 
 

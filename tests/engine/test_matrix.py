@@ -21,7 +21,7 @@ from h2o_flexgen.engine.engine import Engine
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import FAMILIES, OPT_VARIANTS, prompts_of
 
-NEW = 7
+NEW = 5
 HEADER = prompts_of([20], seed=4)[0]
 PROMPTS = [*([*HEADER, *prompt] for prompt in prompts_of([5, 13], seed=5)), *prompts_of([23, 3, 9])]
 """Two with a common prefix among others."""

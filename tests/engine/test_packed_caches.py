@@ -16,7 +16,9 @@ from tests.engine.compare import History, assert_engine_equals_oracle
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import prompts_of
 
-LENGTHS, NEW = [17, 30, 9, 30, 23], 20  # more than the 16 steps after which a cache on disk is rewritten
+pytestmark = pytest.mark.usefixtures("rewriting")
+
+LENGTHS, NEW = [17, 26, 9, 26, 23], 9  # more than the steps after which a cache on disk is rewritten
 SETTINGS: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
 CPU, DISK, THREE = {"cpu": 1.0}, {"disk": 1.0}, {"gpu": 0.3, "cpu": 0.3, "disk": 0.4}
 PLACES: dict[str, dict[str, Any]] = {

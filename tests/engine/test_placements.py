@@ -15,8 +15,10 @@ from h2o_flexgen.errors import PlanError
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import prompts_of
 
+pytestmark = pytest.mark.usefixtures("rewriting")
+
 LENGTHS = [23, 40, 12, 40, 31, 8, 19]
-NEW = 20  # more than the 16 steps after which a cache on disk is rewritten
+NEW = 9  # more than the steps after which a cache on disk is rewritten
 SETTINGS: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
 
 CPU, DISK, MIXED = {"cpu": 1.0}, {"disk": 1.0}, {"cpu": 0.5, "disk": 0.5}
@@ -162,7 +164,7 @@ def test_interrupted_run_leaves_nothing_behind_and_can_go_on(checkpoint, tmp_pat
         def interrupt(*_: object) -> None:
             nonlocal calls
             calls += 1
-            if calls == 30:
+            if calls == 20:
                 raise KeyboardInterrupt
 
         mlp = llm._decoder.mlp

@@ -12,7 +12,7 @@ from tests.policy_matrix import EVICTING, PolicyRow
 from tests.tiny import FAMILIES, OPT_VARIANTS, SIZES, prompts_of
 
 LENGTHS = [17, 9, SIZES["max_position_embeddings"] + 5, 30]
-NEW = 10
+NEW = 7
 ROTARY = tuple(name for name in FAMILIES if name not in OPT_VARIANTS)
 CLOSER = ("llama-gqa", "gemma3", "pythia")
 CASES = [(row, name) for row in EVICTING for name in (ROTARY if row.name == "h2o" else CLOSER)]

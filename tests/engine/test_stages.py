@@ -20,8 +20,10 @@ from h2o_flexgen.engine.state.backing import HiddenStore
 from h2o_flexgen.errors import PlanError, UsageError
 from tests.tiny import prompts_of
 
+pytestmark = pytest.mark.usefixtures("rewriting")
+
 LENGTHS = [23, 40, 12, 40, 31, 8, 19, 27, 5, 33]
-NEW = 20  # more than the 16 steps after which a moving cache is rewritten
+NEW = 9  # more than the steps after which a moving cache is rewritten
 SETTINGS: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
 GPU, CPU, DISK = {"gpu": 1.0}, {"cpu": 1.0}, {"disk": 1.0}
 THREE = {"gpu": 0.3, "cpu": 0.3, "disk": 0.4}

@@ -17,8 +17,10 @@ from tests.memory.fake_cuda import FakeDevice, FakeMark
 from tests.memory.watch import order_threads, watched
 from tests.tiny import prompts_of
 
+pytestmark = pytest.mark.usefixtures("rewriting")
+
 LENGTHS = [23, 40, 12, 31, 8, 19, 5]
-SETTINGS: dict[str, Any] = {"max_new_tokens": 18, "ignore_eos": True}
+SETTINGS: dict[str, Any] = {"max_new_tokens": 9, "ignore_eos": True}
 
 
 class Pair:

@@ -49,8 +49,15 @@ class FaultyCalls:
         return call
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 37])
+@pytest.mark.parametrize(
+    ("code", "stride"),
+    [
+        pytest.param(errno.EIO, 1, marks=pytest.mark.slow),
+        pytest.param(errno.ENOSPC, 4, marks=pytest.mark.slow),
+        (errno.EIO, 37),
+        (errno.ENOSPC, 37),
+    ],
+)
 def test_whichever_call_fails_nothing_is_left_and_nothing_is_wrong(
     tmp_path: Path, model: Path, run: Run, code: int, stride: int
 ) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from bisect import bisect_right, insort
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +72,7 @@ class FakeDevice:
         self._queues: dict[Stream, list[Copied | FakeMark | tuple[FakeMark]]] = {stream: [] for stream in Stream}
         self._done = dict.fromkeys(Stream, 0)
         """Operations per stream that have run; of the computes, which run at once, those that somebody waited for."""
-        self._device: list[Tensor] = []  # alive, so that nothing else ever lies where they do
+        self._device: list[tuple[int, int, Tensor]] = []  # sorted; alive, so that nothing else ever lies where they do
         self._locked: dict[int, int] = {}
         self._random = python_random(self.seed)
         self._lock = threading.RLock()
@@ -79,12 +81,14 @@ class FakeDevice:
 
     def allocate(self, nbytes: int) -> Tensor:
         made = HostMemory().allocate(nbytes).tensor
-        self._device.append(made)
+        insort(self._device, (made.data_ptr(), made.data_ptr() + nbytes, made))
         self.races.watch(made.data_ptr(), nbytes, "device memory")
         return made
 
     def owns(self, tensor: Tensor) -> bool:
-        return any(0 <= tensor.data_ptr() - made.data_ptr() < made.numel() for made in self._device)
+        at = tensor.data_ptr()
+        before = bisect_right(self._device, at, key=itemgetter(0)) - 1
+        return before >= 0 and at < self._device[before][1]
 
     def lock(self, tensor: Tensor) -> bool:
         if self.lockable is not None and sum(self._locked.values()) + tensor.numel() > self.lockable:

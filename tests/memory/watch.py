@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -27,29 +28,46 @@ class Computes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        made = {t.untyped_storage().data_ptr() for t in _tensors(out)}
-        given = {argument.name: argument for argument in func._schema.arguments}
-        values = [*zip(given, args, strict=False), *(kwargs or {}).items()]
-        touched = set()
-        for name, value in values:
-            alias = given[name].alias_info
-            write = alias is not None and alias.is_write
+        roles, made, touched = _roles(func), None, set()
+        for name, value in [*zip(roles, args, strict=False), *(kwargs or {}).items()]:
+            alias = roles[name]
             for tensor in _tensors(value):
-                if write or alias is None or tensor.untyped_storage().data_ptr() not in made:
-                    owner = next((device for device in self._devices if device.owns(tensor)), None)
-                    touched |= set() if owner is None else {owner.name}
-                    (owner or self._devices[0]).computed(tensor, write, str(func))
+                if alias == VIEWED:
+                    made = {_storage(each) for each in _tensors(out)} if made is None else made
+                    if _storage(tensor) in made:
+                        continue
+                owner = next((device for device in self._devices if device.owns(tensor)), None)
+                if owner is not None:
+                    touched.add(owner.name)
+                (owner or self._devices[0]).computed(tensor, alias == WRITTEN, str(func))
         if len(touched) > 1:
             self._devices[0].races.found.append(f"{func} on memory of two devices")
         return out
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+READ, WRITTEN, VIEWED = range(3)
+
+
+@cache
+def _roles(func: Any) -> dict[str, int]:
+    """By the name of an argument: what the operation does to it. VIEWED: the result may lie in its memory."""
+    arguments = func._schema.arguments
+    return {
+        each.name: READ if each.alias_info is None else WRITTEN if each.alias_info.is_write else VIEWED
+        for each in arguments
+    }
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _tensors(value: Any) -> Sequence[Tensor]:
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+        return (value,)
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return ()
 
 
 def order_threads(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ class EvictionOracle:
         self.seed, self.layer, self.row_id, self.head = seed, layer, row_id, head
         self.keys: dict[int, Vector] = {}
         self.values: dict[int, Vector] = {}
+        self._turned: dict[int, Vector] | None = None
         self.scores: dict[int, float] = {}
         self.length = 0
         self.closest = math.inf
@@ -69,7 +70,9 @@ class EvictionOracle:
         self, queries: Sequence[Sequence[Vector]], keys: Sequence[Vector], values: Sequence[Vector]
     ) -> list[list[list[float]]]:
         """`queries` is (S, group, d), `keys` and `values` (S, d). Nothing goes before the last token is in."""
+        self._turned = {}  # where nothing goes, every key stays in its place
         outputs = [self._attend(*token) for token in zip(queries, keys, values, strict=True)]
+        self._turned = None
         self._evict()
         return outputs
 
@@ -102,7 +105,7 @@ class EvictionOracle:
         rank = {p: number for number, p in enumerate(sorted(self.keys))}
         positions = [p for p in rank if self.visible(p, position)]
         received = dict.fromkeys(positions, 0.0)
-        keys = [self.rotate(self.keys[p], rank[p]) for p in positions]
+        keys = [self._key(p, rank[p]) for p in positions]
         columns = list(zip(*(self.values[p] for p in positions), strict=True))
         for number, unrotated in enumerate(queries):
             query = self.rotate(unrotated, rank[position])
@@ -116,6 +119,14 @@ class EvictionOracle:
         for p, probability in received.items():
             self.attended(p, probability)
         return outputs
+
+    def _key(self, position: int, place: int) -> Vector:
+        """Turned as one at `place`."""
+        if self._turned is None:
+            return self.rotate(self.keys[position], place)
+        if position not in self._turned:
+            self._turned[position] = self.rotate(self.keys[position], place)
+        return self._turned[position]
 
     def _evict(self) -> None:
         if self.budget.full:
