@@ -269,7 +269,7 @@ class Binding:
             self.tied_copy = (stored, tensor_in(entry, self._tied_heads[stored], self._vocab_shape))
 
     def _settle_tied(self, found: dict[str, str], tensors: dict[str, FoundTensor]) -> None:
-        """Of a tied pair either one may be in a checkpoint, or both."""
+        """Binds a tied pair, of which a checkpoint may have either one or both."""
         if self.tied_copy is None:
             return
         stored, tensor = self.tied_copy

@@ -39,7 +39,7 @@ _SLACK = 1 << 20  # bytes for the manifest and the file system's own needs
 _UNIT = re.compile(r"unit-\d{4,}\.bin")
 _OURS = re.compile(r"unit-\d{4,}\.bin(\.tmp)?|manifest\.json\.tmp")
 _FILE_OF = re.compile(r"(?<=\.experts)\.\d+$")
-"""What is left out of a weight group's key to name the file that it is packed in."""
+"""The part of a weight group's key that the name of its packed file leaves out."""
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

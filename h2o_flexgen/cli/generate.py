@@ -85,7 +85,7 @@ def generate(arguments: RunArguments) -> int:
 
 
 def engine_settings(engine: EngineConfig) -> dict[str, Any]:
-    """What `LLM` takes, by name."""
+    """The settings of `LLM` by name."""
     return {name: getattr(engine, name) for name in engine.__dataclass_fields__}
 
 
@@ -191,7 +191,7 @@ def _report(llm: LLM, record: RunRecord, arguments: RunArguments) -> None:
 
 
 def _scores(llm: LLM, record: RunRecord) -> dict[str, Any]:
-    """What was recorded of the prompts' tokens; of random weights, whose ids say nothing, without text."""
+    """The recorded scores of the prompts' tokens; without text for random weights, whose ids say nothing."""
     codec = llm.model.codec
     decode = None if codec is None or llm.model.dummy else codec.decode
     return llm.score_log.to_json(record.eviction, decode) if llm.score_log is not None else {}

@@ -122,7 +122,7 @@ def add_json(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
 def write_json(line: str, wanted: bool | None) -> None:
     """The JSON object of a program, the last line of its stdout. None: for scripts, but not for who reads a terminal.
 
-    Where stdout is closed or was redirected under Python's feet there is no terminal.
+    A stdout that is closed, or was redirected under Python's feet, is no terminal.
     """
     if not sys.stdout.isatty() if wanted is None else wanted:
         write_result(line + "\n")
@@ -141,7 +141,7 @@ def output_file(flag: str, text: str | None, *, keep: bool) -> Path | None:
         raise UsageError(f"{flag} {path}: this is a folder", needed)
     if not path.parent.is_dir():
         raise UsageError(
-            f"{flag} {path}: the folder {path.parent} is not there", needed, "where there is no folder, none is made"
+            f"{flag} {path}: the folder {path.parent} is not there", needed, "make the folder first"
         )
     if keep and path.is_file():
         raise UsageError(
@@ -244,7 +244,7 @@ def _require_streams() -> None:
 
 
 def _let_go_of_stdout() -> None:
-    """Where stdout does not take what is left in it, that goes nowhere: at exit the interpreter must not try again."""
+    """Drops the rest of an stdout that cannot be written: at exit the interpreter must not try again."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

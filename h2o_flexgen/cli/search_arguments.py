@@ -30,7 +30,7 @@ from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.units import GIB, MIB
 
 USABLE = 0.9
-"""Of a machine's memory, where no cap is given: the rest is for the system, as `run` has it."""
+"""The share of a machine's memory that plans take where no cap is given, as in `run`: the rest is for the system."""
 PROCESS = {"cpu": 512 * MIB, "gpu": 3 * GIB}
 """Host bytes that a process holds before anything is placed: Python and torch, and CUDA's libraries and context."""
 _LENGTHS = {"prompt_len": 512, "gen_len": 32}

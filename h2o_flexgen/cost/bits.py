@@ -10,7 +10,7 @@ PERPLEXITY: Mapping[int, float | None] = {16: 0.0, 8: 0.004, 4: 0.128}
 """By how much of itself perplexity grows with weights of so many bits in groups of 64, as measured on Gemma 3 270M, see
 docs/bits.md; None: that was not measured."""
 ALIKE = 1.01
-"""Of throughputs that differ by less, which no prediction can tell apart, that of the most bits is taken."""
+"""Predictions cannot tell throughputs apart that differ by less: of these the one with most bits is taken."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Compute:
         self._attn_units = [unit.index for unit in block.spec.units if unit.kind == "attn"]
 
     def parts(self, task: Task) -> Parts:
-        """Of one compute task."""
+        """The parts of a compute task's time, in seconds."""
         if task.experts:
             return self.experts(task.step, self._block.spec.units[task.unit], len(task.experts))
         unit, rows = self._block.spec.units[task.unit], self._block.rows[task.batch]
@@ -60,7 +60,7 @@ class Compute:
         return sum(self._attending(layer, task.step, self._block.rows[task.batch], "cpu").values())
 
     def finish_seconds(self, task: Task) -> float:
-        """Of `seconds` what comes after the host's attention: the answer goes up, and through the output projection."""
+        """The part of `seconds` after the host's attention: the answer goes up, and through the output projection."""
         block, rows = self._block, self._block.rows[task.batch]
         if not block.attends_beside(task):
             return 0.0

@@ -120,7 +120,7 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
 
 
 def _dtype(result: SearchResult) -> str:
-    """Of numbers, and the bits of packed weights."""
+    """The dtype of the numbers, and the bits of packed weights."""
     request, kind = result.request, result.request.spec.packed_kind
     if kind is None:
         return request.dtype

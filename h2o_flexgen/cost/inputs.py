@@ -57,7 +57,7 @@ class CostInputs:
 
     @property
     def call_sequences(self) -> int:
-        """Of the whole call; of endless work a block's."""
+        """Sequences of the whole call; of a block where the work is endless."""
         return self.policy.block_size if self.request.endless else self.request.workload.num_sequences
 
     @property
@@ -72,7 +72,7 @@ class CostInputs:
 
     @property
     def sequences(self) -> int:
-        """Of the block."""
+        """Sequences of the block."""
         return sum(self.rows)
 
     @cached_property
@@ -273,12 +273,12 @@ class Moves:
 
     @cached_property
     def group_bytes(self) -> dict[str, int]:
-        """Of each weight group as it is moved: its packed buffer. Read in place from a checkpoint it is no more than
+        """Bytes that move for each weight group: its packed buffer. Read in place from a checkpoint it is no more than
         its padding less."""
         return {group.key: group.buffer_bytes(self._block.request.dtype) for group in self._block.spec.weight_groups}
 
     def state_bytes(self, task: Task) -> int:
-        """Of a cache or hidden task. A store of a cache between two rewrites moves nothing: its tokens wait."""
+        """Bytes of a cache or hidden task. A cache's store between two rewrites moves nothing: its tokens wait."""
         block, unit = self._block, self._block.spec.units[task.unit]
         if block.stays(task):
             return 0
@@ -300,8 +300,8 @@ class Moves:
         return round_up(per_slot * block.request.slots[layer], PAGE)
 
     def transfers(self, task: Task) -> tuple[Transfer, ...]:
-        """Of one load or store, in the order in which they follow each other; of a compute whose attention is the
-        host's work what goes there and comes back, or each of the prompts that do. Nothing for other tasks."""
+        """The transfers of a load or store, in their order. Of a compute whose attention is the host's work: those to
+        the host and back, or one for each prompt. Empty for other tasks."""
         if task.kind is TaskKind.COMPUTE:
             rate = self._block.machine.link
             return tuple(Transfer(link, size, rate(link).seconds(size)) for link, _, size in self.exchanged(task))

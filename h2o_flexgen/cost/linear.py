@@ -158,14 +158,14 @@ class Programs:
             slope["weights", tier][row] = late
 
     def _read_seconds(self, tier: str, kind: str) -> float:
-        """Of one half of a layer from `tier` to the compute tier, link after link."""
+        """Seconds to read one half of a layer from `tier` to the compute tier, link after link."""
         request = self.request
         nbytes = request.spec.groups_by_key[f"layers.0.{kind}"].buffer_bytes(request.dtype)
         path = links(tier, request.compute_tier, inward=True)
         return sum(request.machine.link(link).seconds(nbytes) for link in path)
 
     def _priced(self, policy: OffloadPolicy) -> dict[KindTier | None, BatchPrices]:
-        """Of one GPU batch with everything on the compute tier, and with caches or hidden states elsewhere."""
+        """The prices of a GPU batch with everything on the compute tier, and with caches or hidden states elsewhere."""
         many = policy.num_gpu_batches > 1
         key = (policy.gpu_batch_size, many, policy.cpu_cache_compute and policy.overlap)
         if key not in self._prices:
@@ -190,7 +190,7 @@ class Programs:
 
     @cached_property
     def _weight_seconds(self) -> dict[str, dict[str, float]]:
-        """Of reading all weights once, by the tier they are on and by link."""
+        """Seconds to read all weights once, by the tier they are on and by link."""
         request, found = self.request, dict[str, dict[str, float]]()
         for tier in request.tiers[1:]:
             path = [request.machine.link(link) for link in links(tier, request.compute_tier, inward=True)]

@@ -45,7 +45,7 @@ class PassTimes:
     summed: bool = False
 
     def seconds(self, shares: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        """Of one pass on each resource."""
+        """Seconds of one pass by resource."""
         busy = dict(self.base)
         for (kind, tier), slope in self.slope.items():
             for resource, seconds in slope.items():
@@ -102,7 +102,7 @@ class Program:
     banned: frozenset[KindTier] = frozenset()
 
     def seconds(self, shares: Mapping[str, Mapping[str, float]]) -> float:
-        """Of the whole block with these shares."""
+        """Seconds of the whole block with these shares."""
         return sum(
             phase.times * (sum(busy.values()) if phase.summed else max(busy.values(), default=0.0))
             for phase in self.phases

@@ -65,7 +65,7 @@ class CostModel(CostInputs):
         return Moves(self)
 
     def price(self, task: Task, step: int | None = None) -> Price:
-        """Of one task, in `step` where one is given; worked out once for all that cost the same."""
+        """The price of a task, in `step` where one is given; computed once for all tasks that cost the same."""
         at = task.step if step is None else step
         if task.experts:
             return self._price_of_experts(task, at)
@@ -101,7 +101,7 @@ class CostModel(CostInputs):
         return Price(compute.seconds(task), transfers, compute.host_seconds(task), compute.finish_seconds(task))
 
     def terms(self) -> tuple[Term, ...]:
-        """Of the prompt's pass, and of a decode step in the middle; bytes of decode are the average of its steps."""
+        """The terms of the prompt's pass, and of a middle decode step with the average bytes of all decode steps."""
         middle = max(1, self.steps // 2)
         phases = [("prefill", 0), ("decode", middle)]
         return tuple(
@@ -160,7 +160,7 @@ class BatchPrices:
         self._units = Counter(model.first_alike[unit.index, self._batch][0] for unit in model.spec.units)
 
     def seconds(self, passes: range) -> dict[str, float]:
-        """Of one of `passes`: of computation the one in the middle, of links their average. Weights are not in it."""
+        """Seconds by resource of one of `passes`, without weights: compute in the middle one, links on average."""
         step = passes[len(passes) // 2]
         found, waiting, computing = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
         for unit, count in self._units.items():

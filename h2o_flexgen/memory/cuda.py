@@ -142,7 +142,7 @@ class Device:
         torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Makes what is made at first use: streams, handles and working memory of libraries."""
+        """Makes streams, handles and working memory of libraries now that would be made at first use."""
         with torch.inference_mode():
             square = torch.ones(64, 64, dtype=dtype, device=self.torch_device)
             host = torch.empty(64, 64, dtype=dtype)

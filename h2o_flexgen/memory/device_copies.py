@@ -23,7 +23,7 @@ _POLL = 0.0005  # seconds between looks at a copy that is waited for with a time
 BOUNCE_CHUNK = 4 << 20
 """Bytes of pageable memory that go through a locked buffer at once; there are two buffers per direction."""
 BOUNCE_BYTES = 4 * BOUNCE_CHUNK
-"""Of all those buffers."""
+"""Bytes of all those buffers."""
 PIECE = 32 << 20
 """Bytes of one operation on the way to the device. One engine copies in that direction and is not interrupted: a small
 copy on another stream, of an answer from the host say, waits for the piece under way and not for all of a unit's

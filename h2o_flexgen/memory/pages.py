@@ -23,7 +23,7 @@ class Allocation(NamedTuple):
     tensor: torch.Tensor
     release: Callable[[], object] | None = None
     lock: PageLock | None = None
-    """Of the bytes, or of the wish for it."""
+    """The lock on the bytes, or the wish for one."""
 
     def free(self) -> None:
         """Unlock the bytes and give them back."""
@@ -80,7 +80,7 @@ class BufferPool:
 
     def __init__(self) -> None:
         self.nbytes = 0
-        """Of the allocations that wait, in whole pages."""
+        """Bytes of the allocations that wait, in whole pages."""
         self._lock = threading.Lock()
         self._waiting: dict[int, list[Allocation]] = {}
         self._open = False

@@ -65,7 +65,7 @@ class PinnedPool:
         """The memory that was locked first; None where that was refused, or not wanted."""
 
     def close(self) -> None:
-        """Unlock what was locked first. A second call does nothing."""
+        """Unlocks the memory that was locked first. A second call does nothing."""
         self._unlock_bounce()
         self._unlock_bounce, self.bounce = _nothing, None
 
@@ -96,7 +96,7 @@ class PinnedPool:
         return PageLock(pin, done, undo)
 
     def warn(self) -> None:
-        """Say, once, how much of what is there is pageable, if anything."""
+        """Says once how many bytes stay pageable, if any do."""
         with self._lock:
             if self._said or not self.pageable:
                 return
@@ -128,7 +128,7 @@ class PinnedPool:
 
     @property
     def _room_kept(self) -> int:
-        """Of what comes first, what is yet to come."""
+        """Bytes kept for weights, caches and hidden states that have not come yet."""
         return max(0, self._kept - self._first)
 
     def _count(self, nbytes: int, first: bool) -> None:

@@ -54,7 +54,7 @@ class Ledger:
                 raise PlanError(
                     f"{what} needs {format_bytes(nbytes)} on the {self.name} tier, which has "
                     f"{format_bytes(self.capacity - self.used)} free of {format_bytes(self.capacity)}",
-                    f"{format_bytes(self.used + nbytes)} would hold what is there and this",
+                    f"needed a cap of {format_bytes(self.used + nbytes)}",
                     f"raise --{self.name}-mem, or move a share of it to another tier",
                 )
             self._items[what] = self._items.get(what, 0) + nbytes

@@ -97,7 +97,7 @@ class PlanRequest:
     def machine(self) -> HardwareProfile:
         """The profile. ValueError where there is none: prices need one."""
         if self.profile is None:
-            raise ValueError("there are no rates to price a plan with")
+            raise ValueError("a plan has no price without the rates of a machine")
         return self.profile
 
     @property
@@ -112,12 +112,12 @@ class PlanRequest:
 
     @cached_property
     def budgets(self) -> tuple[Budget, ...]:
-        """Of a row's cache, layer by layer: the budget within the layer's window."""
+        """The budgets of a row's caches, layer by layer, within the layer's window."""
         return self.eviction.by_layer(self.spec.windows, self.workload.prompt_len, self.workload.gen_len)
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
-        """Of a row's cache, layer by layer: the budget, and one for the newest token where something is evicted."""
+        """Slots of a row's caches, layer by layer: the budget, and one for the newest token if tokens are evicted."""
         return tuple(budget.total + (not budget.full) for budget in self.budgets)
 
     @cached_property

@@ -15,7 +15,7 @@ _SHADES = " .:-=+*#"  # idle to always busy
 MEASURED, PREDICTED = "h2o_flexgen", "predicted"
 """The processes of a trace file."""
 COUNTER = "memory "
-"""What the name of a tier's counter in a trace file begins with."""
+"""How the names of the tiers' counters in a trace file begin."""
 
 
 def on_stage(resource: str, stage: int) -> str:

@@ -68,11 +68,11 @@ class PhaseWork:
         return dict(found)
 
     def product_flops(self, spec: ModelSpec) -> float:
-        """Of all products; 2 m n k each."""
+        """FLOPs of all products; 2 m n k each."""
         return sum(calls * _flops(spec, kind, rows) for (kind, rows), calls in self.products.items())
 
     def attention_flops(self, spec: ModelSpec) -> float:
-        """Of scores and weighted values."""
+        """FLOPs of scores and weighted values."""
         layers = _layers_by_window(spec)
         pairs = sum(layers[window] * count for (window, _), count in self.prompt_pairs.items())
         return 4 * spec.num_heads * spec.head_dim * (pairs + sum(self.cache_tokens.values()))
@@ -80,7 +80,7 @@ class PhaseWork:
 
 @dataclass
 class CountedWork:
-    """Of a call, or of some of its blocks."""
+    """The work of a call, or of some of its blocks."""
 
     phases: dict[Phase, PhaseWork] = field(default_factory=lambda: {phase: PhaseWork() for phase in PHASES})
 
@@ -93,7 +93,7 @@ class CountedWork:
         return self.phases["decode"]
 
     def flops(self, spec: ModelSpec) -> int:
-        """Of products and attention in both phases."""
+        """FLOPs of products and attention in both phases."""
         return round(sum(work.product_flops(spec) + work.attention_flops(spec) for work in self.phases.values()))
 
 
@@ -240,13 +240,13 @@ def _layers_by_window(spec: ModelSpec) -> Counter[Window]:
 
 
 def _flops(spec: ModelSpec, kind: str, rows: int) -> float:
-    """Of the products of a unit of `kind`."""
+    """FLOPs of the products of a unit of `kind`."""
     calls = spec.product_calls(kind, rows)
     return sum(2 * each * times * product.out_features * product.in_features for product, each, times in calls)
 
 
 def _matrix_bytes(spec: ModelSpec, kind: str, rows: int, dtype: str) -> float:
-    """Of the matrices that the products of a unit of `kind` read, in the mean over such units."""
+    """Bytes of the matrices that the products of a unit of `kind` read, in the mean over such units."""
     count = sum(unit.kind == kind for unit in spec.units)
     numbers = sum(each.numel for each in spec.multiplied[kind]) / count
     calls = spec.product_calls(kind, rows)

@@ -20,7 +20,7 @@ from h2o_flexgen.schedule.request import BlockShape
 HOST_ATTENTION = "cpu attention"
 """The resource, beside "compute" and the links."""
 FILL_BUFFERS = 2
-"""Of prompts on their way into caches in host memory, on either side: one arriving, one filled in."""
+"""Buffers on either side for prompts on their way into caches in host memory: one arriving, one filled in."""
 _OUTPUT = ("o.", "norm.", "post_norm.")
 
 _MIN_CHUNK = 16  # queries whose logits torch's prompt kernel has alive at once, at least
@@ -73,7 +73,7 @@ def workspace(block: BlockShape) -> int:
 
 
 def _looked_at(block: BlockShape) -> int:
-    """What a policy has alive that looks at queries of the prompt: see `cache.eviction.base.attention_rows`.
+    """Bytes alive for a policy that looks at queries of the prompt: see `cache.eviction.base.attention_rows`.
 
     The queries (m, Q), for each part that others follow, too, and twice in float32; K and V of one row in one piece
     and in float32 (P, 2 G); three float32 of all probabilities at once.
@@ -90,9 +90,9 @@ def _looked_at(block: BlockShape) -> int:
 
 
 def _mixture(block: BlockShape, routed: int, tokens: int) -> int:
-    """Of a mixture of experts: for the n `routed` tokens of a block what experts read, twice while GPU batches come
-    together, and what they make, (n, H) each; experts and weights of each choice, and where it is in their order, 56
-    bytes; and for the t tokens that go through an expert, or the shared one, at once, two (t, H) and the (t, F)."""
+    """Bytes of a mixture of experts. For the n `routed` tokens of a block: the experts' inputs, twice while GPU batches
+    come together, and their outputs, (n, H) each; 56 bytes for the expert, weight and rank of each choice. For the t
+    tokens that go through an expert, or the shared one, at once: two (t, H) and the (t, F)."""
     spec, experts = block.spec, block.spec.arch.experts
     if experts is None:
         return 0

@@ -169,7 +169,7 @@ def test_every_truncation_is_noticed(tmp_path: Path, name: str) -> None:
 
 
 def test_no_weights_at_all(tmp_path: Path) -> None:
-    assert "there are no weights" in refused(tmp_path)
+    assert "the weights are missing" in refused(tmp_path)
     assert "cannot be listed" in refused(tmp_path / "nowhere")
     write_single(tmp_path, weights(make_spec())).rename(tmp_path / "model-00001-of-00002.safetensors")
     assert f"{SINGLE} and {INDEX} are missing, although there is model-00001" in refused(tmp_path)

@@ -22,7 +22,7 @@ _IDLE = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 _SPECIAL = {"bos_token_id": ("bos",), "eos_token_id": ("eos", "eot", "eom"), "pad_token_id": ("padding",)}
 _MOST_FACTORS = 4096
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What all of Llama 3.1 to 3.3 have; GGUF keeps only the factors that follow from it."""
+"""The settings of Llama 3.1 to 3.3; GGUF keeps only the factors that follow from them."""
 _GEMMA3_27B_LAYERS = 62
 
 
@@ -143,7 +143,7 @@ def _special_tokens(header: GgufHeader, vocab: int) -> dict[str, Any]:
 
 
 def _rms(keys: _Keys) -> dict[str, Any]:
-    """What all but GPT-NeoX have: RMS norms, KV heads, the size of a head."""
+    """The fields of all architectures but GPT-NeoX: RMS norms, KV heads, the size of a head."""
     heads, hidden = keys.whole("attention.head_count"), keys.whole("embedding_length")
     head_dim = keys.whole("attention.key_length", max(1, hidden // heads))
     if keys.whole("attention.value_length", head_dim) != head_dim:
@@ -197,7 +197,7 @@ def _scaling(keys: _Keys, theta: float, head_dim: int) -> dict[str, Any] | None:
 
 
 def _by_factors(keys: _Keys, factors: list[float], theta: float, head_dim: int) -> dict[str, Any]:
-    """What each rotary frequency is divided by, as Llama 3's scaling where that gives the same, else one by one."""
+    """The divisors of rotary frequencies: Llama 3's scaling where that gives the same, else one by one."""
     if len(factors) != head_dim // 2:
         raise ModelError(f"{keys.header.path}: rope_freqs.weight has {len(factors)} numbers", f"needed {head_dim // 2}")
     # Of the lowest frequency; where only some are stretched, this is the factor.
@@ -304,7 +304,7 @@ def _phi3(keys: _Keys) -> dict[str, Any]:
 
 
 def _share(turned: int, head_dim: int) -> float:
-    """Of a head's dimensions, so that rounding down gives `turned` again."""
+    """The share of a head's dimensions that rotates; rounding down gives `turned` again."""
     return 1.0 if turned == head_dim else (turned + 0.5) / head_dim
 
 

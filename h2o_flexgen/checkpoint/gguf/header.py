@@ -1,4 +1,4 @@
-"""What a GGUF file says before its weights: typed metadata and a table of tensors, checked against the file's bytes.
+"""The header of a GGUF file: typed metadata and a table of tensors, checked against the file's bytes.
 
 The format is described in ggml's docs/gguf.md: little-endian, versions 2 and 3. A length that the file gives is
 compared with what is left of the file before anything is allocated for it.
@@ -59,7 +59,7 @@ class GgufPart(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """What the files of a model say before its weights. Nothing is open.
+    """The headers of a model's files, which are closed again.
 
     metadata    by key: int, float, bool, str, a list of str, or a numpy array
     """
@@ -71,7 +71,7 @@ class GgufHeader(NamedTuple):
 
 
 class Fault(Exception):
-    """What is wrong with a header; the message goes on after the name of the file."""
+    """A fault of a header; the message goes on after the name of the file."""
 
     def __init__(self, text: str, *, download: bool = True) -> None:
         super().__init__(text)

@@ -39,7 +39,7 @@ _SHARED = {
     "down": "ffn_down_shexp",
     "shared_gate": "ffn_gate_inp_shexp",
 }
-"""Of the expert that all tokens go through, in layers that have others."""
+"""Names of the shared expert, which all tokens go through."""
 _QKV = dict.fromkeys("qkv", "attn_qkv")
 _FUSED = {"phi3": {**_QKV, "gate": "ffn_up", "up": "ffn_up"}, "gptneox": _QKV}
 """The parts that are one tensor, one after another, by architecture."""

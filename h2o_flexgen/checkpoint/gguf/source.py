@@ -192,7 +192,7 @@ def _fill_floats(bound: StoredTensor, rows: range, blocks: Bytes, out: torch.Ten
 
 
 def _expanded(form: Format, rows: range, blocks: Bytes, width: int) -> Iterator[tuple[range, torch.Tensor]]:
-    """What the blocks of `rows` stand for, in float32, in pieces too small for torch to share among threads."""
+    """The numbers of the blocks of `rows` in float32, in pieces too small for torch to share among threads."""
     assert form.packing is not None, "floats are not expanded"
     assert form.convert is not None, "floats are not expanded"
     step = max(1, _SERIAL // width)

@@ -40,7 +40,7 @@ from h2o_flexgen.planning.llm import LLM
 
 EXIT_RESUMABLE = 75
 _OF_RECORD = ("model", "dtype", "device", "weights", "quantization", "eviction", "policy", "peak_bytes", "warnings")
-"""What the summary has of the record of the last window."""
+"""The keys of the last window's record that the summary repeats."""
 
 
 def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
@@ -159,7 +159,7 @@ def _record(llm: LLM) -> dict[str, Any]:
 
 
 def _report(arguments: BatchArguments, summary: Summary, failed: int, ran: Mapping[str, Any]) -> None:
-    """What was done, and the JSON object. `failed`: in all runs of the job; `ran`: the record of its last window."""
+    """Prints a summary and its JSON. `failed`: in all runs of the job; `ran`: the record of its last window."""
     if not arguments.quiet:
         done = summary.ok + summary.failed
         rate = f", {summary.generated_tokens / summary.seconds:,.0f} new tokens/s" if summary.seconds else ""
