@@ -51,7 +51,7 @@ def _about(word: str) -> None:
         raise UsageError(f"the program's name comes before {word}", f"needed one of {', '.join(PROGRAMS)}")
     else:
         near = suggestion(word, PROGRAMS)
-        raise UsageError(f"there is no program {word!r}", f"needed one of {', '.join(PROGRAMS)}", near)
+        raise UsageError(f"{word!r} is not a program", f"needed one of {', '.join(PROGRAMS)}", near)
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ def download(repo: str, revision: str | None, token: str | None, weights: bool) 
     except RevisionNotFoundError as error:
         raise HubFailure(f"{repo} has no revision {revision!r}") from error
     except RepositoryNotFoundError as error:
-        raise HubFailure(f"there is no model {repo}, or it is private and HF_TOKEN does not open it") from error
+        raise HubFailure(f"the hub has no model {repo}, or it is private and HF_TOKEN does not open it") from error
     except Exception as error:  # the HTTP library below huggingface_hub has changed more than once
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(

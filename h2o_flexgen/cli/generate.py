@@ -140,15 +140,15 @@ def _notes(
         print_error(f"note: {why}")
     if llm.device.type != "cuda" and config.emulate_gpu is None:
         if any(shares["gpu"] for shares in (policy.weights, policy.cache, policy.hidden)):
-            print_error("note: there is no GPU here, so the gpu shares count as cpu")
+            print_error("note: this machine has no GPU, so the gpu shares count as cpu")
         if config.gpu_mem is not None:
-            print_error("note: there is no GPU here, so --gpu-mem has no effect")
+            print_error("note: this machine has no GPU, so --gpu-mem has no effect")
     if config.revision is not None and llm.model.origin not in ("cache", "hub"):
         print_error(f"note: --revision has no effect on a model from a {llm.model.origin}")
     if config.path is not None and llm.model.origin == "demo":
         print_error(f"note: --path has no effect on {config.model}, which is shipped; name another with --model")
     if given is not None and not prompts:
-        print_error(f"there are no prompts in {arguments.prompts_file}, so nothing is generated")
+        print_error(f"{arguments.prompts_file} holds no prompts, so nothing is generated")
     if given is None and arguments.prompt_len is None:
         print_error(
             f"note: no prompts were given, so {len(prompts)} random ones of {DEFAULT_RANDOM[0]} tokens measure the "

@@ -2,7 +2,7 @@
 
 A footprint and a price with everything on the compute tier, and one for each kind on each other tier, give all that is
 linear in the shares. So a program follows whatever `schedule.footprint` and `cost.model` say, without a formula of its
-own. What is not linear is taken as favourable as it can be, so that a program refuses nothing that fits: weight buffers
+own. Everything else is taken as favourable as it can be, so that a program refuses nothing that fits: weight buffers
 are those of a layer's units, though embeddings may be larger; recorded steps take no memory, and the time that they
 save is saved wherever weights are.
 """

@@ -248,7 +248,7 @@ class DiskTier(Ledger):
         PlanError over the capacity or without an offload folder; StorageError where the file system has no room.
         """
         if self._folder is None:
-            raise PlanError(f"{what} needs {format_bytes(nbytes)} on disk, and there is no offload folder",
+            raise PlanError(f"{what} needs {format_bytes(nbytes)} on disk, and no offload folder is set",
                             change="name one with --offload-dir")  # fmt: skip
         size = page_ceil(nbytes)
         with self.charged(nbytes, what):

@@ -108,7 +108,7 @@ class _StageTicks:
         targets = [(now, *target) for target in order[1:]]
         ahead = [*targets, None if following is None else (following, first, following.batches[0])]
         for number, ((unit, batch), target) in enumerate(zip(order, ahead, strict=True)):
-            # What nobody knew of in the tick before is loaded now.
+            # Loads that were unknown in the tick before are issued now.
             loads = self._loads(now, *order[0]) if number == 0 and idled else ()
             loads += () if target is None else self._loads(*target)
             if batch == now.batches[0]:

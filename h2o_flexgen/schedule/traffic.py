@@ -49,7 +49,7 @@ def io_lower_bound(
     the caches hold. Of these W + K bytes, the tiers on the near side of a link hold M when the step starts, so that W +
     K - M must come in. Outward, what the caches hold before the last step has all been on the compute tier, and what
     does not fit there has left it. Nothing else need move: hidden states of one sequence at a time fit anywhere, and
-    loading the model is no part of a block. No workspace, buffer or padding is counted, and none of a cap is spent on
+    loading the model is not part of a block. No workspace, buffer or padding is counted, and none of a cap is spent on
     them, so that the bound is below what any real plan moves.
     """
     weights = _needed_weights(request.spec, request.dtype)

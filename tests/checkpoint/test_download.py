@@ -180,7 +180,7 @@ def test_a_download_takes_what_is_needed_and_is_found_again(
     folder = tmp_path / "home" / "hub" / "models--me--mine" / "snapshots" / COMMIT
     assert first == f"hub {folder} {folder}"
     assert second == "cache"
-    assert "there is no model me/other" in third
+    assert "the hub has no model me/other" in third
     names = {path.name for path in (tmp_path / "served").iterdir()} - {"README.md", "model.py", "pytorch_model.bin"}
     assert {path.name for path in folder.iterdir()} == names
 

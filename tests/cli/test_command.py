@@ -49,7 +49,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["rum", "--model", "demo"], "there is no program 'rum'"),
+        (["rum", "--model", "demo"], "'rum' is not a program"),
         (["Run"], "did you mean 'run'?"),
         (["quantise"], f"needed one of {', '.join(PROGRAMS)}"),
         (["--model", "demo"], "the program's name comes before --model"),

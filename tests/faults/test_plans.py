@@ -157,8 +157,8 @@ def test_row_30_gpu_shares_without_a_gpu_are_told(model: Path, run: Run) -> None
     """FlexGen's own default line runs here, and says what it means here."""
     ran = run("--model", model, *WORK, "--percent", 100, 0, 100, 0, 100, 0, "--hh-ratio", 0.2, "--gpu-mem", 8)
     assert ran.code == 0
-    assert "note: there is no GPU here, so the gpu shares count as cpu" in ran.err
-    assert "note: there is no GPU here, so --gpu-mem has no effect" in ran.err
+    assert "note: this machine has no GPU, so the gpu shares count as cpu" in ran.err
+    assert "note: this machine has no GPU, so --gpu-mem has no effect" in ran.err
     assert ran.record["policy"]["weights"] == {"cpu": 1.0}
     ran = run("--model", model, *WORK, "--device", "cuda")
     assert ran.code == 2
