@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
 
 from h2o_flexgen.config.model.spec import ModelSpec, UnitSpec
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.schedule.tasks import GroupBatches, GroupLast, ScheduleShape, Task, TaskKind, Tick
-from h2o_flexgen.schedule.zigzag import WeightStream, state_loads, state_stores, still_active
+from h2o_flexgen.schedule.tasks import GroupBatches, GroupLast, ScheduleShape, Tick
+from h2o_flexgen.schedule.zigzag import Pass, StageTicks, still_active
 
 
 def pipeline(shape: ScheduleShape, active: GroupBatches | None = None, last: GroupLast | None = None) -> Iterator[Tick]:
@@ -31,8 +30,8 @@ def pipeline(shape: ScheduleShape, active: GroupBatches | None = None, last: Gro
     of the slot is asked for in which the group's `step` begins; its step before has left the last stage by then.
     """
     groups = [_BatchGroup(shape, index, active, last) for index in range(len(shape.groups))]
-    stages = [_StageTicks(shape, number) for number in range(len(shape.stages))]
-    here: list[_Pass | None] = [None] * len(stages)
+    stages = [StageTicks(shape, units, number) for number, units in enumerate(shape.stages)]
+    here: list[Pass | None] = [None] * len(stages)
     index = slot = 0
     while True:
         number = slot % len(stages)
@@ -55,15 +54,6 @@ def pipeline(shape: ScheduleShape, active: GroupBatches | None = None, last: Gro
             index += 1
 
 
-class _Pass(NamedTuple):
-    """The walk of a group's active batches over one stage. `ends`: the group is known to have no step after it."""
-
-    group: int
-    step: int
-    batches: tuple[int, ...]
-    ends: bool
-
-
 class _BatchGroup:
     """GPU batches that go through the stages together."""
 
@@ -75,7 +65,7 @@ class _BatchGroup:
         self.over = False
         """No other step will begin."""
 
-    def enter(self) -> _Pass | None:
+    def enter(self) -> Pass | None:
         """The group's next step, in its turn to begin one."""
         if self.over:
             return None
@@ -87,50 +77,10 @@ class _BatchGroup:
             return None
         self.over = step == self._num_steps - 1 or (self._last is not None and self._last(step, self._index))
         self.step, self._batches = step, batches
-        return _Pass(self._index, step, batches, self.over)
+        return Pass(self._index, step, batches, self.over)
 
 
-class _StageTicks:
-    """The ticks of one device, pass by pass."""
-
-    def __init__(self, shape: ScheduleShape, number: int) -> None:
-        self._shape, self._number = shape, number
-        self._units = [shape.units[index] for index in shape.stages[number]]
-        self._weights = WeightStream(shape, self._units)
-        self._stores: tuple[Task, ...] = ()  # owed by the compute of the tick before
-
-    def walk(self, now: _Pass, following: _Pass | None, next_step: int | None, idled: bool) -> Iterator[Tick]:
-        """A pass. `following`: the one in the next slot, if that is known; `next_step`: of the next pass, whenever it
-        comes, None where none can; `idled`: there was none in the slot before."""
-        shape, first, last = self._shape, self._units[0], self._units[-1]
-        self._weights.start_pass(now.step if next_step is None else next_step, goes_on=next_step is not None)
-        order = [(unit, batch) for unit in self._units for batch in now.batches]
-        targets = [(now, *target) for target in order[1:]]
-        ahead = [*targets, None if following is None else (following, first, following.batches[0])]
-        for number, ((unit, batch), target) in enumerate(zip(order, ahead, strict=True)):
-            # Loads that were unknown in the tick before are issued now.
-            loads = self._loads(now, *order[0]) if number == 0 and idled else ()
-            loads += () if target is None else self._loads(*target)
-            if batch == now.batches[0]:
-                loads = self._weights.loads(unit, loads)
-            frees = self._weights.frees(now.step, unit) if batch == now.batches[-1] else ()
-            compute = Task(TaskKind.COMPUTE, now.step, unit.index, batch)
-            passed = unit is last and self._number < len(shape.stages) - 1
-            passes = (Task(TaskKind.PASS_HIDDEN, now.step, unit.index, batch),) if passed else ()
-            yield Tick(0, loads, compute, self._stores, frees, self._number, passes)
-            self._stores = state_stores(shape, compute, now.ends, len(now.batches), last.index)
-
-    def drain(self) -> Iterator[Tick]:
-        """The stores and frees that are left."""
-        frees = self._weights.drain()
-        if self._stores or frees:
-            yield Tick(0, (), None, self._stores, frees, self._number)
-
-    def _loads(self, target: _Pass, unit: UnitSpec, batch: int) -> tuple[Task, ...]:
-        return state_loads(self._shape, target.step, (unit, batch), len(target.batches), self._units[0].index)
-
-
-def _next_step(groups: Sequence[_BatchGroup], number: int, here: Sequence[_Pass | None]) -> int | None:
+def _next_step(groups: Sequence[_BatchGroup], number: int, here: Sequence[Pass | None]) -> int | None:
     """The step of the next pass of a stage, as far as that can be known: a group that may go on counts as going on."""
     now = here[number]
     if now is None:

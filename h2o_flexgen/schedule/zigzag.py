@@ -8,7 +8,7 @@ some of the GPU batches: one per step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -48,67 +48,110 @@ def zigzag(
     `whole(batch)`, called behind the tick of its first unit, where nothing moves: whether ticks of the units between
     the first and the last would have nothing to do. They are left out then.
 
-    Ticks of a unit with experts route tokens; ticks of its experts follow, see `expert_ticks`. `chosen(step, unit)`,
-    called behind the last of the former, says which experts there are any tokens for. None means all. `streams`, asked
-    then, says which groups have to be loaded, where experts change places; None means those of `shape`.
+    Ticks of a unit with experts route tokens; ticks of its experts follow. `chosen(step, unit)`, called behind the last
+    of the former, says which experts there are any tokens for. None means all. `streams`, asked then, says which groups
+    have to be loaded, where experts change places; None means those of `shape`.
     """
-    weights = WeightStream(shape, shape.units)
+    stage = StageTicks(shape, range(len(shape.units)), whole=whole, chosen=chosen, streams=streams)
     batches: Sequence[int] = range(shape.num_batches)
-    stores: tuple[Task, ...] = ()  # owed by the compute of the tick before
-    index = 0
     for step in range(shape.num_steps):
         batches = batches if active is None else still_active(active(step), batches, step)
         if not batches:
             break
         ends = step == shape.num_steps - 1 or (last is not None and last(step))
-        weights.start_pass(step + 1, goes_on=not ends)
-        order = [(unit, batch) for unit in shape.units for batch in batches]
-        for here, following in zip(order, [*order[1:], None], strict=True):
-            unit, batch = here
-            if whole is not None and 0 < unit.index < len(shape.units) - 1 and whole(batch):
-                continue
-            loads = state_loads(shape, step, following, len(batches)) if following else ()
-            if batch == batches[0]:
-                loads = weights.loads(unit, loads)
-            frees = weights.frees(step, unit) if batch == batches[-1] else ()
-            compute = Task(TaskKind.COMPUTE, step, unit.index, batch)
-            yield Tick(index, loads, compute, stores, frees)
-            stores = state_stores(shape, compute, ends, len(batches))
-            index += 1
-            if unit.experts and batch == batches[-1]:
-                wanted = range(len(unit.experts)) if chosen is None else chosen(step, unit)
-                away = frozenset(n for n in wanted if (streams or shape.streamed.__contains__)(unit.experts[n]))
-                for tick in expert_ticks(step, unit, wanted, away, index, stores):
-                    yield tick
-                    stores, index = (), tick.index + 1
+        yield from stage.walk(Pass(0, step, tuple(batches), ends), next_step=None if ends else step + 1)
         if ends:
             break
-    frees = weights.drain()
-    if stores or frees:
-        yield Tick(index, (), None, stores, frees)
+    yield from stage.drain()
 
 
-def expert_ticks(
-    step: int, unit: UnitSpec, chosen: Sequence[int], away: Container[int], index: int, stores: tuple[Task, ...]
-) -> Iterator[Tick]:
-    """The ticks of the experts of `unit` that are `chosen`, from tick `index` on: in their order, so that sums are
-    always made in the same one; each one that streams in a tick of its own, neighbours among the others together.
+class Pass(NamedTuple):
+    """The walk of a group's active batches over one stage. `ends`: the group is known to have no step after it."""
 
-    Those that are `away` are read ahead into EXPERT_SLOTS places. `stores`: owed by the tick before.
-    """
+    group: int
+    step: int
+    batches: tuple[int, ...]
+    ends: bool
 
-    def task(kind: TaskKind, *experts: int) -> Task:
-        return Task(kind, step, unit.index, NO_BATCH, experts)
 
-    waiting = deque(expert for expert in chosen if expert in away)
-    free = EXPERT_SLOTS
-    for streams, members in groupby(chosen, key=lambda expert: expert in away):
-        for experts in ((expert,) for expert in members) if streams else (tuple(members),):
-            loads = [task(TaskKind.LOAD_WEIGHTS, waiting.popleft()) for _ in range(min(free, len(waiting)))]
-            free += streams - len(loads)
-            frees = (task(TaskKind.FREE_WEIGHTS, *experts),) if streams else ()
-            yield Tick(index, tuple(loads), task(TaskKind.COMPUTE, *experts), stores, frees)
-            index, stores = index + 1, ()
+class StageTicks:
+    """The ticks of one device, pass by pass, numbered one after the other. The callables are those of `zigzag`."""
+
+    def __init__(
+        self,
+        shape: ScheduleShape,
+        units: range,
+        number: int = 0,
+        *,
+        whole: WholeStep | None = None,
+        chosen: ChosenExperts | None = None,
+        streams: Callable[[str], bool] | None = None,
+    ) -> None:
+        """`units`: those that stage `number` computes."""
+        self._shape, self._number, self._index = shape, number, 0
+        self._units = [shape.units[index] for index in units]
+        self._whole, self._chosen, self._streams = whole, chosen, streams or shape.streamed.__contains__
+        self._weights = WeightStream(shape, self._units)
+        self._stores: tuple[Task, ...] = ()  # owed by the compute of the tick before
+
+    def walk(
+        self, now: Pass, following: Pass | None = None, next_step: int | None = None, idled: bool = False
+    ) -> Iterator[Tick]:
+        """A pass. `following`: the one that comes right after it, if that is known; `next_step`: of the next pass,
+        whenever it comes, None where none can; `idled`: there was none before it for a while."""
+        shape, first, last = self._shape, self._units[0], self._units[-1]
+        self._weights.start_pass(now.step if next_step is None else next_step, goes_on=next_step is not None)
+        order = [(unit, batch) for unit in self._units for batch in now.batches]
+        targets = [(now, *target) for target in order[1:]]
+        ahead = [*targets, None if following is None else (following, first, following.batches[0])]
+        for number, ((unit, batch), target) in enumerate(zip(order, ahead, strict=True)):
+            if self._whole is not None and unit is not first and unit is not last and self._whole(batch):
+                continue
+            # Loads that were unknown in the tick before are issued now.
+            loads = self._loads(now, *order[0]) if number == 0 and idled else ()
+            loads += () if target is None else self._loads(*target)
+            if batch == now.batches[0]:
+                loads = self._weights.loads(unit, loads)
+            frees = self._weights.frees(now.step, unit) if batch == now.batches[-1] else ()
+            compute = Task(TaskKind.COMPUTE, now.step, unit.index, batch)
+            passed = unit is last and unit is not shape.units[-1]
+            passes = (Task(TaskKind.PASS_HIDDEN, now.step, unit.index, batch),) if passed else ()
+            yield Tick(self._index, loads, compute, self._stores, frees, self._number, passes)
+            self._stores = state_stores(shape, compute, now.ends, len(now.batches), last.index)
+            self._index += 1
+            if unit.experts and batch == now.batches[-1]:
+                yield from self._expert_ticks(now.step, unit)
+
+    def drain(self) -> Iterator[Tick]:
+        """The stores and frees that are left."""
+        frees = self._weights.drain()
+        if self._stores or frees:
+            yield Tick(self._index, (), None, self._stores, frees, self._number)
+
+    def _loads(self, target: Pass, unit: UnitSpec, batch: int) -> tuple[Task, ...]:
+        return state_loads(self._shape, target.step, (unit, batch), len(target.batches), self._units[0].index)
+
+    def _expert_ticks(self, step: int, unit: UnitSpec) -> Iterator[Tick]:
+        """The ticks of the experts of `unit` that tokens chose: in their order, so that sums are always made in the
+        same one; each one that streams in a tick of its own, neighbours among the others together.
+
+        Those that stream are read ahead into EXPERT_SLOTS places.
+        """
+
+        def task(kind: TaskKind, *experts: int) -> Task:
+            return Task(kind, step, unit.index, NO_BATCH, experts)
+
+        chosen = range(len(unit.experts)) if self._chosen is None else self._chosen(step, unit)
+        away = frozenset(expert for expert in chosen if self._streams(unit.experts[expert]))
+        waiting = deque(expert for expert in chosen if expert in away)
+        free = EXPERT_SLOTS
+        for streams, members in groupby(chosen, key=lambda expert: expert in away):
+            for experts in ((expert,) for expert in members) if streams else (tuple(members),):
+                loads = [task(TaskKind.LOAD_WEIGHTS, waiting.popleft()) for _ in range(min(free, len(waiting)))]
+                free += streams - len(loads)
+                frees = (task(TaskKind.FREE_WEIGHTS, *experts),) if streams else ()
+                yield Tick(self._index, tuple(loads), task(TaskKind.COMPUTE, *experts), self._stores, frees)
+                self._index, self._stores = self._index + 1, ()
 
 
 def still_active(batches: Sequence[int], before: Sequence[int], step: int) -> tuple[int, ...]:
