@@ -60,3 +60,10 @@ def format_seconds(seconds: float) -> str:
 def format_rate(bytes_per_second: float) -> str:
     """A bandwidth in decimal GB/s, the unit of data sheets."""
     return f"{bytes_per_second / 1e9:.3g} GB/s"
+
+
+def format_speed(tokens_per_second: float | None) -> str:
+    """A throughput: "1,024 tokens/s", "8.31 tokens/s"; "-" for None."""
+    if tokens_per_second is None:
+        return "-"
+    return f"{tokens_per_second:,.0f} tokens/s" if tokens_per_second >= 100 else f"{tokens_per_second:.3g} tokens/s"

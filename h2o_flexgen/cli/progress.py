@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from h2o_flexgen.cli.program import print_error, stop_if_told
-from h2o_flexgen.units import format_bytes
+from h2o_flexgen.units import format_bytes, format_speed
 
 PREFILL, GENERATING, PACKING, COMPILING = "prefill", "generating", "packing weights", "compiling kernels"
 _LABELS = {PREFILL: "prefill", GENERATING: "decode"}
@@ -50,7 +50,28 @@ class _Phase:
         return (self.total - self.done) / rate if rate else None
 
 
-class RunProgress:
+class _Bar:
+    """The progress bar of a call, and the notice that kernels are compiled."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet, self._terminal = quiet, sys.stderr.isatty()
+        self._bar: tqdm[Any] | None = None
+
+    def close(self) -> None:
+        """Takes the bar off the terminal."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
+
+    def _told(self, what: str) -> bool:
+        """Whether `what` is compiling, which is told at once."""
+        stop_if_told()
+        if what == COMPILING and not self._quiet:
+            print_error("compiling the C kernels (some seconds, first run on this machine only)")
+        return what == COMPILING
+
+
+class RunProgress(_Bar):
     """The handler for `LLM.on_progress`: (what, done, in all), of bytes while loading and of tokens in prefill and
     decode.
 
@@ -59,10 +80,9 @@ class RunProgress:
     """
 
     def __init__(self, quiet: bool, sequences: int) -> None:
-        self._quiet, self._terminal = quiet, sys.stderr.isatty()
+        super().__init__(quiet)
         self._sequences, self._finished = sequences, 0
         self._phases = {PREFILL: _Phase(), GENERATING: _Phase()}
-        self._bar: tqdm[Any] | None = None
         self._what = self._kind = ""
         self._then = self._said = self._drawn = time.monotonic()
         self.packed = 0
@@ -74,17 +94,13 @@ class RunProgress:
             self._phases[what].expected = None if predicted is None else predicted[name]
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        stop_if_told()
-        now = time.monotonic()
+        compiling, now = self._told(what), time.monotonic()
         if what == PACKING:
             self.packed = done
         if what in self._phases:
             self._count(what, done, total, now - self._then)
         self._what, self._then = what, now
-        if what == COMPILING and not self._quiet:
-            print_error("compiling the C kernels (some seconds, first run on this machine only)")
-            return
-        if self._quiet or (what == GENERATING and not self._phases[PREFILL].total):
+        if compiling or self._quiet or (what == GENERATING and not self._phases[PREFILL].total):
             return
         if self._terminal:
             self._draw(what, done, total, now)
@@ -95,12 +111,6 @@ class RunProgress:
     def finished(self) -> None:
         """One more sequence is done."""
         self._finished += 1
-
-    def close(self) -> None:
-        """Takes the bar off the terminal."""
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            bar.close()
 
     def _count(self, what: str, done: int, total: int, seconds: float) -> None:
         """Books the time since the call before, if that was of tokens, too."""
@@ -136,7 +146,7 @@ class RunProgress:
     def _state(self, what: str) -> str:
         """Rate, finished sequences, and the time that is left of the whole call, as far as it is known."""
         rate, (prefill, decode) = self._phases[what].rate, (phase.left for phase in self._phases.values())
-        parts = [f"{rate:,.0f} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s"] if rate else []
+        parts = [format_speed(rate)] if rate else []
         parts.append(f"{self._finished} of {self._sequences} sequences")
         if prefill is not None and decode is not None:
             parts.append(f"{tqdm.format_interval(prefill + decode)} left")
@@ -145,19 +155,17 @@ class RunProgress:
         return ", ".join(parts)
 
 
-class JobProgress:
+class JobProgress(_Bar):
     """Progress of a job: requests that are done, how fast, how long it will take. Also the handler for
     `LLM.on_progress`."""
 
     def __init__(self, quiet: bool, requests: int) -> None:
-        self._quiet, self._terminal, self._requests = quiet, sys.stderr.isatty(), requests
-        self._bar: tqdm[Any] | None = None
+        super().__init__(quiet)
+        self._requests = requests
         self._started = self._said = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        stop_if_told()
-        if what == COMPILING and not self._quiet:
-            print_error("compiling the C kernels (some seconds, first run on this machine only)")
+        self._told(what)
 
     def finished(self, before: int, now: int, failed: int) -> None:
         """So many requests were done by earlier runs, and by this one; `failed`: of these."""
@@ -173,9 +181,3 @@ class JobProgress:
             left = tqdm.format_interval((self._requests - before - now) * seconds / now)
             trouble = f", {failed} failed" if failed else ""
             print_error(f"{before + now:,} of {self._requests:,} requests{trouble}, {left} left")
-
-    def close(self) -> None:
-        """Takes the bar off the terminal."""
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            bar.close()

@@ -10,7 +10,7 @@ from h2o_flexgen.cost.search import SearchResult
 from h2o_flexgen.cost.simulate import Prediction
 from h2o_flexgen.schedule.traffic import io_lower_bound
 from h2o_flexgen.schedule.workspace import HOST_ATTENTION
-from h2o_flexgen.units import format_bytes, format_seconds
+from h2o_flexgen.units import format_bytes, format_seconds, format_speed
 
 _WIDTH = 12
 _LINKS = {
@@ -99,9 +99,9 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
         yield kind, _shares(getattr(policy, kind))
     if policy.cpu_cache_compute:
         yield "attention", "of caches on the CPU is computed there"
-    yield "prefill", f"{format_seconds(predicted.prefill_s)}, {_rate(predicted.prefill_throughput)} (predicted)"
-    yield "decode", f"{format_seconds(predicted.decode_s)}, {_rate(predicted.decode_throughput)} (predicted)"
-    yield "throughput", f"{_rate(predicted.gen_throughput)} generated over prefill and decode (predicted)"
+    yield "prefill", f"{format_seconds(predicted.prefill_s)}, {format_speed(predicted.prefill_throughput)} (predicted)"
+    yield "decode", f"{format_seconds(predicted.decode_s)}, {format_speed(predicted.decode_throughput)} (predicted)"
+    yield "throughput", f"{format_speed(predicted.gen_throughput)} generated over prefill and decode (predicted)"
     yield "bound", bound_text(predicted)
     yield "traffic", _traffic(predicted.bytes_moved, least_traffic(result))
     yield "memory", "; ".join(_used(result, tier) for tier in request.tiers if result.footprint.total(tier))
@@ -112,7 +112,7 @@ def _lines(result: SearchResult) -> Iterator[tuple[str, str]]:
         if result.best.resident and not other.resident:
             why = "within 5 % what moves nothing is taken"
         faster = f"; faster, and {why}" if other.seconds < result.best.seconds else ""
-        yield "runner-up", f"{_block(other)}, {_rate(result.runner_up_throughput)}: {_placements(other)}{faster}"
+        yield "runner-up", f"{_block(other)}, {format_speed(result.runner_up_throughput)}: {_placements(other)}{faster}"
     if result.more:
         gains = ", ".join(f"{tier} {gain:+.2g} tokens/s" for tier, gain in result.more.items())
         yield "1 GiB more", f"of {gains} (by the linear program, with the block chosen anew)"
@@ -175,9 +175,3 @@ def _gigabytes(nbytes: float) -> str:
 
 def _shares(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{share:.0%} {tier}" for tier, share in shares.items() if share >= 0.005) or "-"
-
-
-def _rate(rate: float | None) -> str:
-    if rate is None:
-        return "-"
-    return f"{rate:,.0f} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s"

@@ -7,7 +7,7 @@ from typing import Any
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.reports.record import RunRecord
-from h2o_flexgen.units import GIB, format_bytes, format_rate, format_seconds
+from h2o_flexgen.units import GIB, format_bytes, format_rate, format_seconds, format_speed
 
 _WIDTH = 12
 ARITHMETIC = "arithmetic"  # the resource of a roofline that is counted in FLOPs, all others in bytes
@@ -43,7 +43,7 @@ def shares_text(policy: Mapping[str, Any]) -> str:
 def predicted_text(predicted: Mapping[str, Any]) -> str:
     """The times and the throughput that a `predicted` object holds."""
     prefill, decode = (format_seconds(predicted[name]) for name in ("prefill_s", "decode_s"))
-    return f"{_rate(predicted['gen_throughput'])} generated: prefill {prefill}, decode {decode}"
+    return f"{format_speed(predicted['gen_throughput'])} generated: prefill {prefill}, decode {decode}"
 
 
 def report_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
@@ -71,9 +71,9 @@ def report_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     work = f"{_count(record.sequences, 'sequence')}, {_count(record.prompt_tokens, 'prompt token')}"
     yield "work", f"{work}, {record.generated_tokens} generated"
     yield "load", format_seconds(record.load_s)
-    yield "prefill", f"{format_seconds(record.prefill_s)}, {_rate(record.prefill_throughput)}"
-    yield "decode", f"{format_seconds(record.decode_s)}, {_rate(record.decode_throughput)}"
-    generated, every = _rate(record.gen_throughput), _rate(record.total_token_throughput)
+    yield "prefill", f"{format_seconds(record.prefill_s)}, {format_speed(record.prefill_throughput)}"
+    yield "decode", f"{format_seconds(record.decode_s)}, {format_speed(record.decode_throughput)}"
+    generated, every = format_speed(record.gen_throughput), format_speed(record.total_token_throughput)
     yield "throughput", f"{generated} generated over prefill and decode; {every} with the prompts"
     if seconds:
         yield "predicted", _predicted(record)
@@ -146,12 +146,6 @@ def _peaks(peaks: dict[str, int | None]) -> str:
 
 def _count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def _rate(rate: float | None) -> str:
-    if rate is None:
-        return "-"
-    return f"{rate:,.0f} tokens/s" if rate >= 100 else f"{rate:.3g} tokens/s"
 
 
 def _scaled(value: float, unit: str) -> str:
