@@ -36,7 +36,7 @@ class Shards:
 
 
 def wanted_files(names: Iterable[str]) -> tuple[str, ...]:
-    """Of a repository's file names, those of the checkpoint to fetch: safetensors where there are any, else .bin."""
+    """The checkpoint's files among the names of a repository's: safetensors where there are any, else .bin."""
     have = set(names)
     for kind, stem in _LAYOUTS:
         if f"{stem}.{kind}.index.json" in have:
@@ -71,7 +71,7 @@ def find_shards(folder: str, problems: Problems) -> Shards | None:
         found = Shards(kind, files, weight_map, frozenset(files) & frozenset(mine))
         _note_misfits(found, mine, problems)
         return found
-    problems.add("there are no weights: no model.safetensors, no pytorch_model.bin, no index of shards", download=True)
+    problems.add("the weights are missing: no model.safetensors, pytorch_model.bin or index of shards", download=True)
     return None
 
 
