@@ -87,6 +87,7 @@ COMMANDS: dict[str, str] = {
     "--prefix-dir ~/.cache/h2o_flexgen/prefixes": STARTED,
     "python -m benchmarks.eviction_cost --batches 8,32": STARTED,
     "scripts/eviction_lab.sh FOLDER": SCRIPT,
+    "python -m benchmarks.prefixes job --requests 10000": STARTED,
     "python -m benchmarks.products": STARTED,
     "python -m benchmarks.products --models llama-3.2-1b --weight-bits 4 --turns 7": STARTED,
     "python -m benchmarks.experts": STARTED,
@@ -267,7 +268,7 @@ def call(module: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 @contextmanager
 def stopping_at_work() -> Iterator[None]:
     """Within it programs raise Started: ours where all their settings are checked, others where flags are parsed."""
-    parsed, checked = ArgumentParser.parse_args, Parser.naming_flags
+    parsed, checked = ArgumentParser.parse_args, Parser.parsed
 
     def parse(self: ArgumentParser, *arguments: Any, **options: Any) -> Any:
         found = parsed(self, *arguments, **options)
@@ -276,14 +277,14 @@ def stopping_at_work() -> Iterator[None]:
         return found
 
     @contextmanager
-    def check(self: Parser) -> Iterator[None]:
-        with checked(self):
-            yield
+    def check(self: Parser, *arguments: Any, **options: Any) -> Iterator[Any]:
+        with checked(self, *arguments, **options) as args:
+            yield args
         raise Started
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ArgumentParser, "parse_args", parse)
-        patch.setattr(Parser, "naming_flags", check)
+        patch.setattr(Parser, "parsed", check)
         yield
 
 

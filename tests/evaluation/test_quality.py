@@ -67,7 +67,7 @@ def test_files_are_not_overwritten_unasked(tmp_path: Path, capsys: pytest.Captur
     out, err = capsys.readouterr()
     assert "quality.json exists" in err
     assert "add --overwrite" in err
-    assert "there is no folder" in err
+    assert f"the folder {tmp_path / 'no'} is not there" in err
     assert "needed a name that ends in .png" in err
     assert out == ""
 
