@@ -140,9 +140,7 @@ def output_file(flag: str, text: str | None, *, keep: bool) -> Path | None:
     if path.is_dir():
         raise UsageError(f"{flag} {path}: this is a folder", needed)
     if not path.parent.is_dir():
-        raise UsageError(
-            f"{flag} {path}: the folder {path.parent} is not there", needed, "make the folder first"
-        )
+        raise UsageError(f"{flag} {path}: the folder {path.parent} is not there", needed, "make the folder first")
     if keep and path.is_file():
         raise UsageError(
             f"{flag} {path} exists", "nothing is overwritten unasked", "name another file, or add --overwrite"
