@@ -416,6 +416,6 @@ def _rank(score, pos, rule, now, sizes):
     """Score and position as one int64: the lowest goes first, of equal scores the highest position."""
     bits = score.to(tl.int32, bitcast=True)
     leaving = now + 1 - sizes.window
-    bits = tl.where((pos == leaving) & (leaving >= tl.load(rule + 4)), -1, bits)
+    bits = tl.where((pos <= leaving) & (pos >= tl.load(rule + 4)), -1, bits)
     bits = tl.where(pos > now - tl.load(rule + 6), bits | _BEST, bits)
     return (bits.to(tl.int64) << 32) - pos

@@ -56,7 +56,9 @@ def test_one_operation_does_it_all(options: tuple[str, ...], operations: list[st
     y, names = done(options, fused=True, dtype=dtype)
     plain, _ = done(options, fused=False, dtype=dtype)
     assert names == operations
-    torch.testing.assert_close(y, plain)
+    # One rounding less: of a product up to 8, of which what it is added to may leave little.
+    exact = dtype is torch.float32
+    torch.testing.assert_close(y, plain, rtol=1.3e-6 if exact else 2**-6, atol=1e-5 if exact else 2**-5)
 
 
 def test_on_a_cpu_nothing_changes() -> None:

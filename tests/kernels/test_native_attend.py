@@ -157,14 +157,15 @@ def test_equal_keys_get_equal_probabilities_wherever_they_lie(dtype: torch.dtype
 
 
 def victims_by_hand(
-    score: Tensor, pos: Tensor, counts: list[int], recent: int, now: int, leaving: int | None
+    score: Tensor, pos: Tensor, counts: list[int], recent: int, now: int, left: range
 ) -> list[int]:
-    """Slot by (row, head): what has left the window, else the lowest unprotected score, the newest of equals."""
+    """Slot by (row, head): of positions that have `left` the window the last, else the lowest unprotected score, the
+    newest of equals."""
     chosen = []
     for row, count in enumerate(counts):
         for scores, positions in zip(score[row].tolist(), pos[row].tolist(), strict=True):
-            if leaving in positions[:count]:
-                chosen.append(positions.index(leaving))
+            if gone := [position for position in positions[:count] if position in left]:
+                chosen.append(positions.index(max(gone)))
                 continue
             allowed = [slot for slot in range(count) if positions[slot] <= now - recent]
             chosen.append(min(allowed, key=lambda slot: (scores[slot], -positions[slot])))
@@ -208,9 +209,9 @@ def test_ties_and_windows_choose_as_by_hand(
         before[row, :, :count] += 1 / count if adds else 0
         assert (pos[row, :, count - 1] == now).all()
     torch.testing.assert_close(score, before, atol=1e-6, rtol=1e-6)
-    leaving = None if window is None or now + 1 - window < sinks else now + 1 - window
+    left = range(sinks, 0 if window is None else now + 2 - window)
     base = torch.arange(rows * heads) * capacity
-    assert (free - base).tolist() == victims_by_hand(score, pos, counts, recent, now, leaving)
+    assert (free - base).tolist() == victims_by_hand(score, pos, counts, recent, now, left)
 
 
 def test_what_does_not_fit_is_refused() -> None:
