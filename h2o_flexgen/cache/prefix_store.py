@@ -399,7 +399,7 @@ class PrefixStore:
         if self.folder is None or not self._make_room(nbytes):
             return False
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # it tells what prompts begin with
             write_prefix(self.folder, entry.name, self.identity, entry.layers)
             self._files[entry.name] = (self.folder / entry.name.text).stat().st_size
         except OSError:  # a store that is full or gone makes nothing wrong, only slower

@@ -66,6 +66,21 @@ def test_prompts_are_scored_as_the_engine_does(tmp_path: Path, model: Path, batc
     assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(score.token_logprobs, abs=1e-4)
 
 
+def test_prefixes_of_another_job_are_found(tmp_path: Path, model: Path, batch: Batch) -> None:
+    lines = [request(f"r{i}", {"prompt": f"{'the same header ' * 3}{i}", "max_tokens": 3, "seed": i}) for i in range(4)]
+    file = write(tmp_path / "in.jsonl", *lines)
+    flags = ("--model", model, "--dtype", "float32", "--hh-ratio", 0.5, "--json")
+    assert batch("-i", file, "-o", tmp_path / "without.jsonl", *flags).code == 0
+    for name in ("first", "second"):
+        ran = batch("-i", file, "-o", tmp_path / name, *flags, "--prefix-dir", tmp_path / "prefixes")
+        assert timeless(results(tmp_path / name)) == timeless(results(tmp_path / "without.jsonl"))
+        found = json.loads(ran.out.splitlines()[-1])["prefixes"]
+        assert (found["prompts"], found["from_disk"] > 0, found["found"] > 0) == (4, name == "second", name == "second")
+        assert "tokens were found in the store" in ran.out
+    (folder,) = (tmp_path / "prefixes").iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700, "what prompts begin with is nobody else's business"
+
+
 def test_spans_are_served_and_counted(tmp_path: Path, model: Path, batch: Batch) -> None:
     """In bodies of a batch file and in JSON lines, as the engine has them."""
     text, spans = "keep this, and the rest may go", [{"start": 0, "end": 4, "name": "a", "keep": True, "unit": "char"}]

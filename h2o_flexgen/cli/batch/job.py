@@ -21,6 +21,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import h2o_flexgen
+from h2o_flexgen.cache.prefix_store import StoreCounts
 from h2o_flexgen.cli.batch.arguments import BatchArguments
 from h2o_flexgen.cli.generate import EXIT_SOME_FAILED, engine_settings
 from h2o_flexgen.cli.planning import let_calibrate, plan_text
@@ -77,7 +78,7 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
         progress.close()
         failed = results.state.count(FAILED)
         ran = job.record if isinstance(job, ClusterJob) else _record(llm)
-        _report(arguments, summary, failed, ran)
+        _report(arguments, summary, failed, ran, llm.prefixes.counts if llm.prefixes else StoreCounts())
     return EXIT_SOME_FAILED if failed else 0
 
 
@@ -158,17 +159,23 @@ def _record(llm: LLM) -> dict[str, Any]:
     return {} if llm.last_record is None else dict(json.loads(llm.last_record.to_line()))
 
 
-def _report(arguments: BatchArguments, summary: Summary, failed: int, ran: Mapping[str, Any]) -> None:
-    """Prints a summary and its JSON. `failed`: in all runs of the job; `ran`: the record of its last window."""
+def _report(
+    arguments: BatchArguments, summary: Summary, failed: int, ran: Mapping[str, Any], stored: StoreCounts
+) -> None:
+    """Prints a summary and its JSON. `failed`: in all runs of the job; `ran`: the record of its last window; `stored`:
+    of this process's store of prefixes."""
     if not arguments.quiet:
         done = summary.ok + summary.failed
         rate = f", {summary.generated_tokens / summary.seconds:,.0f} new tokens/s" if summary.seconds else ""
         before = f", {summary.before:,} before" if summary.before else ""
         write_result(f"{done:,} requests in {summary.seconds:,.1f} s{rate}{before}\n")
+        if stored.prompts:
+            write_result(f"prefixes: {stored.found:,} of {stored.tokens:,} prompt tokens were found in the store\n")
     if failed:
         print_error(f"{failed:,} of {summary.requests:,} requests failed; --retry-failed runs them again")
     kept = {name: ran[name] for name in _OF_RECORD if name in ran}
-    write_json(json.dumps({**kept, **summary.to_json(), "failed_in_all": failed}), arguments.json)
+    found = {"prefixes": dataclasses.asdict(stored)} if stored.prompts else {}
+    write_json(json.dumps({**kept, **summary.to_json(), **found, "failed_in_all": failed}), arguments.json)
 
 
 def request_format(
