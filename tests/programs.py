@@ -158,6 +158,7 @@ class Child:
     def _be_the_program(self, arguments: list[str], before: Callable[[], object]) -> NoReturn:
         code = 99
         try:
+            torch.set_num_threads(1)  # OpenMP's threads are the parent's: a child that asks for several waits for ever
             for number, path in enumerate(self._files, 1):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
