@@ -37,6 +37,8 @@ RUNS = (
 """OPENBLAS_CORETYPE is of numpy's products, MKL_CBWR of torch's, ATEN_CPU_CAPABILITY of torch's other kernels."""
 PROBE = 'import numpy, torch; x = numpy.ones((99, 99), "f"); x @ x; torch.tensor(x) @ x'
 NOTHING_COLLECTED = 5
+MOST_NAMED = 6
+"""Failures of a piece that the table names; of more the first."""
 
 
 def folders() -> list[str]:
@@ -107,7 +109,10 @@ def table(records: Sequence[Record]) -> Iterator[str]:
             f"| {minutes:.1f} |"
         )
     for record in records:
-        for failure in record["failures"]:
+        failures = record["failures"]
+        if len(failures) > MOST_NAMED:
+            failures = [f"{failures[0]} and {len(failures) - 1} more of {record['folder']}"]
+        for failure in failures:
             yield f"\n- seed {record['seed']}, commit {record['commit']}: {failure}"
 
 
