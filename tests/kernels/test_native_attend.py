@@ -156,9 +156,7 @@ def test_equal_keys_get_equal_probabilities_wherever_they_lie(dtype: torch.dtype
     assert (probs == probs[..., :1]).all()
 
 
-def victims_by_hand(
-    score: Tensor, pos: Tensor, counts: list[int], recent: int, now: int, left: range
-) -> list[int]:
+def victims_by_hand(score: Tensor, pos: Tensor, counts: list[int], recent: int, now: int, left: range) -> list[int]:
     """Slot by (row, head): of positions that have `left` the window the last, else the lowest unprotected score, the
     newest of equals."""
     chosen = []
