@@ -61,7 +61,7 @@ def gemm_rates(spec: ModelSpec, rows: int) -> Iterator[tuple[float, float]]:
     """Again and again: FLOP/s of one layer's products of `rows` rows, and of a large one."""
     import torch
 
-    layer = [*spec.products("attn"), *spec.products("mlp")]
+    layer = spec.layer_products
     kinds = [[(rows, *product) for product in layer], [(LARGE, LARGE, LARGE)]]
     made: list[list[tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]]] = []
     for kind in kinds:

@@ -39,7 +39,7 @@ _SECONDS = 0.02  # of each side in a turn, at least
 def shapes(model: str) -> list[tuple[int, int]]:
     """Outputs and inputs of the products of one layer."""
     spec = spec_from_config(known_config(model) or {}, model)
-    return [(p.out_features, p.in_features) for kind in ("attn", "mlp") for p in spec.products(kind)]
+    return [(p.out_features, p.in_features) for p in spec.layer_products]
 
 
 def run(point: Record) -> int:

@@ -60,8 +60,8 @@ def _fitting(bench: Bench, product: Product) -> Product:
 
 
 def contending_product(bench: Bench) -> Callable[[], object]:
-    """A call of the largest product of an MLP, which is done while links are busy."""
-    largest = max(bench.spec.products("mlp"), key=lambda each: each.out_features * each.in_features)
+    """A call of the largest product of a layer, which is done while links are busy."""
+    largest = max(bench.spec.layer_products, key=lambda each: each.out_features * each.in_features)
     return _product_call(bench, _fitting(bench, largest), _ROWS_BESIDE)
 
 

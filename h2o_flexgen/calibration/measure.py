@@ -220,7 +220,7 @@ class CalibrationRun:
         prefill = prefill_curves(bench, seconds("attention of prompts"))
         sample = compute.sample_seconds(bench, seconds("sampling"), elementwise)
         rates = ComputeRates(
-            gemm_flops=compute.general_rate(shapes, (*spec.products("attn"), *spec.products("mlp"))),
+            gemm_flops=compute.general_rate(shapes, spec.layer_products),
             memory_bytes_per_s=memory,
             decode_attention=decode,
             prefill_attention=prefill,

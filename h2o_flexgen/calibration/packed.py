@@ -35,7 +35,7 @@ def packed_factors(bench: Bench, packings: Mapping[str, Packing], seconds: float
     """How many times as long a product takes with a packed weight as with one in the dtype, over its rows, by the keys
     of `packings`; as many rows as there is time for.
 
-    Of the largest product of an MLP, or a part of its outputs: such factors hardly depend on the shape. Scales are
+    Of the largest product of a layer, or a part of its outputs: such factors hardly depend on the shape. Scales are
     written to the arena, which holds small numbers again afterwards.
     """
     product = _part(bench)
@@ -64,8 +64,8 @@ def _multiply(x: Tensor, weights: Iterator[Weight]) -> object:
 
 
 def _part(bench: Bench) -> Product:
-    """The largest product of an MLP, cut to what the arena and patience allow, with an even number of inputs."""
-    largest = max(bench.spec.products("mlp"), key=lambda each: each.out_features * each.in_features)
+    """The largest product of a layer, cut to what the arena and patience allow, with an even number of inputs."""
+    largest = max(bench.spec.layer_products, key=lambda each: each.out_features * each.in_features)
     ins = largest.in_features - largest.in_features % 2
     most = min(_MOST, len(bench.arena) // bench.itemsize)
     return Product(max(1, min(largest.out_features, most // ins)), ins)

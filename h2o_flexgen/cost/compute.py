@@ -118,7 +118,8 @@ class Compute:
             step = 1  # nothing but the prompts' last tokens has come this far
         tokens = self._tokens(step, rows)
         if unit.experts:
-            return {"products": self._routing(tokens), "elementwise": self._half(tokens, attn=False)}
+            routing = self._chunked("router", chunks(tokens, self._block.policy.chunk))
+            return {"products": routing, "elementwise": self._half(tokens, attn=False)}
         passes = 5 if spec.arch.gated_mlp else 2
         if self._rates.fused_products and not spec.arch.gated_mlp and spec.arch.activation == "relu":
             passes = 0
@@ -131,15 +132,13 @@ class Compute:
     def experts(self, step: int, unit: UnitSpec, count: float) -> Parts:
         """`count` experts of a unit, for the tokens of all GPU batches."""
         spec, tokens = self._block.spec, self._block.mixture_tokens(step, unit)
-        *_, wide, down = spec.product_calls("mlp", tokens)
-        measured = self._rates.experts.get(spec.expert_bits or "")
-        if measured is not None:
-            return {"products": count * measured.time_at(wide.rows)}
-        seconds = sum(self._rates.gemm_seconds(each.rows, *each.product, self._block.itemsize) for each in (wide, down))
-        seconds *= self._rates.packed_factor(spec.packed_shares["mlp"], wide.rows, self._block.itemsize)
+        down = spec.product_calls("experts", tokens)[-1]
+        products = {"products": count / down.times * self._products("experts", tokens)}
+        if spec.expert_bits in self._rates.experts:
+            return products
         # Tokens are gathered (2 passes), and results scaled and added up (5); the gate as in an MLP.
-        numbers = wide.rows * (7 * spec.hidden_size + 5 * down.product.in_features)
-        return {"products": count * seconds, "elementwise": self._numbers(count * numbers)}
+        numbers = down.rows * (7 * spec.hidden_size + 5 * down.product.in_features)
+        return {**products, "elementwise": self._numbers(count * numbers)}
 
     def chosen_experts(self, step: int, unit: UnitSpec) -> Parts:
         """All experts of a unit that tokens choose."""
@@ -267,11 +266,6 @@ class Compute:
 
     def _chunked(self, kind: str, parts: Mapping[int, int]) -> float:
         return sum(count * self._products(kind, tokens) for tokens, count in parts.items())
-
-    def _routing(self, tokens: int) -> float:
-        """The products that all tokens of a mixture go through, whichever experts they choose."""
-        *own, _, _ = self._block.spec.product_calls("mlp", tokens)
-        return sum(self._rates.gemm_seconds(each.rows, *each.product, self._block.itemsize) for each in own)
 
     def _products(self, kind: str, rows: int) -> float:
         return self._rates.products_seconds(self._block.spec, kind, rows, self._block.itemsize)

@@ -112,12 +112,12 @@ class CostInputs:
         found: dict[tuple[int, int], tuple[int, int]] = {}
         for unit in self.spec.units:
             size = self.spec.groups_by_key[unit.weights].buffer_bytes(self.request.dtype)
-            weights = (unit.kind, self.placement.weights[unit.weights], size)
+            weights = (unit.products, self.placement.weights[unit.weights], size)
             found[unit.index, NO_BATCH] = first.setdefault(weights, (unit.index, NO_BATCH))
             alike: tuple[object, ...] = (unit.index,)
             if unit.layer is not None:
                 last, window = unit.layer == self.spec.num_layers - 1, self.spec.arch.window_of(unit.layer)
-                alike = (unit.kind, last, self.request.budgets[unit.layer], window)
+                alike = (unit.products, last, self.request.budgets[unit.layer], window)
             for batch, rows in enumerate(self.rows):
                 cache = None if unit.layer is None else self.placement.cache[unit.layer, batch]
                 place = (unit.index, batch)
@@ -136,7 +136,7 @@ class CostInputs:
 
     def chosen(self, step: int, unit: UnitSpec) -> list[int]:
         """As many experts as tokens choose if all are equally likely, at random."""
-        calls = self.spec.product_calls("mlp", self.mixture_tokens(step, unit))
+        calls = self.spec.product_calls("experts", self.mixture_tokens(step, unit))
         count = max(1, round(calls[-1].times))
         return sorted(random.Random(unit.index).sample(range(len(unit.experts)), count))
 

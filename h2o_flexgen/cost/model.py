@@ -190,8 +190,9 @@ class BatchPrices:
 
     def half_seconds(self, kind: str, passes: range) -> float:
         """The longest that the attention or MLP half of a layer computes for this GPU batch, wherever its cache is."""
-        unit = next(unit.index for unit in self._model.spec.units if unit.kind == kind)
-        return self._longest(Task(TaskKind.COMPUTE, passes[len(passes) // 2], unit, self._batch))
+        units = {unit.products: unit.index for unit in self._model.spec.units if unit.kind == kind}
+        step = passes[len(passes) // 2]
+        return max(self._longest(Task(TaskKind.COMPUTE, step, unit, self._batch)) for unit in units.values())
 
     def _computing(self, unit: int, step: int) -> float:
         """The computing thread's seconds for one tick and its stores."""

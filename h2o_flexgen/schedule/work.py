@@ -38,7 +38,8 @@ class PhaseWork:
     """The work of one phase, in tokens and bytes.
 
     steps           of the schedule
-    products        times that a unit of a kind ("embed", "attn", "mlp", "head") computed so many rows at once
+    products        times that products of a kind (`ModelSpec.products`) were computed for so many rows at once;
+                    experts for those of all GPU batches
     prompt_pairs    queries times keys of prompts in one layer with a window, by the window and the keys of a query;
                     causality is not deducted
     cache_tokens    tokens that decode steps read from the caches of all rows, over all layers, their own included, by
@@ -240,16 +241,15 @@ def _layers_by_window(spec: ModelSpec) -> Counter[Window]:
 
 
 def _flops(spec: ModelSpec, kind: str, rows: int) -> float:
-    """FLOPs of the products of a unit of `kind`."""
+    """FLOPs of the products of one `kind`."""
     calls = spec.product_calls(kind, rows)
     return sum(2 * each * times * product.out_features * product.in_features for product, each, times in calls)
 
 
 def _matrix_bytes(spec: ModelSpec, kind: str, rows: int, dtype: str) -> float:
-    """Bytes of the matrices that the products of a unit of `kind` read, in the mean over such units."""
-    count = sum(unit.kind == kind for unit in spec.units)
-    numbers = sum(each.numel for each in spec.multiplied[kind]) / count
+    """Bytes of the matrices that the products of one `kind` read, in the mean over its units."""
+    numbers = sum(each.numel for each in spec.multiplied[kind])
     calls = spec.product_calls(kind, rows)
     read = sum(times * product.out_features * product.in_features for product, _, times in calls)
-    whole = sum(each.nbytes(dtype) for each in spec.multiplied[kind]) / count
+    whole = sum(each.nbytes(dtype) for each in spec.multiplied[kind])
     return whole * read / numbers if numbers else 0.0

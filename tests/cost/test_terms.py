@@ -21,6 +21,7 @@ from h2o_flexgen.cost.inputs import prompt_parts
 from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.engine.batching.prefix_tree import chunks_of, segments_of
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.schedule.tasks import NO_BATCH, Task, TaskKind
 from tests.cost.machines import TINY, asked, known, model_of, on, profile, rates
 from tests.cost.plans import EVICTIONS, plans
@@ -272,21 +273,28 @@ def test_prompts_are_cut_as_the_engine_cuts_them(rows: int, length: int, chunk: 
     assert chunks == Counter(segment.rows * segment.length for segment in expected.elements())
 
 
-@pytest.mark.parametrize("name", known_names())
+MIXED = {"qwen2_moe": {"decoder_sparse_step": 2, "mlp_only_layers": [5]}, "qwen3_moe": {"mlp_only_layers": [0, 47]}}
+"""Config changes of mixtures with plain layers among the others, by family; sizes are the family's defaults."""
+
+
+@pytest.mark.parametrize("name", [*known_names(), *MIXED])
 def test_products_are_the_matrices_of_a_model(name: str) -> None:
-    spec = known(name)
+    config = {"model_type": name, "num_hidden_layers": 48, "eos_token_id": 1, **MIXED[name]} if name in MIXED else None
+    spec = known(name) if config is None else spec_from_config(config, name)
     tables = {"embed.tokens", "embed.positions"}
     matrices = Counter[str]()
     for group in spec.weight_groups:
         for tensor in group.tensors:
             if len(tensor.shape) == 2 and tensor.name not in tables:
-                matrices[tensor.name.split(".")[2] if tensor.name.startswith("layers") else "outer"] += tensor.numel
-    calls = {kind: spec.product_calls(kind, 10**4) for kind in ("embed", "attn", "mlp", "head")}  # all experts
-    priced = {kind: round(sum(t * a * b for (a, b), _, t in each)) for kind, each in calls.items()}
+                half = ".".join(tensor.name.split(".")[:3]) if tensor.name.startswith("layers") else ""
+                matrices[half] += tensor.numel
+    for unit in spec.units:
+        kinds = [unit.products, "experts"] if unit.experts else [unit.products]
+        calls = [call for kind in kinds for call in spec.product_calls(kind, 10**5)]  # all experts
+        matrices[unit.name if unit.layer is not None else ""] -= round(sum(t * a * b for (a, b), _, t in calls))
     tied = spec.vocab_size * spec.embed_dim if spec.arch.tied_head else 0
-    assert matrices["attn"] == spec.num_layers * priced["attn"]
-    assert matrices["mlp"] == spec.num_layers * priced["mlp"]
-    assert matrices["outer"] == priced["embed"] + priced["head"] - tied
+    assert +matrices == {}
+    assert -matrices == ({"": tied} if tied else {})
     assert len(set(spec.all_products)) == len(spec.all_products) >= 4
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.schedule.work import CountedWork, PhaseWork
 from tests.engine.compare import History
-from tests.tiny import prompts_of
+from tests.tiny import make_model, prompts_of, save
 
 LAYERS, HIDDEN, FFN, VOCAB, SIZE = 3, 32, 56, 97, 4
 MATRICES = {"attn": 4 * HIDDEN * HIDDEN, "mlp": 2 * HIDDEN * FFN, "head": HIDDEN * VOCAB}
@@ -80,6 +83,28 @@ def test_prompts_in_chunks_read_the_weights_for_each(checkpoint) -> None:
     prefill = _run(checkpoint()[1], prefill_chunk=PROMPT).last_work.prefill
     assert prefill.products["attn", PROMPT] == ROWS * LAYERS
     assert prefill.products["mlp", PROMPT] == ROWS * (LAYERS - 1)
+
+
+@pytest.mark.parametrize(("name", "changes"), [("qwen2-moe", {"decoder_sparse_step": 2}), ("qwen3-moe", {})])
+def test_layers_with_and_without_experts(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    """FLOPs as torch counts them in transformers' model; matrices as they are listed, experts once for both batches."""
+    model = make_model(name, **changes)
+    model.set_experts_implementation("eager")  # of others torch counts nothing
+    llm = _run(str(save(model, tmp_path)), new=2, count=2, budget=None, gpu_batch_size=1, num_gpu_batches=2)
+    spec, prompt = llm.model.spec, torch.tensor(prompts_of([PROMPT]))
+    assert {bool(unit.experts) for unit in spec.units if unit.kind == "mlp"} == {False, True}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        cache = model(prompt, logits_to_keep=1, use_cache=True).past_key_values
+    last = sum(counter.get_flop_counts()[f"{type(model).__name__}.model.layers.{LAYERS - 1}.mlp"].values())
+    prefill = counter.get_total_flops() - last * (PROMPT - 1) / PROMPT  # only the last token goes through that
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(prompt[:, -1:], past_key_values=cache, logits_to_keep=1)
+    assert llm.last_record.flops == pytest.approx(2 * (prefill + counter.get_total_flops()))
+    expected = 0.0
+    for key, group in spec.groups_by_key.items():
+        numbers = sum(each.numel for each in group.tensors if len(each.shape) == 2 and each.name != "embed.tokens")
+        expected += SIZE * numbers * (spec.chosen_share(2) if ".experts." in key else 2)
+    assert llm.last_work.decode.weight_bytes(spec, "float32") == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("batches", [1, 3])

@@ -190,11 +190,15 @@ class ComputeRates:
         return max(reading, 2 * rows * out_features * in_features / self.gemm_flops.at(rows))
 
     def products_seconds(self, spec: ModelSpec, kind: str, rows: float, itemsize: int) -> float:
-        """Of all products of a unit of `kind`, its weights packed as those of `spec` are, in the mean over such units.
+        """Of all products of a `kind`, weights packed as those of `spec` are, in the mean over its units; of experts
+        all that is in `experts`, where they were measured.
 
         itemsize: bytes of a number of the dtype that is computed with.
         """
         calls = spec.product_calls(kind, rows)
+        measured = self.experts.get(spec.expert_bits or "") if kind == "experts" else None
+        if measured is not None:
+            return calls[-1].times * measured.time_at(calls[-1].rows)
         plain = sum(times * self.gemm_seconds(each, *product, itemsize) for product, each, times in calls)
         return plain * self.packed_factor(spec.packed_shares[kind], calls[-1].rows if calls else rows, itemsize)
 

@@ -27,6 +27,11 @@ class UnitSpec:
     weights: str
     experts: tuple[str, ...] = ()
 
+    @property
+    def products(self) -> str:
+        """Of which kind the products of its own weights are: see `ModelSpec.products`."""
+        return "router" if self.experts else self.kind
+
 
 class Product(NamedTuple):
     """x (rows, in_features) times a weight (out_features, in_features)."""
@@ -236,7 +241,8 @@ class ModelSpec:
         return self.embed_dim != self.hidden_size
 
     def products(self, kind: str) -> tuple[Product, ...]:
-        """The matrix products of one unit, "embed", "attn", "mlp" or "head", in the order of computation.
+        """The matrix products of one "embed", "attn", "mlp" or "head", in the order of computation. Where an MLP half
+        has experts those that every token goes through, its "router", and those of one of its "experts".
 
         Projections of one input are one product, as they are where the engine lays out the buffer itself.
         """
@@ -246,11 +252,13 @@ class ModelSpec:
         if kind == "attn":
             return Product(query + 2 * kv, hidden), Product(hidden, query)
         if kind == "mlp":
-            experts = self.arch.experts
-            if experts is None:
-                return self._mlp_products(self.ffn_size)
+            return self._mlp_products(self.ffn_size)
+        experts = self.arch.experts
+        if kind == "router" and experts is not None:
             own = (*self._mlp_products(experts.shared_size), Product(1, hidden)) if experts.shared_size else ()
-            return (Product(experts.count, hidden), *own, *self._mlp_products(experts.ffn_size))
+            return (Product(experts.count, hidden), *own)
+        if kind == "experts" and experts is not None:
+            return self._mlp_products(experts.ffn_size)
         vocab = Product(self.vocab_size, self.embed_dim)
         return (Product(self.embed_dim, hidden), vocab) if self.bridged else (vocab,)
 
@@ -258,21 +266,13 @@ class ModelSpec:
         return Product(ffn * (2 if self.arch.gated_mlp else 1), self.hidden_size), Product(self.hidden_size, ffn)
 
     def product_calls(self, kind: str, rows: float) -> tuple[ProductCall, ...]:
-        """The products that `rows` rows go through in a unit of `kind`: in a mixture, as many experts as they choose
-        where each expert is as likely as another, with as many rows each.
-
-        A model's layers count as alike: all have experts, where any has.
-        """
-        experts, products = self.arch.experts, self.products(kind)
-        if kind != "mlp" or experts is None:
-            return tuple(ProductCall(product, rows) for product in products)
-        chosen = experts.count * self.chosen_share(rows)
-        each = rows * experts.active / chosen if chosen else 0.0
-        own = len(products) - 2  # of the router and the shared MLP
-        return (
-            *(ProductCall(product, rows) for product in products[:own]),
-            *(ProductCall(product, each, chosen) for product in products[own:]),
-        )
+        """The products of `kind` that `rows` rows go through: of experts those of as many as they choose where each is
+        as likely as another, with as many rows each."""
+        experts, times = self.arch.experts, 1.0
+        if kind == "experts" and experts is not None:
+            times = experts.count * self.chosen_share(rows)
+            rows = rows * experts.active / times if times else 0.0
+        return tuple(ProductCall(product, rows, times) for product in self.products(kind))
 
     def chosen_share(self, tokens: float) -> float:
         """Of the experts of a layer, those that any of so many tokens chooses if all are equally likely; 1 of none."""
@@ -281,22 +281,23 @@ class ModelSpec:
 
     @cached_property
     def multiplied(self) -> dict[str, tuple[TensorSpec, ...]]:
-        """By the kind of unit, the matrices that the products of all such units read."""
-        found: dict[str, tuple[TensorSpec, ...]] = {}
+        """By the kind of products, the matrices that all of them read."""
+        found: dict[str, list[TensorSpec]] = {}
         looked_up = ("embed.tokens", "embed.positions")
         for unit in self.units:
             table = ("embed.tokens",) if unit.kind == "head" and self.arch.tied_head else ()
-            groups = (self.groups_by_key[key] for key in (unit.weights, *unit.experts))
-            matrices = (each for group in groups for each in group.tensors if len(each.shape) == 2)
-            own = (each for each in matrices if each.name.startswith(f"{unit.name}.") or each.name in table)
-            read = (each for each in own if each.name in table or each.name not in looked_up)
-            found[unit.kind] = (*found.get(unit.kind, ()), *read)
-        return found
+            kinds = {unit.weights: unit.products, **dict.fromkeys(unit.experts, "experts")}
+            for key, kind in kinds.items():
+                matrices = (each for each in self.groups_by_key[key].tensors if len(each.shape) == 2)
+                own = (each for each in matrices if each.name.startswith(f"{unit.name}.") or each.name in table)
+                read = (each for each in own if each.name in table or each.name not in looked_up)
+                found.setdefault(kind, []).extend(read)
+        return {kind: tuple(tensors) for kind, tensors in found.items()}
 
     @cached_property
     def packed_shares(self) -> dict[str, dict[int, float]]:
-        """By the kind of unit: of the numbers that its products read, the share with so many bits, where they are
-        packed, in the mean over such units."""
+        """By the kind of products: of the numbers that they read, the share with so many bits, where they are packed,
+        in the mean over all units."""
         found: dict[str, dict[int, float]] = {}
         for kind, tensors in self.multiplied.items():
             whole, numbers = sum(each.numel for each in tensors), dict[int, int]()
@@ -311,15 +312,21 @@ class ModelSpec:
         """Of the weights of an expert, "16" where most are not packed; None: the model has no experts."""
         if self.arch.experts is None:
             return None
-        shares = self.packed_shares["mlp"]
+        shares = self.packed_shares["experts"]
         most = max(shares, key=lambda bits: shares[bits], default=16)
         return str(most) if shares.get(most, 0) > 0.5 else "16"
 
     @property
     def all_products(self) -> tuple[Product, ...]:
         """The products of all units, each shape once."""
-        kinds = ("attn", "mlp", "head", "embed")
-        return tuple(dict.fromkeys(product for kind in kinds for product in self.products(kind)))
+        ends = (product for kind in ("head", "embed") for product in self.products(kind))
+        return tuple(dict.fromkeys((*self.layer_products, *ends)))
+
+    @property
+    def layer_products(self) -> tuple[Product, ...]:
+        """The products of each kind that layers have, attention's first."""
+        kinds = [kind for kind in ("attn", "mlp", "router", "experts") if kind in self.multiplied]
+        return tuple(product for kind in kinds for product in self.products(kind))
 
 
 def _embed_tensors(spec: ModelSpec) -> tuple[TensorSpec, ...]:

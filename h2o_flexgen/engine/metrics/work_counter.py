@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -36,6 +37,10 @@ class WorkCounter:
         self._caches: dict[int, Counter[_CacheCounts]] = {}
         self._batch_of: dict[int, int] = {}
         groups = spec.groups_by_key
+        # After the last attention only each prompt's last token goes on.
+        *before, last, _ = spec.units
+        self._before = Counter(unit.products for unit in before if unit.kind == "mlp")
+        self._behind = Counter([last.products])
         self._streamed, self._experts = Counter[str](), Counter[str]()
         for key, tier in plan.placement.weights.items():
             for link in links(tier, self._tier, inward=True):
@@ -52,14 +57,18 @@ class WorkCounter:
             for link in self._streamed | self._experts:
                 nbytes = self._streamed[link] + chosen * self._experts[link]
                 work.moved[link, "weights"] += part * nbytes
+        all_going = 0
         for gpu_batch in gpu_batches:
             going = [row for row in gpu_batch.rows[: gpu_batch.decoding] if not row.finished]
             for row in gpu_batch.fresh:
                 self._batch_of[row.row_id] = gpu_batch.index
             self._products(gpu_batch, len(going))
+            all_going += len(going)
             self._reads(gpu_batch, going)
             if len(gpu_batches) > 1:
                 self._hidden(gpu_batch, len(going))
+        self._experts_of(all_going, prompts, self._before["router"])
+        self._experts_of(all_going, sum(len(gpu_batch.fresh) for gpu_batch in gpu_batches), self._behind["router"])
 
     def finished(self, row: Sequence) -> None:
         """A row that takes part in no further step: its prompt's kept tokens, and its decode steps."""
@@ -86,13 +95,22 @@ class WorkCounter:
                 rows = each.span.stop - each.span.start - (idle if each.rows else 0)
                 if rows:
                     work.products["attn", rows] += part * layers
-            for rows in _split(tokens, gpu_batch.chunk):
-                work.products["mlp", rows] += part * (layers - 1)
-        # After the last attention only each prompt's last token goes on.
+            self._halves(work, tokens, gpu_batch.chunk, {kind: part * count for kind, count in self._before.items()})
         for work, part in self._parts(len(gpu_batch.fresh) / max(1, gpu_batch.decoding + len(gpu_batch.fresh))):
-            for rows in _split(ends, gpu_batch.chunk):
-                work.products["mlp", rows] += part
+            self._halves(work, ends, gpu_batch.chunk, dict.fromkeys(self._behind, part))
             work.products["head", ends] += part
+
+    def _halves(self, work: PhaseWork, tokens: int, chunk: int, times: Mapping[str, float]) -> None:
+        """MLP halves that `tokens` tokens go through so many `times`, by the kind of their products."""
+        for kind, count in times.items():
+            for rows in _split(tokens, chunk):
+                work.products[kind, rows] += count
+
+    def _experts_of(self, going: int, fresh: int, layers: int) -> None:
+        """The experts of some layers, for the tokens of all GPU batches: of rows that decode, and `fresh` ones."""
+        tokens = going + fresh
+        for work, part in self._parts(fresh / tokens) if tokens and layers else ():
+            work.products["experts", tokens] += part * layers
 
     def _reads(self, gpu_batch: GpuBatch, going: list[Sequence]) -> None:
         """The tokens that attention reads; of decode rows that is added when they are finished, but for what goes to
