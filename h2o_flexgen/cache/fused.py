@@ -40,10 +40,10 @@ class FusedStep:
         scored = slots if isinstance(slots, ScoredSlots) else None
         adds = False if scored is None else scored.adds
         self._by_rows = adds is None
-        self._scored = None if self._by_rows else scored
+        self._scored = scored
         ranked = scored is not None
         rules = lengths.once(f"rules, {ranked}", lambda: slot_rules(lengths, ranked=ranked))
-        ranking = None if self._scored is None else self._scored.ranking
+        ranking = None if scored is None or (triton and self._by_rows) else scored.ranking
         self._number: Tensor | None = None
         self._kernel: DecodeStep
         self.attach: Callable[[Tensor, Tensor], None]
@@ -108,7 +108,8 @@ class FusedStep:
         """Whether every step launches the same work with the same arguments, so that a graph of one step is good for
         all. Not in C, and not for a policy with a score rule of its own, whose slots are found by torch operations that
         grow with the cache."""
-        return self._number is not None and not self._by_rows
+        remembers = self._scored is not None and self._scored.remembers
+        return self._number is not None and not self._by_rows and not remembers
 
     def attend(
         self,
@@ -127,8 +128,13 @@ class FusedStep:
         number: int | Tensor = self._lengths.step if self._number is None else self._number
         if self._by_rows:
             return self._with_rows(number, (q, k, v), scale, held, kept, sink_logits)
-        fresh = None if self._scored is None else self._scored.fresh(number, held)
-        return self._kernel.step(number, (q, k, v), scale, fresh=fresh, sink_logits=sink_logits)
+        scored = self._scored
+        fresh = None if scored is None else scored.fresh(number, held)
+        out = self._kernel.step(number, (q, k, v), scale, fresh=fresh, sink_logits=sink_logits)
+        if scored is not None and scored.remembers:
+            length = self._lengths.length
+            scored.remember(length, lambda: kept(length, q.dtype), (q, scale))
+        return out
 
     def _with_rows(
         self,
@@ -139,15 +145,15 @@ class FusedStep:
         kept: Callable[[int, torch.dtype], KeysValues],
         sink_logits: Tensor | None,
     ) -> Tensor:
-        slots = self._slots.allocate(held)
-        if isinstance(slots, int):
+        if self._scored is None:
             raise RuntimeError("slots in order of arrival have no scores")
+        slots, fresh = self._scored.take(held) if self._number is None else (self._scored.allocate(held), None)
         length, row = self._lengths.length, None
         if self._slots.needs_rows:
             # Where the kernel counts its steps, it does not know how few slots are occupied yet.
             width = length if self._number is None else self._size[2]
             row = torch.empty(*self._size[:2], width, device=self._lengths.device)
-        out = self._kernel.step(number, qkv, scale, slots=slots, probs=row, sink_logits=sink_logits)
+        out = self._kernel.step(number, qkv, scale, fresh=fresh, slots=slots, probs=row, sink_logits=sink_logits)
         row = None if row is None else row[..., :length]
         self._slots.evict(row, length, lambda: kept(length, qkv[0].dtype), (qkv[0], scale))
         return out

@@ -84,6 +84,8 @@ class ScoredSlots(CacheSlots):
         """A kernel's way to find the next free slots, see `NativeAttend.pick`; None: torch's."""
         self._moves: tuple[list[int], Tensor] | None = None
         self._queries: Tensor | None = None  # (b, m, heads, d), each at its position modulo m
+        self.remembers = policy.looks_back > 0 and all(b.full or b.burst > 1 for b in lengths.budgets)
+        """Whether nothing is scored from burst to burst, and only queries are kept: see `remember`."""
         self._plain = not lengths.bursts and kind.update is RankedPolicy.update and kind.ranks is RankedPolicy.ranks
         self._flat_score, self._flat_pos = self.score.view(-1), self._pos.view(-1)
         self._rows = row_ids
@@ -205,7 +207,7 @@ class ScoredSlots(CacheSlots):
     @property
     def adds(self) -> bool | None:
         """Whether scores grow by the probabilities of every step; None: the policy has something else in mind."""
-        return self.needs_rows if self._plain else None
+        return self.needs_rows if self._plain or self.remembers else None
 
     def fresh(self, step: int | Tensor, keys: Tensor | None = None) -> Tensor | None:
         """Scores of the tokens of `step`, (b, kv_heads, 1) float32; None: zero.
@@ -217,12 +219,16 @@ class ScoredSlots(CacheSlots):
         past = step.unsqueeze(-1) if isinstance(step, Tensor) else step
         return self._policy.new_scores(self._tokens(self._first_new + past, self._row_ids), keys)
 
-    def allocate(self, keys: Tensor | None = None) -> Tensor:
-        plan, free, step = self._plan, self._free, self._lengths.step
-        new = self._lengths.at_step("new positions by head", lambda: plan.first + step)
-        score = self.fresh(step, keys)
+    def take(self, keys: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """As `allocate`, where a kernel writes position and score itself: the slots, and the latter as `fresh` says."""
         if self._extra is not None:
-            self._extra.view(-1).index_fill_(0, free, 0.0)
+            self._extra.view(-1).index_fill_(0, self._free, 0.0)
+        return self._free, self.fresh(self._lengths.step, keys)
+
+    def allocate(self, keys: Tensor | None = None) -> Tensor:
+        plan, step = self._plan, self._lengths.step
+        new = self._lengths.at_step("new positions by head", lambda: plan.first + step)
+        free, score = self.take(keys)
         if step < plan.sink_steps:
             # By a mask, not by an index of those that are sinks: how many there are only the device knows.
             first = torch.zeros(self._shape[:2], device=free.device) if score is None else score.squeeze(-1)
@@ -271,6 +277,14 @@ class ScoredSlots(CacheSlots):
             gone = self._rank.view(-1).index_select(0, self._free).view(*self._shape[:2], 1)
             self._rank += (gone - self._rank).bitwise_right_shift_(31)
 
+    def remember(self, length: int, held: Held, asked: Asked) -> None:
+        """In place of `evict` where the slots are as `remembers` says and a kernel frees them; arguments as there."""
+        self._moves = None
+        self._keep_queries(asked[0])
+        if bursting := self._lengths.bursting:
+            self._moves = bursting, self._thinning(self._attended(None, length, held, asked, kept=True), bursting)
+            self._thin(*self._moves)
+
     def _ranked(self, step: AttendedStep, rows: Rows) -> Tensor:
         """Whatever became of the scores of sinks, of spans that stay and of empty slots, these are not compared."""
         fixed = step.pos < self._plan.sinks[rows]
@@ -310,12 +324,14 @@ class ScoredSlots(CacheSlots):
         self._resumed = (self._free - self._base).view(self._shape[:2])
         self.__dict__.pop("_first_new", None)
 
-    def _attended(self, row: Tensor | None, length: int, held: Held, asked: Asked | None) -> AttendedStep:
-        extra = None if self._extra is None else self._extra[..., :length]
-        now = self._first_new + self._lengths.step
+    def _attended(
+        self, row: Tensor | None, length: int, held: Held, asked: Asked | None, kept: bool = False
+    ) -> AttendedStep:
+        """kept: whether the queries of the step are remembered already."""
+        now = self._lengths.at_step("newest positions", lambda: self._first_new + self._lengths.step)
         step = AttendedStep(
             self.score[..., :length],
-            extra,
+            None if self._extra is None else self._extra[..., :length],
             row,
             self._pos[..., :length],
             now,
@@ -329,15 +345,22 @@ class ScoredSlots(CacheSlots):
         count = self._policy.looks_back
         if not count or asked is None:
             return step
-        queries, scale = asked
+        queries = self._queries if kept and self._queries is not None else self._keep_queries(asked[0])
+        ring = torch.arange(count, device=queries.device)
+        asked_at = now.view(-1, 1) - (now.view(-1, 1) - ring) % count
+        return replace(step, scale=asked[1], queries=queries.transpose(1, 2), asked_at=asked_at)
+
+    def _keep_queries(self, queries: Tensor) -> Tensor:
+        """The newest (b, heads, d) in place of the oldest; returns all of them."""
+        count, step = self._policy.looks_back, self._lengths.step
         if self._queries is None:
             self._queries = queries.new_zeros(len(queries), count, *queries.shape[1:])
         # By one index for all of a row's heads: `scatter_` has one for each number, and took as long as the layer.
-        places = now.view(-1) % count + torch.arange(len(queries), device=queries.device) * count
+        first = self._first_new.view(-1)
+        rows = self._lengths.once("rows of queries", lambda: torch.arange(len(first), device=first.device) * count)
+        places = self._lengths.at_step("places of queries", lambda: (first + step) % count + rows)
         self._queries.view(-1, *queries.shape[1:]).index_copy_(0, places, queries)
-        ring = torch.arange(count, device=queries.device)
-        asked_at = now.view(-1, 1) - (now.view(-1, 1) - ring) % count
-        return replace(step, scale=scale, queries=self._queries.transpose(1, 2), asked_at=asked_at)
+        return self._queries
 
     def seen(self, width: int) -> Tensor | None:
         if not self._lengths.hides:

@@ -159,9 +159,9 @@ class DecodeStep(Protocol):
         number: a whole number, or where the kernel can do that the same number in an int64 tensor (rows, kv_heads) on
         its device, which the step then increases by one: nothing that is launched depends on it any more. qkv: q (rows,
         heads, dim), k and v (rows, kv_heads, dim) of the new tokens. fresh: the scores they start with, float32 (rows,
-        kv_heads); None: 0. slots: where they go, as `Ranking.free`, if the caller decides that; not with a ranking.
-        probs: takes the probabilities, float32 (rows, kv_heads, width), 0 where no token is seen; width is at least
-        what is occupied. sink_logits: float32 (heads,), of each head a logit that is no token's; in C alone. All of
-        them contiguous.
+        kv_heads); None: 0. slots: where they go, as `Ranking.free`, if the caller decides that; with a ranking, in C
+        alone, tokens come into it and none is freed. probs: takes the probabilities, float32 (rows, kv_heads, width),
+        0 where no token is seen; width is at least what is occupied. sink_logits: float32 (heads,), of each head a
+        logit that is no token's; in C alone. All of them contiguous.
         """
         ...

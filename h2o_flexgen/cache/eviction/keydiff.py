@@ -12,6 +12,7 @@ from h2o_flexgen.cache.eviction.base import (
     PromptScores,
     RankedPolicy,
 )
+from h2o_flexgen.kernels import ranks
 
 
 class KeyDiffPolicy(RankedPolicy):
@@ -26,7 +27,8 @@ class KeyDiffPolicy(RankedPolicy):
         return PromptScores(_difference(prompts.stored_keys, None))
 
     def ranks(self, step: AttendedStep) -> Tensor:
-        return _difference(step.held().k, step.pos >= 0)
+        keys = step.held().k
+        return ranks.differences(keys, step.pos) if ranks.serves(keys) else _difference(keys, step.pos >= 0)
 
 
 def _difference(keys: Tensor, held: Tensor | None) -> Tensor:

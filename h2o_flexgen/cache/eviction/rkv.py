@@ -24,8 +24,10 @@ class RKVPolicy(LookingBack):
 
     def score(self, look: Look) -> Tensor:
         important = neighbours(look.attention(candidates=True, group="before"), look.chosen, _POOL, largest=True)
-        some = max(1, ROW_LOGITS // look.k.shape[1] ** 2)
-        alike = torch.cat([_likeness(*each) for each in zip(look.k.split(some), look.chosen.split(some), strict=True)])
+        keys, chosen = look.k.flatten(0, 1), look.chosen.flatten(0, 1)
+        some = max(1, ROW_LOGITS // keys.shape[1] ** 2)
+        parts = zip(keys.split(some), chosen.split(some), strict=True)
+        alike = torch.cat([_likeness(*part) for part in parts]).view_as(important)
         return 1 + IMPORTANCE * important - (1 - IMPORTANCE) * alike
 
 
@@ -34,9 +36,10 @@ def _likeness(keys: Tensor, chosen: Tensor) -> Tensor:
     directions = F.normalize(keys, dim=-1)
     cosines = directions @ directions.transpose(-1, -2)
     cosines.diagonal(dim1=-2, dim2=-1).fill_(0.0)
-    places = torch.arange(keys.shape[1], device=keys.device)
-    first = chosen.to(torch.uint8).argmax(-1).view(-1, 1, 1)  # 0 where none is chosen
-    latest = torch.where((cosines > _ALIKE) & chosen.unsqueeze(1), places, first).amax(-1, keepdim=True)
-    cosines.scatter_(-1, latest, 0.0)
-    mean = (cosines * chosen.unsqueeze(-1)).sum(1) / chosen.sum(-1, keepdim=True).clamp(min=1)
+    places = torch.arange(keys.shape[1], device=keys.device, dtype=torch.float32)  # exact up to 2^24
+    counted = chosen.float().unsqueeze(1)
+    latest = torch.where(cosines > _ALIKE, places.where(chosen, -1.0).unsqueeze(1), -1.0).amax(-1, keepdim=True).long()
+    first = counted.argmax(-1, keepdim=True)  # 0 where none is chosen
+    cosines.scatter_(-1, latest.where(latest >= 0, first), 0.0)
+    mean = (counted @ cosines).squeeze(1) / counted.sum(-1).clamp(min=1)
     return mean.masked_fill(~chosen, -torch.inf).softmax(-1).nan_to_num_(0.0)

@@ -16,6 +16,7 @@ from h2o_flexgen.cache.eviction.base import (
     sum_of,
 )
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.kernels import ranks
 
 VOLATILE = 3  # tenths of the budget
 
@@ -48,14 +49,16 @@ class RoCoPolicy(RankedPolicy):
         if step.extra is None:
             raise ValueError("roco keeps two numbers")
         step.score.add_(step.received)
-        step.extra.add_(step.received.square())
+        step.extra.addcmul_(step.received, step.received)
 
     def ranks(self, step: AttendedStep) -> Tensor:
         if step.extra is None:
             raise ValueError("roco keeps two numbers")
         numbers = [(budget.sinks, budget.recent, _scope(budget, 1)) for budget in step.budgets]
-        limits = step.once("limits of roco", lambda: torch.tensor(numbers, device=step.pos.device).view(-1, 3, 1, 1))
-        sinks, recent, scopes = limits.unbind(1)
+        limits = step.once("limits of roco", lambda: torch.tensor(numbers, device=step.pos.device))
+        if step.pinned is None and ranks.serves(step.score):
+            return ranks.steady_means(step.score, step.extra, step.pos, step.now, limits)
+        sinks, recent, scopes = limits.view(-1, 3, 1, 1).unbind(1)
         protected = (step.pos < sinks) | (step.pos > step.now - recent)
         if step.pinned is not None:
             protected |= step.pinned

@@ -29,7 +29,7 @@ class VasePolicy(LookingBack):
         spread = spread.masked_fill(~look.chosen, -1.0)
         places = torch.argsort(spread, dim=-1, descending=True, stable=True).argsort(-1)
         paid = neighbours(look.attention(candidates=True), look.chosen, _POOL, largest=False)
-        noise = uniform(self.seed, look.tokens)[0].clamp(min=2**-25)
+        noise = uniform(self.seed, look.tokens).clamp(min=2**-25)
         # Exponential clocks at the rates `paid`: the first to ring are drawn.
         rings = -noise.double().log() / paid.double().clamp(min=1e-30)
         drawn = rings.masked_fill(~look.chosen, torch.inf).argsort(dim=-1, stable=True).argsort(-1)

@@ -47,7 +47,7 @@ typedef struct {
     Vectors new_q, new_k, new_v;
     const Row *rule;        /* (rows) */
     int64_t *used;          /* (rows, kv_heads): takes the slot of the new token, counted from its head's first */
-    const int64_t *given;   /* (rows, kv_heads): where that is, as `next`, if the caller decides it; else NULL */
+    const int64_t *given;   /* (rows, kv_heads): where that is, as `next`, if the caller frees slots; else NULL */
     float *probs;           /* (rows, kv_heads, width): the probabilities, 0 where not occupied; may be NULL */
     int64_t width;
     /* Of ranked slots, else NULL: */
@@ -276,7 +276,7 @@ INLINE void settle(const Step *s, const Head *h, float *x, const float *sums) {
         memset(probs, 0, s->width * sizeof(float));
         memcpy(probs + h->first, x, h->n * sizeof(float));
     }
-    if (!s->next) return;
+    if (!s->score) return;
     float *score = s->score + h->base;
     int32_t *pos = s->pos + h->base;
     int64_t slot = h->slot;
@@ -284,6 +284,7 @@ INLINE void settle(const Step *s, const Head *h, float *x, const float *sums) {
     score[slot] = h->now < rule->sinks ? INFINITY : s->fresh ? s->fresh[h->task] : 0.0f;
     if (s->adds)
         for (int64_t i = 0; i < h->n; i++) score[h->first + i] += x[i];
+    if (s->given) return;
     if (s->step >= rule->evicts) slot = victim(score, pos, h->count, rule, h->now, s->window, 0);
     else slot = slot + 1 == h->limit ? rule->ring : slot + 1;
     s->next[h->task] = h->base + slot;
