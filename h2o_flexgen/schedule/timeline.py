@@ -135,7 +135,7 @@ class Timeline:
         }
 
     def write_chrome_trace(self, path: str | Path, process: str = MEASURED, predicted: Timeline | None = None) -> None:
-        """Write Chrome Trace Event JSON (ui.perfetto.dev, chrome://tracing): one thread per resource, microseconds.
+        """Write Chrome Trace Event JSON (ui.perfetto.dev, chrome://tracing): a thread per resource, microseconds.
 
         Memory is a counter per tier. `predicted` is a process of its own. One event per line, so that the file of a
         killed run can be mended by hand. Raises OSError as `open` does.
@@ -149,24 +149,42 @@ class Timeline:
             file.write("\n]}\n")
 
     def _events(self, process: str, pid: int) -> Iterator[dict[str, object]]:
-        threads = {resource: thread for thread, resource in enumerate(self.resources, start=1)}
+        lanes = self._lanes()
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
-        for resource, thread in threads.items():
+        for thread, (resource, _) in enumerate(lanes, start=1):
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": thread, "args": {"name": resource}}
             yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": thread, "args": {"sort_index": thread}}
-        for row in sorted(self.rows, key=lambda row: row.start):
+        placed = ((row, thread) for thread, (_, rows) in enumerate(lanes, start=1) for row in rows)
+        for row, thread in sorted(placed, key=lambda pair: pair[0].start):
+            start, end = self._microseconds(row.start), self._microseconds(row.end)
             yield {
                 "ph": "X",
                 "name": row.task,
                 "cat": row.task.split(" ", 1)[0],
                 "pid": pid,
-                "tid": threads[row.resource],
-                "ts": self._microseconds(row.start),
-                "dur": round((row.end - row.start) * 1e6, 3),
+                "tid": thread,
+                "ts": start,
+                "dur": round(
+                    end - start, 3
+                ),  # ends are rounded as starts are: tasks that follow at once must not overlap
             }
         for level in self.memory:
             name, at = f"{COUNTER}{level.tier}", self._microseconds(level.at)
             yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at, "args": {"bytes": level.nbytes}}
+
+    def _lanes(self) -> list[tuple[str, list[Row]]]:
+        """The rows of each resource, in as many lanes as run at once.
+
+        Perfetto drops a task that begins before the last one of its thread ended, so that each lane is a thread.
+        """
+        lanes: list[tuple[str, list[Row]]] = [(resource, []) for resource in self.resources]
+        for row in sorted(self.rows, key=lambda row: row.start):
+            own = (rows for resource, rows in lanes if resource == row.resource)
+            free = next((rows for rows in own if not rows or rows[-1].end <= row.start), None)
+            if free is None:
+                lanes.append((row.resource, free := []))
+            free.append(row)
+        return sorted(lanes, key=lambda lane: self.resources.index(lane[0]))
 
     def _microseconds(self, at: float) -> float:
         """Since the first row; what was held before it is held at its start."""

@@ -6,7 +6,6 @@ Skipped without playwright and Debian's chromium: `apt-get install chromium` and
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,8 +20,7 @@ from tests.pages.test_page import EVIL, evil_material
 from tests.pages.test_reading import RESULTS, ROOT
 
 playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium")
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")]
+pytestmark = pytest.mark.slow
 
 Open = Callable[[Path], Any]
 SCORES = {
@@ -40,15 +38,6 @@ SCORES = {
         }
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as running:
-        # In a container root has no sandbox; the page is the test's own.
-        opened = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_chrome_trace(tmp_path: Path) -> None:
     trace = json.loads(path.read_text(encoding="utf-8"))
     assert trace["displayTimeUnit"] == "ms"
     names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert sorted(names.values()) == ["compute", "disk->cpu"]
+    assert sorted(names.values()) == ["compute", "disk->cpu", "disk->cpu"], "two transfers at once are two threads"
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert [(e["name"], names[e["tid"]], e["ts"], e["dur"]) for e in spans] == [
         ("load layers.0.mlp", "disk->cpu", 0.0, 2e6),

@@ -208,13 +208,20 @@
   function save(figure) {
     const events = [], processes = [...new Set(figure.lanes.map((lane) => lane.process))];
     processes.forEach((name, at) => events.push({ ph: "M", name: "process_name", pid: at + 1, tid: 0, args: { name } }));
-    figure.lanes.forEach((lane, at) => {
-      const pid = processes.indexOf(lane.process) + 1, tid = at + 1;
-      events.push({ ph: "M", name: "thread_name", pid, tid, args: { name: lane.resource } });
+    let count = 0;
+    for (const lane of figure.lanes) {
+      const pid = processes.indexOf(lane.process) + 1, threads = [];
       for (const [ts, dur, kind, name] of lane.rows) {
-        events.push({ ph: "X", name: figure.names[name], cat: figure.kinds[kind], pid, tid, ts, dur });
+        // Perfetto drops a task that begins before the last one of its thread ended: each has a thread that is free.
+        let thread = threads.find((each) => each.end <= ts);
+        if (!thread) {
+          threads.push(thread = { tid: ++count });
+          events.push({ ph: "M", name: "thread_name", pid, tid: thread.tid, args: { name: lane.resource } });
+        }
+        thread.end = ts + dur;
+        events.push({ ph: "X", name: figure.names[name], cat: figure.kinds[kind], pid, tid: thread.tid, ts, dur });
       }
-    });
+    }
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([JSON.stringify({ displayTimeUnit: "ms", traceEvents: events })], { type: "application/json" }));
     link.download = "trace.json";
