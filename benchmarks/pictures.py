@@ -1,4 +1,4 @@
-"""Pictures for the documentation: pages of real runs in a headless Chromium, and the schedule as it is.
+"""Pictures for the documentation: pages of real runs in a headless Chromium, and the two drawings.
 
     scripts/pictures.sh
 
@@ -18,11 +18,8 @@ from typing import Any
 
 from PIL import Image
 
+from benchmarks.drawings import draw_rooms, draw_schedule
 from h2o_flexgen.__main__ import main as program
-from h2o_flexgen.config.model.known import known_config
-from h2o_flexgen.models.families import spec_from_config
-from h2o_flexgen.schedule.tasks import ScheduleShape, TaskKind
-from h2o_flexgen.schedule.zigzag import zigzag
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/pictures"
@@ -50,7 +47,8 @@ def main() -> int:
     if not MODEL.is_file():
         sys.exit(f"{MODEL} is not there: scripts/real_model.sh fetches it")
     FOLDER.mkdir(exist_ok=True)
-    _schedule(FOLDER / "schedule.svg")
+    draw_rooms(FOLDER / "rooms.svg")
+    draw_schedule(FOLDER / "schedule.svg")
     with tempfile.TemporaryDirectory() as temporary:
         real, offloaded, records = (Path(temporary) / f"{name}.html" for name in ("real", "offloaded", "records"))
         out = ["--output", f"{temporary}/out.jsonl", "--overwrite", "--no-json"]
@@ -88,37 +86,6 @@ def _save(page: Any, place: str, name: str) -> None:
     path = FOLDER / name
     page.locator(place).screenshot(path=path)
     Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)
-
-
-def _schedule(path: Path) -> None:
-    """The first ticks of a block of two GPU batches, each load one tick ahead of its compute."""
-    from matplotlib.figure import Figure
-
-    config = known_config("opt-125m")
-    assert config is not None, "the sizes of opt-125m are shipped"
-    spec = spec_from_config(config, "opt-125m")
-    shape = ScheduleShape(spec.units, 2, 2, frozenset(unit.weights for unit in spec.units), frozenset(), frozenset())
-    ticks = [tick for _, tick in zip(range(10), zigzag(shape), strict=False)]
-    figure = Figure(figsize=(10, 2.6), layout="constrained")
-    axes: Any = figure.subplots()
-    lanes = {"load weights": 1, "compute": 0}
-    for at, tick in enumerate(ticks):
-        for task in tick.loads:
-            if task.kind is TaskKind.LOAD_WEIGHTS:
-                _box(axes, at, lanes["load weights"], spec.units[task.unit].name, "#c2480a")
-        if tick.compute is not None:
-            text = f"{spec.units[tick.compute.unit].name}\nbatch {tick.compute.batch}"
-            _box(axes, at, lanes["compute"], text, "#0b5cad")
-    axes.set(
-        xlim=(0, len(ticks)), ylim=(-0.5, 1.5), xlabel="tick", yticks=list(lanes.values()), yticklabels=list(lanes)
-    )
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(path, metadata={"Date": None})
-
-
-def _box(axes: Any, at: int, lane: int, text: str, colour: str) -> None:
-    axes.barh(lane, 0.96, left=at, height=0.7, color=colour)
-    axes.text(at + 0.48, lane, text.replace("layers.", "layer "), ha="center", va="center", color="white", fontsize=7)
 
 
 if __name__ == "__main__":
