@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from h2o_flexgen.config.model.arch import ArchSpec
+from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, TensorSpec, WeightGroup
 from h2o_flexgen.errors import ModelError, UsageError
@@ -115,6 +115,11 @@ def test_eos_is_a_tuple_in_every_case() -> None:
 def test_sizes_that_cannot_be() -> None:
     with pytest.raises(ModelError, match="tiny: num_layers is 0"):
         dataclasses.replace(SPEC, num_layers=0)
+    with pytest.raises(ModelError, match="tiny has 1,000,000,000 layers. needed at most 1,000"):
+        dataclasses.replace(SPEC, num_layers=10**9)
+    many = dataclasses.replace(SPEC.arch, experts=ExpertSpec(10**9, 1, 8))
+    with pytest.raises(ModelError, match=f"tiny has {10**9 * SPEC.num_layers:,} experts"):
+        dataclasses.replace(SPEC, arch=many)
     with pytest.raises(ModelError, match="4 query heads do not divide among 3 KV heads"):
         dataclasses.replace(SPEC, num_kv_heads=3)
     with pytest.raises(ModelError, match=r"unknown dtype 'flaot16'.*did you mean 'float16'"):

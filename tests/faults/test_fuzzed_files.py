@@ -1,4 +1,5 @@
-"""JSON files with anything in them: indices, policies, profiles, schemas. Our errors, never others."""
+"""JSON files with anything in them: indices, policies, profiles, schemas, and config.json of each family. Our errors,
+never others."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.errors import H2OFlexGenError
+from tests.programs import Run
+from tests.tiny import FAMILIES, make_model, save
 
 NUMBERS = st.one_of(st.integers(), st.sampled_from([-1, 0, 1, 2, 2**31, 2**63, 10**30]), st.floats())
 VALUES = st.recursive(
@@ -95,3 +98,39 @@ def test_any_change_is_taken_or_our_error(kind: str, tmp_path: Path, data: st.Da
             break
     with contextlib.suppress(H2OFlexGenError):
         read(value, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny model of each family."""
+    rows = {row.family: name for name, row in FAMILIES.items()}
+    return {family: save(make_model(name), tmp_path_factory.mktemp(family)) for family, name in rows.items()}
+
+
+SIZES = st.sampled_from([2, 7, 1000, 10**6, 10**9, 10**15, 10**400])
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_config_with_anything_in_it_runs_or_is_refused_in_one_message(
+    families: dict[str, Path], run: Run, data: st.DataObject
+) -> None:
+    """0; 3 where numbers then grow beyond what is finite; 2 or 5 where a context or a plan is too small; else 4."""
+    folder = families[data.draw(st.sampled_from(sorted(families)))]
+    written = (folder / "config.json").read_text()
+    config = json.loads(written)
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(paths(config)[1:]))
+        how = data.draw(st.sampled_from(["replaced", "removed", "renamed"]))
+        config = changed(config, path, how, data.draw(st.one_of(VALUES, SIZES)))
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": [3, 4, 5]}))
+    try:
+        (folder / "config.json").write_text(json.dumps(config))
+        ran = run("--model", folder, "--prompts", prompts, "--gen-len", 2, "--no-calibrate", "--quiet")
+    finally:
+        (folder / "config.json").write_text(written)
+    assert ran.code in (0, 2, 3, 4, 5), ran.err
+    assert "Traceback" not in ran.err
+    assert ran.err.count("error: ") == (ran.code in (2, 4, 5)), ran.err

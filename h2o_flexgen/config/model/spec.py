@@ -13,6 +13,11 @@ from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup, dtype_byte
 from h2o_flexgen.errors import ModelError, UsageError
 
 
+MOST_LAYERS, MOST_EXPERTS = 1000, 1 << 15
+"""Of a model, experts over all its layers: several times those of any published one. A larger number in a config.json is
+damage, and would take hours to be refused by its missing tensors."""
+
+
 @dataclass(frozen=True)
 class UnitSpec:
     """One position of the computation, and the key of the weight group that it needs.
@@ -81,6 +86,10 @@ class ModelSpec:
             dtype_bytes(self.dtype)
         except UsageError as error:
             raise ModelError(f"{self.name}: {error.found}", error.needed, error.change) from None
+        experts = 0 if self.arch.experts is None else self.arch.experts.count * self.num_layers
+        for name, count, most in (("layers", self.num_layers, MOST_LAYERS), ("experts", experts, MOST_EXPERTS)):
+            if count > most:
+                raise ModelError(f"{self.name} has {count:,} {name}", f"needed at most {most:,}")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.name}: {self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads",
