@@ -16,6 +16,7 @@ from h2o_flexgen.cli.planning import let_calibrate, plan_text
 from h2o_flexgen.cli.program import print_error, write_json
 from h2o_flexgen.cli.progress import RunProgress
 from h2o_flexgen.cli.prompts import (
+    GivenPrompt,
     Messages,
     PromptLike,
     as_conversations,
@@ -47,13 +48,17 @@ def generate(arguments: RunArguments) -> int:
     """Runs; returns 0, or 3 where sequences ended in an error."""
     for note in arguments.notes:
         print_error(f"note: {note}")
-    given = _given_prompts(arguments)
+    every = _given_prompts(arguments)
+    given = None if every is None else [each.prompt for each in every]
     with ExitStack() as stack:
         answers: AnswerFile | AnswerPrinter = AnswerPrinter(as_json=str(arguments.output) == "-")
         if arguments.output is not None and str(arguments.output) != "-":
             answers = stack.enter_context(AnswerFile(arguments.output, arguments.overwrite))
         llm = stack.enter_context(LLM(**engine_settings(arguments.engine), hardware=arguments.hardware))
         prompts, sampling = _work(arguments, given, llm)
+        params: SamplingParams | list[SamplingParams] = sampling
+        if any(each.settings for each in every or ()):
+            params = [replace(sampling, **each.settings) for each in every or ()]
         _notes(arguments, llm, given, prompts)
         progress = RunProgress(arguments.quiet, len(prompts) * sampling.num_return_sequences)
         stack.callback(progress.close)
@@ -67,7 +72,7 @@ def generate(arguments: RunArguments) -> int:
 
         llm.on_plan = on_plan
         failed = 0
-        for output in llm.stream(prompts, sampling) if prompts else ():
+        for output in llm.stream(prompts, params) if prompts else ():
             progress.finished()
             if output.error is not None:
                 failed += 1
@@ -89,15 +94,15 @@ def engine_settings(engine: EngineConfig) -> dict[str, Any]:
     return {name: getattr(engine, name) for name in engine.__dataclass_fields__}
 
 
-def _given_prompts(arguments: RunArguments) -> list[PromptLike] | None:
+def _given_prompts(arguments: RunArguments) -> list[GivenPrompt] | None:
     """The prompts that the user gave, None where random ones are wanted."""
-    prompts: list[PromptLike]
+    prompts: list[GivenPrompt]
     if arguments.prompts:
-        prompts = list(arguments.prompts)
+        prompts = list(map(GivenPrompt, arguments.prompts))
     elif arguments.prompts_file is not None:
         prompts = read_prompts(arguments.prompts_file)
     elif arguments.prompt_len is None and arguments.engine.model == "demo" and arguments.engine.weights == "checkpoint":
-        prompts = list(demo_prompts())
+        prompts = list(map(GivenPrompt, demo_prompts()))
     elif arguments.chat:
         raise UsageError("--chat is given, and there is nothing to answer", "needed --prompt TEXT or --prompts FILE")
     elif arguments.sampling.response_format is not None:
@@ -106,7 +111,10 @@ def _given_prompts(arguments: RunArguments) -> list[PromptLike] | None:
     else:
         return None
     prompts = prompts[: arguments.num_prompts]
-    return as_conversations(prompts, arguments.system) if arguments.chat else prompts
+    if not arguments.chat:
+        return prompts
+    talks = as_conversations([each.prompt for each in prompts], arguments.system)
+    return [GivenPrompt(talk, each.settings) for talk, each in zip(talks, prompts, strict=True)]
 
 
 def _work(

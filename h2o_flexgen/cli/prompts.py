@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from h2o_flexgen.config.budget import Prompt, Span
+from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.engine.requests.chat import Message, checked_messages, with_system
 from h2o_flexgen.errors import UsageError
 
@@ -24,16 +26,24 @@ class Messages(list[Message]):
 PromptLike = str | list[int] | Messages | Prompt
 """Text or token ids to be completed, either with spans, or a conversation to be answered."""
 
+
+class GivenPrompt(NamedTuple):
+    """A prompt with the settings that its line has for itself, by their names in SamplingParams."""
+
+    prompt: PromptLike
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
 _WANTED = 'needed {"prompt": "..."}, "...", {"prompt": [token ids]} or {"messages": [{"role": ..., "content": ...}]}'
 _SHOWN = 5
 
 
-def read_prompts(path: Path) -> list[PromptLike]:
+def read_prompts(path: Path) -> list[GivenPrompt]:
     """Prompts in a text file (one per line) or a .jsonl file ({"prompt": ...} per line); "-" is stdin.
 
     Blank lines and a byte order mark are passed over; "prompt" may be text or a list of token ids, and "messages" in
-    its place holds a conversation. UsageError names the file and the lines that cannot be used. Stdin is JSONL where
-    its first line is a JSON object.
+    its place holds a conversation; "response_format" is of its line alone. UsageError names the file and the lines that
+    cannot be used. Stdin is JSONL where its first line is a JSON object.
     """
     name = "stdin" if str(path) == "-" else str(path)
     if name == "stdin" and sys.stdin is None:
@@ -46,7 +56,7 @@ def read_prompts(path: Path) -> list[PromptLike]:
     lines = [line.removesuffix("\r") for line in _text_of(data, name).split("\n")]
     if path.suffix.lower() in (".jsonl", ".ndjson", ".json") or (name == "stdin" and lines[0].lstrip().startswith("{")):
         return _parsed(lines, name, _json_prompt)
-    return _parsed(lines, name, str)
+    return _parsed(lines, name, GivenPrompt)
 
 
 def checked_text(text: str, where: str) -> str:
@@ -98,9 +108,9 @@ def _text_of(data: bytes, name: str) -> str:
     return text
 
 
-def _parsed(lines: list[str], name: str, parse: Callable[[str], PromptLike]) -> list[PromptLike]:
+def _parsed(lines: list[str], name: str, parse: Callable[[str], GivenPrompt]) -> list[GivenPrompt]:
     """`parse` of every line that is not blank; all complaints together."""
-    prompts: list[PromptLike] = []
+    prompts: list[GivenPrompt] = []
     faults: list[str] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -114,19 +124,29 @@ def _parsed(lines: list[str], name: str, parse: Callable[[str], PromptLike]) -> 
     return prompts
 
 
-def _json_prompt(line: str) -> PromptLike:
+def _json_prompt(line: str) -> GivenPrompt:
     try:
         entry = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"is not JSON ({error})") from None
-    if isinstance(entry, dict) and "messages" in entry:
-        return _messages(entry)
-    prompt: Any = entry.get("prompt") if isinstance(entry, dict) else entry
+    if not isinstance(entry, dict):
+        entry = {"prompt": entry}
+    settings = {}
+    if entry.get("response_format") is not None:
+        try:
+            settings["response_format"] = ResponseFormat.read(entry["response_format"])
+        except UsageError as error:
+            raise UsageError(f"has a response_format that cannot be served: {error.found}") from None
+    return GivenPrompt(_messages(entry) if "messages" in entry else _completion(entry), settings)
+
+
+def _completion(entry: dict[str, Any]) -> PromptLike:
+    prompt: Any = entry.get("prompt")
     ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
     if not ids and not isinstance(prompt, str):
         raise UsageError("has no prompt")
     found = prompt if ids else _whole_text(prompt)
-    spans = entry.get("spans") if isinstance(entry, dict) else None
+    spans = entry.get("spans")
     return _spans(found, spans) if spans else found
 
 

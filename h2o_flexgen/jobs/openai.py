@@ -66,9 +66,9 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 
 @dataclass
 class OpenAIFormat:
-    """The format for one model. `model`: its name as it was typed; `job`: what ids are made from; `sampling`: settings
-    in the place of the service's defaults, by their names in SamplingParams; `doubled`: lines whose custom_id stood in
-    an earlier one."""
+    """The format for one model. `model`: its name as it was typed; `served`: others that bodies may call it by; `job`:
+    what ids are made from; `sampling`: settings in the place of the service's defaults, by their names in
+    SamplingParams; `doubled`: lines whose custom_id stood in an earlier one."""
 
     model: str
     codec: TextCodec | None
@@ -79,6 +79,7 @@ class OpenAIFormat:
     job: str
     dummy: bool = False
     doubled: frozenset[int] = frozenset()
+    served: tuple[str, ...] = ()
 
     def asked(self, record: Record) -> BatchRequest:
         """What a line asks for; Refused with the field that cannot be served."""
@@ -89,9 +90,9 @@ class OpenAIFormat:
                 known = "is not supported" if name in _LATER else "is not known"
                 raise Refused(f"the field {name!r} of the body {known}", "unsupported_field", param=name)
         fields = _Body(body)
-        names = {self.model, self.model.rstrip("/").rpartition("/")[2]}
+        names = {self.model, self.model.rstrip("/").rpartition("/")[2], *self.served}
         if body.get("model") is not None and fields.text("model") not in names:
-            found = f"model is {body.get('model')!r}, and this job runs {self.model}"
+            found = f"model is {_shown(body['model'])}, and this job runs {self.model} (see --served-model-name)"
             raise Refused(found, "model_not_found", status=404, param="model")
         if fields.get("stream", False) is not False:
             raise Refused("stream must be false in a batch", param="stream")

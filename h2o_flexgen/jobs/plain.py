@@ -10,6 +10,7 @@ from typing import Any
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
+from h2o_flexgen.errors import UsageError
 from h2o_flexgen.jobs.requests import BatchRequest, Refused, seed_of, talk_of, with_spans
 from h2o_flexgen.jobs.source import BadLine, Record, load_json
 
@@ -47,6 +48,11 @@ class PlainFormat:
         params = self.sampling
         if params.do_sample:
             params = replace(params, seed=seed_of(self.seed, record.line))
+        if row.get("response_format") is not None:
+            try:
+                params = replace(params, response_format=row["response_format"])
+            except UsageError as error:
+                raise Refused.of(error, param="response_format") from None
         return BatchRequest([prompt], params)
 
     def answer(self, record: Record, asked: BatchRequest, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def test_eos_is_a_tuple_in_every_case() -> None:
 def test_sizes_that_cannot_be() -> None:
     with pytest.raises(ModelError, match="tiny: num_layers is 0"):
         dataclasses.replace(SPEC, num_layers=0)
-    with pytest.raises(ModelError, match="tiny has 1,000,000,000 layers. needed at most 1,000"):
+    with pytest.raises(ModelError, match=r"tiny has 1,000,000,000 layers\. needed at most 1,000"):
         dataclasses.replace(SPEC, num_layers=10**9)
     many = dataclasses.replace(SPEC.arch, experts=ExpertSpec(10**9, 1, 8))
     with pytest.raises(ModelError, match=f"tiny has {10**9 * SPEC.num_layers:,} experts"):

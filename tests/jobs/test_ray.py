@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,11 @@ import psutil
 import pytest
 
 from h2o_flexgen import LLM, SamplingParams
-from h2o_flexgen.cli.batch.job import share_of
+from h2o_flexgen.cli.batch.arguments import parse_batch
+from h2o_flexgen.cli.batch.job import ClusterJob, JobActor, share_of
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.jobs.journal import OK, JobResults
+from h2o_flexgen.jobs.source import Source
 from h2o_flexgen.ray import COLUMNS, Predictor
 from tests.jobs.files import request, results, timeless, write
 from tests.programs import Ran, until
@@ -198,6 +203,28 @@ def test_actors_get_equal_shares_of_the_machines(
             share_of(nodes, actors, gpus)
     else:
         assert share_of(nodes, actors, gpus) == share
+
+
+def test_tokens_of_requests_that_are_computed_twice_count_once(tmp_path: Path, model: Path) -> None:
+    """Of a batch that a lost actor had finished in part: whichever of its requests are done, the others count."""
+    pytest.importorskip("pyarrow")
+    bodies = [{"prompt": "a" * (i + 1), "max_tokens": 2} for i in range(3)]
+    file = write(tmp_path / "in.jsonl", *(request(f"r{i}", body) for i, body in enumerate(bodies)))
+    arguments = parse_batch(["-i", str(file), "-o", str(tmp_path / "out"), "--model", str(model)])
+    source = Source(file)
+    scan, records = source.scan(), [pickle.dumps(tuple(record)) for record in source.records()]
+    actor = JobActor(arguments, "openai", frozenset(), {}, 1.0)
+    table = actor({"record": [SimpleNamespace(as_py=lambda data=data: data) for data in records]})
+    with JobResults(tmp_path / "out") as kept:
+        kept.begin({}, scan.lines)
+        first = table.column("line")[0].as_py()
+        kept.state[first] = OK
+        job = ClusterJob(arguments, source, scan, kept, {}, lambda summary: None)
+        job._take(table)
+        again = (job.summary.ok, job.summary.prompt_tokens)
+        job._take(table)
+    assert again == (job.summary.ok, job.summary.prompt_tokens) == (2, sum(2 + i for i in range(3)) - (1 + first))
+    assert job.record["model"] == str(model)
 
 
 def test_a_machine_without_ray(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.engine.requests.reader import SAMPLE_BITS, Request
@@ -228,6 +229,14 @@ def test_flags_replace_the_services_defaults_and_bodies_replace_flags() -> None:
     assert (params.max_new_tokens, params.do_sample) == (4, False)
 
 
+def test_a_model_goes_by_its_names_and_those_it_is_served_by() -> None:
+    form = openai(served=("gpt-4o", "other"))
+    for name in ("some/model", "model", "gpt-4o", "other"):
+        assert form.asked(Record(1, a(model=name).encode())).body["model"] == name
+    with pytest.raises(Refused, match="--served-model-name"):
+        form.asked(Record(1, a(model="gpt-4").encode()))
+
+
 def test_seeds_are_those_of_the_line_and_nothing_else() -> None:
     first, other = (openai(seed=seed).asked(Record(3, a().encode())).params.seed for seed in (0, 1))
     assert first != other
@@ -279,11 +288,15 @@ def test_plain_json_lines(tmp_path: Path) -> None:
         "3",
         '{"prompt": 3}',
         '{"messages": [1]}',
+        '{"prompt": "a", "response_format": {"type": "xml"}}',
+        '{"prompt": "a", "response_format": {"type": "json_object"}}',
     ]
     found = {each["line"]: each for each in answered(tmp_path, lines, form=PLAIN)}
     assert (found[1]["text"], found[1]["id"], found[1]["finish_reason"]) == ("abc", 7, "length")
     assert [found[line].get("text") for line in (2, 3)] == ["tex", "\x01\x02"]
-    assert all("error" in found[line] for line in (4, 5, 6, 7))
+    assert all("error" in found[line] for line in (4, 5, 6, 7, 8))
+    assert "response_format is" in found[8]["error"]["message"]
+    assert PLAIN.asked(Record(9, lines[-1].encode())).params.response_format == ResponseFormat()
 
 
 def test_lines_of_text(tmp_path: Path) -> None:

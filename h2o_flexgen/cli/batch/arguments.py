@@ -40,6 +40,7 @@ class BatchArguments:
     prompt_column: str
     id_column: str | None
     chat: bool
+    served_model_name: tuple[str, ...]
     shard: tuple[int, int]
     ray: int | None
     at_risk: float
@@ -85,6 +86,7 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
         prompt_column=args.prompt_column,
         id_column=args.id_column,
         chat=args.chat,
+        served_model_name=tuple(args.served_model_name),
         shard=args.shard,
         ray=None if args.ray is None else whole(args.ray, "--ray", 1),
         at_risk=args.at_risk,
@@ -131,6 +133,13 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     )
     work.add_argument("--id-column", metavar="NAME", help="of jsonl and parquet: is written beside the answer")
     work.add_argument("--chat", action="store_true", help="each prompt is what a user says, not of openai")
+    work.add_argument(
+        "--served-model-name",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="of openai: bodies may call the model by these names, too",
+    )
     work.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a sequence; may be repeated")
     work.add_argument("--shard", type=_shard, default=(1, 1), metavar="I/N", help="of every N requests only the I-th")
     work.add_argument(

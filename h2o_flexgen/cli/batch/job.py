@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import h2o_flexgen
@@ -206,6 +206,7 @@ def request_format(
         hashlib.sha256(json.dumps(header.get("job")).encode()).hexdigest(),
         model.dummy,
         doubled,
+        arguments.served_model_name,
     )
 
 
@@ -272,23 +273,28 @@ class JobActor:
         self._format = request_format(arguments, self._llm.model, kind, doubled, header)
 
     def __call__(self, batch: Any) -> Any:
-        """An Arrow table with a column of pickled records to one of lines, results and whether they failed.
+        """An Arrow table with a column of pickled records to one of lines, results, whether they failed, and tokens.
 
-        The first row has the tokens of all, and the record of the engine's last call.
+        The first row has the record of the engine's last call.
         """
         import pyarrow
 
         records = [Record(*pickle.loads(data.as_py())) for data in batch["record"]]
         given = _Given(records, bytearray(max(record.line for record in records) + 1))
-        summary = Job(self._llm, given, self._format, given, len(records)).run()
+        counts = [(0, 0)]
+
+        def told(summary: Summary) -> None:
+            counts.append((summary.prompt_tokens, summary.generated_tokens))
+
+        Job(self._llm, given, self._format, given, len(records), told=told).run()
+        prompts, new = ([after - before for before, after in pairwise(each)] for each in zip(*counts, strict=True))
         ran = "" if self._llm.last_record is None else self._llm.last_record.to_line()
-        others = len(records) - 1
         return pyarrow.table(
             {
                 **dict(zip(("line", "result", "failed"), map(list, zip(*given.results, strict=True)), strict=True)),
-                "prompt_tokens": [summary.prompt_tokens, *[0] * others],
-                "generated_tokens": [summary.generated_tokens, *[0] * others],
-                "record": [ran, *[""] * others],
+                "prompt_tokens": prompts,
+                "generated_tokens": new,
+                "record": [ran, *[""] * (len(records) - 1)],
             }
         )
 
@@ -365,6 +371,8 @@ class ClusterJob:
 
     def _take(self, table: Any) -> None:
         for row in table.to_pylist():
+            if row["record"]:
+                self.record = json.loads(row["record"])
             if self._results.state[row["line"]]:
                 continue  # computed twice, of an actor that was lost after it had finished them
             self._results.add(row["line"], row["result"], row["failed"])
@@ -372,8 +380,6 @@ class ClusterJob:
             self.summary.ok += not row["failed"]
             self.summary.prompt_tokens += row["prompt_tokens"]
             self.summary.generated_tokens += row["generated_tokens"]
-            if row["record"]:
-                self.record = json.loads(row["record"])
             self._told(self.summary)
 
 

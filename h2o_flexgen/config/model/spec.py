@@ -12,10 +12,9 @@ from h2o_flexgen.config.model.packing import CacheBits, CachePacking, Packing, c
 from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup, dtype_bytes
 from h2o_flexgen.errors import ModelError, UsageError
 
-
 MOST_LAYERS, MOST_EXPERTS = 1000, 1 << 15
-"""Of a model, experts over all its layers: several times those of any published one. A larger number in a config.json is
-damage, and would take hours to be refused by its missing tensors."""
+"""Of a model, experts over all its layers: more than any published one has. A larger number in a config.json is damage,
+and would take hours to be refused by its missing tensors."""
 
 
 @dataclass(frozen=True)
