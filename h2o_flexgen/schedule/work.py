@@ -84,6 +84,8 @@ class CountedWork:
     """The work of a call, or of some of its blocks."""
 
     phases: dict[Phase, PhaseWork] = field(default_factory=lambda: {phase: PhaseWork() for phase in PHASES})
+    dependency: float = 0.0
+    """Of a record."""
 
     @property
     def prefill(self) -> PhaseWork:

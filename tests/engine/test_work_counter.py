@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.engine import Engine
@@ -203,3 +205,39 @@ def test_one_token_each_is_all_prefill(checkpoint) -> None:
     assert llm.last_work.decode.steps == 0
     assert not llm.last_work.decode.products
     assert llm.last_record.roofline["decode"]["resources"] == {}
+
+
+DEPENDENCY = [
+    ("full", {}),
+    ("h2o", {"budget": 10}),
+    ("rkv", {"budget": 12}),
+    ("snapkv", {"budget": 20}),
+    ("streaming", {"budget": 30}),
+]
+
+
+@pytest.mark.parametrize(("name", "changes"), DEPENDENCY, ids=[name for name, _ in DEPENDENCY])
+def test_dependency_is_what_queries_had_before_them(
+    name: str, changes: dict[str, Any], checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, attend = list[int](), KVCache.attend
+
+    def counted(cache: KVCache, *args: Any, **kwargs: Any) -> Tensor:
+        held.extend(len(cache.kept(row, 0)) + 1 for row in range(cache.shape.batch))
+        return attend(cache, *args, **kwargs)
+
+    monkeypatch.setattr(KVCache, "attend", counted)
+    lengths, new = (24, 9, 1), 20
+    with Engine(checkpoint()[1], dtype="float32", eviction=EvictionConfig(name, **changes), policy=POLICY) as llm:
+        llm.generate(prompts_of(lengths), max_new_tokens=new, ignore_eos=True)
+    assert llm.last_record is not None
+    assert llm.last_record.dependency == pytest.approx(sum(lengths) + sum(held) / LAYERS)
+    if name == "full":
+        assert llm.last_record.dependency == sum(length * new + new * (new - 1) // 2 for length in lengths)
+
+
+def test_dependency_of_a_score(checkpoint) -> None:
+    with Engine(checkpoint()[1], dtype="float32", policy=POLICY) as llm:
+        llm.score([([5, 6, 7], [8, 9])])
+    assert llm.last_record is not None
+    assert llm.last_record.dependency == 3 + 4

@@ -27,7 +27,7 @@ _NESTED: dict[str, tuple[str, ...]] = {
     "bound": ("phase", "resource", "seconds"),
 }
 """Keys that a nested object must have; it may have more."""
-_LATER = {"kept", "shared", "quantization", "experts"}
+_LATER = {"kept", "dependency", "shared", "quantization", "experts"}
 """Keys that records of earlier versions lack."""
 
 
@@ -180,6 +180,9 @@ class RunRecord(Throughput):
     kept: dict[str, dict[str, float]] | None = None
     """By the name of a span of prompts its `tokens`, and how many of these caches held at the end of `prefill` and of
     `decode`: the mean over sequences, layers and KV heads. None: no prompt had spans."""
+    dependency: float | None = None
+    """LightThinker's "Dep" (arXiv 2502.15589): over all tokens generated or scored the sum of the tokens held for the
+    query that each comes from, itself included, the mean over layers. None where no engine of ours counted."""
     shared: dict[str, Any] | None = None
     """Who had the cores meanwhile: `cores.CoreCount.shared`. None where the system does not say."""
     warnings: list[str] = field(default_factory=list)

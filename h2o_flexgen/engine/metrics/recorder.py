@@ -154,6 +154,7 @@ def make_record(
         predicted=None if first.predicted is None else dict(first.predicted),
         least_bytes_moved=_least_moved(plan, rows) if len(plans) == 1 and plan.request.num_gpus == 1 else None,
         kept=_kept(rows),
+        dependency=totals.work.dependency,
         shared=metrics.cores.shared,
         warnings=[warning for warning in said if warning is not None],
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
+from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.limits.plan import Plan
@@ -72,15 +73,22 @@ class WorkCounter:
 
     def finished(self, row: Sequence) -> None:
         """A row that takes part in no further step: its prompt's kept tokens, and its decode steps."""
-        steps = max(0, len(row.fed) + len(row.token_ids) - 1)
-        if not steps:
+        fed = len(row.fed)
+        steps = fed + len(row.token_ids) - 1
+        if steps < 0:
             return
         for caches, layers in self._caches_of(self._batch_of[row.row_id]).items():
-            budget = row.budget_in(caches.layer, caches.window)
-            kept = min(len(row.prompt_ids), budget.after_prompt)
-            room = budget.total + (not budget.full)  # the newest token comes in before another goes
-            self._add(self._work.decode, caches, layers * _summed(kept, steps, room))
-            self._move(self._work.decode, caches, layers * _summed(kept - 1, steps, budget.total), inward=True)
+            budget, prompt = row.budget_in(caches.layer, caches.window), len(row.prompt_ids)
+            kept = min(prompt, budget.after_prompt)
+            attended = _summed(kept, steps, budget)
+            # The first token comes from the prompt's last query, unless the end of the prompt is yet to be fed.
+            first = 0 if fed else min(prompt, caches.window or prompt)
+            asked = first + attended - _summed(kept, max(0, fed - 1), budget)
+            self._work.dependency += layers * asked / self._spec.num_layers
+            if not steps:
+                continue
+            self._add(self._work.decode, caches, layers * attended)
+            self._move(self._work.decode, caches, layers * (attended - steps), inward=True)
             # What the last step adds is read by no step.
             self._move(self._work.prefill, caches, layers * kept, inward=False)
             self._move(self._work.decode, caches, layers * (steps - 1), inward=False)
@@ -129,15 +137,13 @@ class WorkCounter:
                 work.cache_calls[caches.window, caches.device] += part * layers
             if not gpu_batch.segments:
                 continue
-            held = before = 0
+            held = 0
             for row in going:
                 budget, new = row.budget_in(caches.layer, caches.window), row.steps - row.remaining
-                kept = min(len(row.prompt_ids), budget.after_prompt)
-                held += min(kept + new, budget.total + (not budget.full))
-                before += min(kept + new - 1, budget.total)
+                held += _attended(min(len(row.prompt_ids), budget.after_prompt), new, budget)
             for work, sign in ((self._work.prefill, share), (self._work.decode, -share)):
                 self._add(work, caches, sign * layers * held)
-                self._move(work, caches, sign * layers * before, inward=True)
+                self._move(work, caches, sign * layers * (held - len(going)), inward=True)
 
     def _hidden(self, gpu_batch: GpuBatch, going: int) -> None:
         """Of a GPU batch among others: between all units of a GPU its hidden states leave and come back."""
@@ -194,10 +200,21 @@ class WorkCounter:
         return _CacheCounts(windows.index(windows[layer]) if even else layer, windows[layer], device, tier)
 
 
-def _summed(start: int, steps: int, most: int) -> int:
-    """The sum of min(start + k, most) for k = 1 .. steps."""
-    growing = max(0, min(steps, most - start))
-    return growing * start + growing * (growing + 1) // 2 + (steps - growing) * most
+def _attended(kept: int, step: int, budget: Budget) -> int:
+    """The tokens that decode step 1, 2, ... reads after a prompt of which so many are kept: the newest comes in before
+    others go."""
+    most = budget.total + (not budget.full)
+    return kept + step if kept + step <= most else most - (most - kept - step) % budget.burst
+
+
+def _summed(kept: int, steps: int, budget: Budget) -> int:
+    """The sum of `_attended` over the first steps."""
+    most, burst = budget.total + (not budget.full), budget.burst
+    growing = max(0, min(steps, most - kept))
+    whole, rest = divmod(steps - growing, burst)
+    # Between bursts from most - burst + 1 to most, again and again.
+    later = whole * (burst * most - burst * (burst - 1) // 2) + rest * (most - burst) + rest * (rest + 1) // 2
+    return growing * kept + growing * (growing + 1) // 2 + later
 
 
 def _split(tokens: int, chunk: int) -> list[int]:
