@@ -105,9 +105,7 @@ def make_record(
     metrics: RunMetrics,
     warnings: SequenceOf[str] = (),
 ) -> RunRecord:
-    """The record of a call. Where memory ran out there are several `plans`: what ran is the last one's, what was
-    predicted the first one's.
-    """
+    """The record of a call. Of several `plans`, where memory ran out, the last one ran; the first one predicted."""
     totals, first, plan, busy = metrics.totals, plans[0], plans[-1], metrics.busy_seconds
     bandwidth = {link: n / busy[link] if busy.get(link) else None for link, n in metrics.bytes_moved.items()}
     achieved, peaks = plan.placement.achieved(model.spec, model.dtype), metrics.peak_bytes
