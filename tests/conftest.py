@@ -10,6 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+import h2o_flexgen  # noqa: F401, I001  # before torch, so that its threads wait as they do for users
+
 import pytest
 import torch
 from hypothesis import settings
@@ -18,15 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # which Triton reads when it is imported, by whomever
 
-from h2o_flexgen import openmp
 from h2o_flexgen.kernels import native
 from tests.seeds import SEED, moved
 
 # What watches torch's operations is told of each by torch's compiler otherwise, whose import takes seconds.
 TorchDispatchMode._should_skip_dynamo = classmethod(lambda cls: False)
-
-# Tests import torch before the package, of which records would warn.
-openmp._torch_first[0] = False
 
 # What a shell starts in the background ignores Ctrl-C, and so would all that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
