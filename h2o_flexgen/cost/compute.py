@@ -37,7 +37,8 @@ class Compute:
     def parts(self, task: Task) -> Parts:
         """The parts of a compute task's time, in seconds."""
         if task.experts:
-            return self.experts(task.step, self._block.spec.units[task.unit], len(task.experts))
+            tokens = self._block.mixture_tokens(task.step, self._block.spec.units[task.unit])
+            return self._experts(tokens, len(task.experts))
         unit, rows = self._block.spec.units[task.unit], self._block.rows[task.batch]
         make = {"embed": self._embed, "attn": self._attn, "mlp": self._mlp, "head": self._head}[unit.kind]
         parts = make(unit, task.step, rows, task.batch)
@@ -129,9 +130,9 @@ class Compute:
             "elementwise": self._half(tokens, attn=False) + activation,
         }
 
-    def experts(self, step: int, unit: UnitSpec, count: float) -> Parts:
-        """`count` experts of a unit, for the tokens of all GPU batches."""
-        spec, tokens = self._block.spec, self._block.mixture_tokens(step, unit)
+    def _experts(self, tokens: int, count: float) -> Parts:
+        """`count` experts of a unit, for the `tokens` of all GPU batches."""
+        spec = self._block.spec
         down = spec.product_calls("experts", tokens)[-1]
         products = {"products": count / down.times * self._products("experts", tokens)}
         if spec.expert_bits in self._rates.experts:
@@ -140,9 +141,12 @@ class Compute:
         numbers = down.rows * (7 * spec.hidden_size + 5 * down.product.in_features)
         return {**products, "elementwise": self._numbers(count * numbers)}
 
-    def chosen_experts(self, step: int, unit: UnitSpec) -> Parts:
-        """All experts of a unit that tokens choose."""
-        return self.experts(step, unit, len(self._block.chosen(step, unit))) if unit.experts else {}
+    def chosen_experts(self, step: int, unit: UnitSpec, sequences: int = 0) -> Parts:
+        """All experts of a unit that the tokens of this block choose, or of one of `sequences`."""
+        if not unit.experts:
+            return {}
+        tokens = self._block.mixture_tokens(step, unit, sequences)
+        return self._experts(tokens, self._block.spec.product_calls("experts", tokens)[-1].times)
 
     def _head(self, unit: UnitSpec, step: int, rows: int, batch: int) -> Parts:
         spec = self._block.spec

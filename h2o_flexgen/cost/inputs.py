@@ -129,10 +129,11 @@ class CostInputs:
         """How many computes of a step cost the same, by the first unit and GPU batch of each sort."""
         return Counter(like for (_, batch), like in self.first_alike.items() if batch != NO_BATCH)
 
-    def mixture_tokens(self, step: int, unit: UnitSpec) -> int:
-        """Tokens of all GPU batches that the experts of `unit` are chosen by in `step`."""
+    def mixture_tokens(self, step: int, unit: UnitSpec, sequences: int = 0) -> int:
+        """Tokens of all GPU batches that the experts of `unit` are chosen by in `step`; of a block of `sequences` where
+        these are given."""
         whole = step == 0 and unit.layer != self.spec.num_layers - 1
-        return sum(self.rows) * (self.prompt_len if whole else 1)
+        return (sequences or self.sequences) * (self.prompt_len if whole else 1)
 
     def chosen(self, step: int, unit: UnitSpec) -> list[int]:
         """As many experts as tokens choose if all are equally likely, at random."""

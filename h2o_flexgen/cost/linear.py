@@ -47,7 +47,7 @@ class Programs:
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self._memories: dict[tuple[int, int, bool, int], _Memory] = {}
-        self._prices: dict[tuple[int, bool, bool], dict[KindTier | None, BatchPrices]] = {}
+        self._prices: dict[tuple[int, bool, bool, bool], dict[KindTier | None, BatchPrices]] = {}
 
     def of(self, policy: OffloadPolicy, *, waits: bool = True) -> Program:
         """The placements of one block of `policy`'s shape; its own placements do not matter.
@@ -120,21 +120,24 @@ class Programs:
     def _phases(self, policy: OffloadPolicy, waits: bool) -> Iterator[PassTimes]:
         """The prompt's pass, and the decode step in the middle."""
         count, steps = policy.num_gpu_batches, self.request.workload.gen_len
-        prices = self._priced(policy)
         for name, passes in (("prefill", range(1)), ("decode", range(1, steps))):
             if not passes:
                 return
-            grounds = {pair: prices[pair].seconds(passes) for pair in (None, _BESIDE) if pair in prices}
+            found = self._seconds(policy, passes)
+            grounds = {pair: found[pair] for pair in (None, _BESIDE) if pair in found}
             base = {resource: count * seconds for resource, seconds in grounds[None].items()}
             slope: dict[KindTier, dict[str, float]] = {pair: {} for pair in self._away(count > 1)}
-            for pair, price in prices.items():
+            for pair, there in found.items():
                 if pair is not None:
-                    there, ground = price.seconds(passes), grounds[_BESIDE if self._favoured(policy, pair) else None]
+                    ground = grounds[_BESIDE if self._favoured(policy, pair) else None]
                     slope[pair] = {name: count * (s - ground.get(name, 0.0)) for name, s in there.items()}
-            for tier, seconds in self._weight_seconds.items():
-                slope["weights", tier] = dict(seconds)
+            tokens = policy.block_size * (self.request.computed_prompt if name == "prefill" else 1)
+            chosen = self.request.spec.chosen_share(tokens)
+            for (tier, link), (shared, experts) in self._weight_seconds.items():
+                slope["weights", tier][link] = shared + chosen * experts
             if waits and policy.overlap and policy.lookahead == 1:
-                halves = [count * prices[None].half_seconds(kind, passes) for kind in ("attn", "mlp")]
+                price, size = self._priced(policy, True)[None], policy.block_size
+                halves = [count * price.half_seconds(kind, passes, size) for kind in ("attn", "mlp")]
                 self._ping_pong(base, slope, halves)
             phase = PassTimes(name, len(passes), base, slope, summed=not policy.overlap)
             yield phase.contended(self.request.machine.slowdown) if policy.overlap else phase
@@ -164,17 +167,27 @@ class Programs:
         path = links(tier, request.compute_tier, inward=True)
         return sum(request.machine.link(link).seconds(nbytes) for link in path)
 
-    def _priced(self, policy: OffloadPolicy) -> dict[KindTier | None, BatchPrices]:
+    def _seconds(self, policy: OffloadPolicy, passes: range) -> dict[KindTier | None, dict[str, float]]:
+        """Those of a GPU batch in one of `passes`, on average over the blocks of the call: only the first takes new
+        memory."""
+        blocks = 1 if self.request.endless else max(1.0, self.request.workload.num_sequences / policy.block_size)
+        both = [self._priced(policy, later) for later in (False, True)[: 1 + (blocks > 1)]]
+        found = [{pair: each.seconds(passes, policy.block_size) for pair, each in prices.items()} for prices in both]
+        first, later = found[0], found[-1]
+        return {
+            pair: {name: (s + (blocks - 1) * later[pair].get(name, s)) / blocks for name, s in seconds.items()}
+            for pair, seconds in first.items()
+        }
+
+    def _priced(self, policy: OffloadPolicy, later: bool) -> dict[KindTier | None, BatchPrices]:
         """The prices of a GPU batch with everything on the compute tier, and with caches or hidden states elsewhere."""
         many = policy.num_gpu_batches > 1
-        key = (policy.gpu_batch_size, many, policy.cpu_cache_compute and policy.overlap)
+        key = (policy.gpu_batch_size, many, policy.cpu_cache_compute and policy.overlap, later)
         if key not in self._prices:
             few, request = replace(policy, num_gpu_batches=1 + many), self.request
             pairs = [None, *(pair for pair in self._away(many) if pair[0] != "weights")]
-            models = {
-                pair: CostModel(request, few, self._corner(few, pair), (few.gpu_batch_size,) * few.num_gpu_batches)
-                for pair in pairs
-            }
+            rows = (few.gpu_batch_size,) * few.num_gpu_batches
+            models = {pair: CostModel(request, few, self._corner(few, pair), rows, later) for pair in pairs}
             self._prices[key] = {pair: BatchPrices(model, list(models.values())) for pair, model in models.items()}
         return self._prices[key]
 
@@ -189,14 +202,17 @@ class Programs:
         return beside and self.request.compute_tier == "gpu" and pair is not None and pair[0] == "hidden"
 
     @cached_property
-    def _weight_seconds(self) -> dict[str, dict[str, float]]:
-        """Seconds to read all weights once, by the tier they are on and by link."""
-        request, found = self.request, dict[str, dict[str, float]]()
+    def _weight_seconds(self) -> dict[tuple[str, str], tuple[float, float]]:
+        """Seconds to read all weights that every token needs once, and all experts, by the tier they are on and by
+        link."""
+        request, found = self.request, dict[tuple[str, str], tuple[float, float]]()
+        sizes: dict[bool, list[int]] = {False: [], True: []}
+        for key, group in request.spec.groups_by_key.items():
+            sizes[".experts." in key].append(group.buffer_bytes(request.dtype))
         for tier in request.tiers[1:]:
-            path = [request.machine.link(link) for link in links(tier, request.compute_tier, inward=True)]
-            groups = [group.buffer_bytes(request.dtype) for group in request.spec.weight_groups]
-            names = links(tier, request.compute_tier, inward=True)
-            found[tier] = {name: sum(map(link.seconds, groups)) for name, link in zip(names, path, strict=True)}
+            for name in links(tier, request.compute_tier, inward=True):
+                shared, experts = (sum(map(request.machine.link(name).seconds, each)) for each in sizes.values())
+                found[tier, name] = shared, experts
         return found
 
 

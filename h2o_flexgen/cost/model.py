@@ -154,17 +154,21 @@ class BatchPrices:
     """
 
     def __init__(self, model: CostModel, others: Iterable[CostModel]) -> None:
-        """`others`: the same block with other placements, one of which the tick before may belong to."""
+        """`others`: the same block with other placements, one of which the tick before may belong to. `model` may have
+        fewer GPU batches than the block that is asked for."""
         self._model, self._others = model, list(others)
         self._batch = len(model.rows) - 1
         self._units = Counter(model.first_alike[unit.index, self._batch][0] for unit in model.spec.units)
 
-    def seconds(self, passes: range) -> dict[str, float]:
-        """Seconds by resource of one of `passes`, without weights: compute in the middle one, links on average."""
+    def seconds(self, passes: range, sequences: int) -> dict[str, float]:
+        """Seconds by resource of one of `passes`, without weights: compute in the middle one, links on average.
+
+        sequences: of the block; a GPU batch has its share of what their experts take.
+        """
         step = passes[len(passes) // 2]
         found, waiting, computing = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
         for unit, count in self._units.items():
-            computing += count * self._computing(unit, step)
+            computing += count * (self._computing(unit, step) + self._experts(unit, step, sequences))
             self._add_host(found, Task(TaskKind.COMPUTE, step, unit, self._batch), count)
             for task, times in self._moves(unit, step, passes):
                 transfers = self._model.price(task).transfers
@@ -188,24 +192,30 @@ class BatchPrices:
         for link, _, seconds in price.transfers:
             found[link] += count * seconds
 
-    def half_seconds(self, kind: str, passes: range) -> float:
-        """The longest that the attention or MLP half of a layer computes for this GPU batch, wherever its cache is."""
+    def half_seconds(self, kind: str, passes: range, sequences: int) -> float:
+        """The longest that the attention or MLP half of a layer computes for this GPU batch, wherever its cache is, its
+        share of experts in a block of `sequences` included."""
         units = {unit.products: unit.index for unit in self._model.spec.units if unit.kind == kind}
         step = passes[len(passes) // 2]
-        return max(self._longest(Task(TaskKind.COMPUTE, step, unit, self._batch)) for unit in units.values())
+        tasks = (Task(TaskKind.COMPUTE, step, unit, self._batch) for unit in units.values())
+        return max(self._longest(task) + self._experts(task.unit, step, sequences) for task in tasks)
 
     def _computing(self, unit: int, step: int) -> float:
         """The computing thread's seconds for one tick and its stores."""
         model, batch = self._model, self._batch
         seconds = model.price(Task(TaskKind.COMPUTE, step, unit, batch)).seconds
-        experts = model.compute.chosen_experts(step, model.spec.units[unit])
-        seconds += sum(experts.values()) / len(model.rows)
         if self._parked(unit + 1):
             seconds += model.price(Task(TaskKind.STORE_HIDDEN, step, unit, batch)).seconds
         if self._moving(unit):
             between = step + (step > 0 and step % REWRITE_EVERY == 0)  # fifteen of sixteen steps are no rewrites
             seconds += model.price(Task(TaskKind.STORE_CACHE, between, unit, batch)).seconds
         return seconds
+
+    def _experts(self, unit: int, step: int, sequences: int) -> float:
+        """This GPU batch's share of the experts of a unit."""
+        model = self._model
+        parts = model.compute.chosen_experts(step, model.spec.units[unit], sequences)
+        return sum(parts.values()) * model.rows[self._batch] / sequences
 
     def _moves(self, unit: int, step: int, passes: range) -> Iterator[tuple[Task, float]]:
         """Loads and stores of a unit's state in an average pass, and how often."""

@@ -8,6 +8,7 @@ import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.hardware.rates import UNIT_KINDS, Curve
+from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import KINDS, Placement
@@ -15,6 +16,7 @@ from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cost.linear import Programs
 from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.simulate import simulate
+from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.schedule.footprint import footprint
 from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.schedule.tasks import Task, TaskKind
@@ -140,6 +142,21 @@ def test_nothing_simulated_is_faster_than_the_program_says(tier: str, eviction: 
         said = Programs(request).of(policy).seconds(_by_bytes(request, placement))
         simulated = simulate(CostModel(request, policy, placement)).total_s
         assert 0.97 * said <= simulated <= 1.6 * said, (seed, batches)
+
+
+@pytest.mark.parametrize(("rows", "batches", "tier"), [(4, 8, "cpu"), (64, 2, "cpu"), (1, 1, "disk"), (16, 4, "disk")])
+def test_experts_of_a_block_are_those_that_its_tokens_choose(rows: int, batches: int, tier: str) -> None:
+    """However many GPU batches they come from: priced once, and read as far as they are chosen."""
+    few = {"num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
+    spec = spec_from_config({**(known_config("olmoe-1b-7b") or {}), **few}, "few")
+    taken = {"4": Curve(((1.0, 1e-4), (64.0, 2e-3)))}
+    machine = profile(rates(experts=taken))
+    request = dataclasses.replace(request_for(spec.with_bits(4, 64), "cpu", EvictionConfig()), profile=machine)
+    request = dataclasses.replace(request, workload=Workload(1, 40))
+    policy = OffloadPolicy(rows, batches, **on(weights=tier))
+    said = Programs(request).of(policy, waits=False).seconds(on(weights=tier))
+    simulated = simulate(CostModel(request, policy, request.place(policy))).total_s
+    assert 0.95 * said <= simulated <= 1.6 * said
 
 
 def _by_bytes(request: PlanRequest, placement: Placement) -> dict[str, dict[str, float]]:
