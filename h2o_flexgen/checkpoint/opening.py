@@ -12,7 +12,7 @@ from h2o_flexgen.checkpoint.source import WeightSource
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import checkpoint_names, ignored_names
-from h2o_flexgen.models.quantized import read_quantization
+from h2o_flexgen.models.quantized import packings_of_config, read_quantization
 
 
 def open_stored(found: ResolvedModel, spec: ModelSpec) -> WeightSource:
@@ -26,9 +26,12 @@ def open_stored(found: ResolvedModel, spec: ModelSpec) -> WeightSource:
 
 
 def stored_spec(found: ResolvedModel) -> ModelSpec:
-    """The shape of `found`, with the packings of its checkpoint: where there may be any its tables are read."""
+    """The shape of `found`, with the packings of its checkpoint: where there may be any its tables are read, and where
+    only its sizes are known they are what config.json says."""
     spec = found.spec()
     if found.gguf is not None or read_quantization(found.config, found.name) is None:
         return spec
+    if found.folder is None:
+        return replace(spec, packings=tuple(packings_of_config(found.config, spec).items()))
     with closing(open_stored(found, spec)) as source:
         return replace(spec, packings=tuple(sorted(source.packings.items())))

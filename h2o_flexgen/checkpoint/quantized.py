@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from h2o_flexgen.config.model.packing import Packing
-from h2o_flexgen.models.quantized import Scheme
+from h2o_flexgen.models.quantized import MXFP4, Scheme
 
 Array = NDArray[Any]
 Rows = Sequence[tuple[int, int]]
@@ -313,7 +313,7 @@ class _Mxfp4(StoredMatrix):
         return f"its {self.shape[1]} inputs are no blocks of 32" if self.shape[1] % 32 else ""
 
     def packing(self, scale: str, ordered: bool) -> Packing:
-        return Packing("e2m1", 32, "e8m0", "none")
+        return MXFP4
 
     def codes(self, read: Read, rows: Rows) -> Codes:
         return self._codes_by_row(read, rows, "blocks", self.shape[1] // 2)

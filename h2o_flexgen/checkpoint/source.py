@@ -15,12 +15,14 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.handle import Location, torch_dtype
+from h2o_flexgen.models.quantized import MXFP4
 from h2o_flexgen.quant import PackedWeight, Weight
 
 WEIGHT_DTYPES = ("float16", "bfloat16", "float32")
 _SERIAL = 1 << 14  # numbers; half of what torch gives to a second thread
 _POOL = 4_194_319  # numbers; prime, so that no two rows of a matrix are the same stretch of it
 _STD = 0.02
+_SCALE = 120  # the exponent of 2 ** -7, with 127 added: levels of MXFP4 deviate by 2.9
 
 
 class WeightSource(Protocol):
@@ -92,6 +94,7 @@ def convert(out: torch.Tensor, values: torch.Tensor) -> None:
 
 class DummySource:
     """A WeightSource of random weights: normal with standard deviation 0.02, norms that change nothing and biases 0.
+    Matrices that the model has in MXFP4 are codes that are all as likely, with one scale for about that deviation.
 
     A norm's weight is 1, or 0 where the model adds 1 to it. Any other tensor depends on the seed, its name and `dtype`
     alone; read into another dtype it holds the same numbers as a checkpoint of `dtype` would. Copied from one pool of
@@ -100,25 +103,32 @@ class DummySource:
     """
 
     dummy = True
-    format: str | None = None
-    packings: Mapping[str, Packing] = {}
-
     def __init__(self, spec: ModelSpec, dtype: str | None = None, seed: int = 0) -> None:
-        """`dtype`: one of WEIGHT_DTYPES, the model's own where it is None; ModelError for another."""
+        """`dtype`: one of WEIGHT_DTYPES, the model's own where it is None, ModelError for another. ValueError where
+        `spec` has other packings than MXFP4's."""
         self.dtype = dtype or spec.dtype
         if self.dtype not in WEIGHT_DTYPES:
             raise ModelError(f"dummy weights cannot be {self.dtype}", f"needed one of {', '.join(WEIGHT_DTYPES)}")
+        self.packings: Mapping[str, Packing] = dict(spec.packings)
+        self.format = "mxfp4" if self.packings else None
+        if set(self.packings.values()) - {MXFP4}:
+            raise ValueError("dummy weights are in MXFP4 or not packed")
         self._seed = seed
         self._shapes = {tensor.name: tuple(tensor.shape) for group in spec.weight_groups for tensor in group.tensors}
         self._norm = 1.0 - spec.arch.norm_offset
-        facts = json.dumps(["dummy", _POOL, _STD, self._norm, seed, self.dtype, self._shapes])
+        facts = json.dumps(["dummy", _POOL, _STD, self._norm, seed, self.dtype, self._shapes, sorted(self.packings)])
         self.fingerprint = hashlib.sha256(facts.encode()).hexdigest()
         generator = torch.Generator().manual_seed(seed % (1 << 63))
         pool = torch.empty(_POOL).normal_(0.0, _STD, generator=generator)
         self._pools = {self.dtype: pool.to(torch_dtype(self.dtype))}
+        self._codes = torch.randint(0, 256, (_POOL if self.packings else 0,), generator=generator, dtype=torch.uint8)
 
     def read_into(self, name: str, out: Weight) -> None:
         """Fill `out` with tensor `name`; see WeightSource."""
+        if isinstance(out, PackedWeight) and name in self.packings:
+            out.parts["scale"].fill_(_SCALE)
+            self._repeat(name, out.parts["codes"].view(-1), self._codes)
+            return
         flat = flat_out(name, self._shapes[name], out)
         if name.endswith("bias"):
             flat.zero_()
@@ -126,8 +136,12 @@ class DummySource:
         if name.endswith("norm.weight"):
             flat.fill_(self._norm)
             return
-        pool, done = self._pool(flat.dtype), 0
-        start = int.from_bytes(hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest()) % _POOL
+        self._repeat(name, flat, self._pool(flat.dtype))
+
+    def _repeat(self, name: str, flat: torch.Tensor, pool: torch.Tensor) -> None:
+        """Fill `flat` with `pool` over and over, from a start of its own for each tensor."""
+        digest, done = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=8).digest(), 0
+        start = int.from_bytes(digest) % _POOL
         while done < flat.numel():
             taken = min(_POOL - start, flat.numel() - done)
             copy(flat.narrow(0, done, taken), pool.narrow(0, start, taken))

@@ -22,6 +22,7 @@ from h2o_flexgen.engine.requests.tokenizer import TextCodec, read_json
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.decoder import random_tokens
 from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.models.quantized import packings_of_config
 
 
 @dataclass
@@ -89,6 +90,8 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
     )
     spec = _with_generation_eos(spec_from_config(found.config, found.name), found.folder)
     spec = spec.with_cache_bits(config.cache_bits)
+    if dummy:
+        spec = replace(spec, packings=tuple(packings_of_config(found.config, spec).items()))
     source: WeightSource = DummySource(spec, spec.dtype, config.seed) if dummy else open_stored(found, spec)
     with ExitStack() as stack:
         stack.callback(source.close)

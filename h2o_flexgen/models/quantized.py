@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from h2o_flexgen.config.model.packing import Packing
+from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
 
 Layout = Literal["gptq", "awq", "packed", "scaled", "mxfp4"]
+MXFP4 = Packing("e2m1", 32, "e8m0", "none")
+"""The experts of gpt-oss."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,16 @@ def _fp8(read: ConfigReader) -> Quantization:
     for key in ("modules_to_not_convert", "ignored_layers"):
         _texts(read, key)
     return _everywhere("fp8", Scheme("scaled", "e4m3", _block(read, "weight_block_size")))
+
+
+def packings_of_config(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, Packing]:
+    """The packings that follow from a config.json alone: MXFP4 is that of all experts. Of what other methods pack only
+    the tensors of a checkpoint tell, and nothing is said here. ModelError as `read_quantization`."""
+    quantization = read_quantization(config, spec.name)
+    if quantization is None or quantization.method != "mxfp4":
+        return {}
+    tensors = spec.multiplied.get("experts", ())
+    return {tensor.name: MXFP4 for tensor in tensors}
 
 
 def _mxfp4(read: ConfigReader) -> Quantization:

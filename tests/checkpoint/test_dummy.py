@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from h2o_flexgen.checkpoint import source as sources
+from h2o_flexgen.checkpoint.hub import ResolvedModel
+from h2o_flexgen.checkpoint.opening import stored_spec
 from h2o_flexgen.checkpoint.source import DummySource
+from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.models.quantized import MXFP4
+from h2o_flexgen.quant import PackedWeight
 from tests.checkpoint.models import make_spec, read_all
+from tests.tiny import config_of
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
@@ -92,3 +100,25 @@ def test_it_is_copied_from_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     source.read_into("embed.tokens", out)
     assert len(calls) <= 2 + out.numel() // sources._POOL
     assert sum(part.numel() for part in calls) == out.numel()
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Where config.json says so: random codes in the packed layout, and as large numbers as others."""
+    config = {**config_of("gpt-oss", hidden_size=64, intermediate_size=64, head_dim=16).to_dict()}
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = stored_spec(ResolvedModel("tiny", None, config, None, "builtin"))
+    source, packed = DummySource(spec, "bfloat16"), dict(spec.packings)
+    assert packed == dict.fromkeys((each.name for each in spec.multiplied["experts"]), MXFP4)
+    name = "layers.1.mlp.experts.3.gate_up.weight"
+    made, again, other = (PackedWeight.empty(MXFP4, (128, 64)) for _ in range(3))
+    for out, key in ((made, name), (again, name), (other, name.replace("3", "4"))):
+        source.read_into(key, out)
+    assert torch.equal(made.expanded(), again.expanded())
+    assert not torch.equal(made.expanded(), other.expanded())
+    assert made.expanded().std().item() == pytest.approx(0.02, rel=0.2)
+    with Engine(str(tmp_path), weights="dummy", dtype="float32") as llm:
+        llm.generate([[5, 6, 7]], max_new_tokens=2, ignore_eos=True)
+        assert llm.last_record.quantization["weights"] == {"format": "mxfp4", "bits": 4, "group": 32}
+    with pytest.raises(ValueError, match="MXFP4"):
+        DummySource(make_spec().with_bits(8, 64))
