@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from h2o_flexgen.openmp import spin_briefly
 
 if TYPE_CHECKING:
-    from h2o_flexgen.config.budget import Prompt, Span
     from h2o_flexgen.config.eviction import EvictionConfig
     from h2o_flexgen.config.offload import OffloadPolicy
+    from h2o_flexgen.config.prompt import Prompt, Span
     from h2o_flexgen.config.reports.record import RunRecord
     from h2o_flexgen.config.sampling import SamplingParams
     from h2o_flexgen.engine.requests.sequence import RequestOutput
@@ -28,8 +28,8 @@ _HOMES = {
     "SamplingParams": "config.sampling",
     "OffloadPolicy": "config.offload",
     "EvictionConfig": "config.eviction",
-    "Prompt": "config.budget",
-    "Span": "config.budget",
+    "Prompt": "config.prompt",
+    "Span": "config.prompt",
     "RequestOutput": "engine.requests.sequence",
     "RunRecord": "config.reports.record",
 }

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import h2o_flexgen
-from h2o_flexgen.config.budget import Prompt, Span
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.offload import OffloadPolicy
+from h2o_flexgen.config.prompt import Prompt, Span
 from h2o_flexgen.config.reports.record import RunRecord, package_version
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput

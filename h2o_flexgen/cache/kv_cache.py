@@ -15,8 +15,17 @@ from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
 from h2o_flexgen.cache.packing import expand, pack
 from h2o_flexgen.cache.ring_slots import CacheSlots, RingSlots, Rows
 from h2o_flexgen.cache.slots import ScoredSlots
-from h2o_flexgen.cache.vectors import index_of, move_down, reordered, rolled, select
-from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.cache.vectors import (
+    index_of,
+    joined_rows,
+    move_down,
+    order_without,
+    reordered,
+    rolled,
+    select,
+    some_of,
+)
+from h2o_flexgen.config.budget import Budget, Range
 from h2o_flexgen.config.model.packing import EXPANDED, CacheBits, CachePacking, cache_packings
 from h2o_flexgen.kernels import decode_attention
 from h2o_flexgen.kernels.decode import available
@@ -76,16 +85,6 @@ class CacheShape:
         return k, v
 
 
-def _some(x: Tensor, rows: slice | None) -> Tensor:
-    """Of a tensor that has something for each row, or one for all, what is of these rows; None: of all."""
-    return x if rows is None or len(x) == 1 else x[rows]
-
-
-def _joined(rows: Sequence[Tensor | None]) -> Tensor | None:
-    found = [row for row in rows if row is not None]
-    return torch.cat(found) if found else None
-
-
 class KVCache:
     """K and V of the tokens kept, per row and KV head, and the record of which tokens those are.
 
@@ -131,6 +130,7 @@ class KVCache:
         else:
             self._slots = RingSlots(self._lengths, shape.kv_heads, shape.capacity)
         self._fused: FusedStep | None = None
+        self._dropping: dict[int, tuple[Range, ...]] = {}
         self._last: int | Tensor | None = None
         self.rewritten = 0
         """How often more has changed in K and V than a token per step."""
@@ -311,6 +311,8 @@ class KVCache:
         Either all steps have one or none. sink_logits: float32 (heads,), of each head a logit that is no token's.
         """
         buffers = self._buffers()
+        if self._dropping:
+            self._drop()
         if not self._lengths.started:
             self._start(*buffers, q, table is not None, sink_logits is not None)
         held = None
@@ -330,12 +332,25 @@ class KVCache:
             self._start(*self._buffers(), q, table is not None, sink_logits is not None)
         return out
 
-    def _close_gaps(self, rows: list[int], order: Tensor) -> None:
-        """Several tokens of `rows` have gone: what is left moves to the first slots, and steps start anew."""
+    def drop(self, row_id: int, ranges: Sequence[Range]) -> None:
+        """Positions that the row of this id, a full one, has let go by its next step, all since its prompt in order."""
+        if row_id in self._row_ids:
+            row = self._row_ids.index(row_id)
+            if later := tuple(ranges[len(self._lengths.dropped[row]) :]):
+                self._dropping[row] = later
+
+    def _drop(self) -> None:
+        rows = sorted(self._dropping)
+        ranges, self._dropping = [self._dropping[row] for row in rows], {}
+        self._close_gaps(rows, order_without(self._slots.positions()[rows], ranges), ranges)
+
+    def _close_gaps(self, rows: list[int], order: Tensor, ranges: Sequence[tuple[Range, ...]] = ()) -> None:
+        """Several tokens of `rows` have gone, `ranges` of each or a burst: what is left moves to the first slots, and
+        steps start anew."""
         index = index_of(rows, self.device)
         for buffer in self._buffers():
             buffer[index] = reordered(buffer[index], order)
-        self._lengths = self._lengths.thinned(rows)
+        self._lengths = self._lengths.thinned(rows, ranges)
         self._slots.go_on(self._lengths)
         self.rewritten += 1
 
@@ -394,7 +409,7 @@ class KVCache:
         parts = [self._attend_rows(rows, q, scale, width, valid, table, sink_logits) for rows in self._together(width)]
         out, row = parts[0]
         if len(parts) > 1:
-            out, row = torch.cat([part.out for part in parts]), _joined([part.row for part in parts])
+            out, row = torch.cat([part.out for part in parts]), joined_rows([part.row for part in parts])
         row = None if row is None else row[..., :length]
         self._slots.evict(row, length, lambda: self._held(length, q.dtype), (q, scale))
         return out
@@ -410,14 +425,14 @@ class KVCache:
         sink_logits: Tensor | None,
     ) -> DecodeAttention:
         """Of some rows, None: of all, over the first `width` slots."""
-        keys, values = (_some(buffer, rows).narrow(2, 0, width) for buffer in self._buffers())
+        keys, values = (some_of(buffer, rows).narrow(2, 0, width) for buffer in self._buffers())
         if self._packings is not None:
             keys, values = (
                 expand(held, packing, q.dtype) for held, packing in zip((keys, values), self._packings, strict=True)
             )
-        asked, seen = _some(q, rows), None if valid is None else _some(valid, rows)
+        asked, seen = some_of(q, rows), None if valid is None else some_of(valid, rows)
         if table is not None:
-            newest, ranks = _some(self._lengths.newest_ranks, rows), _some(self._slots.ranks(width), rows)
+            newest, ranks = some_of(self._lengths.newest_ranks, rows), some_of(self._slots.ranks(width), rows)
             asked, keys = rolled(asked, keys, table, newest.view(-1, 1), ranks)
         return decode_attention(asked, keys, values, scale, seen, self._slots.needs_rows, sink_logits)
 

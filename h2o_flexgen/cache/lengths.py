@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.budget import Budget, Range
 
 NEVER = 1 << 62
 
@@ -105,7 +105,8 @@ class CacheLengths:
         them."""
         self.prompts: list[int | None] = [None] * len(self.budgets)
         self.before = [0] * len(self.budgets)  # steps that a row has taken in other caches
-        self.gone = [0] * len(self.budgets)  # tokens of it that have gone in bursts
+        self.gone = [0] * len(self.budgets)  # tokens of it that have gone several at a time
+        self.dropped: list[tuple[Range, ...]] = [()] * len(self.budgets)  # and where, if that was not left to scores
         self.step = 0
         self.started = self.resumed = False
         self._held: list[int] | None = None  # once all prompts are in
@@ -128,6 +129,7 @@ class CacheLengths:
         joined.prompts = [lengths.prompts[row] for lengths, row in members]
         joined.before = [lengths.before[row] + lengths.step for lengths, row in members]
         joined.gone = [lengths.gone[row] for lengths, row in members]
+        joined.dropped = [lengths.dropped[row] for lengths, row in members]
         joined.resumed = True
         shared.joined = key, joined
         return joined
@@ -140,18 +142,23 @@ class CacheLengths:
         rows = enumerate(zip(self.budgets, self.held, strict=True))
         return [row for row, (b, held) in rows if b.burst > 1 and b.total - held == self.step]
 
-    def thinned(self, rows: Sequence[int]) -> CacheLengths:
-        """After a step in which several tokens of `rows` have gone: all rows go on, in slots from the first on.
+    def thinned(self, rows: Sequence[int], ranges: Sequence[tuple[Range, ...]] = ()) -> CacheLengths:
+        """After a step several tokens of `rows` have gone, a burst or these ranges of each: all rows go on, in slots
+        from the first on.
 
         Layers of which the same have gone share metadata again.
         """
-        key = [self.step, tuple(rows), "thinned"]
+        key = [self.step, tuple(rows), ranges]
         if self._shared.joined is not None and self._shared.joined[0] == key:
             return self._shared.joined[1].for_another_layer()
         thinned = CacheLengths(self.budgets, self.capacity, self.device, self.window)
         thinned.prompts, thinned.resumed = self.prompts, True
         thinned.before = [before + self.step for before in self.before]
-        thinned.gone = [n + self.budgets[row].burst * (row in rows) for row, n in enumerate(self.gone)]
+        thinned.gone, thinned.dropped = self.gone.copy(), self.dropped.copy()
+        for i, row in enumerate(rows):
+            own = ranges[i] if ranges else ()
+            thinned.gone[row] += sum(stop - start for start, stop in own) if ranges else self.budgets[row].burst
+            thinned.dropped[row] += own
         self._shared.joined = key, thinned
         return thinned
 

@@ -88,9 +88,9 @@ class CacheSlots(ABC):
         """
         return None
 
+    @abstractmethod
     def go_on(self, lengths: CacheLengths) -> None:
-        """After `moves`, with the lengths of what is left; `start` follows."""
-        raise RuntimeError("slots in order of arrival let one token go at a time")
+        """Several tokens have gone, and these are the lengths of what is left; `start` follows."""
 
     def seen(self, width: int) -> Tensor | None:
         """Whether the newest query sees the token in each slot, (b, kv_heads, width) bool, where more than the count
@@ -173,10 +173,17 @@ class RingSlots(CacheSlots):
             if self._slot == self._lengths.limits[0]:
                 self._slot = self._first[0]
 
+    def go_on(self, lengths: CacheLengths) -> None:
+        self._lengths, self._slot = lengths, None
+
     def positions(self) -> Tensor:
         lengths = self._lengths
         table = []
         for row, (budget, now, arrived) in enumerate(zip(lengths.budgets, lengths.next_pos, lengths.held, strict=True)):
+            if lengths.dropped[row]:  # of a full row: in the order of time
+                left = [p for p in range(now) if not any(start <= p < stop for start, stop in lengths.dropped[row])]
+                table.append(left + [-1] * (self._capacity - len(left)))
+                continue
             steps = lengths.before[row] + lengths.step
             prompt, held = now - steps, arrived - lengths.before[row]
             lasting = range(min(max(self._first[row] - held, 0), steps))  # before the ring: nothing comes after

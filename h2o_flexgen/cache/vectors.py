@@ -18,6 +18,29 @@ def index_of(rows: Sequence[int], device: torch.device) -> slice | Tensor:
     return torch.tensor(rows, device=device)
 
 
+def some_of(x: Tensor, rows: slice | None) -> Tensor:
+    """Of a tensor that has something for each row, or one for all, what is of these rows; None: of all."""
+    return x if rows is None or len(x) == 1 else x[rows]
+
+
+def joined_rows(rows: Sequence[Tensor | None]) -> Tensor | None:
+    """Those that there are, one after the other; None where there are none."""
+    found = [row for row in rows if row is not None]
+    return torch.cat(found) if found else None
+
+
+def order_without(pos: Tensor, ranges: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    """Slots in the order in which they are once the positions in `ranges`, some of each row, have gone.
+
+    pos: (n, kv_heads, capacity), -1 in empty slots, which come last. Returns int64 like it.
+    """
+    stays = pos >= 0
+    for each, own, at in zip(ranges, stays, pos, strict=True):
+        for start, stop in each:
+            own &= (at < start) | (at >= stop)
+    return (~stays).to(torch.uint8).argsort(dim=-1, stable=True)
+
+
 def select(own: Tensor, shared: Tensor | None, kept: Tensor) -> Tensor:
     """The positions `kept`, as `CacheSlots.fill` returns them, of K or V: `shared` (kv_heads, P, d), then `own`.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from h2o_flexgen.cli.program import print_error, write_result
 from h2o_flexgen.cli.prompts import Messages, PromptLike
-from h2o_flexgen.config.budget import Prompt
+from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.errors import StorageError, UsageError
 

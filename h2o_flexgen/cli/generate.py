@@ -24,9 +24,9 @@ from h2o_flexgen.cli.prompts import (
     random_prompts,
     read_prompts,
 )
-from h2o_flexgen.config.budget import Prompt
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.hardware.profile import misfits
+from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.limits.plan import Plan

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from h2o_flexgen.config.budget import Prompt, Span
+from h2o_flexgen.config.fold import Fold
+from h2o_flexgen.config.prompt import Prompt, Span
 from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.engine.requests.chat import Message, checked_messages, with_system
 from h2o_flexgen.errors import UsageError
@@ -42,8 +43,8 @@ def read_prompts(path: Path) -> list[GivenPrompt]:
     """Prompts in a text file (one per line) or a .jsonl file ({"prompt": ...} per line); "-" is stdin.
 
     Blank lines and a byte order mark are passed over; "prompt" may be text or a list of token ids, and "messages" in
-    its place holds a conversation; "response_format" is of its line alone. UsageError names the file and the lines that
-    cannot be used. Stdin is JSONL where its first line is a JSON object.
+    its place holds a conversation; "response_format" and "fold" are of their line alone. UsageError names the file and
+    the lines that cannot be used. Stdin is JSONL where its first line is a JSON object.
     """
     name = "stdin" if str(path) == "-" else str(path)
     if name == "stdin" and sys.stdin is None:
@@ -131,7 +132,11 @@ def _json_prompt(line: str) -> GivenPrompt:
         raise UsageError(f"is not JSON ({error})") from None
     if not isinstance(entry, dict):
         entry = {"prompt": entry}
-    settings = {}
+    settings: dict[str, Any] = {}
+    try:
+        settings.update({"fold": fold} if (fold := Fold.read(entry.get("fold"))) is not None else {})
+    except UsageError as error:
+        raise UsageError(f"has {error.found}") from None
     if entry.get("response_format") is not None:
         try:
             settings["response_format"] = ResponseFormat.read(entry["response_format"])

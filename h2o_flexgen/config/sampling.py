@@ -9,6 +9,7 @@ from typing import Any
 
 from h2o_flexgen.config.checks import whole
 from h2o_flexgen.config.flags import option
+from h2o_flexgen.config.fold import Fold
 from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
@@ -29,6 +30,7 @@ class SamplingParams:
     `presence_penalty`, `frequency_penalty`, -2 to 2: OpenAI's, taken from the logit of each new token that is there
     already, once, and as often as it is there. `response_format`: OpenAI's, a dict of the type json_schema, json_object
     or text: the text is such JSON, and an eos ends it only where it is complete; needs the extra `schemas`.
+    `fold`: what a token that is generated makes of the thought before it, a `Fold` or its dict; with the full cache.
     """
 
     max_new_tokens: int = option(
@@ -79,6 +81,7 @@ class SamplingParams:
     remove_invalid_values: bool = False
     renormalize_logits: bool = False
     response_format: ResponseFormat | None = None
+    fold: Fold | None = None
 
     def __post_init__(self) -> None:
         for name, value in _frozen(self).items():
@@ -171,7 +174,7 @@ class SamplingParams:
                 raise UsageError(f"suppress_tokens forbids what {name}={getattr(self, name)} wants")
 
     def _check_form(self) -> None:
-        against = ("ignore_eos", "forced_bos_token_id", "forced_eos_token_id")
+        against = ("ignore_eos", "forced_bos_token_id", "forced_eos_token_id", "fold")
         for name in against if self.response_format is not None else ():
             if getattr(self, name) != _DEFAULTS[name]:
                 raise UsageError(f"{name}={getattr(self, name)} and a response_format", "needed one of the two")
@@ -180,6 +183,8 @@ class SamplingParams:
         """Every list of token ids that must not be empty, with its setting's name; eos may be any number at all."""
         named = [("bad_words_ids", word) for word in self.bad_words_ids]
         named += [("sequence_bias", word) for word, _ in self.sequence_bias]
+        if self.fold is not None:
+            named.append(("fold", (self.fold.trigger, *self.fold.keep, *self.fold.then)))
         for name in ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"):
             value = getattr(self, name)
             if value not in (None, ()):
@@ -229,7 +234,7 @@ def _frozen(params: SamplingParams) -> dict[str, Any]:
     bias = params.sequence_bias or ()
     stops = params.stop_strings
     made: dict[str, Any] = {"stop_strings": (stops,) if isinstance(stops, str) else tuple(stops or ())}
-    made["response_format"] = ResponseFormat.read(params.response_format)
+    made["response_format"], made["fold"] = ResponseFormat.read(params.response_format), Fold.read(params.fold)
     try:
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             made[name] = tuple(getattr(params, name) or ())

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from h2o_flexgen.config.budget import Prompt
+from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, added_text
@@ -45,6 +45,7 @@ _SAMPLING = frozenset(
         "skip_special_tokens",
         "logprobs",
         "response_format",
+        "fold",
     ]
 )
 _COMMON = _SAMPLING | {"model", "stream", "user", "spans"}
@@ -214,6 +215,7 @@ class OpenAIFormat:
             "num_return_sequences": fields.whole("n", 1, 1, MOST_SAMPLES) if draws else 1,
             "stop_strings": _stops(fields.get("stop")) or typed.get("stop_strings", ()),
             "response_format": fields.get("response_format"),
+            "fold": fields.get("fold"),
             "min_new_tokens": fields.whole("min_tokens", typed.get("min_new_tokens", 0)),
             "repetition_penalty": fields.number("repetition_penalty", typed.get("repetition_penalty", 1.0)),
             "presence_penalty": fields.number("presence_penalty", 0.0),

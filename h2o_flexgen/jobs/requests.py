@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from h2o_flexgen.config.budget import Prompt
+from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.chat import marked_chat
 from h2o_flexgen.engine.requests.reader import PromptLike

@@ -236,6 +236,8 @@ class Executor:
 
     def _repeating(self, gpu_batch: GpuBatch) -> list[KVCache] | None:
         """The caches of a GPU batch, if all of them lie where it is computed and launch the same in every step."""
+        if any(row.params.fold is not None for row in gpu_batch.rows):
+            return None
         store = self._all_stages[0].caches
         caches = [store.wait(layer, gpu_batch.index).rows for layer in range(self._layers)]
         found = [cache for cache in caches if cache is not None and cache.repeats]
@@ -305,6 +307,10 @@ class Executor:
             cache.change(
                 gpu_batch.kept, self._maker.make(layer, gpu_batch.index, gpu_batch.fresh) if gpu_batch.fresh else None
             )
+        if cache.rows is not None:
+            for row in gpu_batch.rows[: gpu_batch.decoding]:
+                if row.dropped:
+                    cache.rows.drop(row.row_id, [(each.start, each.stop) for each in row.dropped])
         sinks = weights.get("sinks")
         sinks = None if sinks is None else sinks.to(torch.float32, copy=True)  # the host may read them later
         attention = self._attention(layer, gpu_batch, cache, hidden.dtype, sinks)

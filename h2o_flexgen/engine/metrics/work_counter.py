@@ -77,10 +77,11 @@ class WorkCounter:
         steps = fed + len(row.token_ids) - 1
         if steps < 0:
             return
+        missing = sum(row.missing(step) for step in range(1, steps + 1)) if row.dropped else 0
         for caches, layers in self._caches_of(self._batch_of[row.row_id]).items():
             budget, prompt = row.budget_in(caches.layer, caches.window), len(row.prompt_ids)
             kept = min(prompt, budget.after_prompt)
-            attended = _summed(kept, steps, budget)
+            attended = _summed(kept, steps, budget) - missing
             # The first token comes from the prompt's last query, unless the end of the prompt is yet to be fed.
             first = 0 if fed else min(prompt, caches.window or prompt)
             asked = first + attended - _summed(kept, max(0, fed - 1), budget)
@@ -140,7 +141,7 @@ class WorkCounter:
             held = 0
             for row in going:
                 budget, new = row.budget_in(caches.layer, caches.window), row.steps - row.remaining
-                held += _attended(min(len(row.prompt_ids), budget.after_prompt), new, budget)
+                held += _attended(min(len(row.prompt_ids), budget.after_prompt), new, budget) - row.missing(new)
             for work, sign in ((self._work.prefill, share), (self._work.decode, -share)):
                 self._add(work, caches, sign * layers * held)
                 self._move(work, caches, sign * layers * (held - len(going)), inward=True)

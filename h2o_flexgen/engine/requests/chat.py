@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
-from h2o_flexgen.config.budget import Prompt, Span, token_spans
+from h2o_flexgen.config.prompt import Prompt, Span, token_spans
 from h2o_flexgen.errors import UsageError
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from h2o_flexgen.config.budget import Budget, Prompt, Range, TokenSpan, marked, token_spans
+from h2o_flexgen.config.budget import Budget, Range
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.prompt import Prompt, TokenSpan, marked, token_spans
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload, first_pass
 from h2o_flexgen.engine.requests.chat import offsets_of
@@ -82,6 +83,10 @@ class RequestReader:
             ids, forced = ids[:1], ids[1:]
             if not forced:
                 return []
+            if params.fold is not None:
+                raise UsageError(
+                    "a fold is given, and the prompt's own tokens are scored", "needed a prompt to complete"
+                )
             params = replace(params, max_new_tokens=len(forced))
         first = request.number << SAMPLE_BITS
         samples = range(params.num_return_sequences)
@@ -205,6 +210,8 @@ class RequestReader:
                 f"{where or f'prompt {index}'} has spans, and {len(ids)} tokens, more than the context of {first}",
                 "needed a prompt within the context",
             )
+        if params.fold is not None:
+            self._check_fold(budget, where or f"prompt {index}")
         return Sequence(
             index=index,
             sample=sample,
@@ -220,6 +227,20 @@ class RequestReader:
             seed=self.seed if params.seed is None else params.seed,
             grammar=self._grammar(params, f"prompt {index}"),
         )
+
+    def _check_fold(self, budget: Budget, where: str) -> None:
+        """UsageError where tokens leave the cache by other rules, too, or where positions move."""
+        if self.eviction.name != "full" or self.eviction.rolling_positions:
+            used = "--rolling-positions" if self.eviction.rolling_positions else f"--eviction {self.eviction.name}"
+            raise UsageError(
+                f"{where} has a fold with {used}", "needed the full cache, of which it drops what it folds"
+            )
+        narrow = [window for window in self.spec.windows if budget.within(window) != budget]
+        if narrow:
+            found = (
+                f"{where} has a fold, and {budget.total} tokens, more than the window of {min(filter(None, narrow))}"
+            )
+            raise UsageError(found, "needed a sequence within all windows")
 
     def _grammar(self, params: SamplingParams, where: str) -> Grammar | None:
         if params.response_format is None:

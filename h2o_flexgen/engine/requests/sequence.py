@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from h2o_flexgen.config.budget import TokenSpan
 from h2o_flexgen.config.eviction import Budget
+from h2o_flexgen.config.prompt import TokenSpan
 from h2o_flexgen.config.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "error"]
@@ -43,6 +43,14 @@ class Hooks:
     scores: list[Tensor] | None = None
 
 
+class Dropped(NamedTuple):
+    """Positions [start, stop), which leave the cache after decode step 1, 2, ..."""
+
+    start: int
+    stop: int
+    step: int
+
+
 @dataclass
 class Sequence:
     """The state of one row while it runs. Mutated by the sampler only.
@@ -71,6 +79,12 @@ class Sequence:
     """Whether the prompt is computed twice, for a policy that looks at the second time."""
     fed: list[int] = field(default_factory=list)
     """The end of a prompt that is longer than the context: with rolling positions it goes through decode steps."""
+    given: list[int] = field(default_factory=list)
+    """Tokens that follow instead of sampled ones, where a thought is folded (`SamplingParams.fold`)."""
+    dropped: list[Dropped] = field(default_factory=list)
+    """Thoughts that have been folded, in order."""
+    _thought: int = 0
+    _folding: Dropped | None = None
     returns: int = 0
     """How many first tokens the sequence before or after it in a run has, too: what a store of prefixes may keep."""
     token_ids: list[int] = field(default_factory=list)
@@ -136,7 +150,25 @@ class Sequence:
     def takes_likeliest(self) -> bool:
         """Whether its further tokens are the likeliest ones, and nothing else is asked of logits."""
         chooses = self.forced is not None or self.params.logprobs is not None or self._taken < len(self.fed)
-        return self.prepared and self.chooser is None and self.grammar is None and not chooses
+        own = self.grammar is not None or self.params.fold is not None
+        return self.prepared and self.chooser is None and not own and not chooses
+
+    def append(self, token: int, *, sampled: bool) -> None:
+        """The next token of the answer, which may be the end of a thought."""
+        self.token_ids.append(token)
+        fold, count, prompt = self.params.fold, len(self.token_ids), len(self.prompt_ids)
+        if self._folding is not None and count > self._folding.step:
+            self.dropped.append(self._folding)
+            self._folding = None
+        if fold is not None and sampled and token == fold.trigger:
+            # Step n takes token n of the answer in; what is kept follows the trigger.
+            self._folding = Dropped(prompt + self._thought, prompt + count, count + len(fold.keep))
+            self.given = [*fold.keep, *fold.then]
+            self._thought = count + len(self.given)
+
+    def missing(self, step: int) -> int:
+        """Tokens that have been dropped before a decode step: 1, 2, ..."""
+        return sum(each.stop - each.start for each in self.dropped if each.step < step)
 
     @property
     def finished(self) -> bool:
@@ -156,7 +188,16 @@ class Sequence:
         """Forgets everything since the prompt: run again, the row gives the same tokens."""
         recorded = (self.hooks.logits, self.hooks.scores) if self.hooks is not None else ()
         self.kept.clear()
-        for kept in (self.token_ids, self.logprobs, self.top_logprobs, self.greedy, *recorded):
+        self._thought, self._folding = 0, None
+        for kept in (
+            self.token_ids,
+            self.given,
+            self.dropped,
+            self.logprobs,
+            self.top_logprobs,
+            self.greedy,
+            *recorded,
+        ):
             if kept is not None:
                 kept.clear()
         self.finish_reason = self.stop_string = self.error = self.chooser = self.guide = self._generator = None

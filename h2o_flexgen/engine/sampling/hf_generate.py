@@ -29,7 +29,7 @@ LENGTHS = ("max_new_tokens", "max_length", "min_new_tokens", "min_length")
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits")
 CALLS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer", "tokenizer")
-OURS = ("seed", "ignore_eos", "response_format", "presence_penalty", "frequency_penalty")
+OURS = ("seed", "ignore_eos", "response_format", "fold", "presence_penalty", "frequency_penalty")
 """Settings of SamplingParams that transformers does not have."""
 
 SHARED = tuple(

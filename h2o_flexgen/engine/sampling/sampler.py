@@ -102,6 +102,7 @@ class Sampler:
         """Of all rows the largest logits and the tokens chosen, negative where none is allowed; `logits` None: no row
         asks for log-probabilities."""
         taken: dict[int, int] = {}
+        sampled = {r for r in going if not rows[r].given}
         for r in going:
             row, token = rows[r], tokens[r]
             if not _usable(row, best[r]):
@@ -113,6 +114,8 @@ class Sampler:
             if row.forced is not None:
                 row.greedy.append(row.forced[len(row.token_ids)] == token)
                 token = row.forced[len(row.token_ids)]
+            elif row.given:
+                token = row.given.pop(0)
             if token < 0:
                 row.finish_reason, row.error = "error", "its settings forbid every token"
             else:
@@ -120,13 +123,13 @@ class Sampler:
         if logits is not None:
             _record_logprobs(rows, taken, logits)
         for r, token in taken.items():
-            self._append(rows[r], token)
+            self._append(rows[r], token, sampled=r in sampled)
         if guiding := [rows[r] for r in taken if rows[r].guide is not None and not rows[r].finished]:
             guiding[0].guide.follow(guiding)
         return [rows[r] for r in going if rows[r].finished]
 
-    def _append(self, row: Sequence, token: int) -> None:
-        row.token_ids.append(token)
+    def _append(self, row: Sequence, token: int, *, sampled: bool) -> None:
+        row.append(token, sampled=sampled)
         stopped = isinstance(row.chooser, Chooser) and row.chooser.chosen(row)
         if row.hooks is not None and row.hooks.on_token is not None and len(row.token_ids) > row.hooks.told:
             row.hooks.told = len(row.token_ids)
