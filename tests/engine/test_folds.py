@@ -104,7 +104,7 @@ def test_what_is_refused(checkpoint, tmp_path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             SamplingParams(fold=wrong)
-    with pytest.raises(UsageError, match="fold=.* and a response_format"):
+    with pytest.raises(UsageError, match=r"fold=.* and a response_format"):
         SamplingParams(fold=fold, response_format={"type": "json_object"})
     folder, prompts = checkpoint("opt")[1], prompts_of([9])
     with (
