@@ -148,7 +148,7 @@ FAMILIES: dict[str, FamilyRow] = {
     "pythia-whole-rope": FamilyRow(GPTNeoXConfig, {**_ROTARY, "rotary_pct": 1.0}),
     "mixtral": FamilyRow(MixtralConfig, {**_GROUPED, **_EIGHT}),
     "mixtral-window": FamilyRow(MixtralConfig, {**_GROUPED, **_EIGHT, "sliding_window": WINDOW}),
-    "olmoe": FamilyRow(OlmoeConfig, {**_GROUPED, **_EIGHT}),
+    "olmoe": FamilyRow(OlmoeConfig, {**_GROUPED, **_EIGHT, "clip_qkv": 0.9}),
     "qwen2-moe": FamilyRow(
         Qwen2MoeConfig,
         {**_GROUPED, **_EIGHT, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},

@@ -104,7 +104,7 @@ class Decoder:
         self._eps, self._offset = arch.norm_eps, arch.norm_offset
         self._norm = self._layer_norm if arch.norm == "layernorm" else self._rms_norm
         self._before, self._after_attn, self._after_mlp = self._halves(arch)
-        self._qk_norm = self._norm_heads if arch.qk_norm else self._leave_heads
+        self._qk_norm, self._clip = self._norm_heads if arch.qk_norm else self._leave_heads, arch.clip_qkv
         self._joint, self._residual_scale, self._logit_scale = arch.qk_norm_joint, arch.residual_scale, arch.logit_scale
         self._feed_forward = self._gated if arch.gated_mlp else self._plain
         self._mixture = arch.experts
@@ -139,7 +139,7 @@ class Decoder:
     def queries(self, w: Weights, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (T, heads, d), k and v (T, kv_heads, d) of hidden (T, hidden_width).
 
-        q and k are normed where the model does that, and not rotated.
+        q and k are normed and all are clamped where the model does that; none is rotated.
         """
         x = self._before(w, hidden)
         d, heads = self.spec.head_dim, self._heads
@@ -149,7 +149,11 @@ class Decoder:
         else:
             apart = (self._linear(x, w[f"{p}.weight"], w.get(f"{p}.bias")) for p in "qkv")
             q, k, v = (t.view(len(x), count, d) for t, count in zip(apart, heads, strict=True))
-        return (*self._qk_norm(w, q, k), v)
+        found = (*self._qk_norm(w, q, k), v)
+        if self._clip is not None:
+            for each in found:
+                each.clamp_(-self._clip, self._clip)
+        return found
 
     def output(self, w: Weights, hidden: Tensor, mixed: Tensor) -> None:
         """Brings the mixed values (T, heads, d) into hidden (T, hidden_width), in place.

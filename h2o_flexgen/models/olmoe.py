@@ -26,7 +26,7 @@ DEFAULTS = Defaults(
     eos_token_id=50279,
     pad_token_id=1,
 )
-UNDONE = ("clip_qkv", "sliding_window")
+UNDONE = ("sliding_window",)
 
 
 def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
@@ -35,8 +35,9 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     read.refuse(UNDONE)
     spec, bias = read_spec(read, name, "olmoe", DEFAULTS), read.flag("attention_bias", False)
     experts = read_experts(read, 64, 8, spec.ffn_size, normalised=read.flag("norm_topk_prob", False))
-    arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, qk_norm=True, qk_norm_joint=True, experts=experts)
-    return replace(spec, arch=arch)
+    clip = read.number("clip_qkv") if "clip_qkv" in read else None
+    arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, qk_norm=True, qk_norm_joint=True, clip_qkv=clip)
+    return replace(spec, arch=replace(arch, experts=experts))
 
 
 def checkpoint_names(spec: ModelSpec) -> Names:

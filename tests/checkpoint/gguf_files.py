@@ -45,7 +45,7 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 """Models that are made: a row of tests/tiny.py, and what is changed."""
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
-    "olmoe": ("olmoe", {}),
+    "olmoe": ("olmoe", {"clip_qkv": None}),  # GGUF has no key for it
     "qwen2moe": ("qwen2-moe", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
     "qwen3moe": ("qwen3-moe", {"moe_intermediate_size": 32, "mlp_only_layers": []}),
     "granitemoe": ("granite-moe", {}),

@@ -89,6 +89,8 @@ class ArchSpec:
     """Each head of q and of k is normed, before it is rotated (Qwen3, Gemma 3)."""
     qk_norm_joint: bool = False
     """All heads of q are normed as one vector, and so are those of k (OLMoE)."""
+    clip_qkv: float | None = None
+    """Queries, keys and values are clamped to it, either way, before they are rotated (OLMoE); None: not at all."""
     sinks: bool = False
     """Each head has a logit of its own in every softmax of attention, that of no token (gpt-oss)."""
     activation: Activation = "relu"
