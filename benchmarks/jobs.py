@@ -12,21 +12,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import signal
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
 from benchmarks.records import ROOT, facts
 
+FORMS: list[dict[str, Any]] = [
+    {"type": "json_object"},
+    *(
+        {"type": "json_schema", "json_schema": {"schema": schema}}
+        for schema in (
+            {"enum": ["yes", "no", "perhaps"]},
+            {"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]},
+        )
+    ),
+]
+COUNTED = "import sys; from benchmarks.jobs import counted; sys.exit(counted(sys.argv[1], sys.argv[2:]))"
 FLAGS = ["--model", "demo", "--hh-ratio", "0.2", "--quiet", "--json"]
 
 
@@ -64,15 +77,17 @@ def prompts(count: int, words: int, seed: int = 0) -> list[str]:
 
 
 def mixed(path: Path, count: int, words: int) -> None:
-    """A batch file: greedy and drawn, seeds, stops, samples, scores, and one line in fifty at fault in some way."""
+    """A batch file: greedy and drawn, seeds, stops, samples, schemas, scores, and one line in fifty at fault in some
+    way."""
     source = random.Random(1)
     kinds: list[dict[str, Any]] = [{"temperature": 0}, {}, {"seed": 7}, {"stop": ["the", "."]}, {"n": 2}]
     kinds.append({"logprobs": 2})
+    kinds += [{"response_format": form} for form in FORMS]
     with path.open("w", encoding="utf-8") as file:
         for number, prompt in enumerate(prompts(count, words)):
             body = {"model": "demo", "prompt": prompt, "max_tokens": source.choice([4, 16, 32]), **source.choice(kinds)}
             if number % 40 == 7:
-                body |= {"echo": True, "max_tokens": 0, "logprobs": 1, "n": 1}
+                body = {"model": "demo", "prompt": prompt, "echo": True, "max_tokens": 0, "logprobs": 1}
             name = "r0" if number % 200 == 199 else f"r{number}"
             line = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
             text = json.dumps(line)
@@ -144,19 +159,51 @@ def memory(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {**kept, **size, "rss_mib_by_tenth": tenths, "most_mib": most}
 
 
+def counted(tally: str, argv: list[str]) -> int:
+    """`batch`, that keeps in the file `tally` how many tokens it has computed: of prompts, and new ones."""
+    from h2o_flexgen.batch import main
+    from h2o_flexgen.cli.batch import job
+    from h2o_flexgen.cli.progress import GENERATING, PREFILL
+
+    fd = os.open(tally, os.O_WRONLY | os.O_CREAT)
+
+    class Counting(job.JobProgress):
+        """Its first call is for the whole of a job that is one window."""
+
+        done: ClassVar = {PREFILL: 0, GENERATING: 0}
+
+        def __call__(self, what: str, done: int, total: int) -> None:
+            super().__call__(what, done, total)
+            if what in self.done:
+                self.done[what] = done
+                os.pwrite(fd, struct.pack("=2q", *self.done.values()), 0)
+
+    job.JobProgress = Counting  # type: ignore[misc]
+    return main(argv)
+
+
 def kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """A mixed job in float32, uninterrupted and killed at random moments: whether the results are equal, and how many
-    requests were under way at a kill."""
+    """A mixed job in float32, uninterrupted and killed at random moments: whether the results are equal, how many
+    requests were under way at a kill, and which share of the work was done again."""
     file, whole, out = folder / "in.jsonl", folder / "whole.jsonl", folder / "out.jsonl"
     mixed(file, args.requests, args.words)
     flags = ("-i", file, "--dtype", "float32")
+
+    def command(tally: object, *more: object) -> list[str]:
+        return [sys.executable, "-c", COUNTED, str(folder / f"{tally}.tally"), *FLAGS, *map(str, (*flags, *more))]
+
+    def tokens(tally: object) -> int:
+        path = folder / f"{tally}.tally"
+        data = path.read_bytes() if path.exists() else b""
+        return sum(struct.unpack("=2q", data)) if data else 0
+
     started = time.perf_counter()
-    done = subprocess.run(program("batch", *flags, "-o", whole), stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command("whole", "-o", whole), stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     uninterrupted = time.perf_counter() - started
     source, lines, kept, changed, hit = random.Random(2), _lines(whole), b"", 0, 0
-    for _ in range(args.kills):
+    for number in range(args.kills):
         goal = _lines(out) + source.randrange(1, max(2, 4 * lines // (3 * args.kills)))
-        process = subprocess.Popen(program("batch", *flags, "-o", out), stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command(number, "-o", out), stdout=subprocess.DEVNULL, cwd=ROOT)
         while process.poll() is None and _lines(out) < goal:
             time.sleep(0.01 * source.random())
         process.send_signal(signal.SIGKILL)
@@ -165,7 +212,8 @@ def kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         changed += not now.startswith(kept)
         kept = now[: now.rfind(b"\n") + 1]
     before = _lines(out)
-    last = subprocess.run(program("batch", *flags, "-o", out), stdout=subprocess.PIPE, text=True, check=False)
+    last = subprocess.run(command("last", "-o", out), stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    work, all_work = tokens("whole"), sum(tokens(tally) for tally in (*range(args.kills), "last"))
     first, second = _results(whole), _results(out)
     differing = [name for name in first if first[name] != second.get(name)]
     return {
@@ -178,6 +226,8 @@ def kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "finished_lines_changed": changed,
         "missing_or_doubled": len(first.keys() ^ second.keys()) + abs(lines - _lines(out)),
         "texts_differing": len(differing),
+        "tokens": work,
+        "repeated_tokens_per_kill": round((all_work - work) / max(1, hit) / work, 4),
         "at_once": json.loads(done.stdout.splitlines()[-1])["policy"]["gpu_batch_size"],
     }
 

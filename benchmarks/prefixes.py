@@ -6,8 +6,9 @@
 `job`: requests in any order over headers of 64 to 512 tokens, on the demo model: without a store, with an empty one,
 and by an engine that finds what the one before left on disk; and the hit rates of eviction orders on these headers.
 `replay`: blocks of 16 tokens of made-up requests whose shape is that of the two traces of "KVCache Cache in the Wild"
-(arXiv 2506.02634), as published: conversations of several turns (A), and single requests under shared prompts (B).
-Belady's order knows the future.
+(arXiv 2506.02634), as published: conversations of one turn or several under a system prompt (A), and single requests
+under the prompts of customers (B). Lengths and shares are chosen so that an endless store, and the least recently used
+order at these caps, find what they find in the published traces. Belady's order knows the future.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from h2o_flexgen import LLM, EvictionConfig, SamplingParams
 from h2o_flexgen.cache.prefix_store import GRAIN, LIFE
 from h2o_flexgen.cache.reuse import Category, ExpectedReuse, LeastRecent, ReuseOrder
 
-SHARES = (0.05, 0.1, 0.25, 0.5)
+SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)
 """Of all distinct bytes: the caps of replays."""
 BLOCK = 16
 """Tokens, as the published traces have them."""
@@ -133,7 +134,13 @@ def hit_rates(asked: Sequence[Access], life: float) -> dict[str, Any]:
     total, every = sum(distinct.values()), sum(size for access in asked for _, size, _ in access.entries)
     found: dict[str, Any] = {"requests": len(asked), "ideal": round(1 - total / every, 4)}
     for share in SHARES:
-        orders = {"lru": LeastRecent[Hashable](), "ours": ExpectedReuse[Hashable](life), "belady": Belady(asked)}
+        orders: dict[str, ReuseOrder[Hashable]] = {
+            "fifo": FirstIn(),
+            "lfu": LeastOften(),
+            "lru": LeastRecent(),
+            "ours": ExpectedReuse(life),
+            "belady": Belady(asked),
+        }
         hits = {name: _hits(asked, order, share * total) / every for name, order in orders.items()}
         found[f"{share:.0%}"] = {name: round(rate, 4) for name, rate in hits.items()}
     return found
@@ -158,6 +165,34 @@ def _hits(asked: Sequence[Access], order: ReuseOrder[Hashable], cap: float) -> i
             order.forget(victim)
             room += held.pop(victim)
     return hits
+
+
+class FirstIn(LeastRecent[Hashable]):
+    """The entry that came first goes, however often it was asked for."""
+
+    def touch(self, key: Hashable, category: Category, offset: int, now: float) -> None:
+        self._held.setdefault(key, None)
+
+
+class LeastOften:
+    """The entry goes that was asked for least often while it was there, among equals the one longest unasked."""
+
+    def __init__(self) -> None:
+        self._by_uses: dict[int, LeastRecent[Hashable]] = defaultdict(LeastRecent)
+        self._uses: dict[Hashable, int] = {}
+
+    def touch(self, key: Hashable, category: Category, offset: int, now: float) -> None:
+        uses = self._uses.get(key, 0)
+        self.forget(key)
+        self._uses[key] = uses + 1
+        self._by_uses[uses + 1].touch(key, category, offset, now)
+
+    def forget(self, key: Hashable) -> None:
+        self._by_uses[self._uses.pop(key, 0)].forget(key)
+
+    def victim(self, now: float, spared: Any = ()) -> Hashable | None:
+        found = (self._by_uses[uses].victim(now, spared) for uses in sorted(self._by_uses))
+        return next((key for key in found if key is not None), None)
 
 
 class Belady:
@@ -199,12 +234,12 @@ def conversations(requests: int) -> list[Access]:
     while len(asked) < requests:
         kind = source.choices(list(kinds), weights)[0]
         _, several, wait = kinds[kind]
-        now, blocks = source.uniform(0, 7200), [("system", kind, i) for i in range(8)]
+        now, blocks = source.uniform(0, 7200), [("system", kind, i) for i in range(20)]
         turns = 1
-        while turns < 30 and source.random() < (several if turns == 1 else 0.72):
+        while turns < 30 and source.random() < (several if turns == 1 else 0.6):
             turns += 1
         for turn in range(turns):
-            new = source.lognormvariate(math.log(900 if turn == 0 else 120), 0.9)
+            new = source.lognormvariate(math.log(450), 1.5) if turn == 0 else source.lognormvariate(math.log(150), 0.9)
             blocks = [*blocks, *((next(numbers),) for _ in range(max(1, int(new / BLOCK))))]
             if now < 7200:
                 entries = [(block, BLOCK, BLOCK * at) for at, block in enumerate(blocks)]
@@ -218,14 +253,14 @@ def conversations(requests: int) -> list[Access]:
 def shared_prompts(requests: int) -> list[Access]:
     """Trace B: 24 requests a second of customers with a prompt each, a few of them busy, most hardly."""
     source, numbers = random.Random(2), count()
-    customers = [max(2, int(source.lognormvariate(math.log(480), 0.7) / BLOCK)) for _ in range(requests // 8)]
-    weights = [1 / (rank + 1) ** 1.1 for rank in range(len(customers))]
+    customers = [max(2, int(source.lognormvariate(math.log(220), 0.7) / BLOCK)) for _ in range(requests // 20)]
+    weights = [1 / (rank + 1) ** 1.3 for rank in range(len(customers))]
     now, asked = 0.0, list[Access]()
     for _ in range(requests):
         now += source.expovariate(24)
         customer = source.choices(range(len(customers)), weights)[0]
         shared: list[Hashable] = [(customer, i) for i in range(customers[customer])]
-        own = [(None, next(numbers)) for _ in range(max(1, int(source.lognormvariate(math.log(220), 0.9) / BLOCK)))]
+        own = [(None, next(numbers)) for _ in range(max(1, int(source.lognormvariate(math.log(260), 0.9) / BLOCK)))]
         entries = [(block, BLOCK, BLOCK * at) for at, block in enumerate([*shared, *own])]
         asked.append(Access(entries, now, ("api", 0)))
     return asked

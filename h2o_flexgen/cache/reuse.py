@@ -1,21 +1,26 @@
 """Which entry of a full store goes: the one least likely to be asked for again soon.
 
-"KVCache Cache in the Wild" (arXiv 2506.02634): entries of a category, such as all system prompts, come back after times
-that are about exponential. For each category the distribution is fitted to the recent ones; an entry that was last
-asked for t ago comes back within the next `life` with probability F(t + life) - F(t). The lowest goes, among equals the
-one that lies deepest in its prompt. The printed equation is not public: this is a reconstruction.
+"KVCache Cache in the Wild" (arXiv 2506.02634): of entries of a category, such as the second turns of chats, some share
+comes back, after times that are about exponential. Both are found from what was asked for lately, entries that had been
+evicted by then among it. An entry that was last asked for t ago comes back within the next `life` with the probability
+P(wait <= t + life | wait > t). The lowest goes, among equals the one that lies deepest in its prompt. The printed
+equation is not public: this is a reconstruction.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Container, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-RECENT, PRIOR = 4096, 256
-"""Times that a category's distribution is fitted to: the last ones; and for how many of them the mean of all counts."""
+RECENT, PRIOR = 1 << 14, 256
+"""Of a category: after so many requests the past counts half, and as many as the mean of all categories counts for."""
+GONE = 1 << 16
+"""Evicted entries that are remembered, to learn when they are asked for again."""
+_MOST = 0.999
+"""The largest share of a category that is believed to come back: nothing is certain to."""
 
 Key = TypeVar("Key", bound=Hashable)
 Category = tuple[str, int]
@@ -55,25 +60,29 @@ class LeastRecent(Generic[Key]):
 
 @dataclass
 class _Alike(Generic[Key]):
-    """The entries of one category, the longest unasked first: (when last, offset); and times after which they came
-    back."""
+    """The entries of one category, the longest unasked first: (when last, offset). How often entries of it were asked
+    for, how many of these times they came back, and after how long in all."""
 
     held: OrderedDict[Key, tuple[float, int]] = field(default_factory=OrderedDict)
-    waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
-    total: float = 0.0
+    asked: float = 0.0
+    returned: float = 0.0
+    waited: float = 0.0
+
+    def ask(self) -> None:
+        if self.asked >= RECENT:
+            self.asked, self.returned, self.waited = self.asked / 2, self.returned / 2, self.waited / 2
+        self.asked += 1
 
     def came_back(self, wait: float) -> None:
-        if len(self.waits) == RECENT:
-            self.total -= self.waits[0]
-        self.waits.append(wait)
-        self.total += wait
+        self.returned += 1
+        self.waited += wait
 
 
 class ExpectedReuse(Generic[Key]):
     """The entry that is least likely to be asked for within the next `life` goes, in the unit of `now`.
 
     Each category is a list by the last use, and only their heads are compared: of one category the longest unasked is
-    the least likely. A category of which little has come back yet leans on the mean of all.
+    the least likely. A category of which little is known yet leans on the mean of all.
     """
 
     def __init__(self, life: float) -> None:
@@ -81,20 +90,31 @@ class ExpectedReuse(Generic[Key]):
         self._alike: dict[Category, _Alike[Key]] = {}
         self._every: _Alike[Key] = _Alike()
         self._category: dict[Key, Category] = {}
+        self._gone: OrderedDict[Key, tuple[Category, float]] = OrderedDict()
 
     def touch(self, key: Key, category: Category, offset: int, now: float) -> None:
         before = self._category.get(key)
         if before is not None:
-            last, _ = self._alike[before].held.pop(key)
-            self._alike[before].came_back(now - last)
-            self._every.came_back(now - last)
+            self._came_back(before, now - self._alike[before].held.pop(key)[0])
+        elif key in self._gone:
+            before, last = self._gone.pop(key)
+            self._came_back(before, now - last)
+        alike = self._alike.setdefault(category, _Alike())
+        alike.ask()
+        self._every.ask()
         self._category[key] = category
-        self._alike.setdefault(category, _Alike()).held[key] = now, offset
+        alike.held[key] = now, offset
+
+    def _came_back(self, category: Category, wait: float) -> None:
+        self._alike[category].came_back(wait)
+        self._every.came_back(wait)
 
     def forget(self, key: Key) -> None:
         category = self._category.pop(key, None)
         if category is not None:
-            del self._alike[category].held[key]
+            self._gone[key] = category, self._alike[category].held.pop(key)[0]
+            if len(self._gone) > GONE:
+                self._gone.popitem(last=False)
 
     def victim(self, now: float, spared: Container[Key] = ()) -> Key | None:
         lowest: tuple[float, int] | None = None
@@ -110,9 +130,11 @@ class ExpectedReuse(Generic[Key]):
         return found
 
     def _likelihood(self, alike: _Alike[Key], age: float) -> float:
-        """F(age + life) - F(age) of the category's exponential distribution."""
-        every = self._every.total / len(self._every.waits) if self._every.waits else self.life
-        mean = (alike.total + PRIOR * every) / (len(alike.waits) + PRIOR)
-        if mean <= 0:
-            return 1.0 if age <= 0 else 0.0
-        return math.exp(-age / mean) * -math.expm1(-self.life / mean)
+        """That an entry of the category, unasked since `age`, comes back within `life`."""
+        every = self._every
+        usual = (every.returned + 1) / (every.asked + 2)
+        share = min(_MOST, (alike.returned + PRIOR * usual) / (alike.asked + PRIOR))
+        wait = every.waited / every.returned if every.waited else self.life
+        mean = (alike.waited + PRIOR * wait) / (alike.returned + PRIOR)
+        later = share * math.exp(-age / mean)
+        return later * -math.expm1(-self.life / mean) / (1 - share + later)

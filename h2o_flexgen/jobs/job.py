@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from h2o_flexgen.schedule.request import PlanRequest
 WINDOW_ROWS, WINDOW_TOKENS = 8192, 1 << 21
 """Of a window: sequences, and tokens of prompts. What is in memory of a file, however long."""
 AT_RISK, LEAST_AT_RISK = 0.02, 32
-"""The share of a job that is under way at once, which a kill costs; and sequences below which a share is no help."""
+"""The share of a job that is under way at once, which a kill costs, and at least so many sequences: fewer are slow."""
 _PROMPT_BITS = 15
 
 
@@ -85,6 +85,15 @@ class Summary:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     seconds: float = 0.0
+    first_failure: str | None = None
+    """Its line, and why."""
+
+    def count(self, line: int, result: Mapping[str, Any], failed: bool) -> None:
+        """One more request is finished."""
+        self.failed += failed
+        self.ok += not failed
+        if failed and self.first_failure is None:
+            self.first_failure = f"line {line}: {result['error']['message'].removeprefix(f'line {line}: ')}"
 
     @property
     def done(self) -> int:
@@ -217,13 +226,12 @@ class Job:
 
     def _write(self, record: Record, result: dict[str, Any], bad: bool) -> None:
         self.results.add(record.line, line_of(result), bad)
-        self.summary.failed += bad
-        self.summary.ok += not bad
+        self.summary.count(record.line, result, bad)
         self.told(self.summary)
 
 
-def bounded(planner: Planner, requests: int, share: float = AT_RISK) -> Planner:
-    """`planner`, but with blocks of at most `share` of a job's requests, so that a kill costs no more.
+def bounded(planner: Planner, requests: int, share: float | None = None) -> Planner:
+    """`planner`, but with blocks of at most `share` of a job's requests, so that a kill costs no more. See `under_way`.
 
     Where something has to move, blocks stay as large as they come: there they are what speed comes from.
     """
@@ -239,6 +247,7 @@ def bounded(planner: Planner, requests: int, share: float = AT_RISK) -> Planner:
     return plan
 
 
-def under_way(requests: int, share: float) -> int:
-    """Requests of a job that may be under way at once."""
-    return max(LEAST_AT_RISK, int(share * requests))
+def under_way(requests: int, share: float | None) -> int:
+    """Requests of a job that may be under way at once: `share` of them; None: AT_RISK, or LEAST_AT_RISK if that is
+    more."""
+    return max(LEAST_AT_RISK, int(AT_RISK * requests)) if share is None else max(1, int(share * requests))

@@ -110,10 +110,6 @@ class Source:
 
     def _rows(self) -> Iterator[Record]:
         file, number = self._parquet_file(), 0
-        for name in self._columns:
-            if name not in file.schema_arrow.names:
-                there = ", ".join(file.schema_arrow.names)
-                raise UsageError(f"{self.path} has no column {name!r}", f"it has {there}", "see --prompt-column")
         for batch in file.iter_batches(batch_size=1024, columns=list(self._columns)):
             for row in batch.to_pylist():
                 number += 1
@@ -122,9 +118,15 @@ class Source:
     def _parquet_file(self) -> Any:
         module = _parquet()
         try:
-            return module.ParquetFile(self.path)
+            file = module.ParquetFile(self.path)
         except (OSError, ValueError) as error:
             raise UsageError(f"{self.path} cannot be read as Parquet: {error}") from None
+        for name in self._columns:
+            if name not in file.schema_arrow.names:
+                there = ", ".join(file.schema_arrow.names)
+                change = "see --prompt-column and --id-column"
+                raise UsageError(f"{self.path} has no column {name!r}", f"it has {there}", change)
+        return file
 
     def _opened(self) -> Any:
         try:

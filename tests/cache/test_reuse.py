@@ -5,42 +5,57 @@ from __future__ import annotations
 import math
 import random
 
-from h2o_flexgen.cache.reuse import PRIOR, ExpectedReuse, LeastRecent
+from h2o_flexgen.cache.reuse import GONE, PRIOR, ExpectedReuse, LeastRecent
 from tests.seeds import moved
 
 
-def _priority(entry: tuple[str, int, float], waits: dict[str, list[float]], now: float, life: float) -> float:
-    """P(reuse within `life`), from the waits of the entry's category, and as if there were PRIOR of the mean of all."""
-    kind, _, last = entry
-    every = [wait for each in waits.values() for wait in each] or [life]
-    mean = (sum(waits[kind]) + PRIOR * sum(every) / len(every)) / (len(waits[kind]) + PRIOR)
-    return math.exp(-(now - last) / mean) - math.exp(-(now - last + life) / mean)
+class Kind:
+    """All that is known of a category: how often it was asked for, and the waits of what came back."""
+
+    def __init__(self) -> None:
+        self.asked, self.waits = 0, list[float]()
+
+
+def _priority(last: float, kind: Kind, kinds: list[Kind], now: float, life: float) -> float:
+    """P(reuse within `life` | not yet), of a share that comes back after exponential waits, as if PRIOR more were known
+    of the category that are as those of all."""
+    asked, every = sum(each.asked for each in kinds), [wait for each in kinds for wait in each.waits]
+    share = (len(kind.waits) + PRIOR * (len(every) + 1) / (asked + 2)) / (kind.asked + PRIOR)
+    mean = (sum(kind.waits) + PRIOR * (sum(every) / len(every) if every else life)) / (len(kind.waits) + PRIOR)
+
+    def returned(age: float) -> float:
+        return share * (1 - math.exp(-age / mean))
+
+    age = now - last
+    return (returned(age + life) - returned(age)) / (1 - returned(age))
 
 
 def test_the_least_likely_to_come_back_goes() -> None:
+    """Also learnt is what comes back after it was evicted."""
     source, life = random.Random(moved(1)), 50.0
     order: ExpectedReuse[int] = ExpectedReuse(life)
-    held, waits = dict[int, tuple[str, int, float]](), {"a": list[float](), "b": list[float](), "c": list[float]()}
-    kinds = {key: source.choice("abc") for key in range(30)}
-    now = 0.0
+    kinds = {name: Kind() for name in "abc"}
+    kind_of = {key: source.choice("abc") for key in range(30)}
+    asked, held, now = dict[int, float](), set[int](), 0.0
     for _ in range(3000):
         now += source.choice([0.5, 1, 7])
         key = min(int(source.expovariate(0.15)), 29)
-        offset = 16 * key
-        if key in held:
-            waits[held[key][0]].append(now - held[key][2])
-        held[key] = kinds[key], offset, now
-        order.touch(key, (kinds[key], 0), offset, now)
+        kind = kinds[kind_of[key]]
+        if key in asked:
+            kind.waits.append(now - asked[key])
+        kind.asked += 1
+        asked[key] = now
+        held.add(key)
+        order.touch(key, (kind_of[key], 0), 16 * key, now)
         if len(held) > 12:
-            spared = {key}
-            victim = order.victim(now, spared)
+            victim = order.victim(now, {key})
             assert victim is not None
-            others = {other: entry for other, entry in held.items() if other not in spared}
-            likelihood = {other: _priority(entry, waits, now, life) for other, entry in others.items()}
-            assert likelihood[victim] <= min(likelihood.values()) + 1e-9
+            every = list(kinds.values())
+            likely = {each: _priority(asked[each], kinds[kind_of[each]], every, now, life) for each in held - {key}}
+            assert likely[victim] <= min(likely.values()) + 1e-9
             order.forget(victim)
-            del held[victim]
-    assert order.victim(now, set(held)) is None
+            held.remove(victim)
+    assert order.victim(now, held) is None
     order.forget(99)
 
 
@@ -67,3 +82,23 @@ def test_a_category_that_comes_back_sooner_stays_longer() -> None:
     assert order.victim(end + 20) == "often"  # long dead, for one of its kind
     order.touch("often", ("a", 0), 0, end + 20)
     assert order.victim(end + 20.5) == "seldom"
+
+
+def test_a_category_of_which_little_comes_back_goes_first() -> None:
+    """Though it was asked for last, and what comes back of it does so as soon."""
+    order = ExpectedReuse[str](5.0)
+    for now in range(2 * PRIOR):
+        order.touch("chat", ("a", 0), 0, float(now))
+        order.touch(f"single {now}", ("b", 0), 0, float(now))
+    order.touch("single", ("b", 0), 0, 2.0 * PRIOR)
+    for now in range(2 * PRIOR):
+        order.forget(f"single {now}")
+    assert order.victim(2.0 * PRIOR) == "single"
+
+
+def test_what_is_remembered_of_the_evicted_is_bounded() -> None:
+    order = ExpectedReuse[int](5.0)
+    for key in range(GONE + 100):
+        order.touch(key, ("a", 0), 0, float(key))
+        order.forget(key)
+    assert len(order._gone) == GONE

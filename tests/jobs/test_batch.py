@@ -142,6 +142,34 @@ def test_a_job_goes_on_and_another_one_does_not(tmp_path: Path, model: Path, bat
     assert batch("-i", file, "-o", other, "--model", model, "--overwrite").code == 0
 
 
+def test_files_of_requests_are_never_written_over(tmp_path: Path, model: Path, batch: Batch) -> None:
+    file = write(tmp_path / "in.jsonl", request("r", {"prompt": "a"}))
+    (tmp_path / "link.jsonl").symlink_to(file)
+    before = file.read_bytes()
+    for flags in (("-o", file), ("-o", tmp_path / "link.jsonl"), ("-o", tmp_path / "out", "--error-file", file)):
+        ran = batch("-i", file, *flags, "--model", model, "--overwrite")
+        assert (ran.code, "is the file of requests" in ran.err) == (2, True), ran.err
+    assert file.read_bytes() == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_failed_is_told_and_run_again(tmp_path: Path, model: Path, batch: Batch) -> None:
+    """By the model's other name, which the first command did not know; --strict runs nothing."""
+    lines = [request(f"r{i}", {"prompt": "ab", "max_tokens": 2, "model": ["model", "gpt-4o"][i]}) for i in range(2)]
+    file, out = write(tmp_path / "in.jsonl", *lines, "{"), tmp_path / "out.jsonl"
+    same = ("-i", file, "-o", out, "--model", model)
+    ran = batch(*same, "--strict")
+    assert (ran.code, "line 2: model is 'gpt-4o'" in ran.err, "line 3: " in ran.err) == (2, True, True), ran.err
+    assert not out.exists()
+    ran = batch(*same)
+    assert (ran.code, ran.record["ok"], ran.record["failed_in_all"]) == (3, 1, 2)
+    assert "the first that failed: line 2: model is 'gpt-4o', and this job runs" in ran.err
+    again = batch(*same, "--served-model-name", "gpt-4", "gpt-4o", "--retry-failed", "--ordered")
+    assert (again.code, again.record["before"], again.record["ok"], again.record["failed"]) == (3, 1, 1, 1)
+    assert again.record["first_failure"].startswith("line 3: the line is not JSON")
+    assert [line["custom_id"] for line in map(json.loads, out.read_text().splitlines())] == ["r0", "r1", None]
+
+
 def _parsed(data: bytes) -> dict[str, dict[str, object]]:
     return {line["custom_id"]: line for line in map(json.loads, data.decode().splitlines())}
 

@@ -340,7 +340,7 @@ def test_parquet(tmp_path: Path) -> None:
     found = results(tmp_path / "out", "id")
     assert [found[key].get("text") for key in "abc"] == ["abc", None, "xyz"]
     with pytest.raises(UsageError, match="no column 'prompt'"):
-        list(Source(tmp_path / "in.parquet", columns=("prompt",)).records())
+        Source(tmp_path / "in.parquet", columns=("prompt",)).scan()
     (tmp_path / "torn.parquet").write_bytes((tmp_path / "in.parquet").read_bytes()[:-9])
     with pytest.raises(UsageError, match="cannot be read as Parquet"):
         Source(tmp_path / "torn.parquet").scan()
@@ -401,9 +401,10 @@ def test_a_block_is_a_small_share_of_a_job_unless_something_moves() -> None:
     request = PlanRequest(None, Workload(4, 4, 5000), None, "float32", None, "cpu")  # type: ignore[arg-type]
     bounded(planner, 10_000)(request)
     bounded(planner, 100)(request)
+    bounded(planner, 100, 0.02)(request)
     Planned.moves = True
     bounded(planner, 10_000)(request)
-    assert seen == [200, 32, 200, 5000]
+    assert seen == [200, 32, 2, 200, 5000]
 
 
 def test_the_formats_keep_their_word() -> None:

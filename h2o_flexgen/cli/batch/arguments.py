@@ -43,7 +43,7 @@ class BatchArguments:
     served_model_name: tuple[str, ...]
     shard: tuple[int, int]
     ray: int | None
-    at_risk: float
+    at_risk: float | None
     overwrite: bool
     resume: bool
     retry_failed: bool
@@ -70,7 +70,7 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> BatchArguments:
     if args.overwrite and (args.resume or args.retry_failed):
         other = "--resume" if args.resume else "--retry-failed"
         raise UsageError(f"--overwrite and {other} are given together", "needed one: --overwrite starts anew")
-    if not 0 < args.at_risk <= 1:
+    if args.at_risk is not None and not 0 < args.at_risk <= 1:
         raise UsageError(f"--at-risk is {args.at_risk}", "needed a share above 0, up to 1")
     planning = from_namespace(PlanningConfig, args)
     return BatchArguments(
@@ -156,10 +156,9 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
     work.add_argument(
         "--at-risk",
         type=float,
-        default=0.02,
         metavar="SHARE",
-        help="of the requests that may be under way at once, which a kill costs (default: 0.02; where weights or "
-        "caches move, as many as the plan takes)",
+        help="of the requests that may be under way at once, which a kill costs (default: 0.02, or 32 requests; where "
+        "weights or caches move, as many as the plan takes)",
     )
     add_json(work)
     work.add_argument("--quiet", "-q", action="store_true", help="no progress, no report")

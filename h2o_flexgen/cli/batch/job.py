@@ -52,6 +52,7 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
         require_ray()
     with ExitStack() as stack:
         source = Source(arguments.input, arguments.format, columns=_columns(arguments), shard=arguments.shard)
+        _require_other_files(arguments)
         results = stack.enter_context(JobResults(arguments.output, arguments.error_file, overwrite=arguments.overwrite))
         if arguments.resume and not results.resumed:
             raise UsageError(f"--resume: no job was begun with --output {arguments.output}", "leave --resume out")
@@ -80,6 +81,13 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
         ran = job.record if isinstance(job, ClusterJob) else _record(llm)
         _report(arguments, summary, failed, ran, llm.prefixes.counts if llm.prefixes else StoreCounts())
     return EXIT_SOME_FAILED if failed else 0
+
+
+def _require_other_files(arguments: BatchArguments) -> None:
+    """UsageError where results would be written over the requests, by whatever name."""
+    for flag, path in (("--output", arguments.output), ("--error-file", arguments.error_file)):
+        if path is not None and path.exists() and path.samefile(arguments.input):
+            raise UsageError(f"{flag} {path} is the file of requests", "needed another one")
 
 
 def _begin(arguments: BatchArguments, results: JobResults, identity: dict[str, Any], scan: Scan) -> None:
@@ -171,6 +179,8 @@ def _report(
         write_result(f"{done:,} requests in {summary.seconds:,.1f} s{rate}{before}\n")
         if stored.prompts:
             write_result(f"prefixes: {stored.found:,} of {stored.tokens:,} prompt tokens were found in the store\n")
+    if summary.first_failure is not None:
+        print_error(f"the first that failed: {summary.first_failure}")
     if failed:
         print_error(f"{failed:,} of {summary.requests:,} requests failed; --retry-failed runs them again")
     kept = {name: ran[name] for name in _OF_RECORD if name in ran}
@@ -376,8 +386,7 @@ class ClusterJob:
             if self._results.state[row["line"]]:
                 continue  # computed twice, of an actor that was lost after it had finished them
             self._results.add(row["line"], row["result"], row["failed"])
-            self.summary.failed += row["failed"]
-            self.summary.ok += not row["failed"]
+            self.summary.count(row["line"], json.loads(row["result"]), row["failed"])
             self.summary.prompt_tokens += row["prompt_tokens"]
             self.summary.generated_tokens += row["generated_tokens"]
             self._told(self.summary)
