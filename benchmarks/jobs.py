@@ -11,6 +11,8 @@ Programs run as processes of their own, on the demo model; a record a line.
 from __future__ import annotations
 
 import argparse
+import importlib
+import inspect
 import json
 import os
 import random
@@ -40,14 +42,34 @@ FORMS: list[dict[str, Any]] = [
     ),
 ]
 COUNTED = "import sys; from benchmarks.jobs import counted; sys.exit(counted(sys.argv[1], sys.argv[2:]))"
-FLAGS = ["--model", "demo", "--hh-ratio", "0.2", "--quiet", "--json"]
+FLAGS = ["--hh-ratio", "0.2", "--quiet", "--json"]
+MODULES = (
+    "argparse array ast asyncio base64 bisect calendar cmath codecs collections configparser contextlib copy csv "
+    "datetime decimal difflib dis email.message enum fractions functools gzip hashlib heapq html http.client "
+    "http.cookies imaplib inspect io ipaddress itertools json locale logging lzma mailbox math mimetypes numbers "
+    "operator os pathlib pickle platform plistlib pprint queue random re sched secrets selectors shelve shlex "
+    "shutil signal smtplib socket sqlite3 ssl statistics string struct subprocess tarfile tempfile textwrap "
+    "threading timeit tokenize traceback types typing unicodedata unittest.mock urllib.parse urllib.request uuid "
+    "wave weakref xml.dom.minidom zipfile zoneinfo"
+)
+"""Of the standard library, for what is asked about their documentation."""
+QUESTIONS = (
+    "{0}\n\nIn one sentence, what is this for?",
+    "Here is the documentation of {1}:\n\n{0}\n\nList what can go wrong when it is called.",
+    "Explain to a beginner when to use {1}. Its documentation says:\n\n{0}\n\nExplanation:",
+    "Documentation: {0}\n\nWrite a short example with {1} in Python:\n\n```python\n",
+    "Translate into French: {0}\n\nFrench:",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.jobs", allow_abbrev=False)
     parser.add_argument("what", choices=("throughput", "memory", "kills", "ray"))
     parser.add_argument("--requests", type=int, default=2000)
-    parser.add_argument("--words", type=int, default=60, help="most words of a prompt")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument(
+        "--words", type=int, default=60, help="most words of a prompt; 0: questions about Python's library"
+    )
     parser.add_argument("--gen-len", type=int, default=16)
     parser.add_argument("--gpu-batch-size", type=int, default=32)
     parser.add_argument("--kills", type=int, default=20)
@@ -65,7 +87,9 @@ def main() -> None:
 
 
 def prompts(count: int, words: int, seed: int = 0) -> list[str]:
-    """Stretches of the demo's held-out text, of 3 to `words` words."""
+    """Stretches of the demo's held-out text, of 3 to `words` words; for 0 what people might ask."""
+    if words == 0:
+        return questions(count, seed)
     source = random.Random(seed)
     text = resources.files("h2o_flexgen").joinpath("data/demo/heldout.txt").read_text(encoding="utf-8").split()
     made = []
@@ -74,6 +98,24 @@ def prompts(count: int, words: int, seed: int = 0) -> list[str]:
         start = source.randrange(len(text) - length)
         made.append(" ".join(text[start : start + length]))
     return made
+
+
+def questions(count: int, seed: int = 0) -> list[str]:
+    """Questions about functions, methods and classes of Python's library, with what is documented: 20 to some 1,000
+    tokens."""
+    documented = dict[str, str]()
+    for module in map(importlib.import_module, MODULES.split()):
+        for name, thing in sorted(inspect.getmembers(module, callable)):
+            if not name.startswith("_") and (getattr(thing, "__module__", None) or "").startswith(module.__name__):
+                within = inspect.getmembers(thing, callable) if inspect.isclass(thing) else []
+                for where, each in ((name, thing), *((f"{name}.{inner}", each) for inner, each in within)):
+                    if not where.rpartition(".")[2].startswith("_"):
+                        documented[f"{module.__name__}.{where}"] = (inspect.getdoc(each) or "")[:4000]
+    texts, asked = dict[str, None](), random.Random(seed)
+    for name, text in documented.items():
+        if len(text) > 40:
+            texts[asked.choice(QUESTIONS).format(text, name)] = None
+    return asked.sample(list(texts), count)
 
 
 def mixed(path: Path, count: int, words: int) -> None:
@@ -106,8 +148,8 @@ def plain(path: Path, count: int, words: int) -> None:
             file.write(json.dumps({"prompt": prompt}) + "\n")
 
 
-def program(name: str, *flags: object) -> list[str]:
-    return [sys.executable, "-m", f"h2o_flexgen.{name}", *FLAGS, *map(str, flags)]
+def program(name: str, *flags: object, model: str = "demo") -> list[str]:
+    return [sys.executable, "-m", f"h2o_flexgen.{name}", "--model", model, *FLAGS, *map(str, flags)]
 
 
 def throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -115,8 +157,8 @@ def throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     file = folder / "in.jsonl"
     plain(file, args.requests, args.words)
     commands = {
-        "run": program("run", "--prompts", file, "--gen-len", args.gen_len),
-        "batch": program("batch", "-i", file, "--gen-len", args.gen_len),
+        "run": program("run", "--prompts", file, "--gen-len", args.gen_len, model=args.model),
+        "batch": program("batch", "-i", file, "--gen-len", args.gen_len, model=args.model),
     }
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     tokens: dict[str, int] = {}
@@ -129,7 +171,8 @@ def throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             seconds[name].append(round(time.perf_counter() - started, 3))
             tokens[name] = json.loads(done.stdout.splitlines()[-1])["generated_tokens"]
     ratio = statistics.median(seconds["run"]) / statistics.median(seconds["batch"])
-    return {"requests": args.requests, "gen_len": args.gen_len, "seconds": seconds, "tokens": tokens, "ratio": ratio}
+    work = {"model": Path(args.model).name, "requests": args.requests, "gen_len": args.gen_len}
+    return {**work, "seconds": seconds, "tokens": tokens, "ratio": ratio}
 
 
 def memory(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -190,7 +233,16 @@ def kills(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     flags = ("-i", file, "--dtype", "float32")
 
     def command(tally: object, *more: object) -> list[str]:
-        return [sys.executable, "-c", COUNTED, str(folder / f"{tally}.tally"), *FLAGS, *map(str, (*flags, *more))]
+        return [
+            sys.executable,
+            "-c",
+            COUNTED,
+            str(folder / f"{tally}.tally"),
+            "--model",
+            "demo",
+            *FLAGS,
+            *map(str, (*flags, *more)),
+        ]
 
     def tokens(tally: object) -> int:
         path = folder / f"{tally}.tally"

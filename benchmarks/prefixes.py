@@ -8,7 +8,8 @@ and by an engine that finds what the one before left on disk; and the hit rates 
 `replay`: blocks of 16 tokens of made-up requests whose shape is that of the two traces of "KVCache Cache in the Wild"
 (arXiv 2506.02634), as published: conversations of one turn or several under a system prompt (A), and single requests
 under the prompts of customers (B). Lengths and shares are chosen so that an endless store, and the least recently used
-order at these caps, find what they find in the published traces. Belady's order knows the future.
+order at these caps, find what they find in the published traces. A+B has both, B slowed down to last as long, in one
+store. Belady's order knows the future.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BLOCK = 16
 """Tokens, as the published traces have them."""
 WINDOW = 8192
 """Requests that a job reads at a time."""
-LIVES = {"A": 600.0, "B": 60.0}
+LIVES = {"A": 600.0, "B": 60.0, "A+B": 600.0}
 """Seconds for which an entry is expected to be worth its room, by workload."""
 
 
@@ -125,6 +126,8 @@ def _flops(parts: Sequence[tuple[int, int]], rows: int) -> int:
 def replay(requests: int) -> dict[str, Any]:
     """Hit rates in tokens at caps that are shares of what is distinct."""
     made = {"A": conversations(requests), "B": shared_prompts(requests)}
+    slowed = [each._replace(now=each.now * 7200 / made["B"][-1].now) for each in made["B"]]
+    made["A+B"] = sorted([*made["A"], *slowed], key=lambda access: access.now)
     return {f"trace {name}": hit_rates(asked, LIVES[name]) for name, asked in made.items()}
 
 
