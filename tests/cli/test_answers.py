@@ -160,7 +160,7 @@ def test_what_is_kept_of_spans_is_told(tmp_path: Path, model: Path, run: Run) ->
 
 
 def test_text_on_stdout_is_followed_by_the_record(model: Path, run: Run) -> None:
-    ran = run("--model", model, "--prompt", "abc", "-n", 3)
+    ran = run("--model", model, "--prompt", "abc", "-n", 3, "--ignore-eos")
     name, prompt, text, record = ran.out.splitlines()
     assert (name, prompt, text[:4]) == ("--- 0 (length)", "abc", ">>> ")
     assert json.loads(record) == ran.record
@@ -224,10 +224,11 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, model: Path, flags:
 
 def test_finished_with_the_eos(tmp_path: Path, model: Path, run: Run) -> None:
     output = tmp_path / "a.jsonl"
-    free = run("--model", model, "--prompt", "abc", "-n", 12, "-o", output)
+    settings = ("--model", model, "--prompt", "abc", "-n", 12, "--ignore-eos")
+    free = run(*settings, "-o", output)
     (answer,) = answers(output)
     assert free.code == 0
     stop = answer["text"][4:6]
-    stopped = run("--model", model, "--prompt", "abc", "-n", 12, "--stop", stop)
+    stopped = run(*settings, "--stop", stop)
     assert stopped.out.startswith("--- 0 (stop)\nabc\n>>> ")
     assert stopped.record["generated_tokens"] < 12
