@@ -181,7 +181,7 @@ def memory(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     plain(file, args.requests, args.words)
     started = time.perf_counter()
     flags = ("-i", file, "-o", out, "--gen-len", args.gen_len, "--gpu-batch-size", args.gpu_batch_size)
-    process = subprocess.Popen(program("batch", *flags), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(program("batch", *flags, model=args.model), stdout=subprocess.PIPE, text=True)
     watched, tenths, most, done = psutil.Process(process.pid), dict[int, int](), 0, 0
     counted = 0
     while process.poll() is None:
