@@ -16,7 +16,7 @@ from h2o_flexgen.cache.eviction.choice import choose, rank_keys
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
 from h2o_flexgen.cache.ring_slots import Asked, CacheSlots, Held, Rows
-from h2o_flexgen.cache.vectors import index_of
+from h2o_flexgen.cache.vectors import index_of, places_in
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels.types import Ranking
 
@@ -300,7 +300,7 @@ class ScoredSlots(CacheSlots):
         keys = self._keys(self._ranked(some, index), some.pos, index, several=True)
         keys = keys.masked_fill_(some.pos < 0, torch.iinfo(torch.int64).max)
         going = torch.tensor([budget.burst for budget in some.budgets], device=device).view(-1, 1, 1)
-        stays = keys.argsort(-1).argsort(-1) >= going
+        stays = places_in(keys.argsort(-1)) >= going
         order = torch.arange(capacity, device=device).repeat(len(rows), self._shape[1], 1)
         order[..., : keys.shape[-1]] = (~stays).to(torch.uint8).argsort(dim=-1, stable=True)
         return order

@@ -61,6 +61,13 @@ def select(own: Tensor, shared: Tensor | None, kept: Tensor) -> Tensor:
     return vectors.index_select(0, index.view(-1)).view(n, heads, -1, size)
 
 
+def places_in(order: Tensor) -> Tensor:
+    """Where each number stands in an order (..., N) of the first N: its inverse."""
+    return torch.empty_like(order).scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
+
+
 def reordered(vectors: Tensor, order: Tensor) -> Tensor:
     """vectors (..., N, d), in the order (..., c) of places among the N: (..., c, d)."""
     size, count = vectors.shape[-1], vectors.shape[-2]

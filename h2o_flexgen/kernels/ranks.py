@@ -14,7 +14,8 @@ class _Ranks(ctypes.Structure):
     """The argument of `ranks_of`, as ranks.c describes it."""
 
     _fields_ = fields(
-        "q rows kv_heads count dim bf16 threads row head key_row key_head", "P keys sums squares pos now limits rank"
+        "q rows kv_heads count dim bf16 threads row head key_row key_head",
+        "P keys chosen sums squares pos now limits rank",
     )
 
 
@@ -33,6 +34,19 @@ def differences(keys: Tensor, pos: Tensor | None) -> Tensor:
         keys = keys.contiguous()
     task = _task(keys, pos)
     task.keys, task.dim, task.bf16 = keys.data_ptr(), keys.shape[-1], keys.dtype is torch.bfloat16
+    task.key_row, task.key_head = keys.stride(0), keys.stride(1)
+    return _run(task, keys.shape[:3])
+
+
+def likeness(keys: Tensor, chosen: Tensor) -> Tensor:
+    """rkv's: the mean cosine of each key with those `chosen`, (b, kv_heads, N); 0 for others.
+
+    keys: float32 (b, kv_heads, N, d). chosen: bool (b, kv_heads, N). A key's cosine with itself counts as 0, and so
+    does in its row the latest one above a half, or the first of those chosen.
+    """
+    keys, chosen = keys.contiguous(), chosen.contiguous()
+    task = _task(keys, None)
+    task.keys, task.dim, task.chosen = keys.data_ptr(), keys.shape[-1], chosen.data_ptr()
     task.key_row, task.key_head = keys.stride(0), keys.stride(1)
     return _run(task, keys.shape[:3])
 

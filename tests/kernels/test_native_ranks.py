@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.cache.eviction import keydiff, roco
+from h2o_flexgen.cache.eviction import keydiff, rkv, roco
 from h2o_flexgen.kernels import native, ranks
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels")
@@ -37,3 +37,14 @@ def test_steady_means_bit_for_bit() -> None:
     at = now.view(-1, 1, 1)
     expected = roco._ranks(sums, squares, pos, at, scope, (pos < sinks) | (pos > at - recent))
     assert torch.equal(ranks.steady_means(sums, squares, pos, now, limits), expected)
+
+
+def test_likeness_of_keys_of_which_some_are_chosen() -> None:
+    generator = torch.Generator().manual_seed(3)
+    keys = torch.randn(2, 3, 70, 20, generator=generator) + 0.5
+    chosen = torch.rand(2, 3, 70, generator=generator) > 0.3
+    chosen[0, 1], chosen[1, 2, :69] = False, False
+    found = ranks.likeness(keys, chosen)
+    expected = rkv._likeness(keys.flatten(0, 1), chosen.flatten(0, 1)).view_as(found)
+    torch.testing.assert_close(found[chosen], expected[chosen], rtol=0, atol=2e-6)
+    assert not found[~chosen].any()

@@ -101,20 +101,25 @@ class LookingBack(RankedPolicy):
     def ranks(self, step: AttendedStep) -> Tensor:
         if step.queries is None or step.asked_at is None:
             raise ValueError(f"{self.name} needs the last queries")
-        # Where one token goes at a time, the next takes its slot: neighbours are so in time.
-        pos, order = step.pos.to(torch.int64).sort(-1)
+        # Where one token goes at a time, the next takes its slot: neighbours are so in time. Bursts keep the order.
+        pos, order = step.pos.to(torch.int64), None
+        if any(budget.burst == 1 for budget in step.budgets):
+            pos, order = pos.sort(-1)
         held, last = step.held(), step.asked_at.argsort(-1)
         found = torch.empty_like(step.score)
         for budget in dict.fromkeys(step.budgets):
             rows = index_of([row for row, each in enumerate(step.budgets) if each == budget], pos.device)
-            recent, own = last[rows, -self.window_of(budget) :], order[rows]
+            recent, own = last[rows, -self.window_of(budget) :], None if order is None else order[rows]
             queries = reordered(step.queries[rows], recent.unsqueeze(1).expand(-1, step.queries.shape[1], -1))
-            keys = reordered(held.k[rows], own)
             of = PromptRows(step.tokens._replace(row_ids=step.tokens.row_ids[rows]), budget, step.window)
-            pinned = None if step.pinned is None else step.pinned[rows].gather(-1, own)
-            kept = KeysValues(keys, reordered(held.v[rows], own) if self.reads_values else keys)
+            pinned, kept = None if step.pinned is None else step.pinned[rows], KeysValues(held.k[rows], held.v[rows])
+            if own is not None:
+                pinned = None if pinned is None else pinned.gather(-1, own)
+                keys = reordered(kept.k, own)
+                kept = KeysValues(keys, reordered(kept.v, own) if self.reads_values else keys)
             look = self._look(of, queries, step.asked_at[rows].gather(-1, recent), kept, pos[rows], step.scale, pinned)
-            found[rows] = torch.empty_like(found[rows]).scatter_(-1, own, self.score(look))
+            scores = self.score(look)
+            found[rows] = scores if own is None else torch.empty_like(scores).scatter_(-1, own, scores)
         return found
 
     def update(self, step: AttendedStep) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from h2o_flexgen.cache.eviction.looking_back import Look, LookingBack, neighbours
 from h2o_flexgen.config.eviction import ROW_LOGITS
+from h2o_flexgen.kernels import ranks
 
 IMPORTANCE = 0.1
 _ALIKE, _POOL = 0.5, 7
@@ -24,15 +25,19 @@ class RKVPolicy(LookingBack):
 
     def score(self, look: Look) -> Tensor:
         important = neighbours(look.attention(candidates=True, group="before"), look.chosen, _POOL, largest=True)
-        keys, chosen = look.k.flatten(0, 1), look.chosen.flatten(0, 1)
-        some = max(1, ROW_LOGITS // keys.shape[1] ** 2)
-        parts = zip(keys.split(some), chosen.split(some), strict=True)
-        alike = torch.cat([_likeness(*part) for part in parts]).view_as(important)
+        if ranks.serves(look.k):
+            mean = ranks.likeness(look.k, look.chosen)
+        else:
+            keys, chosen = look.k.flatten(0, 1), look.chosen.flatten(0, 1)
+            some = max(1, ROW_LOGITS // keys.shape[1] ** 2)
+            parts = zip(keys.split(some), chosen.split(some), strict=True)
+            mean = torch.cat([_likeness(*part) for part in parts]).view_as(important)
+        alike = mean.masked_fill(~look.chosen, -torch.inf).softmax(-1).nan_to_num_(0.0)
         return 1 + IMPORTANCE * important - (1 - IMPORTANCE) * alike
 
 
 def _likeness(keys: Tensor, chosen: Tensor) -> Tensor:
-    """Of keys (heads, N, d), of which those `chosen` are compared with each other: (heads, N), each summing to 1."""
+    """Of keys (heads, N, d), of which those `chosen` are compared with each other: their mean cosines, (heads, N)."""
     directions = F.normalize(keys, dim=-1)
     cosines = directions @ directions.transpose(-1, -2)
     cosines.diagonal(dim1=-2, dim2=-1).fill_(0.0)
@@ -41,5 +46,4 @@ def _likeness(keys: Tensor, chosen: Tensor) -> Tensor:
     latest = torch.where(cosines > _ALIKE, places.where(chosen, -1.0).unsqueeze(1), -1.0).amax(-1, keepdim=True).long()
     first = counted.argmax(-1, keepdim=True)  # 0 where none is chosen
     cosines.scatter_(-1, latest.where(latest >= 0, first), 0.0)
-    mean = (counted @ cosines).squeeze(1) / counted.sum(-1).clamp(min=1)
-    return mean.masked_fill(~chosen, -torch.inf).softmax(-1).nan_to_num_(0.0)
+    return (counted @ cosines).squeeze(1) / counted.sum(-1).clamp(min=1)

@@ -15,8 +15,9 @@
 #include "packed_attend.h"
 #include "simd.h"
 #include "team.h"
+#include "vectors.h"
 
-enum { VECTOR = 64, BLOCK = 32, FEW_BYTES = 1 << 15, AHEAD = 4096 };
+enum { BLOCK = 32, FEW_BYTES = 1 << 15, AHEAD = 4096 };
 
 /* What a row's slots follow from, beside the step. Occupied are the slots before min(held + step + 1, limit). */
 typedef struct {
@@ -58,17 +59,6 @@ typedef struct {
     const float *sinks;     /* (kv_heads * group): of each head a logit that is no token's; NULL: there is none */
 } Step;
 
-/* ---- vectors of one token: 64 bytes, 32 bfloat16 or 16 float32 numbers; the last of `nv` may be partial */
-
-INLINE uint64_t vector_mask(int64_t dim, int bf16, int nv, int v) {
-    int64_t numbers = bf16 ? 32 : 16;
-    return v < nv - 1 ? ~0ull : ~0ull >> (64 - (dim - (nv - 1) * numbers));
-}
-
-INLINE __m512i load(const char *at, int bf16, uint64_t mask) {
-    return bf16 ? _mm512_maskz_loadu_epi16((__mmask32)mask, at) : _mm512_maskz_loadu_epi32((__mmask16)mask, at);
-}
-
 INLINE __m512 dot(__m512 sum, __m512i a, __m512i b, int bf16) {
     return bf16 ? _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b)
                 : _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
@@ -87,21 +77,6 @@ INLINE void fetch(const Path *path, int64_t from, int64_t bytes) {
     const char *stretch = at < path->size ? path->keys : path->values - path->size;
     stretch = at < path->both ? stretch : path->next - path->both;
     for (int64_t i = 0; i < bytes; i += VECTOR) _mm_prefetch(stretch + at + i, _MM_HINT_T1);
-}
-
-/* The sums of 16 vectors, one per lane: the same tree of additions for each. Overwrites x. */
-INLINE __m512 sums_of(__m512 *x) {
-    UNROLL for (int i = 0; i < 8; i++)
-        x[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
-    UNROLL for (int i = 0; i < 4; i++) {
-        __m512d a = _mm512_castps_pd(x[2 * i]), b = _mm512_castps_pd(x[2 * i + 1]);
-        x[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
-    }
-    for (int count = 2; count; count /= 2)
-        UNROLL for (int i = 0; i < count; i++)
-            x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x88),
-                                 _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xDD));
-    return x[0];
 }
 
 /* Logits of one query with `left` keys, at most 16; -inf in the lanes after them. */

@@ -1,0 +1,33 @@
+/* The numbers of one token in vectors: 64 bytes, 32 bfloat16 or 16 float32 numbers; the last of `nv` may be partial. */
+#ifndef VECTORS_H
+#define VECTORS_H
+
+#include "simd.h"
+
+enum { VECTOR = 64 };
+
+INLINE uint64_t vector_mask(int64_t dim, int bf16, int nv, int v) {
+    int64_t numbers = bf16 ? 32 : 16;
+    return v < nv - 1 ? ~0ull : ~0ull >> (64 - (dim - (nv - 1) * numbers));
+}
+
+INLINE __m512i load(const char *at, int bf16, uint64_t mask) {
+    return bf16 ? _mm512_maskz_loadu_epi16((__mmask32)mask, at) : _mm512_maskz_loadu_epi32((__mmask16)mask, at);
+}
+
+/* The sums of 16 vectors, one per lane: the same tree of additions for each. Overwrites x. */
+INLINE __m512 sums_of(__m512 *x) {
+    UNROLL for (int i = 0; i < 8; i++)
+        x[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m512d a = _mm512_castps_pd(x[2 * i]), b = _mm512_castps_pd(x[2 * i + 1]);
+        x[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    for (int count = 2; count; count /= 2)
+        UNROLL for (int i = 0; i < count; i++)
+            x[i] = _mm512_add_ps(_mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0x88),
+                                 _mm512_shuffle_f32x4(x[2 * i], x[2 * i + 1], 0xDD));
+    return x[0];
+}
+
+#endif
