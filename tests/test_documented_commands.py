@@ -87,6 +87,8 @@ COMMANDS: dict[str, str] = {
     "--prefix-dir ~/.cache/h2o_flexgen/prefixes": STARTED,
     "python -m benchmarks.eviction_cost --batches 8,32": STARTED,
     "scripts/eviction_lab.sh FOLDER": SCRIPT,
+    "python -m h2o_flexgen.lm_eval run --model h2o_flexgen --model_args pretrained=demo,eviction=h2o,hh_ratio=0.2 "
+    "--tasks h2o_recall,h2o_recall_generate --include_path configs/lm-eval": "tests/evaluation/test_lm_eval.py runs it",
     "python -m benchmarks.prefixes job --requests 10000": STARTED,
     "python -m benchmarks.prefixes replay --requests 2000": STARTED,
     "python -m benchmarks.jobs ray": STARTED,

@@ -33,6 +33,7 @@ PACKAGES = (
     *("accelerate", "flexgen"),
 )
 EXTRAS = {
+    "lm_eval": ("EleutherAI's lm-evaluation-harness (python -m h2o_flexgen.lm_eval)", "lm-eval"),
     "xgrammar": ("JSON schemas (response_format, --json-schema)", "schemas"),
     "ray": ("Ray Data (h2o_flexgen.ray)", "ray"),
     "sentencepiece": ("tokenizers that are only a tokenizer.model", "sentencepiece"),

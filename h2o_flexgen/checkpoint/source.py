@@ -103,6 +103,7 @@ class DummySource:
     """
 
     dummy = True
+
     def __init__(self, spec: ModelSpec, dtype: str | None = None, seed: int = 0) -> None:
         """`dtype`: one of WEIGHT_DTYPES, the model's own where it is None, ModelError for another. ValueError where
         `spec` has other packings than MXFP4's."""
