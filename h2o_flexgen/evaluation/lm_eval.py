@@ -16,9 +16,11 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from h2o_flexgen import LLM, EvictionConfig, SamplingParams
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.chat import chat_text
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.planning.llm import LLM
 
 EVICTION = {
     "eviction": "name",
