@@ -3,7 +3,7 @@ r"""`python -m h2o_flexgen.lm_eval`: EleutherAI's lm-evaluation-harness, which k
     python -m h2o_flexgen.lm_eval run --model h2o_flexgen --model_args pretrained=demo,eviction=h2o,hh_ratio=0.2 \
         --tasks h2o_recall --include_path configs/lm-eval
 
-All flags are the harness's own. Needs the extra `lm-eval`.
+All words behind it are the harness's own: `run --help` lists them. Needs the extra `lm-eval`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from h2o_flexgen.cli.program import exit_on_errors
+from h2o_flexgen.cli.program import exit_on_errors, write_result
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the harness on `argv`; returns the exit code."""
+    asked = list(sys.argv[1:] if argv is None else argv)
+    if asked in (["--help"], ["-h"]):
+        write_result(__doc__)
+        return 0
     with exit_on_errors() as outcome:
         try:
             import_module("lm_eval.models")  # before ours: the harness fills an empty registry only
@@ -31,8 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             ) from None
     if outcome.code:
         return outcome.code
-    if argv is not None:
-        sys.argv = [sys.argv[0], *argv]
+    sys.argv = [sys.argv[0], *asked]
     try:  # beside the frame of our programs: the harness forks, and its children keep what signals do
         harness.cli_evaluate()
     except H2OFlexGenError as error:
