@@ -22,10 +22,10 @@ from tests.tiny import WINDOW, TooCloseToCall, decided, prompts_of
 ROWS = {row.name: row for row in (*POLICIES, *LATER, *THEN_H2O)}
 CASES = [
     ("h2o", "whitelist", "llama-gqa", "cpu", 16, {}),
-    ("h2o", "fair", "opt", "disk", 16, {}),
+    ("h2o", "fair", "opt", "disk", 8, {}),
     ("streaming", "fair", "gemma3", "gpu", 16, {"budget": WINDOW - 3}),
     ("streaming", "whitelist", "gemma3", "cpu", 8, {"budget": WINDOW - 3}),
-    ("tova", "fair", "llama-gqa", "disk", 8, {}),
+    ("tova", "fair", "llama-gqa", "disk", 16, {}),
     ("scissorhands", "whitelist", "gpt-neox", "gpu", 16, {"ratio": 0.6}),
     ("snapkv+h2o", "fair", "mistral", "gpu", 16, {"budget": WINDOW - 3}),
     ("kvzip+h2o", "whitelist", "opt", "disk", 16, {"ratio": 0.6}),

@@ -114,7 +114,7 @@ def test_rows_that_finish_make_room_in_their_own_group(checkpoint) -> None:
 @pytest.mark.slow
 def test_prompts_with_a_common_beginning_share_it_within_a_group(checkpoint) -> None:
     header = prompts_of([40])[0]
-    prompts = [header + tail[1:] for tail in prompts_of([6, 10, 4, 8], seed=1)]
+    prompts = [[*header, 10 + i, *tail[2:]] for i, tail in enumerate(prompts_of([6, 10, 4, 8], seed=1))]
     folder = checkpoint("llama")[1]
     with Engine(folder, dtype="float32", eviction=H2O) as llm:
         alone = [output.token_ids for output in llm.generate(prompts, **SETTINGS)]
