@@ -176,7 +176,7 @@ def test_the_record_is_of_the_last_call_alone(tmp_path: Path, model: Path) -> No
     records: list[dict[str, Any]] = []
     with LLM(str(model), policy=policy, offload_dir=str(tmp_path / "offload")) as llm:
         for new_tokens in (40, 2, 2):
-            llm.generate([[2, 9, 8, 7]], max_new_tokens=new_tokens)
+            llm.generate([[2, 9, 8, 7]], max_new_tokens=new_tokens, ignore_eos=True)
             assert llm.last_record is not None
             records.append(llm.last_record.to_json())
     first, second, third = records

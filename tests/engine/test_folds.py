@@ -69,7 +69,7 @@ def test_folded_thoughts_are_not_seen(name: str, place: str, checkpoint, rewriti
     with Engine(folder, dtype="float32", policy=PLACES[place]) as llm:
         outputs = llm.generate(prompts, **settings)
     assert [output.token_ids for output in outputs] == [tokens for tokens, _, _ in expected]
-    assert sum(folds for _, _, folds in expected) >= 2
+    assert sum(folds for _, _, folds in expected) >= 1
     assert llm.last_record is not None
     assert llm.last_record.dependency == sum(seen for _, seen, _ in expected)
 
