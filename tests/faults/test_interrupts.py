@@ -116,7 +116,7 @@ def test_row_05_an_engine_survives_an_interrupt(tmp_path: Path, model: Path, mon
     everything = {name: {"cpu": 0.5, "disk": 0.5} for name in ("weights", "cache", "hidden")}
     policy: dict[str, Any] = {"gpu_batch_size": 2, "num_gpu_batches": 2, **everything}
     with LLM(str(model), policy=policy, offload_dir=str(tmp_path / "offload")) as llm:
-        expected = [output.token_ids for output in llm.generate(prompts, max_new_tokens=4)]
+        expected = [output.token_ids for output in llm.generate(prompts, max_new_tokens=4, ignore_eos=True)]
         assert llm._loaded is not None
         used = dict(llm._loaded.stages[0].tiers.cpu.usage())
         for ticks in range(0, 60, 7):
@@ -131,10 +131,10 @@ def test_row_05_an_engine_survives_an_interrupt(tmp_path: Path, model: Path, mon
             with monkeypatch.context() as patch:
                 patch.setattr(Executor, "_compute", compute)
                 with pytest.raises(KeyboardInterrupt):
-                    llm.generate(prompts, max_new_tokens=4)
+                    llm.generate(prompts, max_new_tokens=4, ignore_eos=True)
             assert dict(llm._loaded.stages[0].tiers.cpu.usage()) == used
             assert llm._loaded.stages[0].tiers.disk.used == 0
-        assert [output.token_ids for output in llm.generate(prompts, max_new_tokens=4)] == expected
+        assert [output.token_ids for output in llm.generate(prompts, max_new_tokens=4, ignore_eos=True)] == expected
 
 
 def test_row_05_a_second_signal_quits_at_once(tmp_path: Path, model: Path) -> None:

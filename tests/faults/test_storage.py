@@ -263,17 +263,19 @@ def test_an_engine_survives_a_failing_disk(tmp_path: Path, model: Path, monkeypa
     policy = {"gpu_batch_size": 2, "num_gpu_batches": 2, "cache": {"disk": 1.0}, "weights": {"disk": 1.0}}
     settings: dict[str, Any] = {"policy": policy, "offload_dir": str(tmp_path / "offload")}
     with LLM(str(model), **settings) as llm:
-        expected = [output.token_ids for output in llm.generate(prompts, max_new_tokens=5)]
+        expected = [output.token_ids for output in llm.generate(prompts, max_new_tokens=5, ignore_eos=True)]
         used = llm._loaded.stages[0].tiers.cpu.used if llm._loaded else -1
         for name, afters in (("preadv", (0, 3, 7, 15)), ("pwritev", (0, 3, 5))):
             for after in afters:
                 _fail_once_for_good(monkeypatch, name, after, str(tmp_path / "offload"))
                 with pytest.raises(OSError, match="Input/output"):
-                    llm.generate(prompts, max_new_tokens=5)
+                    llm.generate(prompts, max_new_tokens=5, ignore_eos=True)
                 monkeypatch.undo()
                 assert llm._loaded is not None
                 assert llm._loaded.stages[0].tiers.cpu.used == used
-                assert [output.token_ids for output in llm.generate(prompts, max_new_tokens=5)] == expected
+                assert [
+                    output.token_ids for output in llm.generate(prompts, max_new_tokens=5, ignore_eos=True)
+                ] == expected
 
 
 def _fail_once_for_good(monkeypatch: pytest.MonkeyPatch, name: str, after: int, folder: str) -> None:
