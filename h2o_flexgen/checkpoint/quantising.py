@@ -57,7 +57,7 @@ class QuantisingSource:
 
     def read_into(self, name: str, out: Weight) -> None:
         """Fill `out` with tensor `name`; see WeightSource."""
-        if not isinstance(out, PackedWeight):
+        if not isinstance(out, PackedWeight) or self._as_stored(name):
             self._source.read_into(name, out)
             return
         if self.by_importance and self.importance is None:
@@ -83,10 +83,13 @@ class QuantisingSource:
 
     def location(self, name: str) -> Location | None:
         """Where the bytes of a tensor that stays as it is lie; None of others."""
-        return None if name in self.packings else self._source.location(name)
+        return self._source.location(name) if self._as_stored(name) else None
 
     def close(self) -> None:
         self._source.close()
+
+    def _as_stored(self, name: str) -> bool:
+        return self.packings.get(name) == self._source.packings.get(name)
 
 
 def kept_importance(
