@@ -230,6 +230,53 @@ def quantisation(section: Section, rate: float) -> None:
         _attempt(section, f"{'dequantise' if back else 'quantise'}, 4 bit", partial(numbers, back))
 
 
+def experts(section: Section, rate: float) -> None:
+    """All experts of a layer of Qwen3-30B-A3B for few and for many tokens each, held beside torch's numbers for one of
+    them; beside it the same in torch, expert by expert. Bytes are those of the experts' weights."""
+    count, hidden, ffn = (2, 64, 32) if section.dry_run else (128, 2048, 768)
+    for rows in (2,) if section.dry_run else (4, 64, 256):
+        _attempt(
+            section, f"experts, {count} for {rows} tokens each", partial(_experts, (count, hidden, ffn), rows, rate)
+        )
+
+
+def _experts(sizes: tuple[int, int, int], rows: int, rate: float) -> dict[str, Any]:
+    from h2o_flexgen.kernels import gated
+    from h2o_flexgen.kernels.triton_experts import TritonExpert, add_experts
+
+    count, hidden, ffn = sizes
+    scale = hidden**-0.5
+    weights = [
+        {"up.weight": _random((ffn, hidden)) * scale, "gate.weight": _random((ffn, hidden)) * scale}
+        | {"down.weight": _random((hidden, ffn)) * scale}
+        for _ in range(count)
+    ]
+    places = [place for place in map(TritonExpert.of, weights) if place is not None]
+    tokens = torch.arange(count * rows, device=DEVICE)
+    choices = tokens, torch.ones(count * rows, device=DEVICE), tokens.view(-1, 1)
+    x, starts, most = _random((count * rows, hidden)), [rows * number for number in range(count + 1)], 8192
+    out = torch.zeros_like(x)
+
+    def by_torch(number: int, some: torch.Tensor) -> torch.Tensor:
+        up, gate, down = (weights[number][f"{name}.weight"].t() for name in ("up", "gate", "down"))
+        return gated(some @ gate, some @ up, "silu") @ down
+
+    def all_by_torch() -> None:
+        for number, some in enumerate(x.split(rows)):
+            out.index_add_(0, tokens[rows * number : rows * (number + 1)], by_torch(number, some))
+
+    add_experts(x, out, choices, starts, places, None, most)
+    wanted = by_torch(count - 1, x[-rows:]).float()
+    error = float((out[-rows:].float() - wanted).norm() / wanted.norm())
+    if not error < 0.02:
+        raise RunFailed(f"the experts' results differ from torch's by {error:.1%}")
+    facts = measured([lambda: add_experts(x, out, choices, starts, places, None, most)], 6 * count * hidden * ffn, rate)
+    apart, _ = seconds([all_by_torch])
+    facts |= {"flops_per_s": 6 * count * rows * hidden * ffn / facts["seconds"], "torch_seconds": apart}
+    shape = {"experts": count, "tokens": rows, "hidden": hidden, "ffn": ffn}
+    return {"kernel": "experts", "shape": shape, "error": error, **facts}
+
+
 def _attempt(section: Section, name: str, measure: Callable[[], dict[str, Any]]) -> None:
     def in_time() -> dict[str, Any]:
         if section.left() < 5:
@@ -249,7 +296,7 @@ def measure(section: Section) -> None:
         return
     if DEVICE == "cpu":  # Triton's interpreter, with what it needs beside newer numpy
         import tests.kernels.triton_device  # noqa: F401
-    for part in (quantisation, column_sums, decode_attention):
+    for part in (quantisation, column_sums, experts, decode_attention):
         part(section, best(rates))
 
 

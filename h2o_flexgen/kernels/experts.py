@@ -1,20 +1,27 @@
-"""Experts of a mixture for the tokens that chose them: in C for bfloat16 on a CPU, else expert by expert in torch."""
+"""Experts of a mixture for the tokens that chose them: in C for bfloat16 on a CPU, by Triton on a GPU, else expert by
+expert in torch."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.kernels.native import fields, function, library
 from h2o_flexgen.kernels.packed import PackedWeight
+from h2o_flexgen.kernels.triton_available import serves
+
+if TYPE_CHECKING:
+    from h2o_flexgen.kernels.triton_experts import TritonExpert
 
 _NATIVE = {"silu": False, "gelu_tanh": True}
 PLACE = "native"
-"""Where the weights of an expert keep what `ExpertPlace.of` made of them."""
+"""Where the weights of an expert keep what `expert_place` made of them."""
 
 
 class _Matrix(ctypes.Structure):
@@ -52,6 +59,15 @@ class ExpertPlace(ctypes.Structure):
         return place
 
 
+def expert_place(w: Mapping[str, Any]) -> ExpertPlace | TritonExpert | None:
+    """What the kernels of their device are given of an expert's weights; None where they cannot take them."""
+    if not serves(w["down.weight"].device):
+        return ExpertPlace.of(w)
+    from h2o_flexgen.kernels.triton_experts import TritonExpert  # imports Triton, which is not there everywhere
+
+    return TritonExpert.of(w)
+
+
 def _fits(x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous()
 
@@ -66,7 +82,8 @@ class _ExpertTask(ctypes.Structure):
     )
 
 
-class Choices(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Choices:
     """Who chose which experts: `tokens` (n,) int64 and `shares` (n,) float32, those of expert `numbers[i]` from
     `starts[i]` up to `starts[i + 1]`; numbers ascend, and so do the tokens of each."""
 
@@ -82,6 +99,11 @@ class Choices(NamedTuple):
         numbers, counts = chosen.unique_consecutive(return_counts=True)
         starts = [0, *counts.cumsum(0).tolist()]
         return cls(order // experts.shape[1], shares.flatten()[order], numbers.tolist(), starts)
+
+    @cached_property
+    def by_token(self) -> Tensor:
+        """(n,) int64: the places in `tokens` of all choices of one token, ascending, then those of the next."""
+        return self.tokens.argsort(stable=True)
 
 
 class Gate(NamedTuple):
@@ -104,9 +126,11 @@ def add_experts(
     """Adds to `out` (T, H) what some experts make of their tokens' x (T, H), times their shares, expert by expert.
 
     experts: places in `choices.numbers`, whose `weights` these are. most: tokens that go through one at once. In C the
-    sums of an expert are float32 up to the addition to `out`, which rounds; `feed_forward` (weights, (n, H)) is what
-    computes (n, H) elsewhere.
+    sums of an expert are float32 up to the addition to `out`, which rounds, and so they are by Triton; `feed_forward`
+    (weights, (n, H)) is what computes (n, H) elsewhere.
     """
+    if serves(x.device) and _by_triton(x, out, choices, experts, weights, gate, most):
+        return
     places = [place for place in (w.get(PLACE) for w in weights) if isinstance(place, ExpertPlace)]
     if x.dtype is torch.bfloat16 and x.is_cpu and len(places) == len(weights) and _in_c(gate):
         which = (ctypes.c_void_p * len(places))(*map(ctypes.addressof, places))
@@ -126,6 +150,27 @@ def add_experts(
             span = slice(start, min(start + most, choices.starts[place + 1]))
             tokens, shares = choices.tokens[span], choices.shares[span].to(x.dtype)
             out.index_add_(0, tokens, feed_forward(w, x.index_select(0, tokens)).mul_(shares.unsqueeze(1)))
+
+
+def _by_triton(
+    x: Tensor,
+    out: Tensor,
+    choices: Choices,
+    experts: range,
+    weights: Sequence[Mapping[str, Any]],
+    gate: Gate,
+    most: int,
+) -> bool:
+    """Does what `add_experts` does, if Triton's kernels take these experts."""
+    from h2o_flexgen.kernels import triton_experts
+
+    places = [place for place in (w.get(PLACE) for w in weights) if isinstance(place, triton_experts.TritonExpert)]
+    if len(places) < len(weights) or not (gate.clamp is not None or gate.activation == "silu"):
+        return False
+    starts = choices.starts[experts.start : experts.stop + 1]
+    chosen = choices.tokens, choices.shares, choices.by_token.view(len(x), -1)
+    triton_experts.add_experts(x, out, chosen, starts, places, gate.clamp, most)
+    return True
 
 
 def _in_c(gate: Gate) -> bool:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_flexgen.config.model.packing import SUPER
+from h2o_flexgen.config.model.packing import SUPER, Packing
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.kernels.triton_available import interpreting
 from h2o_flexgen.kernels.triton_decode_kernels import product
@@ -27,6 +27,7 @@ _POWER, _TWO_LEVELS = tl.constexpr(1), tl.constexpr(2)
 _LOWS = {"none": 1, "middle": 2, "zero": 3, "super": 4}
 _NO_LOW, _MIDDLE, _ZERO, _SUPER_LOW = (tl.constexpr(number) for number in range(1, 5))
 _SUPER = tl.constexpr(SUPER)
+PARTS = ("codes", "scale", "super_scale", "low", "super_low")
 _DEEP = 64  # inputs of a tile
 _MOST_DEEP = 128
 
@@ -38,7 +39,7 @@ class _Rows(NamedTuple):
     stride: int
 
 
-class _WeightParts(NamedTuple):
+class WeightParts(NamedTuple):
     """The parts of a packed matrix, row-major; those that its layout has not are None."""
 
     outs: int
@@ -50,21 +51,33 @@ class _WeightParts(NamedTuple):
 
 
 class _LinearForm(NamedTuple):
-    """The sizes and options that a kernel is compiled for."""
+    """The sizes and options that a kernel is compiled for; the first six are `codes_form`'s."""
 
-    ins: int
     levels: int  # in _LEVELS
     scale: int  # in _SCALES, 0: numbers
     low: int  # in _LOWS, 0: numbers
     size: int  # inputs of a group, 0: all
     groups: int  # of a row
-    rows: int  # of a tile: those of x, of the weight, inputs, and inputs of a group
+    group: int  # inputs of a tile that share a group
+    ins: int
+    rows: int  # of a tile: those of x, of the weight, and inputs
     outs: int
     deep: int
-    group: int
     relu: bool
     add: bool
     wide: bool  # see `product`
+
+
+def tile_depth(packing: Packing) -> int:
+    """Inputs of a tile: those of a whole group, if that is not too many."""
+    return min(_MOST_DEEP, max(_DEEP, packing.group))
+
+
+def codes_form(packing: Packing, ins: int, deep: int) -> tuple[int, int, int, int, int, int]:
+    """What `expanded` has to know of a matrix with so many inputs, tiles of which have `deep`: levels, scale, low,
+    size, groups and group, as `_LinearForm` has them."""
+    kinds = _LEVELS.index(packing.levels), _SCALES.get(packing.scale, 0), _LOWS.get(packing.low, 0)
+    return *kinds, packing.group, packing.groups(ins), min(packing.group, deep) or deep
 
 
 def packed_linear(
@@ -77,25 +90,19 @@ def packed_linear(
     if not rows:
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
-    deep = min(_MOST_DEEP, max(_DEEP, packing.group))
+    deep = tile_depth(packing)
     tile, tile_outs, warps = (16, 32, 4) if rows <= 16 else (64, 64, 4) if rows <= 64 else (128, 128, 8)
     form = _LinearForm(
+        *codes_form(packing, ins, deep),
         ins=ins,
-        levels=_LEVELS.index(packing.levels),
-        scale=_SCALES.get(packing.scale, 0),
-        low=_LOWS.get(packing.low, 0),
-        size=packing.group,
-        groups=packing.groups(ins),
         rows=tile,
         outs=tile_outs,
         deep=deep,
-        group=min(packing.group, deep) or deep,
         relu=relu,
         add=add,
         wide=interpreting(),
     )
-    names = ("codes", "scale", "super_scale", "low", "super_low")
-    matrix = _WeightParts(outs, *(weight.parts.get(name) for name in names))
+    matrix = WeightParts(outs, *(weight.parts.get(name) for name in PARTS))
     grid = (triton.cdiv(outs, tile_outs), triton.cdiv(rows, tile))
     _linear[grid](_Rows(x, x.stride(0)), matrix, bias, _Rows(y, y.stride(0)), rows, form, num_warps=warps)
     return y
@@ -112,7 +119,7 @@ def _linear(x, matrix, bias, y, rows, form: tl.constexpr):
         column = start + tl.arange(0, form.deep)
         mask = there[:, None] & (column < form.ins)[None, :]
         some = tl.load(x.at + row[:, None] * x.stride + column[None, :], mask=mask, other=0.0)
-        weight = _expanded(matrix, out, inside, start, form)
+        weight = expanded(matrix, out, inside, start, form)
         total += product(some, tl.trans(weight.to(some.dtype)), form.wide)
     if bias is not None:
         total += tl.load(bias + out, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -126,7 +133,7 @@ def _linear(x, matrix, bias, y, rows, form: tl.constexpr):
 
 
 @triton.jit
-def _expanded(matrix, out, inside, start, form: tl.constexpr):
+def expanded(matrix, out, inside, start, form: tl.constexpr):
     """Inputs [start, start + deep) of the weight's rows `out`, (outs, deep) float32."""
     part = tl.arange(0, form.deep // form.group)  # a group, or a piece of one
     group = part * 0 if form.size == 0 else start // form.size + part
@@ -154,7 +161,7 @@ def _expanded(matrix, out, inside, start, form: tl.constexpr):
 
 @triton.jit
 def _levels(codes, out, inside, start, form: tl.constexpr):
-    """What the codes of `_expanded` stand for, (outs, deep) float32; beyond a row's end those of code 0."""
+    """What the codes of `expanded` stand for, (outs, deep) float32; beyond a row's end those of code 0."""
     if form.levels == _UINT4 or form.levels == _E2M1:
         byte = start // 2 + tl.arange(0, form.deep // 2)
         mask = inside[:, None] & (byte < form.ins // 2)[None, :]

@@ -22,7 +22,7 @@ from h2o_flexgen.config.model.arch import ArchSpec, ExpertSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, prefill_attention, rms_norm
-from h2o_flexgen.kernels.experts import PLACE, Choices, ExpertPlace, Gate, add_experts
+from h2o_flexgen.kernels.experts import PLACE, Choices, Gate, add_experts, expert_place
 from h2o_flexgen.kernels.packed import PackedWeight, look_up
 from h2o_flexgen.models.rotary import Rotary, rotate_both
 
@@ -73,7 +73,7 @@ def bind(views: Weights) -> dict[str, Any]:
         if f"{names[0]}.bias" in bound and f"{fused}.bias" not in bound:
             bound.pop(f"{fused}.weight", None)
     if any(".experts." in name for name in views):
-        bound[PLACE] = ExpertPlace.of(bound)
+        bound[PLACE] = expert_place(bound)
     return bound
 
 

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from h2o_flexgen.config.model.packing import Packing
-from h2o_flexgen.kernels import triton_linear, triton_prompt, triton_quant, triton_rotate
+from h2o_flexgen.kernels import triton_experts, triton_linear, triton_prompt, triton_quant, triton_rotate
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.kernels.triton_decode import TritonAttend
 from h2o_flexgen.kernels.types import KeysValues
@@ -103,6 +103,23 @@ def linear(packing: Packing, rows: int) -> None:
     triton_linear.packed_linear(torch.randn(rows, 512).bfloat16(), weight, y[0], y, relu=True, add=True)
 
 
+def experts(rows: int, packing: Packing | None = None, clamp: float | None = None) -> None:
+    """Two experts, each for so many tokens; gpt-oss's with a clamp."""
+    shapes = {"gate_up": (256, 512)} if clamp else {"up": (128, 512), "gate": (128, 512)}
+    w: dict[str, Any] = {}
+    for name, shape in {**shapes, "down": (512, 128)}.items():
+        weight = torch.zeros(shape, dtype=torch.bfloat16) if packing is None else PackedWeight.empty(packing, shape)
+        w |= {f"{name}.weight": weight}
+        if clamp:
+            w[f"{name}.bias"] = torch.zeros(shape[0], dtype=torch.bfloat16)
+    place = triton_experts.TritonExpert.of(w)
+    if place is None:
+        raise RuntimeError("these experts are not taken")
+    x, tokens = torch.zeros(rows, 512, dtype=torch.bfloat16), torch.arange(rows).repeat(2)
+    choices = tokens, torch.ones(2 * rows), tokens.argsort(stable=True).view(rows, 2)
+    triton_experts.add_experts(x, x.clone(), choices, [0, rows, 2 * rows], [place, place], clamp, 2 * rows)
+
+
 if __name__ == "__main__":
     driver.set_active(NoGpu())
     decode(1)
@@ -116,3 +133,8 @@ if __name__ == "__main__":
     linear(Packing("uint4", 32, "super", "super"), 1)
     linear(Packing("e2m1", 32, "e8m0", "none"), 1)
     linear(Packing("e4m3", 128, "float32", "none"), 1)
+    for rows in (1, 64, 128):
+        experts(rows)
+    experts(1, Packing("uint4", 32, "super", "super"))
+    experts(128, Packing())
+    experts(64, Packing("e2m1", 32, "e8m0", "none"), clamp=7.0)
