@@ -64,15 +64,15 @@ def run(point: Record) -> int:
 
 
 def table(records: list[Record]) -> Iterator[str]:
-    """A row for each word of --work; errors are of generated tokens per second, over all runs."""
-    runs: dict[tuple[str, str], list[Record]] = {}
+    """A row for each word of --work and --weight-bits (what a checkpoint has in MXFP4 stays so); errors are of generated tokens per second, over all runs."""
+    runs: dict[tuple[str, int, str], list[Record]] = {}
     for record in records:
         for each in record["runs"]:
-            runs.setdefault((record["model"], each["work"]), []).append(each)
+            runs.setdefault((record["model"], record["bits"], each["work"]), []).append(each)
     errors = []
-    yield "| model | work | block | prefill tokens/s | decode | generated | predicted | rows an expert |"
-    yield "|---|---|---:|---:|---:|---:|---:|---:|"
-    for (model, word), found in runs.items():
+    yield "| model | bits | work | block | prefill tokens/s | decode | generated | predicted | rows an expert |"
+    yield "|---|---:|---|---:|---:|---:|---:|---:|---:|"
+    for (model, bits, word), found in runs.items():
         last = found[-1]
         block, experts = last["policy"], last["experts"]
         size = block["gpu_batch_size"] * block["num_gpu_batches"]
@@ -85,7 +85,7 @@ def table(records: list[Record]) -> Iterator[str]:
             said = f"{median(guesses):.3g} ({errors[-1]:+.0%})"
         rows = size * experts["active"] / experts["count"]
         shape = f"{block['gpu_batch_size']} x {block['num_gpu_batches']}"
-        yield f"| {model} | {word} | {shape} | {' | '.join(cells)} | {said} | {rows:.3g} |"
+        yield f"| {model} | {bits} | {word} | {shape} | {' | '.join(cells)} | {said} | {rows:.3g} |"
     if errors:
         worst = max(errors, key=abs)
         yield ""
