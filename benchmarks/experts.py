@@ -64,7 +64,8 @@ def run(point: Record) -> int:
 
 
 def table(records: list[Record]) -> Iterator[str]:
-    """A row for each word of --work and --weight-bits (what a checkpoint has in MXFP4 stays so); errors are of generated tokens per second, over all runs."""
+    """A row for each word of --work and bits (what a checkpoint has in MXFP4 stays so); errors are of generated tokens
+    per second, over all runs."""
     runs: dict[tuple[str, int, str], list[Record]] = {}
     for record in records:
         for each in record["runs"]:
