@@ -73,16 +73,19 @@ class FaultyIO:
         return any(place == each or place.startswith(each + os.sep) for each in self._folders)
 
 
-def until_clean(make: Callable[[int], FaultyIO], run: Callable[[], None], after: Callable[[FaultyIO], None]) -> int:
-    """Calls `run` with the first, second, ... call failing, and `after` behind each, until a run meets no fault.
+def until_clean(
+    make: Callable[[int], FaultyIO], run: Callable[[], None], after: Callable[[FaultyIO], None], stride: int = 1
+) -> int:
+    """Calls `run` with the first call failing, then the one that is `stride` calls later, and so on, and `after` behind
+    each, until a run meets no fault.
 
-    `make` gives the faults of the n-th run; `after` looks at what became of the run. Returns how many runs failed a
-    call.
+    `make` gives the faults of a run whose n-th call fails; `after` looks at what became of the run. Returns the last n
+    of a run that failed a call, 0 where there was none.
     """
-    for n in itertools.count(1):
+    for n in itertools.count(1, stride):
         with make(n).injected() as faults:
             run()
         after(faults)
         if not faults.failed:
-            return n - 1
+            return max(0, n - stride)
     raise AssertionError("unreachable")

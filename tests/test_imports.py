@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.test_style import tree_of
+from tests.test_style import nodes_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "h2o_flexgen"
@@ -90,9 +90,9 @@ def _targets(node: ast.Import | ast.ImportFrom, folder: tuple[str, ...]) -> list
     return [] if part is None else [part]
 
 
-def _type_checking(tree: ast.AST) -> set[ast.AST]:
+def _type_checking(nodes: Sequence[ast.AST]) -> set[ast.AST]:
     """Every node inside `if TYPE_CHECKING:`."""
-    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    blocks = [node for node in nodes if isinstance(node, ast.If)]
     return {
         inner
         for block in blocks
@@ -105,9 +105,9 @@ def _type_checking(tree: ast.AST) -> set[ast.AST]:
 def imports_of(path: Path) -> Iterator[Import]:
     relative = path.relative_to(PACKAGE)
     source = relative.parts[0] if len(relative.parts) > 1 else relative.stem
-    tree = tree_of(path)
-    types = _type_checking(tree)
-    for node in ast.walk(tree):
+    nodes = nodes_of(path)
+    types = _type_checking(nodes)
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             for target in _targets(node, relative.parts[:-1]):
                 yield Import(str(relative), node.lineno, source, target, node in types)
@@ -161,7 +161,7 @@ def test_the_rooms_of_the_engine_have_one_direction() -> None:
         source = _engine_room([*path.relative_to(ROOT).with_suffix("").parts])
         if source == "__init__":
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 target = _engine_room(
                     [*node.module.split("."), *([node.names[0].name] if node.module == "h2o_flexgen.engine" else [])]
@@ -184,7 +184,7 @@ def test_no_module_of_the_package_imports_itself_in_a_circle() -> None:
 
 
 def _imported(path: Path, names: Mapping[str, Path]) -> set[str]:
-    nodes = [node for node in ast.walk(tree_of(path))]
+    nodes = nodes_of(path)
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -222,7 +222,7 @@ def test_nothing_imports_what_is_beside_the_package() -> None:
 
 def _roots(path: Path) -> set[str]:
     """The first names of all modules that a file imports absolutely."""
-    nodes = list(ast.walk(tree_of(path)))
+    nodes = nodes_of(path)
     plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names = [*plain, *(node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level)]
     return {name.partition(".")[0] for name in names}
@@ -238,10 +238,11 @@ def test_the_reader_of_imports_sees_them_all() -> None:
         "def f():\n    from h2o_flexgen.models import decoder\n"
     )
     tree = ast.parse(text)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    every = list(ast.walk(tree))
+    nodes = [node for node in every if isinstance(node, ast.Import | ast.ImportFrom)]
     found = {target for node in nodes for target in _targets(node, ("engine",))}
     assert found == {"cache", "engine", "cli", "run", "memory", "kernels", "models"}
-    typed = [node for node in nodes if node in _type_checking(tree)]
+    typed = [node for node in nodes if node in _type_checking(every)]
     assert [_targets(node, ("engine",)) for node in typed] == [["kernels"]]
 
 

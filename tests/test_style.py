@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -32,6 +32,12 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All of a file, walked once for all who ask."""
+    return list(ast.walk(tree_of(path)))
+
+
 def named(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
     """Functions and methods, with the classes and functions that they are in."""
     for child in ast.iter_child_nodes(node):
@@ -56,8 +62,8 @@ def parameters(function: Function) -> int:
     return len([arg for arg in every if arg.arg not in ("self", "cls")])
 
 
-def prints(tree: ast.AST) -> list[int]:
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+def prints(nodes: Iterable[ast.AST]) -> list[int]:
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
     return [call.lineno for call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"]
 
 
@@ -100,14 +106,14 @@ def test_a_signature_fits_a_head() -> None:
 def test_assertions_prints_and_names() -> None:
     wrong = []
     for path in FILES:
-        tree, where = tree_of(path), path.relative_to(PACKAGE)
-        bare = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert) and node.msg is None]
+        nodes, where = nodes_of(path), path.relative_to(PACKAGE)
+        bare = [node.lineno for node in nodes if isinstance(node, ast.Assert) and node.msg is None]
         if bare:
             wrong.append(f"{where}: assert without a message in lines {bare}")
-        if "Policy" in [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]:
+        if "Policy" in [node.name for node in nodes if isinstance(node, ast.ClassDef)]:
             wrong.append(f"{where}: an OffloadPolicy or an EvictionPolicy? Never a bare Policy")
-        if len(where.parts) > 1 and where.parts[0] not in PROGRAM_FOLDERS and prints(tree):
-            wrong.append(f"{where}: print in the library, in lines {prints(tree)}")
+        if len(where.parts) > 1 and where.parts[0] not in PROGRAM_FOLDERS and prints(nodes):
+            wrong.append(f"{where}: print in the library, in lines {prints(nodes)}")
     assert not wrong, "\n".join(wrong)
 
 
@@ -117,7 +123,7 @@ def test_no_class_name_stands_for_two_things() -> None:
     ]
     where: dict[str, list[str]] = {}
     for path in files:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert len(where) > 200
@@ -149,7 +155,7 @@ def test_annotations_are_not_evaluated() -> None:
     missing = [
         str(path.relative_to(PACKAGE))
         for path in FILES
-        if any(isinstance(node, Function | ast.ClassDef) for node in ast.walk(tree_of(path)))
+        if any(isinstance(node, Function | ast.ClassDef) for node in nodes_of(path))
         and "from __future__ import annotations" not in path.read_text(encoding="utf-8")
     ]
     assert not missing, f"without the import: {missing}"
@@ -163,4 +169,4 @@ def test_exceptions_have_reasons() -> None:
 def test_the_checks_see_what_they_are_for() -> None:
     tree = ast.parse("class A:\n    def f(self, a, *, b, c=1):\n        def g(x): print(x)\n        assert a\n")
     assert [(name, parameters(function)) for name, function in named(tree)] == [("A.f", 3), ("A.f.g", 1)]
-    assert prints(tree) == [3]
+    assert prints(ast.walk(tree)) == [3]

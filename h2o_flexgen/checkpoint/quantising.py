@@ -16,6 +16,7 @@ from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.errors import StorageError
+from h2o_flexgen.huge import LARGE
 from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.models.decoder import importance
@@ -56,21 +57,23 @@ class QuantisingSource:
 
     def read_into(self, name: str, out: Weight) -> None:
         """Fill `out` with tensor `name`; see WeightSource."""
-        if not isinstance(out, PackedWeight):
+        if not isinstance(out, PackedWeight) or self._as_stored(name):
             self._source.read_into(name, out)
             return
         if self.by_importance and self.importance is None:
             raise RuntimeError("which inputs matter was not measured")
         weight = None if self.importance is None else self.importance.get(name)
-        values = torch.empty(out.shape, dtype=getattr(torch, self.dtype))
-        self._source.read_into(name, values)
         outs, ins = out.shape
         some, packed = max(1, _ROWS // (4 * ins)), outs
+        # Not from the heap, in which each of thousands of experts would leave a hole.
+        values = LARGE.empty(outs, ins, dtype=getattr(torch, self.dtype))
+        numbers = LARGE.empty(some, ins, dtype=torch.float32)
+        self._source.read_into(name, values)
         if self.dummy:  # packing billions of random numbers would take minutes, and makes them no more random
             packed = min(outs, max(1, _RANDOM // ins))
         for start in range(0, packed, some):
             stop = min(packed, start + some)
-            pack(values[start:stop], out.rows(start, stop), weight)
+            pack(numbers[: stop - start].copy_(values[start:stop]), out.rows(start, stop), weight)
         for start in range(packed, outs, packed):
             stop = min(start + packed, outs)
             for part, repeated in zip(
@@ -80,10 +83,13 @@ class QuantisingSource:
 
     def location(self, name: str) -> Location | None:
         """Where the bytes of a tensor that stays as it is lie; None of others."""
-        return None if name in self.packings else self._source.location(name)
+        return self._source.location(name) if self._as_stored(name) else None
 
     def close(self) -> None:
         self._source.close()
+
+    def _as_stored(self, name: str) -> bool:
+        return self.packings.get(name) == self._source.packings.get(name)
 
 
 def kept_importance(

@@ -195,16 +195,17 @@ class EngineConfig:
 
     def kept(self, stored: ModelSpec) -> ModelSpec:
         """A model, `stored` as its checkpoint has it, as its weights are kept in memory; until a planner chooses their
-        bits, that is with all of them. UsageError for bits of what is packed already."""
-        if stored.packings and not self.dequantize:
-            if self.weight_bits == 16:
-                return stored
+        bits, that is with all of them. Experts that are stored packed, as MXFP4's are, stay so, and the others get the
+        bits; UsageError where more than experts is stored packed."""
+        if self.weight_bits == 16 and not self.dequantize:
+            return stored
+        if not self.dequantize and any(".experts." not in name for name, _ in stored.packings):
             raise UsageError(
                 f"weight_bits is {self.weight_bits} for {stored.name}, whose checkpoint has packed weights",
                 "needed a checkpoint of 16 bits or more",
                 "leave it out, or dequantize as well: what is expanded is then packed anew",
             )
-        plain = replace(stored, packings=())
+        plain = replace(stored, packings=()) if self.dequantize else stored
         return plain if self.weight_bits == 16 else plain.with_bits(self.weight_bits, self.weight_group)
 
     def choices(self, stored: ModelSpec) -> dict[int, ModelSpec]:

@@ -38,7 +38,8 @@ def budgets_of(policy: PolicyRow) -> list[Budget]:
         return [Budget(30, 0, 30, 0, full=True)] * 2
     heavy = 0 if policy.name in ("streaming", "local") else 3
     sinks = 4
-    return [Budget(7, heavy, 7 - heavy - sinks, sinks, full=False), Budget(8, heavy, 8 - heavy - sinks, sinks, False)]
+    late = Budget(6, min(heavy, 1), 2 - min(heavy, 1), sinks, full=False)
+    return [Budget(7, heavy, 7 - heavy - sinks, sinks, full=False), late]
 
 
 def filled(policy: PolicyRow, window: int | None, bits: int = 16) -> KVCache:
@@ -54,7 +55,7 @@ def filled(policy: PolicyRow, window: int | None, bits: int = 16) -> KVCache:
 
 def run(cache: KVCache) -> None:
     """The first step, in which everything is made, and some more that are watched."""
-    for step in range(7):
+    for step in range(5):
         new = torch.randn(2, 4 * HEADS, D).split([2 * HEADS, HEADS, HEADS], dim=1)
         if step == 0:
             cache.attend(*new, 0.3)

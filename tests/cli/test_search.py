@@ -162,7 +162,8 @@ def test_no_torch_is_loaded(line: str) -> None:
 @pytest.mark.slow
 def test_a_very_large_model_is_searched_for(capsys: pytest.CaptureFixture[str]) -> None:
     work = ["--prompt-len", "512", "--gen-len", "32"]
-    work += ["--num-gpu-batches", "4"]  # the more there are, the longer a block takes to simulate
+    # The more GPU batches there are, the longer a block takes to simulate; each size of theirs takes as long again.
+    work += ["--num-gpu-batches", "4", "--gbs", "16"]
     assert main(["--model", "opt-30b", "--hardware", "t4", "--cpu-mem", "24", *work]) == 0
     found = entry(capsys.readouterr().out)
     assert found["policy"]["weights"].get("disk", 0) > 0.5

@@ -18,7 +18,7 @@ TIERS: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 LENGTHS = [23, 40, 12, 33, 31, 8, 19, 27, 5, 40, 14, 3, 29, 9, 21]
 """Of the prompts: more than any of the blocks has places for."""
-NEW = [20, 3, 9, 1, 31, 2, 14, 5, 24, 4, 7, 38, 2, 11, 1]
+NEW = [12, 3, 7, 1, 17, 2, 9, 5, 14, 4, 6, 21, 2, 8, 1]
 PROMPTS = prompts_of(LENGTHS)
 
 

@@ -19,7 +19,7 @@ from tests.tiny import (
 )
 
 LENGTHS = [5, 9, 9, 17, 1, 30]
-NEW, FEWER = 20, 8
+NEW, FEWER = 20, 6
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -15,7 +15,7 @@ from tests.policy_matrix import EVICTING, POLICIES, PolicyRow
 from tests.tiny import FAMILIES, WINDOW, prompts_of
 
 LENGTHS = [17, 26, 9, 22]
-NEW = 10
+NEW = 7
 CLOSER = ("opt", "opt-350m", "llama-gqa", "mistral", "gemma3", "gpt-neox")
 
 

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.kernels.packed import PackedWeight
+from h2o_flexgen.models.quantized import MXFP4
 from tests.seeds import torch_generator
 from tests.tiny import decided, make_model, prompts_of, save, transformers_greedy
 
@@ -48,11 +50,13 @@ def test_experts_in_one_tensor_as_transformers_keeps_them(name: str, checkpoint,
     assert greedy(tmp_path, prompts) == greedy(folder, prompts)
 
 
-def test_mxfp4_experts_are_what_transformers_expands_them_to(tmp_path: Path) -> None:
+def write_mxfp4(folder: Path) -> torch.nn.Module:
+    """A tiny gpt-oss as the hub has it, its experts in MXFP4; the model is what transformers makes of it."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     sizes = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
     model, generator = make_model("gpt-oss", **sizes), torch_generator(9)
+    folder.mkdir(exist_ok=True)
     state = dict(model.state_dict())
     for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
         count, ins, outs = state[name].shape
@@ -61,14 +65,45 @@ def test_mxfp4_experts_are_what_transformers_expands_them_to(tmp_path: Path) -> 
         state[name].copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
         del state[name]
         state |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-    model.config.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
+    return model
+
+
+def test_mxfp4_experts_are_what_transformers_expands_them_to(tmp_path: Path) -> None:
+    model = write_mxfp4(tmp_path)
     prompts, expected = decided(prompts_of([9, 5]), lambda _, prompt: transformers_greedy(model, prompt, NEW)[0])
     for place in ({}, {"weights": {"disk": 1.0}}):
         assert greedy(tmp_path, prompts, policy=place, offload_dir=str(tmp_path / "offload")) == expected
+
+
+def test_what_is_not_packed_beside_mxfp4_experts_can_be(tmp_path: Path) -> None:
+    """Experts keep their codes, other matrices get 8 bits; from memory and from disk alike."""
+    write_mxfp4(tmp_path / "model")
+    tokens = []
+    for place in ({}, {"weights": {"disk": 1.0}}):
+        settings = {"dtype": "float32", "weight_bits": 8, "policy": place, "offload_dir": str(tmp_path / "offload")}
+        with Engine(str(tmp_path / "model"), **settings) as llm:
+            tokens.append([output.token_ids for output in llm.generate(prompts_of([9, 5]), max_new_tokens=2)])
+            spec, stored, source = llm.model.spec, llm.model.stored, llm.model.source
+            packings, experts = dict(spec.packings), {each.name for each in spec.multiplied["experts"]}
+            assert {packings[name] for name in experts} == {MXFP4}
+            assert {packings[name].levels for name in packings.keys() - experts} == {"int8"}
+            assert {"head.vocab", "layers.1.attn.o.weight"} <= packings.keys()
+            shapes = {each.name: each.shape for group in spec.weight_groups for each in group.tensors}
+            for name in packings:
+                out = PackedWeight.empty(packings[name], shapes[name])
+                source.read_into(name, out)
+                as_stored = PackedWeight.empty(MXFP4, shapes[name]) if name in experts else torch.empty(shapes[name])
+                stored.read_into(name, as_stored)
+                if isinstance(as_stored, PackedWeight):
+                    assert all(torch.equal(out.parts[part], as_stored.parts[part]) for part in out.parts)
+                else:
+                    assert (out.expanded() - as_stored).abs().max() <= as_stored.abs().max() / 250
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("name", ["olmoe", "gpt-oss"])

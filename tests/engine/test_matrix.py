@@ -3,14 +3,16 @@
 The full product would take minutes and say little more than some of its pairs: what a tier does wrong, it does with a
 unit's tensors (the family) or with a cache's slots (the policy). So every pair of a family and a tier and of a policy
 and a tier occurs; policies take turns over the families, and test_eviction.py has each with each kind of attention. The
-shape of the block, the parts that prompts are cut into and rolling positions go along with the tier, where a family has
-them.
+shape of the block and the parts that prompts are cut into go along with the tier. Positions roll with every policy in
+every second turn, where a family has rotary ones; test_rolling.py has every family with rolling positions.
 What is compared with, everything resident in one batch, is itself held against transformers and against the oracle in
 test_against_transformers.py, test_eviction.py and test_rolling.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.engine.requests.sequence import RequestOutput
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import FAMILIES, OPT_VARIANTS, prompts_of
 
@@ -33,11 +36,10 @@ class Tier(NamedTuple):
     shares: dict[str, float]
     policy: dict[str, Any]
     emulate_gpu: str | None = None
-    rolling: bool = False
 
 
 TIERS = {
-    "cpu": Tier({"cpu": 1.0}, {"gpu_batch_size": 2, "num_gpu_batches": 3, "prefill_chunk": 16}, rolling=True),
+    "cpu": Tier({"cpu": 1.0}, {"gpu_batch_size": 2, "num_gpu_batches": 3, "prefill_chunk": 16}),
     "disk": Tier({"disk": 1.0}, {"gpu_batch_size": 2, "num_gpu_batches": 2, "lookahead": 2}),
     "gpu": Tier(
         {"gpu": 0.3, "cpu": 0.3, "disk": 0.4},
@@ -45,9 +47,10 @@ TIERS = {
         emulate_gpu="1GiB",
     ),
 }
+TURNS = [(i, name, POLICIES[i % len(POLICIES)]) for i, name in enumerate(FAMILIES)]
 CASES = [
-    (name, POLICIES[(i + j * len(POLICIES) // len(TIERS)) % len(POLICIES)], tier)
-    for (i, name), (j, tier) in product(enumerate(FAMILIES), enumerate(TIERS))
+    (name, policy, i // len(POLICIES) % 2 == 0 and policy.name != "full" and name not in OPT_VARIANTS, tier)
+    for (i, name, policy), tier in product(TURNS, TIERS)
 ]
 
 
@@ -58,23 +61,34 @@ def _answers(folder: str, eviction: EvictionConfig, policy: dict[str, Any], emul
         return llm.generate(PROMPTS, **settings)
 
 
-@pytest.mark.parametrize(("name", "policy", "tier"), CASES, ids=lambda value: getattr(value, "name", value))
-def test_the_same_tokens_on_every_tier(name: str, policy: PolicyRow, tier: str, checkpoint) -> None:
+@pytest.fixture(scope="module")
+def resident() -> Callable[..., list[RequestOutput]]:
+    """`resident(folder, eviction)`: what comes of everything in memory, in one batch; once for all tiers."""
+    return cache(partial(_answers, policy={}, emulate_gpu=None))
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "rolls", "tier"), CASES, ids=lambda value: str(getattr(value, "name", value))
+)
+def test_the_same_tokens_on_every_tier(
+    name: str, policy: PolicyRow, rolls: bool, tier: str, checkpoint, resident
+) -> None:
     _, folder = checkpoint(name)
     place = TIERS[tier]
-    rolls = place.rolling and name not in OPT_VARIANTS
     # A budget that stays within the trained context of the models whose angles depend on the length.
     changes = {} if policy.name == "full" else {"budget": 3 if name == "phi3-longrope-beyond" else 9}
     eviction = policy.eviction(rolling_positions=rolls and bool(changes), **changes)
-    expected = _answers(folder, eviction, {})
+    expected = resident(folder, eviction)
     placement = {kind: place.shares for kind in ("weights", "cache", "hidden")}
     found = _answers(folder, eviction, {**placement, **place.policy}, place.emulate_gpu)
-    for resident, offloaded in zip(expected, found, strict=True):
-        assert offloaded.token_ids == resident.token_ids
-        assert offloaded.logprobs == pytest.approx(resident.logprobs, abs=1e-3)
+    for one, offloaded in zip(expected, found, strict=True):
+        assert offloaded.token_ids == one.token_ids
+        assert offloaded.logprobs == pytest.approx(one.logprobs, abs=1e-3)
 
 
 def test_the_selection_covers_every_pair() -> None:
-    assert {(name, tier) for name, _, tier in CASES} == set(product(FAMILIES, TIERS))
+    assert {(name, tier) for name, _, _, tier in CASES} == set(product(FAMILIES, TIERS))
     names = [row.name for row in POLICIES]
-    assert {(policy.name, tier) for _, policy, tier in CASES} == set(product(names, TIERS))
+    assert {(policy.name, tier) for _, policy, _, tier in CASES} == set(product(names, TIERS))
+    found = {(policy.name, rolls, tier) for _, policy, rolls, tier in CASES if policy.name != "full"}
+    assert found == set(product(names[1:], (False, True), TIERS))

@@ -11,21 +11,30 @@ from tests.engine.compare import History, assert_engine_equals_oracle
 from tests.policy_matrix import EVICTING, PolicyRow
 from tests.tiny import FAMILIES, OPT_VARIANTS, SIZES, prompts_of
 
-LENGTHS = [17, 9, SIZES["max_position_embeddings"] + 5, 30]
+LENGTHS, LONG = [17, 9, 41, 30], SIZES["max_position_embeddings"] + 5
+"""LONG: beyond the context. The oracle takes ten times as long over it as over all the others."""
 NEW = 7
 ROTARY = tuple(name for name in FAMILIES if name not in OPT_VARIANTS)
 CLOSER = ("llama-gqa", "gemma3", "pythia")
-CASES = [(row, name) for row in EVICTING for name in (ROTARY if row.name == "h2o" else CLOSER)]
+BY_LENGTH = ("llama-dynamic", "llama-yarn", "phi3-longrope", "gpt-oss")
+"""Families of each kind of rotation that depends on the length."""
+CASES = [
+    (row, name, name in (*CLOSER, *BY_LENGTH) if row.name == "h2o" else name == CLOSER[i % len(CLOSER)])
+    for i, row in enumerate(EVICTING)
+    for name in (ROTARY if row.name == "h2o" else CLOSER)
+]
 
 
-@pytest.mark.parametrize(("policy", "name"), CASES, ids=lambda value: getattr(value, "name", value))
+@pytest.mark.parametrize(("policy", "name", "beyond"), CASES, ids=lambda value: str(getattr(value, "name", value)))
 def test_engine_equals_the_oracle_with_rolling_positions(
-    policy: PolicyRow, name: str, checkpoint, history: History
+    policy: PolicyRow, name: str, beyond: bool, checkpoint, history: History
 ) -> None:
-    """H2O for every family with rotary positions; one prompt is longer than the context and ends in decode steps."""
+    """H2O for every family with rotary positions. `beyond`: one prompt is longer than the context and ends in decode
+    steps; with every policy, and with every kind of rotation."""
     budget = 3 if name == "phi3-longrope-beyond" else 20  # its trained context is 4 tokens
     changes = {"budget": budget, "rolling_positions": True}
-    assert_engine_equals_oracle(checkpoint(name), policy, LENGTHS, NEW, history, **changes)
+    lengths = [*LENGTHS[:2], LONG, LENGTHS[3]] if beyond else LENGTHS
+    assert_engine_equals_oracle(checkpoint(name), policy, lengths, NEW, history, **changes)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "phi3-longrope", "gpt-neox-serial"])

@@ -130,7 +130,7 @@ def test_caches_keep_what_they_keep_alone(
         found = history[key][: len(steps)]  # a finished row that stays for some steps goes on
         assert found == steps, key
         compared += len(found)
-    assert compared > 300
+    assert compared > 200
 
 
 @pytest.mark.slow

@@ -119,9 +119,7 @@ def assert_same(found: list[RequestOutput], expected: list[RequestOutput]) -> No
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        ("opt", "full"),
         ("opt", "h2o"),
-        ("llama-gqa", "h2o"),
         ("llama-gqa", "streaming"),
         ("mistral", "full"),
         ("mistral", "streaming"),
@@ -229,18 +227,18 @@ def stopping(folder) -> tuple[tuple[Any, ...], Any]:
     args = folder("llama-gqa1"), EVICTION["h2o"], prompts_of([9, 4, 7, 3, 6, 5])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("H2O_FLEXGEN_TRITON", "0")
-        free = eager(*args, SamplingParams(max_new_tokens=24, ignore_eos=True))
+        free = eager(*args, SamplingParams(max_new_tokens=18, ignore_eos=True))
         params = []
-        for (tokens, _), wanted in zip(free, (9, 12, 24, 15, 24, 10), strict=True):
+        for (tokens, _), wanted in zip(free, (8, 11, 18, 13, 18, 9), strict=True):
             end = max((token for token in tokens if tokens.index(token) < wanted), key=tokens.index)
-            params.append(SamplingParams(max_new_tokens=24, eos_token_id=end, do_sample=len(params) == 4, seed=1))
+            params.append(SamplingParams(max_new_tokens=18, eos_token_id=end, do_sample=len(params) == 4, seed=1))
         expected = eager(*args, params)
     assert {reason for _, reason in expected} >= {"stop"}
     return (*args, params), expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 1)], ids=str)
 def test_rows_that_stop_by_themselves(shape: tuple[int, int], stopping, log: list[str]) -> None:
     """A step that was launched ahead serves the rows that go on. Rows of which more is asked go step by step."""
     args, expected = stopping
@@ -328,7 +326,7 @@ def test_a_recording_that_fails(
     ids=str,
 )
 def test_what_is_not_recorded(engine: dict[str, Any], folder, log: list[str]) -> None:
-    args = folder("opt"), EVICTION["h2o"]
+    args = folder("opt"), EVICTION["h2o"], PROMPTS, cuda_graphs.PATIENCE + 5
     assert_same(answers(*args, **engine), by_torch(*args))
     assert log == []
 

@@ -1,4 +1,4 @@
-"""Every file call of a run fails, once or from then on: the right exit code, and the next run works and tidies up."""
+"""Every file call of a run fails once, and all from any third one on: the right exit code, and the next run works."""
 
 from __future__ import annotations
 
@@ -63,5 +63,6 @@ def test_a_fault_at_every_call(
     def make(n: int) -> FaultyIO:
         return FaultyIO(small, offload, at=n, code=code, lasting=lasting, calls=calls)
 
-    assert until_clean(make, start, check) > 0
+    # Runs in which all calls fail from one on differ little from the next: two of three are left out.
+    assert until_clean(make, start, check, stride=3 if lasting else 1) > 0
     assert {ran.code for ran in ended[:-1]} & {4, 6}

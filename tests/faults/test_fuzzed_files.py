@@ -86,7 +86,7 @@ def changed(value: Any, path: tuple[Any, ...], how: str, other: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", READERS)
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_change_is_taken_or_our_error(kind: str, tmp_path: Path, data: st.DataObject) -> None:
     read, whole = READERS[kind]
@@ -111,7 +111,7 @@ SIZES = st.sampled_from([2, 7, 1000, 10**6, 10**9, 10**15, 10**400])
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_config_with_anything_in_it_runs_or_is_refused_in_one_message(
     families: dict[str, Path], run: Run, data: st.DataObject

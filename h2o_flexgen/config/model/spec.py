@@ -172,14 +172,14 @@ class ModelSpec:
         """This model with its matrices in 4 or 8 bits, `group` inputs sharing a scale.
 
         Norms, biases, learned positions and an untied embedding stay as they are; the head has 8 bits at least, and
-        where it is tied so has the one table.
+        where it is tied so has the one table. What is packed already stays as it is.
         """
-        packings = []
+        packings, packed = list(self.packings), dict(self.packings)
         for tensor in (tensor for each in self.weight_groups for tensor in each.tensors):
             table = tensor.name in ("embed.tokens", "head.vocab")
             kept = tensor.name == "embed.positions" or (tensor.name == "embed.tokens" and not self.arch.tied_head)
             kept = kept or tensor.name.endswith(".router.weight") or tensor.shape[0] == 1
-            if len(tensor.shape) == 2 and not kept and not tensor.shape[1] % 2:
+            if len(tensor.shape) == 2 and not kept and not tensor.shape[1] % 2 and tensor.name not in packed:
                 packings.append((tensor.name, groupwise(8 if table else bits, group)))
         return replace(self, packings=tuple(packings))
 
