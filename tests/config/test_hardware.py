@@ -174,3 +174,9 @@ def test_what_is_assumed_of_packed_weights_is_told() -> None:
     assert misfits(profile(), TINY, "float16") == misfits(measured, packed, "float16") == []
     (said,) = misfits(profile(), packed, "float16")
     assert said == "the rates of test do not say how long products of packed weights take: it is assumed"
+
+
+@pytest.mark.parametrize("points", [(), ((1, 0),), ((0, 1),), ((1, float("inf")),)], ids=str)
+def test_a_curve_is_of_positive_numbers(points: tuple[tuple[float, float], ...]) -> None:
+    with pytest.raises(UsageError, match="needed at least one, of positive numbers"):
+        Curve(points)

@@ -228,3 +228,9 @@ def test_grammars_are_compiled_once_per_schema(grammars: Grammars) -> None:
     first = grammars.of(ResponseFormat.of_schema(schema), "a")
     assert grammars.of(ResponseFormat.of_schema(dict(schema)), "b") is first
     assert grammars.of(ResponseFormat.of_schema(schema, strict=False), "b") is not first
+
+
+@pytest.mark.parametrize("kind", [3, ["string", 3], {}], ids=str)
+def test_a_type_has_a_name(kind: Any) -> None:
+    with pytest.raises(UsageError, match="needed a type's name or a list of them"):
+        ResponseFormat.of_schema({"type": kind})

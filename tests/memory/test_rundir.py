@@ -230,3 +230,12 @@ def test_a_file_system_without_locks_says_so(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("fcntl.flock", refuse)
     with pytest.raises(StorageError, match="cannot lock"):
         OffloadDir(tmp_path / "off")
+
+
+def test_a_folder_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(path: object, *rest: object, **named: object) -> int:
+        raise OSError(5, os.strerror(5), str(path))
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(StorageError, match="cannot open the offload folder"):
+        OffloadDir(tmp_path / "offload")
