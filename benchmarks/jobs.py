@@ -176,30 +176,38 @@ def throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Resident memory of a job while it goes on: after each tenth of its requests, in MiB, and the most ever."""
-    file, out = folder / "in.jsonl", folder / "out.jsonl"
+    """Of `batch`, then of `run` on the same prompts: seconds of the process, and resident memory in MiB, after each
+    tenth of the requests and the most ever."""
+    file = folder / "in.jsonl"
     plain(file, args.requests, args.words)
-    started = time.perf_counter()
-    flags = ("-i", file, "-o", out, "--gen-len", args.gen_len, "--gpu-batch-size", args.gpu_batch_size)
-    process = subprocess.Popen(program("batch", *flags, model=args.model), stdout=subprocess.PIPE, text=True)
-    watched, tenths, most, done = psutil.Process(process.pid), dict[int, int](), 0, 0
-    counted = 0
+    flags = ("--gen-len", args.gen_len, "--gpu-batch-size", args.gpu_batch_size)
+    found: dict[str, Any] = {"requests": args.requests, "input_bytes": file.stat().st_size}
+    for name, given in (("batch", "-i"), ("run", "--prompts")):
+        out = folder / f"{name}.jsonl"
+        found[name] = _watched(program(name, given, file, "-o", out, *flags, model=args.model), out, args.requests)
+    return {**found, "ratio": round(found["run"]["process_seconds"] / found["batch"]["process_seconds"], 4)}
+
+
+def _watched(command: list[str], out: Path, requests: int) -> dict[str, Any]:
+    started, tenths, most, done, counted = time.perf_counter(), dict[int, int](), 0, 0, 0
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    watched = psutil.Process(process.pid)
     while process.poll() is None:
         time.sleep(0.2)
-        if not out.exists():
-            continue
-        with out.open("rb") as results, _gone():
-            results.seek(counted)
-            data = results.read()
-            counted, done = counted + len(data), done + data.count(b"\n")
+        with _gone():
             now = watched.memory_info().rss >> 20
             most = max(most, now)
-            tenths.setdefault(10 * done // args.requests, now)
+            if out.exists():
+                with out.open("rb") as results:
+                    results.seek(counted)
+                    data = results.read()
+                counted, done = counted + len(data), done + data.count(b"\n")
+                tenths.setdefault(10 * done // requests, now)
+    seconds = round(time.perf_counter() - started, 1)
     stdout, _ = process.communicate()
     summary = json.loads(stdout.splitlines()[-1])
-    kept = {name: summary[name] for name in ("requests", "ok", "failed", "seconds", "gen_throughput")}
-    size = {"input_bytes": file.stat().st_size, "process_seconds": round(time.perf_counter() - started, 1)}
-    return {**kept, **size, "rss_mib_by_tenth": tenths, "most_mib": most}
+    kept = {name: summary[name] for name in ("generated_tokens", "gen_throughput")}
+    return {"process_seconds": seconds, **kept, "rss_mib_by_tenth": tenths, "most_mib": most}
 
 
 def counted(tally: str, argv: list[str]) -> int:
