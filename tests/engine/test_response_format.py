@@ -97,12 +97,13 @@ def test_where_the_grammar_forbids_nothing_tokens_are_those_without_it(
 ) -> None:
     plain = SamplingParams(max_new_tokens=20, do_sample=True, seed=1)
     expected = [output.token_ids for output in demo.generate(["One morning", "The old"], plain)]
-    monkeypatch.setattr(Guide, "take", lambda self, token: self._words.fill(-1))
+    monkeypatch.setattr(Guide, "take", lambda self, token: None)
     make = Guide.__init__
 
     def unbound(self: Guide, *args: Any) -> None:
         make(self, *args)
-        self._words.fill(-1)
+        self._mask.fill_(-1)
+        self._filled = True
 
     monkeypatch.setattr(Guide, "__init__", unbound)
     for settings in ({"do_sample": True, "seed": 1}, {"do_sample": True, "seed": 1, "bad_words_ids": [[4000]]}):
@@ -115,12 +116,12 @@ def test_where_the_grammar_forbids_nothing_tokens_are_those_without_it(
 
 
 def test_a_row_whose_grammar_fails_leaves_its_neighbours_alone(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    take = Guide.take
+    accepts = Guide._accepts
 
-    def failing(self: Guide, token: int) -> None:
-        take(self, token)
+    def failing(self: Guide, token: int) -> bool:
         if self is first[0]:
             self._error = "its grammar failed"
+        return accepts(self, token)
 
     make, first = Guide.__init__, list[Guide]()
 
@@ -129,7 +130,7 @@ def test_a_row_whose_grammar_fails_leaves_its_neighbours_alone(demo: LLM, monkey
         first.append(self)
 
     monkeypatch.setattr(Guide, "__init__", noting)
-    monkeypatch.setattr(Guide, "take", failing)
+    monkeypatch.setattr(Guide, "_accepts", failing)
     outputs = demo.generate(["A"] * 3, SamplingParams(max_new_tokens=60, response_format=form(SCHEMAS[0])))
     assert [output.finish_reason for output in outputs] == ["error", "stop", "stop"]
     assert outputs[0].error == "its grammar failed"

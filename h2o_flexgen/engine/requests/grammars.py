@@ -148,7 +148,10 @@ def _byte_letters() -> list[str]:
 
 
 class Guide:
-    """One row's place in its grammar. Tokens are followed on a thread, beside the computing of the next step.
+    """One row's place in its grammar.
+
+    A greedy row asks whether its likeliest token is allowed, which takes it (`tries`); a mask is made only where it is
+    not. Masks for other rows are made on a thread, beside the computing of the next step.
 
     An eos is allowed where the text is complete, and nothing else where it cannot go on; a row without one ends as soon
     as its text is complete.
@@ -162,8 +165,8 @@ class Guide:
         )
         self.ends_by_itself, self._error = not eos, ""
         self._mask = library.allocate_token_bitmask(1, vocab_size)
-        self._words = self._mask.numpy()[0]
-        self._matcher.fill_next_token_bitmask(self._mask)
+        self._filled = False
+        self._tried: int | None = None
         self._following: Future[None] | None = None
 
     def _wait(self) -> None:
@@ -175,6 +178,7 @@ class Guide:
     def mask(self) -> Tensor:
         """A bit for each token (1, vocab / 32) int32."""
         self._wait()
+        self._fill()
         return self._mask
 
     @property
@@ -183,20 +187,37 @@ class Guide:
         self._wait()
         return self._error
 
-    def allows(self, token: int) -> bool:
-        """Whether `token` may come next."""
+    def tries(self, token: int) -> bool:
+        """Whether `token` may come next. One that may is taken: the row must get it."""
         self._wait()
-        return bool(self._words[token // 32] >> token % 32 & 1)
+        if not self._accepts(token):
+            return bool(self._error)
+        self._tried = token
+        return True
 
     def take(self, token: int) -> None:
         """The row has got `token`."""
+        if self._tried is not None:
+            self._tried = None
+        elif not self._accepts(token) and not self._error:
+            self._error = f"its grammar does not go on with token {token}"
+
+    def _accepts(self, token: int) -> bool:
         try:
-            if not self._matcher.accept_token(token):
-                self._error = f"its grammar does not go on with token {token}"
-            elif not self._matcher.is_terminated():
-                self._matcher.fill_next_token_bitmask(self._mask)
+            accepted = bool(self._matcher.accept_token(token))
         except RuntimeError as error:  # one row's, not its neighbours'
-            self._error = f"its grammar failed at token {token}: {error}"
+            accepted, self._error = False, f"its grammar failed at token {token}: {error}"
+        self._filled = self._filled and not accepted
+        return accepted
+
+    def _fill(self) -> None:
+        if self._filled or self._error or self._matcher.is_terminated():
+            return
+        try:
+            self._matcher.fill_next_token_bitmask(self._mask)
+            self._filled = True
+        except RuntimeError as error:
+            self._error = f"its grammar failed: {error}"
 
     def ends_with(self, token: int) -> bool:
         """Whether `token`, which the row has got, ends it; only of one that `ends_by_itself`, and takes it there."""
@@ -207,17 +228,26 @@ class Guide:
 
     @staticmethod
     def follow(rows: SequenceOf[Sequence]) -> None:
-        """Has the last tokens of `rows` taken on the thread beside the computing, unless they have been."""
-        taken = [(row.guide, row.token_ids[-1]) for row in rows if not row.guide.ends_by_itself]
-        if not taken:
+        """Has the last tokens of `rows` taken, unless they have been, and the masks made that they will ask for, on the
+        thread beside the computing."""
+        masks = list[tuple[Guide, int | None]]()
+        for row in rows:
+            token = None if row.guide.ends_by_itself else row.token_ids[-1]
+            if row.chooser is not None:
+                masks.append((row.guide, token))
+            elif token is not None:
+                row.guide.take(token)
+        if not masks:
             return
 
-        def take() -> None:
-            for guide, token in taken:
-                guide.take(token)
+        def make() -> None:
+            for guide, token in masks:
+                if token is not None:
+                    guide.take(token)
+                guide._fill()
 
-        following = rows[0].grammar.beside.submit(take)
-        for guide, _ in taken:
+        following = rows[0].grammar.beside.submit(make)
+        for guide, _ in masks:
             guide._following = following
 
 

@@ -51,7 +51,7 @@ class Sampler:
                 together.setdefault(chooser, []).append(r)
             elif chooser is not None:
                 own[r] = chooser
-            elif row.guide is not None:
+            elif row.guide is not None and not row.given:
                 plain.append(r)
         asked = list(torch.max(logits, dim=-1))
         for usual, members in together.items():
@@ -63,7 +63,7 @@ class Sampler:
             for r, token in zip(members, chosen, strict=True):
                 tokens[r] = token
         # Most of the likeliest tokens are allowed; the scores of a row are masked only where its own is not.
-        if barred := [r for r in plain if _usable(rows[r], best[r]) and not rows[r].guide.allows(tokens[r])]:
+        if barred := [r for r in plain if _usable(rows[r], best[r]) and not rows[r].guide.tries(tokens[r])]:
             allowed = guided([rows[r] for r in barred], _rows_of(logits, barred))
             for r, (token,) in zip(barred, lists([pick(allowed, None).unsqueeze(1)])[0], strict=True):
                 tokens[r] = token
