@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,9 @@ from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
 
 _KEPT = 128
-"""Compiled grammars that are kept for prompts to come; each is a fraction of a MB."""
+"""Compiled grammars that are kept for prompts to come; one of long bounded strings takes up to 20 MB."""
+_SHARED = 256 << 20
+"""Bytes of compiled parts that later grammars share: strings with a bound take seconds for a large vocabulary."""
 _MOST_SPACES = 20
 """White space in a row between two parts of JSON: without a bound, small models write nothing else."""
 _OBJECT = '{"type": "object"}'
@@ -79,7 +82,7 @@ class Grammars:
         library = _library()
         # Which tokens end a text is said row by row.
         vocabulary = library.TokenizerInfo(self._pieces, vocab_size=self._size, stop_token_ids=[])
-        return library.GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
+        return library.GrammarCompiler(vocabulary, max_threads=1, cache_limit_bytes=_SHARED)
 
     def close(self) -> None:
         """Waits for what is under way."""
@@ -251,14 +254,11 @@ class Guide:
             guide._following = following
 
 
-def only_allowed(scores: Tensor, guides: Iterable[Guide | None]) -> Tensor:
+def only_allowed(scores: Tensor, guides: SequenceOf[Guide | None]) -> Tensor:
     """`scores` (n, vocab) float32, those of tokens that their rows' grammars forbid at -inf; rows without a guide, and
     the tensor given, stay as they are."""
-    guided = [(place, guide) for place, guide in enumerate(guides) if guide is not None]
-    if not guided:
-        return scores
-    places = torch.tensor([place for place, _ in guided]).to(scores.device, non_blocking=True)
-    masks = torch.cat([guide.mask for _, guide in guided]).to(scores.device, non_blocking=True)
-    chosen = scores.index_select(0, places)
-    _library().apply_token_bitmask_inplace(chosen, masks, vocab_size=scores.shape[1])
-    return chosen if len(guided) == scores.shape[0] else scores.index_copy(0, places, chosen)
+    allowed = np.ones(scores.shape, dtype=np.bool_)
+    for bits, guide in zip(allowed, guides, strict=True):
+        if guide is not None:
+            bits[:] = np.unpackbits(guide.mask.numpy().view(np.uint8)[0], count=bits.size, bitorder="little")
+    return torch.where(torch.from_numpy(allowed).to(scores.device, non_blocking=True), scores, float("-inf"))
