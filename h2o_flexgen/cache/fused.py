@@ -22,7 +22,7 @@ class FusedStep:
     """The steps of one cache whose lengths and slots have started, without rolling positions.
 
     The kernel takes and frees slots itself, in the tensors of `slots`, unless the policy has its own way to take
-    probabilities into scores: that is done here, after the kernel, as with torch's.
+    probabilities into scores, which it does not know: that is done here, after the kernel, as with torch's.
 
     On a GPU a step neither waits for the device nor sends it anything but launches: its number is counted there.
     """
@@ -38,7 +38,8 @@ class FusedStep:
         """`size`: rows, kv_heads, capacity, dim; `packings` of K and V, None where they are not packed."""
         self._lengths, self._slots, self._size = lengths, slots, size
         scored = slots if isinstance(slots, ScoredSlots) else None
-        adds = False if scored is None else scored.adds
+        own = None if scored is None or triton else scored.rule(packings is not None)
+        adds = False if scored is None else scored.needs_rows if own is not None else scored.adds
         self._by_rows = adds is None
         self._scored = scored
         ranked = scored is not None
@@ -63,6 +64,7 @@ class FusedStep:
                 "window": lengths.window,
                 "ranking": ranking,
                 "adds": bool(adds),
+                "rule": own,
                 "packings": packings,
             }
             masks = scored.table[1] if lengths.hides and scored is not None else None

@@ -348,9 +348,10 @@ class KVCache:
         """Several tokens of `rows` have gone, `ranges` of each or a burst: what is left moves to the first slots, and
         steps start anew."""
         index = index_of(rows, self.device)
-        for buffer in self._buffers():
-            buffer[index] = reordered(buffer[index], order)
         self._lengths = self._lengths.thinned(rows, ranges)
+        held = max(self._lengths.held[row] for row in rows)
+        for buffer in self._buffers():
+            buffer[index, :, :held] = reordered(buffer[index], order[..., :held])
         self._slots.go_on(self._lengths)
         self.rewritten += 1
 

@@ -18,7 +18,7 @@ from h2o_flexgen.cache.lengths import NEVER, CacheLengths
 from h2o_flexgen.cache.ring_slots import Asked, CacheSlots, Held, Rows
 from h2o_flexgen.cache.vectors import index_of, places_in
 from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.kernels.types import Ranking
+from h2o_flexgen.kernels.types import Ranking, RankRule
 
 _BEST = 0x7FFFFFFF  # as score bits: above every number
 _WORST = -1  # and below
@@ -203,6 +203,14 @@ class ScoredSlots(CacheSlots):
     def ranking(self) -> Ranking:
         """The state that a kernel changes which does the work of `allocate` and `evict` itself; after `start`."""
         return Ranking(self.score, self._pos, self._free)
+
+    def rule(self, packed: bool) -> RankRule | None:
+        """The policy's own, where the kernel in C knows it and keys are `packed` or not; None where it does not."""
+        by, budgets = self._policy.by, self._lengths.budgets
+        if by is None or self._pins or self._lengths.bursts or (packed and by == "difference"):
+            return None
+        scopes = self._lengths.once("scopes", lambda: torch.tensor([self._policy.scope(budget) for budget in budgets]))
+        return RankRule(by, self._extra, scopes)
 
     @property
     def adds(self) -> bool | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.kernels.native import fields, function, library
-from h2o_flexgen.kernels.types import Ranking, SlotRule
+from h2o_flexgen.kernels.types import RULES, Ranking, RankRule, SlotRule
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 """Of keys, values and queries."""
@@ -34,6 +34,8 @@ class _DecodeTask(ctypes.Structure):
         "P rule used given probs",
         "q width",
         "P next score pos fresh sinks",
+        "q by",
+        "P squares scopes",
     )
 
 
@@ -63,6 +65,7 @@ class NativeAttend:
         ranking: Ranking | None = None,
         adds: bool = False,
         masks: Tensor | None = None,
+        rule: RankRule | None = None,
         packings: tuple[CachePacking, CachePacking] | None = None,
     ) -> None:
         """As `DecodeStep` says; rules may be (rows, 8) int64. ValueError where there is no kernel, see `available`.
@@ -70,7 +73,8 @@ class NativeAttend:
         masks: positions, as a ranking has them, where slots may hold tokens that have left the window, beside the sinks
         that rules hide.
 
-        With `packings` K and V are packed so, uint8 (rows, kv_heads, capacity, bytes of a piece).
+        rule: what slots of a ranking are compared by; None: their scores. With `packings` K and V are packed so, uint8
+        (rows, kv_heads, capacity, bytes of a piece).
         """
         if library() is None or len(rules) != size[0] or size[3] > MAX_DIM:
             raise ValueError(f"no kernel for {len(rules)} rules and a cache of {size}: see `available`")
@@ -92,6 +96,11 @@ class NativeAttend:
             self._step.next = ranking.free.data_ptr()
         elif masks is not None:
             self._step.pos = masks.data_ptr()
+        self._rule = rule
+        if rule is not None:
+            self._step.by = RULES.index(rule.by)
+            self._step.squares = None if rule.squares is None else rule.squares.data_ptr()
+            self._step.scopes = None if rule.scopes is None else rule.scopes.data_ptr()
         self._kv: tuple[Tensor, Tensor] | None = None
         self._dtype = torch.float32
         self._strides: object = None

@@ -15,7 +15,7 @@ class _Ranks(ctypes.Structure):
 
     _fields_ = fields(
         "q rows kv_heads count dim bf16 threads row head key_row key_head",
-        "P keys chosen sums squares pos now limits rank",
+        "P keys chosen pos rank",
     )
 
 
@@ -49,20 +49,6 @@ def likeness(keys: Tensor, chosen: Tensor) -> Tensor:
     task.keys, task.dim, task.chosen = keys.data_ptr(), keys.shape[-1], chosen.data_ptr()
     task.key_row, task.key_head = keys.stride(0), keys.stride(1)
     return _run(task, keys.shape[:3])
-
-
-def steady_means(sums: Tensor, squares: Tensor, pos: Tensor, now: Tensor, limits: Tensor) -> Tensor:
-    """roco's: the mean of each token's attention, or 2 where its deviation is not among the lowest, (b, kv_heads, N).
-
-    sums, squares: float32 (b, kv_heads, N), and pos int32, laid out alike. now: int64 (b,). limits: int64 (b, 3), the
-    first positions and the last ones that are protected, and how many of the others are the lowest.
-    """
-    if not sums.stride() == squares.stride() == pos.stride() or pos.stride(-1) != 1:
-        raise ValueError("sums, squares and positions differ in how they lie")
-    task = _task(sums, pos)
-    task.sums, task.squares = sums.data_ptr(), squares.data_ptr()
-    task.now, task.limits = now.data_ptr(), limits.data_ptr()
-    return _run(task, sums.shape)
 
 
 def _task(like: Tensor, pos: Tensor | None) -> _Ranks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -121,6 +121,22 @@ class Ranking(NamedTuple):
     """(rows, kv_heads, capacity) int32: positions."""
     free: Tensor
     """(rows * kv_heads,) int64: the slot of the next token, counted from the first slot of all rows."""
+
+
+RankedBy = Literal["score", "difference", "steady"]
+RULES: tuple[RankedBy, ...] = get_args(RankedBy)
+"""As the kernel in C numbers them."""
+
+
+class RankRule(NamedTuple):
+    """What ranked slots are compared by, in C: their scores; how keys differ, which are not packed (keydiff's); or the
+    means of scores that add up probabilities, among the tokens with the lowest deviation (roco's)."""
+
+    by: RankedBy
+    squares: Tensor | None = None
+    """As `Ranking.score`, of "steady": sums of squared probabilities, which steps add to."""
+    scopes: Tensor | None = None
+    """(rows,) int64, of "steady": of how many tokens, the steadiest that may go, the one that does is chosen."""
 
 
 class DecodeStep(Protocol):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from h2o_flexgen.cache.eviction import keydiff, roco
 from h2o_flexgen.kernels.decode import NativeAttend, available
-from h2o_flexgen.kernels.types import Ranking, SlotRule
+from h2o_flexgen.kernels.types import RankedBy, Ranking, RankRule, SlotRule
 from tests.cache.conftest import needs_native
 from tests.oracles import attention as reference
 from tests.pairs import pairs
@@ -210,6 +213,53 @@ def test_ties_and_windows_choose_as_by_hand(
     left = range(sinks, 0 if window is None else now + 2 - window)
     base = torch.arange(rows * heads) * capacity
     assert (free - base).tolist() == victims_by_hand(score, pos, counts, recent, now, left)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("by", ["difference", "steady"])
+@each_dtype
+def test_rules_of_its_own_choose_as_torch_does(dtype: torch.dtype, by: RankedBy, seed: int) -> None:
+    """Rows that differ in how much they hold and protect; some keys are equal, and so are some deviations."""
+    generator, counts, heads, d, now = torch_generator(seed), [3, 16, 37, 70], 2, (64, 24)[seed % 2], 99
+    rows, capacity, sinks, recent = len(counts), 72, seed % 3, (0, 5)[seed % 2]
+    pos = torch.full((rows, heads, capacity), -1, dtype=torch.int32)
+    for row, head in product(range(rows), range(heads)):
+        pos[row, head, : counts[row]] = torch.randperm(now, generator=generator)[: counts[row]].to(torch.int32)
+    score, squares = torch.rand(2, rows, heads, capacity, generator=generator)
+    squares[:, :, ::2] = 0  # deviations of 0
+    score[pos < sinks] = torch.inf
+    scopes = torch.tensor([1, 5, 30, 90])
+    free = torch.arange(rows * heads) * capacity + torch.tensor(counts).repeat_interleave(heads) - 1
+    k = torch.randn(rows, heads, capacity, d, generator=generator).to(dtype)
+    k[:, :, 1] = k[:, :, 0]
+    rules = [SlotRule(n - 1, n, now, sinks, sinks, 0, min(recent, n - 1), 0) for n in counts]
+    how: dict[str, Any] = {"ranking": Ranking(score, pos, free), "rule": RankRule(by, squares, scopes)}
+    kernel = NativeAttend(rules, (rows, heads, capacity, d), adds=by == "steady", **how)
+    kernel.attach(k, torch.randn(k.shape, generator=generator).to(dtype))
+    before = squares.clone()
+    probs, new = torch.empty(rows, heads, max(counts)), torch.randn(3, rows, heads, d, generator=generator).to(dtype)
+    kernel.step(0, tuple(new), 0.3, probs=probs)
+    at = torch.tensor(now).view(1, 1, 1)
+    for row, count in enumerate(counts):
+        before[row, :, count - 1] = 0
+        some, held = slice(row, row + 1), pos[row : row + 1, :, :count]
+        fixed = (held < sinks) | (held > now - rules[row].recent)
+        if by == "difference":
+            ranks = keydiff._difference(k[some, :, :count], None)
+        else:
+            expected = before[some, :, :count] + probs[some, :, :count].square()
+            torch.testing.assert_close(squares[some, :, :count], expected)
+            sums = score[some, :, :count]
+            ranks = roco._ranks(sums, squares[some, :, :count], held, at, int(scopes[row]), fixed)
+        ranks = ranks.masked_fill(fixed, torch.inf)[0]
+        for head in range(heads):
+            slot = int(free[row * heads + head]) - (row * heads + head) * capacity
+            assert slot < count
+            assert not fixed[0, head, slot]
+            lowest = ranks[head].min()
+            assert ranks[head, slot] <= lowest + (2e-6 if by == "difference" else 0)
+            if by == "steady":
+                assert held[0, head, slot] == held[0, head][ranks[head] == lowest].max()
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from h2o_flexgen.cache.eviction import keydiff, rkv, roco
+from h2o_flexgen.cache.eviction import keydiff, rkv
 from h2o_flexgen.kernels import native, ranks
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no native kernels")
@@ -23,20 +23,6 @@ def test_differences_of_keys_of_which_some_slots_are_empty(dtype: torch.dtype, d
     found = ranks.differences(keys, held)
     torch.testing.assert_close(found, keydiff._difference(keys, held >= 0), rtol=0, atol=2e-6)
     assert found[1, 1, 5] == found[1, 1, 9], "what is equal ties"
-
-
-def test_steady_means_bit_for_bit() -> None:
-    generator = torch.Generator().manual_seed(2)
-    rows, heads, count = 3, 2, 50
-    sums, squares = torch.rand(2, rows, heads, count + 4, generator=generator)[..., :count]
-    squares[0, 0, :9] = squares[0, 0, 0]  # deviations below 0 are 0, and tie
-    pos = torch.stack([torch.randperm(60, generator=generator)[: count + 4] for _ in range(rows * heads)])
-    pos = pos.to(torch.int32).view(rows, heads, -1)[..., :count]
-    now, limits = torch.tensor([59, 70, 90]), torch.tensor([[0, 5, 20], [4, 0, 99], [2, 40, 1]])
-    sinks, recent, scope = limits.view(-1, 3, 1, 1).unbind(1)
-    at = now.view(-1, 1, 1)
-    expected = roco._ranks(sums, squares, pos, at, scope, (pos < sinks) | (pos > at - recent))
-    assert torch.equal(ranks.steady_means(sums, squares, pos, now, limits), expected)
 
 
 def test_likeness_of_keys_of_which_some_are_chosen() -> None:

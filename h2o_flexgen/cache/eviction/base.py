@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.config.eviction import ROW_LOGITS, Budget
-from h2o_flexgen.kernels.types import KeysValues
+from h2o_flexgen.kernels.types import KeysValues, RankedBy
 
 Statistic = Literal["none", "column_sums"]
 Turn = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -213,10 +213,15 @@ class RankedPolicy(EvictionPolicy, ABC):
     scores_keys: ClassVar[bool] = False  # whether a new token's score follows from its key
     keeps_two: ClassVar[bool] = False  # whether a second number is kept for each slot
     looks_back: ClassVar[int] = 0  # how many of the last queries `ranks` looks at
+    by: ClassVar[RankedBy | None] = None  # the rule of the kernel in C that does as `update` and `ranks` do
 
     def queries(self, length: int, budget: Budget) -> int:
         """How many of the last queries of a prompt of `length` tokens `prompt_scores` looks at."""
         return 0
+
+    def scope(self, budget: Budget) -> int:
+        """Of how many tokens of a row one goes in a step, of a policy that ranks by "steady"."""
+        return budget.total
 
     @abstractmethod
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:

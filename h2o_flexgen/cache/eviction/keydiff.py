@@ -22,6 +22,7 @@ class KeyDiffPolicy(RankedPolicy):
     """
 
     name = "keydiff"
+    by = "difference"
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         return PromptScores(_difference(prompts.stored_keys, None))

@@ -16,7 +16,6 @@ from h2o_flexgen.cache.eviction.base import (
     sum_of,
 )
 from h2o_flexgen.config.eviction import Budget
-from h2o_flexgen.kernels import ranks
 
 VOLATILE = 3  # tenths of the budget
 
@@ -28,10 +27,14 @@ class RoCoPolicy(RankedPolicy):
     """
 
     name = "roco"
+    by = "steady"
     needs_rows = keeps_two = True
 
     def queries(self, length: int, budget: Budget) -> int:
         return length
+
+    def scope(self, budget: Budget) -> int:
+        return _scope(budget, 1)
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         budget, last = rows.budget, prompts.length - 1
@@ -54,10 +57,8 @@ class RoCoPolicy(RankedPolicy):
     def ranks(self, step: AttendedStep) -> Tensor:
         if step.extra is None:
             raise ValueError("roco keeps two numbers")
-        numbers = [(budget.sinks, budget.recent, _scope(budget, 1)) for budget in step.budgets]
+        numbers = [(budget.sinks, budget.recent, self.scope(budget)) for budget in step.budgets]
         limits = step.once("limits of roco", lambda: torch.tensor(numbers, device=step.pos.device))
-        if step.pinned is None and ranks.serves(step.score):
-            return ranks.steady_means(step.score, step.extra, step.pos, step.now, limits)
         sinks, recent, scopes = limits.view(-1, 3, 1, 1).unbind(1)
         protected = (step.pos < sinks) | (step.pos > step.now - recent)
         if step.pinned is not None:

@@ -12,6 +12,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "difference.h"
 #include "packed_attend.h"
 #include "simd.h"
 #include "team.h"
@@ -30,6 +31,10 @@ typedef struct {
     int64_t recent; /* last positions, which do not go */
     int64_t evicts; /* the first step that lets a token go by its score */
 } Row;
+
+/* What slots are compared by: their scores; keydiff's differences of keys that are not packed; roco's means of steady
+   tokens. `RankedBy` in types.py has them in this order. */
+enum { BY_SCORE, BY_DIFFERENCE, BY_STEADY };
 
 typedef struct {
     const char *at;
@@ -57,6 +62,9 @@ typedef struct {
     int32_t *pos;           /* as `score`: positions */
     const float *fresh;     /* (rows, kv_heads): scores of the new tokens; NULL: 0 */
     const float *sinks;     /* (kv_heads * group): of each head a logit that is no token's; NULL: there is none */
+    int64_t by;             /* what ranked slots are compared by */
+    float *squares;         /* as `score`, BY_STEADY: sums of squared probabilities beside the sums */
+    const int64_t *scopes;  /* (rows): of how many, the steadiest, the one that goes is chosen */
 } Step;
 
 INLINE __m512 dot(__m512 sum, __m512i a, __m512i b, int bf16) {
@@ -202,7 +210,57 @@ INLINE int64_t victim(const float *score, const int32_t *pos, int64_t count, con
     return _mm512_mask_reduce_min_epi32(best, slot);
 }
 
+/* How many of n numbers are `top` at the most; those up to the next 16 are more. */
+INLINE int64_t up_to(const int32_t *x, int64_t n, int32_t top) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i += LANES)
+        count += __builtin_popcount(_mm512_cmple_epi32_mask(_mm512_loadu_si512(x + i), _mm512_set1_epi32(top)));
+    return count;
+}
+
+/* The means of n sums, and 2 for tokens that are not among the `scope` whose deviation is lowest, of equal ones the
+   later: of those that may go. `spread` is room for n, both up to the next 16. */
+static void steady_means(const float *sums, const float *squares, const int32_t *pos, int64_t n, const Row *row,
+                         int64_t now, int64_t scope, float *mean, int32_t *spread) {
+    const __m512i never = _mm512_set1_epi32(INT32_MAX), next = _mm512_set1_epi32((int32_t)now + 1);
+    const __m512i sinks = _mm512_set1_epi32((int32_t)row->sinks), recent = _mm512_set1_epi32((int32_t)(now - row->recent));
+    for (int64_t i = 0; i < n; i += LANES) {
+        const __mmask16 here = first_lanes(n - i);
+        const __m512i at = _mm512_maskz_loadu_epi32(here, pos + i);
+        const __m512 age = _mm512_cvtepi32_ps(_mm512_max_epi32(_mm512_sub_epi32(next, at), _mm512_set1_epi32(1)));
+        const __m512 m = _mm512_div_ps(_mm512_maskz_loadu_ps(here, sums + i), age);
+        const __m512 square = _mm512_div_ps(_mm512_maskz_loadu_ps(here, squares + i), age);
+        const __m512 deviation = _mm512_max_ps(_mm512_sub_ps(square, _mm512_mul_ps(m, m)), _mm512_setzero_ps());
+        const __mmask16 fixed = _mm512_cmplt_epi32_mask(at, sinks) | _mm512_cmpgt_epi32_mask(at, recent) | (__mmask16)~here;
+        _mm512_storeu_ps(mean + i, m);
+        _mm512_storeu_si512(spread + i, _mm512_mask_mov_epi32(_mm512_castps_si512(deviation), fixed, never));
+    }
+    const int64_t wanted = least(scope, n);
+    uint32_t low = 0, high = INT32_MAX; /* the lowest that as many are within as are wanted */
+    while (low < high) {
+        const uint32_t middle = (low + high) / 2;
+        if (up_to(spread, n, (int32_t)middle) >= wanted) high = middle;
+        else low = middle + 1;
+    }
+    if (low == INT32_MAX) return;
+    const int32_t bound = (int32_t)low;
+    const int64_t open = bound ? wanted - up_to(spread, n, bound - 1) : wanted;
+    int32_t from = 0, last = up_to(spread, n, bound) == wanted ? 0 : (int32_t)now; /* of those that tie */
+    while (from < last) {
+        const int32_t middle = from + (last - from + 1) / 2;
+        int32_t later = 0;
+        for (int64_t i = 0; i < n; i++) later += (spread[i] == bound) & (pos[i] >= middle);
+        if (later >= open) from = middle;
+        else last = middle - 1;
+    }
+    for (int64_t i = 0; i < n; i++)
+        if (spread[i] > bound || (spread[i] == bound && pos[i] < from)) mean[i] = 2;
+}
+
 /* ---- one row and KV head */
+
+/* Numbers of scratch that ranks of so many slots take. */
+INLINE int64_t room_for(const Step *s, int64_t count) { return s->by == BY_SCORE ? 0 : 2 * up(count, LANES); }
 
 /* Where it is in a step. */
 typedef struct {
@@ -242,8 +300,20 @@ static void hide(const Step *s, const Head *h, float *x) {
     }
 }
 
-/* What becomes of the exponentials x (group, pitch) and their sums: probabilities, scores, and the next slot. */
-INLINE void settle(const Step *s, const Head *h, float *x, const float *sums) {
+/* The slot that goes by a rule of its own. */
+static int64_t ranked_victim(const Step *s, const Head *h, float *ranks) {
+    const int32_t *pos = s->pos + h->base;
+    if (s->by == BY_DIFFERENCE)
+        differences(s->k + h->base * s->dim * (s->bf16 ? 2 : 4), h->count, NULL, s->dim, s->bf16 != 0, ranks);
+    else
+        steady_means(s->score + h->base, s->squares + h->base, pos, h->count, h->rule, h->now, s->scopes[h->row], ranks,
+                     (int32_t *)(ranks + up(h->count, LANES)));
+    return victim(ranks, pos, h->count, h->rule, h->now, s->window, 1);
+}
+
+/* What becomes of the exponentials x (group, pitch) and their sums: probabilities, scores, and the next slot.
+   `ranks`: room, see `room_for`. */
+INLINE void settle(const Step *s, const Head *h, float *x, const float *sums, float *ranks) {
     const Row *rule = h->rule;
     if (s->probs || s->adds) average(x, sums, s->group, h->pitch);
     if (s->probs) {
@@ -259,9 +329,15 @@ INLINE void settle(const Step *s, const Head *h, float *x, const float *sums) {
     score[slot] = h->now < rule->sinks ? INFINITY : s->fresh ? s->fresh[h->task] : 0.0f;
     if (s->adds)
         for (int64_t i = 0; i < h->n; i++) score[h->first + i] += x[i];
+    if (s->by == BY_STEADY) {
+        float *squares = s->squares + h->base;
+        squares[slot] = 0;
+        for (int64_t i = 0; i < h->n; i++) squares[h->first + i] += x[i] * x[i];
+    }
     if (s->given) return;
-    if (s->step >= rule->evicts) slot = victim(score, pos, h->count, rule, h->now, s->window, 0);
-    else slot = slot + 1 == h->limit ? rule->ring : slot + 1;
+    if (s->step < rule->evicts) slot = slot + 1 == h->limit ? rule->ring : slot + 1;
+    else if (s->by == BY_SCORE) slot = victim(score, pos, h->count, rule, h->now, s->window, 0);
+    else slot = ranked_victim(s, h, ranks);
     s->next[h->task] = h->base + slot;
 }
 
@@ -270,7 +346,7 @@ INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int
     const Head h = begin(s, row, head, &plain, &plain);
     const int accs = bf16 ? 2 * nv : nv, together = accs > 8 ? 1 : 16 / accs;
     const int64_t bytes = s->dim * (bf16 ? 2 : 4), n = h.n, pitch = h.pitch, group = s->group;
-    float *x = scratch, *mixed = x + group * pitch, *sums = mixed + group * accs * LANES;
+    float *x = scratch + room_for(s, h.count), *mixed = x + group * pitch, *sums = mixed + group * accs * LANES;
     const char *k = s->k + (h.base + h.first) * bytes, *v = s->v + (h.base + h.first) * bytes;
     const char *q = s->new_q.at + row * s->new_q.row + head * group * s->new_q.head;
     const Path path = {k, v, k + s->capacity * bytes, n * bytes, 2 * n * bytes};
@@ -296,7 +372,7 @@ INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int
     }
     for (int64_t g = 0; g < group; g++)
         write_out(s->out + (h.task * group + g) * bytes, mixed + g * accs * LANES, sums[g], s->dim, bf16, nv);
-    settle(s, &h, x, sums);
+    settle(s, &h, x, sums, scratch);
 }
 
 /* `mix` of packed values; mixed (heads, width) vectors. */
@@ -332,7 +408,7 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
     const int accs = vf.units * vectors_of(vf.bits), together = accs > 8 ? 1 : 8 / accs * 2;
     const int64_t wide = width_of(kf.bits, kf.units) * LANES, width = width_of(vf.bits, vf.units) * LANES;
     const int64_t n = h.n, pitch = h.pitch, group = s->group, k_piece = k_order.piece, v_piece = v_order.piece;
-    float *x = scratch, *mixed = x + group * pitch, *q = mixed + group * width, *lanes = q + group * wide;
+    float *x = scratch + room_for(s, h.count), *mixed = x + group * pitch, *q = mixed + group * width, *lanes = q + group * wide;
     float *sums = lanes + group * LANES * LANES;
     const char *k = s->k + (h.base + h.first) * k_piece, *v = s->v + (h.base + h.first) * v_piece;
     const Path path = {k, v, k + s->capacity * k_piece, n * k_piece, n * (k_piece + v_piece)};
@@ -379,7 +455,7 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
     for (int64_t g = 0; g < group; g++)
         bring_back(&values, mixed + g * width, 1.0f / sums[g], vf.bits, vf.units,
                    s->out + (h.task * group + g) * vector_bytes(&values));
-    settle(s, &h, x, sums);
+    settle(s, &h, x, sums, scratch);
 }
 
 typedef void Attend(const Step *, int64_t, int64_t, float *);
@@ -463,7 +539,8 @@ int attend_step(const Step *s) {
         slots += count * s->kv_heads;
     }
     const int64_t packed = s->k_bits ? 2 * 4 * 9 + LANES : 0;
-    const int64_t floats = s->group * (up(longest, LANES) + (2 * nv + packed) * LANES) + up(s->group, LANES);
+    const int64_t each = up(longest, LANES) + (2 * nv + packed) * LANES;
+    const int64_t floats = room_for(s, longest) + s->group * each + up(s->group, LANES);
     const int many = slots * s->dim * (s->bf16 ? 4 : 8) > FEW_BYTES;
     Attend *one = s->k_bits ? packed_kind(s) : KINDS[s->bf16 != 0][nv];
     Tasks all = {s, one ? one : ANY[s->bf16 != 0], floats, most(1, tasks / (8 * s->threads)), 0, 0};

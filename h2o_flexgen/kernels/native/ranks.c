@@ -1,4 +1,4 @@
-/* What tokens of a cache are compared by, for rules that take torch many passes: keydiff's, roco's and rkv's.
+/* What tokens of a cache are compared by, for rules that take torch many passes: keydiff's and rkv's.
 
    Each (row, KV head) by itself, on any thread. Every token goes through the same operations wherever it lies, so that
    equal keys get equal ranks, bit for bit. */
@@ -6,154 +6,85 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "difference.h"
 #include "simd.h"
 #include "team.h"
-#include "vectors.h"
 
-enum { FEW = 1 << 12, TILE = 64 };
+enum { FEW = 1 << 12, TILE = 64, ROWS = 4 };
 
 /* `_Ranks` in ranks.py has the same fields in the same order. */
 typedef struct {
     int64_t rows, kv_heads, count, dim, bf16, threads;
-    int64_t row, head;           /* numbers from one to the next of `sums`, `squares` and `pos` */
+    int64_t row, head;           /* numbers from one to the next of `pos` */
     int64_t key_row, key_head;   /* and of the keys */
-    const char *keys;            /* (rows, kv_heads, count, dim); NULL: ranks are `steady` */
-    const uint8_t *chosen;       /* (rows, kv_heads, count): which keys are compared with each other; NULL: `different` */
-    const float *sums, *squares; /* (rows, kv_heads, count), as `pos` */
-    const int32_t *pos;          /* -1 in empty slots */
-    const int64_t *now;          /* (rows): the newest position */
-    const int64_t *limits;       /* (rows, 3): first positions and last ones that never go, and of how many one does */
+    const char *keys;            /* (rows, kv_heads, count, dim) */
+    const uint8_t *chosen;       /* (rows, kv_heads, count): which are compared with each other; NULL: `differences` */
+    const int32_t *pos;          /* (rows, kv_heads, count): -1 in empty slots */
     float *rank;                 /* (rows, kv_heads, count) */
 } Ranks;
 
-/* Vector v of a key as float32: numbers in even places, and in odd ones where they are bfloat16. */
-INLINE __m512 even_part(const Ranks *r, const char *key, int nv, int v, __m512 *odd) {
-    const int bf16 = r->bf16 != 0;
-    const __m512i raw = load(key + v * VECTOR, bf16, vector_mask(r->dim, bf16, nv, v));
-    *odd = bf16 ? _mm512_castsi512_ps(_mm512_and_si512(raw, _mm512_set1_epi32((int)0xFFFF0000))) : _mm512_setzero_ps();
-    return _mm512_castsi512_ps(bf16 ? _mm512_slli_epi32(raw, 16) : raw);
-}
-
-/* The products of up to 16 keys with an anchor (nv, 2) vectors, or with themselves where that is NULL. */
-INLINE void products(const Ranks *r, const char *keys, int64_t left, const float *anchor, int nv, float *out) {
-    const int64_t size = r->dim * (r->bf16 ? 2 : 4);
-    __m512 sums[LANES], odd;
-    for (int64_t i = 0; i < LANES; i++) {
-        sums[i] = _mm512_setzero_ps();
-        for (int v = 0; v < nv; v++) {
-            const __m512 even = even_part(r, keys + least(i, left - 1) * size, nv, v, &odd);
-            const __m512 one = anchor ? _mm512_loadu_ps(anchor + 2 * v * LANES) : even;
-            const __m512 two = anchor ? _mm512_loadu_ps(anchor + (2 * v + 1) * LANES) : odd;
-            sums[i] = _mm512_fmadd_ps(even, one, _mm512_fmadd_ps(odd, two, sums[i]));
-        }
-    }
-    _mm512_storeu_ps(out, sums_of(sums));
-}
-
-/* One less the cosine of each key with the mean direction of those that are held, at least 0. */
-static void different(const Ranks *r, const char *keys, const int32_t *pos, float *rank, float *anchor) {
-    const int64_t size = r->dim * (r->bf16 ? 2 : 4), n = r->count;
-    const int nv = (int)(up(size, VECTOR) / VECTOR);
-    float found[LANES], square = 0;
-    memset(anchor, 0, 2 * nv * VECTOR);
-    for (int64_t i = 0; i < n; i += LANES) {
-        const int64_t some = least(LANES, n - i);
-        products(r, keys + i * size, some, NULL, nv, found);
-        for (int64_t j = 0; j < some; j++) {
-            rank[i + j] = 1 / fmaxf(sqrtf(found[j]), 1e-12f);
-            if (pos && pos[i + j] < 0) continue;
-            const __m512 weight = _mm512_set1_ps(rank[i + j]);
-            for (int v = 0; v < nv; v++) {
-                float *sums = anchor + 2 * v * LANES;
-                __m512 odd, even = even_part(r, keys + (i + j) * size, nv, v, &odd);
-                _mm512_storeu_ps(sums, _mm512_fmadd_ps(weight, even, _mm512_loadu_ps(sums)));
-                _mm512_storeu_ps(sums + LANES, _mm512_fmadd_ps(weight, odd, _mm512_loadu_ps(sums + LANES)));
+/* Of `start` and the next three of n directions the cosines with all: rows of `pitch`. across: (dim, pitch). */
+static void cosines(const float *across, int64_t pitch, int64_t dim, int64_t start, int64_t n, float *rows) {
+    for (int64_t j = 0; j < pitch; j += TILE) {
+        __m512 sums[ROWS][TILE / LANES];
+        UNROLL for (int i = 0; i < ROWS * (TILE / LANES); i++) sums[i / 4][i % 4] = _mm512_setzero_ps();
+        for (int64_t t = 0; t < dim; t++) {
+            const float *at = across + t * pitch;
+            UNROLL for (int i = 0; i < ROWS; i++) {
+                const __m512 own = _mm512_set1_ps(at[least(start + i, n - 1)]);
+                UNROLL for (int l = 0; l < TILE / LANES; l++)
+                    sums[i][l] = _mm512_fmadd_ps(own, _mm512_loadu_ps(at + j + l * LANES), sums[i][l]);
             }
         }
+        UNROLL for (int i = 0; i < ROWS; i++)
+            UNROLL for (int l = 0; l < TILE / LANES; l++) _mm512_storeu_ps(rows + i * pitch + j + l * LANES, sums[i][l]);
     }
-    for (int j = 0; j < 2 * nv * LANES; j++) square += anchor[j] * anchor[j];
-    const float far = 1 / fmaxf(sqrtf(square), 1e-12f);
-    for (int j = 0; j < 2 * nv * LANES; j++) anchor[j] *= far;
-    for (int64_t i = 0; i < n; i += LANES) {
-        products(r, keys + i * size, least(LANES, n - i), anchor, nv, found);
-        for (int64_t j = 0; j < least(LANES, n - i); j++) rank[i + j] = fmaxf(1 - found[j] * rank[i + j], 0);
+}
+
+/* The last number of a row that is more than what `above` has there; both by their bits, as the latter are not negative.
+   -1: none is. */
+static int64_t latest_above(const float *row, const int32_t *above, int64_t pitch) {
+    for (int64_t j = pitch - LANES; j >= 0; j -= LANES) {
+        const __m512i numbers = _mm512_castps_si512(_mm512_loadu_ps(row + j));
+        const __mmask16 more = _mm512_cmpgt_epi32_mask(numbers, _mm512_loadu_si512(above + j));
+        if (more) return j + 31 - __builtin_clz(more);
     }
+    return -1;
 }
 
 /* Of float32 keys the mean cosine of each with all that are chosen, itself left out; in each one's row of cosines the
    latest above a half, or the first of all, counts as 0. 0 for keys that are not chosen. */
 static void alike(const Ranks *r, const float *keys, const uint8_t *chosen, float *rank, float *across) {
     const int64_t n = r->count, pitch = up(n, TILE);
-    float *row = across + r->dim * pitch;
+    float *rows = across + r->dim * pitch;
+    int32_t *above = (int32_t *)(rows + ROWS * pitch);
     int64_t first = n, many = 0;
     memset(across, 0, r->dim * pitch * sizeof(float));
     memset(rank, 0, n * sizeof(float));
     for (int64_t i = 0; i < n; i++) {
-        float square = 0;
-        for (int64_t t = 0; t < r->dim; t++) square += keys[i * r->dim + t] * keys[i * r->dim + t];
-        const float shortness = 1 / fmaxf(sqrtf(square), 1e-12f);
-        for (int64_t t = 0; t < r->dim; t++) across[t * pitch + i] = keys[i * r->dim + t] * shortness;
+        const float *key = keys + i * r->dim;
+        __m512 square = _mm512_setzero_ps();
+        for (int64_t t = 0; t < r->dim; t += LANES) {
+            const __m512 some = _mm512_maskz_loadu_ps(first_lanes(r->dim - t), key + t);
+            square = _mm512_fmadd_ps(some, some, square);
+        }
+        const float shortness = 1 / fmaxf(sqrtf(_mm512_reduce_add_ps(square)), 1e-12f);
+        for (int64_t t = 0; t < r->dim; t++) across[t * pitch + i] = key[t] * shortness;
         if (chosen[i]) many++, first = least(first, i);
     }
-    for (int64_t i = 0; i < n; i++) {
-        if (!chosen[i]) continue;
-        for (int64_t j = 0; j < n; j += TILE) {
-            float sums[TILE] = {0};
-            for (int64_t t = 0; t < r->dim; t++) {
-                const float own = across[t * pitch + i], *others = across + t * pitch + j;
-                for (int l = 0; l < TILE; l++) sums[l] += own * others[l];
-            }
-            memcpy(row + j, sums, sizeof sums);
+    for (int64_t j = 0; j < pitch; j++) above[j] = j < n && chosen[j] ? 0x3F000000 : INT32_MAX; /* a half, in its bits */
+    for (int64_t start = 0; start < n; start += ROWS) {
+        cosines(across, pitch, r->dim, start, n, rows);
+        for (int64_t i = start; i < least(start + ROWS, n); i++) {
+            float *row = rows + (i - start) * pitch;
+            if (!chosen[i]) continue;
+            row[i] = 0;
+            const int64_t latest = latest_above(row, above, pitch);
+            row[latest < 0 ? first : latest] = 0;
+            for (int64_t j = 0; j < n; j++) rank[j] += row[j];
         }
-        row[i] = 0;
-        int64_t latest = n - 1;
-        while (latest >= 0 && !(chosen[latest] && row[latest] > 0.5f)) latest--;
-        row[latest < 0 ? first : latest] = 0;
-        for (int64_t j = 0; j < n; j++) rank[j] += row[j];
     }
     for (int64_t j = 0; j < n; j++) rank[j] = chosen[j] ? rank[j] / (float)many : 0;
-}
-
-/* The `wanted`-th lowest of n numbers, from 1 on; reorders them. */
-static int64_t lowest(int64_t *x, int64_t n, int64_t wanted) {
-    int64_t first = 0, last = n - 1, place = wanted - 1;
-    while (first < last) {
-        const int64_t middle = x[first + (last - first) / 2];
-        int64_t i = first, j = last;
-        while (i <= j) {
-            while (x[i] < middle) i++;
-            while (x[j] > middle) j--;
-            if (i <= j) {
-                const int64_t other = x[i];
-                x[i++] = x[j];
-                x[j--] = other;
-            }
-        }
-        if (place <= j) last = j;
-        else if (place >= i) first = i;
-        else break;
-    }
-    return x[place];
-}
-
-/* Means of `sums`; 2 where a token is not among those whose deviation is lowest. */
-static void steady(const Ranks *r, int64_t row, int64_t at, float *rank, int64_t *keys) {
-    const float *sums = r->sums + at, *squares = r->squares + at;
-    const int32_t *pos = r->pos + at;
-    const int64_t now = r->now[row], *limits = r->limits + 3 * row, n = r->count;
-    int64_t *found = keys + n;
-    for (int64_t i = 0; i < n; i++) {
-        const float count = (float)most(now + 1 - pos[i], 1), mean = sums[i] / count;
-        const float deviation = squares[i] / count - mean * mean, least = deviation > 0 ? deviation : 0;
-        int32_t bits; /* as one whole number, of which none are equal */
-        memcpy(&bits, &least, sizeof bits);
-        const int fixed = pos[i] < limits[0] || pos[i] > now - limits[1];
-        keys[i] = found[i] = fixed ? INT64_MAX : ((int64_t)bits << 32) - pos[i];
-        rank[i] = mean;
-    }
-    const int64_t bound = lowest(found, n, least(limits[2], n));
-    for (int64_t i = 0; i < n; i++)
-        if (keys[i] > bound) rank[i] = 2;
 }
 
 typedef struct {
@@ -168,17 +99,17 @@ static void take_heads(void *task, int member) {
     (void)member;
     int64_t i = claim(&all->next, 1);
     if (i >= r->rows * r->kv_heads) return;
-    const int64_t pitch = up(r->count, TILE), size = r->bf16 ? 2 : 4;
-    const int64_t bytes = !r->keys ? 2 * r->count * 8 : r->chosen ? (r->dim + 1) * pitch * 4 : 2 * up(r->dim * size, VECTOR);
-    void *scratch = malloc(bytes);
-    if (!scratch) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
-    for (; scratch && i < r->rows * r->kv_heads; i = claim(&all->next, 1)) {
-        const int64_t row = i / r->kv_heads, head = i % r->kv_heads, at = row * r->row + head * r->head;
+    const int64_t size = r->bf16 ? 2 : 4;
+    float *scratch = r->chosen ? malloc((r->dim + ROWS + 1) * up(r->count, TILE) * sizeof(float)) : NULL;
+    if (r->chosen && !scratch) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
+    for (; scratch || !r->chosen; i = claim(&all->next, 1)) {
+        if (i >= r->rows * r->kv_heads) break;
+        const int64_t row = i / r->kv_heads, head = i % r->kv_heads;
         const char *keys = r->keys + (row * r->key_row + head * r->key_head) * size;
+        const int32_t *pos = r->pos ? r->pos + row * r->row + head * r->head : NULL;
         float *rank = r->rank + i * r->count;
-        if (!r->keys) steady(r, row, at, rank, scratch);
-        else if (r->chosen) alike(r, (const float *)keys, r->chosen + i * r->count, rank, scratch);
-        else different(r, keys, r->pos ? r->pos + at : NULL, rank, scratch);
+        if (r->chosen) alike(r, (const float *)keys, r->chosen + i * r->count, rank, scratch);
+        else differences(keys, r->count, pos, r->dim, r->bf16 != 0, rank);
     }
     free(scratch);
 }

@@ -103,6 +103,8 @@ INLINE void store_some(void *at, const void *from, size_t bytes, size_t whole) {
 #define _mm512_storeu_ps v_storeu
 #define _mm512_store_ps v_storeu
 #define _mm512_load_si512(at) v_as_i(v_loadu(at))
+#define _mm512_loadu_si512(at) v_as_i(v_loadu(at))
+#define _mm512_storeu_si512(at, x) v_storeu(at, v_as_f(x))
 #define _mm512_store_si512(at, x) v_storeu(at, v_as_f(x))
 #define _mm512_maskz_loadu_epi32(mask, at) load_some(at, first_bytes((m16)(mask), 4))
 #define _mm512_maskz_loadu_ps(mask, at) v_as_f(load_some(at, first_bytes((m16)(mask), 4)))
@@ -137,13 +139,17 @@ INLINE i512 v_set1_i(int x) { return I2(_mm256_set1_epi32(x), _mm256_set1_epi32(
 BOTH_F(_v_add, _mm256_add_ps) BOTH_F(_v_sub, _mm256_sub_ps) BOTH_F(_v_mul, _mm256_mul_ps) BOTH_F(_v_div, _mm256_div_ps)
 BOTH_F(_v_max, _mm256_max_ps) BOTH_F(_v_min, _mm256_min_ps)
 BOTH_I(_v_addi, _mm256_add_epi32) BOTH_I(_v_and, _mm256_and_si256) BOTH_I(_v_or, _mm256_or_si256)
+BOTH_I(_v_subi, _mm256_sub_epi32) BOTH_I(_v_maxi, _mm256_max_epi32)
 #define _mm512_add_ps _v_add
 #define _mm512_sub_ps _v_sub
 #define _mm512_mul_ps _v_mul
 #define _mm512_div_ps _v_div
 #define _mm512_max_ps _v_max
 #define _mm512_min_ps _v_min
+#define _mm512_sqrt_ps(x) F2(_mm256_sqrt_ps((x).a), _mm256_sqrt_ps((x).b))
 #define _mm512_add_epi32 _v_addi
+#define _mm512_sub_epi32 _v_subi
+#define _mm512_max_epi32 _v_maxi
 #define _mm512_and_si512 _v_and
 #define _mm512_or_si512 _v_or
 #define _mm512_srli_epi32(x, n) I2(_mm256_srli_epi32((x).a, n), _mm256_srli_epi32((x).b, n))
