@@ -35,7 +35,8 @@ def test_matrices_are_packed_in_memory_that_comes_back(dummy: bool) -> None:
     """24 of 48 layers of Qwen3-30B-A3B's shape held up to 7.7 GiB more than their weights, in holes that thousands of
     experts had left."""
     shape, packing = (512, 1024), groupwise(4, 64)
-    inner = SimpleNamespace(dtype="bfloat16", dummy=dummy, fingerprint="", read_into=lambda _name, out: out.fill_(0.5))
+    read = {"packings": {}, "read_into": lambda _name, out: out.fill_(0.5)}
+    inner = SimpleNamespace(dtype="bfloat16", dummy=dummy, fingerprint="", **read)
     source = QuantisingSource(cast(Any, inner), cast(Any, SimpleNamespace(packings={"w": packing})))
     out = PackedWeight.empty(packing, shape)
     with MadeByTorch() as made:
