@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -69,16 +70,17 @@ def test_folded_thoughts_are_not_seen(name: str, place: str, checkpoint, rewriti
     with Engine(folder, dtype="float32", policy=PLACES[place]) as llm:
         outputs = llm.generate(prompts, **settings)
     assert [output.token_ids for output in outputs] == [tokens for tokens, _, _ in expected]
-    assert sum(folds for _, _, folds in expected) >= 1
+    assert sum(folds for _, _, folds in expected) >= 2
     assert llm.last_record is not None
     assert llm.last_record.dependency == sum(seen for _, seen, _ in expected)
 
 
 def _frequent(model: PreTrainedModel) -> int:
-    """A token that answers hold again and again."""
-    found = [folded(model, prompt, Fold(96, KEEP))[0] for prompt in prompts_of(LENGTHS)[:1]]
-    tokens = [token for answer in found for token in answer[4:20]]
-    return max(tokens, key=tokens.count)
+    """A token that answers hold again and again, whatever random weights say."""
+    prompts = prompts_of(LENGTHS)
+    tokens = Counter(token for prompt in prompts for token in folded(model, prompt, Fold(96, KEEP))[0][4:20])
+    often = [token for token, _ in tokens.most_common(3)]
+    return max(often, key=lambda token: sum(folded(model, prompt, Fold(token, KEEP, THEN))[2] for prompt in prompts))
 
 
 def test_rows_with_and_without_a_fold(checkpoint) -> None:
