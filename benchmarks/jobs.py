@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import random
+import resource
 import signal
 import statistics
 import struct
@@ -176,20 +177,25 @@ def throughput(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Of `batch`, then of `run` on the same prompts: seconds of the process, and resident memory in MiB, after each
-    tenth of the requests and the most ever."""
+    """Of `batch` and of `run` on the same prompts, in turn: seconds and CPU seconds of the process, and resident memory
+    in MiB, after each tenth of the requests and the most ever. `ratio`: of CPU seconds, `run` by `batch`."""
     file = folder / "in.jsonl"
     plain(file, args.requests, args.words)
     flags = ("--gen-len", args.gen_len, "--gpu-batch-size", args.gpu_batch_size)
-    found: dict[str, Any] = {"requests": args.requests, "input_bytes": file.stat().st_size}
-    for name, given in (("batch", "-i"), ("run", "--prompts")):
-        out = folder / f"{name}.jsonl"
-        found[name] = _watched(program(name, given, file, "-o", out, *flags, model=args.model), out, args.requests)
-    return {**found, "ratio": round(found["run"]["process_seconds"] / found["batch"]["process_seconds"], 4)}
+    runs: dict[str, list[dict[str, Any]]] = {"batch": [], "run": []}
+    for number in range(args.repetitions):
+        for name, given in (("batch", "-i"), ("run", "--prompts")):
+            out = folder / f"{name}{number}.jsonl"
+            command = program(name, given, file, "-o", out, *flags, model=args.model)
+            runs[name].append(_watched(command, out, args.requests))
+    cpu = {name: statistics.median(each["cpu_seconds"] for each in found) for name, found in runs.items()}
+    work = {"requests": args.requests, "gen_len": args.gen_len, "gpu_batch_size": args.gpu_batch_size}
+    return {**work, "input_bytes": file.stat().st_size, **runs, "ratio": round(cpu["run"] / cpu["batch"], 4)}
 
 
 def _watched(command: list[str], out: Path, requests: int) -> dict[str, Any]:
     started, tenths, most, done, counted = time.perf_counter(), dict[int, int](), 0, 0, 0
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     watched = psutil.Process(process.pid)
     while process.poll() is None:
@@ -205,9 +211,10 @@ def _watched(command: list[str], out: Path, requests: int) -> dict[str, Any]:
                 tenths.setdefault(10 * done // requests, now)
     seconds = round(time.perf_counter() - started, 1)
     stdout, _ = process.communicate()
-    summary = json.loads(stdout.splitlines()[-1])
-    kept = {name: summary[name] for name in ("generated_tokens", "gen_throughput")}
-    return {"process_seconds": seconds, **kept, "rss_mib_by_tenth": tenths, "most_mib": most}
+    after, summary = resource.getrusage(resource.RUSAGE_CHILDREN), json.loads(stdout.splitlines()[-1])
+    cpu = round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1)
+    kept = {name: summary[name] for name in ("dtype", "generated_tokens", "gen_throughput")}
+    return {"process_seconds": seconds, "cpu_seconds": cpu, **kept, "rss_mib_by_tenth": tenths, "most_mib": most}
 
 
 def counted(tally: str, argv: list[str]) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -45,6 +45,17 @@ from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.schedule.timeline import Timeline
 from h2o_flexgen.schedule.work import CountedWork
+
+
+class _CallWork(NamedTuple):
+    """Tokens of prompts, and steps, of all sequences of a call together."""
+
+    prompts: int
+    steps: int
+
+
+def _work_of(rows: Collection[Sequence]) -> _CallWork:
+    return _CallWork(sum(len(row.prompt_ids) for row in rows), sum(row.steps for row in rows))
 
 
 class Engine:
@@ -248,41 +259,48 @@ class Engine:
                 self.score_log.begin()
             meter, sampler = RunMetrics(self._trace), Sampler(self.model.codec.decode if self.model.codec else None)
             waiting, plans = {row.row_id: row for row in rows}, list[Plan]()
+            every = _work_of(rows)
+            del rows  # those that are finished are no longer held
             while waiting:
                 plan = self.plan(workload_of(list(waiting.values())))
                 plans.append(plan)
                 self.on_plan(plan)
                 try:
-                    for row in self._attempt(plan, list(waiting.values()), rows, meter, sampler):
+                    for row in self._attempt(plan, waiting, every, meter, sampler):
                         del waiting[row.row_id]
+                        meter.finished(row)
                         yield row
                 except (MemoryError, RuntimeError, PlanError) as error:
                     self._retry.learn(error, plan, waiting.values())
                 if waiting:
                     forget()
             self.last_work = meter.totals.work
-            self.last_record = make_record(self.config, self.model, plans, rows, meter, self._retry.warnings)
+            self.last_record = make_record(self.config, self.model, plans, meter, self._retry.warnings)
 
     def _attempt(
-        self, plan: Plan, rows: list[Sequence], every: list[Sequence], meter: RunMetrics, sampler: Sampler
+        self, plan: Plan, rows: Mapping[int, Sequence], every: _CallWork, meter: RunMetrics, sampler: Sampler
     ) -> Iterator[Sequence]:
-        """Runs `rows` by `plan`, block by block; `every`: those of the whole call."""
+        """Runs the sequences of `rows` by `plan`, block by block; `every`: the work of the whole call."""
         before, loaded = self._loaded, self._load(plan)
         meter.load_seconds += 0.0 if loaded is before else loaded.seconds
         sampler.start()
-        runner = self._runner(loaded, sampler)
-        runner.on_prompts = self._counting("prefill", lambda row: len(row.prompt_ids), rows, every)
-        runner.on_tokens = self._counting("generating", lambda row: row.steps, rows, every)
-        ordered = in_order(rows, self._shares)
-        if self.prefixes is not None:
-            note_returns(ordered)
-        waiting, size = WaitingQueue(ordered), plan.policy.gpu_batch_size
+        runner, left = self._runner(loaded, sampler), _work_of(rows.values())
+        runner.on_prompts = self._counting("prefill", every.prompts - left.prompts, every.prompts)
+        runner.on_tokens = self._counting("generating", every.steps - left.steps, every.steps)
+        waiting, size = self._queue(rows.values()), plan.policy.gpu_batch_size
         with meter.over(loaded), loaded.keeping_memory():
             while waiting:
                 first = waiting.take(plan.policy.block_size)
                 block = [first[i : i + size] for i in range(0, len(first), size)]
                 with closing(runner.run(plan, block, meter.totals, waiting)) as finished:
                     yield from finished
+
+    def _queue(self, rows: Iterable[Sequence]) -> WaitingQueue:
+        """`rows` in the order in which they are run."""
+        ordered = in_order(rows, self._shares)
+        if self.prefixes is not None:
+            note_returns(ordered)
+        return WaitingQueue(ordered)
 
     def _runner(self, loaded: Loaded, sampler: Sampler) -> BlockRunner:
         eviction, finite = make_policy(self.config.eviction), self.config.check_finite
@@ -346,13 +364,9 @@ class Engine:
     def _note(self, what: str, done: int, total: int) -> None:
         self.on_progress(what, done, total)
 
-    def _counting(
-        self, what: str, tokens: Callable[[Sequence], int], rows: list[Sequence], every: list[Sequence]
-    ) -> Callable[[int], None]:
-        """A function that is told how many of the `tokens` of `rows` are done, and passes it on as a count of those of
-        `every`."""
-        total = sum(map(tokens, every))
-        before = total - sum(map(tokens, rows))
+    def _counting(self, what: str, before: int, total: int) -> Callable[[int], None]:
+        """A function that is told how many tokens were done after `before` others, and passes on how many of `total`
+        are."""
         return lambda done: self._note(what, before + done, total)
 
     def _compute_tier(self) -> str:

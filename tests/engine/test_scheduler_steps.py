@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import tracemalloc
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from h2o_flexgen.engine.batching.scheduler import WaitingQueue, in_order
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.execution import block
 from h2o_flexgen.engine.execution.executor import Executor
+from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.schedule.tasks import ScheduleShape, Tick
 from tests.engine.ragged import LENGTHS, NEW, PROMPTS
 from tests.engine.ragged import params as _params
@@ -175,3 +177,45 @@ def test_prompts_beyond_the_context_count_as_they_are_fed(checkpoint) -> None:
     assert [entry for entry in heard if entry[0] == "prefill"][-1] == ("prefill", context, context)
     counts = [done for what, done, total in heard if what == "generating"]
     assert counts == list(range(12)), "a step each: nine tokens of the prompt, and three new ones"
+
+
+def test_what_waits_is_looked_through_once(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many blocks ask: a look through half a million rows for each block took longer than the blocks."""
+    with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.3), (3, 1)) as llm:
+        rows = llm._reader().read(PROMPTS, _params())
+    asked: list[Sequence] = []
+    waiting, looks = WaitingQueue(rows), Sequence.budget_in
+    monkeypatch.setattr(Sequence, "budget_in", lambda row, *where: asked.append(row) or looks(row, *where))
+    for _ in range(5):
+        waiting.take(1)
+        waiting.slots(0, None)
+        waiting.slots(3, None)
+    assert len(asked) == len(rows) - 1
+
+
+def test_sequences_that_were_given_out_are_not_held(checkpoint) -> None:
+    """A call may have more of them than there is memory for all their tokens."""
+    with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.3), (3, 1)) as llm:
+        params, given = SamplingParams(max_new_tokens=3, ignore_eos=True), list[int]()
+        gc.collect()
+        others = sum(type(each) is Sequence for each in gc.get_objects())
+        for row in llm._run(llm._reader().read(prompts_of([5] * 60), params)):
+            given.append(row.row_id)
+            del row
+            gc.collect()
+            held = sum(type(each) is Sequence for each in gc.get_objects()) - others
+            assert held <= 60 - len(given) + 6, "those of a block"
+    assert sorted(given) == list(range(60))
+
+
+def test_a_sequence_is_small(checkpoint) -> None:
+    """Of a million prompts each is one."""
+    with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.3), (3, 1)) as llm:
+        reader, prompts, params = llm._reader(), prompts_of([8] * 500), SamplingParams(max_new_tokens=4)
+        reader.read(prompts[:1], params)
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        rows = reader.read(prompts, params)
+        taken = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+    assert taken / len(rows) < 1500

@@ -57,14 +57,14 @@ class PromptChunk(NamedTuple):
     segments: tuple[PromptSegment, ...]
 
 
-def shared_first(prompts: Sequence[Sequence[int]], share: bool = True) -> list[int]:
+def shared_first(prompts: Sequence[list[int]], share: bool = True) -> list[int]:
     """An order of `prompts`: those with a common prefix of MIN_SHARED tokens are neighbours, otherwise as they are.
 
     A group comes where its first member would; the order stays among the rows that share a prefix, too.
     """
     if not share:
         return list(range(len(prompts)))
-    by_text = sorted(range(len(prompts)), key=lambda i: (list(prompts[i]), i))
+    by_text = sorted(range(len(prompts)), key=prompts.__getitem__)
     common = [shared_tokens(prompts[a], prompts[b]) for a, b in pairwise(by_text)]
     order: list[int] = []
     todo = [(0, len(by_text), 0)] if by_text else []  # rows [low, high), with `past` tokens in common

@@ -22,28 +22,27 @@ from h2o_flexgen.engine.requests.sequence import Sequence
 
 
 class WaitingQueue:
-    """FIFO queue of sequences. Suffix maxima are computed once, so that a block sizes its buffers in O(1)."""
+    """FIFO queue of sequences, which holds none that was taken. Suffix maxima are computed once, so that a block sizes
+    its buffers in O(1)."""
 
     def __init__(self, rows: Iterable[Sequence] = ()) -> None:
-        self._rows = list(rows)
-        self._taken = 0
-        self._steps = list(accumulate((row.steps for row in reversed(self._rows)), initial=0))
+        self._rows = [*reversed(list(rows))]
+        self._by_layer = any(row.by_layer for row in self._rows)
+        self._steps = list(accumulate((row.steps for row in self._rows), initial=0))
         self._prompts = self._largest(lambda row: len(row.pass_ids))
         self._slots: dict[tuple[int, int | None], list[int]] = {}
 
     def __len__(self) -> int:
-        return len(self._rows) - self._taken
+        return len(self._rows)
 
     @property
     def first(self) -> Sequence:
         """The one that comes in next; IndexError where the queue is empty."""
-        return self._rows[self._taken]
+        return self._rows[-1]
 
     def take(self, count: int) -> list[Sequence]:
         """The next `count`, or as many as there are."""
-        taken = self._rows[self._taken : self._taken + count]
-        self._taken += len(taken)
-        return taken
+        return [self._rows.pop() for _ in range(min(count, len(self)))]
 
     @property
     def steps(self) -> int:
@@ -57,14 +56,14 @@ class WaitingQueue:
 
     def slots(self, layer: int, window: int | None) -> int:
         """Cache slots of the one that needs most, in a layer with this window; 0 where the queue is empty."""
-        alike = layer if any(row.by_layer for row in self._rows) else -1, window
+        alike = layer if self._by_layer else -1, window
         if alike not in self._slots:
             self._slots[alike] = self._largest(lambda row: slots_needed([row.budget_in(layer, window)]))
         return self._slots[alike][len(self)]
 
     def _largest(self, size: Callable[[Sequence], int]) -> list[int]:
         """Of the last 0, 1, 2, ... rows."""
-        return list(accumulate((size(row) for row in reversed(self._rows)), max, initial=0))
+        return list(accumulate((size(row) for row in self._rows), max, initial=0))
 
 
 SOON = 4

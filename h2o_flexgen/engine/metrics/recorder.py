@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
+from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.packing import CachePacking
 from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
@@ -53,11 +54,33 @@ class BlockTotals:
     """Counted step by step; of sequences that a failed block left unfinished without what decode read from caches."""
 
 
+class RowLengths(NamedTuple):
+    """What a record says of a finished row. Most rows of a call are alike in it."""
+
+    prompt: int
+    most_new: int
+    new: int
+    budget: Budget
+    by_layer: tuple[Budget, ...]
+
+    @classmethod
+    def of(cls, row: Sequence) -> RowLengths:
+        return cls(row.prompt_tokens, row.max_new_tokens, len(row.token_ids), row.budget, row.by_layer)
+
+    def budget_in(self, layer: int, window: int | None) -> Budget:
+        """As `Sequence.budget_in`."""
+        return self.by_layer[layer] if self.by_layer else self.budget.within(window)
+
+
 class RunMetrics:
     """The part of one call in counters that only ever grow, over all the placements it runs on."""
 
     def __init__(self, trace: Trace) -> None:
         self.totals = BlockTotals()
+        self.lengths = dict[RowLengths, None]()
+        """Of all finished rows, each that there is once."""
+        self.kept: dict[str, list[dict[str, float]]] = {}
+        """Of the spans of finished rows, by their names: see `Kept`."""
         self.load_seconds = self.total_seconds = 0.0
         self.bytes_moved, self.busy_seconds = dict[str, int](), dict[str, float]()
         self.gpu_peaks: list[int] = []
@@ -65,6 +88,12 @@ class RunMetrics:
         self.cores = CoreCount()
         self._peaks: dict[str, int] = {}
         self._trace, self._computed = trace, sum(trace.compute_seconds.values())
+
+    def finished(self, row: Sequence) -> None:
+        """Notes what a record says of `row`, which need not be held any longer."""
+        self.lengths[RowLengths.of(row)] = None
+        for name, counts in (kept_of_spans(row) or {}).items():
+            self.kept.setdefault(name, []).append(counts)
 
     @contextmanager
     def over(self, loaded: Loaded) -> Iterator[None]:
@@ -101,12 +130,12 @@ def make_record(
     config: EngineConfig,
     model: Model,
     plans: SequenceOf[Plan],
-    rows: SequenceOf[Sequence],
     metrics: RunMetrics,
     warnings: SequenceOf[str] = (),
 ) -> RunRecord:
     """The record of a call. Of several `plans`, where memory ran out, the last one ran; the first one predicted."""
     totals, first, plan, busy = metrics.totals, plans[0], plans[-1], metrics.busy_seconds
+    rows = list(metrics.lengths)
     bandwidth = {link: n / busy[link] if busy.get(link) else None for link, n in metrics.bytes_moved.items()}
     achieved, peaks = plan.placement.achieved(model.spec, model.dtype), metrics.peak_bytes
     said = [
@@ -150,8 +179,10 @@ def make_record(
             {} if first.request.num_gpus > 1 else bandwidth,
         ),
         predicted=None if first.predicted is None else dict(first.predicted),
-        least_bytes_moved=_least_moved(plan, rows) if len(plans) == 1 and plan.request.num_gpus == 1 else None,
-        kept=_kept(rows),
+        least_bytes_moved=_least_moved(plan, list(metrics.lengths))
+        if len(plans) == 1 and plan.request.num_gpus == 1
+        else None,
+        kept=_kept(metrics.kept),
         dependency=totals.work.dependency,
         shared=metrics.cores.shared,
         warnings=[warning for warning in said if warning is not None],
@@ -182,14 +213,14 @@ def _cache_bits(keys: CachePacking, values: CachePacking) -> int | list[int]:
     return keys.bits if keys == values else [keys.bits, values.bits]
 
 
-def _least_moved(plan: Plan, rows: SequenceOf[Sequence]) -> dict[str, int]:
+def _least_moved(plan: Plan, rows: SequenceOf[RowLengths]) -> dict[str, int]:
     """The fewest bytes that any schedule must move, by blocks of the size that ran, within the same caps, less what the
     process holds whatever the schedule. All rows are counted as long as the shortest: the bound holds for each."""
     request, sequences = plan.request, plan.request.workload.num_sequences
     block = min(plan.policy.block_size, sequences)
     if request.caps.cpu is not None:
         request = request.with_caps(cpu=max(0, request.caps.cpu - request.baseline))
-    prompt, new = min(row.prompt_tokens for row in rows), min(len(row.token_ids) for row in rows)
+    prompt, new = min(row.prompt for row in rows), min(row.new for row in rows)
     shortest = replace(request, workload=Workload(prompt, max(1, new), block))
     # Of lengths that no row has, a budget need not follow: the smallest that a row has.
     row, windows = min(rows, key=lambda row: row.budget.total), request.spec.windows
@@ -237,24 +268,20 @@ def _device(plan: Plan, config: EngineConfig) -> str:
     return "emulated gpu" if config.emulate_gpu is not None else "cuda"
 
 
-def _eviction(config: EngineConfig, rows: SequenceOf[Sequence]) -> dict[str, Any]:
+def _eviction(config: EngineConfig, rows: SequenceOf[RowLengths]) -> dict[str, Any]:
     """Resolved tokens, and the budget as a share of prompt and of whole sequence; [least, most] where rows differ."""
     entry = eviction_entry(config.eviction.name, [row.budget for row in rows])
     if any(row.by_layer for row in rows):
         entry["budget_split"] = config.eviction.how_layers_share
         layers = zip(*(row.by_layer for row in rows), strict=True)
         entry["budget_by_layer"] = [_span(each.total for each in layer) for layer in layers]
-    entry["share_of_prompt"] = _span(row.budget.total / row.prompt_tokens for row in rows)
-    entry["share_of_sequence"] = _span(row.budget.total / (row.prompt_tokens + row.max_new_tokens) for row in rows)
+    entry["share_of_prompt"] = _span(row.budget.total / row.prompt for row in rows)
+    entry["share_of_sequence"] = _span(row.budget.total / (row.prompt + row.most_new) for row in rows)
     return entry
 
 
-def _kept(rows: SequenceOf[Sequence]) -> dict[str, dict[str, float]] | None:
+def _kept(found: Mapping[str, list[dict[str, float]]]) -> dict[str, dict[str, float]] | None:
     """The `kept` of a record."""
-    found: dict[str, list[dict[str, float]]] = {}
-    for row in rows:
-        for name, counts in (kept_of_spans(row) or {}).items():
-            found.setdefault(name, []).append(counts)
     means = {name: {key: fmean(c.get(key, 0.0) for c in each) for key in each[0]} for name, each in found.items()}
     return means or None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from h2o_flexgen.config.budget import Budget, Range
@@ -202,7 +202,7 @@ class RequestReader:
             raise UsageError("stop_strings are given, and this model has no tokenizer", "needed eos_token_id instead")
         params.check_vocabulary(self.spec.vocab_size)
         ranges = marked(spans, self.eviction.spans)
-        budget = self.eviction.resolve(len(ids), params.max_new_tokens, ranges)
+        budget = _budget(self.eviction, len(ids), params.max_new_tokens, ranges)
         # With rolling positions the end of a prompt past the context goes through decode steps.
         first = first_pass(self.spec, self.eviction, len(ids), params.max_new_tokens, where or f"prompt {index}")
         if spans and first < len(ids):
@@ -223,7 +223,7 @@ class RequestReader:
             by_layer=self._by_layer(len(ids), params.max_new_tokens, ranges),
             spans=spans,
             replays=self.eviction.split.replays and not budget.full,
-            eos=_eos(params, self.spec),
+            eos=_eos(params.eos_token_id, self.spec.eos_token_ids),
             seed=self.seed if params.seed is None else params.seed,
             grammar=self._grammar(params, f"prompt {index}"),
         )
@@ -260,8 +260,18 @@ def _as_int(token: Any, where: str) -> int:
     return int(token)
 
 
-def _eos(params: SamplingParams, spec: ModelSpec) -> frozenset[int]:
-    eos = spec.eos_token_ids if params.eos_token_id is None else params.eos_token_id
+# Sequences share what is equal: a call may have a million, most of them as long as others.
+
+
+@lru_cache(4096)
+def _budget(eviction: EvictionConfig, prompt_len: int, gen_len: int, ranges: tuple[Range, ...]) -> Budget:
+    return eviction.resolve(prompt_len, gen_len, ranges)
+
+
+@lru_cache(64)
+def _eos(given: int | tuple[int, ...] | None, own: tuple[int, ...]) -> frozenset[int]:
+    """Tokens that end a sequence: those that are given, else the model's `own`."""
+    eos = own if given is None else given
     return frozenset((eos,) if isinstance(eos, int) else eos)
 
 

@@ -51,9 +51,9 @@ class Dropped(NamedTuple):
     step: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Sequence:
-    """The state of one row while it runs. Mutated by the sampler only.
+    """The state of one row while it runs. Mutated by the sampler only. A call may have a million, so it has slots.
 
     `index` is the prompt's place in the call, `sample` counts its num_return_sequences, `row_id` numbers all sequences
     of a call; policies and generators are seeded by these, so that neighbours never matter. `forced` replaces
