@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import zlib
@@ -36,6 +37,15 @@ if os.environ.get("CI") and not SEED:
     settings.load_profile("ci")
 
 
+gc.disable()  # until all tests are collected, of which none is garbage
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and modules stay until the end: no later collection looks through them again."""
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="one case of each test, and none of those marked slow")
 
@@ -64,7 +74,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _seeded(request: pytest.FixtureRequest) -> None:
     """What a test draws depends on its name and on SEED, not on the tests before it."""
-    torch.manual_seed(moved(zlib.crc32(request.node.nodeid.encode())))
+    seed = moved(zlib.crc32(request.node.nodeid.encode()))
+    # Where there is no GPU, torch.manual_seed notes each seed for one that may come, with the stack, which takes longer.
+    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(seed)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -32,7 +32,7 @@ PROMPTS = [
     "The capital of France is", "def fib(n):\n", "两个黄鹂鸣翠柳，", "1, 2, 3, 4,", "Q: What is 2+2?\nA:", "In 1969,",
     "<html>", "\U0001f600\U0001f600",
 ]  # fmt: skip
-NEW = 6
+NEW = 4
 ENDS = 500
 """Rows at either end of the vocabulary that are compared; of other matrices all rows are."""
 

@@ -52,8 +52,8 @@ class FaultyCalls:
 @pytest.mark.parametrize(
     ("code", "stride"),
     [
-        pytest.param(errno.EIO, 2, marks=pytest.mark.slow),
-        pytest.param(errno.ENOSPC, 5, marks=pytest.mark.slow),
+        pytest.param(errno.EIO, 3, marks=pytest.mark.slow),
+        pytest.param(errno.ENOSPC, 7, marks=pytest.mark.slow),
         (errno.EIO, 37),
     ],
 )

@@ -47,7 +47,7 @@ def by_id(path: Path) -> dict[Any, dict[str, Any]]:
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_job_that_is_killed_again_and_again(tmp_path: Path, model: Path, kills: int) -> None:
     """At moments of no choice: in the end nothing is lost, nothing is there twice, and what was finished stayed."""
-    file, source = requests(tmp_path, 40 + 20 * kills), random.Random(moved(kills))
+    file, source = requests(tmp_path, 40 + 8 * kills), random.Random(moved(kills))
     flags = ("-i", file, "--model", model, "--hh-ratio", 0.5, "--gpu-batch-size", 4, "--no-json")
     assert end(tmp_path, *flags, "-o", tmp_path / "whole.jsonl").code == 3
     wanted, out, kept = by_id(tmp_path / "whole.jsonl"), tmp_path / "out.jsonl", b""
