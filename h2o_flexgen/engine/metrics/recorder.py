@@ -179,9 +179,7 @@ def make_record(
             {} if first.request.num_gpus > 1 else bandwidth,
         ),
         predicted=None if first.predicted is None else dict(first.predicted),
-        least_bytes_moved=_least_moved(plan, list(metrics.lengths))
-        if len(plans) == 1 and plan.request.num_gpus == 1
-        else None,
+        least_bytes_moved=_least_moved(plan, rows) if len(plans) == 1 and plan.request.num_gpus == 1 else None,
         kept=_kept(metrics.kept),
         dependency=totals.work.dependency,
         shared=metrics.cores.shared,
