@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _seeded(request: pytest.FixtureRequest) -> None:
     """What a test draws depends on its name and on SEED, not on the tests before it."""
     seed = moved(zlib.crc32(request.node.nodeid.encode()))
-    # Where there is no GPU, torch.manual_seed notes each seed for one that may come, with the stack, which takes longer.
+    # Without a GPU torch.manual_seed notes each seed, with the stack, for one that may come: that takes longer.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(seed)
 
 
