@@ -31,7 +31,7 @@ setup(
     package_dir={"h2o_flexgen.configs": "configs"},
     package_data={
         "h2o_flexgen": [
-            *("py.typed", "data/demo/*", "data/demo-stream/*", "kernels/native/*.c", "kernels/native/*.h"),
+            *("py.typed", "data/*/*", "kernels/native/*.c", "kernels/native/*.h"),
             "pages/assets/*",
         ],
         "h2o_flexgen.configs": ["*/*.json"],

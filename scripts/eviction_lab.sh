@@ -7,7 +7,7 @@ folder=$(realpath -m "${1:?give a folder for the records}")
 shift
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh test
-for suite in "${@:-demo demo-stream real}"; do
+for suite in "${@:-demo demo-stream reasoning real}"; do
   for name in $suite; do
     mkdir -p "$folder/$name"
     python -m h2o_flexgen.evaluate --suite "configs/eval/$name.json" --output-dir "$folder/$name" \

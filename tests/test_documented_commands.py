@@ -117,6 +117,7 @@ COMMANDS: dict[str, str] = {
     "--num-gpu-batches 1": STARTED,
     "search --output FILE": STARTED,
     "python -m training.demo": STARTED,
+    "python -m training.sums": STARTED,
     "pytest -m gpu": STARTED,
     "pytest -m gpu tests/gpu/test_stages.py": STARTED,
     "BATCHES=8 scripts/compare_decode.sh --systems h2o,transformers,static --repetitions 3": SCRIPT,

@@ -65,7 +65,7 @@ class Recipe:
         return min(1.0, (step + 1) / self.warmup, max(0.03, left))
 
 
-def new_model(recipe: Recipe, vocab: int) -> OPTForCausalLM:
+def new_model(recipe: Recipe, vocab: int, context: int = CONTEXT) -> OPTForCausalLM:
     """A fresh OPT model whose positions are fixed sinusoids and whose first two layers start as a copying circuit."""
     config = OPTConfig(
         vocab_size=vocab,
@@ -74,7 +74,7 @@ def new_model(recipe: Recipe, vocab: int) -> OPTForCausalLM:
         ffn_dim=4 * recipe.hidden,
         num_hidden_layers=recipe.layers,
         num_attention_heads=recipe.heads,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         dropout=0.0,
         attention_dropout=0.0,
         activation_function="relu",

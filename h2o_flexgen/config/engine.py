@@ -86,7 +86,11 @@ class EngineConfig:
     """
 
     model: str = option(
-        "demo", "--model", "-m", help="name (opt-30b, facebook/opt-30b), folder, demo, demo-stream", metavar="MODEL"
+        "demo",
+        "--model",
+        "-m",
+        help="name (opt-30b, facebook/opt-30b), folder, demo, demo-stream or -sums",
+        metavar="MODEL",
     )
     path: str | None = option(
         None, "--path", help="folder with models by name; _DUMMY_ is --weights dummy", metavar="DIR"

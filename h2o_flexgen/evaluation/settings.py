@@ -18,7 +18,8 @@ from h2o_flexgen.errors import UsageError
 from h2o_flexgen.registry import suggestion
 
 T = TypeVar("T")
-RECALL_FILE, TEXT_FILE = "recall_prompts.jsonl", "heldout.txt"
+RECALL_FILE, TEXT_FILE, SUMS_FILE = "recall_prompts.jsonl", "heldout.txt", "problems.jsonl"
+_SHIPPED_WITH = {RECALL_FILE: "demo", TEXT_FILE: "demo", SUMS_FILE: "demo-sums"}
 
 
 def _ratios(text: str) -> tuple[float, ...]:
@@ -187,10 +188,10 @@ def spread(items: Sequence[T], count: int | None) -> list[T]:
     return [items[(2 * place + 1) * len(items) // (2 * wanted)] for place in range(wanted)]
 
 
-def read_cases(file: str | None) -> list[Question]:
-    """The questions in a .jsonl file, the demo's for None; UsageError naming the line where one cannot be used."""
+def read_cases(file: str | None, shipped: str = RECALL_FILE) -> list[Question]:
+    """The questions in a .jsonl file, those `shipped` for None; UsageError naming the line where one cannot be used."""
     # Not splitlines(): a form feed or U+2028 belongs to the prompt in which it stands.
-    name, lines = file or RECALL_FILE, _read(file, RECALL_FILE, "--recall").split("\n")
+    name, lines = file or shipped, _read(file, shipped, "--recall").split("\n")
     cases = [_case(line, f"{name} line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not cases:
         raise UsageError(f"{name} holds no questions", 'needed {"prompt": "...", "answer": "..."} per line')
@@ -205,7 +206,8 @@ def read_text(file: str | None) -> str:
 def _read(file: str | None, shipped: str, flag: str) -> str:
     try:
         if file is None:
-            return resources.files("h2o_flexgen").joinpath("data/demo", shipped).read_text(encoding="utf-8")
+            folder = resources.files("h2o_flexgen") / "data" / _SHIPPED_WITH[shipped]
+            return (folder / shipped).read_text(encoding="utf-8")
         return Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text: byte {error.start}", "needed a text file") from None

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from h2o_flexgen.cache.eviction.ceiling import CEILING
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import SuiteRecord, interval
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.evaluate import main
 from h2o_flexgen.evaluation.suites.runner import RECORDS, Suite, SuitePolicy, run_suite
-from h2o_flexgen.evaluation.suites.tasks import SuiteTask, make
+from h2o_flexgen.evaluation.suites.tasks import SuiteTask, ceiling, make
 from h2o_flexgen.planning.llm import LLM
 from h2o_flexgen.reporting.plots import plot_suite
 from h2o_flexgen.reporting.tables import suite_table
@@ -166,6 +167,24 @@ def test_instructions_open_a_passage_and_are_asked_for_in_turn() -> None:
     assert [kept["local"][f"kept of instruction {i}"].values for i in (1, 2)] == [(0.0,), (0.0,)]
     assert kept["h2o"]["followed"].kind == "share"
     assert min(kept["h2o"]["nats per token asked for"].values) > 0
+
+
+def test_a_sum_is_worked_out_where_its_lines_are_kept() -> None:
+    """A window that holds a line works lines out, and has lost what the first ones came to."""
+    task, found = SuiteTask(kind="reasoning", cases=2), {}
+    for name, ratio in (("full", 1.0), (CEILING, 0.5), ("local", 0.5)):
+        with ceiling() as foresight, LLM("demo-sums", eviction=EvictionConfig(name, ratio=ratio)) as llm:
+            measured = make(task, llm)
+            figures = measured.run(llm, foresight if name == CEILING else None, {})
+            found[name] = {each.metric: each.values for each in figures}
+            decode = llm.model.codec.decode
+    case = measured.cases[0]
+    assert decode(case.context).endswith(" ;")
+    assert decode(case.continuation[-case.answer :]).startswith("0 A= ")
+    right = {"answers": (1, 1), "right tokens of the working": (1, 1), "right tokens of the answer": (1, 1)}
+    assert found["full"] == found[CEILING] == right
+    assert found["local"]["answers"] == (0, 0)
+    assert max(found["local"]["right tokens of the answer"]) < 0.9
 
 
 def test_policies_of_a_suite() -> None:

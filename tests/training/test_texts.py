@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from importlib import resources
+from itertools import pairwise
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,6 +16,7 @@ from training.evaluate import heldout_texts
 from training.generated import draw_facts, recall_passage, story
 from training.rows import ANSWER_WEIGHT, BOS, PAD, Corpus, clean_plain, clean_rst, split_heldout
 from training.stream import Mix
+from training.sums import GIVEN, LENGTH, build_tokenizer, problem, write_problems
 
 DEMO = resources.files("h2o_flexgen") / "data" / "demo"
 
@@ -54,6 +57,23 @@ def test_a_stream_begins_with_bos_and_has_it_nowhere_else() -> None:
         row = mix.row(Random(1), 257, held)
         assert (len(row), row[0], row.count(BOS)) == (257, BOS, 1)
     assert not set(mix.kept) & set(mix.held)
+
+
+def test_a_sum_is_worked_out_line_by_line() -> None:
+    case = problem(Random(1))
+    digits = [int(word) for word in case.given.split()[1::2]]
+    lines = [sum(digits[start:]) % 10 for start in range(len(digits))]
+    said = [int(after) for word, after in pairwise(case.working.split()) if word.endswith("=")]
+    assert said == lines == [int(word) for word in case.answer.split()[2::3]]
+    assert int(case.answer.split()[-2]) == sum(place * digit for place, digit in enumerate(digits, 1)) % 10
+    assert (len(case.ids), case.ids[:GIVEN]) == (LENGTH, build_tokenizer()(case.given)["input_ids"])
+    assert build_tokenizer()(" ".join(case))["input_ids"] == case.ids
+
+
+def test_problems_are_those_that_ship(tmp_path: Path) -> None:
+    write_problems(tmp_path)
+    shipped = resources.files("h2o_flexgen") / "data/demo-sums/problems.jsonl"
+    assert (tmp_path / "problems.jsonl").read_bytes() == shipped.read_bytes()
 
 
 @pytest.mark.parametrize(

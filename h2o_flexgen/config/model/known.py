@@ -14,7 +14,7 @@ from h2o_flexgen.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-SHIPPED = ("demo", "demo-stream")
+SHIPPED = ("demo", "demo-stream", "demo-sums")
 """The models that are in the package, in data/ under these names."""
 
 _VARIANTS = "_variants"

@@ -22,12 +22,20 @@ from h2o_flexgen.engine.requests.sequence import Score
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
 from h2o_flexgen.evaluation.quality import HALF, Window, cut_windows
 from h2o_flexgen.evaluation.quality import whole as unbroken
-from h2o_flexgen.evaluation.settings import EvaluationSettings, Question, read_cases, read_text, spread
+from h2o_flexgen.evaluation.settings import (
+    RECALL_FILE,
+    SUMS_FILE,
+    EvaluationSettings,
+    Question,
+    read_cases,
+    read_text,
+    spread,
+)
 from h2o_flexgen.planning.llm import LLM
 from h2o_flexgen.registry import suggestion
 
-TaskKind = Literal["perplexity", "recall", "keys", "instructions", "agreement"]
-KINDS: tuple[TaskKind, ...] = ("perplexity", "recall", "keys", "instructions", "agreement")
+TaskKind = Literal["perplexity", "recall", "keys", "instructions", "reasoning", "agreement"]
+KINDS: tuple[TaskKind, ...] = ("perplexity", "recall", "keys", "instructions", "reasoning", "agreement")
 _COLOURS = ("red", "blue", "green", "white", "black", "yellow", "brown", "silver", "orange", "grey", "golden")
 _PLACES = ("cabinet", "barn", "gate", "office", "bridge", "desk", "locker", "garage", "cellar", "tower", "vault")
 
@@ -41,8 +49,9 @@ class SuiteTask:
     tokens of `text`, `cases` passages of each; one key is a passkey. Both ask after the passage was evicted from, or
     with `asked` "before" as the end of the prompt; an answer counts if all its tokens have more than half of the
     probability. instructions: the `keys` facts open the passage, as spans that are kept where spans are; each is
-    asked for in its turn, and what is kept of each is told, too. agreement: `continuation` greedy tokens after
-    `context` tokens, beside those of the full cache.
+    asked for in its turn, and what is kept of each is told, too. reasoning: `cases` questions of a file, the passage
+    being what is given and all from there on to be generated greedily; right if the answer, its end, is generated to
+    the token. agreement: `continuation` greedy tokens after `context` tokens, beside those of the full cache.
     """
 
     kind: TaskKind
@@ -130,11 +139,13 @@ class Measured(NamedTuple):
 
     def run(self, llm: LLM, foresight: Foresight | None, full: Mapping[str, Figures]) -> list[Figures]:
         """The figures under the policy of `llm`; `full`: by metric, of the full cache, empty for that itself."""
-        if self.task.kind == "agreement":
-            return self._agreement(llm, full)
         if foresight is not None:
             with foresight.watching([len(rest) - 1 for _, rest in self.pairs]):
                 llm.score([(context + rest[:-1], rest[-1:]) for context, rest in self.pairs])
+        if self.task.kind == "agreement":
+            return self._agreement(llm, full)
+        if self.task.kind == "reasoning":
+            return self._reasoning(llm)
         scores = unbroken(llm.score([(case.prompt, case.continuation) for case in self.cases]))
         if self.task.kind == "perplexity":
             nll = tuple(-score.logprob / len(score.token_logprobs) for score in scores)
@@ -168,25 +179,43 @@ class Measured(NamedTuple):
             ),
         ]
 
-    def _agreement(self, llm: LLM, full: Mapping[str, Figures]) -> list[Figures]:
-        count = len(self.cases[0].continuation)
-        params = SamplingParams(max_new_tokens=count, ignore_eos=True)
-        answers = []
-        for output in llm.generate([case.context for case in self.cases], params):
-            if output.finish_reason == "error":
-                raise H2OFlexGenError(f"prompt {output.index} failed", "no agreement can be given")
-            answers.append(tuple(output.token_ids))
-        reference = full["agreement"].answers if full else answers
-        same = [
-            [own == its for own, its in zip(answer, right, strict=True)]
-            for answer, right in zip(answers, reference, strict=True)
+    def _reasoning(self, llm: LLM) -> list[Figures]:
+        """How many answers are right, and how much of the working before them and of themselves."""
+        same = _same(self._generated(llm), [case.continuation for case in self.cases])
+        parts = [(each[: -case.answer], each[-case.answer :]) for each, case in zip(same, self.cases, strict=True)]
+        return [
+            Figures("answers", "share", tuple(float(all(answer)) for _, answer in parts)),
+            Figures("right tokens of the working", "mean", tuple(sum(working) / len(working) for working, _ in parts)),
+            Figures("right tokens of the answer", "mean", tuple(sum(answer) / len(answer) for _, answer in parts)),
         ]
+
+    def _agreement(self, llm: LLM, full: Mapping[str, Figures]) -> list[Figures]:
+        answers = self._generated(llm)
+        same = _same(answers, full["agreement"].answers if full else answers)
         first = tuple(float((*each, False).index(False)) for each in same)
         kept = () if full else tuple(answers)
         return [
-            Figures("agreement", "mean", tuple(sum(each) / count for each in same), kept),
+            Figures("agreement", "mean", tuple(sum(each) / len(each) for each in same), kept),
             Figures("tokens until it differs", "mean", first),
         ]
+
+    def _generated(self, llm: LLM) -> list[tuple[int, ...]]:
+        """Greedy tokens after the contexts, as many as each continuation has."""
+        params = [SamplingParams(max_new_tokens=len(case.continuation), ignore_eos=True) for case in self.cases]
+        answers = []
+        for output in llm.generate([case.context for case in self.cases], params):
+            if output.finish_reason == "error":
+                raise H2OFlexGenError(f"prompt {output.index} failed", "nothing can be compared")
+            answers.append(tuple(output.token_ids))
+        return answers
+
+
+def _same(answers: Sequence[Sequence[int]], right: Sequence[Sequence[int]]) -> list[list[bool]]:
+    """Of each answer's tokens, which are the right one's at their place."""
+    return [
+        [own == its for own, its in zip(answer, other, strict=True)]
+        for answer, other in zip(answers, right, strict=True)
+    ]
 
 
 def make(task: SuiteTask, llm: LLM) -> Measured:
@@ -195,8 +224,9 @@ def make(task: SuiteTask, llm: LLM) -> Measured:
         settings = EvaluationSettings(context=task.context, continuation=task.continuation, limit=task.cases)
         windows = cut_windows(llm, _text(task), settings)
         return Measured(task, [AskedCase(context, rest, 0) for context, rest in windows.pairs])
-    if task.kind == "recall":
-        questions = [case for case in read_cases(task.questions) if task.only in (None, case.kind)]
+    if task.kind in ("recall", "reasoning"):
+        cases = read_cases(task.questions, SUMS_FILE if task.kind == "reasoning" else RECALL_FILE)
+        questions = [case for case in cases if task.only in (None, case.kind)]
         questions = spread([case for case in questions if case.question_at is not None], task.cases)
         if not questions:
             raise UsageError(f"there are no questions of kind {task.only!r} with a question_at", "needed one at least")

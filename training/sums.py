@@ -1,0 +1,179 @@
+"""Train the model of the reasoning suite: a small OPT that works long sums out, step by step.
+
+A problem gives digits by the names a, b, c, ...; asked for is the last digit of all sums added up that start at one of
+them: (a + b + c) + (b + c) + c. A line for each sum adds digit after digit, by name, and says what it came to; the last
+line adds what was said. Only last digits are written:
+
+    a: 7 b: 4 c: 9 ; 0 A a 7 A b 1 A c 0 A= 0 0 B b 4 B c 3 B= 3 0 C c 9 C= 9 0 A= 0 0 B= 3 3 C= 9 2 .
+
+Every word is a token. Digits are given once and looked up in each line; what a line came to is said once and needed at
+the very end. Nothing but the working is trained on.
+
+What this writes: the model in --out with held-out problems, its figures and loss curve in --docs.
+
+    python -m training.sums
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import string
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import torch
+from matplotlib.figure import Figure
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from training.demo import ROOT, Recipe, Trainer, flags, new_model, prepare, train
+from training.evaluate import figures_of, save, title, write_figures
+from training.rows import BOS, Corpus
+
+CONTEXT = 384
+HELD_SEED, CASES = 77, 200
+END = "."
+NAMES = string.ascii_lowercase[:12]
+WORDS = ["<s>", "<pad>", "</s>", "<unk>", ";", END, *string.digits]
+WORDS += [word for name in NAMES for word in (name, f"{name}:", name.upper(), f"{name.upper()}=")]
+IDS = {word: index for index, word in enumerate(WORDS)}
+
+
+class Problem(NamedTuple):
+    """What is given, its working, and the last line of that, the answer."""
+
+    given: str
+    working: str
+    answer: str
+
+    @property
+    def ids(self) -> list[int]:
+        """GIVEN tokens, then the working: LENGTH in all."""
+        return [BOS, *(IDS[word] for word in f"{self.given} {self.working} {self.answer}".split())]
+
+
+def problem(rng: Random) -> Problem:
+    digits = [rng.randrange(10) for _ in NAMES]
+    lines, last, total = list[str](), ["0"], 0
+    for start, line in enumerate(NAMES.upper()):
+        own, steps = 0, ["0"]
+        for name, digit in zip(NAMES[start:], digits[start:], strict=True):
+            own = (own + digit) % 10
+            steps.append(f"{line} {name} {own}")
+        lines.append(" ".join([*steps, f"{line}= {own}"]))
+        total = (total + own) % 10
+        last.append(f"{line}= {own} {total}")
+    given = " ".join(f"{name}: {digit}" for name, digit in zip(NAMES, digits, strict=True))
+    return Problem(f"{given} ;", " ".join(lines), " ".join([*last, END]))
+
+
+GIVEN, LENGTH = 2 + 2 * len(NAMES), len(problem(Random(0)).ids)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A token for every word; texts start with BOS."""
+    core = Tokenizer(models.WordLevel(IDS, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.post_processor = processors.TemplateProcessing(
+        single="</s> $A", pair="</s> $A </s> $B", special_tokens=[("</s>", BOS)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token="</s>",
+        eos_token=END,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        model_max_length=CONTEXT,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@dataclass(frozen=True)
+class SumsRecipe(Recipe):
+    """One stage; a problem a row."""
+
+    steps: int = 640
+    short_steps: int = 0
+    long_rows: int = 20
+    hidden: int = 192
+    layers: int = 3
+    heads: int = 6
+
+    def row_length(self, step: int) -> int:
+        return LENGTH - 1
+
+
+@dataclass
+class SumsTrainer(Trainer):
+    """Rows from a random position on; what is given counts for nothing."""
+
+    def draw(self, corpus: Corpus, rng: Random) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids = torch.tensor([problem(rng).ids for _ in range(self.recipe.rows(self.step))])
+        starts = torch.tensor([rng.randrange(CONTEXT - LENGTH + 2) for _ in ids])
+        weights = torch.ones(ids.shape)
+        weights[:, :GIVEN] = 0.0
+        return ids, starts[:, None] + torch.arange(LENGTH - 1), weights
+
+    def look(self, corpus: Corpus) -> dict[str, float]:
+        return accuracy(self.model, 24)
+
+
+@torch.no_grad()
+def accuracy(model: PreTrainedModel, cases: int) -> dict[str, float]:
+    """Shares of held-out problems whose every step is the likeliest, and of the steps that are."""
+    rng = Random(HELD_SEED)
+    ids = torch.tensor([problem(rng).ids for _ in range(cases)])
+    right = model(input_ids=ids).logits[:, GIVEN - 1 : -1].argmax(-1) == ids[:, GIVEN:]
+    return {"right": right.all(1).float().mean().item(), "right_steps": right.float().mean().item()}
+
+
+def write_problems(out: Path, cases: int = 64) -> None:
+    """Held-out problems: what suites ask."""
+    rng, rows = Random(HELD_SEED), list[dict]()
+    for given, working, answer in (problem(rng) for _ in range(cases)):
+        rows.append({"prompt": f"{given} {working}", "answer": answer, "question_at": len(given)})
+    (out / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def record(args: argparse.Namespace, recipe: Recipe) -> None:
+    """Measure the exported model in float32 and write training.json and loss.png."""
+    model = AutoModelForCausalLM.from_pretrained(args.out, dtype=torch.float32).eval()
+    figures = figures_of(model, args, recipe) | {"cases": CASES} | accuracy(model, CASES)
+    write_figures(figures, args.docs, plot)
+
+
+def plot(history: list[dict], figures: dict, path: Path) -> None:
+    """Loss over steps beside the early looks."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot([entry["step"] for entry in history], [entry["loss"] for entry in history], color="#1f5fa8")
+    left.set(xlabel="step", ylabel="training loss, nats per token", yscale="log")
+    looks = [row for row in history if "right" in row]
+    for name, label, colour in (("right_steps", "steps", "#7fb069"), ("right", "problems, every step", "#b23a48")):
+        right.plot([row["step"] for row in looks], [row[name] for row in looks], "o-", color=colour, label=label)
+    right.set(xlabel="step", ylabel="right, of 24 held-out problems", ylim=(-0.04, 1.04))
+    right.legend(frameon=False, fontsize=9)
+    figure.suptitle(title("Sums model", figures), fontsize=11)
+    save(figure, path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = flags(__doc__, SumsRecipe, "sums", ROOT / "h2o_flexgen/data/demo-sums", 1)
+    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+    args = parser.parse_args(argv)
+    prepare(args)
+    recipe, tokenizer = SumsRecipe(seed=args.seed, steps=args.steps), build_tokenizer()
+    model = new_model(recipe, len(tokenizer), CONTEXT)
+    model.config.eos_token_id = model.generation_config.eos_token_id = IDS[END]
+    train(SumsTrainer(recipe, model, args.work), Corpus(tokenizer, []), args, args.every)
+    write_problems(args.out)
+    record(args, recipe)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
