@@ -90,8 +90,8 @@ class RequestReader:
             params = replace(params, max_new_tokens=len(forced))
         first = request.number << SAMPLE_BITS
         samples = range(params.num_return_sequences)
-        rows = (self._sequence(request.index, i, first + i, ids, params, "the prompt", spans) for i in samples)
-        return [replace(row, forced=forced) for row in rows]
+        rows = [self._sequence(request.index, i, first + i, ids, params, "the prompt", spans) for i in samples]
+        return rows if forced is None else [replace(row, forced=forced) for row in rows]
 
     def read_scored(self, pairs: Iterable[tuple[PromptLike, PromptLike]]) -> list[Sequence]:
         """One sequence per (context, continuation); the continuation is forced and its length counts as gen_len."""

@@ -15,6 +15,7 @@ from h2o_flexgen.engine.requests.grammars import Guide
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.requests.tokenizer import Decode, find_stop
 from h2o_flexgen.engine.sampling.processors import Chooser, Group, Library, Usual, guided, pick, sent
+from h2o_flexgen.kernels.likeliest import likeliest, serves
 
 _CHUNK = 1 << 20  # log-probabilities that are alive at once
 
@@ -64,8 +65,7 @@ class Sampler:
                 tokens[r] = token
         # Most of the likeliest tokens are allowed; the scores of a row are masked only where its own is not.
         if barred := [r for r in plain if _usable(rows[r], best[r]) and not rows[r].guide.tries(tokens[r])]:
-            allowed = guided([rows[r] for r in barred], _rows_of(logits, barred))
-            for r, (token,) in zip(barred, lists([pick(allowed, None).unsqueeze(1)])[0], strict=True):
+            for r, token in zip(barred, _allowed(rows, barred, logits), strict=True):
                 tokens[r] = token
         own = {r: chooser for r, chooser in own.items() if _usable(rows[r], best[r])}
         if own:
@@ -172,6 +172,14 @@ def unpacked(packed: Tensor, tensors: SequenceOf[Tensor]) -> list[list[Any]]:
 def _usable(row: Sequence, best: float) -> bool:
     """Whether a token can be chosen from logits whose largest is `best`."""
     return math.isfinite(best) or row.params.remove_invalid_values
+
+
+def _allowed(rows: SequenceOf[Sequence], barred: list[int], logits: Tensor) -> list[int]:
+    """The likeliest tokens that the grammars of these rows allow, negative where there is none."""
+    if serves(logits):
+        return [likeliest(logits[r], rows[r].guide.mask) for r in barred]
+    allowed = guided([rows[r] for r in barred], _rows_of(logits, barred))
+    return lists([pick(allowed, None)])[0]
 
 
 def _rows_of(logits: Tensor, rows: list[int]) -> Tensor:
