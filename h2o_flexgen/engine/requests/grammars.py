@@ -82,7 +82,7 @@ class Grammars:
         library = _library()
         # Which tokens end a text is said row by row.
         vocabulary = library.TokenizerInfo(self._pieces, vocab_size=self._size, stop_token_ids=[])
-        return library.GrammarCompiler(vocabulary, max_threads=1, cache_limit_bytes=_SHARED)
+        return library.GrammarCompiler(vocabulary, max_threads=torch.get_num_threads(), cache_limit_bytes=_SHARED)
 
     def close(self) -> None:
         """Waits for what is under way."""
