@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
 import stat
@@ -17,6 +16,7 @@ from h2o_flexgen.cli.prompts import Messages, PromptLike
 from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.jobs.requests import line_of
 
 
 class AnswerFile:
@@ -70,7 +70,7 @@ class AnswerFile:
 
     def write(self, answer: dict[str, Any]) -> None:
         """One line. StorageError where the disk is full or failing; what was written of the line is taken back then."""
-        line = memoryview(_line(answer).encode("utf-8", "replace"))
+        line = memoryview(line_of(answer).encode("utf-8", "replace"))
         done = 0
         try:
             while done < len(line):
@@ -116,7 +116,7 @@ class AnswerPrinter:
     def write(self, answer: dict[str, Any]) -> None:
         """One answer. Prints nothing for random prompts and dummy weights."""
         if self._as_json:
-            write_result(_line(answer))
+            write_result(line_of(answer))
             return
         if not answer.keys() & {"prompt", "messages"} or answer.get("weights") == "dummy":
             return
@@ -153,14 +153,6 @@ def _is_stdout(status: os.stat_result) -> bool:
         return os.path.samestat(status, os.fstat(1))
     except OSError:  # stdout is closed
         return False
-
-
-def _line(answer: dict[str, Any]) -> str:
-    """One line by every reader's idea of a line: some end one at U+2028, U+2029 or U+0085 too."""
-    text = json.dumps(answer, ensure_ascii=False, allow_nan=False)
-    for separator in "\u2028\u2029\x85":
-        text = text.replace(separator, f"\\u{ord(separator):04x}")
-    return text + "\n"
 
 
 def _finite(value: float) -> float | None:

@@ -166,12 +166,13 @@ class Job:
             except Refused as why:
                 self._refuse(record, why)
                 continue
-            if not task.waiting:
+            waiting = task.waiting
+            if not waiting:
                 self._finish(task)
                 continue
             window.append(task)
-            rows += len(task.waiting)
-            tokens += sum(row.prompt_tokens for row in task.waiting)
+            rows += len(waiting)
+            tokens += sum(row.prompt_tokens for row in waiting)
             if rows >= self.window_rows or tokens >= WINDOW_TOKENS:
                 yield window
                 window, rows, tokens = [], 0, 0
@@ -194,9 +195,10 @@ class Job:
 
     def _run(self, window: Sequence[OpenRequest]) -> None:
         """Answers all of `window`. What does not fit into memory together is tried in halves."""
-        owners = {row.row_id: task for task in window for row in task.waiting}
+        waiting = [(row, task) for task in window for row in task.waiting]
+        owners = {row.row_id: task for row, task in waiting}
         try:
-            for row, output in self.engine.run([row for task in window for row in task.waiting]):
+            for row, output in self.engine.run([row for row, _ in waiting]):
                 task = owners.pop(row.row_id)
                 task.outputs[row.row_id] = output
                 if not task.waiting:

@@ -17,6 +17,8 @@ from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.jobs.source import Record
 
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
 
 class Refused(Exception):
     """A request that gets an error for its answer; others go on. `param`: the field of the body that is at fault."""
@@ -80,7 +82,7 @@ def seed_of(job: int, line: int) -> int:
 
 def line_of(result: dict[str, Any]) -> str:
     """One line by every reader's idea of a line: some end one at U+2028, U+2029 or U+0085 too."""
-    text = json.dumps(result, ensure_ascii=False, allow_nan=False)
+    text = _JSON.encode(result)
     for separator in "\u2028\u2029\x85":
         text = text.replace(separator, f"\\u{ord(separator):04x}")
     return text + "\n"

@@ -144,7 +144,7 @@ def load_json(data: bytes | None) -> Any:
     except UnicodeDecodeError as error:
         raise BadLine(f"is not UTF-8 text: byte {error.start}") from None
     try:
-        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+        value = _JSON.decode(text)
     except RecursionError:
         raise BadLine("is nested too deeply") from None
     except ValueError as error:
@@ -234,3 +234,6 @@ def _finite(word: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{word} is beyond every number")
     return value
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
