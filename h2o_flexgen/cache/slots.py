@@ -16,7 +16,7 @@ from h2o_flexgen.cache.eviction.choice import choose, rank_keys
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.lengths import NEVER, CacheLengths
 from h2o_flexgen.cache.ring_slots import Asked, CacheSlots, Held, Rows
-from h2o_flexgen.cache.vectors import index_of, places_in
+from h2o_flexgen.cache.vectors import index_of, lowest
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels.types import Ranking, RankRule
 
@@ -307,10 +307,14 @@ class ScoredSlots(CacheSlots):
         some = step.of(index, rows)
         keys = self._keys(self._ranked(some, index), some.pos, index, several=True)
         keys = keys.masked_fill_(some.pos < 0, torch.iinfo(torch.int64).max)
-        going = torch.tensor([budget.burst for budget in some.budgets], device=device).view(-1, 1, 1)
-        stays = places_in(keys.argsort(-1)) >= going
+        goes = lowest(keys, [budget.burst for budget in some.budgets])
         order = torch.arange(capacity, device=device).repeat(len(rows), self._shape[1], 1)
-        order[..., : keys.shape[-1]] = (~stays).to(torch.uint8).argsort(dim=-1, stable=True)
+        # What stays, in its order, then what goes: a count of those before gives each its place, without a sort.
+        stays = ~goes
+        before = stays.cumsum(-1)
+        behind = goes.cumsum(-1).add_(before[..., -1:])
+        places = torch.where(stays, before, behind).sub_(1)
+        order[..., : keys.shape[-1]].scatter_(-1, places, order[..., : keys.shape[-1]].clone())
         return order
 
     def _thin(self, rows: list[int], order: Tensor) -> None:

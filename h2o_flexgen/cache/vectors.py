@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,11 +62,17 @@ def select(own: Tensor, shared: Tensor | None, kept: Tensor) -> Tensor:
     return vectors.index_select(0, index.view(-1)).view(n, heads, -1, size)
 
 
-def places_in(order: Tensor) -> Tensor:
-    """Where each number stands in an order (..., N) of the first N: its inverse."""
-    return torch.empty_like(order).scatter_(
-        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
-    )
+def lowest(keys: Tensor, counts: int | Sequence[int]) -> Tensor:
+    """Which of each row's int64 keys (n, heads, N), all different, are the `counts` lowest; one count for all rows, or
+    one for each."""
+    # NumPy sorts with AVX-512 where torch compares: a tenth of the time, and the threshold alone is needed.
+    if keys.device.type == "cpu":
+        ordered = torch.from_numpy(np.sort(keys.numpy(), axis=-1))
+    else:
+        ordered = keys.sort(-1).values
+    last = torch.as_tensor(counts, device=keys.device).view(-1, 1, 1)
+    bound = ordered.gather(-1, last.clamp(min=1).expand(*keys.shape[:2], 1) - 1)
+    return (keys <= bound) & (last > 0)
 
 
 def reordered(vectors: Tensor, order: Tensor) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from h2o_flexgen.cache.eviction.choice import rank_keys
 from h2o_flexgen.cache.eviction.looking_back import Look, LookingBack, neighbours
 from h2o_flexgen.cache.eviction.random import uniform
-from h2o_flexgen.cache.vectors import places_in
+from h2o_flexgen.cache.vectors import lowest
 
 _FIRST, _POOL = 4, 5
 
@@ -28,11 +29,12 @@ class VasePolicy(LookingBack):
         widest = min(kept // 4, room)
         spread = (look.v.amax(-1) - look.v.amin(-1)).masked_fill(look.pos < _FIRST, torch.inf)
         spread = spread.masked_fill(~look.chosen, -1.0)
-        places = places_in(spread.argsort(dim=-1, descending=True, stable=True))
+        wide = rank_keys(spread.view(torch.int32), look.pos)
         paid = neighbours(look.attention(candidates=True), look.chosen, _POOL, largest=False)
         noise = uniform(self.seed, look.tokens).clamp(min=2**-25)
         # Exponential clocks at the rates `paid`: the first to ring are drawn.
-        rings = -noise.double().log() / paid.double().clamp(min=1e-30)
-        drawn = places_in(rings.masked_fill(~look.chosen, torch.inf).argsort(dim=-1, stable=True))
-        count = spread.shape[-1]
-        return torch.where(places < widest, 2 * count - places, count - drawn).float()
+        drawn = paid.double().clamp(min=1e-30) / -noise.double().log()
+        score = torch.where(look.chosen, drawn, 0.0).float()
+        if widest:
+            score = score.masked_fill(lowest(-wide, widest), torch.finfo(torch.float32).max)
+        return score
