@@ -55,13 +55,15 @@ static int64_t latest_above(const float *row, const int32_t *above, int64_t pitc
 /* Of float32 keys the mean cosine of each with all that are chosen, itself left out; in each one's row of cosines the
    latest above a half, or the first of all, counts as 0. 0 for keys that are not chosen. */
 static void alike(const Ranks *r, const float *keys, const uint8_t *chosen, float *rank, float *across) {
-    const int64_t n = r->count, pitch = up(n, TILE);
-    float *rows = across + r->dim * pitch;
-    int32_t *above = (int32_t *)(rows + ROWS * pitch);
-    int64_t first = n, many = 0;
+    int64_t many = 0;
+    for (int64_t i = 0; i < r->count; i++) many += chosen[i] != 0;
+    const int64_t pitch = up(many, TILE);
+    float *rows = across + r->dim * pitch, *sums = rows + ROWS * pitch;
+    int32_t *above = (int32_t *)(sums + pitch);
     memset(across, 0, r->dim * pitch * sizeof(float));
-    memset(rank, 0, n * sizeof(float));
-    for (int64_t i = 0; i < n; i++) {
+    memset(sums, 0, pitch * sizeof(float));
+    for (int64_t i = 0, place = 0; i < r->count; i++) {
+        if (!chosen[i]) continue;
         const float *key = keys + i * r->dim;
         __m512 square = _mm512_setzero_ps();
         for (int64_t t = 0; t < r->dim; t += LANES) {
@@ -69,22 +71,21 @@ static void alike(const Ranks *r, const float *keys, const uint8_t *chosen, floa
             square = _mm512_fmadd_ps(some, some, square);
         }
         const float shortness = 1 / fmaxf(sqrtf(_mm512_reduce_add_ps(square)), 1e-12f);
-        for (int64_t t = 0; t < r->dim; t++) across[t * pitch + i] = key[t] * shortness;
-        if (chosen[i]) many++, first = least(first, i);
+        for (int64_t t = 0; t < r->dim; t++) across[t * pitch + place] = key[t] * shortness;
+        place++;
     }
-    for (int64_t j = 0; j < pitch; j++) above[j] = j < n && chosen[j] ? 0x3F000000 : INT32_MAX; /* a half, in its bits */
-    for (int64_t start = 0; start < n; start += ROWS) {
-        cosines(across, pitch, r->dim, start, n, rows);
-        for (int64_t i = start; i < least(start + ROWS, n); i++) {
+    for (int64_t j = 0; j < pitch; j++) above[j] = j < many ? 0x3F000000 : INT32_MAX; /* a half, in its bits */
+    for (int64_t start = 0; start < many; start += ROWS) {
+        cosines(across, pitch, r->dim, start, many, rows);
+        for (int64_t i = start; i < least(start + ROWS, many); i++) {
             float *row = rows + (i - start) * pitch;
-            if (!chosen[i]) continue;
             row[i] = 0;
             const int64_t latest = latest_above(row, above, pitch);
-            row[latest < 0 ? first : latest] = 0;
-            for (int64_t j = 0; j < n; j++) rank[j] += row[j];
+            row[latest < 0 ? 0 : latest] = 0;
+            for (int64_t j = 0; j < many; j++) sums[j] += row[j];
         }
     }
-    for (int64_t j = 0; j < n; j++) rank[j] = chosen[j] ? rank[j] / (float)many : 0;
+    for (int64_t i = 0, place = 0; i < r->count; i++) rank[i] = chosen[i] ? sums[place++] / (float)many : 0;
 }
 
 typedef struct {
@@ -100,7 +101,7 @@ static void take_heads(void *task, int member) {
     int64_t i = claim(&all->next, 1);
     if (i >= r->rows * r->kv_heads) return;
     const int64_t size = r->bf16 ? 2 : 4;
-    float *scratch = r->chosen ? malloc((r->dim + ROWS + 1) * up(r->count, TILE) * sizeof(float)) : NULL;
+    float *scratch = r->chosen ? malloc((r->dim + ROWS + 2) * up(r->count, TILE) * sizeof(float)) : NULL;
     if (r->chosen && !scratch) __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
     for (; scratch || !r->chosen; i = claim(&all->next, 1)) {
         if (i >= r->rows * r->kv_heads) break;
