@@ -62,7 +62,7 @@ def main() -> int:
     parser.add_argument("--model", default="opt-125m")
     parser.add_argument("--policies", default=",".join(SPLITS.names()))
     parser.add_argument("--batches", default="8,32")
-    for name, default in (("budget", 109), ("prompt-len", 160), ("gen-len", 32), ("rounds", 2)):
+    for name, default in (("budget", 109), ("prompt-len", 160), ("gen-len", 128), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--output", type=Path, default=default_output("eviction-lab"))
     args = parser.parse_args()
