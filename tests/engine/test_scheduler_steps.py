@@ -6,7 +6,6 @@ import gc
 import tracemalloc
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -92,11 +91,9 @@ def test_few_row_steps_are_computed_in_vain(checkpoint, monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def frozen() -> Iterator[None]:
-    """Of what other tests left nothing is looked at again and again by the collector."""
+def frozen() -> None:
+    """Of what other tests left nothing is looked at again and again by the collector, from here to the end."""
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.slow
@@ -193,17 +190,16 @@ def test_what_waits_is_looked_through_once(checkpoint, monkeypatch: pytest.Monke
     assert len(asked) == len(rows) - 1
 
 
+@pytest.mark.usefixtures("frozen")
 def test_sequences_that_were_given_out_are_not_held(checkpoint) -> None:
     """A call may have more of them than there is memory for all their tokens."""
     with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.3), (3, 1)) as llm:
         params, given = SamplingParams(max_new_tokens=3, ignore_eos=True), list[int]()
-        gc.collect()
-        others = sum(type(each) is Sequence for each in gc.get_objects())
         for row in llm._run(llm._reader().read(prompts_of([5] * 60), params)):
             given.append(row.row_id)
             del row
             gc.collect()
-            held = sum(type(each) is Sequence for each in gc.get_objects()) - others
+            held = sum(type(each) is Sequence for each in gc.get_objects())
             assert held <= 60 - len(given) + 6, "those of a block"
     assert sorted(given) == list(range(60))
 
