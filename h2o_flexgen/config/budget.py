@@ -1,4 +1,4 @@
-"""The tokens that one KV cache may hold, and what becomes of them where a prompt marks spans."""
+"""The tokens that one KV cache may hold, and how spans of a prompt and layers share them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from h2o_flexgen.errors import UsageError
 
 Range = tuple[int, int]
 """Positions of a prompt, from the first to before the second."""
+STEEPNESS = 20
+"""Of a pyramid: what the last layer chooses is the mean by this."""
 
 
 @dataclass(frozen=True)
@@ -167,3 +169,42 @@ def _share(inside: Budget, count: int) -> Budget:
     total = count + inside.burst - 1 if early else count
     kept = count if early else None
     return Budget(total, count - sinks - recent, recent, sinks, False, inside.burst, prompt=kept)
+
+
+def pyramid(budget: Budget, layers: int, length: int) -> list[int]:
+    """Totals that fall linearly with the layer; their mean is the budget's, before layers are held within windows.
+
+    What is divided is what is chosen, or all that is recent where nothing is: the most is at most what there is to
+    choose from. Layer l and its counterpart, as far from the end as l from the beginning, get twice the mean.
+    """
+    base = budget.heavy or budget.recent
+    fixed = budget.total - base
+    choices = length - fixed
+    if choices + budget.after_prompt - base < 2 * base:
+        return [budget.total] * layers
+    least = base // STEEPNESS
+    most = 2 * base - least
+    if most > choices:
+        most, least = choices, 2 * base - choices
+    totals = [fixed + base] * layers
+    for layer in range(layers // 2):
+        own = most - layer * (most - least) // (layers - 1)
+        totals[layer], totals[layers - 1 - layer] = fixed + own, fixed + 2 * base - own
+    return totals
+
+
+def shared_out(wanted: Sequence[int], least: Sequence[int], most: Sequence[int], total: int) -> list[int]:
+    """Numbers near those `wanted`, from `least` to `most` each, that add up to `total` if that can be.
+
+    What is missing goes evenly to those with room, what is too much comes evenly from those above their least.
+    """
+    found = [min(max(want, low), high) for want, low, high in zip(wanted, least, most, strict=True)]
+    while left := total - sum(found):
+        open_ = [i for i, each in enumerate(found) if (each < most[i] if left > 0 else each > least[i])]
+        if not open_:
+            break
+        share, more = divmod(abs(left), len(open_))
+        for place, i in enumerate(open_):
+            change = share + (place < more)
+            found[i] = min(most[i], found[i] + change) if left > 0 else max(least[i], found[i] - change)
+    return found

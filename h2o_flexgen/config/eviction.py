@@ -19,10 +19,10 @@ from h2o_flexgen.registry import Registry, suggestion
 
 SpanRule = Literal["whitelist", "fair"]
 SPAN_RULES: tuple[SpanRule, ...] = ("whitelist", "fair")
-LayerSplit = Literal["uniform", "global", "pyramid"]
-LAYER_SPLITS: tuple[LayerSplit, ...] = ("uniform", "global", "pyramid")
-STEEPNESS = 20
-"""Of a pyramid: what the last layer chooses is the mean by this."""
+LayerSplit = Literal["uniform", "global", "far", "pyramid"]
+LAYER_SPLITS: tuple[LayerSplit, ...] = ("uniform", "global", "far", "pyramid")
+FAR_RECENT = 32
+"""With the split "far": the most recent tokens of a layer that sees everything, unless asked for."""
 LAST_QUERIES = 400
 ROW_LOGITS = 1 << 20
 """Logits of a prompt's queries that are alive at once where a policy looks at them: float32."""
@@ -205,7 +205,7 @@ class EvictionConfig:
     budget_split: LayerSplit | None = option(
         None,
         "--budget-split",
-        help="how layers share the KV budget: uniform, global (more for layers without a window), pyramid",
+        help="how layers share the KV budget: uniform, global or far (more for layers without a window), pyramid",
         metavar="HOW",
         parse=str,
         unset="uniform; pyramid for pyramidkv",
@@ -343,20 +343,31 @@ class EvictionConfig:
         # Of a prompt that is pruned once the answer has its place in every layer, and the window that chooses.
         fixed = budget.prompt is not None or (how == "pyramid" and budget.heavy > 0)
         least = budget.total - budget.heavy + 1 if fixed else budget.sinks + (self.recent or 0) + 1
-        if how == "global":
-            # Of what it sees a layer with a window keeps the share that all would keep; the others get what is left.
-            near = [max(least, budget.total * (window - 1) // length) if window else 0 for window in windows]
-            rest = (held - sum(near)) // max(1, sum(window is None for window in windows))
-            wanted = [each if window else rest for each, window in zip(near, windows, strict=True)]
+        if how == "pyramid":
+            wanted = budgets.pyramid(budget, len(windows), length)
         else:
-            wanted = _pyramid(budget, len(windows), length)
-        totals = _shared_out(wanted, [min(least, limit) for limit in most], most, held)
-        recent = budget.recent if how == "pyramid" and budget.heavy else None
-        divided = [
-            (self._divided(total, prompt_len, gen_len, recent).within(window), window)
-            for total, window in zip(totals, windows, strict=True)
-        ]
-        return tuple(self._marked(each, prompt_len, gen_len, spans, window) for each, window in divided)
+            # A layer with a window keeps of what it sees the share that all would keep, or half of what all would hold.
+            half = budget.total // 2 if how == "far" else 0
+            own = [max(least, half or budget.total * (w - 1) // length) if w else 0 for w in windows]
+            rest = (held - sum(own)) // max(1, sum(window is None for window in windows))
+            wanted = [each if window else rest for each, window in zip(own, windows, strict=True)]
+        totals = budgets.shared_out(wanted, [min(least, limit) for limit in most], most, held)
+        found = []
+        for total, window in zip(totals, windows, strict=True):
+            recent = budget.recent if how == "pyramid" and budget.heavy else None
+            if how == "far" and window is None and any(windows):
+                recent = self._far_recent(self._divided(total, prompt_len, gen_len))
+            divided = self._divided(total, prompt_len, gen_len, recent).within(window)
+            found.append(self._marked(divided, prompt_len, gen_len, spans, window))
+        return tuple(found)
+
+    def _far_recent(self, budget: Budget) -> int | None:
+        """The recent tokens of a layer that sees everything where others do not; None: as `budget` has them.
+
+        What the newest tokens are to the next one layers with a window keep; these are there for what lies far back.
+        """
+        asked = self.recent is not None or self.recent_ratio is not None or not self.split.takes_recent
+        return None if asked or budget.full or not budget.heavy else min(budget.recent, FAR_RECENT)
 
     def _whole(self, prompt_len: int, gen_len: int) -> Budget:
         """The full cache."""
@@ -453,45 +464,6 @@ class EvictionConfig:
     def from_json(cls, data: Mapping[str, Any]) -> EvictionConfig:
         """The config of `to_json`; unknown keys raise UsageError with a suggestion."""
         return cls(**known_keys(data, cls))
-
-
-def _pyramid(budget: Budget, layers: int, length: int) -> list[int]:
-    """Totals that fall linearly with the layer; their mean is the budget's, before layers are held within windows.
-
-    What is divided is what is chosen, or all that is recent where nothing is: the most is at most what there is to
-    choose from. Layer l and its counterpart, as far from the end as l from the beginning, get twice the mean.
-    """
-    base = budget.heavy or budget.recent
-    fixed = budget.total - base
-    choices = length - fixed
-    if choices + budget.after_prompt - base < 2 * base:
-        return [budget.total] * layers
-    least = base // STEEPNESS
-    most = 2 * base - least
-    if most > choices:
-        most, least = choices, 2 * base - choices
-    totals = [fixed + base] * layers
-    for layer in range(layers // 2):
-        own = most - layer * (most - least) // (layers - 1)
-        totals[layer], totals[layers - 1 - layer] = fixed + own, fixed + 2 * base - own
-    return totals
-
-
-def _shared_out(wanted: Sequence[int], least: Sequence[int], most: Sequence[int], total: int) -> list[int]:
-    """Numbers near those `wanted`, from `least` to `most` each, that add up to `total` if that can be.
-
-    What is missing goes evenly to those with room, what is too much comes evenly from those above their least.
-    """
-    found = [min(max(want, low), high) for want, low, high in zip(wanted, least, most, strict=True)]
-    while left := total - sum(found):
-        open_ = [i for i, each in enumerate(found) if (each < most[i] if left > 0 else each > least[i])]
-        if not open_:
-            break
-        share, more = divmod(abs(left), len(open_))
-        for place, i in enumerate(open_):
-            change = share + (place < more)
-            found[i] = min(most[i], found[i] + change) if left > 0 else max(least[i], found[i] - change)
-    return found
 
 
 def exact_ceiling(ratio: float, count: int) -> int:

@@ -168,7 +168,7 @@ def test_json_round_trip() -> None:
 
 @given(
     name=st.sampled_from(SPLITS.names()),
-    how=st.sampled_from(["global", "pyramid"]),
+    how=st.sampled_from(["global", "far", "pyramid"]),
     prompt_len=st.integers(1, 60),
     gen_len=st.integers(0, 20),
     asked=st.integers(5, 80),
@@ -205,6 +205,24 @@ def test_layers_without_a_window_get_what_the_others_spare() -> None:
     assert [each.total for each in config.by_layer([512, 512, None], 1536, 256)] == [102, 102, 873]
     with pytest.raises(UsageError, match="did you mean 'pyramid'"):
         EvictionConfig("h2o", ratio=0.2, budget_split="pyramids")
+
+
+def test_far_layers_keep_few_recent_tokens() -> None:
+    config = EvictionConfig("h2o", ratio=0.2, budget_split="far")
+    near, other, far = config.by_layer([512, 512, None], 1536, 256)
+    assert near == other == Budget(total=179, heavy=89, recent=90, sinks=0, full=False)
+    assert far == Budget(total=719, heavy=687, recent=32, sinks=0, full=False)
+    asked = EvictionConfig("h2o", ratio=0.2, recent=50, budget_split="far").by_layer([512, None], 1536, 256)
+    assert [each.recent for each in asked] == [50, 50]
+    few = EvictionConfig("h2o", ratio=0.2, budget_split="far").by_layer([512, None], 80, 20)
+    assert [(each.total, each.recent) for each in few] == [(10, 5), (30, 15)]
+    for windows in ([None, None], [512, 512]):
+        assert config.by_layer(windows, 1536, 256) == (config.resolve(1536, 256),) * 2, "nobody has anything to spare"
+    full = EvictionConfig("h2o", ratio=0.6, budget_split="far").by_layer([None, 90], 60, 40)
+    assert [each.total for each in full] == [90, 30]
+    most = EvictionConfig("h2o", ratio=0.8, budget_split="far").by_layer([None, 90], 60, 40)
+    assert most[0].full
+    assert most[1].total == 60, "what a layer cannot use goes back to the others"
 
 
 def test_a_prompt_that_stays() -> None:

@@ -42,6 +42,8 @@ def test_engine_equals_the_oracle(
 
 SPLITS = [
     ("h2o", "gemma3", "global", "cpu"),
+    ("h2o", "gemma3", "far", "gpu"),
+    ("roco", "gemma3", "far", "disk"),
     ("tova", "gemma3", "pyramid", "disk"),
     ("snapkv", "opt", "pyramid", "gpu"),
 ]
