@@ -60,7 +60,7 @@ def test_prompts_are_cut_by_the_device_in_plan_footprint_and_cost(device: str) -
     keys = (chunk + 2 * 5000) * LARGE.kv_bytes_per_token_and_layer("bfloat16")
     assert item(plan, "prompt K and V of one layer") == keys
     assert by_rule(asked).policy.prefill_chunk == chunk
-    searched = question(asked)
+    searched = question(asked, gpu_batch_size=24, num_gpu_batches=1)
     assert search(searched).policy.prefill_chunk == chunk
     assert footprint(searched, plan.policy, plan.placement) == plan.footprint
     terms = CostModel(searched, plan.policy, plan.placement).terms()
@@ -72,7 +72,7 @@ def test_prompts_are_cut_by_the_device_in_plan_footprint_and_cost(device: str) -
 def test_what_the_user_says_is_what_counts(device: str) -> None:
     asked = request(**DEVICES[device][0])
     assert make_plan(asked, OffloadPolicy(24, prefill_chunk=100)).policy.prefill_chunk == 100
-    assert search(question(asked, prefill_chunk=100)).policy.prefill_chunk == 100
+    assert search(question(asked, prefill_chunk=100, gpu_batch_size=24, num_gpu_batches=1)).policy.prefill_chunk == 100
 
 
 def test_where_there_is_no_room_prompts_are_cut_smaller() -> None:
@@ -120,7 +120,7 @@ def test_the_kernels_and_the_plans_mean_the_same_logits() -> None:
 # ---- what prompt attention takes on a GPU, as far as it shows without one
 
 Prefill = Callable[..., Any]
-SHAPES = [(24, 2048, 0), (1, 20_000, 0), (4, 500, 1500), (1, 3000, 9000), (64, 16, 0)]
+SHAPES = [(6, 2048, 0), (1, 9000, 0), (4, 500, 1500), (1, 1500, 9000), (64, 16, 0)]
 """Rows, their own tokens, and the tokens that they follow."""
 
 
