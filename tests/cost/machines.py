@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from h2o_flexgen.config.eviction import EvictionConfig
@@ -109,6 +110,7 @@ def asked(model: CostModel, **changes: Any) -> CostModel:
     return replace(model, request=replace(model.request, **changes))
 
 
+@cache
 def known(name: str) -> ModelSpec:
     """A model of configs/models."""
     return spec_from_config(known_config(name) or {}, name)

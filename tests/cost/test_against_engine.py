@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from h2o_flexgen.cost.model import CostModel
 from h2o_flexgen.cost.simulate import simulate
 from h2o_flexgen.engine.engine import Engine
 from tests.cost.machines import profile
-from tests.pairs import pairs
 from tests.tiny import make_model, prompts_of, save
 
 NEW, PROMPT, ROWS, BATCHES = 20, 24, 2, 3
@@ -36,7 +36,10 @@ CASES: dict[str, tuple[dict[str, Any], str | None]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "family", "bits"), pairs(CASES, ["opt", "mistral"], [16, 4]))
+@pytest.mark.parametrize(
+    ("case", "family", "bits"),
+    [(case, *how) for case, how in zip(CASES, cycle(product(["opt", "mistral"], [16, 4])), strict=False)],
+)
 def test_a_run_is_the_simulated_one(case: str, family: str, bits: int, tmp_path: Path) -> None:
     placement, gpu = CASES[case]
     policy = {**placement, "gpu_batch_size": ROWS, "num_gpu_batches": BATCHES}
