@@ -7,9 +7,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from h2o_flexgen.memory.cuda import Device
+if TYPE_CHECKING:
+    from h2o_flexgen.memory.cuda import Device
 
 TraceCallback = Callable[[str, float, float, str], None]
 """(task, start, end, resource); times are `time.perf_counter` readings. Called on the worker threads."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import mmap
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,26 @@ def raw_safetensors(path: Path, header: dict[str, Any] | bytes, data: bytes, shi
     if shift is not None:
         text += b" " * ((shift - len(text)) % 4)
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+class Growth:
+    """By how many bytes the memory of this process grew at most within."""
+
+    nbytes = 0
+
+    def __enter__(self) -> Growth:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed and is not given back would hide what is taken
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is that of now
+        self._before = self._status("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.nbytes = self._status("VmHWM") - self._before
+
+    def _status(self, name: str) -> int:
+        (line,) = re.findall(rf"^{name}:\s*(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.M)
+        return int(line) << 10
 
 
 def droppable_pages(path: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -301,8 +302,19 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint(form: Format, **changes: Any) -> Checkpoint:
-    """A tiny model whose projections are all stored so."""
-    plain = CONFIG | changes
+    """A tiny model whose projections are all stored so. What slow loops wrote of FORMATS is kept."""
+    name = next((name for name, known in FORMATS.items() if known is form), None)
+    made = _written(name, json.dumps(changes)) if name else _made(form, changes)
+    return Checkpoint(json.loads(json.dumps(made.config)), dict(made.tensors), dict(made.dense))
+
+
+@cache
+def _written(name: str, changes: str) -> Checkpoint:
+    return _made(FORMATS[name], json.loads(changes))
+
+
+def _made(form: Format, changes: Mapping[str, Any]) -> Checkpoint:
+    plain = {**CONFIG, **changes}
     generator = torch_generator(3)
     spec = spec_from_config(plain, "tiny")
     shapes = {tensor.name: tensor.shape for group in spec.weight_groups for tensor in group.tensors}
@@ -322,7 +334,7 @@ def checkpoint(form: Format, **changes: Any) -> Checkpoint:
         else:
             tensors[stored] = (torch.randn(size, generator=generator) * 0.1).half()
             meant[stored] = tensors[stored].float()
-    return Checkpoint({**plain, "quantization_config": json.loads(json.dumps(form.config))}, tensors, meant)
+    return Checkpoint({**plain, "quantization_config": form.config}, tensors, meant)
 
 
 def open_folder(folder: Path) -> CheckpointSource:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -155,32 +153,24 @@ def fake_hub(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
 
 @pytest.mark.slow
 def test_a_download_takes_what_is_needed_and_is_found_again(
-    tmp_path: Path, fake_hub: ThreadingHTTPServer, request: pytest.FixtureRequest
+    tmp_path: Path, fake_hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = (
-        "import sys; from h2o_flexgen.checkpoint.hub import resolve_model\n"
-        "from h2o_flexgen.errors import ModelError\n"
-        "found = resolve_model('me/mine'); print(found.origin, found.folder, found.tokenizer_folder)\n"
-        "found = resolve_model('me/mine', offline=True); print(found.origin)\n"
-        "try: resolve_model('me/other')\n"
-        "except ModelError as error: print(str(error).replace(chr(10), ' '))\n"
-    )
-    environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
-    environment |= {
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_ENDPOINT": f"http://127.0.0.1:{fake_hub.server_port}",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, cwd=request.config.rootpath
-    )
-    assert run.returncode == 0, run.stderr
-    first, second, third = run.stdout.splitlines()
-    folder = tmp_path / "home" / "hub" / "models--me--mine" / "snapshots" / COMMIT
-    assert first == f"hub {folder} {folder}"
-    assert second == "cache"
-    assert "the hub has no model me/other" in third
+    for variable in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(variable)
+    endpoint = f"http://127.0.0.1:{fake_hub.server_port}"
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    huggingface_hub.close_session()  # the next one is made of these settings
+    try:
+        found, again = resolve_model("me/mine"), resolve_model("me/mine", offline=True)
+        assert "the hub has no model me/other" in not_found("me/other")
+    finally:
+        huggingface_hub.close_session()
+    folder = tmp_path / "cache" / "models--me--mine" / "snapshots" / COMMIT
+    assert (found.origin, found.folder, found.tokenizer_folder) == ("hub", folder, folder)
+    assert (again.origin, again.folder) == ("cache", folder)
     names = {path.name for path in (tmp_path / "served").iterdir()} - {"README.md", "model.py", "pytorch_model.bin"}
     assert {path.name for path in folder.iterdir()} == names
 

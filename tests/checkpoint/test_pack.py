@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 from functools import partial
 from pathlib import Path
@@ -20,7 +17,7 @@ from h2o_flexgen.memory.copies import checksum
 from h2o_flexgen.memory.disk import DirectFile
 from h2o_flexgen.memory.handle import packed_layout
 from h2o_flexgen.memory.rundir import OffloadDir
-from tests.checkpoint.models import droppable_pages, make_spec, open_tiny, read_all, weights, write_single
+from tests.checkpoint.models import Growth, droppable_pages, make_spec, open_tiny, read_all, weights, write_single
 from tests.checkpoint.packing import GROUPS, SPEC, contents, packed_folder, unit_files
 
 
@@ -99,35 +96,17 @@ def test_two_packings_at_once_wait_for_each_other(offload: OffloadDir) -> None:
 
 
 @pytest.mark.slow
-def test_memory_is_one_unit(tmp_path: Path) -> None:
+def test_memory_is_one_unit(offload: OffloadDir) -> None:
     """Packing layers of 16 MiB takes one of them, and the page cache keeps none of what was written."""
-    script = textwrap.dedent("""
-        import resource, sys, torch
-        from h2o_flexgen.checkpoint import pack
-        from h2o_flexgen.checkpoint.source import DummySource
-        from h2o_flexgen.memory.rundir import OffloadDir
-        from tests.checkpoint.models import droppable_pages, make_spec
-        spec = make_spec(hidden_size=1024, ffn_dim=4096, word_embed_proj_dim=1024, num_hidden_layers=4)
-        peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-        source = DummySource(spec, "float16")
-        with OffloadDir(sys.argv[1]) as folder:
-            pack.ensure_packed(spec.weight_groups[:1], source, "float16", folder)
-            before = peak()
-            units = pack.ensure_packed(spec.weight_groups, source, "float16", folder)
-            print(max(unit.layout.nbytes for unit in units.values()), peak() - before)
-            print(sum(droppable_pages(unit.extents[0].path) for unit in units.values()))
-    """)
-    run = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "offload")],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path.cwd(),
-    )
-    largest, taken, cached = map(int, run.stdout.split())
+    spec = make_spec(hidden_size=1024, ffn_dim=4096, word_embed_proj_dim=1024, num_hidden_layers=4)
+    source = DummySource(spec, "float16")
+    ensure_packed(spec.weight_groups[:1], source, "float16", offload)
+    with Growth() as taken:
+        units = ensure_packed(spec.weight_groups, source, "float16", offload)
+    largest = max(unit.layout.nbytes for unit in units.values())
     assert largest >= 16 << 20
-    assert taken < largest + (6 << 20)
-    assert cached < 100
+    assert largest - (1 << 20) < taken.nbytes < largest + (6 << 20)
+    assert sum(droppable_pages(unit.extents[0].path) for unit in units.values()) < 100
 
 
 def test_the_page_cache_stays_empty_without_direct_writes(offload: OffloadDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,12 +39,18 @@ NEOX = {"model_type": "gpt_neox", "num_key_value_heads": None}
 OPT = {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64}
 
 
-@pytest.mark.parametrize("changes", [PHI3, NEOX, OPT], ids=["phi3", "gpt_neox", "opt"])
+FUSED = (
+    *("gptq 8 act-order", "gptq zeros", "awq", "packed 4 zeros", "packed 8 act-order", "float channel"),
+    *("float block", "int8 zeros", "fp8 tensor", "fp8 blocks"),
+)
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "changes"),
     [
-        *("gptq 8 act-order", "gptq zeros", "awq", "packed 4 zeros", "packed 8 act-order", "float channel"),
-        *("float block", "int8 zeros", "fp8 tensor", "fp8 blocks"),
+        *((name, NEOX) for name in FUSED),
+        *((name, PHI3) for name in FUSED[::2]),
+        *((name, OPT) for name in FUSED[1::4]),
     ],
 )
 def test_rows_of_fused_matrices(tmp_path: Path, name: str, changes: dict[str, object]) -> None:

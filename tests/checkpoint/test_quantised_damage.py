@@ -286,7 +286,7 @@ def test_junk_in_configs_is_a_model_error(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_headers_of_quantised_files_with_other_records(tmp_path: Path, data: st.DataObject) -> None:
     """Names, dtypes and shapes of tensors exchanged: accepted and read, or an error of ours."""

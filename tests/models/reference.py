@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -91,8 +91,6 @@ class Reference:
         return rows.t().contiguous() if place.transposed else rows
 
 
-_made: dict[str, Reference] = {}
-
-
+@cache
 def reference(name: str) -> Reference:
-    return _made.setdefault(name, Reference(name))
+    return Reference(name)
