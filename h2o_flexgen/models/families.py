@@ -16,6 +16,7 @@ from h2o_flexgen.models import (
     llama_like,
     mistral,
     mixtral,
+    mixture,
     olmoe,
     opt,
     phi3,
@@ -33,33 +34,28 @@ from h2o_flexgen.registry import Registry
 class Family(NamedTuple):
     """The facts about one family: its shape, its names, and what to skip in its checkpoints."""
 
-    spec_from_config: Callable[[Mapping[str, Any], str], ModelSpec]
-    checkpoint_names: Callable[[ModelSpec], Names]
-    ignored: tuple[str, ...]
+    spec_from_config: Callable[[ConfigReader], ModelSpec]
+    checkpoint_names: Callable[[ModelSpec], Names] = llama_like.checkpoint_names
+    ignored: tuple[str, ...] = llama_like.IGNORED
     experts: bool = False
     """Whether it has mixtures of experts."""
 
 
 FAMILIES: Registry[Family] = Registry("model family", ModelError)
 FAMILIES.register("opt", Family(opt.spec_from_config, opt.checkpoint_names, opt.IGNORED))
-FAMILIES.register("llama", Family(llama.spec_from_config, llama_like.checkpoint_names, llama_like.IGNORED))
-FAMILIES.register("mistral", Family(mistral.spec_from_config, llama_like.checkpoint_names, llama_like.IGNORED))
-FAMILIES.register("qwen2", Family(qwen2.spec_from_config, llama_like.checkpoint_names, llama_like.IGNORED))
-FAMILIES.register("qwen3", Family(qwen3.spec_from_config, llama_like.checkpoint_names, llama_like.IGNORED))
-FAMILIES.register("phi3", Family(phi3.spec_from_config, phi3.checkpoint_names, llama_like.IGNORED))
-FAMILIES.register("gemma3_text", Family(gemma3.spec_from_config, gemma3.checkpoint_names, llama_like.IGNORED))
+FAMILIES.register("llama", Family(llama.spec_from_config))
+FAMILIES.register("mistral", Family(mistral.spec_from_config))
+FAMILIES.register("qwen2", Family(qwen2.spec_from_config))
+FAMILIES.register("qwen3", Family(qwen3.spec_from_config))
+FAMILIES.register("phi3", Family(phi3.spec_from_config, phi3.checkpoint_names))
+FAMILIES.register("gemma3_text", Family(gemma3.spec_from_config, gemma3.checkpoint_names))
 FAMILIES.register("gpt_neox", Family(gpt_neox.spec_from_config, gpt_neox.checkpoint_names, gpt_neox.IGNORED))
-for _name, _module in (
-    ("mixtral", mixtral),
-    ("qwen2_moe", qwen2_moe),
-    ("qwen3_moe", qwen3_moe),
-    ("olmoe", olmoe),
-    ("granitemoe", granitemoe),
-    ("gpt_oss", gpt_oss),
-):
-    FAMILIES.register(
-        _name, Family(_module.spec_from_config, _module.checkpoint_names, llama_like.IGNORED, experts=True)
-    )
+FAMILIES.register("mixtral", Family(mixtral.spec_from_config, mixtral.checkpoint_names, experts=True))
+FAMILIES.register("qwen2_moe", Family(qwen2_moe.spec_from_config, qwen2_moe.checkpoint_names, experts=True))
+FAMILIES.register("qwen3_moe", Family(qwen3_moe.spec_from_config, mixture.mixture_names, experts=True))
+FAMILIES.register("olmoe", Family(olmoe.spec_from_config, mixture.mixture_names, experts=True))
+FAMILIES.register("granitemoe", Family(granitemoe.spec_from_config, granitemoe.checkpoint_names, experts=True))
+FAMILIES.register("gpt_oss", Family(gpt_oss.spec_from_config, gpt_oss.checkpoint_names, experts=True))
 
 
 def family_of(config: Mapping[str, Any], name: str) -> Family:
@@ -81,11 +77,11 @@ UNDONE = ("num_local_experts", "num_experts", "n_routed_experts")
 
 def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     """The ModelSpec of a config.json of any supported family; ModelError for what it asks and is not done."""
-    family = family_of(config, name)
+    family, read = family_of(config, name), ConfigReader(config, name)
     if not family.experts:
-        ConfigReader(config, name).refuse(UNDONE)
+        read.refuse(UNDONE)
     read_quantization(config, name)
-    return family.spec_from_config(config, name)
+    return family.spec_from_config(read)
 
 
 def checkpoint_names(spec: ModelSpec) -> Names:

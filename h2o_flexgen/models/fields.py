@@ -38,7 +38,7 @@ class ConfigReader:
     """
 
     def __init__(self, config: Mapping[str, Any], name: str, path: str = "") -> None:
-        self._config, self._name, self._path = config, name, path
+        self._config, self.name, self._path = config, name, path
 
     def __contains__(self, key: str) -> bool:
         return self._config.get(key) is not None
@@ -52,16 +52,16 @@ class ConfigReader:
         value = self._value(key, {})
         if not isinstance(value, dict):
             raise self.error(key, "an object")
-        return ConfigReader(value, self._name, f"{self._path}{_shown(key)}.")
+        return ConfigReader(value, self.name, f"{self._path}{_shown(key)}.")
 
     def filled(self, **defaults: Any) -> ConfigReader:
         """The same with `defaults` for the keys that have no value."""
-        return ConfigReader({**defaults, **self.values()}, self._name, self._path)
+        return ConfigReader({**defaults, **self.values()}, self.name, self._path)
 
     def without_zeros(self, *keys: str) -> ConfigReader:
         """The same where a 0 under one of `keys` counts as absent."""
         kept = {key: value for key, value in self._config.items() if value or key not in keys}
-        return ConfigReader(kept, self._name, self._path)
+        return ConfigReader(kept, self.name, self._path)
 
     def refuse(self, keys: Iterable[str]) -> None:
         """ModelError for the first of `keys` that asks for something: that is neither null, false, 0 nor empty."""
@@ -168,7 +168,7 @@ class ConfigReader:
     def divide(self, key: str, value: int, by_key: str, by: int) -> int:
         """`value` / `by`, which must leave no rest."""
         if value % by:
-            raise ModelError(f"{self._name}: {key} {value} is not a multiple of {by_key} {by}")
+            raise ModelError(f"{self.name}: {key} {value} is not a multiple of {by_key} {by}")
         return value // by
 
     def error(self, key: str, needed: str, change: str = "") -> ModelError:
@@ -182,7 +182,7 @@ class ConfigReader:
     def _error(self, key: str, value: object, needed: str, change: str = "") -> ModelError:
         shown = repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}..."
         found = f"{self._path}{key} is {'missing' if value is None else shown} in config.json"
-        return ModelError(f"{self._name}: {found}", f"needed {needed}", change)
+        return ModelError(f"{self.name}: {found}", f"needed {needed}", change)
 
 
 def _shown(key: str) -> str:

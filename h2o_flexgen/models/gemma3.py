@@ -7,9 +7,7 @@ window, and have rotary positions of their own. No torch. "Gemma 3 Technical Rep
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -43,11 +41,10 @@ _NORMS = {
 }
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have Gemma3TextConfig's defaults. Raises ModelError."""
-    read = ConfigReader(config, name)
     read.refuse(UNDONE)
-    spec, bias = read_spec(read, name, "gemma3_text", DEFAULTS, _global_rotary), read.flag("attention_bias", False)
+    spec, bias = read_spec(read, "gemma3_text", DEFAULTS, _global_rotary), read.flag("attention_bias", False)
     arch = replace(
         spec.arch,
         norm_offset=1.0,

@@ -5,9 +5,6 @@ No torch. Black et al., "GPT-NeoX-20B", arXiv 2204.06745; Biderman et al., "Pyth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from h2o_flexgen.config.model.arch import ArchSpec, RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ACTIVATIONS, ConfigReader
@@ -34,15 +31,14 @@ _OUTER = {
 }
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have GPTNeoXConfig's defaults. Raises ModelError."""
-    read = ConfigReader(config, name)
     hidden, heads = read.whole("hidden_size", 6144), read.whole("num_attention_heads", 64)
     head_dim = read.divide("hidden_size", hidden, "num_attention_heads", heads)
     positions = read.whole("max_position_embeddings", 2048)
     rotary, bias = _rotary(read, head_dim, positions), read.flag("attention_bias", True)
     return ModelSpec(
-        name=name,
+        name=read.name,
         vocab_size=read.whole("vocab_size", 50432),
         hidden_size=hidden,
         ffn_size=read.whole("intermediate_size", 24576),

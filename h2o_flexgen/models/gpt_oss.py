@@ -6,9 +6,7 @@ and outputs the other way round; gate and up lie in one projection, in turns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -41,10 +39,9 @@ _YARN = {
 _SLOPE = 1.702
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have GptOssConfig's defaults. Raises ModelError."""
-    read = ConfigReader(config, name)
-    spec, bias = read_spec(read, name, "gpt_oss", DEFAULTS, _rotary), read.flag("attention_bias", True)
+    spec, bias = read_spec(read, "gpt_oss", DEFAULTS, _rotary), read.flag("attention_bias", True)
     if read.number("swiglu_alpha", _SLOPE) != _SLOPE:
         raise read.error("swiglu_alpha", f"{_SLOPE}")
     clamp = read.number("swiglu_limit", 7.0)

@@ -5,9 +5,7 @@ No torch. IBM Granite Team, "Granite 3.0 Language Models", 2024.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
@@ -31,10 +29,9 @@ _OLD = {"gate_up": f"{_MOE}.input_linear.weight", "down": f"{_MOE}.output_linear
 _NEW = {"gate_up": f"{_MOE}.experts.gate_up_proj", "down": f"{_MOE}.experts.down_proj"}
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have GraniteMoeConfig's defaults. Raises ModelError."""
-    read = ConfigReader(config, name)
-    spec, bias = read_spec(read, name, "granitemoe", DEFAULTS), read.flag("attention_bias", False)
+    spec, bias = read_spec(read, "granitemoe", DEFAULTS), read.flag("attention_bias", False)
     arch = replace(
         spec.arch,
         qkv_bias=bias,

@@ -6,9 +6,7 @@ arXiv 2407.21783.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
@@ -26,12 +24,11 @@ DEFAULTS = Defaults(
 )
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have LlamaConfig's defaults. Raises ModelError.
 
     `pretraining_tp` splits products without changing them, and is not looked at.
     """
-    read = ConfigReader(config, name)
-    spec, bias = read_spec(read, name, "llama", DEFAULTS), read.flag("attention_bias", False)
+    spec, bias = read_spec(read, "llama", DEFAULTS), read.flag("attention_bias", False)
     arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, mlp_bias=read.flag("mlp_bias", False))
     return replace(spec, arch=arch)

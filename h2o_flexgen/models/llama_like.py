@@ -62,7 +62,6 @@ class Defaults:
 
 def read_spec(
     read: ConfigReader,
-    name: str,
     family: str,
     defaults: Defaults,
     rotary_of: Callable[[ConfigReader, int, int], RotarySpec] = read_rotary,
@@ -79,7 +78,7 @@ def read_spec(
     positions = read.whole("max_position_embeddings", defaults.max_position_embeddings)
     rotary = rotary_of(read, head_dim, positions)
     return ModelSpec(
-        name=name,
+        name=read.name,
         vocab_size=read.whole("vocab_size", defaults.vocab_size),
         hidden_size=hidden,
         ffn_size=read.whole("intermediate_size", defaults.intermediate_size),
@@ -131,10 +130,14 @@ def by_layer(arch: ArchSpec, read: ConfigReader, window: int | None, usual: Sequ
     return replace(arch, window=window, window_layers=None if len(layers) == len(usual) else layers)
 
 
+def window_in_use(read: ConfigReader) -> int | None:
+    """The window of the Qwen families, which their configs give even where it is switched off."""
+    return read.whole_or_null("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
+
+
 def from_layer_on(arch: ArchSpec, read: ConfigReader, layers: int) -> ArchSpec:
     """The windows of the Qwen families: used if `use_sliding_window`, from layer `max_window_layers` on."""
-    window = read.whole_or_null("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
-    first = read.count("max_window_layers", 28)
+    window, first = window_in_use(read), read.count("max_window_layers", 28)
     return by_layer(arch, read, window, [window is not None and layer >= first for layer in range(layers)])
 
 

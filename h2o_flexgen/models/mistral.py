@@ -5,9 +5,7 @@ No torch. Jiang et al., "Mistral 7B", arXiv 2310.06825.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
@@ -26,9 +24,8 @@ DEFAULTS = Defaults(
 )
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have MistralConfig's defaults. Raises ModelError."""
-    read = ConfigReader(config, name)
-    spec = read_spec(read, name, "mistral", DEFAULTS)
+    spec = read_spec(read, "mistral", DEFAULTS)
     window = read.whole_or_null("sliding_window", 4096)
     return replace(spec, arch=everywhere(spec.arch, read, window, spec.num_layers))

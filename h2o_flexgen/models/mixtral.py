@@ -5,15 +5,13 @@ No torch. Jiang et al., "Mixtral of Experts", arXiv 2401.04088.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import Defaults, everywhere, read_spec
-from h2o_flexgen.models.mixture import EXPERTS, FUSED, mixture_names, read_experts
+from h2o_flexgen.models.mixture import EXPERTS, mixture_names, read_experts
 from h2o_flexgen.models.rope_fields import read_rotary
 from h2o_flexgen.models.stored import Names
 
@@ -38,17 +36,16 @@ _NUMBERED = {
 }
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have MixtralConfig's defaults. Raises ModelError."""
-    read = ConfigReader(config, name)
-    spec = read_spec(read, name, "mixtral", DEFAULTS, partial(read_rotary, theta=1e6))
+    spec = read_spec(read, "mixtral", DEFAULTS, partial(read_rotary, theta=1e6))
     arch = everywhere(spec.arch, read, read.whole_or_null("sliding_window", None), spec.num_layers)
     return replace(spec, arch=replace(arch, experts=read_experts(read, 8, 2, spec.ffn_size)))
 
 
 def checkpoint_names(spec: ModelSpec) -> Names:
     """For every canonical tensor where a checkpoint may keep it, the usual place first."""
-    names, newer = (mixture_names(spec, parts, FUSED) for parts in ({**EXPERTS, **_NUMBERED}, EXPERTS))
+    names, newer = (mixture_names(spec, parts) for parts in ({**EXPERTS, **_NUMBERED}, EXPERTS))
     return {
         key: tuple(dict.fromkeys((*places, *newer[key]))) if "router" in key else places
         for key, places in names.items()

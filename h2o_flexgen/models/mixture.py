@@ -47,7 +47,7 @@ def dense_layers(read: ConfigReader, layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
 
 
-def mixture_names(spec: ModelSpec, parts: Mapping[str, str], fused: Mapping[str, str]) -> Names:
+def mixture_names(spec: ModelSpec, parts: Mapping[str, str] = EXPERTS, fused: Mapping[str, str] = FUSED) -> Names:
     """Where a checkpoint may keep every canonical tensor, experts one by one where `parts` names them so.
 
     fused   what the tensors of all experts of a layer together are called: "gate_up" (experts, 2 x ffn, hidden), "down"

@@ -5,15 +5,12 @@ No torch. Muennighoff et al., "OLMoE: Open Mixture-of-Experts Language Models", 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import Defaults, read_spec
-from h2o_flexgen.models.mixture import EXPERTS, FUSED, mixture_names, read_experts
-from h2o_flexgen.models.stored import Names
+from h2o_flexgen.models.mixture import read_experts
 
 DEFAULTS = Defaults(
     vocab_size=50304,
@@ -26,20 +23,13 @@ DEFAULTS = Defaults(
     eos_token_id=50279,
     pad_token_id=1,
 )
-UNDONE = ("sliding_window",)
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have OlmoeConfig's defaults. Raises ModelError."""
-    read = ConfigReader(config, name)
-    read.refuse(UNDONE)
-    spec, bias = read_spec(read, name, "olmoe", DEFAULTS), read.flag("attention_bias", False)
+    read.refuse(["sliding_window"])
+    spec, bias = read_spec(read, "olmoe", DEFAULTS), read.flag("attention_bias", False)
     experts = read_experts(read, 64, 8, spec.ffn_size, normalised=read.flag("norm_topk_prob", False))
     clip = read.number("clip_qkv") if "clip_qkv" in read else None
     arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, qk_norm=True, qk_norm_joint=True, clip_qkv=clip)
     return replace(spec, arch=replace(arch, experts=experts))
-
-
-def checkpoint_names(spec: ModelSpec) -> Names:
-    """For every canonical tensor where a checkpoint may keep it, the usual place first."""
-    return mixture_names(spec, EXPERTS, FUSED)

@@ -5,9 +5,6 @@ No torch. Zhang et al., "OPT: Open Pre-trained Transformer Language Models", arX
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from h2o_flexgen.config.model.arch import ArchSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ACTIVATIONS, ConfigReader
@@ -42,16 +39,15 @@ _OUTER_NAMES = {
 }
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have OPTConfig's defaults. Raises ModelError."""
-    read = ConfigReader(config, name)
     hidden = read.whole("hidden_size", 768)
     heads = read.whole("num_attention_heads", 12)
     head_dim = read.divide("hidden_size", hidden, "num_attention_heads", heads)
     pre_norm = read.flag("do_layer_norm_before", True)
     biases = read.flag("enable_bias", True)
     return ModelSpec(
-        name=name,
+        name=read.name,
         vocab_size=read.whole("vocab_size", 50272),
         hidden_size=hidden,
         ffn_size=read.whole("ffn_dim", 3072),

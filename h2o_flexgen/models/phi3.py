@@ -5,9 +5,7 @@ No torch. Abdin et al., "Phi-3 Technical Report", arXiv 2404.14219.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -40,10 +38,9 @@ _KINDS = {"default": "default", "longrope": "longrope", "su": "longrope", "yarn"
 """Early files call LongRoPE su or yarn."""
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have Phi3Config's defaults. Raises ModelError."""
-    read = ConfigReader(config, name)
-    spec = read_spec(read, name, "phi3", DEFAULTS, _rotary)
+    spec = read_spec(read, "phi3", DEFAULTS, _rotary)
     return replace(spec, arch=everywhere(spec.arch, read, read.whole_or_null("sliding_window", None), spec.num_layers))
 
 

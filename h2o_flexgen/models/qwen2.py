@@ -5,9 +5,7 @@ No torch. Yang et al., "Qwen2.5 Technical Report", arXiv 2412.15115.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
@@ -24,8 +22,7 @@ DEFAULTS = Defaults(
 )
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have Qwen2Config's defaults. Raises ModelError."""
-    read = ConfigReader(config, name)
-    spec = read_spec(read, name, "qwen2", DEFAULTS)
+    spec = read_spec(read, "qwen2", DEFAULTS)
     return replace(spec, arch=from_layer_on(replace(spec.arch, qkv_bias=True), read, spec.num_layers))

@@ -5,14 +5,12 @@ No torch. Yang et al., "Qwen2 Technical Report", arXiv 2407.10671.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import PARTS, Defaults, by_layer, read_spec
-from h2o_flexgen.models.mixture import EXPERTS, FUSED, dense_layers, mixture_names, read_experts
+from h2o_flexgen.models.llama_like import PARTS, Defaults, by_layer, read_spec, window_in_use
+from h2o_flexgen.models.mixture import EXPERTS, dense_layers, mixture_names, read_experts
 from h2o_flexgen.models.stored import Names
 
 DEFAULTS = Defaults(
@@ -33,10 +31,9 @@ _SHARED = {
 }
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have Qwen2MoeConfig's defaults. Raises ModelError."""
-    read = ConfigReader(config, name)
-    spec = read_spec(read, name, "qwen2_moe", DEFAULTS)
+    spec = read_spec(read, "qwen2_moe", DEFAULTS)
     experts = read_experts(
         read,
         60,
@@ -47,8 +44,7 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         dense=dense_layers(read, spec.num_layers),
     )
     arch = replace(spec.arch, qkv_bias=read.flag("qkv_bias", True), experts=experts)
-    window = read.whole_or_null("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
-    first = read.count("max_window_layers", 28)
+    window, first = window_in_use(read), read.count("max_window_layers", 28)
     windowed = [window is not None and layer < first and layer % 2 == 0 for layer in range(spec.num_layers)]
     return replace(spec, arch=by_layer(arch, read, window, windowed))
 
@@ -56,6 +52,6 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
 def checkpoint_names(spec: ModelSpec) -> Names:
     """For every canonical tensor where a checkpoint may keep it, the usual place first."""
     shared = {**EXPERTS, **_SHARED}
-    names, plain = (mixture_names(spec, parts, FUSED) for parts in (shared, {**shared, **PARTS}))
+    names, plain = (mixture_names(spec, parts) for parts in (shared, {**shared, **PARTS}))
     dense = {f"layers.{layer}." for layer in range(spec.num_layers) if spec.arch.experts_of(layer) is None}
     return {name: plain[name] if name.startswith(tuple(dense)) else places for name, places in names.items()}

@@ -5,9 +5,7 @@ No torch. Yang et al., "Qwen3 Technical Report", arXiv 2505.09388.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
@@ -25,9 +23,8 @@ DEFAULTS = Defaults(
 )
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have Qwen3Config's defaults. Raises ModelError."""
-    read = ConfigReader(config, name)
-    spec, bias = read_spec(read, name, "qwen3", DEFAULTS), read.flag("attention_bias", False)
+    spec, bias = read_spec(read, "qwen3", DEFAULTS), read.flag("attention_bias", False)
     arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, qk_norm=True)
     return replace(spec, arch=from_layer_on(arch, read, spec.num_layers))

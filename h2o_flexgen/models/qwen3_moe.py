@@ -5,15 +5,12 @@ No torch. Yang et al., "Qwen3 Technical Report", arXiv 2505.09388.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import Defaults, everywhere, read_spec
-from h2o_flexgen.models.mixture import EXPERTS, FUSED, dense_layers, mixture_names, read_experts
-from h2o_flexgen.models.stored import Names
+from h2o_flexgen.models.llama_like import Defaults, everywhere, read_spec, window_in_use
+from h2o_flexgen.models.mixture import dense_layers, read_experts
 
 DEFAULTS = Defaults(
     vocab_size=151936,
@@ -26,10 +23,9 @@ DEFAULTS = Defaults(
 )
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
+def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have Qwen3MoeConfig's defaults. Raises ModelError."""
-    read = ConfigReader(config, name)
-    spec, bias = read_spec(read, name, "qwen3_moe", DEFAULTS), read.flag("attention_bias", False)
+    spec, bias = read_spec(read, "qwen3_moe", DEFAULTS), read.flag("attention_bias", False)
     experts = read_experts(
         read,
         128,
@@ -39,10 +35,4 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
         dense=dense_layers(read, spec.num_layers),
     )
     arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, qk_norm=True, experts=experts)
-    window = read.whole_or_null("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
-    return replace(spec, arch=everywhere(arch, read, window, spec.num_layers))
-
-
-def checkpoint_names(spec: ModelSpec) -> Names:
-    """For every canonical tensor where a checkpoint may keep it, the usual place first."""
-    return mixture_names(spec, EXPERTS, FUSED)
+    return replace(spec, arch=everywhere(arch, read, window_in_use(read), spec.num_layers))
