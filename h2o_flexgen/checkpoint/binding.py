@@ -130,6 +130,10 @@ class Binding:
         self._vocab_shape = (spec.vocab_size, spec.embed_dim)
         self.problems = problems
         self.tied_copy: tuple[str, FileTensor] | None = None
+        self._tables: Tables = {}
+        self._where: dict[str, list[str]] = {}  # stored name -> the shards that have it
+        self._found: dict[str, str] = {}  # canonical name -> stored name
+        self._tensors: dict[str, FoundTensor] = {}
 
     def least_bytes(self, shards: Shards, shard: str) -> int:
         """Bytes in 16 bits of the weights that `shard` should hold; 0 where they have fewer."""
@@ -144,68 +148,63 @@ class Binding:
         return 2 * sum(self._wanted.numel(name) for name in held)
 
     def bind(self, shards: Shards, tables: Tables) -> dict[str, FoundTensor]:
-        """Canonical name -> where its bytes are, for all tensors that are fine."""
-        where: dict[str, list[str]] = {}
+        """Canonical name -> where its bytes are, for all tensors that are fine. To be called once."""
+        self._tables, tensors = tables, self._tensors
         for shard, table in tables.items():
             for stored in table:
-                where.setdefault(stored, []).append(shard)
-        self._check_index(shards, tables, where)
-        index = shards.index or {}
-        lost = {stored for stored, shard in index.items() if shard not in tables}
-        found: dict[str, str] = {}
-        tensors: dict[str, FoundTensor] = {}
-        packed = self._claim_packed(tables, where, lost, found, tensors)
-        quantised = {stored: None for stored in where if self._is_quantised(stored)}
+                self._where.setdefault(stored, []).append(shard)
+        self._check_index(shards)
+        lost = {stored for stored, shard in (shards.index or {}).items() if shard not in tables}
+        packed = self._claim_packed(lost)
+        quantised = {stored: None for stored in self._where if self._is_quantised(stored)}
         self._note_quantised(list(quantised))
-        for stored, holders in where.items():
+        for stored, holders in self._where.items():
             if self._is_ignored(stored) or stored in quantised or stored in packed:
                 continue
             if len(holders) > 1:
                 self.problems.add(f"tensor {stored!r} is in {' and in '.join(holders)}")
-            entry = tables[holders[0]][stored]
+            entry = self._entry(stored)
             if stored in self._wanted.users:
-                self._claim(stored, entry, found, tensors)
+                fine = self._check_tensor(stored, self._wanted.shape(stored), entry)
+                self._give(stored, partial(tensor_in, entry) if fine else None)
             elif stored in self._tied_heads:
-                self._bind_tied(stored, entry)
+                if self._check_tensor(stored, self._vocab_shape, entry):
+                    self.tied_copy = (stored, tensor_in(entry, self._tied_heads[stored], self._vocab_shape))
             else:
                 self.problems.add(f"tensor {stored!r} of {holders[0]} is not part of this model")
-        self._settle_tied(found, tensors)
+        self._settle_tied()
         if quantised:
             return tensors  # what is missing is there in another form, which has been reported
         if len(tables) == len(shards.files):
-            self._check_missing(found)
+            self._check_missing()
         elif shards.index is not None:
-            self._check_missing(found, lost)
+            self._check_missing(lost)
         return tensors
 
-    def _claim(self, stored: str, entry: Entry, found: dict[str, str], tensors: dict[str, FoundTensor]) -> None:
-        """Give tensor `stored` to the canonical tensors that it holds. `found`: canonical name -> stored name."""
-        fine = self._check_tensor(stored, self._wanted.shape(stored), entry)
-        self._give(stored, partial(tensor_in, entry) if fine else None, found, tensors)
+    def _entry(self, stored: str) -> Entry:
+        """Tensor `stored` in the first shard that has it."""
+        return self._tables[self._where[stored][0]][stored]
 
-    def _claim_packed(
-        self, tables: Tables, where: Mapping[str, list[str]], lost: set[str], found: dict[str, str],
-        tensors: dict[str, FoundTensor],
-    ) -> set[str]:  # fmt: skip
+    def _claim_packed(self, lost: set[str]) -> set[str]:
         """Give quantised matrices to the canonical tensors that they hold: the names of the tensors that they are
         stored as. `lost`: those that are in files already reported."""
-        packed: set[str] = set()
+        packed, where = set[str](), self._where
         if self._quantization is None:
             return packed
         for stored, users in self._wanted.users.items():
             if all(f"{stored}_{part}" in where for part in _MXFP4):
                 packed.update(f"{stored}_{part}" for part in _MXFP4)
-                self._claim_mxfp4(stored, tables, where, found, tensors)
+                self._claim_mxfp4(stored)
                 continue
             module = stored.removesuffix(".weight")
             held = {part: f"{module}.{part}" for part in PART_NAMES if f"{module}.{part}" in where}
-            entries = {part: tables[where[name][0]][name] for part, name in held.items()}
+            entries = {part: self._entry(name) for part, name in held.items()}
             shape = self._wanted.shape(stored)
             if module == stored or len(shape) != 2 or not _is_packed(entries):
                 continue
             packed.update(held.values())
             bias = f"{module}.bias"  # some programs give every module one
-            if bias in where and not self._is_known(bias) and _is_zero(tables[where[bias][0]][bias]):
+            if bias in where and not self._is_known(bias) and _is_zero(self._entry(bias)):
                 packed.add(bias)
             for name in held.values():
                 if len(where[name]) > 1:
@@ -216,65 +215,55 @@ class Binding:
                     f"tensor {next(iter(held.values()))!r} is of quantised weights, "
                     f"but quantization_config in config.json leaves {module} out"
                 )
-                self._give(stored, None, found, tensors)
+                self._give(stored, None)
             else:
                 matrix = stored_matrix(scheme, (shape[0], shape[1]), list(held))
                 excused = {part for part in PART_NAMES if f"{module}.{part}" in lost}
-                self._give(stored, MatrixParts(module, matrix, entries).bound(excused, self.problems), found, tensors)
+                self._give(stored, MatrixParts(module, matrix, entries).bound(excused, self.problems))
         return packed
 
-    def _claim_mxfp4(
-        self, stored: str, tables: Tables, where: Mapping[str, list[str]], found: dict[str, str],
-        tensors: dict[str, FoundTensor],
-    ) -> None:  # fmt: skip
+    def _claim_mxfp4(self, stored: str) -> None:
         """As `_claim_packed`, of all experts of a layer, which plain checkpoints keep the other way round."""
         option = next(iter(self._wanted.users[stored].values()))
         count, ins, outs = option.shape
-        entries = {part: tables[where[f"{stored}_{part}"][0]][f"{stored}_{part}"] for part in _MXFP4}
+        entries = {part: self._entry(f"{stored}_{part}") for part in _MXFP4}
         shapes = {"blocks": (count, outs, ins // 32, 16), "scales": (count, outs, ins // 32)}
         scheme = None if self._quantization is None else self._quantization.scheme(stored, "Linear")
         for part, entry in entries.items():
             if entry.shape != shapes[part] or scheme is None or scheme.layout != "mxfp4":
                 self.problems.add(f"tensor '{stored}_{part}': expected {shapes[part]} of MXFP4, found {entry.shape}")
-                self._give(stored, None, found, tensors)
+                self._give(stored, None)
                 return
             entries[part] = entry._replace(shape=(count * outs, math.prod(entry.shape) // (count * outs)))
         bound = None
         if scheme is not None:
             matrix = stored_matrix(scheme, (count * outs, ins), _MXFP4)
             bound = MatrixParts(stored, matrix, entries).bound((), self.problems)
-        self._give(stored, None if bound is None else partial(_expert_of, bound, ins, outs), found, tensors)
+        self._give(stored, None if bound is None else partial(_expert_of, bound, ins, outs))
 
-    def _give(
-        self, stored: str, part_of: Callable[[Stored, tuple[int, ...]], FoundTensor] | None, found: dict[str, str],
-        tensors: dict[str, FoundTensor],
-    ) -> None:  # fmt: skip
+    def _give(self, stored: str, part_of: Callable[[Stored, tuple[int, ...]], FoundTensor] | None) -> None:
         """Give `part_of` tensor `stored` to each canonical tensor that is a part of it; None: it is faulty."""
         unused = ", ".join(f"{start} to {stop - 1}" for start, stop in self._wanted.unused(stored))
         if part_of is not None and unused:
             self.problems.add(f"tensor {stored!r}: rows {unused} are not part of this model")
         doubled: dict[str, list[str]] = {}
         for name, option in self._wanted.users[stored].items():
-            if name in found:
-                doubled.setdefault(found[name], []).append(name)
+            if name in self._found:
+                doubled.setdefault(self._found[name], []).append(name)
                 continue
-            found[name] = stored
+            self._found[name] = stored
             if part_of is not None:
-                tensors[name] = part_of(option, self._wanted.shapes[name])
+                self._tensors[name] = part_of(option, self._wanted.shapes[name])
         for other, names in doubled.items():
             self.problems.add(f"tensors {other!r} and {stored!r} are both {', '.join(names)}")
 
-    def _bind_tied(self, stored: str, entry: Entry) -> None:
-        if self._check_tensor(stored, self._vocab_shape, entry):
-            self.tied_copy = (stored, tensor_in(entry, self._tied_heads[stored], self._vocab_shape))
-
-    def _settle_tied(self, found: dict[str, str], tensors: dict[str, FoundTensor]) -> None:
+    def _settle_tied(self) -> None:
         """Binds a tied pair, of which a checkpoint may have either one or both."""
         if self.tied_copy is None:
             return
         stored, tensor = self.tied_copy
-        if _EMBEDDING not in found:
-            found[_EMBEDDING], tensors[_EMBEDDING] = stored, tensor
+        if _EMBEDDING not in self._found:
+            self._found[_EMBEDDING], self._tensors[_EMBEDDING] = stored, tensor
             self.tied_copy = None
             log.info("the token embedding is read from %s, to which it is tied", stored)
         else:
@@ -300,13 +289,13 @@ class Binding:
                 f"use the model's checkpoint in {', '.join(WEIGHT_DTYPES)}"
             )
 
-    def _check_index(self, shards: Shards, tables: Tables, where: Mapping[str, list[str]]) -> None:
+    def _check_index(self, shards: Shards) -> None:
         if shards.index is None:
             return
         for stored, shard in shards.index.items():
-            if shard in tables and stored not in tables[shard]:
+            if shard in self._tables and stored not in self._tables[shard]:
                 self.problems.add(f"tensor {stored!r} is not in {shard}, where the index has it", download=True)
-        for stored, holders in where.items():
+        for stored, holders in self._where.items():
             if stored not in shards.index and not self._is_ignored(stored):
                 self.problems.add(f"tensor {stored!r} of {holders[0]} is not in the index", download=True)
 
@@ -318,13 +307,13 @@ class Binding:
             self.problems.add(f"tensor {stored!r}: expected dtype {', '.join(WEIGHT_DTYPES)}, found {entry.dtype}")
         return entry.shape == shape and entry.dtype in WEIGHT_DTYPES
 
-    def _check_missing(self, found: Mapping[str, str], excused: Iterable[str] = ()) -> None:
+    def _check_missing(self, excused: Iterable[str] = ()) -> None:
         """Note what is missing, but for tensors that a file already reported would hold."""
         missing: dict[str, list[str]] = {}
         modules = {name.rpartition(".")[0] for name in excused} if self._quantization else set()
         excused = {*excused, *(f"{module}.weight" for module in modules)}
         for name, options in self._wanted.options.items():
-            if name not in found and not excused.intersection(option.name for option in options):
+            if name not in self._found and not excused.intersection(option.name for option in options):
                 missing.setdefault(options[0].name, []).append(name)
         for stored, names in missing.items():
             self.problems.add(f"tensor {stored!r} ({', '.join(names)}) is missing", download=True)
