@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
+from typing import Any
 
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.placement import KINDS
-from h2o_flexgen.cost.bits import BitsChoice
 from h2o_flexgen.cost.candidate import Candidate, fit, place, shift
 from h2o_flexgen.cost.linear import Programs
 from h2o_flexgen.cost.lp import Program, solve
@@ -29,9 +29,13 @@ from h2o_flexgen.units import GIB, MIB, format_bytes, size_at_least
 
 GOOD_ENOUGH = 1.01
 """Among candidates this close to the best, which no prediction can tell apart: first the fewest GPU batches per block,
-then blocks that divide the work evenly, then the smallest block, which starts sooner and leaves more memory free."""
+then blocks that divide the work evenly, then the smallest block, which starts sooner and leaves more memory free. Of
+bits of weights the most."""
 RESIDENT = 1.05
 """A plan that moves nothing wins over plans that are faster by less: a prediction errs most in what links do."""
+PERPLEXITY: Mapping[int, float | None] = {16: 0.0, 8: 0.004, 4: 0.128}
+"""By how much of itself perplexity grows with weights of so many bits in groups of 64, as measured on Gemma 3 270M, see
+docs/bits.md; None: that was not measured."""
 _TICKS = 60_000  # to simulate in one search: a few seconds
 _POLISH_TICKS = 20_000
 _WAITS = 1.02  # times the bound: what takes longer waits for links now and then
@@ -40,6 +44,46 @@ _ALIKE = 0.01  # bounds that differ by less say nothing: what is simulated quick
 _ROUNDS = 2  # of looking around the best shapes
 _NEAR = 1.5  # times the best bound: shapes that a little more memory might make the best
 _AMPLE = 1 << 50  # bytes
+
+
+@dataclass(frozen=True)
+class BitsChoice:
+    """The bits that a search chose among. throughputs: generated tokens per second by bits; None where nothing fits the
+    caps."""
+
+    throughputs: Mapping[int, float | None]
+
+    @property
+    def bits(self) -> int:
+        """The most that are as fast as any."""
+        known = {bits: rate for bits, rate in self.throughputs.items() if rate is not None}
+        return max(bits for bits, rate in known.items() if GOOD_ENOUGH * rate >= max(known.values()))
+
+    @property
+    def text(self) -> str:
+        """The choice, its alternatives and its cost."""
+        tried = ", ".join(
+            f"{bits} bits {'do not fit' if rate is None else f'{rate:.3g} tokens/s'}"
+            for bits, rate in self.throughputs.items()
+        )
+        return f"{self.bits} of {tried} (predicted); {quality(self.bits)}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        rates = {str(bits): rate for bits, rate in self.throughputs.items()}
+        return {"chosen": self.bits, "gen_throughput": rates, "quality": quality(self.bits), "text": self.text}
+
+
+def quality(bits: int) -> str:
+    """The quality that weights of so many bits cost, in a sentence."""
+    more = PERPLEXITY[bits]
+    if more is None:
+        return f"{bits} bits: what they cost in perplexity was not measured"
+    return (
+        f"{bits} bits: perplexity about {more:+.1%} (a model of 270 M parameters)"
+        if more
+        else f"{bits} bits: the model as it is"
+    )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from h2o_flexgen.config.placement import Placement
 from h2o_flexgen.schedule import workspace
 from h2o_flexgen.schedule.request import BlockShape, PlanRequest
 from h2o_flexgen.schedule.tasks import groups_of, recordable
-from h2o_flexgen.schedule.weight_room import expert_bytes, experts_swap, group_bytes, streamed_sizes, weight_room
+from h2o_flexgen.schedule.weight_room import experts_swap, group_bytes, room_of
 from h2o_flexgen.units import format_bytes
 
 REWRITE_EVERY = 16
@@ -137,9 +137,8 @@ def _weight_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[s
         for each in {tier, both[-1]}:
             totals[each] += nbytes
     yield from (Item(tier, "weights", nbytes) for tier, nbytes in totals.items())
-    sizes = streamed_sizes(spec, placement.weights, block.dtype, block.compute_tier, unit_bytes)
-    experts = expert_bytes(spec, placement.weights, block.dtype, block.compute_tier, unit_bytes)
-    buffers = weight_room(sizes, block.policy.lookahead, experts).nbytes
+    lookahead = block.policy.lookahead
+    buffers = room_of(spec, placement.weights, block.dtype, block.compute_tier, lookahead, unit_bytes).nbytes
     yield Item(block.compute_tier, "weight buffers", buffers)
     away = {tier for tier in placement.weights.values() if tier != block.compute_tier}
     yield Item("cpu", "weight staging buffers", buffers if block.staged(away) else 0)

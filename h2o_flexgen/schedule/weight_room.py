@@ -103,24 +103,25 @@ def _gap(taken: Iterable[tuple[int, ...]], nbytes: int) -> int:
     return start
 
 
-def streamed_sizes(
-    spec: ModelSpec, tiers: Mapping[str, str], dtype: str, compute_tier: str, known: Mapping[str, int] | None = None
-) -> dict[str, int]:
-    """Buffer bytes of the weight groups that stream, in the order in which a pass uses them.
+def room_of(
+    spec: ModelSpec,
+    tiers: Mapping[str, str],
+    dtype: str,
+    compute_tier: str,
+    lookahead: int,
+    known: Mapping[str, int] | None = None,
+) -> WeightRoom:
+    """The room of the weight groups that stream, and of the largest expert that does.
 
-    tiers: that of each group, of a whole model or of some neighbouring units. known: bytes where they are.
+    tiers: that of each group, of a whole model or of some neighbouring units. known: buffer bytes where they are.
     """
-    keys = dict.fromkeys(unit.weights for unit in spec.units)
-    streamed = [key for key in keys if tiers.get(key, compute_tier) != compute_tier]
-    return {key: group_bytes(spec.groups_by_key[key], dtype, tiers[key], known) for key in streamed}
 
+    def streamed(keys: Iterable[str]) -> dict[str, int]:
+        away = (key for key in keys if tiers.get(key, compute_tier) != compute_tier)
+        return {key: group_bytes(spec.groups_by_key[key], dtype, tiers[key], known) for key in away}
 
-def expert_bytes(
-    spec: ModelSpec, tiers: Mapping[str, str], dtype: str, compute_tier: str, known: Mapping[str, int] | None = None
-) -> int:
-    """Buffer bytes of the largest expert that streams, 0 where none does; see `streamed_sizes`."""
-    experts = (key for unit in spec.units for key in unit.experts if tiers.get(key, compute_tier) != compute_tier)
-    return max((group_bytes(spec.groups_by_key[key], dtype, tiers[key], known) for key in experts), default=0)
+    experts = streamed(key for unit in spec.units for key in unit.experts)
+    return weight_room(streamed(unit.weights for unit in spec.units), lookahead, max(experts.values(), default=0))
 
 
 def experts_swap(spec: ModelSpec, tiers: Mapping[str, str], compute_tier: str) -> bool:

@@ -13,10 +13,9 @@ from h2o_flexgen.config.hardware.rates import UNMEASURED_PACKED, Curve
 from h2o_flexgen.config.model.packing import groupwise
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload
-from h2o_flexgen.cost import bits as choosing
-from h2o_flexgen.cost.bits import ALIKE, BitsChoice, quality
+from h2o_flexgen.cost import search as choosing
 from h2o_flexgen.cost.explain import explain, to_json
-from h2o_flexgen.cost.search import search
+from h2o_flexgen.cost.search import GOOD_ENOUGH, BitsChoice, quality, search
 from h2o_flexgen.errors import PlanError, UsageError
 from h2o_flexgen.schedule.request import PlanRequest
 from h2o_flexgen.schedule.tasks import Task, TaskKind
@@ -131,7 +130,7 @@ def test_the_fastest_is_taken(tier: str, packed: Mapping[str, Curve], cap: int) 
     caps = {tier: cap * MIB, "disk": GIB, **({"cpu": 8 * MIB} if tier == "gpu" else {})}
     request = ask(tier, caps, profile=machine_of(packed), workload=Workload(4, 12, 2))
     alone = one_by_one(request)
-    best = max(bits for bits, rate in alone.items() if ALIKE * rate >= max(alone.values()))
+    best = max(bits for bits, rate in alone.items() if GOOD_ENOUGH * rate >= max(alone.values()))
     result = search(compress(request))
     assert result.bits is not None
     assert result.bits.bits == best

@@ -33,7 +33,7 @@ from h2o_flexgen.memory.rundir import OffloadDir
 from h2o_flexgen.memory.tiers import Ledger, Tier, Tiers, another_gpu, make_tiers
 from h2o_flexgen.memory.transfers import TraceCallback
 from h2o_flexgen.schedule.timeline import on_stage
-from h2o_flexgen.schedule.weight_room import expert_bytes, experts_swap, group_bytes, streamed_sizes, weight_room
+from h2o_flexgen.schedule.weight_room import experts_swap, group_bytes, room_of
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +164,8 @@ def load(
                 # From here on a file that changes under the run is an error, not other weights.
                 copies.watch((extent.path for extent in unit.extents), ours=unit.checksum is not None)
             groups = {key: location.tier for key, location in own.items()}
-            streamed = streamed_sizes(plan.request.spec, groups, plan.request.dtype, each.compute.name)
-            experts = expert_bytes(plan.request.spec, groups, plan.request.dtype, each.compute.name)
-            room = weight_room(streamed, plan.policy.lookahead, experts)
+            request, lookahead = plan.request, plan.policy.lookahead
+            room = room_of(request.spec, groups, request.dtype, each.compute.name, lookahead)
             weights = WeightStore(own, each, copies, room, config.verify)
             stack.callback(weights.close)
             stages.append(LoadedStage(units, each, copies, weights))
