@@ -9,20 +9,10 @@ from dataclasses import replace
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import Defaults, read_spec
+from h2o_flexgen.models.llama import DEFAULTS
+from h2o_flexgen.models.llama_like import read_spec
 from h2o_flexgen.models.mixture import EXPERTS, mixture_names, read_experts
 from h2o_flexgen.models.stored import Names
-
-DEFAULTS = Defaults(
-    vocab_size=32000,
-    hidden_size=4096,
-    intermediate_size=11008,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    max_position_embeddings=2048,
-    bos_token_id=1,
-    eos_token_id=2,
-)
 
 _MOE = "block_sparse_moe"
 _OLD = {"gate_up": f"{_MOE}.input_linear.weight", "down": f"{_MOE}.output_linear.weight"}

@@ -9,24 +9,14 @@ from dataclasses import replace
 from functools import partial
 
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.models import mistral
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import Defaults, everywhere, read_spec
+from h2o_flexgen.models.llama_like import everywhere, read_spec
 from h2o_flexgen.models.mixture import EXPERTS, mixture_names, read_experts
 from h2o_flexgen.models.rope_fields import read_rotary
 from h2o_flexgen.models.stored import Names
 
-DEFAULTS = Defaults(
-    vocab_size=32000,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+DEFAULTS = replace(mistral.DEFAULTS, rms_norm_eps=1e-5)
 
 _NUMBERED = {
     "mlp.router": "block_sparse_moe.gate",

@@ -8,19 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.models import qwen2
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import Defaults, from_layer_on, read_spec
+from h2o_flexgen.models.llama_like import from_layer_on, read_spec
 
-DEFAULTS = Defaults(
-    vocab_size=151936,
-    hidden_size=4096,
-    intermediate_size=22016,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=32,
-    head_dim=128,
-    max_position_embeddings=32768,
-)
+DEFAULTS = replace(qwen2.DEFAULTS, head_dim=128)
 
 
 def spec_from_config(read: ConfigReader) -> ModelSpec:
