@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from h2o_flexgen.baselines import store
 from h2o_flexgen.baselines.runner import Runner
 from h2o_flexgen.baselines.settings import SYSTEMS, System
 from h2o_flexgen.bench import main
+
+_COMMIT = cache(store.commit)
+
+
+@pytest.fixture(autouse=True)
+def _one_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Git is asked once what is measured here, and not before every run."""
+    monkeypatch.setattr(store, "commit", _COMMIT)
 
 
 @pytest.fixture

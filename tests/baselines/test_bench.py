@@ -128,16 +128,6 @@ def test_nothing_is_overwritten(pretend, capsys, tmp_path: Path) -> None:
     assert "is not empty, and does not hold a comparison" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_the_own_engine_in_a_process(capsys, tmp_path: Path) -> None:
-    arguments = ["--model", "demo", "--weights", "checkpoint", "--dtype", "float32", "--systems", "full", "-r", "1"]
-    code, table, summary, err = _bench(capsys, *arguments, "--output-dir", str(tmp_path))
-    assert code == 0, err
-    assert summary["systems"]["full"]["peak_rss_bytes"]["median"] > 1 << 26
-    assert json.loads((tmp_path / "run-01-full.json").read_text())["detail"]["eviction"]["name"] == "full"
-    assert "| full |" in table
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

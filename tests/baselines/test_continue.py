@@ -120,7 +120,7 @@ def test_searched_batches_are_used_again(pretend, bench, tmp_path: Path) -> None
     assert ran == [("ours", 8), ("theirs", 8), ("ours", 16), ("theirs", 8)]
     assert again["tried"] == summary["tried"]
     assert again["best"]["batches"] == {"ours": 16, "theirs": 8}
-    pretend("third")
+    pretend("third", {"flat": 8})
     pretend("broken", {"refuse": "no"})
     ran, _, _ = bench("-r", "1", "-b", "auto", "--systems", "third,broken")
     assert ran[0] == ("third", 8)

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -59,11 +59,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("offload") / "here"
 
 
+class Measured(NamedTuple):
+    """A whole calibration, the folder that profiles were kept in, what it said of its progress, and what it shared."""
+
+    profile: HardwareProfile
+    cache: Path
+    progress: list[tuple[str, float, float]]
+    repeats: set[Repeats]
+
+
 @pytest.fixture(scope="module")
-def profile(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> HardwareProfile:
+def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    cache = tmp_path_factory.mktemp("cache")
+    shared, seen = set[Repeats](), list[tuple[str, float, float]]()
+    steadiest, measure = Repeats.steadiest, Timer.measure
+
+    def noted(timer: Timer, *args: Any, **settings: Any) -> Sample:
+        shared.add(timer.repeats)
+        return measure(timer, *args, **settings)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return calibrate(tiny(folder, emulated=True))
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setattr(Timer, "measure", noted)
+        patch.setattr(Repeats, "steadiest", lambda self, *how: (shared.add(self), steadiest(self, *how))[1])
+        profile = calibrate(tiny(folder, emulated=True), lambda *now: seen.append(now))
+    return Measured(profile, cache, seen, shared)
+
+
+@pytest.fixture
+def profile(measured: Measured) -> HardwareProfile:
+    return measured.profile
+
+
+@pytest.fixture
+def rates_known(profile: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rates of devices are taken from `profile`, so that links alone are measured."""
+    monkeypatch.setattr(measuring.CalibrationRun, "_rates", lambda run, bench: profile.compute["cpu"])
 
 
 def check_rates(rates: ComputeRates, spec: ModelSpec) -> None:
@@ -143,27 +174,23 @@ def test_a_table_names_every_figure(profile: HardwareProfile) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ["opt-projected", "qwen3", "gemma3", "gpt-neox"])
-def test_other_architectures(row: str, tmp_path: Path) -> None:
-    profile = calibrate(tiny(tmp_path / "offload", row))
+@pytest.mark.parametrize(
+    ("row", "dtype", "changes"),
+    [
+        ("opt-projected", "float32", {}),
+        ("qwen3", "float16", {}),
+        ("gemma3", "float32", {}),
+        ("gpt-neox", "bfloat16", {"vocab_size": 40_000}),  # 2.5 MB, more than the arena: measured in part
+    ],
+)
+def test_other_architectures_and_dtypes(row: str, dtype: str, changes: dict[str, int], tmp_path: Path) -> None:
+    """Torch reads caches whole; the native kernel, which takes no float16, does not."""
+    spec = dataclasses.replace(spec_of(row), **changes)
+    profile = calibrate(dataclasses.replace(tiny(tmp_path / "offload"), spec=spec, dtype=dtype))
     assert set(profile.compute) == {"cpu"}
     assert set(profile.links) == {"disk->cpu", "cpu->disk"}
-    check_rates(profile.compute["cpu"], spec_of(row))
-
-
-@pytest.mark.slow
-def test_weights_larger_than_the_arena_are_measured_in_part(tmp_path: Path) -> None:
-    spec = dataclasses.replace(spec_of("opt"), vocab_size=40_000)  # 5 MB
-    profile = calibrate(dataclasses.replace(tiny(tmp_path / "offload"), spec=spec))
     check_rates(profile.compute["cpu"], spec)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "all_slots"), [("float16", True), ("bfloat16", why_not() is not None)])
-def test_whether_caches_are_read_whole(dtype: str, all_slots: bool, tmp_path: Path) -> None:
-    """By torch they are, by the native kernel, which takes no float16, they are not."""
-    profile = calibrate(dataclasses.replace(tiny(tmp_path / "offload"), dtype=dtype))
-    assert profile.compute["cpu"].reads_all_slots is all_slots
+    assert profile.compute["cpu"].reads_all_slots is (dtype == "float16" or why_not() is not None)
 
 
 @pytest.mark.parametrize(("row", "fuses"), [("opt", False), ("llama-gqa", True), ("qwen3", True), ("gpt-neox", False)])
@@ -172,28 +199,17 @@ def test_which_products_a_gpu_adds_to_the_residual(row: str, fuses: bool) -> Non
     assert measuring._fuses(SimpleNamespace(name="gpu", spec=spec_of(row))) is fuses
 
 
-@pytest.mark.slow
-def test_progress_names_each_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_names_each_part_once(measured: Measured, tmp_path: Path) -> None:
     """And all that is measured shares the time to measure anything again."""
-    shared: set[Repeats] = set()
-    steadiest, measure = Repeats.steadiest, Timer.measure
-
-    def noted(timer: Timer, *args: Any, **settings: Any) -> Sample:
-        shared.add(timer.repeats)
-        return measure(timer, *args, **settings)
-
-    monkeypatch.setattr(Timer, "measure", noted)
-    monkeypatch.setattr(Repeats, "steadiest", lambda self, *how: (shared.add(self), steadiest(self, *how))[1])
-    seen: list[tuple[str, float, float]] = []
-    calibrate(tiny(tmp_path / "offload"), lambda *now: seen.append(now))
+    seen = measured.progress
     parts = [what for what, _, _ in seen]
-    assert len(parts) == len(set(parts)) == len(measuring._weights(tiny(tmp_path)))
+    assert len(parts) == len(set(parts)) == len(measuring._weights(tiny(tmp_path, emulated=True)))
     assert [spent for _, spent, _ in seen] == sorted(spent for _, spent, _ in seen)
     assert {total for _, _, total in seen} == {0.01}
-    assert len(shared) == 1
+    assert len(measured.repeats) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("rates_known")
 def test_others_on_the_cores_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,15 +228,16 @@ def test_others_on_the_cores_are_told(
 class TestKept:
     """Profiles that were measured before."""
 
-    def test_what_was_calibrated_is_found(self, tmp_path: Path) -> None:
-        calibration = tiny(tmp_path / "offload")
-        facts: dict[str, Any] = {"offload_dir": calibration.offload_dir}
-        assert cached_profile(calibration.spec, "float32", CPU, **facts) is None
-        profile = calibrate(calibration)
-        assert cached_profile(calibration.spec, "float32", CPU, **facts) == profile
-        assert cached_profile(calibration.spec, "bfloat16", CPU, **facts) is None
-        assert cached_profile(calibration.spec, "float32", CPU, emulated=True, **facts) is None
-        assert [path.suffix for path in (tmp_path / "cache/h2o_flexgen/hardware").iterdir()] == [".json"]
+    def test_what_was_calibrated_is_found(
+        self, measured: Measured, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        facts: dict[str, Any] = {"offload_dir": tiny(folder).offload_dir, "emulated": True}
+        assert cached_profile(spec_of("opt"), "float32", CPU, **facts) is None
+        monkeypatch.setenv("XDG_CACHE_HOME", str(measured.cache))
+        assert cached_profile(spec_of("opt"), "float32", CPU, **facts) == measured.profile
+        assert cached_profile(spec_of("opt"), "bfloat16", CPU, **facts) is None
+        assert cached_profile(spec_of("opt"), "float32", CPU, **{**facts, "emulated": False}) is None
+        assert [path.suffix for path in (measured.cache / "h2o_flexgen/hardware").iterdir()] == [".json"]
 
     @pytest.mark.parametrize(
         "changed", ["hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "gated_mlp"]
@@ -278,6 +295,7 @@ class TestKept:
         assert "cannot be kept" in caplog.text
 
 
+@pytest.mark.usefixtures("rates_known")
 class TestTrouble:
     """Disks that are full or fail, machines that are busy."""
 
