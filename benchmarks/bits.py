@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.records import arguments, in_process, provenance, repeat, report, takes_points
-from h2o_flexgen.baselines.store import Record, RecordFile
+from benchmarks.records import arguments, in_process, provenance, run_all
+from h2o_flexgen.baselines.store import Record
 
 CACHES: dict[str, dict[str, Any]] = {"full": {"name": "full"}, "H2O 20 %": {"name": "h2o", "ratio": 0.2}}
 BITS: dict[str, dict[str, Any]] = {
@@ -95,8 +95,7 @@ def _cell(record: Record | None, exact: Record | None) -> str:
 
 def main() -> int:
     """Measures what is missing in the output folder, then writes the table of all that is there."""
-    parser = arguments(__doc__, "bits", 1, "processes per point")
-    takes_points(parser)
+    parser = arguments(__doc__, "bits", 1, "processes per point", takes_points=True)
     parser.add_argument("--models", default="demo", help="with commas between")
     parser.add_argument("--bits", default=";".join(BITS), help="which, with semicolons between")
     parser.add_argument("--text", help="held-out text (default: the demo's)")
@@ -114,10 +113,7 @@ def main() -> int:
                 sizes = {"context": args.context, "continuation": args.continuation, "windows": args.windows}
                 point = {"model": model, "model_name": name, "cache": cache, "bits": bits, "text": args.text, **sizes}
                 points.append({**point, "point": f"{name}, {cache}, {bits}"})
-    store = RecordFile.open(args.output)
-    failed = repeat(store, points, args.repetitions, partial(in_process, "bits"), "point")
-    report(store, table)
-    return 1 if failed else 0
+    return run_all(args, points, partial(in_process, "bits"), "point", table)
 
 
 if __name__ == "__main__":

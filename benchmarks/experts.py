@@ -21,8 +21,8 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from benchmarks.records import arguments, in_process, provenance, repeat, report, spread, takes_points
-from h2o_flexgen.baselines.store import Record, RecordFile
+from benchmarks.records import arguments, in_process, provenance, run_all, spread
+from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.cli.prompts import random_prompts
 from h2o_flexgen.errors import UsageError
 
@@ -95,8 +95,7 @@ def table(records: list[Record]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = arguments(__doc__, "experts", 1, "processes")
-    takes_points(parser)
+    parser = arguments(__doc__, "experts", 1, "processes", takes_points=True)
     parser.add_argument("--model", default="olmoe-1b-7b", help="a mixture of configs/models")
     parser.add_argument("--weight-bits", type=int, default=4, help="16, 8 or 4")
     parser.add_argument("--cpu-mem", help="host memory of the engine (default: what is free)")
@@ -111,10 +110,7 @@ def main() -> int:
     except UsageError as error:
         parser.error(str(error))
     point = {"model": args.model, "bits": args.weight_bits, "cpu_mem": args.cpu_mem, "work": words}
-    store = RecordFile.open(args.output)
-    failed = repeat(store, [point], args.repetitions, partial(in_process, "experts"), "model")
-    report(store, table)
-    return 1 if failed else 0
+    return run_all(args, [point], partial(in_process, "experts"), "model", table)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 
 import psutil
 
-from benchmarks.records import ROOT, facts
+from benchmarks.records import ROOT, facts, print_record
 
 FORMS: list[dict[str, Any]] = [
     {"type": "json_object"},
@@ -80,11 +80,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         measure = {"throughput": throughput, "memory": memory, "kills": kills, "ray": actors}[args.what]
         found = measure(Path(folder), args)
-    record = {"what": args.what, **facts(["python", "-m", "benchmarks.jobs", *sys.argv[1:]]), **found}
-    print(json.dumps(record))
-    if args.output is not None:
-        with args.output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    command = ["python", "-m", "benchmarks.jobs", *sys.argv[1:]]
+    print_record({"what": args.what, **facts(command), **found}, args.output)
 
 
 def prompts(count: int, words: int, seed: int = 0) -> list[str]:

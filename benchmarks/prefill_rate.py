@@ -24,8 +24,8 @@ from random import Random
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from benchmarks.records import arguments, in_process, provenance, repeat, report, spread, takes_points
-from h2o_flexgen.baselines.store import Record, RecordFile
+from benchmarks.records import arguments, in_process, provenance, run_all, spread
+from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.schedule.work import PhaseWork
@@ -135,8 +135,7 @@ def table(records: list[Record]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = arguments(__doc__, "prefill-rate", 1, "processes per setting")
-    takes_points(parser)
+    parser = arguments(__doc__, "prefill-rate", 1, "processes per setting", takes_points=True)
     parser.add_argument("--rounds", type=int, default=3, help="prefills in each")
     parser.add_argument("--only", help="numbers of settings, from 1, as 2,5")
     args = parser.parse_args()
@@ -145,10 +144,7 @@ def main() -> int:
     chosen = points(args.rounds)
     if args.only is not None:
         chosen = [chosen[int(number) - 1] for number in args.only.split(",")]
-    store = RecordFile.open(args.output)
-    failed = repeat(store, chosen, args.repetitions, partial(in_process, "prefill_rate"), "title")
-    report(store, table)
-    return 1 if failed else 0
+    return run_all(args, chosen, partial(in_process, "prefill_rate"), "title", table)
 
 
 if __name__ == "__main__":

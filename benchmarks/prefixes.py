@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import math
 import random
 import tempfile
@@ -27,7 +26,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.records import facts
+from benchmarks.records import facts, print_record
 from h2o_flexgen import LLM, EvictionConfig, SamplingParams
 from h2o_flexgen.cache.prefix_store import GRAIN, LIFE
 from h2o_flexgen.cache.reuse import Category, ExpectedReuse, LeastRecent, ReuseOrder
@@ -59,11 +58,7 @@ def main() -> None:
     args = parser.parse_args()
     command = ["python", "-m", "benchmarks.prefixes", args.what, "--requests", str(args.requests)]
     found = job(args.requests, args.headers) if args.what == "job" else replay(args.requests)
-    record = {"what": args.what, **facts(command), **found}
-    print(json.dumps(record))
-    if args.output is not None:
-        with args.output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    print_record({"what": args.what, **facts(command), **found}, args.output)
 
 
 # A job over headers

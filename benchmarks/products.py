@@ -20,8 +20,8 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
-from benchmarks.records import arguments, in_process, provenance, repeat, report, takes_points
-from h2o_flexgen.baselines.store import Record, RecordFile
+from benchmarks.records import arguments, in_process, provenance, run_all
+from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.config.model.known import known_config
 from h2o_flexgen.models.families import spec_from_config
 
@@ -108,8 +108,7 @@ def table(records: list[Record]) -> Iterator[str]:
 
 
 def main() -> int:
-    parser = arguments(__doc__, "products", 1, "processes per model")
-    takes_points(parser)
+    parser = arguments(__doc__, "products", 1, "processes per model", takes_points=True)
     parser.add_argument("--models", default=",".join(MODELS), help="of configs/models, with commas between")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of rows, with commas between")
     parser.add_argument("--turns", type=int, default=3, help="of each cell in each process")
@@ -120,10 +119,7 @@ def main() -> int:
     rows = [int(number) for number in args.rows.split(",")]
     point = {"rows": rows, "turns": args.turns, "weight_bits": args.weight_bits}
     points = [{"model": model, **point} for model in args.models.split(",")]
-    store = RecordFile.open(args.output)
-    failed = repeat(store, points, args.repetitions, partial(in_process, "products"), "model")
-    report(store, table)
-    return 1 if failed else 0
+    return run_all(args, points, partial(in_process, "products"), "model", table)
 
 
 if __name__ == "__main__":

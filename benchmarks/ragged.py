@@ -23,18 +23,8 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from benchmarks.records import (
-    arguments,
-    in_process,
-    provenance,
-    repeat,
-    report,
-    save_picture,
-    spread,
-    takes_points,
-    tidy,
-)
-from h2o_flexgen.baselines.store import Record, RecordFile
+from benchmarks.records import arguments, in_process, provenance, run_all, save_picture, spread, tidy
+from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.config.flags import between_commas
 
 KINDS = ("uniform", "known", "unforeseen")
@@ -200,8 +190,7 @@ def picture(records: list[Record], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = arguments(__doc__, "ragged", 5, "pairs")
-    takes_points(parser)
+    parser = arguments(__doc__, "ragged", 5, "pairs", takes_points=True)
     parser.add_argument("--model", default="opt-125m")
     parser.add_argument("--sequences", type=int, default=192)
     parser.add_argument("--places", type=int, default=64, help="of the GPU batch (default: 64)")
@@ -224,10 +213,7 @@ def main(argv: list[str] | None = None) -> int:
         for cache in caches
         for kind in KINDS
     ]
-    store = RecordFile.open(args.output.resolve())
-    failed = repeat(store, points, args.repetitions, partial(in_process, "ragged"), "name")
-    report(store, table, picture, "ragged.png")
-    return 1 if failed else 0
+    return run_all(args, points, partial(in_process, "ragged"), "name", table, picture, "ragged.png")
 
 
 if __name__ == "__main__":

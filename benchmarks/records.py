@@ -14,7 +14,7 @@ import os
 import shlex
 import sys
 import time
-from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -98,18 +98,20 @@ def run_json(command: Sequence[str], loud: bool = False) -> Record:
     return {**known, **result, "host": {**known["host"], **result.get("host", {})}}
 
 
-def arguments(text: str | None, name: str, repetitions: int, what: str = "runs of every point") -> ArgumentParser:
-    """The flags that all benchmarks have; `text` is the module's docstring."""
+def arguments(
+    text: str | None, name: str, repetitions: int, what: str = "runs of every point", takes_points: bool = False
+) -> ArgumentParser:
+    """The flags that all benchmarks have; `text` is the module's docstring.
+
+    With `takes_points` there is --run, too: one point, to be measured in this process (see `in_process`).
+    """
     parser = ArgumentParser(description=text, formatter_class=RawDescriptionHelpFormatter)
     said = f"{what}, in all (default: {repetitions})"
     parser.add_argument("--repetitions", type=int, default=repetitions, help=said)
     parser.add_argument("--output", type=Path, default=default_output(name), help="folder of the records")
+    if takes_points:
+        parser.add_argument("--run", type=json.loads, help=SUPPRESS)
     return parser
-
-
-def takes_points(parser: ArgumentParser) -> None:
-    """Has a benchmark take --run: one point, to be measured in this process (see `in_process`)."""
-    parser.add_argument("--run", type=json.loads, help=SUPPRESS)
 
 
 def in_process(module: str, point: Record) -> Record:
@@ -179,6 +181,32 @@ def report(
         picture(store.records, store.folder / name)
     made = "records, table.md and " + name if name else "records and table.md"
     print(f"{made} are in {shown(store.folder)}", file=sys.stderr)
+
+
+def run_all(
+    args: Namespace,
+    points: Sequence[Record],
+    measure: Callable[[Record], Record],
+    label: str,
+    table: Callable[[list[Record]], Iterable[str]],
+    picture: Callable[[list[Record], Path], None] | None = None,
+    name: str = "",
+) -> int:
+    """Measures what is missing in the folder --output (`repeat`), then reports all that is there (`report`).
+
+    Returns the exit code of the program: 1 where a run failed.
+    """
+    store = RecordFile.open(args.output.resolve())
+    failed = repeat(store, points, args.repetitions, measure, label)
+    report(store, table, picture, name)
+    return 1 if failed else 0
+
+
+def print_record(record: Record, output: Path | None) -> None:
+    """Prints a record as a line of JSON, and appends it to the file `output`, if one is named."""
+    print(json.dumps(record))
+    if output is not None:
+        RecordFile(output.parent, output.name).add(record)
 
 
 def tidy(*panels: Any) -> None:

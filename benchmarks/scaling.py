@@ -33,15 +33,13 @@ from benchmarks.records import (
     in_process,
     llama,
     provenance,
-    repeat,
-    report,
+    run_all,
     run_json,
     save_picture,
     shown,
     spread,
-    takes_points,
 )
-from h2o_flexgen.baselines.store import Record, RecordFile
+from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.config.flags import between_commas
 
 LINES = {"full cache": [], "H2O 20 %": ["--hh-ratio", "0.2"]}
@@ -328,8 +326,7 @@ def run_long(settings: Record) -> int:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = arguments(__doc__, "scaling", 3)
-    takes_points(parser)
+    parser = arguments(__doc__, "scaling", 3, takes_points=True)
     parser.add_argument("--panels", default=",".join(PANELS), help="which, with commas (default: all)")
     parser.add_argument("--quick", action="store_true", help="few small points")
     parser.add_argument("--model", default="opt-125m", help="of batch, stream and budget (default: opt-125m)")
@@ -346,16 +343,13 @@ def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
     if args.run:
         return run_long(args.run)
-    store = RecordFile.open(args.output.resolve())
-    args.long_model = args.long_model or shown(llama(store.folder / "llama-110m", **LLAMA_110M))
+    args.long_model = args.long_model or shown(llama(args.output.resolve() / "llama-110m", **LLAMA_110M))
     points = [point for name in args.panels for point in PANELS[name].points(args)]
     for point in points:
         point["name"] = f"{point['panel']}: {point['title']}; {point['line']}, {point['x']}"
     if args.offload_dir:
         args.offload_dir.mkdir(parents=True, exist_ok=True)
-    failed = repeat(store, points, args.repetitions, measure, "name")
-    report(store, table, picture, "scaling.png")
-    return 1 if failed else 0
+    return run_all(args, points, measure, "name", table, picture, "scaling.png")
 
 
 if __name__ == "__main__":

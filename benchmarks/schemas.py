@@ -18,7 +18,7 @@ from typing import Any
 import jsonschema
 
 from benchmarks.jobs import questions
-from benchmarks.records import facts
+from benchmarks.records import facts, print_record
 from h2o_flexgen import LLM, EvictionConfig, SamplingParams
 
 _TEXT, _SHARE = {"type": "string", "maxLength": 60}, {"type": "number", "minimum": 0, "maximum": 1}
@@ -53,11 +53,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--output", type=Path, help="append the record here")
     args = parser.parse_args()
-    record = {**facts(["python", "-m", "benchmarks.schemas", *sys.argv[1:]]), **measured(args)}
-    print(json.dumps(record))
-    if args.output is not None:
-        with args.output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    print_record({**facts(["python", "-m", "benchmarks.schemas", *sys.argv[1:]]), **measured(args)}, args.output)
 
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.records import arguments, facts, llama, provenance, repeat, report, spread
+from benchmarks.records import arguments, facts, llama, provenance, run_all, spread
 from h2o_flexgen.baselines.process import RunFailed
 from h2o_flexgen.baselines.runner import Runner
 from h2o_flexgen.baselines.settings import DTYPES, SYSTEMS, BenchSettings, find_model
-from h2o_flexgen.baselines.store import Record, RecordFile
+from h2o_flexgen.baselines.store import Record
 from h2o_flexgen.cli.prompts import random_prompts
 from h2o_flexgen.cores import sharing_warning
 from h2o_flexgen.openmp import without_short_spin
@@ -188,11 +188,8 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
-    store = RecordFile.open(args.output.resolve())
-    models = llama(store.folder / "models" / "llama-1.1b", **LLAMA_1B).parent
-    failed = repeat(store, points(args), args.repetitions, lambda point: measure(point, models), "name")
-    report(store, table)
-    return 1 if failed else 0
+    models = llama(args.output.resolve() / "models" / "llama-1.1b", **LLAMA_1B).parent
+    return run_all(args, points(args), lambda point: measure(point, models), "name", table)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from h2o_flexgen.baselines.process import Finished, RunFailed, run_process
 from h2o_flexgen.baselines.settings import SYSTEMS, BenchModel, BenchSettings, System
 from h2o_flexgen.baselines.store import Failure, Measurement, NextRun, Store, origin
 from h2o_flexgen.baselines.work import AdapterWork, Outcome
+from h2o_flexgen.config.reports.record import utc_now
 
 Prompts = Callable[[int], Sequence[Sequence[int]]]
 """From a batch size to that many prompts, the first ones the same for every size."""
@@ -68,7 +69,7 @@ class Runner:
         system = SYSTEMS.get(name)
         folder, scratch = self._ask(name, batch, gen_len)
         came_from = origin()
-        date, load = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), os.getloadavg()[0]
+        date, load = utc_now(), os.getloadavg()[0]
         report = None if self.settings.cpu_mem is None or self.uncapped else folder / "memcap.json"
         finished = self._finish(system, [str(folder)], report, scratch)
         outcome = _outcome(finished, batch, gen_len)
@@ -232,8 +233,7 @@ def _go_on(result: Comparison, runner: Runner, store: Store, step: NextRun, say:
         name = step.lacks[0]
         run = runner.run(name, result.batches[name], settings.gen_len, step.repetition)
     except RunFailed as error:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        failure, batch = Failure(step.repetition, str(error), error.out_of_memory, now), result.batches[name]
+        failure, batch = Failure(step.repetition, str(error), error.out_of_memory, utc_now()), result.batches[name]
         path = store.add_failure(name, batch, failure, error.errors)
         say(f"{_label(result, step, name)}: batch {batch} failed, {error} ({path.name})")
         return name
