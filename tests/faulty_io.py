@@ -6,6 +6,7 @@ import errno
 import io
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -71,6 +72,22 @@ class FaultyIO:
         except (OSError, TypeError, ValueError):
             return False
         return any(place == each or place.startswith(each + os.sep) for each in self._folders)
+
+
+class Leftovers:
+    """What failed runs left in a folder, by names and contents: each state is to be looked at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: set[frozenset[tuple[str, bytes]]] = set()
+
+    def are_new(self) -> bool:
+        """Whether no earlier call found the same. Folders of runs have names of their own, which do not count."""
+        paths = [(re.sub(r"/run-[^/]+", "/run", str(path)), path) for path in self._folder.rglob("*")]
+        left = frozenset((name, path.read_bytes() if path.is_file() else b"") for name, path in paths)
+        new = left not in self._seen
+        self._seen.add(left)
+        return new
 
 
 def until_clean(

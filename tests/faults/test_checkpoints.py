@@ -6,13 +6,13 @@ import json
 import os
 import pickle
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from h2o_flexgen.engine import engine
@@ -223,24 +223,22 @@ def test_row_27_offline_opens_no_socket_and_says_where_it_looked(
     assert "Traceback" not in ran.err
 
 
-@pytest.mark.slow
-def test_row_27_no_network_and_no_checkpoint(tmp_path: Path) -> None:
-    """The sentence that the project serves, on a machine that has neither: within seconds, and with two ways on."""
-    environment = {
-        name: value for name, value in os.environ.items() if "OFFLINE" not in name and "proxy" not in name.lower()
-    }
-    environment |= {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": "https://hub.invalid"}
-    done = subprocess.run(
-        [sys.executable, "-m", "h2o_flexgen.run", "--model", "opt-30b", "--hh-ratio", "0.2"],
-        capture_output=True, text=True, timeout=60, env=environment, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (4, ""), done.stderr
+def test_row_27_no_network_and_no_checkpoint(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence that the project serves, on a machine that has neither: one message, and two ways on."""
+    for name in os.environ:
+        if "OFFLINE" in name or "proxy" in name.lower():
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # what the tests were imported with
+    ran = run("--model", "opt-30b", "--hh-ratio", 0.2)
+    assert (ran.code, ran.out) == (4, ""), ran.err
     for words in (
         "the model opt-30b (facebook/opt-30b) was not found",
         "--model /path/to/folder",
         "--weights dummy",
-        f"cache {tmp_path / 'hf' / 'hub' / 'models--facebook--opt-30b'}",
+        f"cache {tmp_path / 'hub' / 'models--facebook--opt-30b'}",
         "hub: hub.invalid cannot be reached",
     ):
-        assert words in done.stderr
-    assert "Traceback" not in done.stderr
+        assert words in ran.err
+    assert "Traceback" not in ran.err
