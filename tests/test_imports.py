@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from tests.test_style import nodes_of
 
 ROOT = Path(__file__).parents[1]
@@ -268,14 +266,18 @@ def test_light_packages_load_no_torch() -> None:
     assert run.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("program", sorted(PROGRAMS))
-def test_help_loads_no_torch(program: str) -> None:
-    code = (
-        f"import sys, runpy\nsys.argv = [{program!r}, '--help']\n"
-        f"try:\n    runpy.run_module('h2o_flexgen.{program}', run_name='__main__')\n"
-        f"except SystemExit as stop:\n    code = stop.code\n"
-        f"print(code, sorted({HEAVY}), file=sys.stderr)"
-    )
+def test_help_loads_no_torch() -> None:
+    """Of any program, one after another in one process: what one of them loads stays loaded."""
+    code = f"""
+import runpy, sys
+for program in {sorted(PROGRAMS)}:
+    sys.argv = [program, "--help"]
+    try:
+        runpy.run_module(f"h2o_flexgen.{{program}}", run_name="__main__")
+    except SystemExit as stop:
+        print(program, stop.code, sorted({HEAVY}), file=sys.stderr)
+"""
     run = _python(code)
-    assert run.stderr.splitlines()[-1] == "0 []", run.stderr
-    assert f"python -m h2o_flexgen.{program}".removesuffix(".__main__") in run.stdout
+    assert run.stderr.splitlines() == [f"{program} 0 []" for program in sorted(PROGRAMS)], run.stderr
+    for program in PROGRAMS:
+        assert f"python -m h2o_flexgen.{program}".removesuffix(".__main__") in run.stdout

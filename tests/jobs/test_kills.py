@@ -44,7 +44,7 @@ def by_id(path: Path) -> dict[Any, dict[str, Any]]:
     return timeless(results(path, "id"))
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_job_that_is_killed_again_and_again(tmp_path: Path, model: Path, kills: int) -> None:
     """At moments of no choice: in the end nothing is lost, nothing is there twice, and what was finished stayed."""
     file, source = requests(tmp_path, 40 + 8 * kills), random.Random(moved(kills))
@@ -73,7 +73,7 @@ def test_a_job_that_is_killed_again_and_again(tmp_path: Path, model: Path, kills
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_job_that_is_told_to_stop(tmp_path: Path, model: Path, number: signal.Signals) -> None:
-    file, out = requests(tmp_path, 60), tmp_path / "out.jsonl"
+    file, out = requests(tmp_path, 40), tmp_path / "out.jsonl"
     flags = ("-i", file, "-o", out, "--model", model, "--gpu-batch-size", 2)
     with Child(tmp_path, *flags, program=main) as child:
         until(lambda: finished(out) > 5)
@@ -84,12 +84,12 @@ def test_a_job_that_is_told_to_stop(tmp_path: Path, model: Path, number: signal.
     done = finished(out)
     again = end(tmp_path, *flags)
     assert (again.code, again.record["before"]) == (3, done)
-    assert finished(out) == 60
+    assert finished(out) == 40
 
 
 def test_a_disk_that_is_full(tmp_path: Path, model: Path) -> None:
     """A file may not grow beyond a limit, in the middle of a line: what is finished stays, exit 6."""
-    file, out = requests(tmp_path, 60), tmp_path / "out.jsonl"
+    file, out = requests(tmp_path, 40), tmp_path / "out.jsonl"
     flags = ("-i", file, "-o", out, "--model", model, "--gpu-batch-size", 2)
 
     def limit() -> None:
@@ -101,16 +101,16 @@ def test_a_disk_that_is_full(tmp_path: Path, model: Path) -> None:
     assert f"cannot write {out}" in ran.err
     assert all(json.loads(line) for line in out.read_text().splitlines())
     done = finished(out)
-    assert 0 < done < 60
+    assert 0 < done < 40
     assert end(tmp_path, *flags).record["before"] == done
-    assert finished(out) == 60
+    assert finished(out) == 40
 
 
 def test_two_processes_at_once(tmp_path: Path, model: Path) -> None:
-    file, out = requests(tmp_path, 60), tmp_path / "out.jsonl"
+    file, out = requests(tmp_path, 40), tmp_path / "out.jsonl"
     flags = ("-i", file, "-o", out, "--model", model, "--gpu-batch-size", 2)
     with Child(tmp_path, *flags, program=main) as child:
         until(lambda: finished(out) > 2)
         assert main([str(flag) for flag in flags]) == 7
         assert child.wait(60).code == 3
-    assert finished(out) == 60
+    assert finished(out) == 40

@@ -133,13 +133,14 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_two_actors_of_a_cluster_one_of_them_killed(tmp_path: Path, model: Path, cluster: Any) -> None:
-    prompts = [f"prompt {number}" for number in range(24)]
+def test_an_actor_of_a_cluster_that_is_killed(tmp_path: Path, model: Path, cluster: Any) -> None:
+    """It is started anew, and its batches are run again. Several actors: the test of a job."""
+    prompts = [f"prompt {number}" for number in range(12)]
     data = cluster.data.from_items([{"id": number, "prompt": prompt} for number, prompt in enumerate(prompts)])
     settings = {"model": str(model), "max_new_tokens": 4, "flag": str(tmp_path / "killed")}
     with limit(540):
-        # Less than a processor each: what reads the data needs one, too.
-        answered = data.map_batches(Killed, fn_constructor_kwargs=settings, batch_size=2, concurrency=2, num_cpus=0.5)
+        # Less than a processor: what reads the data needs one, too.
+        answered = data.map_batches(Killed, fn_constructor_kwargs=settings, batch_size=2, concurrency=1, num_cpus=0.5)
         rows = sorted(answered.take_all(), key=lambda row: row["id"])
     assert (tmp_path / "killed").exists()
     with LLM(str(model)) as llm:
