@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import math
 import os
 import stat
 from pathlib import Path
@@ -16,7 +15,7 @@ from h2o_flexgen.cli.prompts import Messages, PromptLike
 from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.errors import StorageError, UsageError
-from h2o_flexgen.jobs.requests import line_of
+from h2o_flexgen.jobs.requests import line_of, logprobs_json
 
 
 class AnswerFile:
@@ -133,12 +132,7 @@ def answer_json(output: RequestOutput, prompt: PromptLike | None, dummy: bool = 
         given = prompt.content if isinstance(prompt, Prompt) else prompt
         answer["messages" if isinstance(prompt, Messages) else "prompt"] = given
     answer.update(text=output.text, token_ids=output.token_ids, finish_reason=output.finish_reason)
-    if output.logprobs is not None:
-        answer["logprobs"] = [_finite(value) for value in output.logprobs]
-    if output.top_logprobs is not None:
-        answer["top_logprobs"] = [
-            {str(token): _finite(value) for token, value in likeliest.items()} for likeliest in output.top_logprobs
-        ]
+    answer.update(logprobs_json(output))
     if output.kept is not None:
         answer["kept"] = output.kept
     if output.error is not None:
@@ -153,8 +147,3 @@ def _is_stdout(status: os.stat_result) -> bool:
         return os.path.samestat(status, os.fstat(1))
     except OSError:  # stdout is closed
         return False
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no infinity: the logarithm of a probability of 0 is null."""
-    return value if math.isfinite(value) else None

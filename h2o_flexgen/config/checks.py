@@ -39,6 +39,12 @@ def share(value: object, label: str) -> float:
     return number
 
 
+def shown(value: object) -> str:
+    """`value` in a message: its first characters where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def known_keys(data: object, cls: type[Any], *, derived: tuple[str, ...] = ()) -> dict[str, Any]:
     """`data` as keyword arguments of the dataclass `cls`; a missing or an unknown key raises.
 

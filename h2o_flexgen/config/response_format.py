@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from h2o_flexgen.config.checks import shown
 from h2o_flexgen.errors import UsageError
 
 _WANTED = 'needed {"type": "json_schema", "json_schema": {"schema": {...}}}, "json_object" or "text" as the type'
@@ -60,13 +61,13 @@ class ResponseFormat:
         if kind == "json_object":
             return cls()
         if kind != "json_schema":
-            raise UsageError(f"response_format is {_short(given)}", _WANTED)
+            raise UsageError(f"response_format is {shown(given)}", _WANTED)
         said = given.get("json_schema")
         if not isinstance(said, Mapping) or "schema" not in said:
-            raise UsageError(f"response_format has json_schema {_short(said)}", _WANTED)
+            raise UsageError(f"response_format has json_schema {shown(said)}", _WANTED)
         strict = said.get("strict")
         if strict not in (True, False, None):
-            raise UsageError(f"strict is {_short(strict)} in response_format", "needed true or false")
+            raise UsageError(f"strict is {shown(strict)} in response_format", "needed true or false")
         return cls.of_schema(said["schema"], strict is not False)
 
     @classmethod
@@ -89,7 +90,7 @@ def _check(schema: Any, where: str, level: int) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        raise _fault(where, f"is {_short(schema)}", "needed an object, true or false")
+        raise _fault(where, f"is {shown(schema)}", "needed an object, true or false")
     if level > _MOST_LEVELS:
         raise _fault(where, f"is more than {_MOST_LEVELS} levels deep")
     for word in _REFUSED:
@@ -116,12 +117,12 @@ def _parts(schema: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
     for word in _LISTS:
         parts = schema.get(word, [])
         if not isinstance(parts, list):
-            raise _fault(where, f"has {word}={_short(parts)}", "needed a list of schemas")
+            raise _fault(where, f"has {word}={shown(parts)}", "needed a list of schemas")
         yield from ((f"{word}/{place}", part) for place, part in enumerate(parts))
     for word in _MAPS:
         parts = schema.get(word, {})
         if not isinstance(parts, dict):
-            raise _fault(where, f"has {word}={_short(parts)}", "needed an object of schemas")
+            raise _fault(where, f"has {word}={shown(parts)}", "needed an object of schemas")
         yield from ((f"{word}/{name}", part) for name, part in parts.items())
 
 
@@ -134,7 +135,7 @@ def _check_alone(schema: dict[str, Any], where: str) -> None:
             raise _fault(where, f"has {word!r} beside {sorted(known)[0]!r}", "needed one of the two")
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-        raise _fault(where, f"has the reference {_short(reference)}", 'needed one into the schema itself: "#/..."')
+        raise _fault(where, f"has the reference {shown(reference)}", 'needed one into the schema itself: "#/..."')
     if len(schema.get("allOf") or ()) > 1:
         raise _fault(where, "has 'allOf' with several schemas", "needed one schema that says it all")
 
@@ -143,7 +144,7 @@ def _check_types(schema: dict[str, Any], where: str) -> None:
     types = schema.get("type", [])
     types = [types] if isinstance(types, str) else types
     if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
-        raise _fault(where, f"has the type {_short(types)}", "needed a type's name or a list of them")
+        raise _fault(where, f"has the type {shown(types)}", "needed a type's name or a list of them")
     for kind, words in _TYPED.items():
         for word in words:
             if word in schema and not set(types) & ({"number", "integer"} if kind == "number" else {kind}):
@@ -151,7 +152,7 @@ def _check_types(schema: dict[str, Any], where: str) -> None:
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
     for value in values if types else ():
         if not set(_types_of(value)) & set(types):
-            raise _fault(where, f"has the value {_short(value)}, which is not of its type {types}")
+            raise _fault(where, f"has the value {shown(value)}, which is not of its type {types}")
 
 
 def _check_pattern(schema: dict[str, Any], where: str) -> None:
@@ -161,7 +162,7 @@ def _check_pattern(schema: dict[str, Any], where: str) -> None:
     for pattern in patterns:
         if not isinstance(pattern, str) or _PATTERN_BEYOND.search(pattern):
             needed = "needed one without look-around, references, quotes, backslashes and control characters"
-            raise _fault(where, f"has the pattern {_short(pattern)}", needed)
+            raise _fault(where, f"has the pattern {shown(pattern)}", needed)
     if "pattern" in schema and {"minLength", "maxLength"} & schema.keys():
         raise _fault(where, "has 'pattern' beside a length", "needed the length in the pattern: {3,8}")
 
@@ -169,7 +170,7 @@ def _check_pattern(schema: dict[str, Any], where: str) -> None:
 def _check_required(schema: dict[str, Any], where: str) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise _fault(where, f"has required={_short(required)}", "needed a list of names")
+        raise _fault(where, f"has required={shown(required)}", "needed a list of names")
     named = schema.get("properties", {})
     if lacking := [name for name in required if name not in named]:
         raise _fault(where, f"requires {lacking[0]!r} and does not describe it", "needed it among the properties")
@@ -229,8 +230,3 @@ _ASSERTIONS = frozenset(
 
 def _fault(where: str, found: str, needed: str = "") -> UsageError:
     return UsageError(f"the schema at {where} {found}", needed)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

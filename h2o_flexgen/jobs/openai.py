@@ -12,12 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from h2o_flexgen.config.checks import shown
 from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, added_text
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.jobs.requests import BatchRequest, Refused, seed_of, talk_of, with_spans
+from h2o_flexgen.jobs.requests import BatchRequest, Refused, finite, seed_of, talk_of, with_spans
 from h2o_flexgen.jobs.source import BadLine, Record, load_json
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -93,7 +94,7 @@ class OpenAIFormat:
         fields = _Body(body)
         names = {self.model, self.model.rstrip("/").rpartition("/")[2], *self.served}
         if body.get("model") is not None and fields.text("model") not in names:
-            found = f"model is {_shown(body['model'])}, and this job runs {self.model} (see --served-model-name)"
+            found = f"model is {shown(body['model'])}, and this job runs {self.model} (see --served-model-name)"
             raise Refused(found, "model_not_found", status=404, param="model")
         if fields.get("stream", False) is not False:
             raise Refused("stream must be false in a batch", param="stream")
@@ -153,9 +154,9 @@ class OpenAIFormat:
         if record.line in self.doubled:
             raise Refused("custom_id stood in an earlier line", "duplicate_custom_id", param="custom_id")
         if entry.get("method") != "POST":
-            raise Refused(f"method is {_shown(entry.get('method'))}, needed 'POST'", "invalid_method", param="method")
+            raise Refused(f"method is {shown(entry.get('method'))}, needed 'POST'", "invalid_method", param="method")
         if entry.get("url") not in (COMPLETIONS, CHAT):  # which may be anything, and not hashable
-            found = f"url is {_shown(entry.get('url'))}, needed {COMPLETIONS!r} or {CHAT!r}"
+            found = f"url is {shown(entry.get('url'))}, needed {COMPLETIONS!r} or {CHAT!r}"
             raise Refused(found, "invalid_url", status=404, param="url")
         if not isinstance(entry.get("body"), dict):
             raise Refused("body is not a JSON object", param="body")
@@ -280,8 +281,8 @@ class OpenAIFormat:
             offset += len(text)
         top = None
         if asked.body["logprobs"]:
-            top = [each and {self._one(token): _json(value) for token, value in each[1].items()} for each in known]
-        values = [each and _json(each[0]) for each in known]
+            top = [each and {self._one(token): finite(value) for token, value in each[1].items()} for each in known]
+        values = [each and finite(each[0]) for each in known]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
     def _texts(self, before: list[int], ids: list[int]) -> list[str]:
@@ -342,33 +343,33 @@ class _Body:
     def text(self, name: str) -> str:
         value = self.get(name)
         if not isinstance(value, str):
-            raise Refused(f"{name} is {_shown(value)}, needed a text", param=name)
+            raise Refused(f"{name} is {shown(value)}, needed a text", param=name)
         return value
 
     def switch(self, name: str, usual: bool = False) -> bool:
         value = self.get(name, usual)
         if not isinstance(value, bool):
-            raise Refused(f"{name} is {_shown(value)}, needed true or false", param=name)
+            raise Refused(f"{name} is {shown(value)}, needed true or false", param=name)
         return value
 
     def whole(self, name: str, usual: int, low: int = 0, high: float = math.inf) -> int:
         value = self.get(name, usual)
         if type(value) is not int or not low <= value <= high:
             most = "" if high == math.inf else f" to {high}"
-            raise Refused(f"{name} is {_shown(value)}, needed a whole number from {low}{most}", param=name)
+            raise Refused(f"{name} is {shown(value)}, needed a whole number from {low}{most}", param=name)
         return value
 
     def number(self, name: str, usual: float) -> float:
         value = self.get(name, usual)
         low, high = _BOUNDS[name]
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            raise Refused(f"{name} is {_shown(value)}, needed a number from {low} to {high}", param=name)
+            raise Refused(f"{name} is {shown(value)}, needed a number from {low} to {high}", param=name)
         return float(value)
 
     def tokens(self, name: str) -> list[int]:
         value = self.get(name, [])
         if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
-            raise Refused(f"{name} is {_shown(value)}, needed a list of token ids", param=name)
+            raise Refused(f"{name} is {shown(value)}, needed a list of token ids", param=name)
         return value
 
     def biases(self) -> dict[str, Any]:
@@ -395,7 +396,7 @@ def _prompts(given: Any) -> list[Any]:
         if all(isinstance(each, list) and all(type(token) is int for token in each) for each in given):
             return given
     raise Refused(
-        f"prompt is {_shown(given)}, needed a text, token ids, or a list of up to {MOST_PROMPTS} of one of these",
+        f"prompt is {shown(given)}, needed a text, token ids, or a list of up to {MOST_PROMPTS} of one of these",
         param="prompt",
     )
 
@@ -403,11 +404,11 @@ def _prompts(given: Any) -> list[Any]:
 def _messages(given: Any) -> list[dict[str, Any]]:
     """A conversation; of a content in parts the texts are joined. Refused for anything but text."""
     if not isinstance(given, list) or not given:
-        raise Refused(f"messages is {_shown(given)}, needed a list of messages", param="messages")
+        raise Refused(f"messages is {shown(given)}, needed a list of messages", param="messages")
     talk = []
     for message in given:
         if not isinstance(message, dict):
-            raise Refused(f"messages holds {_shown(message)}, needed objects", param="messages")
+            raise Refused(f"messages holds {shown(message)}, needed objects", param="messages")
         content = message.get("content")
         if isinstance(content, list):
             texts = [part.get("text") if isinstance(part, dict) else None for part in content]
@@ -422,7 +423,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 def _stops(given: Any) -> tuple[str, ...]:
     stops = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise Refused(f"stop is {_shown(given)}, needed a text or up to {MOST_STOPS} of them", param="stop")
+        raise Refused(f"stop is {shown(given)}, needed a text or up to {MOST_STOPS} of them", param="stop")
     return tuple(stops)
 
 
@@ -442,14 +443,4 @@ def _logprobs(output: RequestOutput) -> list[tuple[float, dict[int, float]]]:
 
 
 def _chat_token(text: str, value: float) -> dict[str, Any]:
-    return {"token": text, "logprob": _json(value), "bytes": list(text.encode(errors="replace"))}
-
-
-def _json(value: float) -> float | None:
-    """JSON has no infinity: the logarithm of a probability of 0 is null."""
-    return value if math.isfinite(value) else None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return {"token": text, "logprob": finite(value), "bytes": list(text.encode(errors="replace"))}

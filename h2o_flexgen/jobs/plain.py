@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.jobs.requests import BatchRequest, Refused, seed_of, talk_of, with_spans
+from h2o_flexgen.jobs.requests import BatchRequest, Refused, logprobs_json, seed_of, talk_of, with_spans
 from h2o_flexgen.jobs.source import BadLine, Record, load_json
 
 
@@ -110,13 +109,7 @@ class PlainFormat:
 
 def _sample(output: RequestOutput) -> dict[str, Any]:
     sample: dict[str, Any] = {"text": output.text, "token_ids": output.token_ids, "finish_reason": output.finish_reason}
-    if output.logprobs is not None:
-        sample["logprobs"] = [value if math.isfinite(value) else None for value in output.logprobs]
-    if output.top_logprobs is not None:
-        sample["top_logprobs"] = [
-            {str(token): value if math.isfinite(value) else None for token, value in top.items()}
-            for top in output.top_logprobs
-        ]
+    sample.update(logprobs_json(output))
     if output.kept is not None:
         sample["kept"] = output.kept
     return sample

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -78,6 +79,23 @@ class RequestFormat(Protocol):
 def seed_of(job: int, line: int) -> int:
     """The seed of a request that names none: of the job's and its line alone."""
     return int.from_bytes(hashlib.sha256(f"{job} {line}".encode()).digest()[:6])
+
+
+def logprobs_json(output: RequestOutput) -> dict[str, Any]:
+    """The log-probabilities of an answer that has some, under the names of RequestOutput."""
+    found: dict[str, Any] = {}
+    if output.logprobs is not None:
+        found["logprobs"] = [finite(value) for value in output.logprobs]
+    if output.top_logprobs is not None:
+        found["top_logprobs"] = [
+            {str(token): finite(value) for token, value in likeliest.items()} for likeliest in output.top_logprobs
+        ]
+    return found
+
+
+def finite(value: float) -> float | None:
+    """JSON has no infinity: the logarithm of a probability of 0 is null."""
+    return value if math.isfinite(value) else None
 
 
 def line_of(result: dict[str, Any]) -> str:
