@@ -25,7 +25,7 @@ import pytest
 from huggingface_hub import constants
 
 from h2o_flexgen.__main__ import PROGRAMS
-from h2o_flexgen.calibration import measure
+from h2o_flexgen.calibration import checkup, measure
 from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.units import MIB
 from tests.checkpoint.resolving import COMMIT
@@ -395,13 +395,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A calibration writes a few MiB only."""
+    """A calibration writes a few MiB only, and so does the doctor."""
     whole = measure.Calibration.__init__
 
     def small(self: measure.Calibration, *args: Any, **settings: Any) -> None:
         whole(self, *args, **{"file_bytes": 2 * MIB, "arena_bytes": 2 * MIB, **settings})
 
     monkeypatch.setattr(measure.Calibration, "__init__", small)
+    for name, nbytes in (("_COPIED", MIB), ("_FILE", 2 * MIB), ("_UNIT", MIB // 4)):
+        monkeypatch.setattr(checkup, name, nbytes)
 
 
 RUN = {

@@ -34,12 +34,10 @@ def test_a_name_that_is_not_there() -> None:
         from h2o_flexgen import Policy  # noqa: F401
 
 
-@pytest.mark.slow
 def test_what_needs_no_torch_loads_none() -> None:
     code = (
         "import sys, h2o_flexgen\nfrom h2o_flexgen import EvictionConfig, OffloadPolicy, RunRecord, SamplingParams\n"
         "dir(h2o_flexgen), h2o_flexgen.__version__\nassert 'torch' not in sys.modules, 'torch'\n"
-        "from h2o_flexgen import LLM\nassert 'torch' in sys.modules, 'no torch'\n"
     )
     command = [sys.executable, "-c", code]
     run = subprocess.run(
