@@ -51,9 +51,9 @@ def test_calls_that_are_alike_are_planned_by_one_search(searched: list[Workload]
 
 LENGTHS = [(24, 8), (90, 30), (4, 2)]
 CALLS = {
-    "ample-cpu": (AMPLE, "cpu", [*(Workload(*each, 24) for each in LENGTHS), Workload(24, 8, 5)], 1),
-    "ample-gpu": (AMPLE, "gpu", [*(Workload(*each, 24) for each in LENGTHS), Workload(30, 9, 1)], 1),
-    "tight": (TIGHT, "cpu", [Workload(24, 8, 24), Workload(26, 8, 24), Workload(22, 8, 24), Workload(60, 8, 24)], 2),
+    "ample-cpu": (AMPLE, "cpu", [*(Workload(*each, 12) for each in LENGTHS), Workload(24, 8, 5)], 1),
+    "ample-gpu": (AMPLE, "gpu", [*(Workload(*each, 12) for each in LENGTHS), Workload(30, 9, 1)], 1),
+    "tight": (TIGHT, "cpu", [Workload(24, 8, 12), Workload(26, 8, 12), Workload(22, 8, 12), Workload(60, 8, 12)], 2),
 }
 
 
