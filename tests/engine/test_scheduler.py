@@ -58,14 +58,14 @@ def alone(checkpoint) -> Any:
         pytest.param(policy, shape, id=f"{policy.name}-{shape}")
         for i, policy in enumerate(POLICIES)
         for j, shape in enumerate(SHAPES)
-        if (2 * i + j) % len(SHAPES) < 2
+        if i % len(SHAPES) == j
     ],
 )
 def test_neighbours_that_come_and_go_do_not_matter(policy: PolicyRow, shape, checkpoint, alone) -> None:
     with _run(checkpoint("opt")[1], policy.eviction(), shape) as llm:
         _assert_same(llm.generate(PROMPTS, _params()), alone("opt", policy))
         record = llm.last_record
-    assert (record.sequences, record.prompt_tokens, record.generated_tokens) == (15, sum(LENGTHS), sum(NEW))
+    assert (record.sequences, record.prompt_tokens, record.generated_tokens) == (len(NEW), sum(LENGTHS), sum(NEW))
     assert record.computed_prompt_tokens == sum(LENGTHS)
     assert record.prefill_s > 0
     assert record.decode_s > 0
@@ -91,7 +91,7 @@ def test_on_every_tier(policy: PolicyRow, shape, tier: str, checkpoint, alone) -
         pytest.param(policy, name, ("cpu", "gpu")[(i + j) % 2], id=f"{policy.name}-{name}")
         for i, policy in enumerate(row for row in POLICIES if row.name in ("full", "h2o"))
         for j, name in enumerate(("llama-gqa", "gemma3", "gpt-neox", "phi3-longrope", "llama-dynamic"))
-        if policy.name == "h2o" or j % 2
+        if policy.name == "h2o" or name == "gemma3"
     ],
 )
 def test_other_families(policy: PolicyRow, name: str, tier: str, checkpoint, alone) -> None:

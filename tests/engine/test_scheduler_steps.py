@@ -56,7 +56,7 @@ def test_the_schedule_that_runs_is_sound(tier: str, checkpoint, monkeypatch: pyt
     monkeypatch.setattr(block, "zigzag", recorded)
     with _run(checkpoint("opt")[1], EvictionConfig("h2o", ratio=0.3), (2, 3), tier) as llm:
         llm.generate(PROMPTS, _params())
-        llm.generate(PROMPTS[:13], max_new_tokens=5, ignore_eos=True)
+        llm.generate(prompts_of([*LENGTHS, 9, 21]), max_new_tokens=5, ignore_eos=True)
     steps = []
     for shape, ticks, actives, ends in runs:
         known = replace(shape, num_steps=ends[0] + 1) if ends else shape

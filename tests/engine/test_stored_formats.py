@@ -45,26 +45,27 @@ def _pairs() -> list[tuple[list[int], list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("place", ["memory", "disk", "dequantized"])
 @pytest.mark.parametrize(
     ("name", "changes"), [*((name, {}) for name in NAMES), ("gptq act-order", PHI3), ("awq", PHI3)]
 )
-def test_log_probabilities(tmp_path: Path, name: str, changes: dict[str, Any], place: str) -> None:
+def test_log_probabilities(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
     written = checkpoint(FORMATS[name], num_hidden_layers=2, **changes)
     folder = tmp_path / "model"
     folder.mkdir()
     written.write(folder)
-    policy = {"gpu_batch_size": 2, "weights": {"disk": 1.0} if place == "disk" else {"cpu": 1.0}}
-    model, pairs = _model_of(written), _pairs()
-    settings: dict[str, Any] = {"dtype": "float32", "policy": policy, "dequantize": place == "dequantized"}
-    with Engine(str(folder), offload_dir=str(tmp_path / "offload"), **settings) as llm:
-        packed = 0 if place == "dequantized" else written.config["num_hidden_layers"] * 7
-        assert len(llm.model.spec.packings) == packed
-        scores = llm.score(pairs)
-    for (context, continuation), score in zip(pairs, scores, strict=True):
+    model, pairs, expected = _model_of(written), _pairs(), list[list[float]]()
+    for context, continuation in pairs:
         rows = transformers_logprobs(model, context, continuation)
-        expected = rows[torch.arange(len(continuation)), torch.tensor(continuation)]
-        assert score.token_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+        expected.append(rows[torch.arange(len(continuation)), torch.tensor(continuation)].tolist())
+    for place in ("memory", "disk", "dequantized"):
+        policy = {"gpu_batch_size": 2, "weights": {"disk": 1.0} if place == "disk" else {"cpu": 1.0}}
+        settings: dict[str, Any] = {"dtype": "float32", "policy": policy, "dequantize": place == "dequantized"}
+        with Engine(str(folder), offload_dir=str(tmp_path / place), **settings) as llm:
+            packed = 0 if place == "dequantized" else written.config["num_hidden_layers"] * 7
+            assert len(llm.model.spec.packings) == packed, place
+            scores = llm.score(pairs)
+        for logprobs, score in zip(expected, scores, strict=True):
+            assert score.token_logprobs == pytest.approx(logprobs, abs=1e-4), place
 
 
 def test_weight_bits_of_a_packed_checkpoint(tmp_path: Path) -> None:

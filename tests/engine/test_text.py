@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -97,20 +96,18 @@ def test_a_tokenizer_json_alone_means_what_it_says(tmp_path: Path, name: str) ->
     assert codec.transformed is None
 
 
-@pytest.mark.slow
-def test_transformers_is_imported_where_it_is_needed_alone(folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_transformers_is_imported_where_it_is_needed_alone(
+    folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Importing it, and building a class of its own for 262,144 tokens, took most of the seconds before a run."""
     light = [*map(folder, ("plain-words", "plain-gemma", "gemma-chat", "llama3")), large(folder, tmp_path / "large")]
-    code = (
-        "import sys; from pathlib import Path; from h2o_flexgen.engine.requests.tokenizer import TextCodec\n"
-        "print('transformers' in sys.modules)\n"
-        "for folder in sys.argv[1:]:\n"
-        "    TextCodec.open(Path(folder)).encode('The dog')\n"
-        "    print('transformers' in sys.modules)"
-    )
-    command = [sys.executable, "-c", code, *map(str, light), str(folder("llama"))]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert run.stdout.split() == ["False", *["False"] * len(light), "True"]
+    heavy = folder("llama")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        monkeypatch.setitem(sys.modules, name, None)  # so that it cannot be imported
+    for path in light:
+        assert codec_of(path).encode("The dog")
+    with pytest.raises(ModelError, match="import of transformers halted"):
+        codec_of(heavy)
 
 
 def large(folder: Callable[[str], Path], path: Path) -> Path:

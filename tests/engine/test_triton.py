@@ -120,7 +120,6 @@ def assert_same(found: list[RequestOutput], expected: list[RequestOutput]) -> No
     ("name", "policy"),
     [
         ("opt", "h2o"),
-        ("llama-gqa", "streaming"),
         ("mistral", "full"),
         ("mistral", "streaming"),
     ],
@@ -326,7 +325,7 @@ def test_a_recording_that_fails(
     ids=str,
 )
 def test_what_is_not_recorded(engine: dict[str, Any], folder, log: list[str]) -> None:
-    args = folder("opt"), EVICTION["h2o"], PROMPTS, cuda_graphs.PATIENCE + 5
+    args = folder("opt"), EVICTION["h2o"], PROMPTS[1:], 2 * cuda_graphs.PATIENCE + 2
     assert_same(answers(*args, **engine), by_torch(*args))
     assert log == []
 
