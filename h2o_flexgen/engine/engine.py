@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +29,6 @@ from h2o_flexgen.engine.limits.plan import Plan, Planner, by_rule, keeping
 from h2o_flexgen.engine.metrics.recorder import RunMetrics, make_record
 from h2o_flexgen.engine.metrics.trace import ScoreLog, Trace
 from h2o_flexgen.engine.model import Model, open_model
-from h2o_flexgen.engine.requests.call_guard import CallGuard
 from h2o_flexgen.engine.requests.chat import Conversation, chat_prompts
 from h2o_flexgen.engine.requests.grammars import Grammars
 from h2o_flexgen.engine.requests.reader import PromptLike, Request, RequestReader, workload_of
@@ -45,6 +44,36 @@ from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.schedule.timeline import Timeline
 from h2o_flexgen.schedule.work import CountedWork
+
+
+class CallGuard:
+    """One call of an engine at a time: calls share the weights that stream, and a plan may place all of them anew.
+
+    Not thread safe, as the engine is not.
+    """
+
+    def __init__(self) -> None:
+        self._holder: object | None = None
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Within, the engine belongs to this call: another one gets a UsageError, and changes nothing."""
+        if self._holder is not None:
+            raise UsageError(
+                "a stream of this engine is still under way",
+                change="finish it or close() it first, or use another LLM",
+            )
+        mine = self._holder = object()
+        try:
+            yield
+        finally:
+            # Of a stream that outlived `end`, another call may have the turn by now.
+            if self._holder is mine:
+                self._holder = None
+
+    def end(self) -> None:
+        """The engine is closed: it belongs to no call any more, whatever is under way."""
+        self._holder = None
 
 
 class _CallWork(NamedTuple):

@@ -49,7 +49,9 @@ class Model:
     def keep_as(self, spec: ModelSpec) -> None:
         """From now on the weights are to be had as `spec`, one of `choices`, has them."""
         weighs = self.by_importance and not self.dummy and spec.arch.experts is None
-        self.spec, self.source = spec, _packed_as(spec, self.stored, weighs)
+        self.spec, self.source = spec, self.stored
+        if dict(spec.packings).items() - self.stored.packings.items():
+            self.source = QuantisingSource(self.stored, spec, by_importance=weighs)
 
     def weigh_inputs(self, offload: Path, device: torch.device, progress: Callable[[str, int, int], None]) -> None:
         """Has measured which inputs matter, now or in an earlier run, before weights are packed that want it."""
@@ -108,13 +110,6 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
         stack.pop_all()
     folder = Path(found.folder) if found.folder else None
     return Model(kept, source, codec, dtype, folder, found.origin, choices, config.weight_importance)
-
-
-def _packed_as(spec: ModelSpec, stored: WeightSource, by_importance: bool) -> WeightSource:
-    """`stored` packed as `spec` has it, unless it is so already."""
-    if not dict(spec.packings).items() - stored.packings.items():
-        return stored
-    return QuantisingSource(stored, spec, by_importance=by_importance)
 
 
 def _with_generation_eos(spec: ModelSpec, folder: Path | None) -> ModelSpec:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from h2o_flexgen.engine.engine import Engine
-from h2o_flexgen.engine.requests.call_guard import CallGuard
+from h2o_flexgen.engine.engine import CallGuard, Engine
 from h2o_flexgen.errors import UsageError
 from tests.tiny import prompts_of
 

@@ -194,7 +194,7 @@ class _Shared:
     def compute(self, batch: _Batch, row: int, end: int, path: _Path) -> _Path:
         """Tokens of `row` up to `end`, in parts; as many as make up whole GRAINs where there is a store."""
         end = end // GRAIN * GRAIN if self.keeps else end
-        for part in _parts(end - path.past, self.chunk):
+        for part in parts_of(end - path.past, self.chunk):
             new = self.prefixes.begin(row, path.past, path.past + part, path.depth)
             batch.add(part, path.past, path.depth, range(row, row), row, new=new)
             path = _Path(path.past + part, path.depth + 1)
@@ -291,7 +291,7 @@ def _add_rows(batch: _Batch, rows: range, length: int, past: int, depth: int, ch
             batch.add(length - past, past, depth, part, start)
         return
     for row in rows:
-        *parts, last = _parts(length - past, chunk)
+        *parts, last = parts_of(length - past, chunk)
         before, level = past, depth
         for part_length in parts:
             batch.add(part_length, before, level, range(row, row), row)
@@ -299,7 +299,8 @@ def _add_rows(batch: _Batch, rows: range, length: int, past: int, depth: int, ch
         batch.add(last, before, level, range(row, row + 1), row)
 
 
-def _parts(length: int, chunk: int) -> list[int]:
+def parts_of(length: int, chunk: int) -> list[int]:
+    """`length` tokens in parts of `chunk`, and a rest."""
     return [min(chunk, length - start) for start in range(0, length, chunk)]
 
 

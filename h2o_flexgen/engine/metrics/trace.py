@@ -205,9 +205,8 @@ class ScoreLog:
         self, row: Sequence, kept: Mapping[int, list[list[int]]], decode: Callable[[list[int]], str] | None
     ) -> dict[str, Any]:
         ids, scores, budget = [*row.prompt_ids, *row.token_ids], self._scores[row.row_id], row.budget
-        empty = [
-            [0.0] * len(row.prompt_ids)
-        ] * self._spec.num_kv_heads  # of a layer whose window holds the whole budget
+        # Of a layer whose window holds the whole budget.
+        empty = [[0.0] * len(row.prompt_ids)] * self._spec.num_kv_heads
         return {
             "tokens": [str(each) for each in ids] if decode is None else texts_of(ids, decode),
             "prompt": len(row.prompt_ids),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
+from h2o_flexgen.engine.batching.prefix_tree import parts_of
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.schedule.traffic import links
@@ -112,7 +113,7 @@ class WorkCounter:
     def _halves(self, work: PhaseWork, tokens: int, chunk: int, times: Mapping[str, float]) -> None:
         """MLP halves that `tokens` tokens go through so many `times`, by the kind of their products."""
         for kind, count in times.items():
-            for rows in _split(tokens, chunk):
+            for rows in parts_of(tokens, chunk):
                 work.products[kind, rows] += count
 
     def _experts_of(self, going: int, fresh: int, layers: int) -> None:
@@ -216,8 +217,3 @@ def _summed(kept: int, steps: int, budget: Budget) -> int:
     # Between bursts from most - burst + 1 to most, again and again.
     later = whole * (burst * most - burst * (burst - 1) // 2) + rest * (most - burst) + rest * (rest + 1) // 2
     return growing * kept + growing * (growing + 1) // 2 + later
-
-
-def _split(tokens: int, chunk: int) -> list[int]:
-    """`tokens` in parts of `chunk`, and a rest."""
-    return [chunk] * (tokens // chunk) + ([tokens % chunk] if tokens % chunk else [])

@@ -35,9 +35,8 @@ def chat_prompt(codec: TextCodec | None, model: str, conversation: Conversation,
 def chat_text(codec: TextCodec | None, model: str, conversation: Conversation, where: str) -> str:
     """A conversation by the template of `model`, up to where the model's answer begins.
 
-    UsageError naming `where` for anything that is
-    not a conversation or does not suit the template, and for a model that has none. The template is run in
-    transformers' sandbox.
+    UsageError naming `where` for anything that is not a conversation or does not suit the template, and for a model
+    that has none. The template is run in transformers' sandbox.
     """
     messages = checked_messages(conversation, where)
     if codec is None:

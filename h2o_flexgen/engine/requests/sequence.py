@@ -189,15 +189,8 @@ class Sequence:
         recorded = (self.hooks.logits, self.hooks.scores) if self.hooks is not None else ()
         self.kept.clear()
         self._thought, self._folding = 0, None
-        for kept in (
-            self.token_ids,
-            self.given,
-            self.dropped,
-            self.logprobs,
-            self.top_logprobs,
-            self.greedy,
-            *recorded,
-        ):
+        answer = self.token_ids, self.logprobs, self.top_logprobs, self.greedy
+        for kept in (*answer, self.given, self.dropped, *recorded):
             if kept is not None:
                 kept.clear()
         self.finish_reason = self.stop_string = self.error = self.chooser = self.guide = self._generator = None
