@@ -19,6 +19,10 @@ needs_native = pytest.mark.skipif(
 )
 
 
+by_torch = pytest.mark.parametrize("kernel", ["torch"], indirect=True)
+"""For tests that take no decode step, or whose steps run on torch's kernels everywhere: once is enough."""
+
+
 @pytest.fixture(autouse=True, params=["torch", pytest.param("native", marks=needs_native)])
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of what decode steps run on. Its patch is its own: tests may undo theirs."""

@@ -8,7 +8,10 @@ import torch
 from h2o_flexgen.cache.eviction import base
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, attention_rows, summed_rows
 from h2o_flexgen.kernels import torch_attention
+from tests.cache.conftest import by_torch
 from tests.seeds import torch_generator
+
+pytestmark = by_torch
 
 
 @pytest.mark.parametrize("window", [None, 5])

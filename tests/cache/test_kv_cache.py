@@ -14,6 +14,7 @@ from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.cache.vectors import select
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import DecodeAttention
+from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, Turning, make_stream, state_bytes
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import torch_generator
@@ -116,6 +117,7 @@ def test_what_lay_in_free_slots_is_never_seen(
     assert clean.kept() == stale.kept()
 
 
+@by_torch
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("pitch", [2, 3, 6])
 @pytest.mark.parametrize("apart", [0, 4])
@@ -182,6 +184,7 @@ def test_state_is_eight_bytes_per_slot() -> None:
     assert state_bytes(arrival.cache) == 0, "equal rows keep one number"
 
 
+@by_torch
 def test_slots_needed_is_one_more_than_the_largest_budget_that_evicts() -> None:
     assert slots_needed([TEN, Budget(6, 3, 3, 0, False)]) == 11
     assert slots_needed([TEN, Budget(11, 0, 11, 0, True)]) == 11
@@ -200,6 +203,7 @@ def make_cache(**changes: Any) -> KVCache:
     return cache
 
 
+@by_torch
 def test_refusals_name_what_was_found() -> None:
     with pytest.raises(ValueError, match="10 slots are too few, these budgets need 11"):
         make_cache(shape=CacheShape(1, 2, 4, 10))

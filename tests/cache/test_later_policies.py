@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from h2o_flexgen.errors import UsageError
+from tests.cache.conftest import by_torch
 from tests.cache.harness import Turning, compare, make_stream
 from tests.policy_matrix import LATER, THEN_H2O, PolicyRow
 
@@ -32,6 +33,7 @@ def test_windows_of_which_the_budget_leaves_a_choice(policy: PolicyRow) -> None:
     assert compared(policy, window=29) > 100
 
 
+@by_torch
 @pytest.mark.parametrize("policy", CASES, ids=lambda row: row.name)
 def test_rolling_positions(policy: PolicyRow) -> None:
     if policy.eviction().split.looks_back:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from h2o_flexgen.cache import EVICTION_POLICIES, make_policy
 from h2o_flexgen.config.eviction import SPLITS, Budget, EvictionConfig
 from h2o_flexgen.errors import UsageError
+from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, OracleRun, Stream, compare, make_stream
 from tests.policy_matrix import EVICTING, LATER, POLICIES, PolicyRow
 
@@ -84,6 +85,7 @@ def test_any_split_equals_oracle(policy: PolicyRow, heavy: int, recent: int, sin
     assert compare(policy, policy.eviction(), streams, [budget] * 2, 50) > 0, "something was compared"
 
 
+@by_torch
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 def test_prompt_attention_equals_oracle(policy: PolicyRow) -> None:
     stream = make_stream(20, 0, group=3)
@@ -119,16 +121,19 @@ def test_exact_ties_at_a_step_let_the_highest_position_go() -> None:
         assert run.kept()[0][0] == (list(range(now + 1)) if now < 5 else [0, 1, 2, now - 1, now]), f"step {step}"
 
 
+@by_torch
 def test_matrix_registry_and_splits_name_the_same_policies() -> None:
     names = [row.name for row in (*POLICIES, *LATER)]
     assert sorted(names) == sorted(EVICTION_POLICIES.names()) == sorted(SPLITS.names()), "one row per policy"
 
 
+@by_torch
 def test_unknown_policy_is_suggested() -> None:
     with pytest.raises(UsageError, match="did you mean 'streaming'"):
         EVICTION_POLICIES.get("steaming")
 
 
+@by_torch
 def test_oracle_scores_add_up() -> None:
     """The oracle itself: every query hands out a total of one."""
     from tests.oracles.eviction import H2OOracle

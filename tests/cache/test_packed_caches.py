@@ -11,14 +11,15 @@ from h2o_flexgen.cache import CacheShape, KVCache, make_policy
 from h2o_flexgen.cache.packing import expand, pack
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.model.packing import EXPANDED, CacheBits, CachePacking, cache_packings
+from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, Turning, budget_of, compare, make_stream
+from tests.pairs import pairs
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.seeds import torch_generator
 
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda row: row.name)
 WAYS = {"absolute": (None, None), "windowed": (11, None), "rolling": (None, Turning(2))}
 KINDS: tuple[CacheBits, ...] = (4, 8, (8, 4), (4, 8))
-each_kind = pytest.mark.parametrize("bits", [4, 8])
 CASES = [
     pytest.param(row, bits, *WAYS[way], id=f"{row.name}-{way}-{bits}")
     for i, row in enumerate(POLICIES)
@@ -79,9 +80,11 @@ def test_heads_of_any_size(
     assert run.kept() == plain.kept()
 
 
-@each_kind
-@each_policy
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("policy", "bits", "dtype"),
+    pairs(POLICIES, [4, 8], [torch.bfloat16, torch.float16, torch.float32]),
+    ids=lambda value: getattr(value, "name", str(value)),
+)
 def test_any_dtype_attends_to_them(policy: PolicyRow, bits: int, dtype: torch.dtype) -> None:
     """Numbers are expanded to the dtype that is computed in; what is held does not depend on it beyond rounding."""
     streams = [make_stream(prompt, 9, group=2, d=64, seed=prompt) for prompt in (4, 30, 17)]
@@ -94,6 +97,7 @@ def test_any_dtype_attends_to_them(policy: PolicyRow, bits: int, dtype: torch.dt
     assert run.cache.score is None or run.cache.score.dtype == torch.float32
 
 
+@by_torch
 def test_bytes_of_a_cache() -> None:
     shape = CacheShape(3, 2, 80, 10, bits=4)
     assert set(shape.sizes) == {(3, 2, 10, 40 + 2 * 2 * 2)}, "codes, and a scale and a low for each of two groups"
@@ -105,6 +109,7 @@ def test_bytes_of_a_cache() -> None:
         CachePacking(4, 6)
 
 
+@by_torch
 def test_what_is_packed_in_parts_is_what_is_packed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x, packing = torch.randn(3, 2, 50, 64, generator=torch_generator(1)), CachePacking(4, 64)
     whole = pack(x, packing)
@@ -145,6 +150,7 @@ def test_packed_rows_move_down(bits: CacheBits) -> None:
     assert whole.kept()[1:] == some.kept()
 
 
+@by_torch
 def test_a_packed_cache_refuses_other_buffers() -> None:
     shape = CacheShape(1, 2, 64, 5, bits=4)
     cache = KVCache(shape, [Budget(5, 0, 5, 0, True)], make_policy(EvictionConfig()), layer=0, row_ids=[0])

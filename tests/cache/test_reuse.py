@@ -6,7 +6,10 @@ import math
 import random
 
 from h2o_flexgen.cache.reuse import GONE, PRIOR, ExpectedReuse, LeastRecent
+from tests.cache.conftest import by_torch
 from tests.seeds import moved
+
+pytestmark = by_torch
 
 
 class Kind:

@@ -22,6 +22,11 @@ each_evicting = pytest.mark.parametrize("policy", EVICTING, ids=lambda row: row.
 TURNING = Turning(2)
 
 
+@pytest.fixture(autouse=True)
+def kernel() -> None:
+    """Rolling positions take no kernel of their own: one way, `test_positions_are_places_in_the_cache` says so."""
+
+
 def rolling_run(policy: PolicyRow, streams: list[Stream], totals: list[int], steps: int, **options: Any) -> CacheRun:
     budgets = [budget_of(policy, total, s.prompt, steps, sinks=2) for s, total in zip(streams, totals, strict=True)]
     return CacheRun(streams, budgets, make_policy(policy.eviction()), **{"turning": TURNING, **options})
@@ -101,6 +106,7 @@ def test_positions_are_places_in_the_cache(policy: PolicyRow) -> None:
                 query = TURNING.tensor(stream.q[2 * head : 2 * head + 2, now], torch.tensor([len(order) - 1] * 2))
                 expected = (query @ keys.T / 2).softmax(-1) @ stream.v[head, order]
                 torch.testing.assert_close(output[row, 2 * head : 2 * head + 2], expected, atol=1e-5, rtol=1e-5)
+    assert run.cache._fused is None
 
 
 @each_policy

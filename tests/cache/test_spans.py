@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from h2o_flexgen.config.budget import parts_between, shares
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.errors import UsageError
+from tests.cache.conftest import by_torch
 from tests.cache.harness import Turning, compare, make_stream
 from tests.oracles.spans import slow_shares, with_spans
 from tests.policy_matrix import EVICTING, LATER, THEN_H2O, PolicyRow
@@ -54,12 +55,21 @@ def test_windows(policy: PolicyRow, rule: str) -> None:
 
 
 @pytest.mark.parametrize(("policy", "rule"), [*zip(CASES, RULES[::-1] * len(CASES), strict=False)], ids=named)
-def test_rolling_positions_and_few_bits(policy: PolicyRow, rule: str) -> None:
-    if not policy.eviction().split.looks_back:
-        assert compared(policy, rule, turning=Turning(2)) > 90
+def test_few_bits(policy: PolicyRow, rule: str) -> None:
     assert compared(policy, rule, bits=8) > 80
 
 
+@by_torch
+@pytest.mark.parametrize(
+    ("policy", "rule"),
+    [pair for pair in zip(CASES, RULES[::-1] * len(CASES), strict=False) if not pair[0].eviction().split.looks_back],
+    ids=named,
+)
+def test_rolling_positions(policy: PolicyRow, rule: str) -> None:
+    assert compared(policy, rule, turning=Turning(2)) > 90
+
+
+@by_torch
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 100))
 def test_shares(lengths: list[int], total: int) -> None:
@@ -75,11 +85,13 @@ def test_shares(lengths: list[int], total: int) -> None:
         assert all(abs(its - other) <= 1 for length, other in zip(lengths, found, strict=True) if length == one)
 
 
+@by_torch
 def test_what_lies_between_spans_is_a_part_too() -> None:
     assert parts_between([(0, 2), (2, 5), (7, 9)], 12) == ((0, 2), (2, 5), (5, 7), (7, 9), (9, 12))
     assert parts_between([], 3) == ((0, 3),)
 
 
+@by_torch
 @pytest.mark.parametrize(
     ("settings", "spans", "found"),
     [
@@ -93,6 +105,7 @@ def test_a_whitelist_beyond_the_budget_is_refused(settings: dict, spans: tuple, 
         EvictionConfig(**settings, spans="whitelist").resolve(40, 8, spans)
 
 
+@by_torch
 def test_what_cannot_be_combined_is_refused() -> None:
     with pytest.raises(UsageError, match="needed one of whitelist, fair"):
         EvictionConfig("h2o", spans="white")  # type: ignore[arg-type]
@@ -102,6 +115,7 @@ def test_what_cannot_be_combined_is_refused() -> None:
         EvictionConfig("h2o", ratio=0.5, spans="whitelist", keep_prompt=True)
 
 
+@by_torch
 def test_without_spans_nothing_changes() -> None:
     plain = EvictionConfig("h2o", ratio=0.3)
     for rule in RULES:

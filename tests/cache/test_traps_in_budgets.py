@@ -15,8 +15,9 @@ from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.kernels import DecodeAttention
+from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, OracleRun, Stream, make_stream
-from tests.cache.traps import each_evicting, each_policy, run_of
+from tests.cache.traps import each_evicting, run_of
 from tests.oracles.eviction import H2OOracle
 from tests.policy_matrix import POLICIES, PolicyRow
 
@@ -37,13 +38,11 @@ def test_trap_05_tokens_kept_are_the_documented_number(policy: PolicyRow, length
         run.step()
 
 
-@each_policy
+@each_evicting
 @pytest.mark.parametrize("full", [{"ratio": 1.0}, {"budget": 70}, {"budget": 1000}], ids=str)
 def test_trap_05_budget_of_the_whole_length_is_the_full_cache_bit_for_bit(
     policy: PolicyRow, full: dict[str, Any]
 ) -> None:
-    if policy.name == "full":
-        full = {}
     config = policy.eviction(**{"ratio": 1.0, **full})
     streams = [make_stream(prompt, 30, group=2, seed=prompt) for prompt in (40, 21, 21)]
     run = CacheRun(streams, [config.resolve(s.prompt, 30) for s in streams], make_policy(config))
@@ -53,6 +52,7 @@ def test_trap_05_budget_of_the_whole_length_is_the_full_cache_bit_for_bit(
     assert run.kept() == [[list(range(s.prompt + 30))] * 2 for s in streams]
 
 
+@by_torch
 @pytest.mark.parametrize("ratio", [0, -0.1, 1.01, float("nan"), float("inf")])
 def test_trap_05_shares_without_meaning_are_refused(ratio: float) -> None:
     with pytest.raises(UsageError):

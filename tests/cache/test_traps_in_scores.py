@@ -12,6 +12,7 @@ from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.kernels import prefill_attention
 from h2o_flexgen.kernels.types import KeysValues
+from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, Stream, make_stream
 from tests.cache.traps import each_evicting, run_of
 from tests.policy_matrix import PolicyRow
@@ -20,6 +21,7 @@ from tests.seeds import torch_generator
 # 2. Half-precision accumulation loses every probability below an ulp of the sum.
 
 
+@by_torch
 def test_trap_02_ten_thousand_small_probabilities_add_up() -> None:
     stream = make_stream(8, 1)
     cache = CacheRun([stream], [Budget(6, 3, 3, 0, False)], H2OPolicy(), dtype=torch.bfloat16).cache
@@ -33,6 +35,7 @@ def test_trap_02_ten_thousand_small_probabilities_add_up() -> None:
     torch.testing.assert_close(score, torch.full_like(score, 2.0), atol=1e-3, rtol=0)
 
 
+@by_torch
 def test_trap_02_long_bfloat16_prompt_is_ranked_in_float32() -> None:
     length = 8192
     order = torch.randperm(length - 10, generator=torch_generator(0))
@@ -94,6 +97,7 @@ def test_trap_04_order_of_query_heads_in_a_group_changes_nothing(policy: PolicyR
 # 10. The statistics are those of the attention that was computed, and causal.
 
 
+@by_torch
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000])
 def test_trap_10_column_sums_equal_dense_softmax(length: int) -> None:
     stream = make_stream(length, 0, kv_heads=2, group=2, d=8)
@@ -106,6 +110,7 @@ def test_trap_10_column_sums_equal_dense_softmax(length: int) -> None:
     torch.testing.assert_close(sums.sum(-1), torch.full((1, 2), float(length)), rtol=1e-5, atol=0)
 
 
+@by_torch
 def test_trap_10_prompt_statistics_are_what_the_cache_holds() -> None:
     stream = make_stream(50, 0)
     sums = prefill_attention(stream.q[None], stream.k[None], stream.v[None], 0.5, True).column_sums

@@ -12,6 +12,7 @@ from h2o_flexgen.cache import CacheShape, make_policy
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.kernels import DecodeAttention, prefill_attention
+from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, make_stream
 from tests.cache.traps import each_evicting, each_policy, run_of
 from tests.policy_matrix import PolicyRow
@@ -164,6 +165,7 @@ def test_trap_09_a_row_that_ends_early_leaves_the_others_unchanged(policy: Polic
         torch.testing.assert_close(batch.step()[1], alone.step()[0], atol=1e-6, rtol=1e-5)
 
 
+@by_torch
 def test_trap_09_random_choice_knows_layer_sequence_head_and_seed_only() -> None:
     stream = make_stream(40, 0, kv_heads=2)
 

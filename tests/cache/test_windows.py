@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from h2o_flexgen.cache import CacheShape, KVCache, make_policy
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
+from tests.cache.conftest import by_torch
 from tests.cache.harness import CacheRun, OracleRun, Stream, budget_of, compare, make_stream
 from tests.oracles.eviction import FullOracle, LocalOracle
 from tests.policy_matrix import EVICTING, POLICIES, SCORED, PolicyRow
@@ -149,6 +150,7 @@ def test_without_heavy_tokens_nothing_is_ranked(name: str) -> None:
         assert runs[0].kept() == runs[1].kept()
 
 
+@by_torch
 def test_budgets_within_a_window() -> None:
     ten, full = Budget(10, 5, 5, 0, False), Budget(10, 0, 10, 0, True)
     assert ten.within(None) == ten.within(12) == ten
@@ -158,6 +160,7 @@ def test_budgets_within_a_window() -> None:
     assert full.within(1) == Budget(0, 0, 0, 0, False)
 
 
+@by_torch
 def test_a_budget_above_the_window_is_refused() -> None:
     budget = Budget(20, 10, 10, 0, False)
     shape, policy = CacheShape.of([budget], 1, 4), make_policy(EvictionConfig("h2o"))
