@@ -1,7 +1,8 @@
 """What benchmarks/gpu/kernels.py has compiled for its decode steps, on a GPU that is not there.
 
-    python -m tests.kernels.triton_compile_count              counts, compiles nothing: {"kernel": how many}
-    python -m tests.kernels.triton_compile_count together     compiles one shape side by side, then launches it:
+    python -m tests.kernels.triton_compile_count FOLDER       counts, compiles nothing: {"kernel": how many}, and how
+                                                              many "files" the cache's FOLDER has; goes on as without
+    python -m tests.kernels.triton_compile_count              compiles one shape side by side, then launches it:
                                                               {"ahead": how many, "launched": how many more}
 
 As `triton_compile_only` does it, here with the 132 processors of an H100.
@@ -49,6 +50,7 @@ def count() -> dict[str, int]:
 
     knobs.runtime.jit_cache_hook = refuse
     compile_decode(Section("kernels", Path("nowhere"), float("inf")))
+    knobs.runtime.jit_cache_hook = None
     return dict(asked)
 
 
@@ -71,4 +73,6 @@ def together() -> dict[str, int]:
 if __name__ == "__main__":
     driver.set_active(Quiet())
     triton_decode.PROCESSORS_INTERPRETED = 132
-    print(json.dumps(together() if sys.argv[1:] else count()))  # noqa: T201
+    for folder in map(Path, sys.argv[1:]):
+        print(json.dumps({**count(), "files": len(list(folder.glob("*")))}))  # noqa: T201
+    print(json.dumps(together()))  # noqa: T201
