@@ -11,6 +11,13 @@ if [ "${1:-}" = fast ]; then
 fi
 unset PYTHONDONTWRITEBYTECODE # asserts are rewritten once, and what a hundred processes import is compiled once
 ruff check .
-mypy
+# Types are checked beside the tests, whose workers wait for one another at their beginning and end.
+types=$(mktemp)
+mypy >"$types" 2>&1 &
+checker=$!
+trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 # A worker that has nothing left takes tests of the other: some take seconds, most a few milliseconds.
-exec python -m pytest -n 2 --dist worksteal -m "not gpu" "${tier[@]}" "$@"
+code=0
+python -m pytest -n 2 --dist worksteal -m "not gpu" "${tier[@]}" "$@" || code=$?
+wait "$checker" || { code=$?; cat "$types" >&2; }
+exit "$code"

@@ -44,7 +44,7 @@ def by_id(path: Path) -> dict[Any, dict[str, Any]]:
     return timeless(results(path, "id"))
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_job_that_is_killed_again_and_again(tmp_path: Path, model: Path, kills: int) -> None:
     """At moments of no choice: in the end nothing is lost, nothing is there twice, and what was finished stayed."""
     file, source = requests(tmp_path, 40 + 8 * kills), random.Random(moved(kills))
