@@ -13,17 +13,18 @@ import sys
 from collections.abc import Sequence
 
 from h2o_flexgen.cli.arguments import parse_arguments
-from h2o_flexgen.cli.program import leaving_at_once, program
+from h2o_flexgen.cli.program import exit_on_errors, leaving_at_once
 
 
-@program
-def main(argv: Sequence[str] | None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
-    arguments = parse_arguments(argv)
-    # torch takes seconds to import: --help and usage errors do without it.
-    with leaving_at_once():
-        from h2o_flexgen.cli.generate import generate
-    return generate(arguments)
+    with exit_on_errors() as outcome:
+        arguments = parse_arguments(argv)
+        # torch takes seconds to import: --help and usage errors do without it.
+        with leaving_at_once():
+            from h2o_flexgen.cli.generate import generate
+        outcome.code = generate(arguments)
+    return outcome.code
 
 
 if __name__ == "__main__":

@@ -189,8 +189,10 @@ def cpu_limit() -> Limit:
     held = rss()
     limits = [(psutil.virtual_memory().available + held, "available")]
     limit, room = cgroup_limit(), cgroup_room()
-    if limit is not None and room is not None:
-        limits += (limit, "that the control group may use"), (room + held, "that others in the control group leave")
+    if limit is not None:
+        limits.append((limit, "that the control group may use"))
+        if room is not None:
+            limits.append((room + held, "that others in the control group leave"))
     return _share_of(*min(limits, key=itemgetter(0)))
 
 
