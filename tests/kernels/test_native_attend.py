@@ -216,7 +216,7 @@ def test_ties_and_windows_choose_as_by_hand(
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("by", ["difference", "steady"])
+@pytest.mark.parametrize("by", ["difference", "steady", "mean"])
 @each_dtype
 def test_rules_of_its_own_choose_as_torch_does(dtype: torch.dtype, by: RankedBy, seed: int) -> None:
     """Rows that differ in how much they hold and protect; some keys are equal, and so are some deviations."""
@@ -234,7 +234,7 @@ def test_rules_of_its_own_choose_as_torch_does(dtype: torch.dtype, by: RankedBy,
     k[:, :, 1] = k[:, :, 0]
     rules = [SlotRule(n - 1, n, now, sinks, sinks, 0, min(recent, n - 1), 0) for n in counts]
     how: dict[str, Any] = {"ranking": Ranking(score, pos, free), "rule": RankRule(by, squares, scopes)}
-    kernel = NativeAttend(rules, (rows, heads, capacity, d), adds=by == "steady", **how)
+    kernel = NativeAttend(rules, (rows, heads, capacity, d), adds=by != "difference", **how)
     kernel.attach(k, torch.randn(k.shape, generator=generator).to(dtype))
     before = squares.clone()
     probs, new = torch.empty(rows, heads, max(counts)), torch.randn(3, rows, heads, d, generator=generator).to(dtype)
@@ -246,6 +246,8 @@ def test_rules_of_its_own_choose_as_torch_does(dtype: torch.dtype, by: RankedBy,
         fixed = (held < sinks) | (held > now - rules[row].recent)
         if by == "difference":
             ranks = keydiff._difference(k[some, :, :count], None)
+        elif by == "mean":
+            ranks = score[some, :, :count] / (at + 1 - held)
         else:
             expected = before[some, :, :count] + probs[some, :, :count].square()
             torch.testing.assert_close(squares[some, :, :count], expected)
@@ -258,7 +260,7 @@ def test_rules_of_its_own_choose_as_torch_does(dtype: torch.dtype, by: RankedBy,
             assert not fixed[0, head, slot]
             lowest = ranks[head].min()
             assert ranks[head, slot] <= lowest + (2e-6 if by == "difference" else 0)
-            if by == "steady":
+            if by != "difference":
                 assert held[0, head, slot] == held[0, head][ranks[head] == lowest].max()
 
 

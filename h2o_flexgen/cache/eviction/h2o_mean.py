@@ -15,6 +15,7 @@ class H2OMeanPolicy(H2OPolicy):
     """
 
     name = "h2o_mean"
+    by = "mean"
 
     def prompt_scores(self, prompts: AttendedPrompts, rows: PromptRows) -> PromptScores:
         sums = super().prompt_scores(prompts, rows).rank

@@ -33,8 +33,8 @@ typedef struct {
 } Row;
 
 /* What slots are compared by: their scores; keydiff's differences of keys that are not packed; roco's means of steady
-   tokens. `RankedBy` in types.py has them in this order. */
-enum { BY_SCORE, BY_DIFFERENCE, BY_STEADY };
+   tokens; the means of all. `RankedBy` in types.py has them in this order. */
+enum { BY_SCORE, BY_DIFFERENCE, BY_STEADY, BY_MEAN };
 
 typedef struct {
     const char *at;
@@ -210,6 +210,20 @@ INLINE int64_t victim(const float *score, const int32_t *pos, int64_t count, con
     return _mm512_mask_reduce_min_epi32(best, slot);
 }
 
+/* Of the tokens at `at` the queries that have seen them, at least one, where the next one is at `next`. */
+INLINE __m512 ages(__m512i next, __m512i at) {
+    return _mm512_cvtepi32_ps(_mm512_max_epi32(_mm512_sub_epi32(next, at), _mm512_set1_epi32(1)));
+}
+
+/* The means of n sums, by the queries that have seen each. */
+static void means(const float *sums, const int32_t *pos, int64_t n, int64_t now, float *mean) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        const __mmask16 here = first_lanes(n - i);
+        const __m512 age = ages(_mm512_set1_epi32((int32_t)now + 1), _mm512_maskz_loadu_epi32(here, pos + i));
+        _mm512_storeu_ps(mean + i, _mm512_div_ps(_mm512_maskz_loadu_ps(here, sums + i), age));
+    }
+}
+
 /* How many of n numbers are `top` at the most; those up to the next 16 are more. */
 INLINE int64_t up_to(const int32_t *x, int64_t n, int32_t top) {
     int64_t count = 0;
@@ -227,8 +241,7 @@ static void steady_means(const float *sums, const float *squares, const int32_t 
     for (int64_t i = 0; i < n; i += LANES) {
         const __mmask16 here = first_lanes(n - i);
         const __m512i at = _mm512_maskz_loadu_epi32(here, pos + i);
-        const __m512 age = _mm512_cvtepi32_ps(_mm512_max_epi32(_mm512_sub_epi32(next, at), _mm512_set1_epi32(1)));
-        const __m512 m = _mm512_div_ps(_mm512_maskz_loadu_ps(here, sums + i), age);
+        const __m512 age = ages(next, at), m = _mm512_div_ps(_mm512_maskz_loadu_ps(here, sums + i), age);
         const __m512 square = _mm512_div_ps(_mm512_maskz_loadu_ps(here, squares + i), age);
         const __m512 deviation = _mm512_max_ps(_mm512_sub_ps(square, _mm512_mul_ps(m, m)), _mm512_setzero_ps());
         const __mmask16 fixed = _mm512_cmplt_epi32_mask(at, sinks) | _mm512_cmpgt_epi32_mask(at, recent) | (__mmask16)~here;
@@ -305,6 +318,8 @@ static int64_t ranked_victim(const Step *s, const Head *h, float *ranks) {
     const int32_t *pos = s->pos + h->base;
     if (s->by == BY_DIFFERENCE)
         differences(s->k + h->base * s->dim * (s->bf16 ? 2 : 4), h->count, NULL, s->dim, s->bf16 != 0, ranks);
+    else if (s->by == BY_MEAN)
+        means(s->score + h->base, pos, h->count, h->now, ranks);
     else
         steady_means(s->score + h->base, s->squares + h->base, pos, h->count, h->rule, h->now, s->scopes[h->row], ranks,
                      (int32_t *)(ranks + up(h->count, LANES)));
