@@ -150,7 +150,7 @@ REFUSED = {
 }
 """Policies that do not fit caches of fixed size: why, and what comes nearest."""
 
-AUTO, CHOSEN = "auto", ("h2o", "global")
+AUTO, CHOSEN = "auto", ("h2o", "far")
 """A name for the policy and the split of layers that docs/eviction.md chooses from its tables."""
 
 THEN_H2O = "+h2o"

@@ -245,7 +245,7 @@ def test_policies_that_do_not_fit_are_refused_by_name() -> None:
 
 def test_auto_is_a_policy_and_a_split() -> None:
     auto = EvictionConfig("auto", ratio=0.2)
-    assert auto == EvictionConfig("h2o", ratio=0.2, budget_split="global")
+    assert auto == EvictionConfig("h2o", ratio=0.2, budget_split="far")
     assert EvictionConfig("auto", ratio=0.2, budget_split="uniform").how_layers_share == "uniform"
     assert EvictionConfig("auto").resolve(10, 5).full
     assert EvictionConfig.from_json(auto.to_json()) == auto
