@@ -191,4 +191,4 @@ def test_policies_of_a_suite() -> None:
     policy = SuitePolicy.from_json({"name": "auto", "recent": 8, "budgets": [0.5, 0.2]})
     assert policy.label == "auto, recent 8"
     assert policy.budgets == (0.2, 0.5)
-    assert policy.at(0.2) == EvictionConfig("h2o", ratio=0.2, recent=8, budget_split="global")
+    assert policy.at(0.2) == EvictionConfig("h2o", ratio=0.2, recent=8, budget_split="far")
