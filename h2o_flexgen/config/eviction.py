@@ -19,10 +19,10 @@ from h2o_flexgen.registry import Registry, suggestion
 
 SpanRule = Literal["whitelist", "fair"]
 SPAN_RULES: tuple[SpanRule, ...] = ("whitelist", "fair")
-LayerSplit = Literal["uniform", "global", "far", "pyramid"]
-LAYER_SPLITS: tuple[LayerSplit, ...] = ("uniform", "global", "far", "pyramid")
+LayerSplit = Literal["uniform", "global", "far", "inner", "pyramid"]
+LAYER_SPLITS: tuple[LayerSplit, ...] = ("uniform", "global", "far", "inner", "pyramid")
 FAR_RECENT = 32
-"""With the split "far": the most recent tokens of a layer that sees everything, unless asked for."""
+"""With the splits "far" and "inner": the most recent tokens of a layer that sees everything, unless asked for."""
 LAST_QUERIES = 400
 ROW_LOGITS = 1 << 20
 """Logits of a prompt's queries that are alive at once where a policy looks at them: float32."""
@@ -205,7 +205,7 @@ class EvictionConfig:
     budget_split: LayerSplit | None = option(
         None,
         "--budget-split",
-        help="how layers share the KV budget: uniform, global or far (more for layers without a window), pyramid",
+        help="how layers share the KV budget: uniform, pyramid; global, far or inner: more for layers without a window",
         metavar="HOW",
         parse=str,
         unset="uniform; pyramid for pyramidkv",
@@ -343,19 +343,23 @@ class EvictionConfig:
         # Of a prompt that is pruned once the answer has its place in every layer, and the window that chooses.
         fixed = budget.prompt is not None or (how == "pyramid" and budget.heavy > 0)
         least = budget.total - budget.heavy + 1 if fixed else budget.sinks + (self.recent or 0) + 1
+        far = [window is None for window in windows]
+        if how == "inner" and any(windows) and any(far[:-1]):
+            far[-1] = False  # no later layer reads what the last one has found
         if how == "pyramid":
             wanted = budgets.pyramid(budget, len(windows), length)
         else:
+            places = [(each, window or length) for each, window in zip(far, windows, strict=True)]
             # A layer with a window keeps of what it sees the share that all would keep, or half of what all would hold.
-            half = budget.total // 2 if how == "far" else 0
-            own = [max(least, half or budget.total * (w - 1) // length) if w else 0 for w in windows]
-            rest = (held - sum(own)) // max(1, sum(window is None for window in windows))
-            wanted = [each if window else rest for each, window in zip(own, windows, strict=True)]
+            half = budget.total // 2 if how in ("far", "inner") else 0
+            own = [0 if each else max(least, half or budget.total * (limit - 1) // length) for each, limit in places]
+            rest = (held - sum(own)) // max(1, sum(far))
+            wanted = [rest if each else few for each, few in zip(far, own, strict=True)]
         totals = budgets.shared_out(wanted, [min(least, limit) for limit in most], most, held)
         found = []
-        for total, window in zip(totals, windows, strict=True):
+        for total, window, sees_all in zip(totals, windows, far, strict=True):
             recent = budget.recent if how == "pyramid" and budget.heavy else None
-            if how == "far" and window is None and any(windows):
+            if how in ("far", "inner") and sees_all and any(windows):
                 recent = self._far_recent(self._divided(total, prompt_len, gen_len))
             divided = self._divided(total, prompt_len, gen_len, recent).within(window)
             found.append(self._marked(divided, prompt_len, gen_len, spans, window))

@@ -168,7 +168,7 @@ def test_json_round_trip() -> None:
 
 @given(
     name=st.sampled_from(SPLITS.names()),
-    how=st.sampled_from(["global", "far", "pyramid"]),
+    how=st.sampled_from(["global", "far", "inner", "pyramid"]),
     prompt_len=st.integers(1, 60),
     gen_len=st.integers(0, 20),
     asked=st.integers(5, 80),
@@ -223,6 +223,18 @@ def test_far_layers_keep_few_recent_tokens() -> None:
     most = EvictionConfig("h2o", ratio=0.8, budget_split="far").by_layer([None, 90], 60, 40)
     assert most[0].full
     assert most[1].total == 60, "what a layer cannot use goes back to the others"
+
+
+def test_the_last_layer_is_not_an_inner_one() -> None:
+    config = EvictionConfig("roco", ratio=0.2, budget_split="inner")
+    near, far, last = config.by_layer([512, None, None], 1536, 256)
+    assert [each.total for each in (near, far, last)] == [179, 719, 179]
+    assert far.recent == last.recent == 10
+    few = EvictionConfig("h2o", ratio=0.2, budget_split="inner")
+    assert [each.recent for each in few.by_layer([512, None, None], 1536, 256)] == [90, 32, 90]
+    alike = EvictionConfig("h2o", ratio=0.2, budget_split="far")
+    for windows in ([512, None], [None, 512], [None, None], [512, 512]):
+        assert few.by_layer(windows, 1536, 256) == alike.by_layer(windows, 1536, 256)
 
 
 def test_a_prompt_that_stays() -> None:
