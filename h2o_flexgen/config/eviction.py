@@ -343,23 +343,23 @@ class EvictionConfig:
         # Of a prompt that is pruned once the answer has its place in every layer, and the window that chooses.
         fixed = budget.prompt is not None or (how == "pyramid" and budget.heavy > 0)
         least = budget.total - budget.heavy + 1 if fixed else budget.sinks + (self.recent or 0) + 1
-        far = [window is None for window in windows]
+        far, halved = [window is None for window in windows], how in ("far", "inner")
         if how == "inner" and any(windows) and any(far[:-1]):
             far[-1] = False  # no later layer reads what the last one has found
         if how == "pyramid":
             wanted = budgets.pyramid(budget, len(windows), length)
         else:
-            places = [(each, window or length) for each, window in zip(far, windows, strict=True)]
             # A layer with a window keeps of what it sees the share that all would keep, or half of what all would hold.
-            half = budget.total // 2 if how in ("far", "inner") else 0
-            own = [0 if each else max(least, half or budget.total * (limit - 1) // length) for each, limit in places]
-            rest = (held - sum(own)) // max(1, sum(far))
-            wanted = [rest if each else few for each, few in zip(far, own, strict=True)]
+            seen = [length if window is None else window - 1 for window in windows]
+            near = [max(least, budget.total // 2 if halved else budget.total * each // length) for each in seen]
+            spent = sum(each for each, sees_all in zip(near, far, strict=True) if not sees_all)
+            rest = (held - spent) // max(1, sum(far))
+            wanted = [rest if sees_all else each for each, sees_all in zip(near, far, strict=True)]
         totals = budgets.shared_out(wanted, [min(least, limit) for limit in most], most, held)
         found = []
         for total, window, sees_all in zip(totals, windows, far, strict=True):
             recent = budget.recent if how == "pyramid" and budget.heavy else None
-            if how in ("far", "inner") and sees_all and any(windows):
+            if halved and sees_all and any(windows):
                 recent = self._far_recent(self._divided(total, prompt_len, gen_len))
             divided = self._divided(total, prompt_len, gen_len, recent).within(window)
             found.append(self._marked(divided, prompt_len, gen_len, spans, window))
