@@ -24,12 +24,13 @@ _DONE = 1e-12  # seconds: less than that is left over by rounding alone
 
 
 class _LinkQueue:
-    """A queue of jobs, in the order in which they were asked for. `bit`: of the link in sets of links."""
+    """A queue of jobs, in the order in which they were asked for. `bit`: of the link in sets of links; `works`: whether
+    it was at one of them when the clock last looked around."""
 
-    __slots__ = ("bit", "busy", "moved", "name", "queue")
+    __slots__ = ("bit", "busy", "moved", "name", "queue", "works")
 
     def __init__(self, name: str, bit: int) -> None:
-        self.name, self.bit = name, bit
+        self.name, self.bit, self.works = name, bit, False
         self.queue: list[LinkJob] = []
         self.busy = self.moved = 0.0
 
@@ -52,9 +53,11 @@ class SimulatedClock:
     is: `slowdown[a][b]` of a HardwareProfile.
     """
 
-    def __init__(self, slowdown: Mapping[str, Mapping[str, float]]) -> None:
+    def __init__(self, slowdown: Mapping[str, Mapping[str, float]], *, trace: bool = True) -> None:
+        """trace: whether to keep `spans`, which a search of many plans has no use for."""
         self.now = 0.0
         self.spans: list[Span] = []
+        self._trace = trace
         self._slowdown = slowdown
         self._links: dict[str, _LinkQueue] = {}
         self._computed = 0.0
@@ -80,7 +83,8 @@ class SimulatedClock:
         there = self._link(link)
         job = LinkJob(task, there, seconds, after if after is not None and not after.done else None)
         there.queue.append(job)
-        self._running = None
+        if job.after is None and not there.works:
+            self._running = None
         return job
 
     def compute(self, task: Task | None, seconds: float) -> None:
@@ -90,7 +94,7 @@ class SimulatedClock:
             seconds -= self._pass(seconds)
         self._computed += self.now - start
         if task is not None:
-            self.spans.append((task, start, self.now, "compute"))
+            self.note(task, start, "compute")
 
     def carry(self, task: Task, link: str, seconds: float) -> None:
         """The computing thread takes something over `link` itself, and what is queued there stands still meanwhile."""
@@ -102,7 +106,12 @@ class SimulatedClock:
         self._held, self._running = None, None
         self._computed += self.now - start
         held.busy += self.now - start
-        self.spans.append((task, start, self.now, link))
+        self.note(task, start, link)
+
+    def note(self, task: Task, start: float, resource: str) -> None:
+        """Keep that `task` ran on `resource` from `start` until now."""
+        if self._trace:
+            self.spans.append((task, start, self.now, resource))
 
     def wait(self, job: LinkJob | None) -> None:
         """The computing thread idles until `job` is done."""
@@ -128,8 +137,9 @@ class SimulatedClock:
             raise RuntimeError("the computing thread waits for a transfer that can never start")
         elapsed = math.inf if work is None else work * factors[-1]
         for job, factor in zip(running, factors, strict=False):
-            if job.left * factor < elapsed:
-                elapsed = job.left * factor
+            needed = job.left * factor
+            if needed < elapsed:
+                elapsed = needed
         self.now += elapsed
         for job, factor in zip(running, factors, strict=False):
             alone, link = elapsed / factor, job.link
@@ -144,6 +154,7 @@ class SimulatedClock:
         """Find out which job each link works on from now, and how much they disturb each other."""
         running, links = [], 0
         for link in self._links.values():
+            link.works = False
             if link is self._held:
                 continue
             for job in link.queue:
@@ -152,6 +163,7 @@ class SimulatedClock:
                         job.started = self.now
                     running.append(job)
                     links |= link.bit
+                    link.works = True
                     break
         if links not in self._known:
             names = [job.link.name for job in running]
@@ -170,7 +182,7 @@ class SimulatedClock:
         job.after = None
         job.link.queue.remove(job)
         self._running = None
-        self.spans.append((job.task, job.started, self.now, job.link.name))
+        self.note(job.task, job.started, job.link.name)
 
 
 class _Ring:
@@ -220,9 +232,9 @@ class _BackingStores:
 class SimulatedExecutor:
     """One block on the way. `ends`: when each step's last compute ended; `busy` and `moved`: of its clock, by then."""
 
-    def __init__(self, model: CostModel, steps: Sequence[int]) -> None:
-        """`steps`: which step each step of the schedule stands for, and has the prices of."""
-        self.clock = SimulatedClock(model.machine.slowdown)
+    def __init__(self, model: CostModel, steps: Sequence[int], *, trace: bool = True) -> None:
+        """`steps`: which step each step of the schedule stands for, and has the prices of; `trace`: of the clock."""
+        self.clock = SimulatedClock(model.machine.slowdown, trace=trace)
         self.ends: list[float] = []
         self.busy: list[dict[str, float]] = []
         self.moved: list[dict[str, float]] = []
@@ -307,7 +319,7 @@ class SimulatedExecutor:
             job = clock.submit(task, HOST_ATTENTION, price.host / parts, down)
             self._filling[self._turn] = self._filled[place] = job
             self._turn = (self._turn + 1) % FILL_BUFFERS
-        clock.spans.append((task, start, clock.now, "compute"))
+        clock.note(task, start, "compute")
 
     def _finish(self, batch: int) -> None:
         """The second half of an attention unit that the host has attended for, if there is one: `HostAttention`."""

@@ -72,7 +72,7 @@ class Simulation(_Expected):
     def spans(self) -> tuple[Span, ...]:
         """The timeline of all resources. Simulated once more: a search never asks, and would keep those of all its
         plans."""
-        return tuple(_executed(self.model, self.steps).clock.spans)
+        return tuple(_executed(self.model, self.steps, trace=True).clock.spans)
 
     @property
     def timeline(self) -> Timeline:
@@ -98,7 +98,7 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
     steps: simulate so many of its first and let the last of them stand for all later; None: see `_sample`.
     """
     sample = _sample(model) if steps is None else _first_steps(model, steps)
-    run = _executed(model, sample.steps)
+    run = _executed(model, sample.steps, trace=False)
     weights = sample.weights(model.steps)
     times = [weights[step] for step in sample.steps]
     prefill = run.ends[0]
@@ -118,9 +118,9 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
     )
 
 
-def _executed(model: CostModel, steps: tuple[int, ...]) -> SimulatedExecutor:
+def _executed(model: CostModel, steps: tuple[int, ...], *, trace: bool) -> SimulatedExecutor:
     """The first steps of the schedule, with the prices of `steps`."""
-    run = SimulatedExecutor(model, steps)
+    run = SimulatedExecutor(model, steps, trace=trace)
 
     def chosen(step: int, unit: UnitSpec) -> list[int]:
         return model.chosen(steps[min(step, len(steps) - 1)], unit)

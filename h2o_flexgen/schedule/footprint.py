@@ -149,6 +149,7 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
     kv = block.spec.kv_bytes_per_token_and_layer(block.dtype)
     slots = block.request.slots
     sizes = [round_up(block.rows * count * kv, PAGE) for count in slots]
+    kept = [_record_bytes(block, layer) for layer in range(len(slots))]
     stays = {block.compute_tier} | ({"cpu"} if block.policy.cpu_cache_compute else set())
     caches, records = dict.fromkeys(TIERS, 0), dict.fromkeys(TIERS, 0)
     moving: list[tuple[int, str]] = []
@@ -156,11 +157,7 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
         caches[tier] += sizes[layer]
         if tier not in stays:
             moving.append((sizes[layer], tier))
-        if not block.request.budgets[layer].full:
-            numbers = block.request.eviction.split.numbers + 1 + block.rolling
-            queries = block.request.eviction.split.looks_back * block.spec.num_heads * block.spec.head_dim * block.size
-            record = block.heads * (4 * numbers * slots[layer] + 64) + block.rows * queries
-            records[tier if tier in stays else block.compute_tier] += record
+        records[tier if tier in stays else block.compute_tier] += kept[layer]
     largest, away = max(moving, default=(0, ""))[0], {tier for _, tier in moving}
     yield from (Item(tier, "KV cache", nbytes) for tier, nbytes in caches.items())
     yield Item(block.compute_tier, "cache buffers", STATE_BUFFERS * largest)
@@ -171,6 +168,16 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
     yield from (Item(tier, "cache records", nbytes) for tier, nbytes in records.items())
     if block.compute_tier != "cpu" and "cpu" in stays and caches["cpu"]:
         yield Item("cpu", "workspace", workspace.on_cpu_beside_gpu(block))
+
+
+def _record_bytes(block: BlockShape, layer: int) -> int:
+    """What one cache of `layer` knows of its tokens; nothing where it never evicts."""
+    request, split = block.request, block.request.eviction.split
+    if request.budgets[layer].full:
+        return 0
+    numbers = split.numbers + 1 + block.rolling
+    queries = split.looks_back * block.spec.num_heads * block.spec.head_dim * block.size
+    return block.heads * (4 * numbers * request.slots[layer] + 64) + block.rows * queries
 
 
 def _host_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
