@@ -19,10 +19,10 @@ from h2o_flexgen.registry import Registry, suggestion
 
 SpanRule = Literal["whitelist", "fair"]
 SPAN_RULES: tuple[SpanRule, ...] = ("whitelist", "fair")
-LayerSplit = Literal["uniform", "global", "far", "inner", "pyramid"]
-LAYER_SPLITS: tuple[LayerSplit, ...] = ("uniform", "global", "far", "inner", "pyramid")
+LayerSplit = Literal["uniform", "global", "far", "pyramid"]
+LAYER_SPLITS: tuple[LayerSplit, ...] = ("uniform", "global", "far", "pyramid")
 FAR_RECENT = 32
-"""With the splits "far" and "inner": the most recent tokens of a layer that sees everything, unless asked for."""
+"""With the split "far": the most recent tokens of a layer that sees everything, unless asked for."""
 LAST_QUERIES = 400
 ROW_LOGITS = 1 << 20
 """Logits of a prompt's queries that are alive at once where a policy looks at them: float32."""
@@ -205,7 +205,7 @@ class EvictionConfig:
     budget_split: LayerSplit | None = option(
         None,
         "--budget-split",
-        help="how layers share the KV budget: uniform, pyramid; global, far or inner: more for layers without a window",
+        help="how layers share the KV budget: uniform, pyramid; global or far: more for layers without a window",
         metavar="HOW",
         parse=str,
         unset="uniform; pyramid for pyramidkv",
@@ -343,8 +343,8 @@ class EvictionConfig:
         # Of a prompt that is pruned once the answer has its place in every layer, and the window that chooses.
         fixed = budget.prompt is not None or (how == "pyramid" and budget.heavy > 0)
         least = budget.total - budget.heavy + 1 if fixed else budget.sinks + (self.recent or 0) + 1
-        far, halved = [window is None for window in windows], how in ("far", "inner")
-        if how == "inner" and any(windows) and any(far[:-1]):
+        far, halved = [window is None for window in windows], how == "far"
+        if halved and any(windows) and any(far[:-1]):
             far[-1] = False  # no later layer reads what the last one has found
         if how == "pyramid":
             wanted = budgets.pyramid(budget, len(windows), length)

@@ -38,7 +38,6 @@ SPLITS = [
     ("h2o", "gemma3", "global", "cpu"),
     ("h2o", "gemma3", "far", "gpu"),
     ("roco", "gemma3", "far", "disk"),
-    ("roco", "gemma3", "inner", "cpu"),
     ("tova", "gemma3", "pyramid", "disk"),
     ("snapkv", "opt", "pyramid", "gpu"),
 ]
