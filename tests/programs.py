@@ -56,6 +56,19 @@ def write_model(folder: Path, **changes: Any) -> Path:
     return folder
 
 
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def write_talker(folder: Path) -> Path:
+    """The same with a chat template."""
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
+    (write_model(folder) / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def tensors(config: dict[str, Any] = CONFIG) -> dict[str, torch.Tensor]:
     """Weights by their checkpoint names, large enough that no two tokens are about as likely."""
     spec, generator = spec_from_config(config, "tiny"), torch_generator(5)

@@ -9,20 +9,12 @@ import pytest
 
 from h2o_flexgen.cli.arguments import parse_arguments
 from h2o_flexgen.errors import UsageError
-from tests.programs import Run, answers, write_model
-
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
+from tests.programs import Run, answers, write_talker
 
 
 @pytest.fixture(scope="module")
 def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_model(tmp_path_factory.mktemp("talker") / "model")
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
+    return write_talker(tmp_path_factory.mktemp("talker") / "model")
 
 
 def asked(tmp_path: Path, run: Run, *arguments: object) -> list[tuple[object, str]]:

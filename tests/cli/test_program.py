@@ -15,7 +15,7 @@ import pytest
 
 from h2o_flexgen.cli import progress
 from h2o_flexgen.cli.program import exit_on_errors
-from h2o_flexgen.cli.progress import RunProgress
+from h2o_flexgen.cli.progress import JobProgress, RunProgress
 from h2o_flexgen.errors import PlanError
 from h2o_flexgen.kernels import native
 from tests.programs import Child, Run, on_a_terminal
@@ -279,3 +279,16 @@ def test_progress_that_is_closed_twice(capsys: pytest.CaptureFixture[str]) -> No
     bars.close()
     bars.close()
     assert capsys.readouterr().out == ""
+
+
+def test_a_job_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what this run has done in so many seconds, not of what earlier ones did."""
+    clock = Clock(monkeypatch)
+    told, quiet = JobProgress(quiet=False, requests=2000), JobProgress(quiet=True, requests=2000)
+    told.finished(500, 10, 0)
+    assert capsys.readouterr().err == "", "a short job needs no line"
+    clock.now += 50
+    for each in (told, quiet):
+        each.finished(500, 100, 3)
+        each.close()
+    assert capsys.readouterr().err == "600 of 2,000 requests, 3 failed, 11:40 left\n"

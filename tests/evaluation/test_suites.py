@@ -13,7 +13,7 @@ import pytest
 from h2o_flexgen.cache.eviction.ceiling import CEILING
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.reports.quality import SuiteRecord, interval
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.evaluate import main
 from h2o_flexgen.evaluation.suites.runner import RECORDS, Suite, SuitePolicy, run_suite
 from h2o_flexgen.evaluation.suites.tasks import SuiteTask, ceiling, make
@@ -78,6 +78,57 @@ def test_a_suite_is_measured_once(tiny: str, files: tuple[str, str], tmp_path: P
     assert "random, recent 2" in suite_table(records)
     plot_suite(records, tmp_path / "suite.png")
     assert (tmp_path / "suite.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_program_measures_a_suite_once(
+    tiny: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = {"prose": {"kind": "perplexity", "text": files[1], "context": 48, "continuation": 12, "cases": 2}}
+    few = {"policies": ["h2o", {"name": "h2o", "recent": 90}], "budgets": [0.2], "tasks": tasks}
+    file, folder, plot = suite_file(tmp_path, tiny, files, **few), tmp_path / "out", tmp_path / "suite.png"
+    asked = ["--suite", str(file), "--output-dir", str(folder), "--plot", str(plot), "--json"]
+    assert main(asked) == 0
+    first = capsys.readouterr()
+    assert "recent 90 at 0.2: --recent is 90, the budget has 12 tokens" in first.err, (
+        "a cell that cannot be is left out"
+    )
+    assert "h2o at 20 %: perplexity" in first.err
+    *table, line = first.out.splitlines()
+    assert [row.split("|")[1].strip() for row in table if row.startswith("| ")][:3] == ["policy", "-" * 6, "full"]
+    records = json.loads(line)["records"]
+    assert [row["policy"] for row in records if row["metric"] == "perplexity"] == ["full", "h2o"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert main(asked) == 2, "the picture is there"
+    assert "exists" in capsys.readouterr().err
+    assert main([*asked, "--overwrite"]) == 0
+    again = capsys.readouterr()
+    assert again.out == first.out
+    assert "h2o at 20 %" not in again.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "is not JSON"), (None, "needed a readable file"), ("[" * 100_000, "is not JSON")]
+)
+def test_a_file_that_is_no_suite(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "suite.json"
+    if text is not None:
+        file.write_text(text)
+    assert main(["--suite", str(file), "--output-dir", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_records_that_cannot_be_kept(tiny: str, files: tuple[str, str], tmp_path: Path) -> None:
+    suite = Suite.read(suite_file(tmp_path, tiny, files))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot use"):
+        run_suite(suite, tmp_path / "file")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / RECORDS).write_text("{}\n")
+    with pytest.raises(UsageError, match="line 1"):
+        run_suite(suite, tmp_path / "out")
 
 
 def test_a_folder_of_another_suite(tiny: str, files: tuple[str, str], tmp_path: Path) -> None:

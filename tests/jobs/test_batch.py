@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
 from h2o_flexgen import LLM, EvictionConfig, Prompt, SamplingParams
 from tests.jobs.files import request, results, timeless, write
-from tests.programs import Ran
+from tests.programs import Ran, write_talker
 
 Batch = Callable[..., Ran]
+CHAT = "/v1/chat/completions"
 
 
 def test_requests_are_answered_as_the_engine_does(tmp_path: Path, model: Path, batch: Batch) -> None:
@@ -53,6 +55,45 @@ def test_requests_are_answered_as_the_engine_does(tmp_path: Path, model: Path, b
     made = len(long[0].token_ids)
     usage = {"prompt_tokens": 4, "completion_tokens": made, "total_tokens": 4 + made}
     assert found["r0"]["response"]["body"]["usage"] == usage
+
+
+def test_conversations_are_answered_as_the_engine_does(tmp_path: Path, batch: Batch) -> None:
+    """Through the chat template, contents in parts too, with the likeliest tokens and theirs."""
+    talker = write_talker(tmp_path / "model")
+    parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
+    bodies: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 4, "logprobs": True},
+        {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": parts}], "max_tokens": 3, "n": 2},
+        {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "logprobs": True, "top_logprobs": 2},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2},
+    ]
+    lines = [request(f"r{i}", {"temperature": 0, **body}, url=CHAT) for i, body in enumerate(bodies)]
+    ran = batch("-i", write(tmp_path / "in.jsonl", *lines), "-o", tmp_path / "out.jsonl", "--model", talker)
+    assert ran.code == 3, "two are refused"
+    found = [line["response"] for _, line in sorted(results(tmp_path / "out.jsonl").items())]
+    with LLM(str(talker)) as llm:
+        talks = ["[user]Hello[assistant]", "[system]S[user]Hello[assistant]", "[user]Hi[assistant]"]
+        ids = [[4 + ord(letter) - 32 for letter in talk] for talk in talks]
+        made = [
+            llm.generate([each], SamplingParams(max_new_tokens=n, logprobs=2))[0]
+            for each, n in zip(ids, (4, 3, 4), strict=True)
+        ]
+    for response, output, count in zip(found, made, (1, 2, 1), strict=False):
+        texts = [choice["message"]["content"] for choice in response["body"]["choices"]]
+        assert (response["status_code"], texts) == (200, [output.text] * count)
+        assert response["body"]["usage"]["prompt_tokens"] == len(output.prompt_ids)
+    assert found[1]["body"]["choices"][0]["logprobs"] is None
+    for response, output, top in ((found[0], made[0], 0), (found[2], made[2], 2)):
+        content = response["body"]["choices"][0]["logprobs"]["content"]
+        assert "".join(each["token"] for each in content) == output.text
+        assert [each["logprob"] for each in content] == pytest.approx(output.logprobs, abs=1e-4)
+        assert [len(each["top_logprobs"]) for each in content] == [top] * len(output.token_ids)
+    best = [each["top_logprobs"][0] for each in found[2]["body"]["choices"][0]["logprobs"]["content"]]
+    assert "".join(each["token"] for each in best) == made[2].text, "greedy: the likeliest was taken"
+    assert best[0]["bytes"] == list(best[0]["token"].encode())
+    refused = [(each["status_code"], each["body"]["error"]["param"]) for each in found[3:]]
+    assert refused == [(400, "messages"), (400, "top_logprobs")]
 
 
 def test_prompts_are_scored_as_the_engine_does(tmp_path: Path, model: Path, batch: Batch) -> None:

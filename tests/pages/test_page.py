@@ -15,6 +15,7 @@ from h2o_flexgen.pages.reading import Material, read
 from h2o_flexgen.pages.whole import page_of
 from h2o_flexgen.report import main
 from h2o_flexgen.schedule.timeline import Level, Row, Timeline
+from h2o_flexgen.search import main as search
 from tests.pages.test_reading import RESULTS, ROOT, RUN
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- ' \" &"
@@ -111,6 +112,42 @@ def test_figures_of_committed_records() -> None:
             dict(zip(spread, (expected[key] for key in ("median", "min", "max")), strict=True))
         )
         assert bars[name]["count"] == 8
+
+
+def test_evaluations_and_summaries_of_committed_records() -> None:
+    """Figures are those of the files: suites with their intervals, streams, medians of a summary."""
+    lab, close = RESULTS / "2026-11-23-eviction-lab/real", RESULTS / "2026-11-25-eviction-lab/real-close"
+    for folder, policy, count in ((lab, "ceiling, global", 5), (close, "roco, far", 2)):
+        reader = Reader(page_of(read([folder])))
+        (prose,) = [f for f in data_of(reader).values() if f["y"]["name"] == "perplexity" and len(f["lines"]) > 4][:1]
+        (line,) = [line for line in prose["lines"] if line["name"] == policy]
+        rows = [json.loads(row) for row in (folder / "records.jsonl").read_text().splitlines()]
+        own = {
+            row["budget"]: row["value"]
+            for row in rows
+            if (row["policy"], row["task"]) == (policy, "prose") and row["metric"] == "perplexity"
+        }
+        assert (dict(line["points"]), len(own)) == (own, count)
+        assert f"{own[0.2]:.3g}" in "".join(reader.texts[""])
+    stream = json.loads((ROOT / "docs/stream/stream.json").read_text())
+    (figure,) = data_of(Reader(page_of(read([ROOT / "docs/stream/stream.json"])))).values()
+    assert [[y for _, y in line["points"]] for line in figure["lines"]] == [row["perplexity"] for row in stream["rows"]]
+    path = RESULTS / "2026-11-22-opt-1.3b" / "summary.json"
+    systems = json.loads(path.read_text())["systems"]
+    bars = data_of(Reader(page_of(read([path]))))
+    decode = [{bar["name"]: bar["median"] for bar in figure["bars"]} for figure in bars.values()]
+    assert {name: one["decode_throughput"]["median"] for name, one in systems.items()} in decode
+
+
+def test_plans_that_a_search_chose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    shape = ["--gbs", "8", "--num-gpu-batches", "1", "--prompt-len", "32", "--gen-len", "8", "-o", str(plan)]
+    assert search(["--model", "opt-125m", "--hardware", "t4-16gb", *shape]) == 0
+    said = "".join(Reader(page_of(read([plan]))).texts[""])
+    assert "Every figure here is predicted" in said
+    assert "8 sequences" in said
+    assert main([str(plan), "-o", str(tmp_path / "absent" / "page.html")]) != 0
+    assert len(re.findall("error:", capsys.readouterr().err)) == 1
 
 
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
