@@ -41,6 +41,7 @@ class FusedStep:
         own = None if scored is None or triton else scored.rule(packings is not None)
         adds = False if scored is None else scored.needs_rows if own is not None else scored.adds
         self._by_rows = adds is None
+        self._thins = scored is not None and (scored.remembers or (own is not None and own.by == "rare"))
         self._scored = scored
         ranked = scored is not None
         rules = lengths.once(f"rules, {ranked}", lambda: slot_rules(lengths, ranked=ranked))
@@ -110,8 +111,7 @@ class FusedStep:
         """Whether every step launches the same work with the same arguments, so that a graph of one step is good for
         all. Not in C, and not for a policy with a score rule of its own, whose slots are found by torch operations that
         grow with the cache."""
-        remembers = self._scored is not None and self._scored.remembers
-        return self._number is not None and not self._by_rows and not remembers
+        return self._number is not None and not self._by_rows and not self._thins
 
     def attend(
         self,
@@ -133,9 +133,9 @@ class FusedStep:
         scored = self._scored
         fresh = None if scored is None else scored.fresh(number, held)
         out = self._kernel.step(number, (q, k, v), scale, fresh=fresh, sink_logits=sink_logits)
-        if scored is not None and scored.remembers:
+        if scored is not None and self._thins:
             length = self._lengths.length
-            scored.remember(length, lambda: kept(length, q.dtype), (q, scale))
+            scored.between_bursts(length, lambda: kept(length, q.dtype), (q, scale))
         return out
 
     def _with_rows(

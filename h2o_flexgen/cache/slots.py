@@ -84,8 +84,9 @@ class ScoredSlots(CacheSlots):
         """A kernel's way to find the next free slots, see `NativeAttend.pick`; None: torch's."""
         self._moves: tuple[list[int], Tensor] | None = None
         self._queries: Tensor | None = None  # (b, m, heads, d), each at its position modulo m
-        self.remembers = policy.looks_back > 0 and all(b.full or b.burst > 1 for b in lengths.budgets)
-        """Whether nothing is scored from burst to burst, and only queries are kept: see `remember`."""
+        self._thins = lengths.bursts and all(b.full or b.burst > 1 for b in lengths.budgets)
+        self.remembers = policy.looks_back > 0 and self._thins
+        """Whether nothing is scored from burst to burst, and only queries are kept: see `between_bursts`."""
         self._plain = not lengths.bursts and kind.update is RankedPolicy.update and kind.ranks is RankedPolicy.ranks
         self._flat_score, self._flat_pos = self.score.view(-1), self._pos.view(-1)
         self._rows = row_ids
@@ -207,7 +208,7 @@ class ScoredSlots(CacheSlots):
     def rule(self, packed: bool) -> RankRule | None:
         """The policy's own, where the kernel in C knows it and keys are `packed` or not; None where it does not."""
         by, budgets = self._policy.by, self._lengths.budgets
-        if by is None or self._pins or self._lengths.bursts or (packed and by == "difference"):
+        if by is None or self._pins or self._thins != (by == "rare") or (packed and by == "difference"):
             return None
         scopes = self._lengths.once("scopes", lambda: torch.tensor([self._policy.scope(budget) for budget in budgets]))
         return RankRule(by, self._extra, scopes)
@@ -285,10 +286,11 @@ class ScoredSlots(CacheSlots):
             gone = self._rank.view(-1).index_select(0, self._free).view(*self._shape[:2], 1)
             self._rank += (gone - self._rank).bitwise_right_shift_(31)
 
-    def remember(self, length: int, held: Held, asked: Asked) -> None:
-        """In place of `evict` where the slots are as `remembers` says and a kernel frees them; arguments as there."""
+    def between_bursts(self, length: int, held: Held, asked: Asked) -> None:
+        """In place of `evict` where all tokens go in bursts and a kernel does the rest; arguments as there."""
         self._moves = None
-        self._keep_queries(asked[0])
+        if self._policy.looks_back:
+            self._keep_queries(asked[0])
         if bursting := self._lengths.bursting:
             self._moves = bursting, self._thinning(self._attended(None, length, held, asked, kept=True), bursting)
             self._thin(*self._moves)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from h2o_flexgen.cache.eviction import keydiff, roco
+from h2o_flexgen.cache.eviction.base import AttendedStep
+from h2o_flexgen.cache.eviction.inertiakv import InertiaPolicy
+from h2o_flexgen.cache.eviction.scissorhands import ScissorhandsPolicy
 from h2o_flexgen.kernels.decode import NativeAttend, available
 from h2o_flexgen.kernels.types import RankedBy, Ranking, RankRule, SlotRule
 from tests.cache.conftest import needs_native
@@ -216,7 +220,7 @@ def test_ties_and_windows_choose_as_by_hand(
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("by", ["difference", "steady", "mean"])
+@pytest.mark.parametrize("by", ["difference", "steady", "mean", "fading", "rare"])
 @each_dtype
 def test_rules_of_its_own_choose_as_torch_does(dtype: torch.dtype, by: RankedBy, seed: int) -> None:
     """Rows that differ in how much they hold and protect; some keys are equal, and so are some deviations."""
@@ -236,7 +240,7 @@ def test_rules_of_its_own_choose_as_torch_does(dtype: torch.dtype, by: RankedBy,
     how: dict[str, Any] = {"ranking": Ranking(score, pos, free), "rule": RankRule(by, squares, scopes)}
     kernel = NativeAttend(rules, (rows, heads, capacity, d), adds=by != "difference", **how)
     kernel.attach(k, torch.randn(k.shape, generator=generator).to(dtype))
-    before = squares.clone()
+    before, old = squares.clone(), score.clone()
     probs, new = torch.empty(rows, heads, max(counts)), torch.randn(3, rows, heads, d, generator=generator).to(dtype)
     kernel.step(0, tuple(new), 0.3, probs=probs)
     at = torch.tensor(now).view(1, 1, 1)
@@ -248,6 +252,12 @@ def test_rules_of_its_own_choose_as_torch_does(dtype: torch.dtype, by: RankedBy,
             ranks = keydiff._difference(k[some, :, :count], None)
         elif by == "mean":
             ranks = score[some, :, :count] / (at + 1 - held)
+        elif by in ("fading", "rare"):
+            old[row, :, count - 1] = 0
+            step = SimpleNamespace(score=old[some, :, :count], received=probs[some, :, :count], now=at)
+            (InertiaPolicy if by == "fading" else ScissorhandsPolicy)().update(cast(AttendedStep, step))
+            ranks = score[some, :, :count]
+            torch.testing.assert_close(ranks, step.score)
         else:
             expected = before[some, :, :count] + probs[some, :, :count].square()
             torch.testing.assert_close(squares[some, :, :count], expected)

@@ -15,7 +15,7 @@ from h2o_flexgen.cache.eviction.base import (
 from h2o_flexgen.cache.eviction.h2o import H2OPolicy
 from h2o_flexgen.config.eviction import Budget
 
-INERTIA = 0.8
+INERTIA = 0.8  # the kernel in C has it, too
 _QUERIES = 64  # the weight of any query before them is below an ulp
 
 
@@ -26,6 +26,7 @@ class InertiaPolicy(H2OPolicy):
     """
 
     name = "inertiakv"
+    by = "fading"
 
     def queries(self, length: int, budget: Budget) -> int:
         return _QUERIES

@@ -26,6 +26,7 @@ class ScissorhandsPolicy(RankedPolicy):
     """
 
     name = "scissorhands"
+    by = "rare"
     needs_rows = True
 
     def queries(self, length: int, budget: Budget) -> int:

@@ -33,8 +33,10 @@ typedef struct {
 } Row;
 
 /* What slots are compared by: their scores; keydiff's differences of keys that are not packed; roco's means of steady
-   tokens; the means of all. `RankedBy` in types.py has them in this order. */
-enum { BY_SCORE, BY_DIFFERENCE, BY_STEADY, BY_MEAN };
+   tokens; the means of all; scores again, which are running means of the probabilities, inertiakv's, or count the
+   queries that paid less than evenly, scissorhands'. `RankedBy` in types.py has them in this order. */
+enum { BY_SCORE, BY_DIFFERENCE, BY_STEADY, BY_MEAN, BY_FADING, BY_RARE };
+#define INERTIA 0.8f /* inertiakv.py has it, too */
 
 typedef struct {
     const char *at;
@@ -45,7 +47,7 @@ typedef struct {
     int64_t rows, kv_heads, group, capacity, dim, bf16, k_bits, v_bits, threads;
     int64_t step;
     int64_t window;         /* tokens that a query sees, itself included; 0: all */
-    int64_t adds;           /* whether the probabilities are added to the scores */
+    int64_t adds;           /* whether the scores grow by the probabilities, or as `by` says */
     int64_t masks;          /* whether ranked slots other than sinks may hold what has left the window */
     double scale;
     char *k, *v;            /* (rows, kv_heads, capacity, dim), or pieces where there are bits */
@@ -272,8 +274,10 @@ static void steady_means(const float *sums, const float *squares, const int32_t 
 
 /* ---- one row and KV head */
 
+INLINE int compares_scores(const Step *s) { return s->by == BY_SCORE || s->by >= BY_FADING; }
+
 /* Numbers of scratch that ranks of so many slots take. */
-INLINE int64_t room_for(const Step *s, int64_t count) { return s->by == BY_SCORE ? 0 : 2 * up(count, LANES); }
+INLINE int64_t room_for(const Step *s, int64_t count) { return compares_scores(s) ? 0 : 2 * up(count, LANES); }
 
 /* Where it is in a step. */
 typedef struct {
@@ -326,6 +330,20 @@ static int64_t ranked_victim(const Step *s, const Head *h, float *ranks) {
     return victim(ranks, pos, h->count, h->rule, h->now, s->window, 1);
 }
 
+/* Takes the probabilities x of the slots that are seen into the scores of all. */
+INLINE void take(const Step *s, const Head *h, const float *x, float *score) {
+    const float even = 1.0f / (float)(h->now + 1);
+    if (s->by == BY_FADING) {
+        for (int64_t i = 0; i < h->first; i++) score[i] *= INERTIA;
+        for (int64_t i = 0; i < h->n; i++) score[h->first + i] = score[h->first + i] * INERTIA + x[i] * (1 - INERTIA);
+    } else if (s->by == BY_RARE) {
+        for (int64_t i = 0; i < h->first; i++) score[i] += 1;
+        for (int64_t i = 0; i < h->n; i++) score[h->first + i] += x[i] < even;
+    } else {
+        for (int64_t i = 0; i < h->n; i++) score[h->first + i] += x[i];
+    }
+}
+
 /* What becomes of the exponentials x (group, pitch) and their sums: probabilities, scores, and the next slot.
    `ranks`: room, see `room_for`. */
 INLINE void settle(const Step *s, const Head *h, float *x, const float *sums, float *ranks) {
@@ -342,8 +360,7 @@ INLINE void settle(const Step *s, const Head *h, float *x, const float *sums, fl
     int64_t slot = h->slot;
     pos[slot] = (int32_t)h->now;
     score[slot] = h->now < rule->sinks ? INFINITY : s->fresh ? s->fresh[h->task] : 0.0f;
-    if (s->adds)
-        for (int64_t i = 0; i < h->n; i++) score[h->first + i] += x[i];
+    if (s->adds) take(s, h, x, score);
     if (s->by == BY_STEADY) {
         float *squares = s->squares + h->base;
         squares[slot] = 0;
@@ -351,7 +368,7 @@ INLINE void settle(const Step *s, const Head *h, float *x, const float *sums, fl
     }
     if (s->given) return;
     if (s->step < rule->evicts) slot = slot + 1 == h->limit ? rule->ring : slot + 1;
-    else if (s->by == BY_SCORE) slot = victim(score, pos, h->count, rule, h->now, s->window, 0);
+    else if (compares_scores(s)) slot = victim(score, pos, h->count, rule, h->now, s->window, 0);
     else slot = ranked_victim(s, h, ranks);
     s->next[h->task] = h->base + slot;
 }
