@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -56,13 +57,13 @@ class Look:
         if candidates:
             hidden = ~self.chosen.unsqueeze(2)
         else:
-            pos, at = self.pos.unsqueeze(2), self.asked_at[:, None, :, None]
-            hidden = (pos < 0) | (pos > at)
+            # Nothing comes later than what is not there. By int32, as there is a comparison for each logit.
+            held = self.pos.masked_fill(self.pos < 0, torch.iinfo(torch.int32).max).to(torch.int32).unsqueeze(2)
+            at = self.asked_at[:, None, :, None].to(torch.int32)
+            hidden = held > at
             if self.window is not None:
-                hidden |= pos <= at - self.window
-        # Added, as one mask for all queries is spread over them six times as fast by a sum as by `masked_fill_`.
-        unseen = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill_(hidden, -torch.inf).unsqueeze(2)
-        return logits.add_(unseen).softmax(-1).nan_to_num_(0.0).mean((2, 3))
+                hidden |= held <= at - self.window
+        return torch.where(hidden.unsqueeze(2), -torch.inf, logits).softmax(-1).nan_to_num_(0.0).mean((2, 3))
 
 
 class LookingBack(RankedPolicy):
@@ -109,8 +110,7 @@ class LookingBack(RankedPolicy):
             pos, order = pos.sort(-1)
         held, last = step.held(), step.asked_at.argsort(-1)
         found = torch.empty_like(step.score)
-        for budget in dict.fromkeys(step.budgets):
-            rows = index_of([row for row, each in enumerate(step.budgets) if each == budget], pos.device)
+        for budget, rows in self._parts(step):
             recent, own = last[rows, -self.window_of(budget) :], None if order is None else order[rows]
             queries = reordered(step.queries[rows], recent.unsqueeze(1).expand(-1, step.queries.shape[1], -1))
             of = PromptRows(step.tokens._replace(row_ids=step.tokens.row_ids[rows]), budget, step.window)
@@ -123,6 +123,18 @@ class LookingBack(RankedPolicy):
             scores = self.score(look)
             found[rows] = scores if own is None else torch.empty_like(scores).scatter_(-1, own, scores)
         return found
+
+    def _parts(self, step: AttendedStep) -> Iterator[tuple[Budget, slice | Tensor]]:
+        """Rows of one budget, some at a time: of many at once, logits would leave the processor's caches between one
+        operation and the next."""
+        heads, size = step.queries.shape[1] if step.queries is not None else 1, step.pos.shape[-1]
+        for budget in dict.fromkeys(step.budgets):
+            members = [row for row, each in enumerate(step.budgets) if each == budget]
+            some = max(1, ROW_LOGITS // (heads * self.window_of(budget) * size))
+            for first in range(0, len(members), some):
+                part = members[first : first + some]
+                together = part[-1] - part[0] < len(part)  # whose keys and values are not copied
+                yield budget, slice(part[0], part[-1] + 1) if together else index_of(part, step.pos.device)
 
     def update(self, step: AttendedStep) -> None:
         """Nothing is kept from step to step but the queries."""
