@@ -41,7 +41,7 @@ class FusedStep:
         own = None if scored is None or triton else scored.rule(packings is not None)
         adds = False if scored is None else scored.needs_rows if own is not None else scored.adds
         self._by_rows = adds is None
-        self._thins = scored is not None and (scored.remembers or (own is not None and own.by == "rare"))
+        self._thins = scored is not None and scored.thins and not self._by_rows
         self._scored = scored
         ranked = scored is not None
         rules = lengths.once(f"rules, {ranked}", lambda: slot_rules(lengths, ranked=ranked))

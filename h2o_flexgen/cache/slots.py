@@ -84,9 +84,8 @@ class ScoredSlots(CacheSlots):
         """A kernel's way to find the next free slots, see `NativeAttend.pick`; None: torch's."""
         self._moves: tuple[list[int], Tensor] | None = None
         self._queries: Tensor | None = None  # (b, m, heads, d), each at its position modulo m
-        self._thins = lengths.bursts and all(b.full or b.burst > 1 for b in lengths.budgets)
-        self.remembers = policy.looks_back > 0 and self._thins
-        """Whether nothing is scored from burst to burst, and only queries are kept: see `between_bursts`."""
+        self.thins = lengths.bursts and all(b.full or b.burst > 1 for b in lengths.budgets)
+        """Whether all tokens go in bursts, so that nothing is chosen in between: see `between_bursts`."""
         self._plain = not lengths.bursts and kind.update is RankedPolicy.update and kind.ranks is RankedPolicy.ranks
         self._flat_score, self._flat_pos = self.score.view(-1), self._pos.view(-1)
         self._rows = row_ids
@@ -208,15 +207,15 @@ class ScoredSlots(CacheSlots):
     def rule(self, packed: bool) -> RankRule | None:
         """The policy's own, where the kernel in C knows it and keys are `packed` or not; None where it does not."""
         by, budgets = self._policy.by, self._lengths.budgets
-        if by is None or self._pins or self._thins != (by == "rare") or (packed and by == "difference"):
-            return None
+        if by is None or self._pins or self.thins != (by == "rare") or (packed and by == "difference"):
+            return None  # the kernel counts for bursts, and chooses nothing by what it has counted
         scopes = self._lengths.once("scopes", lambda: torch.tensor([self._policy.scope(budget) for budget in budgets]))
         return RankRule(by, self._extra, scopes)
 
     @property
     def adds(self) -> bool | None:
         """Whether scores grow by the probabilities of every step; None: the policy has something else in mind."""
-        return self.needs_rows if self._plain or self.remembers else None
+        return self.needs_rows if self._plain or (self.thins and self._policy.looks_back) else None
 
     def fresh(self, step: int | Tensor, keys: Tensor | None = None) -> Tensor | None:
         """Scores of the tokens of `step`, (b, kv_heads, 1) float32; None: zero.

@@ -83,7 +83,7 @@ class SimulatedClock:
         there = self._link(link)
         job = LinkJob(task, there, seconds, after if after is not None and not after.done else None)
         there.queue.append(job)
-        if job.after is None and not there.works:
+        if job.after is None and not there.works:  # else the links go on with what they are at
             self._running = None
         return job
 
@@ -232,7 +232,7 @@ class _BackingStores:
 class SimulatedExecutor:
     """One block on the way. `ends`: when each step's last compute ended; `busy` and `moved`: of its clock, by then."""
 
-    def __init__(self, model: CostModel, steps: Sequence[int], *, trace: bool = True) -> None:
+    def __init__(self, model: CostModel, steps: Sequence[int], *, trace: bool) -> None:
         """`steps`: which step each step of the schedule stands for, and has the prices of; `trace`: of the clock."""
         self.clock = SimulatedClock(model.machine.slowdown, trace=trace)
         self.ends: list[float] = []

@@ -150,9 +150,9 @@ class _PulpModel:
         self._pulp, self._program = pulp, program
         self.problem = pulp.LpProblem("placement", pulp.LpMinimize)
         self._share = {(kind, tier): self._variable(f"{kind}_{tier}", 1) for kind in KINDS for tier in program.tiers}
-        self._used: dict[KindTier, Any] = {}
+        # Whether anything of a kind is on a tier; relaxed, its share says how far it is.
+        self._used: dict[KindTier, Any] = dict(self._share) if relaxed else {}
         self._buffer: dict[tuple[str, str, str], Any] = {}
-        self._relaxed = relaxed
         self._times = [self._variable(f"time_{phase.name}") for phase in program.phases]
         self.total = pulp.lpSum(phase.times * time for phase, time in zip(program.phases, self._times, strict=True))
         self.problem += self.total
@@ -165,9 +165,7 @@ class _PulpModel:
 
     def _charge(self, charge: Charge) -> None:
         pair = (charge.kind, charge.on)
-        if self._relaxed:
-            self._used[pair] = self._share[pair]
-        elif pair not in self._used:
+        if pair not in self._used:
             self._used[pair] = self._variable(f"uses_{charge.kind}_{charge.on}", 1, self._pulp.LpBinary)
             self.problem += self._share[pair] <= self._used[pair]
         key = (charge.kind, charge.tier, charge.what)

@@ -123,16 +123,16 @@ class Ranking(NamedTuple):
     """(rows * kv_heads,) int64: the slot of the next token, counted from the first slot of all rows."""
 
 
-RankedBy = Literal["score", "difference", "steady", "mean", "fading", "rare"]
+RankedBy = Literal["score", "fading", "rare", "difference", "steady", "mean"]
 RULES: tuple[RankedBy, ...] = get_args(RankedBy)
 """As the kernel in C numbers them."""
 
 
 class RankRule(NamedTuple):
-    """What ranked slots are compared by, in C: their scores; how keys differ, which are not packed (keydiff's); the
-    means of scores that add up probabilities, among the tokens with the lowest deviation (roco's) or all (h2o_mean's);
-    or scores that are running means of these (inertiakv's) or count low ones (scissorhands', whose tokens go in bursts,
-    which the kernel knows nothing about).
+    """What ranked slots are compared by, in C: their scores, which are running means of the probabilities (inertiakv's)
+    or count low ones (scissorhands', whose tokens go in bursts, which the kernel knows nothing about); how keys differ,
+    which are not packed (keydiff's); or the means of scores that add up probabilities, among the tokens with the lowest
+    deviation (roco's) or all (h2o_mean's).
     """
 
     by: RankedBy

@@ -149,7 +149,7 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
     kv = block.spec.kv_bytes_per_token_and_layer(block.dtype)
     slots = block.request.slots
     sizes = [round_up(block.rows * count * kv, PAGE) for count in slots]
-    kept = [_record_bytes(block, layer) for layer in range(len(slots))]
+    known = [_record_bytes(block, layer) for layer in range(len(slots))]
     stays = {block.compute_tier} | ({"cpu"} if block.policy.cpu_cache_compute else set())
     caches, records = dict.fromkeys(TIERS, 0), dict.fromkeys(TIERS, 0)
     moving: list[tuple[int, str]] = []
@@ -157,7 +157,7 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
         caches[tier] += sizes[layer]
         if tier not in stays:
             moving.append((sizes[layer], tier))
-        records[tier if tier in stays else block.compute_tier] += kept[layer]
+        records[tier if tier in stays else block.compute_tier] += known[layer]
     largest, away = max(moving, default=(0, ""))[0], {tier for _, tier in moving}
     yield from (Item(tier, "KV cache", nbytes) for tier, nbytes in caches.items())
     yield Item(block.compute_tier, "cache buffers", STATE_BUFFERS * largest)

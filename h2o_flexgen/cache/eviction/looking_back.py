@@ -110,7 +110,7 @@ class LookingBack(RankedPolicy):
             pos, order = pos.sort(-1)
         held, last = step.held(), step.asked_at.argsort(-1)
         found = torch.empty_like(step.score)
-        for budget, rows in self._parts(step):
+        for budget, rows in self._parts(step, step.queries.shape[1]):
             recent, own = last[rows, -self.window_of(budget) :], None if order is None else order[rows]
             queries = reordered(step.queries[rows], recent.unsqueeze(1).expand(-1, step.queries.shape[1], -1))
             of = PromptRows(step.tokens._replace(row_ids=step.tokens.row_ids[rows]), budget, step.window)
@@ -124,13 +124,12 @@ class LookingBack(RankedPolicy):
             found[rows] = scores if own is None else torch.empty_like(scores).scatter_(-1, own, scores)
         return found
 
-    def _parts(self, step: AttendedStep) -> Iterator[tuple[Budget, slice | Tensor]]:
+    def _parts(self, step: AttendedStep, heads: int) -> Iterator[tuple[Budget, slice | Tensor]]:
         """Rows of one budget, some at a time: of many at once, logits would leave the processor's caches between one
         operation and the next."""
-        heads, size = step.queries.shape[1] if step.queries is not None else 1, step.pos.shape[-1]
         for budget in dict.fromkeys(step.budgets):
             members = [row for row, each in enumerate(step.budgets) if each == budget]
-            some = max(1, ROW_LOGITS // (heads * self.window_of(budget) * size))
+            some = max(1, ROW_LOGITS // (heads * self.window_of(budget) * step.pos.shape[-1]))
             for first in range(0, len(members), some):
                 part = members[first : first + some]
                 together = part[-1] - part[0] < len(part)  # whose keys and values are not copied

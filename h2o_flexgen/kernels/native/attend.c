@@ -32,10 +32,10 @@ typedef struct {
     int64_t evicts; /* the first step that lets a token go by its score */
 } Row;
 
-/* What slots are compared by: their scores; keydiff's differences of keys that are not packed; roco's means of steady
-   tokens; the means of all; scores again, which are running means of the probabilities, inertiakv's, or count the
-   queries that paid less than evenly, scissorhands'. `RankedBy` in types.py has them in this order. */
-enum { BY_SCORE, BY_DIFFERENCE, BY_STEADY, BY_MEAN, BY_FADING, BY_RARE };
+/* What slots are compared by: their scores, which add up the probabilities, are running means of them, inertiakv's, or
+   count the queries that paid less than evenly, scissorhands'; keydiff's differences of keys that are not packed; roco's
+   means of steady tokens; the means of all. `RankedBy` in types.py has them in this order. */
+enum { BY_SCORE, BY_FADING, BY_RARE, BY_DIFFERENCE, BY_STEADY, BY_MEAN };
 #define INERTIA 0.8f /* inertiakv.py has it, too */
 
 typedef struct {
@@ -274,7 +274,7 @@ static void steady_means(const float *sums, const float *squares, const int32_t 
 
 /* ---- one row and KV head */
 
-INLINE int compares_scores(const Step *s) { return s->by == BY_SCORE || s->by >= BY_FADING; }
+INLINE int compares_scores(const Step *s) { return s->by <= BY_RARE; }
 
 /* Numbers of scratch that ranks of so many slots take. */
 INLINE int64_t room_for(const Step *s, int64_t count) { return compares_scores(s) ? 0 : 2 * up(count, LANES); }
@@ -332,11 +332,11 @@ static int64_t ranked_victim(const Step *s, const Head *h, float *ranks) {
 
 /* Takes the probabilities x of the slots that are seen into the scores of all. */
 INLINE void take(const Step *s, const Head *h, const float *x, float *score) {
-    const float even = 1.0f / (float)(h->now + 1);
     if (s->by == BY_FADING) {
         for (int64_t i = 0; i < h->first; i++) score[i] *= INERTIA;
         for (int64_t i = 0; i < h->n; i++) score[h->first + i] = score[h->first + i] * INERTIA + x[i] * (1 - INERTIA);
     } else if (s->by == BY_RARE) {
+        const float even = 1.0f / (float)(h->now + 1);
         for (int64_t i = 0; i < h->first; i++) score[i] += 1;
         for (int64_t i = 0; i < h->n; i++) score[h->first + i] += x[i] < even;
     } else {
