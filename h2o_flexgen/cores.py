@@ -60,6 +60,15 @@ class CoreCount:
         }
 
 
+def used_by_others(seconds: float = 0.5) -> float:
+    """How many cores other programs use now, watched for some seconds; 0 where the kernel does not say."""
+    count = CoreCount()
+    count.start()
+    time.sleep(seconds)
+    count.stop()
+    return count.shared["others"] if count.shared else 0.0
+
+
 def core_times(stat: Path = _STAT) -> CoreTimes | None:
     """The counters now, of the cores that this process may use; None where there is no /proc/stat (not Linux)."""
     try:

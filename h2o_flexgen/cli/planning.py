@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from h2o_flexgen.cli.program import print_error
 from h2o_flexgen.config.hardware.profile import HardwareProfile
+from h2o_flexgen.cores import used_by_others
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.memory.pinned import lockable_memory
 from h2o_flexgen.planning.llm import LLM
@@ -13,14 +14,30 @@ from h2o_flexgen.planning.planner import calibrate_here
 from h2o_flexgen.reporting.run_report import ONE_GPU, aligned, block_text, predicted_text, shares_text
 from h2o_flexgen.units import format_bytes
 
+_BUSY = 0.25
+"""Cores that others use: figures measured beside them would be too low, and take longer."""
+_MOST_S = 90.0
+"""Seconds of a calibration that nobody asked for: twice what it takes on a machine of its own."""
+
 
 def let_calibrate(llm: LLM, wanted: bool | None, quiet: bool) -> None:
-    """Lets the planner of `llm` measure this machine: where a plan has to move something, or if `wanted` at once."""
+    """Lets the planner of `llm` measure this machine: where a plan has to move something, or if `wanted` at once.
+
+    What was not asked for is put off while other programs use the cores, and given up after `_MOST_S` seconds.
+    """
+
+    def tell(text: str) -> None:
+        if not quiet:
+            print_error(f"note: {text}")
 
     def measure() -> HardwareProfile | None:
-        if not quiet:
-            print_error("note: this machine was not calibrated for such a model yet, which takes about 45 s, once")
-        profile = calibrate_here(llm.config, quiet)
+        asked = wanted is True
+        if not asked and (others := used_by_others()) > _BUSY:
+            tell(f"other programs use {others:.1f} cores, so this machine is not calibrated now; --calibrate does it")
+            return None
+        most = "" if asked else f", {_MOST_S:.0f} s at most"
+        tell(f"this machine was not calibrated for such a model yet, which takes about 45 s{most}, once")
+        profile = calibrate_here(llm.config, quiet, None if asked else _MOST_S)
         if profile is None:
             print_error("note: calibrating failed, so the plan goes by rule and nothing is predicted")
         return profile

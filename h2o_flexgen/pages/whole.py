@@ -28,9 +28,8 @@ def page_of(material: Material, title: str = "") -> str:
     made = [(make(material), needs) for make, needs in _SECTIONS]
     sections = [section for section, _ in made if section is not None]
     missing = [needs for section, needs in made if section is None]
-    plans = _plans(material)
-    overview = _overview(material, missing)
-    return render(title or _title(material), [overview, *([plans] if plans else []), *sections])
+    chapters = [_overview(material), _plans(material), *sections, _sources(material, missing)]
+    return render(title or _title(material), [chapter for chapter in chapters if chapter is not None])
 
 
 def write_page(material: Material, path: Path, title: str = "") -> int:
@@ -58,22 +57,29 @@ def _title(material: Material) -> str:
     )
 
 
-def _overview(material: Material, missing: list[str]) -> Chapter:
-    rows = [[name, what] for name, what in material.files.items()]
-    parts = [Passage("", [], [], [Table("Read", ["file", "what is in it"], rows)])] if rows else []
+def _overview(material: Material) -> Chapter | None:
+    """What was run, and its warnings: the first that one reads."""
+    parts = []
+    if len(material.runs) == 1 and material.runs[0].record is material.runs[0].data:
+        parts.append(_facts(material.runs[0]))
     warnings = list(dict.fromkeys(
         f"{run.source}: {warning}" for run in material.runs for warning in (run.record or {}).get("warnings") or []
     ))  # fmt: skip
     if warnings:
-        parts.append(Passage("Warnings of the runs", warnings[:20]))
-    if len(material.runs) == 1 and material.runs[0].record is material.runs[0].data:
-        parts.insert(0, _facts(material.runs[0]))
+        parts.append(Passage("Warnings", warnings[:20]))
+    return Chapter("overview", "Overview", [], parts) if parts else None
+
+
+def _sources(material: Material, missing: list[str]) -> Chapter:
+    """The files that were read, what they lack, and which sections other records would add: the last."""
+    rows = [[name, what] for name, what in material.files.items()]
+    parts = [Passage("", [], [], [Table("Files", ["file", "what is in it"], rows)])] if rows else []
     absent = [f"{name} in {count} of {len(material.runs)} records" for name, count in _absent(material).items()]
-    if missing:
-        parts.append(Passage("Not on this page, for want of records", missing))
     if absent:
         parts.append(Passage("Missing in the records", [", ".join(absent) + "."]))
-    return Chapter("overview", "What was read", [], parts)
+    if missing:
+        parts.append(Passage("Other records would add", missing))
+    return Chapter("sources", "Files read", [], parts)
 
 
 def _absent(material: Material) -> dict[str, int]:

@@ -138,8 +138,8 @@ def predicted_timeline(plan: Plan) -> Timeline | None:
     return predict(CostModel(plan.request, plan.policy, plan.placement)).block.timeline
 
 
-def calibrate_here(config: EngineConfig, quiet: bool) -> HardwareProfile | None:
-    """Runs `h2o_flexgen.calibrate`, which keeps what it measures; None where it fails.
+def calibrate_here(config: EngineConfig, quiet: bool, most_s: float | None = None) -> HardwareProfile | None:
+    """Runs `h2o_flexgen.calibrate`, which keeps what it measures; None where it fails, or lasts longer than `most_s`.
 
     In a process of its own: what it takes of memory is not part of the run's, and is given back before that begins.
     """
@@ -149,11 +149,12 @@ def calibrate_here(config: EngineConfig, quiet: bool) -> HardwareProfile | None:
         # A session of its own: a Ctrl-C reaches it once, from here, and it has the time to remove its files.
         process = subprocess.Popen([*command, f"--output={output}"], stdout=subprocess.DEVNULL, start_new_session=True)
         try:
-            code = process.wait()
-        except BaseException:
+            code = process.wait(most_s)
+        except BaseException as error:
             process.terminate()
-            process.wait()
-            raise
+            code = process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
         return None if code else HardwareProfile.load(output)
 
 

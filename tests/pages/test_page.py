@@ -100,6 +100,13 @@ def test_what_is_missing_is_said() -> None:
     assert "The report of this run is not shown: RunRecord lacks the keys" in said
 
 
+def test_a_page_begins_with_the_run_and_ends_with_its_sources() -> None:
+    material = Material()
+    material.add("run.json", RUN)
+    sections = [attrs["id"] for tag, attrs in Reader(page_of(material)).elements if tag == "section"]
+    assert (sections[0], sections[-1]) == ("overview", "sources")
+
+
 def test_figures_of_committed_records() -> None:
     figures = data_of(Reader(page_of(read([RESULTS / "2026-11-22-opt-1.3b"])))).values()
     (decode,) = [f for f in figures if f["kind"] == "bars" and any(60 < bar["median"] < 70 for bar in f["bars"])]

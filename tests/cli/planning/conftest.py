@@ -48,9 +48,10 @@ def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """Calls of `calibrate_here`, which give RATES: measuring takes a minute."""
     calls: list[EngineConfig] = []
 
-    def measure(config: EngineConfig, quiet: bool) -> HardwareProfile:
+    def measure(config: EngineConfig, quiet: bool, most_s: float | None) -> HardwareProfile:
         calls.append(config)
         return RATES
 
     monkeypatch.setattr(planning, "calibrate_here", measure)
+    monkeypatch.setattr(planning, "used_by_others", lambda: 0.0)
     return calls

@@ -36,6 +36,15 @@ def test_what_does_not_fit_is_worth_a_calibration(model: Path, run: Run, calibra
     assert "note: this machine was not calibrated for such a model yet" in ran.err
 
 
+def test_beside_other_programs_it_is_put_off_unless_asked_for(model: Path, run: Run, calibrations, monkeypatch) -> None:
+    monkeypatch.setattr(planning, "used_by_others", lambda: 1.1)
+    ran = run("--model", model, *WORK, *TIGHT)
+    assert (ran.code, ran.record["predicted"], calibrations) == (0, None, [])
+    assert "note: other programs use 1.1 cores, so this machine is not calibrated now; --calibrate does it" in ran.err
+    assert run("--model", model, *WORK, *TIGHT, "--calibrate").record["predicted"] is not None
+    assert len(calibrations) == 1
+
+
 def test_calibrate_asks_for_it_and_no_calibrate_forbids_it(model: Path, run: Run, calibrations, monkeypatch) -> None:
     assert run("--model", model, *WORK, *TIGHT, "--no-calibrate").record["predicted"] is None
     monkeypatch.setenv("H2O_FLEXGEN_CALIBRATE", "false")
@@ -46,7 +55,7 @@ def test_calibrate_asks_for_it_and_no_calibrate_forbids_it(model: Path, run: Run
 
 
 def test_a_calibration_that_fails_is_no_reason_not_to_run(model: Path, run: Run, monkeypatch) -> None:
-    monkeypatch.setattr(planning, "calibrate_here", lambda config, quiet: None)
+    monkeypatch.setattr(planning, "calibrate_here", lambda config, quiet, most_s: None)
     ran = run("--model", model, *WORK, *TIGHT)
     assert (ran.code, ran.record["predicted"]) == (0, None)
     assert "note: calibrating failed, so the plan goes by rule" in ran.err
@@ -86,12 +95,12 @@ class FakeProcess:
         if self.ending == 0:
             Path(command[-1].removeprefix("--output=")).write_text(json.dumps(RATES.to_json()))
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         self._waited += 1
         if isinstance(self.ending, int):
             return self.ending
         if self._waited == 1:
-            raise self.ending
+            raise self.ending(["calibrate"], timeout) if self.ending is subprocess.TimeoutExpired else self.ending
         return 143
 
     def terminate(self) -> None:
@@ -113,3 +122,6 @@ def test_a_calibration_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(KeyboardInterrupt):
         calibrate_here(config, quiet=False)
     assert FakeProcess.terminated == 1
+    monkeypatch.setattr(FakeProcess, "ending", subprocess.TimeoutExpired)
+    assert calibrate_here(config, quiet=False, most_s=90.0) is None, "it is stopped, and the run goes on"
+    assert FakeProcess.terminated == 2
