@@ -17,10 +17,12 @@ from transformers import (
     Gemma3TextConfig,
     GPTNeoXConfig,
     GptOssConfig,
+    GraniteConfig,
     GraniteMoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     OlmoeConfig,
     OPTConfig,
     OPTForCausalLM,
@@ -31,6 +33,8 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from tests.seeds import moved, torch_generator
@@ -57,6 +61,13 @@ SIZES: dict[str, Any] = {
 _OPT = {"word_embed_proj_dim": 32, "ffn_dim": 56, "dropout": 0.0}
 _ROTARY = {"intermediate_size": 56}
 _GROUPED = {**_ROTARY, "num_key_value_heads": 2}
+_MULTIPLIED = {
+    "attention_multiplier": 0.4,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+    "tie_word_embeddings": True,
+}
 _EIGHT = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 3}
 
 
@@ -173,14 +184,18 @@ FAMILIES: dict[str, FamilyRow] = {
         {
             **_GROUPED,
             **_EIGHT,
-            "attention_multiplier": 0.4,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.7,
-            "logits_scaling": 2.0,
-            "tie_word_embeddings": True,
+            **_MULTIPLIED,
         },
         seed=1,
     ),
+    "granite": FamilyRow(GraniteConfig, {**_GROUPED, **_MULTIPLIED}),
+    "olmo2": FamilyRow(Olmo2Config, _GROUPED),
+    "smollm3": FamilyRow(SmolLM3Config, {**_GROUPED, "no_rope_layer_interval": 2}),
+    "smollm3-window": FamilyRow(
+        SmolLM3Config,
+        {**_GROUPED, "no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": WINDOW},
+    ),
+    "seed-oss": FamilyRow(SeedOssConfig, {**_GROUPED, "head_dim": 12}),
 }
 """By the names that tests go by; "opt" is the one where nothing depends on the family."""
 

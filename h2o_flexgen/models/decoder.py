@@ -203,12 +203,13 @@ class Decoder:
         """The steps before both halves, and after each."""
         if arch.parallel:
             return self._parallel_norm, self._parallel_attn, self._parallel_mlp
+        before = self._pre_norm if arch.pre_norm else self._leave
         if arch.post_norms:
-            return self._pre_norm, self._sandwich, self._sandwich
+            return before, self._add_normed, self._add_normed
         if arch.pre_norm:
             add = self._add if arch.residual_scale == 1 else self._scale_and_add
-            return self._pre_norm, add, add
-        return lambda w, hidden: hidden, self._post_norm, self._post_norm
+            return before, add, add
+        return before, self._post_norm, self._post_norm
 
     def _outer_steps(
         self, spec: ModelSpec
@@ -262,6 +263,9 @@ class Decoder:
     def _pre_norm(self, w: Weights, hidden: Tensor) -> Tensor:
         return self._norm(w, "norm", hidden)
 
+    def _leave(self, w: Weights, hidden: Tensor) -> Tensor:
+        return hidden
+
     def _parallel_norm(self, w: Weights, hidden: Tensor) -> Tensor:
         return self._norm(w, "norm", hidden.chunk(2, dim=-1)[0])
 
@@ -274,7 +278,7 @@ class Decoder:
     def _post_norm(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
         hidden.copy_(self._norm(w, "norm", inner(None).add_(hidden)))
 
-    def _sandwich(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
+    def _add_normed(self, w: Weights, hidden: Tensor, inner: Inner) -> None:
         hidden.add_(self._norm(w, "post_norm", inner(None)))
 
     def _parallel_attn(self, w: Weights, hidden: Tensor, inner: Inner) -> None:

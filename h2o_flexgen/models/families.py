@@ -11,12 +11,14 @@ from h2o_flexgen.models import (
     gemma3,
     gpt_neox,
     gpt_oss,
+    granite,
     granitemoe,
     llama,
     llama_like,
     mistral,
     mixtral,
     mixture,
+    olmo2,
     olmoe,
     opt,
     phi3,
@@ -24,6 +26,8 @@ from h2o_flexgen.models import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    seed_oss,
+    smollm3,
 )
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.quantized import read_quantization
@@ -47,6 +51,10 @@ FAMILIES.register("llama", Family(llama.spec_from_config))
 FAMILIES.register("mistral", Family(mistral.spec_from_config))
 FAMILIES.register("qwen2", Family(qwen2.spec_from_config))
 FAMILIES.register("qwen3", Family(qwen3.spec_from_config))
+FAMILIES.register("granite", Family(granite.spec_from_config))
+FAMILIES.register("olmo2", Family(olmo2.spec_from_config, olmo2.checkpoint_names))
+FAMILIES.register("smollm3", Family(smollm3.spec_from_config))
+FAMILIES.register("seed_oss", Family(seed_oss.spec_from_config))
 FAMILIES.register("phi3", Family(phi3.spec_from_config, phi3.checkpoint_names))
 FAMILIES.register("gemma3_text", Family(gemma3.spec_from_config, gemma3.checkpoint_names))
 FAMILIES.register("gpt_neox", Family(gpt_neox.spec_from_config, gpt_neox.checkpoint_names, gpt_neox.IGNORED))

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.granite import multiplied
 from h2o_flexgen.models.llama import DEFAULTS
 from h2o_flexgen.models.llama_like import read_spec
 from h2o_flexgen.models.mixture import EXPERTS, mixture_names, read_experts
@@ -22,17 +23,8 @@ _NEW = {"gate_up": f"{_MOE}.experts.gate_up_proj", "down": f"{_MOE}.experts.down
 def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have GraniteMoeConfig's defaults. Raises ModelError."""
     spec, bias = read_spec(read, "granitemoe", DEFAULTS), read.flag("attention_bias", False)
-    arch = replace(
-        spec.arch,
-        qkv_bias=bias,
-        output_bias=bias,
-        attention_scale=read.number("attention_multiplier", 1.0),
-        embed_scale=read.number("embedding_multiplier", 1.0),
-        residual_scale=read.number("residual_multiplier", 1.0),
-        logit_scale=1 / read.number("logits_scaling", 1.0),
-        experts=read_experts(read, 8, 2, spec.ffn_size, router="chosen"),
-    )
-    return replace(spec, arch=arch)
+    experts = read_experts(read, 8, 2, spec.ffn_size, router="chosen")
+    return multiplied(replace(spec, arch=replace(spec.arch, qkv_bias=bias, output_bias=bias, experts=experts)), read)
 
 
 def checkpoint_names(spec: ModelSpec) -> Names:

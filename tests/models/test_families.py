@@ -66,6 +66,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "attention_bias": True},
     "gpt_oss": {"num_local_experts": 4, "head_dim": 8, **LAYERS},
     "granitemoe": {"num_local_experts": 4, "tie_word_embeddings": True},
+    "granite": {"attention_bias": True, "mlp_bias": True},
+    "olmo2": {"attention_bias": True},
+    "smollm3": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    "seed_oss": {"attention_out_bias": True, "mlp_bias": True, "head_dim": 10},
 }
 
 
@@ -156,10 +160,10 @@ def test_switches_of_a_plain_config(family: str) -> None:
     assert arch.norm_eps == (theirs.layer_norm_eps if family == "gpt_neox" else theirs.rms_norm_eps)
     assert arch.gated_mlp == (family != "gpt_neox")
     assert arch.parallel == (family == "gpt_neox")
-    assert arch.qkv_bias == (family in ("gpt_neox", "qwen2", "qwen2_moe", "gpt_oss"))
+    assert arch.qkv_bias == (family in ("gpt_neox", "qwen2", "qwen2_moe", "gpt_oss", "seed_oss"))
     assert arch.output_bias == (family in ("gpt_neox", "gpt_oss"))
     assert arch.mlp_bias == (family == "gpt_neox")
-    assert arch.qk_norm == (family in ("qwen3", "gemma3_text", "qwen3_moe", "olmoe"))
+    assert arch.qk_norm == (family in ("qwen3", "gemma3_text", "qwen3_moe", "olmoe", "olmo2"))
     assert arch.tied_head == theirs.tie_word_embeddings
     assert arch.activation == {"gpt_neox": "gelu", "gemma3_text": "gelu_tanh"}.get(family, "silu")
     assert not arch.head_bias
@@ -198,6 +202,9 @@ WINDOW_CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {**EXPERTS, **WINDOWS, "max_window_layers": 2}),
     ("qwen2_moe", EXPERTS),
     ("qwen3_moe", {**EXPERTS, **WINDOWS}),
+    ("smollm3", {}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [0, 1, 0]}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 8, **LAYERS}),
     ("gemma3_text", {}),
     ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 5}),
     ("gemma3_text", {"sliding_window_pattern": 1}),
@@ -216,7 +223,9 @@ def test_windows_are_those_of_transformers(family: str, changes: dict[str, Any])
         theirs = getattr(model.model.layers[layer].self_attn, "sliding_window", everywhere)
         assert spec.arch.window_of(layer) == theirs
         local = family == "gemma3_text" and theirs is not None
-        assert spec.arch.rotary_of(layer) == (spec.arch.local_rotary if local else spec.arch.rotary)
+        turned = getattr(model.model.layers[layer].self_attn, "use_rope", True)
+        expected = (spec.arch.local_rotary if local else spec.arch.rotary) if turned else None
+        assert spec.arch.rotary_of(layer) == expected
     again = spec_from_config(json.loads(config.to_json_string(use_diff=False)), "x")
     assert again.arch == spec.arch
 
@@ -252,6 +261,9 @@ def test_windows_are_those_of_transformers(family: str, changes: dict[str, Any])
         ("llava", {}, "x is of the family 'llava', which is not supported"),
         ("deepseek_v3", {}, "x is of the family 'deepseek_v3', which is not supported"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is .*a list of 3 numbers"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers is .*a list of 3 numbers"),
+        ("smollm3", {**LAYERS, "sliding_window": 8}, "sliding_window is .*a window in use, which layer 0 asks for"),
         ("olmoe", {"clip_qkv": 0.0}, "clip_qkv is 0.0"),
         ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 in config.json. needed at most"),
     ],

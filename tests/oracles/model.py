@@ -164,6 +164,14 @@ def _greedy(
         first, stop = stop, stop + 1
 
 
+def _layers_without_positions(model: PreTrainedModel) -> set[int]:
+    """Those whose queries and keys are not rotated, where others are."""
+    config = model.config
+    if config.model_type == "smollm3":
+        return {layer for layer, turns in enumerate(config.no_rope_layers) if not turns}
+    return set()
+
+
 class Rotations:
     """Inside it, the model leaves queries and keys as they are; `turn` does what it would have done.
 
@@ -174,6 +182,7 @@ class Rotations:
         self._module = next(part for name, part in model.named_modules() if name.endswith("rotary_emb"))
         types = getattr(model.config, "layer_types", None)
         self._types = types if isinstance(self._module.rope_type, dict) else [None] * model.config.num_hidden_layers
+        self._unturned = _layers_without_positions(model)
         self._repeats = 2 if model.config.model_type == "gpt_oss" else 1
         self._tables: dict[str | None, list[list[list[float]]]] = {}
         rope = rope_of(model)
@@ -194,6 +203,8 @@ class Rotations:
 
     def turn(self, layer: int, vector: Vector, position: int, way: int = 1) -> list[float]:
         """`vector` (d), its leading dimensions turned, halves against each other; `way` -1: back."""
+        if layer in self._unturned:
+            return list(vector)
         cos, sin = (part[position] for part in self._tables[self._types[layer]])
         half = len(cos) // 2
         first, second = vector[:half], vector[half : 2 * half]

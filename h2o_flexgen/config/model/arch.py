@@ -81,9 +81,10 @@ class ArchSpec:
     norm_offset: float = 0.0
     """Added to every norm's weight: 1 where checkpoints hold the difference from it (Gemma)."""
     pre_norm: bool = True
-    """False: the norm follows the residual addition, as in OPT-350m."""
+    """False: the norm follows the residual addition, as in OPT-350m, or is left to `post_norms`."""
     post_norms: bool = False
-    """Besides the norm before it, each half's output is normed before the residual addition (Gemma)."""
+    """Each half's output is normed before the residual addition: besides the norm before it (Gemma), or instead of it,
+    where `pre_norm` is False (OLMo 2)."""
     final_norm: bool = True
     qk_norm: bool = False
     """Each head of q and of k is normed, before it is rotated (Qwen3, Gemma 3)."""
@@ -108,6 +109,8 @@ class ArchSpec:
     rotary: RotarySpec | None = None
     local_rotary: RotarySpec | None = None
     """Of the windowed layers, where it differs."""
+    unrotated: tuple[int, ...] = ()
+    """Layers that turn nothing: their keys do not know their positions (SmolLM3)."""
     window: int | None = None
     """Tokens that a query of a windowed layer sees, itself included."""
     window_layers: tuple[int, ...] | None = None
@@ -132,6 +135,8 @@ class ArchSpec:
         return self.window if self.window_layers is None or layer in self.window_layers else None
 
     def rotary_of(self, layer: int) -> RotarySpec | None:
-        """How `layer` rotates its queries and keys; None where positions are learned."""
+        """How `layer` rotates its queries and keys; None where it does not."""
+        if layer in self.unrotated:
+            return None
         local = self.local_rotary is not None and self.window_of(layer) is not None
         return self.local_rotary if local else self.rotary

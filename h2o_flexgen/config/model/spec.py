@@ -415,6 +415,8 @@ def _expert_tensors(spec: ModelSpec, prefix: str, experts: ExpertSpec) -> tuple[
 
 
 def _half_norms(spec: ModelSpec, prefix: str) -> tuple[TensorSpec, ...]:
+    if spec.arch.post_norms and not spec.arch.pre_norm:
+        return _norm(spec, f"{prefix}.post_norm")
     post = _norm(spec, f"{prefix}.post_norm") if spec.arch.post_norms else ()
     return (*_norm(spec, f"{prefix}.norm"), *post)
 
