@@ -220,8 +220,6 @@ def test_a_file_may_have_no_tokenizer(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "kind": ({"model": "bert"}, "the kind 'bert'"),
-    "pre": ({"model": "gpt2", "pre": "unheard-of", "merges": []}, "tokenizer.ggml.pre is 'unheard-of'"),
     "no merges": ({"model": "gpt2", "pre": "gpt-2"}, "tokenizer.ggml.merges is None"),
     "merge of nothing": ({"model": "gpt2", "pre": "gpt-2", "merges": ["a x"]}, "cannot be used"),
     "half a merge": ({"model": "gpt2", "pre": "gpt-2", "merges": ["ab"]}, "needed pairs of tokens"),

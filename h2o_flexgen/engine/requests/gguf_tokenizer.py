@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from h2o_flexgen.engine.requests.merges import merges_of
+from h2o_flexgen.engine.requests.vocabularies import ENDS_OF_TURNS, SPACED, VOCABULARIES
 from h2o_flexgen.errors import ModelError
 
 _KEY = "tokenizer.ggml."
@@ -17,37 +18,35 @@ _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "\u2581"
 _GEMMAS = ("gemma", "gemma2", "gemma3")
 
-_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d"
-_GPT2 = rf"{_WORDS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"(?i:{_WORDS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}{_REST}"
-_QWEN2 = rf"(?i:{_WORDS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{_REST}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_LETTERS = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
-_SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_TEKKEN = rf"{_LETTERS[0]}|{_LETTERS[1]}|\p{{N}}{_SLASHED}"
-_GPT4O = rf"{_LETTERS[0]}(?i:{_WORDS})?|{_LETTERS[1]}(?i:{_WORDS})?|\p{{N}}{{1,3}}{_SLASHED}"
-
-_SPLITS = {
-    **dict.fromkeys(("gpt-2", "gpt2", "olmo", "phi-2"), _GPT2),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx", "smaug-bpe"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
-    "tekken": _TEKKEN,
-    "gpt-4o": _GPT4O,
+_UNSUPPORTED = {
+    "bert": "WordPiece",
+    "t5": "Unigram",
+    "rwkv": "RWKV's",
+    "plamo2": "PLaMo 2's",
+    "hybriddna": "HybridDNA's",
+    "whitespace": "of whole words",
 }
-"""How a text is cut into words, by `tokenizer.ggml.pre`: the published patterns of the vocabularies."""
-_LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe", "falcon3")
-"""Vocabularies whose words are taken whole where they are tokens, and that start a text with BOS unless told not to."""
+"""Kinds whose texts are not cut exactly as their models want them: token ids work."""
 
 
 class GgufTokenizer:
     """A `tokenizers.Tokenizer` as a file describes it, and what a chat needs besides.
 
     special     the texts of bos_token, eos_token, unk_token and pad_token, as far as there are any
+    ends        ids of tokens that end what a model says, by their keys and texts
+    refusal     why no text can be encoded, None where it can: (found, needed)
     """
 
-    def __init__(self, tokenizer: Any, special: dict[str, str], chat_template: str | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        special: dict[str, str],
+        chat_template: str | None,
+        ends: tuple[int, ...] = (),
+        refusal: tuple[str, str] | None = None,
+    ) -> None:
         self.tokenizer, self.special, self.chat_template = tokenizer, special, chat_template
+        self.ends, self.refusal = ends, refusal
 
     def transformed(self) -> Any:
         """transformers' tokenizer of the same, which renders chat templates."""
@@ -61,24 +60,35 @@ class GgufTokenizer:
 def gguf_tokenizer(metadata: Mapping[str, Any], path: str) -> GgufTokenizer | None:
     """The tokenizer that the metadata of the file at `path` describes, None where it describes none.
 
-    ModelError for one that is damaged, or of a kind that is not known.
+    ModelError for one that is damaged. One of an unknown kind decodes, and has a `refusal`.
     """
     from tokenizers import processors
 
     kind = metadata.get(f"{_KEY}model")
     if kind in (None, "no_vocab", "none"):
         return None
-    read = _Metadata(metadata, path)
-    if kind == "llama":
-        tokenizer = _sentencepiece(read)
+    read, refusal = _Metadata(metadata, path), None
+    spaced = kind == "gemma4" or (kind == "gpt2" and read.pre in SPACED)
+    if kind == "llama" or spaced:
+        tokenizer = _sentencepiece(read, spaced=spaced)
     elif kind == "gpt2":
         tokenizer = _byte_level(read)
+        if read.pre not in VOCABULARIES:
+            refusal = (
+                f"the tokenizer of {path} is not known: {_KEY}pre is {read.pre[:80]!r}",
+                "needed token ids in place of texts, or one of " + ", ".join((*VOCABULARIES, *SPACED)),
+            )
     else:
-        raise ModelError(f"{path} has a tokenizer of the kind {str(kind)[:80]!r}", "needed one of llama, gpt2")
+        tokenizer = _decoding(read)
+        what = f" ({_UNSUPPORTED[kind]})" if kind in _UNSUPPORTED else ""
+        found = f"{path} has a tokenizer of the kind {str(kind)[:80]!r}{what}, which is not supported"
+        refusal = (found, "needed token ids in place of texts, or one of llama, gpt2, gemma4")
     special = read.special()
     _add_tokens(tokenizer, read, special)
-    starts_with_bos = kind == "llama" or read.word("pre", "default") in _LLAMA3_NAMES
-    before = [special["bos_token"]] if read.flag("add_bos_token", starts_with_bos) and "bos_token" in special else []
+    starts_with_bos = kind == "llama" or (kind == "gpt2" and read.pre in VOCABULARIES and VOCABULARIES[read.pre].bos)
+    # Gemma 4's flag is set, and its template writes BOS: transformers adds none.
+    adds_bos = kind != "gemma4" and read.flag("add_bos_token", starts_with_bos)
+    before = [special["bos_token"]] if adds_bos and "bos_token" in special else []
     after = [special["eos_token"]] if read.flag("add_eos_token", False) and "eos_token" in special else []
     if before or after:
         ids = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(before + after)]
@@ -86,7 +96,20 @@ def gguf_tokenizer(metadata: Mapping[str, Any], path: str) -> GgufTokenizer | No
             single=[*before, "$A", *after], pair=[*before, "$A", *after, "$B:1"], special_tokens=ids
         )
     template = metadata.get("tokenizer.chat_template")
-    return GgufTokenizer(tokenizer, special, template if isinstance(template, str) else None)
+    template = template if isinstance(template, str) else None
+    return GgufTokenizer(tokenizer, special, template, _ends(read), refusal)
+
+
+def _ends(read: _Metadata) -> tuple[int, ...]:
+    """Ids of tokens that end a turn or a text: by their keys, else by their texts."""
+    ids = [read.token(f"{name}_token_id") for name in ("eos", "eot", "eom")]
+    there = {token: number for number, token in enumerate(read.tokens) if token in ENDS_OF_TURNS}
+    # Where a call or a return ends a turn, <|end|> only ends one of its parts; Gemma 4 has an </s> for other ends.
+    if ("<|return|>" in there and "<|call|>" in there) or ("<|flush|>" in there and "<|calls|>" in there):
+        there.pop("<|end|>", None)
+    if "<|tool_response>" in there:
+        there.pop("</s>", None)
+    return tuple(dict.fromkeys([*(number for number in ids if number is not None), *there.values()]))
 
 
 class _Metadata:
@@ -96,6 +119,7 @@ class _Metadata:
         self._metadata, self._path = metadata, path
         self.architecture = metadata.get("general.architecture")
         self.tokens: list[str] = self._list("tokens")
+        self.pre = self.word("pre", "default")
 
     def _list(self, key: str) -> list[Any]:
         value = self._metadata.get(_KEY + key)
@@ -137,13 +161,17 @@ class _Metadata:
         """The texts of the special tokens by transformers' names for them."""
         found = {}
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-            token = self._metadata.get(f"{_KEY}{key}_token_id")
-            if token is None:
-                continue
-            if type(token) is not int or not 0 <= token < len(self.tokens):
-                raise self.error(f"{key}_token_id", f"the id of one of {len(self.tokens)} tokens")
-            found[f"{name}_token"] = self.tokens[token]
+            token = self.token(f"{key}_token_id")
+            if token is not None:
+                found[f"{name}_token"] = self.tokens[token]
         return found
+
+    def token(self, key: str) -> int | None:
+        """The id of a token; None where the file has no such key."""
+        token = self._metadata.get(_KEY + key)
+        if token is not None and (type(token) is not int or not 0 <= token < len(self.tokens)):
+            raise self.error(key, f"the id of one of {len(self.tokens)} tokens")
+        return token
 
     def error(self, key: str, needed: str) -> ModelError:
         """That the value of `key` will not do."""
@@ -151,13 +179,17 @@ class _Metadata:
         return ModelError(f"{self._path}: {_KEY}{key} is {value}", f"needed {needed}")
 
 
-def _sentencepiece(read: _Metadata) -> Any:
-    """BPE of characters, with bytes for those that are not tokens, and a visible character for the space."""
+def _sentencepiece(read: _Metadata, *, spaced: bool = False) -> Any:
+    """BPE of characters, with bytes for those that are not tokens, and a visible character for the space.
+
+    spaced  as Gemma 4's, whose merges are in the file
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    gemma = read.architecture in _GEMMAS
+    gemma = spaced or read.architecture in _GEMMAS
     # Gemma's runs of spaces come as spaces, and its scores do not follow the order of its merges: that of ids does.
-    tokens = [_SPACE * len(each) if gemma and each and not each.strip(" ") else each for each in read.tokens]
+    respelt = gemma and not spaced
+    tokens = [_SPACE * len(each) if respelt and each and not each.strip(" ") else each for each in read.tokens]
     vocab = {token: number for number, token in enumerate(tokens)}
     merges = read.merges()
     if merges is None:
@@ -186,18 +218,27 @@ def _byte_level(read: _Metadata) -> Any:
     """BPE of bytes, each written as a character of its own."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    pre, merges = read.word("pre", "default"), read.merges()
-    if pre not in _SPLITS:
-        raise read.error("pre", f"one of {', '.join(_SPLITS)}")
+    merges = read.merges()
+    known = VOCABULARIES.get(read.pre, VOCABULARIES["default"])
     if merges is None:
         raise read.error("merges", "a list of merges")
     vocab = {token: number for number, token in enumerate(read.tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3_NAMES))
-    words = pre_tokenizers.Split(Regex(_SPLITS[pre]), behavior="isolated")
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=known.whole))
+    words = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in known.patterns]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [*words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _decoding(read: _Metadata) -> Any:
+    """What writes tokens of an unsupported kind as text, and encodes none."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocab = {token: number for number, token in enumerate(read.tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from h2o_flexgen.engine.requests.gguf_tokenizer import gguf_tokenizer
 from h2o_flexgen.engine.requests.sequence import Sequence
-from h2o_flexgen.errors import ModelError
+from h2o_flexgen.errors import ModelError, UsageError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -186,7 +186,8 @@ class TextCodec:
     `encode` adds special tokens as the model wants them, `encode_bare` none; both read special tokens that are spelt
     out in the text. `decode` leaves special tokens out. `offsets` gives the characters of each token, None where
     the tokenizer does not know. `light` is the tokenizer of the library `tokenizers`, None
-    where there is none; `transformed` is transformers', None where the light library is enough.
+    where there is none; `transformed` is transformers', None where the light library is enough. `ends`: tokens that a
+    file without a template to tell from has for the ends of turns.
     """
 
     def __init__(
@@ -200,6 +201,15 @@ class TextCodec:
     ) -> None:
         self.encode, self.encode_bare, self.decode, self._transformed = encode, encode_bare, decode, transformed
         self.light, self.offsets = light, offsets
+        self.ends: tuple[int, ...] = ()
+
+    def refuse_texts(self, why: UsageError) -> None:
+        """From now on no text is encoded: `why` is raised; token ids are decoded as before."""
+
+        def refuse(*_: Any) -> Any:
+            raise why
+
+        self.encode = self.encode_bare = self.offsets = refuse
 
     @cached_property
     def transformed(self) -> Any:
@@ -233,14 +243,20 @@ class TextCodec:
     @classmethod
     def of_gguf(cls, metadata: Mapping[str, Any], path: str) -> TextCodec | None:
         """The tokenizer in the metadata of the GGUF file at `path`, None where there is none. ModelError for one that
-        is damaged or of an unknown kind."""
+        is damaged; one of an unknown kind decodes, and raises UsageError for texts."""
         try:
             found = gguf_tokenizer(metadata, path)
         except ModelError:
             raise
         except Exception as error:  # the library raises bare Exception for merges of what is no token
             raise ModelError(f"the tokenizer in {path} cannot be used: {error}", change="download it again") from error
-        return None if found is None else cls._light(found.tokenizer, found.transformed)
+        if found is None:
+            return None
+        codec = cls._light(found.tokenizer, found.transformed)
+        codec.ends = found.ends
+        if found.refusal is not None:
+            codec.refuse_texts(UsageError(*found.refusal))
+        return codec
 
     @classmethod
     def _light(cls, tokenizer: Any, transformed: Callable[[], Any]) -> TextCodec:
