@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from h2o_flexgen.config.model.packing import SUPER, Packing
+from h2o_flexgen.config.model.packing import LEVEL_BITS, LEVELS, SUPER, Packing
 from h2o_flexgen.kernels.native import fields, function, library
 
-_LEVELS = ("uint4", "e2m1", "int8", "e4m3")
+_LEVELS = tuple(LEVEL_BITS)
 _KINDS = ("bfloat16", "float16", "float32", "e8m0", "super", "none", "middle", "zero")
 
 
@@ -167,8 +167,7 @@ def _levels(packing: Packing, codes: Tensor) -> Tensor:
 
 @cache
 def _floats(levels: str, device: torch.device) -> Tensor:
-    """The numbers that small floats stand for, by code."""
+    """The numbers that codes stand for."""
     if levels == "e4m3":
         return torch.arange(256, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn).float()
-    positive = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    return torch.tensor(positive + [-number for number in positive], device=device)
+    return torch.tensor(LEVELS[levels], device=device)

@@ -14,14 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2o_flexgen.config.model.packing import SUPER, Packing
+from h2o_flexgen.config.model.packing import LEVEL_BITS, LEVELS, SUPER, Packing
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.kernels.triton_available import interpreting
 from h2o_flexgen.kernels.triton_decode_kernels import product
 from h2o_flexgen.kernels.triton_quant import bytes_to_pairs
 
-_LEVELS = ("uint4", "e2m1", "int8", "e4m3")
-_UINT4, _E2M1, _INT8 = (tl.constexpr(number) for number in range(3))
+_LEVELS = tuple(LEVEL_BITS)
+_UINT4, _E2M1, _IQ4, _IQ3, _IQ3S, _IQ2, _INT8 = (tl.constexpr(number) for number in range(7))
+_IQ4_LEVELS, _IQ2_LEVELS = tl.constexpr(LEVELS["iq4"]), tl.constexpr(LEVELS["iq2"])
 _SCALES = {"e8m0": 1, "super": 2}
 _POWER, _TWO_LEVELS = tl.constexpr(1), tl.constexpr(2)
 _LOWS = {"none": 1, "middle": 2, "zero": 3, "super": 4}
@@ -162,15 +163,24 @@ def expanded(matrix, out, inside, start, form: tl.constexpr):
 @triton.jit
 def _levels(codes, out, inside, start, form: tl.constexpr):
     """What the codes of `expanded` stand for, (outs, deep) float32; beyond a row's end those of code 0."""
-    if form.levels == _UINT4 or form.levels == _E2M1:
+    if form.levels < _INT8:
         byte = start // 2 + tl.arange(0, form.deep // 2)
         mask = inside[:, None] & (byte < form.ins // 2)[None, :]
         some = tl.load(codes + out[:, None] * (form.ins // 2) + byte[None, :], mask=mask, other=0)
         code = bytes_to_pairs(some, form.outs, form.deep)
         if form.levels == _UINT4:
             level = code.to(tl.float32)
-        else:
+        elif form.levels == _E2M1:
             level = _small_float(code, 1, 3, 1)
+        elif form.levels == _IQ4 or form.levels == _IQ2:
+            level = code.to(tl.float32)
+            for i in tl.static_range(16):
+                level = tl.where(code == i, _IQ4_LEVELS[i] if form.levels == _IQ4 else _IQ2_LEVELS[i], level)
+        else:
+            size = (code & 7).to(tl.float32) * 2.0 + 1.0
+            if form.levels == _IQ3:
+                size = tl.where(size == 15.0, 15.5, size)
+            level = tl.where(code < 8, size, -size)
     else:
         byte = start + tl.arange(0, form.deep)
         mask = inside[:, None] & (byte < form.ins)[None, :]

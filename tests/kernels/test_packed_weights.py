@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import cache
 
+import gguf
 import pytest
 import torch
 
@@ -22,6 +23,13 @@ PACKINGS = [
     Packing("uint4", 0, "float32", "middle"),
     Packing("uint4", 16, "float16", "float16"),
     Packing("e2m1", 32, "e8m0", "none"),
+    Packing("e2m1", 16, "float16", "none"),
+    Packing("uint4", 16, "super", "middle"),
+    Packing("iq4", 32, "super", "none"),
+    Packing("iq3", 32, "super", "none"),
+    Packing("iq3s", 32, "super", "none"),
+    Packing("iq2", 16, "super", "none"),
+    Packing("iq2", 32, "super", "none"),
     Packing("int8", 32, "float16", "none"),
     Packing("int8", 16, "super", "none"),
     Packing("int8", 64, "bfloat16", "bfloat16"),
@@ -31,7 +39,13 @@ PACKINGS = [
     Packing("e4m3", 0, "bfloat16", "none"),
 ]
 SHAPES = [(5, 32), (9, 416), (70, 640)]
-E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+SIZES = {
+    "e2m1": [0, 0.5, 1, 1.5, 2, 3, 4, 6],
+    "iq3": [1, 3, 5, 7, 9, 11, 13, 15.5],
+    "iq3s": [1, 3, 5, 7, 9, 11, 13, 15],
+    "iq2": [1 / 8, 7 / 8, 1, 9 / 8, 25 / 8, 43 / 8, 0, 0],
+}
+IQ4 = gguf.quants.IQ4_NL.kvalues
 
 
 def random_weight(packing: Packing, shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> PackedWeight:
@@ -67,8 +81,10 @@ def meaning(weight: PackedWeight) -> torch.Tensor:
         group, block = i // packing.group if packing.group else 0, i // SUPER
         byte = parts["codes"][out][i // 2 if packing.bits == 4 else i]
         code = (byte >> 4 if i % 2 else byte & 15) if packing.bits == 4 else byte
-        if packing.levels == "e2m1":
-            level = E2M1[code & 7] * (-1 if code & 8 else 1)
+        if packing.levels in SIZES:
+            level = SIZES[packing.levels][code & 7] * (-1 if code & 8 else 1)
+        elif packing.levels == "iq4":
+            level = IQ4[code]
         else:
             level = {"uint4": code, "int8": code - 256 if code > 127 else code, "e4m3": floats[code]}[packing.levels]
         scale = parts["scale"][out][group]

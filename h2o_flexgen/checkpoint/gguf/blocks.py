@@ -7,7 +7,9 @@ beside the computation. Every number that the converted matrix stands for is the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import resources
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,6 +126,166 @@ def _q6_k(blocks: Bytes) -> Parts:
     return {"codes": _rows(codes - np.uint8(32)), "scale": scale, "super_scale": _half(blocks, 208)}
 
 
+def _bits(packed: Bytes, step: int) -> Bytes:
+    """The parts of `step` bits of every byte, those of 32 bytes one after another: (rows, blocks, n)."""
+    runs = packed.reshape(*packed.shape[:2], -1, 1, 32)
+    parts = runs >> np.arange(0, 8, step, dtype=np.uint8)[:, None] & np.uint8((1 << step) - 1)
+    return parts.reshape(*packed.shape[:2], -1)
+
+
+def _q2_k(blocks: Bytes) -> Parts:
+    both = blocks[:, :, :16]
+    scales = {"scale": _rows(both & 15).view(np.int8), "low": _rows(both >> 4).view(np.int8)}
+    supers = {"super_scale": _half(blocks, 80), "super_low": _half(blocks, 82)}
+    return {"codes": _rows(_paired(_bits(blocks[:, :, 16:80], 2))), **scales, **supers}
+
+
+def _q3_k(blocks: Bytes) -> Parts:
+    # A number is its 2 lower bits, less 4 where its upper one is 0. Scales have 32 added.
+    codes = _bits(blocks[:, :, 32:96], 2) + 4 + 4 * _bits(blocks[:, :, :32], 1)
+    low, high = _nibbles(blocks[:, :, 96:104]), blocks[:, :, None, 104:108]
+    high = (high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3).reshape(*blocks.shape[:2], 16)
+    scale = _rows((low | high << 4) - np.uint8(32)).view(np.int8)
+    return {"codes": _rows(_paired(codes)), "scale": scale, "super_scale": _half(blocks, 108)}
+
+
+def _tq1_0(blocks: Bytes) -> Parts:
+    # Bytes are fractions of 256; the digits of a fraction in base 3, from the first on, are the numbers plus 1.
+    def digits(packed: Bytes, count: int) -> Bytes:
+        shifted = packed[:, :, None, :] * np.array([1, 3, 9, 27, 81], np.uint8)[:count, None]
+        return (shifted.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(*packed.shape[:2], -1)
+
+    ends = [digits(blocks[:, :, :32], 5), digits(blocks[:, :, 32:48], 5), digits(blocks[:, :, 48:52], 4)]
+    return {"codes": _rows(_paired(np.concatenate(ends, -1) + np.uint8(7))), "scale": _half(blocks, 52)}
+
+
+def _tq2_0(blocks: Bytes) -> Parts:
+    return {"codes": _rows(_paired(_bits(blocks[:, :, :64], 2) + np.uint8(7))), "scale": _half(blocks, 64)}
+
+
+def _q8_k(blocks: Bytes) -> Parts:
+    scale = np.ascontiguousarray(blocks[:, :, :4]).view(np.float32)[:, :, 0]
+    return {"codes": _rows(blocks[:, :, 4:260]), "scale": scale}
+
+
+def _mxfp4(blocks: Bytes) -> Parts:
+    return {"codes": _paired(_nibbles(blocks[:, :, 1:])), "scale": blocks[:, :, 0]}
+
+
+def _nvfp4(blocks: Bytes) -> Parts:
+    # Scales are floats of 8 bits (e4m3) whose sign plays no part; what would be no number is 0.
+    size = np.arange(256) & 127
+    floats = np.where(size < 8, size * 2.0**-9, (8 + size % 8) * 2.0 ** (size // 8 - 10.0))
+    floats[127] = 0
+    packed = blocks[:, :, 4:].reshape(*blocks.shape[:2], 4, 8)
+    return {"codes": _paired(_nibbles(packed)), "scale": _rows(floats.astype(np.float16)[blocks[:, :, :4]])}
+
+
+def _iq4_nl(blocks: Bytes) -> Parts:
+    return {"codes": _paired(_nibbles(blocks[:, :, 2:])), "scale": _half(blocks, 0)}
+
+
+def _iq4_xs(blocks: Bytes) -> Parts:
+    high = blocks[:, :, 2:4, None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+    low = np.stack([blocks[:, :, 4:8] & 15, blocks[:, :, 4:8] >> 4], -1)
+    scale = low.reshape(*blocks.shape[:2], 8) | high.reshape(*blocks.shape[:2], 8) << 4
+    packed = blocks[:, :, 8:].reshape(*blocks.shape[:2], 8, 16)
+    codes = _paired(_nibbles(packed))
+    return {"codes": codes, "scale": _rows(scale - np.uint8(32)).view(np.int8), "super_scale": _half(blocks, 0)}
+
+
+@cache
+def _grid(name: str) -> Bytes:
+    """The points of an IQ type, (points, 8 or 4): codes of sizes; of IQ1 0, 1 and 2 for -1, 0 and 1."""
+    with np.load(str(resources.files("h2o_flexgen") / "data" / "gguf" / "grids.npz")) as grids:
+        return np.ascontiguousarray(grids[name])
+
+
+def _points(name: str, indices: np.ndarray, signs: Bytes) -> Bytes:
+    """Codes, two to the byte, of the grid's points `indices` (rows, blocks, n); a bit of `signs` turns each number."""
+    turned = np.unpackbits(signs, axis=-1, bitorder="little") << np.uint8(3)
+    return _paired(_grid(name)[indices].reshape(turned.shape) | turned)
+
+
+def _even_signs(indices: np.ndarray) -> Bytes:
+    """Signs of 8 numbers, of which 7 are stored: an even count of them is negative."""
+    parity = indices ^ indices >> 4
+    parity = parity ^ parity >> 2
+    return (indices | ((parity ^ parity >> 1) & 1) << 7).astype(np.uint8)
+
+
+def _words(blocks: Bytes, start: int, stop: int, dtype: str) -> np.ndarray:
+    """Whole numbers in bytes [start, stop) of every block, (rows, blocks, n) int64."""
+    return np.ascontiguousarray(blocks[:, :, start:stop]).view(dtype).astype(np.int64)
+
+
+def _shifted(numbers: np.ndarray, steps: Iterable[int], mask: int) -> np.ndarray:
+    """Parts of every number, from bits `steps` on: (rows, blocks, n)."""
+    parts = numbers[..., None] >> np.array(list(steps)) & mask
+    return parts.reshape(*numbers.shape[:2], -1)
+
+
+def _odd(small: np.ndarray) -> np.ndarray:
+    """Scales 2 s + 1 as the layout has them."""
+    return _rows(2 * small + 1).astype(np.int8)
+
+
+def _signs_and_scale(words: np.ndarray) -> tuple[Bytes, np.ndarray]:
+    """From a word of 32 bits: four times 7 signs, and a scale of 4 bits."""
+    return _even_signs(_shifted(words, (0, 7, 14, 21), 127)), _odd(words >> 28)
+
+
+def _iq2_xxs(blocks: Bytes) -> Parts:
+    indices = blocks[:, :, 2:].reshape(*blocks.shape[:2], 8, 8)[..., :4].reshape(*blocks.shape[:2], 32)
+    signs, scale = _signs_and_scale(_words(blocks, 2, 66, "<u4")[:, :, 1::2])
+    return {"codes": _points("IQ2_XXS", indices, signs), "scale": scale, "super_scale": _half(blocks, 0)}
+
+
+def _iq2_xs(blocks: Bytes) -> Parts:
+    words, small = _words(blocks, 2, 66, "<u2"), _words(blocks, 66, 74, "u1")
+    codes = _points("IQ2_XS", words & 511, _even_signs(words >> 9))
+    return {"codes": codes, "scale": _odd(_shifted(small, (0, 4), 15)), "super_scale": _half(blocks, 0)}
+
+
+def _iq2_s(blocks: Bytes) -> Parts:
+    high, small = _words(blocks, 66, 74, "u1"), _words(blocks, 74, 82, "u1")
+    indices = blocks[:, :, 2:34] | _shifted(high, (0, 2, 4, 6), 3) << 8
+    codes = _points("IQ2_S", indices, blocks[:, :, 34:66])
+    return {"codes": codes, "scale": _odd(_shifted(small, (0, 4), 15)), "super_scale": _half(blocks, 0)}
+
+
+def _iq3_xxs(blocks: Bytes) -> Parts:
+    signs, scale = _signs_and_scale(_words(blocks, 66, 98, "<u4"))
+    return {"codes": _points("IQ3_XXS", blocks[:, :, 2:66], signs), "scale": scale, "super_scale": _half(blocks, 0)}
+
+
+def _iq3_s(blocks: Bytes) -> Parts:
+    high, small = _words(blocks, 66, 74, "u1"), _words(blocks, 106, 110, "u1")
+    codes = _points("IQ3_S", blocks[:, :, 2:66] | _shifted(high, range(8), 1) << 8, blocks[:, :, 74:106])
+    return {"codes": codes, "scale": _odd(_shifted(small, (0, 4), 15)), "super_scale": _half(blocks, 0)}
+
+
+def _moved(indices: np.ndarray, down: np.ndarray) -> Bytes:
+    """Codes of IQ1's points `indices` (rows, blocks, 32), each moved by an eighth up, or `down`."""
+    codes = np.array([[9, 0, 3], [11, 8, 1]], np.uint8)  # -7, 1, 9 and -9, -1, 7 eighths
+    return _paired(_rows(codes[down[..., None], _grid("IQ1_S")[indices]]))
+
+
+def _iq1_s(blocks: Bytes) -> Parts:
+    high = _words(blocks, 34, 50, "<u2")
+    indices = blocks[:, :, 2:34] | _shifted(high, (0, 3, 6, 9), 7) << 8
+    codes = _moved(indices, np.repeat(high >> 15, 4, -1))
+    return {"codes": codes, "scale": _odd(high >> 12 & 7), "super_scale": _half(blocks, 0)}
+
+
+def _iq1_m(blocks: Bytes) -> Parts:
+    high, small = _words(blocks, 32, 48, "u1"), _words(blocks, 48, 56, "<u2")
+    codes = _moved(blocks[:, :, :32] | _shifted(high, (0, 4), 7) << 8, _shifted(high, (3, 7), 1))
+    # The upper 4 bits of the four words are those of a float16.
+    whole = ((small >> 12) << np.array([0, 4, 8, 12])).sum(-1).astype(np.uint16).view(np.float16)
+    return {"codes": codes, "scale": _odd(_shifted(small, (0, 3, 6, 9), 7)), "super_scale": whole}
+
+
 FORMATS = {
     "F32": Format(1, 4, "float32"),
     "F16": Format(1, 2, "float16"),
@@ -136,5 +298,21 @@ FORMATS = {
     "Q4_K": Format(256, 144, None, Packing("uint4", 32, "super", "super"), _q4_k),
     "Q5_K": Format(256, 176, None, Packing("int8", 32, "super", "super"), _q5_k),
     "Q6_K": Format(256, 210, None, Packing("int8", 16, "super", "none"), _q6_k),
+    "Q2_K": Format(256, 84, None, Packing("uint4", 16, "super", "super"), _q2_k),
+    "Q3_K": Format(256, 110, None, Packing("uint4", 16, "super", "middle"), _q3_k),
+    "Q8_K": Format(256, 292, None, Packing("int8", 256, "float32", "none"), _q8_k),
+    "TQ1_0": Format(256, 54, None, Packing("uint4", 256, "float16", "middle"), _tq1_0),
+    "TQ2_0": Format(256, 66, None, Packing("uint4", 256, "float16", "middle"), _tq2_0),
+    "MXFP4": Format(32, 17, None, Packing("e2m1", 32, "e8m0", "none"), _mxfp4),
+    "NVFP4": Format(64, 36, None, Packing("e2m1", 16, "float16", "none"), _nvfp4),
+    "IQ4_NL": Format(32, 18, None, Packing("iq4", 32, "float16", "none"), _iq4_nl),
+    "IQ4_XS": Format(256, 136, None, Packing("iq4", 32, "super", "none"), _iq4_xs),
+    "IQ3_XXS": Format(256, 98, None, Packing("iq3", 32, "super", "none"), _iq3_xxs),
+    "IQ3_S": Format(256, 110, None, Packing("iq3s", 32, "super", "none"), _iq3_s),
+    "IQ2_XXS": Format(256, 66, None, Packing("iq2", 32, "super", "none"), _iq2_xxs),
+    "IQ2_XS": Format(256, 74, None, Packing("iq2", 16, "super", "none"), _iq2_xs),
+    "IQ2_S": Format(256, 82, None, Packing("iq2", 16, "super", "none"), _iq2_s),
+    "IQ1_S": Format(256, 50, None, Packing("iq2", 32, "super", "none"), _iq1_s),
+    "IQ1_M": Format(256, 56, None, Packing("iq2", 16, "super", "none"), _iq1_m),
 }
 """The types that are read, by ggml's name."""

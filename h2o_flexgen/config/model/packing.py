@@ -14,8 +14,23 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
-LEVEL_BITS = {"uint4": 4, "e2m1": 4, "int8": 8, "e4m3": 8}
-"""What a code stands for, and its bits: 0 to 15; -128 to 127; the floats of 4 and 8 bits of OCP's MX and FP8."""
+
+
+def _signed(step: float, *sizes: int) -> tuple[float, ...]:
+    """Sizes in steps: those of codes 0 to 7, and of codes 8 to 15 with the sign turned."""
+    return tuple(float(sign * size * step) for sign in (1, -1) for size in sizes)
+
+
+LEVELS = {
+    "e2m1": _signed(0.5, 0, 1, 2, 3, 4, 6, 8, 12),
+    "iq4": tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))),
+    "iq3": _signed(0.25, 4, 12, 20, 28, 36, 44, 52, 62),
+    "iq3s": _signed(1, 1, 3, 5, 7, 9, 11, 13, 15),
+    "iq2": _signed(0.125, 1, 7, 8, 9, 25, 43, 0, 0),
+}
+"""What the 16 codes of some levels of 4 bits stand for: of OCP's MX, and of GGUF's IQ types (iq2 serves IQ1 too)."""
+LEVEL_BITS = {"uint4": 4, "e2m1": 4, "iq4": 4, "iq3": 4, "iq3s": 4, "iq2": 4, "int8": 8, "e4m3": 8}
+"""What a code stands for, and its bits: 0 to 15; one of LEVELS; -128 to 127; the floats of 8 bits of OCP's FP8."""
 SUPER = 256
 """Inputs of a super-block: those of GGUF's K formats."""
 CACHE_GROUP = 64

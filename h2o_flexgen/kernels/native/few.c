@@ -55,11 +55,12 @@ static __m512i lanes_of(const Whole *all) {
 }
 
 /* Output `out`: the sums of all rows to `to`, PIECE apart. */
-INLINE void sum_output(const Few *f, int64_t out, const float *scales, const float *lows, const int nibbles, const int floats,
+INLINE void sum_output(const Few *f, int64_t out, const float *scales, const float *lows, const int nibbles, const int tabled,
                        const int rows, float *to) {
     const Whole *all = f->all;
     const int64_t group = all->p.packed->group, row_bytes = nibbles ? all->p.ins / 2 : all->p.ins;
     const int inputs = nibbles ? 128 : 64;
+    const __m512i table = whole_table(all->p.packed);
     const uint8_t *codes = all->p.packed->codes + out * row_bytes;
     const int64_t shift = group ? __builtin_ctzll((uint64_t)group) : 62;
     __m512 sum[FEW_ROWS];
@@ -70,7 +71,7 @@ INLINE void sum_output(const Few *f, int64_t out, const float *scales, const flo
         _mm_prefetch((const char *)codes + AHEAD, _MM_HINT_T0);
         __m512i w[2];
         if (nibbles)
-            w[0] = whole_levels(packed, floats), w[1] = whole_levels(_mm512_srli_epi16(packed, 4), floats);
+            w[0] = whole_levels(packed, tabled, table), w[1] = whole_levels(_mm512_srli_epi16(packed, 4), tabled, table);
         else
             w[0] = _mm512_xor_si512(packed, _mm512_set1_epi8(-128));
         const __m128 some = _mm_loadu_ps(scales + (b * inputs >> shift));
@@ -97,7 +98,7 @@ INLINE void sum_output(const Few *f, int64_t out, const float *scales, const flo
         const int64_t levels = f->all->p.packed->levels; \
         if (levels == UINT4) \
             sum_output(f, out, scales, lows, 1, 0, ROWS, to); \
-        else if (levels == E2M1) \
+        else if (levels <= IQ2) \
             sum_output(f, out, scales, lows, 1, 1, ROWS, to); \
         else \
             sum_output(f, out, scales, lows, 0, 0, ROWS, to); \
@@ -108,14 +109,14 @@ static void (*const outputs[FEW_ROWS])(const Few *, int64_t, const float *, cons
 
 static void take_piece(const Few *f, int64_t first, int64_t last, float *scales, float *lows) {
     const Product *p = &f->all->p;
-    const __m512 step = _mm512_set1_ps(p->packed->levels == E2M1 ? 0.5f : 1);
+    const __m512 step = _mm512_set1_ps(whole_step(p->packed));
     float sums[FEW_ROWS * PIECE];
     for (int64_t block = first; block < last; block += PIECE) {
         const int64_t end = least(block + PIECE, last);
         for (int64_t out = block; out < end; out++) {
             ask_scales(p->packed, out + SCALES_AHEAD);
             group_scales(p->packed, out, scales, f->all->lows ? lows : NULL);
-            for (int64_t g = 0; p->packed->levels == E2M1 && g < f->groups; g += LANES)
+            for (int64_t g = 0; p->packed->levels != UINT4 && p->packed->levels <= IQ2 && g < f->groups; g += LANES)
                 _mm512_storeu_ps(scales + g, _mm512_mul_ps(step, _mm512_loadu_ps(scales + g)));
             outputs[p->rows - 1](f, out, scales, lows, sums + (out - block));
         }

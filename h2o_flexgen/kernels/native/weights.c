@@ -11,8 +11,20 @@
 #include "team.h"
 
 
-const float WHOLE_LEVELS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-const float E2M1_LEVELS[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+const Levels LEVELS[IQ2 + 1] = {
+    [UINT4] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+              {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, 1, 0},
+    [E2M1] = {{0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6},
+             {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}, 0.5f, 12},
+    [IQ4] = {{-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
+            {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240}, 1, 127},
+    [IQ3] = {{1, 3, 5, 7, 9, 11, 13, 15.5f, -1, -3, -5, -7, -9, -11, -13, -15.5f},
+            {66, 74, 82, 90, 98, 106, 114, 124, 58, 50, 42, 34, 26, 18, 10, 0}, 0.25f, 62},
+    [IQ3S] = {{1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15},
+             {16, 18, 20, 22, 24, 26, 28, 30, 14, 12, 10, 8, 6, 4, 2, 0}, 1, 15},
+    [IQ2] = {{0.125f, 0.875f, 1, 1.125f, 3.125f, 5.375f, 0, 0, -0.125f, -0.875f, -1, -1.125f, -3.125f, -5.375f, 0, 0},
+            {44, 50, 51, 52, 68, 86, 43, 43, 42, 36, 35, 34, 18, 0, 43, 43}, 0.125f, 43},
+};
 
 static float half_number(uint16_t x) { return _cvtsh_ss(x); }
 
@@ -154,12 +166,8 @@ static void units_and_lows(const Packed *w, int64_t out, float *scale, float *lo
 }
 
 static float level(const Packed *w, const uint8_t *codes, int64_t i) {
-    switch (w->levels) {
-    case UINT4: return WHOLE_LEVELS[codes[i / 2] >> (i & 1) * 4 & 15];
-    case E2M1: return E2M1_LEVELS[codes[i / 2] >> (i & 1) * 4 & 15];
-    case INT8: return (float)(int8_t)codes[i];
-    default: return e4m3_number(codes[i]);
-    }
+    if (has_nibbles(w)) return LEVELS[w->levels].numbers[codes[i / 2] >> (i & 1) * 4 & 15];
+    return w->levels == INT8 ? (float)(int8_t)codes[i] : e4m3_number(codes[i]);
 }
 
 static const uint8_t *codes_of(const Packed *w, int64_t out) {
@@ -231,7 +239,7 @@ INLINE int64_t expand_bytes(const uint8_t *codes, int64_t ins, const int floats,
 static int64_t expand_wide(const Packed *w, const uint8_t *codes, float *to, const float *scale, const float *low) {
     const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    const __m512 levels = _mm512_loadu_ps(w->levels == E2M1 ? E2M1_LEVELS : WHOLE_LEVELS);
+    const __m512 levels = _mm512_loadu_ps(LEVELS[has_nibbles(w) ? w->levels : UINT4].numbers);
     int64_t i = 0;
     for (; i + 32 <= w->ins; i += 32) {
         __m512 part[2];
@@ -273,7 +281,7 @@ void expand_row(const Packed *w, int64_t out, bf16 *to, float *scale, float *low
     int64_t done = 0;
 #ifdef __AVX512BF16__
     if (has_nibbles(w)) {
-        const __m512 levels = _mm512_loadu_ps(w->levels == E2M1 ? E2M1_LEVELS : WHOLE_LEVELS);
+        const __m512 levels = _mm512_loadu_ps(LEVELS[w->levels].numbers);
         done = expand_nibbles(codes, w->ins, levels, to, scale, low);
     } else if (w->levels == INT8) {
         done = expand_bytes(codes, w->ins, 0, to, scale, low);

@@ -14,13 +14,19 @@ typedef struct {
     int64_t ins;
 } Packed;
 
-enum { UINT4, E2M1, INT8, E4M3 };
+enum { UINT4, E2M1, IQ4, IQ3, IQ3S, IQ2, INT8, E4M3 };
 enum { BFLOAT16, FLOAT16, FLOAT32, E8M0, SUPER, NONE, MIDDLE, ZERO };
 
-/* What codes of 4 bits stand for; of 8 bits that are whole numbers, what their lower halves do. */
-extern const float WHOLE_LEVELS[16], E2M1_LEVELS[16];
+/* What codes of 4 bits stand for: `numbers`, which are `step` times (`whole` less `offset`). */
+typedef struct {
+    float numbers[16];
+    uint8_t whole[16];
+    float step;
+    int offset;
+} Levels;
+extern const Levels LEVELS[IQ2 + 1];
 
-INLINE int has_nibbles(const Packed *w) { return w->levels <= E2M1; }
+INLINE int has_nibbles(const Packed *w) { return w->levels <= IQ2; }
 /* Inputs that share a scale in the arrays of `unit_scales`: a group has one unit or more. */
 INLINE int64_t unit_of(const Packed *w) { return has_nibbles(w) ? 32 : 16; }
 

@@ -137,7 +137,7 @@ static void turn_any(const Whole *all, int64_t out, int64_t groups, __m512 step,
 static void take_scales(const Whole *all, int64_t out, const Panel *panel) {
     const Packed *w = all->p.packed;
     const int64_t groups = groups_of(w);
-    const __m512 one = _mm512_set1_ps(1), step = w->levels == E2M1 ? _mm512_set1_ps(0.5f) : one;
+    const __m512 one = _mm512_set1_ps(1), step = _mm512_set1_ps(whole_step(w));
     for (int64_t col = 0; col < COLS; col += LANES) {
         if (w->scale_kind == BFLOAT16 && (!all->lows || w->low_kind == BFLOAT16)) {
             turn_pairs(all, w->scale, out + col, groups, step, panel->scale + col);
@@ -162,8 +162,9 @@ INLINE void load_rows(const uint8_t *from, int64_t apart, int64_t rows, __mmask6
 
 /* Inputs [in, end) of outputs from `out` on. Half as many bytes from `ahead` on are asked for. */
 INLINE void take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, uint8_t *to, const uint8_t *ahead,
-                       const int nibbles, const int floats) {
+                       const int nibbles, const int tabled) {
     enum { STEP = COLS * 4 };
+    const __m512i table = whole_table(all->p.packed);
     const int inputs = nibbles ? 128 : 64, steps = nibbles ? 8 : 4;
     const int64_t row_bytes = nibbles ? all->p.ins / 2 : all->p.ins;
     for (; in < end; in += inputs, to += inputs * COLS)
@@ -179,8 +180,8 @@ INLINE void take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, u
             UNROLL for (int i = 0; i < LANES; i++) {
                 uint8_t *even = to + col * 4 + (i / 4 * steps + i % 4) * STEP;
                 if (nibbles) {
-                    _mm512_store_si512(even, whole_levels(r[i], floats));
-                    _mm512_store_si512(even + 4 * STEP, whole_levels(_mm512_srli_epi16(r[i], 4), floats));
+                    _mm512_store_si512(even, whole_levels(r[i], tabled, table));
+                    _mm512_store_si512(even + 4 * STEP, whole_levels(_mm512_srli_epi16(r[i], 4), tabled, table));
                 } else {
                     _mm512_store_si512(even, _mm512_xor_si512(r[i], _mm512_set1_epi8(-128)));
                 }
@@ -192,7 +193,7 @@ static void take_inputs(const Whole *all, int64_t out, int64_t in, uint8_t *to, 
     const int64_t end = least(in + DEPTH, all->padded), levels = all->p.packed->levels;
     if (levels == UINT4)
         take_codes(all, out, in, end, to, ahead, 1, 0);
-    else if (levels == E2M1)
+    else if (levels <= IQ2)
         take_codes(all, out, in, end, to, ahead, 1, 1);
     else
         take_codes(all, out, in, end, to, ahead, 0, 0);
@@ -315,7 +316,7 @@ static void describe(Whole *all) {
     all->span = w->group ? least(MOST_SPAN, w->group & -w->group) : MOST_SPAN;
     all->padded = up(all->p.ins, all->block), all->spans = all->padded / all->span;
     all->each = w->group ? w->group / all->span : all->spans;
-    all->offset = w->levels == INT8 ? 128 : w->levels == E2M1 ? 12 : w->low_kind == MIDDLE ? 8 : 0;
+    all->offset = w->levels == INT8 ? 128 : w->levels != UINT4 ? LEVELS[w->levels].offset : w->low_kind == MIDDLE ? 8 : 0;
     all->lows = w->low_kind != NONE && w->low_kind != MIDDLE;
 }
 

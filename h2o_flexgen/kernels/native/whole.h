@@ -27,12 +27,15 @@ typedef struct {
     int failed;
 } Whole;
 
-/* Whole numbers that codes of 4 bits stand for, in steps of a level of `uint4` or half a level of `e2m1`. */
-INLINE __m512i whole_levels(__m512i codes, const int floats) {
-    const __m512i low = _mm512_and_si512(codes, _mm512_set1_epi8(15));
-    const __m128i levels = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-    return floats ? _mm512_shuffle_epi8(_mm512_broadcast_i32x4(levels), low) : low;
+/* Whole numbers that codes of 4 bits stand for, as `Levels` has them: the codes themselves unless they have a table. */
+INLINE __m512i whole_table(const Packed *w) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)LEVELS[has_nibbles(w) ? w->levels : UINT4].whole));
 }
+INLINE __m512i whole_levels(__m512i codes, const int tabled, __m512i table) {
+    const __m512i low = _mm512_and_si512(codes, _mm512_set1_epi8(15));
+    return tabled ? _mm512_shuffle_epi8(table, low) : low;
+}
+INLINE float whole_step(const Packed *w) { return has_nibbles(w) ? LEVELS[w->levels].step : 1; }
 
 /* The product of up to FEW_ROWS rows. Returns 0, or 1 where memory is short. */
 int few(const Whole *all, int threads);
