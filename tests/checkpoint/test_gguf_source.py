@@ -83,7 +83,7 @@ def test_blocks_are_what_transformers_makes_of_them(row: str, kind: str, tmp_pat
     same_weights(spec, source, save(by_transformers(path), tmp_path / "folder"))
 
 
-@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("kind", [kind for kind in PACKED if kind != "Q8_K"])  # which the package does not expand
 def test_every_kind_of_block_is_read_in_its_place(kind: str, tmp_path: Path) -> None:
     """Made of random bytes, in a model whose rows are long enough for super-blocks."""
     path, number = tmp_path / "blocks.gguf", itertools.count()

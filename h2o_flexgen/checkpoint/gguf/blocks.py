@@ -150,10 +150,10 @@ def _q3_k(blocks: Bytes) -> Parts:
 
 
 def _tq1_0(blocks: Bytes) -> Parts:
-    # Bytes are fractions of 256; the digits of a fraction in base 3, from the first on, are the numbers plus 1.
+    # Bytes are fractions of 256: the digits of a fraction in base 3, from the first on, are the numbers plus 1.
     def digits(packed: Bytes, count: int) -> Bytes:
-        shifted = packed[:, :, None, :] * np.array([1, 3, 9, 27, 81], np.uint8)[:count, None]
-        return (shifted.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(*packed.shape[:2], -1)
+        turned = packed[:, :, None, :] * np.array([1, 3, 9, 27, 81], np.uint8)[:count, None]
+        return (turned.astype(np.uint16) * 3 >> 8).astype(np.uint8).reshape(*packed.shape[:2], -1)
 
     ends = [digits(blocks[:, :, :32], 5), digits(blocks[:, :, 32:48], 5), digits(blocks[:, :, 48:52], 4)]
     return {"codes": _rows(_paired(np.concatenate(ends, -1) + np.uint8(7))), "scale": _half(blocks, 52)}
@@ -209,9 +209,9 @@ def _points(name: str, indices: np.ndarray, signs: Bytes) -> Bytes:
 
 def _even_signs(indices: np.ndarray) -> Bytes:
     """Signs of 8 numbers, of which 7 are stored: an even count of them is negative."""
-    parity = indices ^ indices >> 4
-    parity = parity ^ parity >> 2
-    return (indices | ((parity ^ parity >> 1) & 1) << 7).astype(np.uint8)
+    fours = indices ^ indices >> 4
+    twos = fours ^ fours >> 2
+    return (indices | ((twos ^ twos >> 1) & 1) << 7).astype(np.uint8)
 
 
 def _words(blocks: Bytes, start: int, stop: int, dtype: str) -> np.ndarray:
