@@ -143,10 +143,9 @@ def _q2_k(blocks: Bytes) -> Parts:
 def _q3_k(blocks: Bytes) -> Parts:
     # A number is its 2 lower bits, less 4 where its upper one is 0. Scales have 32 added.
     codes = _bits(blocks[:, :, 32:96], 2) + 4 + 4 * _bits(blocks[:, :, :32], 1)
-    low, high = _nibbles(blocks[:, :, 96:104]), blocks[:, :, None, 104:108]
-    high = (high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3).reshape(*blocks.shape[:2], 16)
-    scale = _rows((low | high << 4) - np.uint8(32)).view(np.int8)
-    return {"codes": _rows(_paired(codes)), "scale": scale, "super_scale": _half(blocks, 108)}
+    high = blocks[:, :, None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    scale = _nibbles(blocks[:, :, 96:104]) | high.reshape(*blocks.shape[:2], 16) << 4
+    return {"codes": _rows(_paired(codes)), "scale": _rows(scale - np.uint8(32)).view(np.int8), "super_scale": _half(blocks, 108)}
 
 
 def _tq1_0(blocks: Bytes) -> Parts:

@@ -15,7 +15,6 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 
-
 def _signed(step: float, *sizes: int) -> tuple[float, ...]:
     """Sizes in steps: those of codes 0 to 7, and of codes 8 to 15 with the sign turned."""
     return tuple(float(sign * size * step) for sign in (1, -1) for size in sizes)
