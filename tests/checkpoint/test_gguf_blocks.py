@@ -36,7 +36,7 @@ def random_blocks(name: str, rows: int, blocks: int, seed: int = 0) -> np.ndarra
 
 
 def dequantised(name: str, blocks: np.ndarray) -> np.ndarray:
-    """What the gguf package makes of `blocks` (rows, blocks, bytes); of Q8_K, which it does not know, the definition."""
+    """What the gguf package makes of `blocks` (rows, blocks, bytes); of Q8_K, unknown to it, the definition."""
     if name != "Q8_K":
         return gguf.quants.dequantize(blocks.reshape(len(blocks), -1), gguf.GGMLQuantizationType[name])
     scale = np.ascontiguousarray(blocks[..., :4]).view("<f4")

@@ -1,4 +1,4 @@
-"""Every type of GGUF's tensors as a whole model: log-probabilities are those of the same model dequantised by `gguf`."""
+"""Every type of GGUF's tensors as a whole model, beside the same model dequantised by the `gguf` package."""
 
 from __future__ import annotations
 

@@ -145,7 +145,11 @@ def _q3_k(blocks: Bytes) -> Parts:
     codes = _bits(blocks[:, :, 32:96], 2) + 4 + 4 * _bits(blocks[:, :, :32], 1)
     high = blocks[:, :, None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
     scale = _nibbles(blocks[:, :, 96:104]) | high.reshape(*blocks.shape[:2], 16) << 4
-    return {"codes": _rows(_paired(codes)), "scale": _rows(scale - np.uint8(32)).view(np.int8), "super_scale": _half(blocks, 108)}
+    return {
+        "codes": _rows(_paired(codes)),
+        "scale": _rows(scale - np.uint8(32)).view(np.int8),
+        "super_scale": _half(blocks, 108),
+    }
 
 
 def _tq1_0(blocks: Bytes) -> Parts:
