@@ -4,6 +4,6 @@
 # It ends with a page of one more run, report.html: what was kept of the prompts, the schedule, memory.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-source scripts/setup_env.sh test
+source scripts/setup_env.sh run
 python -m h2o_flexgen.demo --no-json "$@"
 exec python -m h2o_flexgen.run --hh-ratio 0.2 --gen-len 24 --report report.html --output /dev/null --overwrite --quiet --no-json
