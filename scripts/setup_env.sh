@@ -17,7 +17,8 @@ setup_env() {
     .venv/bin/python -c 'import runpy; runpy.run_path("h2o_flexgen/kernels/native/__init__.py")["library"]()' \
       </dev/null >/dev/null 2>&1 &
     disown
-    install=(.venv/bin/python -m pip install -q --disable-pip-version-check --no-compile)
+    install=(.venv/bin/python -m pip install --disable-pip-version-check --no-compile)
+    [ -t 2 ] || install+=(-qq) # a terminal sees what is downloaded
     # torch by its exact version first: a range may bring gigabytes of CUDA that a machine without a GPU has no use for.
     # A torch for CUDA brings the Triton that it wants; ours is pinned only beside one that brings none.
     grep -v '^triton==' constraints.txt >.venv/constraints.txt

@@ -48,3 +48,18 @@ def test_a_half_made_environment_is_mended(tmp_path: Path) -> None:
     )
     assert (tmp_path / "asked").read_text() == "-m venv .venv\n"
     assert done.returncode == 2, done.stderr  # as the one that would have made it did nothing
+
+
+def test_the_quickstart_installs_what_it_runs() -> None:
+    """Tests, documentation and peers bring a hundred packages that the demo has no use for."""
+    text = (ROOT / "scripts/quickstart.sh").read_text(encoding="utf-8")
+    assert "source scripts/setup_env.sh run\n" in text
+    tested = (ROOT / "scripts/test.sh").read_text(encoding="utf-8")
+    assert "source scripts/setup_env.sh test\n" in tested
+
+
+def test_kernels_are_compiled_while_torch_is_installed() -> None:
+    """By the one file that knows how, run by itself: what it imports must be there before anything is installed."""
+    script = (ROOT / "scripts/setup_env.sh").read_text(encoding="utf-8")
+    (command,) = re.findall(r"python -c '(import runpy; .*)'", script)
+    subprocess.run([sys.executable, "-ISc", command], cwd=ROOT, check=True)
