@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from h2o_flexgen.checkpoint.files import Problems
-from h2o_flexgen.checkpoint.gguf.config import config_of
+from h2o_flexgen.checkpoint.gguf.config import config_of, not_a_model
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader, part_number, read_header
 from h2o_flexgen.checkpoint.gguf.names import packings_of
 from h2o_flexgen.checkpoint.shards import find_shards, wanted_files
-from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, read_config
+from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, only_gguf, read_config
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError, StorageError
 from h2o_flexgen.models.families import spec_from_config
@@ -47,6 +47,8 @@ _SIDE_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_BESIDE_MODELS = ("mmproj", "imatrix", "ggml-vocab", "ggml-lora")
+"""Words in the names of GGUF files that belong to a model and are none."""
 _CONNECT_S = 3.0
 _PROBE_S = 5.0  # name resolution has no timeout of its own
 _ANSWER_S = 10.0
@@ -87,7 +89,7 @@ def resolve_model(
 ) -> ResolvedModel:
     """Find the model called `name`: one of SHIPPED, a folder, or a name on the hub such as opt-30b or facebook/opt-30b.
 
-    A .gguf file is a model, and so is a folder with one of them and without a config.json. `path` is a folder of
+    A .gguf file is a model, and so is a folder with one of them and no other weights. `path` is a folder of
     models to look in, and then the only place besides the cache. The network is asked last, and never for a folder,
     with `path`, or with `offline` (default: what HF_HUB_OFFLINE says). Without `need_weights` the sizes are enough,
     which are built in for well-known models. Nothing is ever executed, whatever config.json names.
@@ -159,20 +161,32 @@ def _in_folder(
 
 
 def _gguf_file(place: Path) -> Path | None:
-    """The GGUF file that `place` is, or that it holds where there is no config.json. ModelError where it holds several.
+    """The GGUF file that `place` is, or the language model among those that it holds, if it has no other weights.
 
-    Of a split model this is the first part.
+    Of a split model this is the first part. ModelError where several models are there.
     """
     if place.is_file():
         return place if place.suffix.lower() == ".gguf" else None
-    if not place.is_dir() or (place / "config.json").exists():
+    if not only_gguf(place):
         return None
     files = [file for file in sorted(place.glob("*.gguf")) if file.is_file()]
     first = [file for file in files if part_number(file.name) in (None, 1)]
+    models = [file for file in first if not any(word in file.name.lower() for word in _BESIDE_MODELS)]
+    if len(models) > 1:
+        models = [file for file in models if _is_model(file)] or models
+    first = models or first
     if len(first) > 1:
         names = ", ".join(file.name for file in first[:5]) + (", ..." if len(first) > 5 else "")
         raise ModelError(f"{place} holds {len(first)} GGUF models: {names}", change="give one of them with --model")
     return first[0] if first else files[0] if files else None
+
+
+def _is_model(file: Path) -> bool:
+    """Whether a GGUF file says that it is one, or cannot be read to the end of its header."""
+    try:
+        return not_a_model(read_header(file)) is None
+    except ModelError:
+        return True
 
 
 def _in_gguf(name: str, file: Path, searched: tuple[str, ...]) -> ResolvedModel:

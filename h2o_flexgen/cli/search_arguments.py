@@ -17,7 +17,7 @@ from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile, kept_profile, profile_names
-from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, read_config
+from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, only_gguf, read_config
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload, check_positions, first_pass
@@ -172,8 +172,8 @@ def _spec(name: str) -> ModelSpec:
     shipped = resources.files("h2o_flexgen") / "data" / name
     folder = Path(str(shipped)) if name in SHIPPED else Path(name).expanduser()
     known = known_config(name)
-    gguf = folder.suffix == ".gguf" or any(folder.glob("*.gguf"))
-    if (folder / "config.json").is_file():
+    gguf = folder.suffix == ".gguf" or only_gguf(folder)
+    if (folder / "config.json").is_file() and not gguf:
         config = read_config(folder)
         if read_quantization(config, name) is None:
             return spec_from_config(config, name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 
 from h2o_flexgen.checkpoint.hub import resolve_model
@@ -37,10 +39,55 @@ def test_a_name_may_be_that_of_a_file_in_the_folder_of_models(file: Path, tmp_pa
     assert resolve_model("folder", path=tmp_path, offline=True).gguf is not None
 
 
-def test_a_config_beside_the_file_makes_the_folder_another_model(file: Path) -> None:
+def test_other_weights_beside_the_file_make_the_folder_another_model(file: Path) -> None:
     save(tiny_model("llama"), file.parent)
     assert resolve_model(str(file.parent), offline=True).gguf is None
     assert resolve_model(str(file), offline=True).gguf is not None
+
+
+def test_a_config_of_one_key_beside_the_file_is_not_asked(file: Path) -> None:
+    (file.parent / "config.json").write_text('{"model_type": "qwen2"}')
+    assert resolve_model(str(file.parent), offline=True).gguf is not None
+    assert _spec(str(file.parent)).arch.family == "qwen2"
+
+
+def side_file(path: Path, architecture: str, kind: str | None, tensors: bool = True) -> Path:
+    """A GGUF file that is no model."""
+    writer = gguf.GGUFWriter(str(path), architecture)
+    if kind:
+        writer.add_type(kind)
+    if tensors:
+        writer.add_tensor("v.weight", np.zeros((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+SIDE = {
+    "mmproj-tiny-f16.gguf": ("clip", "mmproj", True, "reads pictures or sound"),
+    "tiny.mmproj.gguf": ("clip", None, True, "reads pictures or sound"),
+    "vision.gguf": ("clip", None, True, "reads pictures or sound"),
+    "tiny.imatrix.gguf": ("imatrix", "imatrix", True, "how much weights matter"),
+    "style.gguf": ("qwen2", "adapter", True, r"an adapter \(LoRA\), which is not read: merge it"),
+    "ggml-vocab-qwen2.gguf": ("qwen2", None, False, "a vocabulary without weights"),
+    "words.gguf": ("qwen2", None, False, "a vocabulary without weights"),
+}
+
+
+@pytest.mark.parametrize("name", SIDE)
+def test_the_language_model_is_found_among_files_that_belong_to_it(name: str, file: Path, tmp_path: Path) -> None:
+    architecture, kind, tensors, said = SIDE[name]
+    side = side_file(file.parent / name, architecture, kind, tensors)
+    found = resolve_model(str(file.parent), offline=True).gguf
+    assert found is not None
+    assert found.path == str(file)
+    with pytest.raises(ModelError, match=said):
+        resolve_model(str(side), offline=True)
+    file.unlink()
+    with pytest.raises(ModelError, match=said):
+        resolve_model(str(file.parent), offline=True)
 
 
 def test_a_folder_of_several_must_be_chosen_from(file: Path) -> None:

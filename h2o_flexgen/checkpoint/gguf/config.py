@@ -20,6 +20,13 @@ from h2o_flexgen.errors import ModelError
 _IDLE = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout")
 """Keys that are not needed: the table of tokens says how many there are."""
 _SPECIAL = {"bos_token_id": ("bos",), "eos_token_id": ("eos", "eot", "eom"), "pad_token_id": ("padding",)}
+_OTHER_FILES = {
+    "mmproj": "the part of a model that reads pictures or sound (mmproj)",
+    "adapter": "an adapter (LoRA), which is not read: merge it into its model",
+    "imatrix": "a table of how much weights matter (imatrix)",
+    "vocab": "a vocabulary without weights",
+}
+"""What `general.type` may be besides a model."""
 _MOST_FACTORS = 4096
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The settings of Llama 3.1 to 3.3; GGUF keeps only the factors that follow from them."""
@@ -28,14 +35,15 @@ _GEMMA3_27B_LAYERS = 62
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
     """The keys and values of config.json. ModelError for another architecture, and for what is not supported."""
+    other = not_a_model(header)
+    if other is not None:
+        raise ModelError(f"{header.path} is {other}", "needed a language model", "name its .gguf file with --model")
     architecture = header.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _FAMILIES:
         raise ModelError(
             f"{header.path} is of the architecture {str(architecture)[:80]!r}, which is not supported",
             f"needed one of {', '.join(_FAMILIES)}",
         )
-    if header.metadata.get("general.type", "model") != "model":
-        raise ModelError(f"{header.path} holds {header.metadata['general.type']!r}", "needed a model")
     if header.metadata.get("general.quantization_version", 2) != 2:
         raise ModelError(f"{header.path} has blocks of another version", "needed general.quantization_version 2")
     keys = _Keys(header, architecture)
@@ -61,6 +69,20 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     }
     keys.refuse_rest()
     return config
+
+
+def not_a_model(header: GgufHeader) -> str | None:
+    """What a GGUF file is that is no language model; None: it may be one."""
+    kind, architecture = header.metadata.get("general.type", "model"), header.metadata.get("general.architecture")
+    if kind in _OTHER_FILES:
+        return _OTHER_FILES[kind]
+    if architecture in ("clip", "mmproj"):
+        return _OTHER_FILES["mmproj"]
+    if architecture == "imatrix":
+        return _OTHER_FILES["imatrix"]
+    if kind != "model":
+        return f"of the type {str(kind)[:80]!r}"
+    return "a vocabulary without weights" if not header.tensors else None
 
 
 def stored_dtype(header: GgufHeader) -> str:

@@ -103,6 +103,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def only_gguf(folder: Path) -> bool:
+    """Whether `folder` holds GGUF files and no other weights: a config.json beside them says little, or nothing new."""
+    suffixes = {file.suffix.lower() for file in folder.iterdir()} if folder.is_dir() else set()
+    return ".gguf" in suffixes and not suffixes & {".safetensors", ".bin"}
+
+
 def _head(path: Path) -> bytes:
     """As much of a regular file as any config.json has."""
     # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
