@@ -40,6 +40,7 @@ setup(
         "torch>=2.6",
         "numpy>=1.26",
         "transformers>=4.56",
+        "greenlet>=3.1",
         "safetensors>=0.5",
         "huggingface_hub>=0.34",
         "pulp>=3.3.2",

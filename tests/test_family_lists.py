@@ -37,6 +37,8 @@ ASKING = {
     "baselines/flexgen.py": "FlexGen runs OPT models only",
     "baselines/random_gguf.py": "llama.cpp knows families by names of its own",
     "checkpoint/gguf/config.py": "a GGUF file has an architecture, and the config made of it a family",
+    "models/hf/build.py": "transformers' modules are made by the type of their config.json",
+    "models/hf/record.py": "a model without a family is of the type that its config.json says",
     "engine/requests/tokenizer.py": "transformers overrules tokenizer_config.json by model_type, and so must we",
 }
 """Modules outside h2o_flexgen/models that ask which family a model is of, and the reason."""

@@ -72,9 +72,9 @@ class ResolvedModel:
     searched: tuple[str, ...] = ()
     gguf: GgufHeader | None = field(default=None, repr=False)
 
-    def spec(self) -> ModelSpec:
-        """The shape of the model. ModelError for what is not supported."""
-        spec = spec_from_config(self.config, self.name)
+    def spec(self, impl: str = "auto") -> ModelSpec:
+        """The shape of the model, for one of `config.engine.MODEL_IMPLS`. ModelError for what is not supported."""
+        spec = spec_from_config(self.config, self.name, "native" if self.gguf else impl)
         return spec if self.gguf is None else replace(spec, packings=packings_of(self.gguf, spec))
 
 

@@ -25,10 +25,10 @@ def open_stored(found: ResolvedModel, spec: ModelSpec) -> WeightSource:
     return open_checkpoint(str(found.folder), spec, checkpoint_names(spec), ignored_names(spec), quantization)
 
 
-def stored_spec(found: ResolvedModel) -> ModelSpec:
+def stored_spec(found: ResolvedModel, impl: str = "auto") -> ModelSpec:
     """The shape of `found`, with the packings of its checkpoint: where there may be any its tables are read, and where
     only its sizes are known they are what config.json says."""
-    spec = found.spec()
+    spec = found.spec(impl)
     if found.gguf is not None or read_quantization(found.config, found.name) is None:
         return spec
     if found.folder is None:

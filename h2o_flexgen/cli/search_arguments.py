@@ -106,7 +106,7 @@ def search_parser() -> Parser:
 def _request(args: argparse.Namespace) -> PlanRequest:
     engine = from_namespace(EngineConfig, args)
     named = None if args.hardware is None else find_profile(args.hardware)
-    stored = _spec(engine.model).with_cache_bits(engine.cache_bits)
+    stored = _spec(engine.model, engine.model_impl).with_cache_bits(engine.cache_bits)
     spec = engine.kept(stored)
     profile = named or kept_profile(spec, engine.dtype, engine.device)
     tier = _compute_tier(engine, profile)
@@ -167,7 +167,7 @@ def _fixed(args: argparse.Namespace) -> dict[str, Any]:
     return {} if isinstance(decided, str) else decided
 
 
-def _spec(name: str) -> ModelSpec:
+def _spec(name: str, impl: str = "auto") -> ModelSpec:
     """The shape of a model as it is stored in a folder, of a well-known name, or of one on the hub or in its cache."""
     shipped = resources.files("h2o_flexgen") / "data" / name
     folder = Path(str(shipped)) if name in SHIPPED else Path(name).expanduser()
@@ -176,9 +176,9 @@ def _spec(name: str) -> ModelSpec:
     if (folder / "config.json").is_file() and not gguf:
         config = read_config(folder)
         if read_quantization(config, name) is None:
-            return spec_from_config(config, name)
+            return spec_from_config(config, name, impl)
     elif known is not None:
-        return spec_from_config(known, name)
+        return spec_from_config(known, name, impl)
     elif not gguf and ("/" not in name or folder.is_dir()):
         near = suggestion(name, known_names())
         raise ModelError(f"no model {name!r}: neither a folder with a config.json nor a well-known name", near)
@@ -186,4 +186,4 @@ def _spec(name: str) -> ModelSpec:
     from h2o_flexgen.checkpoint.hub import resolve_model
     from h2o_flexgen.checkpoint.opening import stored_spec
 
-    return stored_spec(resolve_model(name, need_weights=False))
+    return stored_spec(resolve_model(name, need_weights=False), impl)

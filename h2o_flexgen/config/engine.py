@@ -21,6 +21,7 @@ from h2o_flexgen.units import MIB, parse_bytes
 
 WEIGHTS = ("checkpoint", "dummy")
 DEVICES = ("auto", "cpu", "cuda")
+MODEL_IMPLS = ("auto", "native", "transformers")
 BITS = (16, 8, 4)
 LARGEST_GROUP = 1024
 VERIFY = ("first", "always", "never")
@@ -65,6 +66,8 @@ class EngineConfig:
     model         a name (`facebook/opt-6.7b`, `opt-6.7b`), a folder, or "demo"
     path          a folder with models by name, searched first
     policy        "auto", an OffloadPolicy, or a mapping of the fields that are fixed; the others are then chosen
+    model_impl    "native": a family of this engine; "transformers": transformers' own modules; "auto": these where
+                  there is no family
     weights       "checkpoint", or "dummy": random numbers of the model's shape
     dtype         "auto", "float32", "bfloat16", "float16"
     weight_bits   16, or 8 or 4: matrices of a checkpoint of 16 bits or more are packed while they are loaded
@@ -97,6 +100,12 @@ class EngineConfig:
     )
     revision: str | None = option(None, "--revision", help="of the model on the hub", metavar="REV")
     offline: bool | None = option(None, "--offline", help="never use the network", unset="HF_HUB_OFFLINE")
+    model_impl: str = option(
+        "auto",
+        "--model-impl",
+        help="native: a family of this engine; transformers: its modules; auto: these where there is no family",
+        metavar="IMPL",
+    )
     eviction: EvictionConfig = field(default_factory=EvictionConfig)
     policy: str | OffloadPolicy | Mapping[str, Any] = "auto"
     weights: str = option(
@@ -162,6 +171,7 @@ class EngineConfig:
         object.__setattr__(self, "num_gpus", whole(self.num_gpus, "--num-gpus", 1))
         whole(self.seed, "seed", 0)
         _one_of("weights", self.weights, WEIGHTS)
+        _one_of("model_impl", self.model_impl, MODEL_IMPLS)
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("device", self.device, DEVICES)
         if self.weight_bits not in BITS:

@@ -17,6 +17,7 @@ import torch
 from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.prefix_store import PrefixStore
 from h2o_flexgen.config.engine import PREFIX_DISK, PREFIX_MEM, EngineConfig
+from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.reports.record import RunRecord
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.config.workload import Workload, check_positions
@@ -28,7 +29,7 @@ from h2o_flexgen.engine.limits.oom_retry import OomRetry, forget
 from h2o_flexgen.engine.limits.plan import Plan, Planner, by_rule, keeping
 from h2o_flexgen.engine.metrics.recorder import RunMetrics, make_record
 from h2o_flexgen.engine.metrics.trace import ScoreLog, Trace
-from h2o_flexgen.engine.model import Model, open_model
+from h2o_flexgen.engine.model import Model, for_modules, make_decoder, open_model
 from h2o_flexgen.engine.requests.chat import Conversation, chat_prompts
 from h2o_flexgen.engine.requests.grammars import Grammars
 from h2o_flexgen.engine.requests.reader import PromptLike, Request, RequestReader, workload_of
@@ -40,7 +41,6 @@ from h2o_flexgen.engine.state.loader import Loaded, Progress, bytes_on_disk, loa
 from h2o_flexgen.errors import PlanError, UsageError
 from h2o_flexgen.kernels.native import library, must_compile
 from h2o_flexgen.kernels.prompt import by_triton
-from h2o_flexgen.models.decoder import Decoder
 from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.schedule.timeline import Timeline
 from h2o_flexgen.schedule.work import CountedWork
@@ -100,6 +100,12 @@ class Engine:
         self.device = devices.resolve_device(self.config)
         self._devices = devices.resolve_devices(self.config, self.device)
         self.model: Model = open_model(self.config, self.device)
+        if isinstance(self.model.spec, ModuleSpec):
+            try:
+                self.config = for_modules(self.config, self.model.spec, self._compute_tier())
+            except UsageError:
+                self.model.source.close()
+                raise
         if self.model.spec.arch.experts is not None and self.config.num_gpus > 1:
             self.model.source.close()
             found = f"--num-gpus is {self.config.num_gpus} for {self.model.spec.name}"
@@ -123,7 +129,7 @@ class Engine:
         self._loaded: Loaded | None = None
         self._grammars = Grammars(self.model.codec, self.model.spec.vocab_size)
         self._retry, self._guard = OomRetry(), CallGuard()
-        self._decoder = Decoder(self.model.spec)
+        self._decoder = make_decoder(self.model, self.device)
         self._pins = devices.open_gpu(self._devices)
         self._trace = Trace(self.config.trace, () if self._pins is None else self._pins.devices)
         self.score_log = ScoreLog(self.model.spec) if self.config.record_scores else None

@@ -11,16 +11,20 @@ from pathlib import Path
 
 import torch
 
+from h2o_flexgen.cache.eviction import make_policy
+from h2o_flexgen.cache.eviction.base import RankedPolicy
 from h2o_flexgen.checkpoint.hub import resolve_model
 from h2o_flexgen.checkpoint.opening import open_stored
 from h2o_flexgen.checkpoint.quantising import QuantisingSource, kept_importance
 from h2o_flexgen.checkpoint.source import DummySource, WeightSource
 from h2o_flexgen.config.engine import EngineConfig
+from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.engine.limits.devices import resolve_dtype
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, read_json
-from h2o_flexgen.errors import ModelError
-from h2o_flexgen.models.decoder import random_tokens
+from h2o_flexgen.errors import ModelError, UsageError
+from h2o_flexgen.memory.handle import torch_dtype
+from h2o_flexgen.models.decoder import Decoder, random_tokens
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.quantized import packings_of_config
 
@@ -48,7 +52,8 @@ class Model:
 
     def keep_as(self, spec: ModelSpec) -> None:
         """From now on the weights are to be had as `spec`, one of `choices`, has them."""
-        weighs = self.by_importance and not self.dummy and spec.arch.experts is None
+        plain = spec.arch.experts is None and not isinstance(spec, ModuleSpec)
+        weighs = self.by_importance and not self.dummy and plain
         self.spec, self.source = spec, self.stored
         if dict(spec.packings).items() - self.stored.packings.items():
             self.source = QuantisingSource(self.stored, spec, by_importance=weighs)
@@ -90,7 +95,12 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
     found = resolve_model(
         config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=not dummy
     )
-    spec = _with_generation_eos(spec_from_config(found.config, found.name), found.folder)
+    if found.gguf is not None and config.model_impl == "transformers":
+        raise ModelError(
+            f"{found.name} is a GGUF file", "needed safetensors for --model-impl transformers", "use --model-impl auto"
+        )
+    impl = "native" if found.gguf is not None else config.model_impl
+    spec = _with_generation_eos(spec_from_config(found.config, found.name, impl), found.folder)
     spec = spec.with_cache_bits(config.cache_bits)
     if dummy:
         spec = replace(spec, packings=tuple(packings_of_config(found.config, spec).items()))
@@ -110,6 +120,33 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
         stack.pop_all()
     folder = Path(found.folder) if found.folder else None
     return Model(kept, source, codec, dtype, folder, found.origin, choices, config.weight_importance)
+
+
+def make_decoder(model: Model, device: torch.device) -> Decoder:
+    """What computes the units of a model. ModelError where transformers' modules cannot in the model's dtype."""
+    if not isinstance(model.spec, ModuleSpec):
+        return Decoder(model.spec)
+    from h2o_flexgen.models.hf.decoder import ModuleDecoder  # imports transformers
+
+    return ModuleDecoder(model.spec, torch_dtype(model.dtype), device)
+
+
+def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> EngineConfig:
+    """The settings for a model of transformers' modules, which keep hidden states where they compute. UsageError for
+    what they cannot do."""
+    what = f"for {spec.name}, which is computed by transformers' own modules"
+    if config.num_gpus > 1:
+        raise UsageError(f"--num-gpus is {config.num_gpus} {what}", "needed 1")
+    policy = make_policy(config.eviction)
+    if isinstance(policy, RankedPolicy) and policy.raw_queries:
+        raise UsageError(
+            f"the eviction policy is {config.eviction.name} {what}",
+            "needed a policy that does not look at queries before they are rotated",
+        )
+    hidden = config.fixed.get("hidden", {compute_tier: 1.0})
+    if any(share for tier, share in hidden.items() if tier != compute_tier):
+        raise UsageError(f"hidden states are placed on {', '.join(hidden)} {what}", f"needed all on {compute_tier}")
+    return replace(config, policy={**config.fixed, "hidden": {compute_tier: 1.0}})
 
 
 def _with_generation_eos(spec: ModelSpec, folder: Path | None) -> ModelSpec:

@@ -63,7 +63,7 @@ def bind(views: Weights) -> dict[str, Any]:
     A fused projection is a view over the unit's buffer, made only if its tensors lie back to back in it: then one GEMM
     does the work of two or three. Straight-from-checkpoint units usually cannot be fused; they keep their own GEMMs.
     """
-    bound = {_local(name): tensor for name, tensor in views.items()}
+    bound = {local_name(name): tensor for name, tensor in views.items()}
     for fused, names in _FUSED.items():
         for kind in ("weight", "bias"):
             parts = [bound[f"{name}.{kind}"] for name in names if f"{name}.{kind}" in bound]
@@ -77,7 +77,7 @@ def bind(views: Weights) -> dict[str, Any]:
     return bound
 
 
-def _local(name: str) -> str:
+def local_name(name: str) -> str:
     if not name.startswith("layers."):
         return name
     inner = name.split(".", 3)[3]
@@ -117,6 +117,10 @@ class Decoder:
         specs = [arch.rotary_of(layer) for layer in range(spec.num_layers)]
         made = {each: Rotary(each, spec.max_positions) for each in set(specs) if each is not None}
         self._rotaries = [None if each is None else made[each] for each in specs]
+
+    def scale_of(self, layer: int) -> float:
+        """What the logits of a layer's attention are multiplied by."""
+        return self.scale
 
     def rotary_of(self, layer: int) -> Rotary | None:
         """How `layer` rotates queries and keys, the same object for all layers that do it alike; None: not at all."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models import (
@@ -83,8 +84,15 @@ UNDONE = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys that ask for experts."""
 
 
-def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
-    """The ModelSpec of a config.json of any supported family; ModelError for what it asks and is not done."""
+def spec_from_config(config: Mapping[str, Any], name: str, impl: str = "native") -> ModelSpec:
+    """The ModelSpec of a config.json; ModelError for what it asks and is not done.
+
+    `impl`: "native" for the families here, "transformers" for transformers' own modules, which are imported, or "auto"
+    for these where there is no family.
+    """
+    kind = config.get("model_type")
+    if isinstance(kind, str) and (impl == "transformers" or (impl == "auto" and kind not in FAMILIES)):
+        return _spec_of_modules(config, name)
     family, read = family_of(config, name), ConfigReader(config, name)
     if not family.experts:
         read.refuse(UNDONE)
@@ -92,11 +100,37 @@ def spec_from_config(config: Mapping[str, Any], name: str) -> ModelSpec:
     return family.spec_from_config(read)
 
 
+def _spec_of_modules(config: Mapping[str, Any], name: str) -> ModelSpec:
+    from h2o_flexgen.models.hf.build import model_types
+    from h2o_flexgen.models.hf.record import spec_of
+    from h2o_flexgen.models.hf.trusted import why_not
+
+    kind = config["model_type"]
+    if kind not in model_types():
+        raise ModelError(
+            f"{name} is of the family {kind!r}, which is not supported, and transformers has no decoder of that type",
+            f"needed one of {', '.join(FAMILIES.names())}, or a type that AutoModelForCausalLM makes",
+        )
+    read_quantization(config, name)
+    spec, doubt = spec_of(config, name), why_not(kind)
+    if doubt is not None:
+        raise ModelError(f"{name} is of the family {kind!r}, which is not supported: {doubt}")
+    return spec
+
+
 def checkpoint_names(spec: ModelSpec) -> Names:
     """For every canonical tensor of `spec` where a checkpoint may keep it, the usual place first."""
+    if isinstance(spec, ModuleSpec):
+        from h2o_flexgen.models.hf import names
+
+        return names.checkpoint_names(spec)
     return FAMILIES.get(spec.arch.family).checkpoint_names(spec)
 
 
 def ignored_names(spec: ModelSpec) -> tuple[str, ...]:
     """Regular expressions, to be searched for, of checkpoint tensors that are not weights and may be skipped."""
+    if isinstance(spec, ModuleSpec):
+        from h2o_flexgen.models.hf import names
+
+        return names.ignored_names(spec)
     return FAMILIES.get(spec.arch.family).ignored

@@ -139,6 +139,14 @@ class ModelSpec:
     @cached_property
     def weight_groups(self) -> tuple[WeightGroup, ...]:
         """The weight groups of the units, each once, in the order of first use."""
+        packings = dict(self.packings)
+        return tuple(
+            WeightGroup(group.key, tuple(replace(each, packing=packings.get(each.name)) for each in group.tensors))
+            for group in self.plain_groups()
+        )
+
+    def plain_groups(self) -> tuple[WeightGroup, ...]:
+        """The weight groups, without packings."""
         embed, head = _embed_tensors(self), _head_tensors(self)
         tied = self.arch.tied_head
         groups = [WeightGroup("vocab", embed + head) if tied else WeightGroup("embed", embed)]
@@ -151,12 +159,7 @@ class ModelSpec:
             groups.append(WeightGroup(name, _mixture_tensors(self, name, experts)))
             for key in (f"{name}.experts.{number}" for number in range(experts.count)):
                 groups.append(WeightGroup(key, _expert_tensors(self, key, experts)))
-        groups += [] if tied else [WeightGroup("head", head)]
-        packings = dict(self.packings)
-        return tuple(
-            WeightGroup(group.key, tuple(replace(each, packing=packings.get(each.name)) for each in group.tensors))
-            for group in groups
-        )
+        return (*groups, *([] if tied else [WeightGroup("head", head)]))
 
     @cached_property
     def groups_by_key(self) -> dict[str, WeightGroup]:

@@ -93,6 +93,15 @@ class GpuBatch:
 
     def keep_last_tokens(self) -> None:
         """Nothing after the last attention looks back: of each prompt only the last token goes on."""
+        self.hidden = self.take_hidden()[torch.tensor(self.last_places(), device=self.device)]
+        self.go_last()
+
+    def go_last(self) -> None:
+        """From now on what is under way is one token of each row."""
+        self.prompt_tokens, self.packed = len(self.fresh), False
+
+    def last_places(self) -> list[int]:
+        """The places of the rows' last tokens among the packed ones of this step, in the order of the rows."""
         ends, path = list(range(self.decoding)), list[PromptSegment]()
         for segment in self.segments:
             path[segment.depth :] = [segment]
@@ -102,8 +111,7 @@ class GpuBatch:
                 place = next(each for each in reversed(path) if each.past <= last)
                 first = place.start + (i * place.length if place is segment else 0)
                 ends.append(self.decoding + first + last - place.past)
-        self.hidden = self.take_hidden()[torch.tensor(ends, device=self.device)]
-        self.prompt_tokens, self.packed = len(self.fresh), False
+        return ends
 
     def inputs(self) -> tuple[Tensor, Tensor]:
         """Token ids and absolute positions of this step, both (T,) int64; a finished row idles on its last token.

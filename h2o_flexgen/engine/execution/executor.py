@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import RankedPolicy
 from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.execution.attention import PrefixPath, PromptAttention, TickAttention
@@ -29,6 +30,9 @@ from h2o_flexgen.engine.state.kv_store import BatchCache, CacheMaker
 from h2o_flexgen.models.decoder import Decoder, Weights
 from h2o_flexgen.models.rotary import Angles, Rotary
 from h2o_flexgen.schedule.tasks import Task, TaskKind, Tick, recordable
+
+if TYPE_CHECKING:
+    from h2o_flexgen.engine.execution.passes import Passes
 
 
 class _StageGroup(NamedTuple):
@@ -106,6 +110,7 @@ class Executor:
         self._windows = [spec.arch.window_of(layer) for layer in range(spec.num_layers)]
         self._tables: dict[tuple[Rotary, torch.device], Angles] = {}
         self._mixture = Mixture(decoder)
+        self._passes = _passes(decoder)
         self._graphs = self._make_graphs()
         self._launched: dict[int, Launched] = {}  # of GPU batches whose step was launched as a whole
         self._issue = {
@@ -131,7 +136,9 @@ class Executor:
         return None if self._graphs is None else self._graphs.failure
 
     def close(self) -> None:
-        """Forgets what was recorded."""
+        """Forgets what was recorded, and ends what is under way."""
+        if self._passes is not None:
+            self._passes.close()
         if self._graphs is not None:
             self._graphs.close()
 
@@ -226,7 +233,7 @@ class Executor:
         """Where steps can be recorded, and no single units are looked at."""
         device, first = self._gpu_batches[0].device, self._all_stages[0]
         moves = first.loaded.weights.streamed or first.caches.moves or first.hidden.moves
-        can = recordable(
+        can = self._passes is None and recordable(
             moves=bool(len(self._all_stages) > 1 or moves or self._decoder.spec.arch.experts),
             elsewhere=any(place.type != device.type for place in self._maker.devices.values()),
             rolling=self._rolling,
@@ -273,7 +280,11 @@ class Executor:
         if unit.kind == "attn":
             cache = stage.caches.wait(self._layer[task.unit], gpu_batch.index)
         with self._trace.record(task, unit, gpu_batch.prompt_share, "", stage.number):
-            if unit.kind == "embed":
+            if self._passes is not None:
+                logits = self._pass(self._passes, unit, gpu_batch, weights, cache)
+                if logits is not None:
+                    return self._choose(gpu_batch, logits)
+            elif unit.kind == "embed":
                 self._embed(gpu_batch, weights, *gpu_batch.inputs())
             elif cache is not None:
                 self._attend(self._layer[task.unit], gpu_batch, weights, cache, task)
@@ -287,10 +298,33 @@ class Executor:
             self._finite.look(unit, gpu_batch)
         return []
 
-    def _embed(self, gpu_batch: GpuBatch, weights: Weights, tokens: Tensor, positions: Tensor) -> None:
+    def _pass(
+        self, passes: Passes, unit: UnitSpec, gpu_batch: GpuBatch, weights: Weights, cache: BatchCache | None
+    ) -> Tensor | None:
+        """A unit of transformers' modules, which keep hidden states themselves; the logits of the last."""
+        if unit.kind == "head":
+            logits = passes.head(gpu_batch, unit, weights)
+            gpu_batch.go_last()
+            return logits
+        if unit.kind == "embed":
+            tokens, positions = gpu_batch.inputs()
+            passes.begin(gpu_batch, unit, weights, tokens, self._in_table(positions))
+        elif cache is not None:
+            layer = self._layer[unit.index]
+            passes.attend(gpu_batch, unit, weights, self._begin_attention(layer, gpu_batch, cache, None))
+            self._end_attention(gpu_batch, cache)
+        else:
+            passes.go_on(gpu_batch, unit, weights)
+        if self._finite is not None:
+            gpu_batch.hidden = passes.hidden(gpu_batch)
+        return None
+
+    def _in_table(self, positions: Tensor) -> Tensor:
         # A finished row that stays goes on counting; the table of positions ends before.
-        positions = positions if self._last_position is None else positions.clamp(max=self._last_position)
-        gpu_batch.hidden = self._decoder.embed(weights, tokens, positions)
+        return positions if self._last_position is None else positions.clamp(max=self._last_position)
+
+    def _embed(self, gpu_batch: GpuBatch, weights: Weights, tokens: Tensor, positions: Tensor) -> None:
+        gpu_batch.hidden = self._decoder.embed(weights, tokens, self._in_table(positions))
 
     def _mlp(self, gpu_batch: GpuBatch, weights: Weights) -> None:
         hidden = gpu_batch.take_hidden()
@@ -302,7 +336,30 @@ class Executor:
         self, layer: int, gpu_batch: GpuBatch, weights: Weights, cache: BatchCache, task: Task | None = None
     ) -> None:
         """`task`: which this is, where some of it may be left to be done later."""
-        hidden = gpu_batch.take_hidden()
+        hidden, sinks = gpu_batch.take_hidden(), weights.get("sinks")
+        sinks = None if sinks is None else sinks.to(torch.float32, copy=True)  # the host may read them later
+        attention = self._begin_attention(layer, gpu_batch, cache, sinks, hidden.dtype)
+        host = None if task is None else self._stages[task.unit].host
+        if task is not None and host is not None and host.serves(layer, gpu_batch):
+            host.begin(task, self._units[task.unit], gpu_batch, weights, attention)
+            return
+        for part in gpu_batch.parts:
+            attend = attention.decode if part.chunk is None else partial(attention.part, part)
+            self._decoder.attn(weights, hidden[part.span], attend)
+        if gpu_batch.fresh:
+            self._end_attention(gpu_batch, cache)
+            if layer == self._layers - 1:
+                gpu_batch.keep_last_tokens()
+
+    def _begin_attention(
+        self,
+        layer: int,
+        gpu_batch: GpuBatch,
+        cache: BatchCache,
+        sinks: Tensor | None,
+        dtype: torch.dtype = torch.float32,
+    ) -> TickAttention:
+        """The attention of this tick's queries, over caches of the rows that are there now; `dtype`: of angles."""
         if gpu_batch.kept is not None:
             cache.change(
                 gpu_batch.kept, self._maker.make(layer, gpu_batch.index, gpu_batch.fresh) if gpu_batch.fresh else None
@@ -311,30 +368,22 @@ class Executor:
             for row in gpu_batch.rows[: gpu_batch.decoding]:
                 if row.dropped:
                     cache.rows.drop(row.row_id, [(each.start, each.stop) for each in row.dropped])
-        sinks = weights.get("sinks")
-        sinks = None if sinks is None else sinks.to(torch.float32, copy=True)  # the host may read them later
-        attention = self._attention(layer, gpu_batch, cache, hidden.dtype, sinks)
-        host = None if task is None else self._stages[task.unit].host
-        if task is not None and host is not None and host.serves(layer, gpu_batch):
-            host.begin(task, self._units[task.unit], gpu_batch, weights, attention)
-            return
-        for part in gpu_batch.parts:
-            attend = attention.decode if part.chunk is None else partial(attention.part, part)
-            self._decoder.attn(weights, hidden[part.span], attend)
+        return self._attention(layer, gpu_batch, cache, dtype, sinks)
+
+    def _end_attention(self, gpu_batch: GpuBatch, cache: BatchCache) -> None:
+        """Fresh prompts are in their caches: rows and paths go on without them."""
         if not gpu_batch.fresh:
             return
         cache.join()
         group = self._groups[gpu_batch.index]
         if not any(later.fresh for later in group.gpu_batches if later.index > gpu_batch.index):
             group.path.clear()
-        if layer == self._layers - 1:
-            gpu_batch.keep_last_tokens()
 
     def _attention(
         self, layer: int, gpu_batch: GpuBatch, cache: BatchCache, dtype: torch.dtype, sinks: Tensor | None
     ) -> TickAttention:
         """The attention of this tick's queries, and its angles."""
-        scale, rotary, rows = self._decoder.scale, self._decoder.rotary_of(layer), gpu_batch.decoding
+        scale, rotary, rows = self._decoder.scale_of(layer), self._decoder.rotary_of(layer), gpu_batch.decoding
         prompts = None
         if cache.fresh is not None:
             # A path may lead from GPU batch to GPU batch: what it is made of serves the most demanding of them.
@@ -387,6 +436,18 @@ class Executor:
             for row in finished:
                 self._finite.explain(row)
         return finished
+
+
+def _passes(decoder: Decoder) -> Passes | None:
+    """Of a model of transformers' modules, whose package is imported for no other."""
+    if not isinstance(decoder.spec, ModuleSpec):
+        return None
+    from h2o_flexgen.engine.execution.passes import Passes
+    from h2o_flexgen.models.hf.decoder import ModuleDecoder
+
+    if not isinstance(decoder, ModuleDecoder):
+        raise TypeError(f"{decoder.spec.name} is computed by transformers' modules")
+    return Passes(decoder)
 
 
 def _following_angles(rotary: Rotary, positions: Tensor) -> Angles:

@@ -1,0 +1,74 @@
+"""Forwards of transformers' modules on their way through the units of a step: one for each part of a GPU batch.
+
+A part has stopped where the next unit begins, with its hidden states in the frames of the modules. The executor goes on
+with it when the unit's tick has come, as it does with hidden states that it holds itself.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.config.model.spec import UnitSpec
+from h2o_flexgen.engine.batching.gpu_batch import AttentionPart, GpuBatch
+from h2o_flexgen.engine.execution.attention import TickAttention
+from h2o_flexgen.models.decoder import Weights
+from h2o_flexgen.models.hf.decoder import Forward, ModuleDecoder
+
+
+class Passes:
+    """The forwards under way, by GPU batch. Belongs to one block; `close` ends those that an interrupted one leaves."""
+
+    def __init__(self, decoder: ModuleDecoder) -> None:
+        self._decoder = decoder
+        self._under_way: dict[int, list[tuple[AttentionPart, Forward]]] = {}
+
+    def begin(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights, tokens: Tensor, positions: Tensor) -> None:
+        """The first unit of a step: `tokens` and `positions` (T,) are those of all its parts."""
+        self._end(gpu_batch.index)
+        ends, parts = gpu_batch.last_places(), list[tuple[AttentionPart, Forward]]()
+        for part in gpu_batch.parts:
+            last = [end - part.span.start for end in ends if part.span.start <= end < part.span.stop]
+            wanted = torch.tensor(last, dtype=torch.int64, device=tokens.device)
+            parts.append((part, self._decoder.start(tokens[part.span], positions[part.span], wanted)))
+        self._under_way[gpu_batch.index] = parts
+        self.go_on(gpu_batch, unit, weights)
+
+    def attend(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights, attention: TickAttention) -> None:
+        """The attention half of a layer."""
+        with self._decoder.bound(unit.index, weights):
+            for part, forward in self._under_way[gpu_batch.index]:
+                attend = attention.decode if part.chunk is None else partial(attention.part, part)
+                forward.step(unit.index, attend)
+
+    def go_on(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights) -> None:
+        """A unit without attention, but for the last."""
+        with self._decoder.bound(unit.index, weights):
+            for _, forward in self._under_way[gpu_batch.index]:
+                forward.step(unit.index)
+
+    def head(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights) -> Tensor:
+        """The last unit: logits (rows, vocab) float32, in the order of the rows."""
+        ends, found = gpu_batch.last_places(), dict[int, Tensor]()
+        with self._decoder.bound(unit.index, weights):
+            for part, forward in self._under_way[gpu_batch.index]:
+                here = [end for end in ends if part.span.start <= end < part.span.stop]
+                if here:  # no one looks at what the others would say
+                    found.update(zip(here, forward.step(unit.index), strict=True))  # type: ignore[arg-type]
+        self._end(gpu_batch.index)
+        return torch.stack([found[end] for end in ends])
+
+    def hidden(self, gpu_batch: GpuBatch) -> Tensor:
+        """A copy of what the next unit begins with, (T, hidden_size), to look at."""
+        parts = [forward.hidden for _, forward in self._under_way[gpu_batch.index]]
+        return torch.cat([each.flatten(0, -2) for each in parts if each is not None])
+
+    def _end(self, index: int) -> None:
+        for _, forward in self._under_way.pop(index, ()):
+            forward.close()
+
+    def close(self) -> None:
+        for index in list(self._under_way):
+            self._end(index)

@@ -1,0 +1,154 @@
+"""What transformers' modules call in place of their own attention, masks and caches, and the guards of these calls.
+
+A forward runs in a greenlet of its own (`ModelRun`), so that it can stop at every unit; these functions find it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+
+from h2o_flexgen.errors import ModelError
+
+NAME = "h2o_flexgen"
+"""Of our attention, as transformers knows it."""
+
+HARMLESS = frozenset(
+    [
+        "position_ids",
+        "use_cache",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "past_key_values",
+        "cache_position",
+        "position_embeddings",
+        "attention_mask",
+        "dropout",
+        "output_router_logits",
+        "logits_to_keep",
+        "deterministic",
+        "cache",
+    ]
+)
+"""Arguments of the attention function that say nothing new to it."""
+
+
+class NotUnderstood(ModelError):
+    """A module does what is not understood: its results would not be the model's."""
+
+
+class Call(NamedTuple):
+    """One call of attention: q (T, heads, d), k and v (T, kv_heads, d), rotated as the model has it."""
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    window: int | None
+
+
+class ModelRun(greenlet):
+    """A forward of a model. `attend` answers its calls of attention; `cache` stands for the caches."""
+
+    def __init__(self, run: Callable[[], Any], attend: Callable[[Call], Tensor]) -> None:
+        super().__init__(run)
+        self.attend = attend
+        self.cache = PassedOn()
+
+
+def current() -> ModelRun:
+    """The run that the caller is in."""
+    run = getcurrent()
+    if not isinstance(run, ModelRun):
+        raise RuntimeError("transformers' modules are run outside of a pass")
+    return run
+
+
+class PassedOn(Cache):
+    """Where modules look for a cache: keys and values go through, for the call of attention that follows to be known
+    by. What else a cache can be asked for is refused."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.given: tuple[int, Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Gives back what it is given."""
+        if self.given is not None:
+            raise NotUnderstood(f"layer {self.given[0]} fills its cache, and attention is not ours")
+        self.given = layer_idx, key_states, value_states
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nothing: positions are given."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[Any, int]:
+        """Of masks that nobody makes."""
+        return query_length, 0
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """q (1, heads, T, d), k and v (1, kv_heads, T, d) -> (1, T, heads, d)."""
+    run, kind = current(), type(module).__name__
+    given, run.cache.given = run.cache.given, None
+    if given is None:
+        raise NotUnderstood(f"{kind} attends to keys of another layer")
+    layer, own_k, own_v = given
+    if key is not own_k or value is not own_v:
+        raise NotUnderstood(f"{kind} attends to other keys or values than its cache was given")
+    if attention_mask is not None and attention_mask.numel() > 1:
+        raise NotUnderstood(f"{kind} has a mask of its own")
+    unknown = sorted(name for name, what in others.items() if name not in HARMLESS and what is not None)
+    if unknown:
+        raise NotUnderstood(f"attention of {kind} takes {', '.join(unknown)}")
+    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise NotUnderstood(f"attention of {kind} is not causal")
+    if query.shape[0] != 1 or key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        sizes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
+        raise NotUnderstood(f"attention of {kind} is of queries, keys and values {sizes}")
+    window, scale = _window(module, sliding_window), query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    return run.attend(Call(layer, q, k, v, scale, window)).unsqueeze(0), None
+
+
+def _window(module: nn.Module, given: int | None) -> int | None:
+    """The tokens that a query of the module sees, itself included, as transformers' masks have it; None: all."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
+    if kind not in (None, "full_attention", "sliding_attention"):
+        raise NotUnderstood(f"a layer's attention is of the kind {kind!r}")
+    if given is None and kind == "sliding_attention":
+        return getattr(config, "sliding_window", None)
+    return given
+
+
+def _no_mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:
+    """Masks are made where attention is."""
+    return None if allow_is_causal_skip else torch.zeros(1, 1, 1, 1)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _no_mask)

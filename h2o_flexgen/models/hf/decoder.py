@@ -1,0 +1,146 @@
+"""Runs transformers' modules unit by unit: forwards that stop where a unit begins, on weights that are only there
+meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from greenlet import GreenletExit, getcurrent
+from torch import Tensor, nn
+
+from h2o_flexgen.config.model.modules import ModuleSpec
+from h2o_flexgen.errors import ModelError
+from h2o_flexgen.kernels.packed import PackedWeight
+from h2o_flexgen.models.decoder import Attention, Decoder, local_name
+from h2o_flexgen.models.hf.attention import Call, ModelRun
+from h2o_flexgen.models.hf.build import Absent, Packed, build, take_products
+from h2o_flexgen.models.hf.record import arguments
+
+Places = list[tuple[dict[str, Any], str, str, bool]]
+"""Of a unit's tensors: the dictionary of a module and the key in it, the bound name, whether a copy is put there."""
+
+
+class Forward:
+    """One forward of packed tokens, unit by unit. `hidden` is what the unit that it has come to begins with."""
+
+    def __init__(self, model: nn.Module, spec: ModuleSpec, ids: Tensor, positions: Tensor, last: Tensor) -> None:
+        self._spec, self._unit = spec, 0
+        self._attend: Attention | None = None
+        self._given = (model, ids, positions, last)
+        self._run = ModelRun(self._compute, self._answer)
+        self.hidden: Tensor | None = None
+
+    def _compute(self) -> Tensor:
+        model, ids, positions, last = self._given
+        given = arguments(model, self._run, ids, positions, last)
+        logits: Tensor = model(**given).logits[0]
+        return logits if "logits_to_keep" in given else logits[last]
+
+    def _answer(self, call: Call) -> Tensor:
+        """Attention, as it was when the modules were recorded."""
+        spec, layer = self._spec, (self._unit - 1) // 2
+        same = call.layer == layer and call.scale == spec.scales[layer] and call.window == spec.windows[layer]
+        sizes = (call.q.shape[1:], call.k.shape[1:])
+        same = same and sizes == ((spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim))
+        if self._attend is None or not same:
+            raise ModelError(f"{spec.name} attends in unit {self._unit} as it did not when it was looked at")
+        attend, self._attend = self._attend, None
+        return attend(call.q, call.k, call.v)
+
+    def step(self, unit: int, attend: Attention | None = None) -> Tensor | None:
+        """Computes a unit, which is the one that the forward has come to; the logits (n, vocab) float32 of the last."""
+        if unit != self._unit:
+            raise RuntimeError(f"unit {unit} is to be computed, and the forward has come to {self._unit}")
+        self._attend = attend
+        found = self._run.switch()
+        if self._attend is not None:
+            raise ModelError(f"{self._spec.name} did not attend in unit {unit}")
+        if self._run.dead:
+            if unit != len(self._spec.starts):
+                raise ModelError(f"{self._spec.name} ended in unit {unit}")
+            return found.float()
+        came, self.hidden = found
+        if came != unit + 1:
+            raise ModelError(f"{self._spec.name} came to unit {came} after unit {unit}")
+        self._unit = came
+        return None
+
+    def close(self) -> None:
+        """Ends a forward that is not wanted any further."""
+        if not self._run.dead and self._run:
+            self._run.throw(GreenletExit)
+
+
+class ModuleDecoder(Decoder):
+    """The modules of one model. Holds no weights: `bound` lends them those of a unit.
+
+    Units are computed by the forwards that `start` makes; the methods of other models are not for this one.
+    """
+
+    def __init__(self, spec: ModuleSpec, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(spec)
+        self._modules_of: ModuleSpec = spec
+        model = build(spec.config, spec.name, dtype)
+        modules = dict(model.named_modules())
+        for number, path in enumerate(spec.starts, 1):
+            modules[path].register_forward_pre_hook(_stop(number), with_kwargs=True)
+        take_products(model, model.get_output_embeddings())
+        self._places: list[Places] = [[] for _ in spec.units]
+        groups = dict(spec.groups)
+        for unit in spec.units:
+            for each in groups[unit.weights]:
+                if each.name.startswith(f"{unit.name}."):
+                    self._place(modules, unit.index, each.name, each.parameter, each.resident)
+        if spec.arch.tied_head:
+            head = next(path for path, each in modules.items() if each is model.get_output_embeddings())
+            self._place(modules, len(spec.units) - 1, "embed.tokens", f"{head}.weight", False)
+        for module in modules.values():
+            for key, buffer in module._buffers.items():
+                if torch.is_tensor(buffer):
+                    module._buffers[key] = buffer.to(device)
+        self._model = model
+
+    def _place(self, modules: Mapping[str, nn.Module], unit: int, name: str, parameter: str, copied: bool) -> None:
+        path, _, key = parameter.rpartition(".")
+        module = modules[path]
+        where: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
+        where[key] = Absent(parameter)
+        self._places[unit].append((where, key, local_name(name), copied))
+
+    def scale_of(self, layer: int) -> float:
+        """What the logits of a layer's attention are multiplied by."""
+        return self._modules_of.scales[layer]
+
+    def rotary_of(self, layer: int) -> None:
+        """Keys and queries come rotated."""
+
+    @contextmanager
+    def bound(self, unit: int, weights: Mapping[str, Any]) -> Iterator[None]:
+        """Within, the modules of a unit have their weights."""
+        places = self._places[unit]
+        for where, key, name, copied in places:
+            weight = weights[name]
+            where[key] = Packed(weight) if isinstance(weight, PackedWeight) else weight.clone() if copied else weight
+        try:
+            yield
+        finally:
+            for where, key, name, copied in places:
+                if not copied:
+                    where[key] = Absent(name)
+
+    def start(self, ids: Tensor, positions: Tensor, last: Tensor) -> Forward:
+        """A forward of packed tokens (T,) at `positions` (T,), of which `last` (n,) want logits: at its first unit."""
+        return Forward(self._model, self._modules_of, ids, positions, last)
+
+
+def _stop(unit: int) -> Callable[..., None]:
+    def stop(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        hidden = next((each for each in (*args, *kwargs.values()) if torch.is_tensor(each)), None)
+        parent = getcurrent().parent
+        if parent is not None:
+            parent.switch((unit, hidden))
+
+    return stop

@@ -1,0 +1,296 @@
+"""The ModelSpec of a model of transformers, from a run of its modules on meta: without data, weights or arithmetic."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from h2o_flexgen.config.model.arch import ArchSpec
+from h2o_flexgen.config.model.modules import ModuleSpec, ModuleTensor
+from h2o_flexgen.config.model.spec import Product
+from h2o_flexgen.errors import ModelError
+from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.hf.attention import Call, ModelRun
+from h2o_flexgen.models.hf.build import build, is_product, quiet
+
+TOKENS = 4
+"""Of the recorded run."""
+SMALL = 1 << 22
+"""Numbers that a tensor may have which is used by several units, and is copied for them."""
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
+_UNBOUNDED = 1 << 20
+
+
+class Event(NamedTuple):
+    """What happened: the call of the module `path` began ("enter") or ended ("exit"), or attention was asked for."""
+
+    kind: str
+    path: str = ""
+    call: Call | None = None
+
+
+def record(model: PreTrainedModel, name: str) -> list[Event]:
+    """The calls of a forward of TOKENS tokens. Leaves the model on meta. ModelError where that cannot be run."""
+    events: list[Event] = []
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, path=path: events.append(Event("enter", path)))
+        module.register_forward_hook(lambda *_, path=path: events.append(Event("exit", path)))
+    nn.Module.to(model, "meta")
+
+    def attend(call: Call) -> Tensor:
+        events.append(Event("attend", call=call))
+        return torch.empty(call.q.shape, device="meta", dtype=call.q.dtype)
+
+    numbers = torch.zeros(2, TOKENS, dtype=torch.int64, device="meta")
+    last = torch.zeros(1, dtype=torch.int64, device="meta")
+    run = ModelRun(lambda: model(**arguments(model, run, numbers[0], numbers[1], last)), attend)
+    try:
+        with torch.inference_mode(), quiet():
+            run.switch()
+    except ModelError as error:
+        raise ModelError(f"{name}: {error.found}", error.needed, error.change) from None
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0][:200]
+        raise ModelError(
+            f"{name}: {type(model).__name__} cannot be run on packed prompts: {type(error).__name__}: {line}"
+        ) from error
+    return events
+
+
+def arguments(model: nn.Module, run: ModelRun, ids: Tensor, positions: Tensor, last: Tensor) -> dict[str, Any]:
+    """Of `model`'s forward, for packed tokens (T,) at `positions` (T,), of which `last` (n,) want logits."""
+    takes = inspect.signature(model.forward).parameters
+    open_ended = any(each.kind is each.VAR_KEYWORD for each in takes.values())
+    cache = next((name for name in ("cache", "past_key_values") if name in takes), None)
+    if cache is None or not ("position_ids" in takes or open_ended):
+        raise ModelError(f"{type(model).__name__} takes no {'cache' if cache is None else 'positions'}")
+    given: dict[str, Any] = {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        cache: run.cache,
+        "use_cache": True,
+        "return_dict": True,
+    }
+    if "logits_to_keep" in takes:
+        given["logits_to_keep"] = last
+    return given
+
+
+class RecordedUnits:
+    """The units of a recorded run, and in which of them each module was called.
+
+    `layers`: the paths of the layers; `calls`: of each its attention; `starts`: the module whose call begins each unit
+    but the first.
+    """
+
+    def __init__(self, model: PreTrainedModel, events: list[Event], name: str) -> None:
+        self._model, self._events, self._name = model, events, name
+        lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+        self._inner = {path for path, module in model.named_modules() if any(True for _ in module.parameters())}
+        self.layers: list[str] = []
+        self.calls: list[Call] = []
+        ends: dict[str, int] = {}  # of what attends in each layer
+        stack: list[str] = []
+        for i, event in enumerate(events):
+            if event.kind == "enter":
+                stack.append(event.path)
+            elif event.kind == "exit":
+                stack.pop()
+            elif event.call is not None:
+                outer = [path for path in stack if path.rpartition(".")[0] in lists]
+                if len(outer) != 1 or outer[0] == stack[-1]:
+                    raise self._refused("attention is not in one layer of a list")
+                if outer[0] in ends:
+                    raise self._refused(f"{outer[0]} attends more than once")
+                child = stack[stack.index(outer[0]) + 1]
+                ends[outer[0]] = next(j for j in range(i, len(events)) if events[j] == Event("exit", child))
+                self.layers.append(outer[0])
+                self.calls.append(event.call)
+        if not self.layers:
+            raise self._refused("no layer attends by the attention interface")
+        self.starts: list[str] = []
+        self.first: dict[str, int] = {}
+        self.last: dict[str, int] = {}
+        self._walk(ends)
+
+    def _refused(self, why: str) -> ModelError:
+        return ModelError(f"{self._name}: {type(self._model).__name__} is not understood: {why}")
+
+    def _walk(self, ends: Mapping[str, int]) -> None:
+        """Which unit each call is in. A unit begins with the first module that has parameters."""
+        unit, layer, entered = 0, -1, Counter[str]()
+        for i, (kind, path, _) in enumerate(self._events):
+            if kind == "enter":
+                entered[path] += 1
+                after = layer >= 0 and i > ends[self.layers[layer]]
+                if layer + 1 < len(self.layers) and path == self.layers[layer + 1]:
+                    if unit != 2 * layer + 2:
+                        raise self._refused(f"nothing follows attention in {self.layers[layer]}")
+                    layer, unit = layer + 1, 2 * layer + 3
+                    self.starts.append(path)
+                elif after and path in self._inner:
+                    inside = path.startswith(f"{self.layers[layer]}.")
+                    if unit == (2 * layer + 1 if inside else 2 * len(self.layers)):
+                        unit += 1
+                        self.starts.append(path)
+                    elif not inside and unit < 2 * len(self.layers):
+                        raise self._refused(f"{path} is called between layers")
+                self.first.setdefault(path, unit)
+                self.last[path] = unit
+            elif kind == "exit":
+                self.last[path] = unit
+        if unit != 2 * len(self.layers) + 1:
+            raise self._refused("there is no output head behind its layers")
+        twice = [path for path in self.starts if entered[path] > 1]
+        if twice or len(set(self.layers)) < len(self.layers):
+            raise self._refused(f"{(twice or self.layers)[0]} is called more than once")
+
+    def unit_of(self, path: str) -> int | None:
+        """The unit that uses what the module at `path` holds itself; None: there are several, or none can be told."""
+        while path not in self.first:
+            path = path.rpartition(".")[0]
+        return self.first[path] if self.first[path] == self.last[path] else None
+
+
+def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
+    """The ModuleSpec of a config.json. ModelError where the modules do what is not understood."""
+    text = json.dumps(config, sort_keys=True)
+    model = build(text, name)
+    timeline = RecordedUnits(model, record(model, name), name)
+    groups, tied = _groups(model, timeline, name)
+    made, read = model.config.get_text_config(decoder=True), ConfigReader(config, name)
+    call = timeline.calls[0]
+    for other in timeline.calls:
+        if (other.q.shape, other.k.shape) != (call.q.shape, call.k.shape):
+            raise ModelError(f"{name}: its layers have heads of different sizes", "needed the same in all layers")
+    if [other.layer for other in timeline.calls] != list(range(len(timeline.calls))):
+        raise ModelError(f"{name}: its layers do not fill caches of their own in order")
+    windows = [other.window for other in timeline.calls]
+    sizes = {window for window in windows if window is not None}
+    if len(sizes) > 1:
+        raise ModelError(f"{name}: its layers have windows of {sorted(sizes)} tokens", "needed one size")
+    matrices = _matrices(model, timeline)
+    tables = [module for path, module in model.named_modules() if timeline.first.get(path) == 0]
+    learned = sum(isinstance(module, nn.Embedding) for module in tables) > 1
+    head = dict(matrices)["head"][-1]
+    layers = tuple(layer for layer, window in enumerate(windows) if window is not None)
+    return ModuleSpec(
+        name=name,
+        vocab_size=head.out_features,
+        hidden_size=head.in_features,
+        ffn_size=max(each.out_features for kind in ("attn", "mlp") for each in dict(matrices)[kind]),
+        num_layers=len(timeline.layers),
+        num_heads=call.q.shape[1],
+        num_kv_heads=call.k.shape[1],
+        head_dim=call.q.shape[2],
+        embed_dim=head.in_features,
+        max_positions=next((n for key in _LENGTHS if isinstance(n := getattr(made, key, None), int)), _UNBOUNDED),
+        arch=ArchSpec(
+            family=str(config["model_type"]),
+            norm="rmsnorm",
+            positions="learned" if learned else "rotary",
+            window=sizes.pop() if sizes else None,
+            window_layers=None if len(layers) == len(windows) or not layers else layers,
+            gated_mlp=True,
+            tied_head=tied,
+        ),
+        dtype=read.dtype("float32"),
+        **read.special_tokens(*(_token(made, each) for each in ("bos_token_id", "eos_token_id", "pad_token_id"))),
+        config=text,
+        groups=groups,
+        matrices=matrices,
+        scales=tuple(each.scale for each in timeline.calls),
+        starts=tuple(timeline.starts),
+    )
+
+
+def _token(config: Any, key: str) -> int | None:
+    value = getattr(config, key, None)
+    return value[0] if isinstance(value, list) else value
+
+
+def unit_name(unit: int, layers: int) -> str:
+    """The name of a unit by its index, which canonical names begin with."""
+    if unit == 0:
+        return "embed"
+    if unit > 2 * layers:
+        return "head"
+    return f"layers.{(unit - 1) // 2}.{'attn' if unit % 2 else 'mlp'}"
+
+
+def _groups(
+    model: PreTrainedModel, timeline: RecordedUnits, name: str
+) -> tuple[tuple[tuple[str, tuple[ModuleTensor, ...]], ...], bool]:
+    """The weight groups, and whether the output head is the token embedding."""
+    layers = len(timeline.layers)
+    found: dict[str, list[ModuleTensor]] = {unit_name(unit, layers): [] for unit in range(2 * layers + 2)}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None:
+        raise ModelError(f"{name}: {type(model).__name__} has no output head that it tells")
+    seen: dict[int, str] = {}
+    tied = False
+    for path, module in model.named_modules():
+        for key, tensor in _tensors(module):
+            parameter = f"{path}.{key}" if path else key
+            if id(tensor) in seen:
+                if module is head and key == "weight" and seen[id(tensor)] == "embed.tokens":
+                    tied = True
+                    continue
+                raise ModelError(f"{name}: {parameter} is tied to {seen[id(tensor)]}, which is not understood")
+            if not tensor.dtype.is_floating_point or tensor.dim() > 2:
+                raise ModelError(f"{name}: {parameter} is {tensor.dtype} of {tuple(tensor.shape)}: not understood")
+            unit = timeline.unit_of(path)
+            resident = unit is None
+            if resident and tensor.numel() > SMALL:
+                raise ModelError(f"{name}: {parameter} is large, and no single unit's")
+            unit_key = unit_name(unit or 0, layers)
+            canonical = f"{unit_key}.{_within(timeline, unit, parameter)}"
+            if module is embedding and key == "weight":
+                canonical = "embed.tokens"
+            elif module is head and key in ("weight", "bias"):
+                canonical = "head.vocab" if key == "weight" else "head.vocab_bias"
+            turned = is_product(module) and not isinstance(module, nn.Linear) and key == "weight"
+            shape = tuple(reversed(tensor.shape)) if turned else tuple(tensor.shape)
+            matrix = is_product(module) and key == "weight"
+            seen[id(tensor)] = canonical
+            found[unit_key].append(ModuleTensor(canonical, parameter, shape, matrix, turned, resident))
+    if "embed.tokens" not in seen.values() or not (tied or "head.vocab" in seen.values()):
+        raise ModelError(f"{name}: {type(model).__name__} keeps its token embedding or head elsewhere")
+    if tied:
+        vocab = ("vocab", (*found.pop("embed"), *found.pop("head")))
+        return (vocab, *((key, tuple(each)) for key, each in found.items())), True
+    return tuple((key, tuple(each)) for key, each in found.items()), False
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """What a module itself keeps in a checkpoint: parameters, and buffers that are saved."""
+    kept = [(key, each) for key, each in module._parameters.items() if each is not None]
+    saved = [key for key in module._buffers if key not in module._non_persistent_buffers_set]
+    return [*kept, *((key, each) for key in saved if (each := module._buffers[key]) is not None)]
+
+
+def _within(timeline: RecordedUnits, unit: int | None, parameter: str) -> str:
+    """The name of a parameter, without that of its layer where it is of a unit of that."""
+    layer = ((unit or 0) - 1) // 2
+    if not 0 <= layer < len(timeline.layers):
+        return parameter
+    return parameter.removeprefix(f"{timeline.layers[layer]}.")
+
+
+def _matrices(model: PreTrainedModel, timeline: RecordedUnits) -> tuple[tuple[str, tuple[Product, ...]], ...]:
+    """The products of the first layer's halves, and of the outer units."""
+    units = {0: "embed", 1: "attn", 2: "mlp", 2 * len(timeline.layers) + 1: "head"}
+    made: dict[str, list[Product]] = {kind: [] for kind in units.values()}
+    for path in timeline.first:  # in the order of their calls
+        module, kind = model.get_submodule(path), units.get(timeline.first[path])
+        if kind is not None and is_product(module):
+            first, second = module._parameters["weight"].shape  # type: ignore[union-attr]
+            made[kind].append(Product(first, second) if isinstance(module, nn.Linear) else Product(second, first))
+    return tuple((kind, tuple(products)) for kind, products in made.items())

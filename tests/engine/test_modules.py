@@ -1,0 +1,164 @@
+"""Decoders computed by transformers' own modules: tokens as transformers generates them, from memory and from disk, and
+what is not understood is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.errors import ModelError, UsageError
+from tests.tiny import VOCAB, decided, prompts_of, transformers_agrees
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 1,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
+WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+TYPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "olmo2": {},
+    "granite": {"residual_multiplier": 0.5, "attention_multiplier": 0.25, "logits_scaling": 2.0},
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "starcoder2": {"sliding_window": 8},
+    "phi": {"tie_word_embeddings": False},
+    "gpt2": {"n_embd": 48, "n_head": 4, "n_layer": 3, "n_positions": 128},
+    "glm4": {"head_dim": 16},
+    "cohere2": {"head_dim": 16, **WINDOWED},
+}
+
+
+def tiny(kind: str, **changes: Any) -> PreTrainedModel:
+    """Weights at random, large enough that the next token is far from certain."""
+    torch.manual_seed(7)
+    config = AutoConfig.for_model(kind, **{**SIZES, **TYPES.get(kind, {}), **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * (0.5 if parameter.shape[0] == VOCAB else 1.3 * parameter.shape[-1] ** -0.5))
+            else:
+                parameter.add_(noise * 0.1)
+    return model
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
+    model = tiny(kind)
+    model.save_pretrained(tmp_path)
+    settings: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 0}
+    how = {"dtype": "float32", "model_impl": "transformers", "offload_dir": str(tmp_path / "offload")}
+
+    def answer(_: int, prompt: list[int]) -> tuple[list[int], list[float]]:
+        alone = llm.generate([prompt], **settings)[0]
+        return alone.token_ids, transformers_agrees(model, prompt, alone.token_ids)
+
+    with Engine(str(tmp_path), **how) as llm:
+        prompts, answers = decided(prompts_of([5, 21, 13, 9, 1]), answer)
+    for policy in (
+        {"gpu_batch_size": 2, "num_gpu_batches": 2, "weights": {"disk": 1.0}, "prefill_chunk": 16},
+        {"gpu_batch_size": 1, "num_gpu_batches": 3, "weights": {"cpu": 0.5, "disk": 0.5}, "cache": {"disk": 1.0}},
+    ):
+        with Engine(str(tmp_path), policy=policy, **how) as llm:
+            together = llm.generate(prompts, **settings)
+            assert llm.last_record is not None
+        for (tokens, logprobs), output in zip(answers, together, strict=True):
+            assert output.token_ids == tokens
+            assert output.logprobs == pytest.approx(logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "streaming", "tova", "keydiff"])
+def test_evicted_tokens_are_the_native_familys(name: str, tmp_path: Path) -> None:
+    """Budgets, windows of policies and what is kept are the cache's, whoever computes queries and keys."""
+    tiny("llama").save_pretrained(tmp_path)
+    prompts = prompts_of([30, 11, 24])
+    found = []
+    for impl in ("native", "transformers"):
+        eviction = EvictionConfig(name, ratio=0.5)
+        with Engine(str(tmp_path), dtype="float32", model_impl=impl, eviction=eviction) as llm:
+            found.append([output.token_ids for output in llm.generate(prompts, max_new_tokens=12, ignore_eos=True)])
+            assert llm.last_record is not None
+            assert llm.last_record.eviction["budget"]
+    assert found[0] == found[1]
+
+
+def test_shared_prefixes_and_samples_go_through_modules(tmp_path: Path) -> None:
+    model = tiny("qwen3")
+    model.save_pretrained(tmp_path)
+    (first, *_), head = prompts_of([20, 5]), prompts_of([12])[0]
+    prompts = [head + first[1:7], head + first[3:5], head, head + first[1:7], first]
+    with Engine(str(tmp_path), dtype="float32", model_impl="transformers", share_prefixes=False) as llm:
+        alone = [llm.generate([prompt], max_new_tokens=5, ignore_eos=True)[0].token_ids for prompt in prompts]
+        scores = llm.score([(head, first[1:6])])[0]
+    with Engine(str(tmp_path), dtype="float32", model_impl="transformers") as llm:
+        assert [each.token_ids for each in llm.generate(prompts, max_new_tokens=5, ignore_eos=True)] == alone
+    with Engine(str(tmp_path), dtype="float32", model_impl="native") as llm:
+        assert scores.logprob == pytest.approx(llm.score([(head, first[1:6])])[0].logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packed_weights_are_multiplied_by_the_engine(bits: int, tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    (context, rest), found = prompts_of([20, 6]), []
+    for impl in ("native", "transformers"):
+        with Engine(
+            str(tmp_path), dtype="float32", model_impl=impl, weight_bits=bits, weight_group=32, weight_importance=False
+        ) as llm:
+            found.append(llm.score([(context, rest)])[0].logprob)
+            assert llm.last_record is not None
+            assert llm.last_record.quantization["weights"]["bits"] == bits
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
+
+
+def test_what_is_not_understood_is_refused_by_name(tmp_path: Path) -> None:
+    cases = {
+        "bloom": ({"hidden_size": 48, "n_head": 4, "n_layer": 2, "vocab_size": 96}, "attention is not ours"),
+        "mamba": ({"hidden_size": 48, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 8}, "takes no cache"),
+        "no_such_type": ({}, "which is not supported"),
+    }
+    for kind, (config, message) in cases.items():
+        folder = tmp_path / kind
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": kind, **config}))
+        with pytest.raises(ModelError, match=message):
+            Engine(str(folder), weights="dummy")
+
+
+def test_what_modules_cannot_do_is_a_usage_error(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    for settings in (
+        {"eviction": EvictionConfig("h2o", ratio=0.5, rolling_positions=True)},
+        {"eviction": EvictionConfig("expected_attention", ratio=0.5)},
+        {"policy": {"hidden": {"disk": 1.0}}},
+    ):
+        with pytest.raises(UsageError):
+            Engine(str(tmp_path), model_impl="transformers", **settings)
+    with pytest.raises(UsageError, match="model_impl is 'vllm'"):
+        Engine(str(tmp_path), model_impl="vllm")
+
+
+def test_a_finite_check_names_the_unit(tmp_path: Path) -> None:
+    model = tiny("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path)
+    with Engine(str(tmp_path), dtype="float32", model_impl="transformers", check_finite=True) as llm:
+        output = llm.generate(prompts_of([6]), max_new_tokens=3)[0]
+    assert output.finish_reason == "error"
+    assert "layers.1.mlp" in str(output.error)
