@@ -39,6 +39,10 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "granite": ("granite", {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4, "no_rope_layers": None}),
+    "olmo2": ("olmo2", {}),
+    "seed_oss": ("seed-oss", {"head_dim": 16}),
     "gptneox": ("gpt-neox", {}),
     "gptneox-serial": ("gpt-neox-serial", {}),
 }
@@ -66,7 +70,7 @@ def tiny_model(row: str) -> PreTrainedModel:
 
 
 def architecture_of(model: PreTrainedModel) -> str:
-    others = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mixtral": "llama"}
+    others = {"seed_oss": "seed_oss", "gemma3_text": "gemma3", "gpt_neox": "gptneox", "mixtral": "llama"}
     return others.get(model.config.model_type, model.config.model_type.replace("_", ""))
 
 
@@ -79,7 +83,7 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values, stored = parameter.float().numpy(), _stored_name(architecture, config.num_hidden_layers, name)
-        if architecture in ("llama", "granitemoe") and re.search(r"attn_[qk]\.", stored):
+        if architecture in ("llama", "granite", "granitemoe", "smollm3") and re.search(r"attn_[qk]\.", stored):
             heads = config.num_attention_heads if "attn_q." in stored else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
         if architecture == "gemma3" and stored.endswith("norm.weight"):
@@ -150,6 +154,11 @@ def model_keys(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         _expert_keys(writer, config, architecture)
     if architecture == "gemma3":
         writer.add_sliding_window(config.sliding_window)
+    if architecture.startswith("granite"):
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
 
 
 def _expert_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
@@ -159,11 +168,6 @@ def _expert_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> Non
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if architecture == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if architecture == "granitemoe":
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
 
 
 def _turned(config: Any) -> float:

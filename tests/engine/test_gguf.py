@@ -20,7 +20,7 @@ from tests.engine.test_packed import PLACES
 from tests.tiny import prompts_of
 
 NEW = 6
-OURS_ONLY = ("gptneox", "gptneox-serial", *MIXTURES)
+OURS_ONLY = ("granite", "smollm3", "olmo2", "seed_oss", "gptneox", "gptneox-serial", *MIXTURES)
 """What transformers does not read from GGUF."""
 
 

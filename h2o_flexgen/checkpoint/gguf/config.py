@@ -7,8 +7,8 @@ unknown is refused, never left out: the program may not quietly run a different 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,10 +39,10 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     if other is not None:
         raise ModelError(f"{header.path} is {other}", "needed a language model", "name its .gguf file with --model")
     architecture = header.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in _FAMILIES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise ModelError(
             f"{header.path} is of the architecture {str(architecture)[:80]!r}, which is not supported",
-            f"needed one of {', '.join(_FAMILIES)}",
+            f"needed one of {', '.join(ARCHITECTURES)}",
         )
     if header.metadata.get("general.quantization_version", 2) != 2:
         raise ModelError(f"{header.path} has blocks of another version", "needed general.quantization_version 2")
@@ -65,7 +65,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "torch_dtype": stored_dtype(header),
         **_special_tokens(header, vocab),
-        **_FAMILIES[architecture](keys),
+        **ARCHITECTURES[architecture].read(keys),
     }
     keys.refuse_rest()
     return config
@@ -295,14 +295,40 @@ def _qwen3_moe(keys: _Keys) -> dict[str, Any]:
     return {"model_type": "qwen3_moe", **_whole_heads(keys), **_experts(keys), **size}
 
 
-def _granite_moe(keys: _Keys) -> dict[str, Any]:
-    scales = {
+def _olmo2(keys: _Keys) -> dict[str, Any]:
+    return {"model_type": "olmo2", **_whole_heads(keys)}
+
+
+def _smollm3(keys: _Keys) -> dict[str, Any]:
+    """In all of its models every fourth layer has no positions: no key says so."""
+    return {"model_type": "smollm3", **_whole_heads(keys), "no_rope_layer_interval": 4}
+
+
+def _seed_oss(keys: _Keys) -> dict[str, Any]:
+    biases = {
+        name: f"blk.0.{part}.bias" in keys.header.tensors
+        for name, part in (("attention_bias", "attn_q"), ("attention_out_bias", "attn_output"), ("mlp_bias", "ffn_up"))
+    }
+    return {"model_type": "seed_oss", **_whole_heads(keys), **biases}
+
+
+def _granite(keys: _Keys) -> dict[str, Any]:
+    tensors = keys.header.tensors
+    biases = {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    return {"model_type": "granite", **_whole_heads(keys), **biases, **_granite_scales(keys)}
+
+
+def _granite_scales(keys: _Keys) -> dict[str, Any]:
+    return {
         "attention_multiplier": keys.number("attention.scale"),
         "embedding_multiplier": keys.number("embedding_scale"),
         "residual_multiplier": keys.number("residual_scale"),
         "logits_scaling": keys.number("logit_scale"),
     }
-    return {"model_type": "granitemoe", **_whole_heads(keys), **_experts(keys), **scales}
+
+
+def _granite_moe(keys: _Keys) -> dict[str, Any]:
+    return {"model_type": "granitemoe", **_whole_heads(keys), **_experts(keys), **_granite_scales(keys)}
 
 
 def _phi3(keys: _Keys) -> dict[str, Any]:
@@ -369,16 +395,35 @@ def _gptneox(keys: _Keys) -> dict[str, Any]:
     }
 
 
-_FAMILIES: dict[str, Callable[[_Keys], dict[str, Any]]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "olmoe": _olmoe,
-    "qwen2moe": _qwen2_moe,
-    "qwen3moe": _qwen3_moe,
-    "granitemoe": _granite_moe,
-    "phi3": _phi3,
-    "gemma3": _gemma3,
-    "gptneox": _gptneox,
+class Architecture(NamedTuple):
+    """One of GGUF's architectures: a row is all that the reading of its files has to know.
+
+    read    what it adds to the keys of config.json that all have
+    turned  whether rows of q and k are in another order: see StoredRows.heads
+    names   GGUF's names of canonical parts, where they are not the usual ones; parts of one name are one tensor, one
+            after another
+    """
+
+    read: Callable[[_Keys], dict[str, Any]]
+    turned: bool = False
+    names: Mapping[str, str] = {}
+
+
+_QKV = dict.fromkeys(("attn.q", "attn.k", "attn.v"), "attn_qkv")
+ARCHITECTURES = {
+    "llama": Architecture(_llama, turned=True),
+    "qwen2": Architecture(_qwen2),
+    "qwen3": Architecture(_qwen3),
+    "olmo2": Architecture(_olmo2),
+    "olmoe": Architecture(_olmoe),
+    "qwen2moe": Architecture(_qwen2_moe),
+    "qwen3moe": Architecture(_qwen3_moe),
+    "granite": Architecture(_granite, turned=True),
+    "granitemoe": Architecture(_granite_moe, turned=True),
+    "smollm3": Architecture(_smollm3, turned=True),
+    "seed_oss": Architecture(_seed_oss, names={"mlp.norm": "post_attention_norm"}),
+    "phi3": Architecture(_phi3, names={**_QKV, "mlp.gate": "ffn_up", "mlp.up": "ffn_up"}),
+    "gemma3": Architecture(_gemma3),
+    "gptneox": Architecture(_gptneox, names=_QKV),
 }
-"""The architectures by GGUF's word, and what each adds to the keys that all have."""
+"""The architectures that are read, by GGUF's word."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from h2o_flexgen.checkpoint.files import Problems
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS
+from h2o_flexgen.checkpoint.gguf.config import ARCHITECTURES
 from h2o_flexgen.checkpoint.gguf.header import NEEDED, GgufHeader, GgufTensor
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -40,12 +41,6 @@ _SHARED = {
     "shared_gate": "ffn_gate_inp_shexp",
 }
 """Names of the shared expert, which all tokens go through."""
-_QKV = dict.fromkeys("qkv", "attn_qkv")
-_FUSED = {"phi3": {**_QKV, "gate": "ffn_up", "up": "ffn_up"}, "gptneox": _QKV}
-"""The parts that are one tensor, one after another, by architecture."""
-_TURNED = ("llama", "granitemoe")
-"""Architectures whose q and k have their rows in another order: see StoredRows.heads."""
-
 ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that belong to the config: what the rotary frequencies are divided by."""
 
@@ -125,10 +120,12 @@ def _place(architecture: str, spec: ModelSpec, name: str, rows: int) -> StoredRo
     if part in _SHARED and half == "mlp" and spec.arch.experts_of(int(layer)) is not None:
         return StoredRows(f"blk.{layer}.{_SHARED[part]}.{suffix}", 0, rows)
     query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    if part in _FUSED.get(architecture, {}):
+    row = ARCHITECTURES[architecture]
+    stored = row.names.get(f"{half}.{part}", _PARTS[f"{half}.{part}"])
+    if list(row.names.values()).count(stored) > 1:
         starts = {"q": 0, "k": query, "v": query + kv, "gate": 0, "up": spec.ffn_size}
         whole = 2 * spec.ffn_size if half == "mlp" else query + 2 * kv
-        return StoredRows(f"blk.{layer}.{_FUSED[architecture][part]}.{suffix}", starts[part], whole)
-    heads = {"q": spec.num_heads, "k": spec.num_kv_heads}.get(part, 0) if architecture in _TURNED else 0
+        return StoredRows(f"blk.{layer}.{stored}.{suffix}", starts[part], whole)
+    heads = {"q": spec.num_heads, "k": spec.num_kv_heads}.get(part, 0) if row.turned else 0
     offset = -spec.arch.norm_offset if part.endswith("norm") else 0.0
-    return StoredRows(f"blk.{layer}.{_PARTS[f'{half}.{part}']}.{suffix}", 0, rows, heads, offset)
+    return StoredRows(f"blk.{layer}.{stored}.{suffix}", 0, rows, heads, offset)
