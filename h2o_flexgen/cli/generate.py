@@ -125,7 +125,8 @@ def _work(
         prompts: list[str | Sequence[int] | Prompt] = []
         for index, prompt in enumerate(given):
             if isinstance(prompt, Messages):
-                prompts.append(marked_chat(codec, name, prompt, prompt.spans, f"prompt {index}"))
+                where = f"prompt {index}"
+                prompts.append(marked_chat(codec, name, prompt, prompt.spans, where, prompt.arguments))
             else:
                 prompts.append(prompt)
         return prompts, arguments.sampling

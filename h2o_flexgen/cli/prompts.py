@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 from h2o_flexgen.config.fold import Fold
 from h2o_flexgen.config.prompt import Prompt, Span
 from h2o_flexgen.config.response_format import ResponseFormat
-from h2o_flexgen.engine.requests.chat import Message, checked_messages, with_system
+from h2o_flexgen.engine.requests.chat import Message, checked_arguments, checked_messages, with_system
 from h2o_flexgen.errors import UsageError
 
 
 class Messages(list[Message]):
-    """A conversation, as opposed to a list of token ids; with spans, which count in what a template makes of it."""
+    """A conversation, as opposed to a list of token ids; with spans, which count in what a template makes of it, and
+    arguments of that template."""
 
     spans: tuple[Span, ...] = ()
+    arguments: Mapping[str, Any] = MappingProxyType({})
 
 
 PromptLike = str | list[int] | Messages | Prompt
@@ -81,7 +83,8 @@ def as_conversations(prompts: list[PromptLike], system: str | None) -> list[Prom
             raise UsageError(f"prompt {index} {what}, and --chat is given", "needed text or messages")
         messages = checked_messages(prompt, f"prompt {index}")
         talk = Messages(messages if system is None else with_system(messages, system))
-        talk.spans = prompt.spans if isinstance(prompt, Messages) else ()
+        if isinstance(prompt, Messages):
+            talk.spans, talk.arguments = prompt.spans, prompt.arguments
         talks.append(talk)
     return talks
 
@@ -171,6 +174,10 @@ def _messages(entry: dict[str, Any]) -> Messages:
     _whole_text(json.dumps(messages, ensure_ascii=False))
     talk = Messages(messages)
     talk.spans = tuple(_spans("", entry["spans"]).spans) if entry.get("spans") else ()
+    try:
+        talk.arguments = checked_arguments(entry.get("chat_template_kwargs"), "it")
+    except UsageError as error:
+        raise UsageError(f"has {error.found}") from None
     return talk
 
 

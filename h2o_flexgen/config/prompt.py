@@ -48,10 +48,14 @@ class Span:
 @dataclass(frozen=True)
 class Prompt:
     """A text, or token ids, with marked spans, in any order. UsageError where these overlap, differ in their unit, or
-    count the characters of token ids."""
+    count the characters of token ids.
+
+    `ends`: tokens that end what follows it besides the model's own, unless its settings name others.
+    """
 
     content: str | Sequence[int]
     spans: Sequence[Span] = ()
+    ends: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.spans, str | Mapping) or not isinstance(self.spans, Sequence):

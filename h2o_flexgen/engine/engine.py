@@ -191,13 +191,17 @@ class Engine:
         self,
         conversations: SequenceOf[Conversation],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> list[RequestOutput]:
         """The model's answers, by its chat template: to strings, or lists of {"role": ..., "content": ...} messages.
 
-        Otherwise as `generate`. UsageError for a model without a template, and for messages that do not suit it.
+        An answer ends with the model's own end and with what the template closes a turn with, unless `eos_token_id`
+        says otherwise; `chat_template_kwargs` are arguments of the template (enable_thinking). Otherwise as `generate`.
+        UsageError for a model without a template, and for messages that do not suit it.
         """
-        return self.generate(chat_prompts(self.model.codec, self.config.model, conversations), params, **settings)
+        prompts = chat_prompts(self.model.codec, self.config.model, conversations, chat_template_kwargs)
+        return self.generate(prompts, params, **settings)
 
     def score(self, pairs: Iterable[tuple[PromptLike, PromptLike]]) -> list[Score]:
         """Log-probability of each continuation after its context, with eviction active while scoring.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from h2o_flexgen.config.checks import shown
@@ -52,7 +52,7 @@ _SAMPLING = frozenset(
 _COMMON = _SAMPLING | {"model", "stream", "user", "spans"}
 _FIELDS = {
     COMPLETIONS: _COMMON | {"prompt", "echo", "best_of", "suffix"},
-    CHAT: _COMMON | {"messages", "max_completion_tokens", "top_logprobs"},
+    CHAT: _COMMON | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"},
 }
 _LATER = ("tools", "tool_choice", "functions", "stream_options")
 """Fields that are known and refused by that, so that a reader does not look for a spelling mistake."""
@@ -189,12 +189,15 @@ class OpenAIFormat:
         return asked
 
     def _chat(self, record: Record, fields: _Body) -> BatchRequest:
-        talk = talk_of(self.codec, self.model, _messages(fields.get("messages")), fields.get("spans", ()))
+        messages, arguments = _messages(fields.get("messages")), fields.get("chat_template_kwargs")
+        talk = talk_of(self.codec, self.model, messages, fields.get("spans", ()), arguments)
         logprobs = fields.whole("top_logprobs", 0, 0, 20) if fields.switch("logprobs") else None
         if logprobs is None and fields.get("top_logprobs") is not None:
             raise Refused("top_logprobs is given without logprobs", param="top_logprobs")
         name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
         params = self._params(record, fields, logprobs, fields.whole(name, self._most(CHAT), 1))
+        if isinstance(params.eos_token_id, tuple) and set(self.eos) <= set(params.eos_token_id):  # of stop_token_ids
+            params = replace(params, eos_token_id=tuple(dict.fromkeys((*params.eos_token_id, *talk.ends))))
         body = {"n": fields.whole("n", 1, 1, MOST_SAMPLES), "logprobs": logprobs}
         return BatchRequest([talk], params, body=body)
 

@@ -35,9 +35,10 @@ class PlainFormat:
         prompt = row.get(self.prompt_column)
         spans = row.get("spans") or ()
         if prompt is None and row.get("messages") is not None:
-            prompt = talk_of(self.codec, self.model, row["messages"], spans)
+            prompt = talk_of(self.codec, self.model, row["messages"], spans, row.get("chat_template_kwargs"))
         elif self.chat and isinstance(prompt, str):
-            prompt = talk_of(self.codec, self.model, [{"role": "user", "content": prompt}], spans)
+            said = [{"role": "user", "content": prompt}]
+            prompt = talk_of(self.codec, self.model, said, spans, row.get("chat_template_kwargs"))
         elif not isinstance(prompt, str) and not (
             isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
         ):

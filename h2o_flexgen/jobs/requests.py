@@ -43,13 +43,21 @@ def with_spans(prompt: str | list[int], spans: Any) -> PromptLike:
         raise Refused.of(error, param="spans") from None
 
 
-def talk_of(codec: TextCodec | None, model: str, messages: Any, spans: Any) -> PromptLike:
-    """The token ids of a conversation; spans count in what the model's template makes of it. Refused as above."""
+def talk_of(codec: TextCodec | None, model: str, messages: Any, spans: Any, arguments: Any = None) -> Prompt:
+    """The token ids of a conversation; spans count in what the model's template makes of it, `arguments` are the
+    template's. Refused as above."""
     try:
-        prompt = marked_chat(codec, model, messages, spans, "messages")
+        prompt = marked_chat(codec, model, messages, spans, "messages", arguments)
     except UsageError as error:
-        raise Refused.of(error, param="spans" if spans and "span" in error.found else "messages") from None
-    return prompt if prompt.spans else prompt.content
+        raise Refused.of(error, param=_at_fault(error, spans)) from None
+    return prompt
+
+
+def _at_fault(error: UsageError, spans: Any) -> str:
+    """The field that a conversation failed for."""
+    if "chat_template_kwargs" in error.found:
+        return "chat_template_kwargs"
+    return "spans" if spans and "span" in error.found else "messages"
 
 
 @dataclass

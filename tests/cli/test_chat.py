@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from h2o_flexgen import LLM, SamplingParams
 from h2o_flexgen.cli.arguments import parse_arguments
+from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.jobs.openai import OpenAIFormat
+from h2o_flexgen.jobs.plain import PlainFormat
+from h2o_flexgen.jobs.source import Record
 from tests.programs import Run, answers, write_talker
 
 
@@ -52,6 +57,36 @@ def test_messages_are_a_conversation_with_and_without_the_flag(tmp_path: Path, t
     assert [what for what, _ in told] == [own, *users]
     rendered = ["[system]own[user]a[assistant]", *(f"[system]S[user]{text}[assistant]" for text in "bc")]
     assert [text for _, text in told] == completed(tmp_path, run, talker, *rendered)
+
+
+def test_parts_and_template_arguments_are_the_same_everywhere(tmp_path: Path, run: Run) -> None:
+    folder = write_talker(tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    quick = "{% if enable_thinking is defined and not enable_thinking %}[quick]{% endif %}"
+    path.write_text(json.dumps({**settings, "chat_template": quick + settings["chat_template"]}))
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    talk = {"messages": [{"role": "user", "content": parts}], "chat_template_kwargs": {"enable_thinking": False}}
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps(talk) + "\n")
+    with LLM(str(folder)) as llm:
+        codec = llm.model.codec
+        assert codec is not None
+        answer = llm.chat([talk["messages"]], max_new_tokens=4, chat_template_kwargs=talk["chat_template_kwargs"])[0]
+    assert answer.prompt_ids == codec.encode_bare("[quick][user]Hi[assistant]")
+    for flags in ((), ("--chat",)):
+        told = asked(tmp_path, run, "--model", folder, "--prompts", prompts, *flags)
+        assert [text for _, text in told] == [answer.text]
+    record = Record(1, json.dumps(talk).encode())
+    plain = PlainFormat("jsonl", "m", codec, 0, SamplingParams()).asked(record)
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": talk}
+    batch = OpenAIFormat("m", codec, (2,), 0, {}, 1, "f" * 64).asked(Record(1, json.dumps(line).encode()))
+    for each in (plain, batch):
+        assert [prompt.content for prompt in each.prompts if isinstance(prompt, Prompt)] == [answer.prompt_ids]
+    prompts.write_text(json.dumps({**talk, "chat_template_kwargs": {"tokenize": True}}) + "\n")
+    ran = run("--model", folder, "--prompts", prompts)
+    assert ran.code == 2
+    assert "chat_template_kwargs of it has tokenize" in ran.err
 
 
 def test_on_a_terminal_the_last_message_stands_before_its_answer(talker: Path, run: Run) -> None:

@@ -61,7 +61,8 @@ def test_as_transformers_renders_it(tmp_path: Path, name: str, place: Callable[[
     place(folder)
     codec, tokenizer = codec_of(folder), AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     given = {"chat_template": folders.TEMPLATE} if place is in_json else {}
-    for ids, talk in zip(chat_prompts(codec, "m", TALKS), TALKS, strict=True):
+    for prompt, talk in zip(chat_prompts(codec, "m", TALKS), TALKS, strict=True):
+        ids = prompt.content
         messages = [{"role": "user", "content": talk}] if isinstance(talk, str) else talk
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **given)
         assert ids == expected
@@ -112,6 +113,72 @@ def test_templates_are_run_in_a_sandbox(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text("{{ messages.append('x') }}{{ ''.__class__.__mro__ }}")
     with pytest.raises(UsageError, match="does not suit the chat template"):
         chat_prompt(codec_of(folder), "m", "Hi", "it")
+
+
+def test_a_content_in_parts_is_their_texts(tmp_path: Path) -> None:
+    folder = folders.llama(tmp_path / "model")
+    in_config(folder)
+    parts = [{"type": "text", "text": "What does "}, {"type": "text", "text": "the dog do?"}]
+    in_parts = chat_prompt(codec_of(folder), "m", [{"role": "user", "content": parts}], "it")
+    assert in_parts == chat_prompt(codec_of(folder), "m", "What does the dog do?", "it")
+    with pytest.raises(UsageError, match="no content that is text"):
+        chat_prompt(codec_of(folder), "m", [{"role": "user", "content": [*parts, {"type": "image_url"}]}], "it")
+
+
+def test_arguments_are_the_templates(tmp_path: Path) -> None:
+    folder = folders.llama(tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %} dog{% endif %}"
+    )
+    codec = codec_of(folder)
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    for arguments in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        expected = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "the fox"}], add_generation_prompt=True, return_dict=False, **arguments
+        )
+        assert chat_prompts(codec, "m", ["the fox"], arguments)[0].content == expected
+    for wrong, complaint in (([1], "chat_template_kwargs of"), ({"tokenize": True}, "has tokenize")):
+        with pytest.raises(UsageError, match=complaint):
+            chat_prompts(codec, "m", ["the fox"], wrong)  # type: ignore[arg-type]
+
+
+def test_a_chat_ends_where_the_template_closes_a_turn(tmp_path: Path) -> None:
+    """With a token that no configuration names; what is generated otherwise goes on to the limit as before."""
+    folder = write_model(tmp_path / "model")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    with Engine(str(folder)) as engine:
+        first = engine.generate(["[user]Hi[assistant]"], max_new_tokens=8)[0].token_ids
+    closing = first[3]
+    content = next(text for text, number in tokenizer["model"]["vocab"].items() if number == closing)
+    if all(token["id"] != closing for token in tokenizer["added_tokens"]):
+        rest = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tokenizer["added_tokens"].append({"id": closing, "content": content, "special": True, **rest})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %} "
+        + json.dumps(content).join(("{{ ", " }}"))
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    with Engine(str(folder)) as engine:
+        assert engine.model.codec is not None
+        assert closing in engine.model.codec.turn_ends
+        answer = engine.chat(["Hi"], max_new_tokens=32)[0]
+        plain = engine.generate([answer.prompt_ids], max_new_tokens=32)[0]
+        assert plain.token_ids[: len(answer.token_ids)] == answer.token_ids
+        assert (answer.finish_reason == "stop") == (closing in plain.token_ids)
+        assert closing in plain.token_ids, "the tiny model says it, so that this test tests something"
+        assert closing not in answer.token_ids[:-1]
+        others = {"max_new_tokens": 32, "eos_token_id": 10**6}
+        longer = engine.chat(["Hi"], **others)[0]
+        assert longer.token_ids == engine.generate([answer.prompt_ids], **others)[0].token_ids
+
+
+def test_the_tokenizers_own_end_ends_a_chat(tmp_path: Path) -> None:
+    folder = folders.llama(tmp_path / "model")
+    in_config(folder)
+    codec = codec_of(folder)
+    assert codec.transformed.eos_token_id in codec.turn_ends
 
 
 def test_a_system_message_comes_first_and_once() -> None:

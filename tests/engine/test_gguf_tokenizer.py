@@ -210,6 +210,19 @@ def test_a_chat_is_rendered_by_the_files_template(tmp_path: Path) -> None:
     assert prompt == codec.encode_bare("</s><user>the cache<end><model>")  # bos is token 2 in all tiny models
 
 
+ENDS = ["<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|eom_id|>", "<EOT>", "_<EOT>"]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_end_of_a_turn_may_be_known_by_its_text_alone(end: str) -> None:
+    tokens = ["a", "b", end, "</s>", "<|x|>"]
+    codec = TextCodec.of_gguf({"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens,
+                               "tokenizer.ggml.merges": [], "tokenizer.ggml.eos_token_id": 3,
+                               "tokenizer.ggml.eot_token_id": 4}, "x.gguf")  # fmt: skip
+    assert codec is not None
+    assert sorted(codec.turn_ends) == [2, 3, 4]
+
+
 def test_llama3_starts_with_bos_unless_told_not_to(tmp_path: Path) -> None:
     codec = opened(written(tmp_path, "llama", byte_level("llama-bpe")))
     assert codec.encode("a") == [2, *codec.encode_bare("a")]

@@ -19,11 +19,37 @@ Conversation = str | SequenceOf[Mapping[str, Any]]
 _MESSAGE = '{"role": "user", "content": "..."}'
 
 
-def chat_prompts(codec: TextCodec | None, model: str, conversations: SequenceOf[Conversation]) -> list[list[int]]:
-    """The token ids of each conversation, ready for the model's answer. UsageError as `chat_prompt` raises it."""
+_SETTINGS = (
+    "chat_template",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "conversation",
+    "messages",
+)
+"""What rendering is asked for by other means, so that no argument of a template has such a name."""
+
+
+def chat_prompts(
+    codec: TextCodec | None,
+    model: str,
+    conversations: SequenceOf[Conversation],
+    arguments: Mapping[str, Any] | None = None,
+) -> list[Prompt]:
+    """The token ids of each conversation, ready for the model's answer. UsageError as `chat_text` raises it."""
     if isinstance(conversations, str) or (conversations and isinstance(conversations[0], Mapping)):
         raise UsageError("conversations is one conversation", "needed a list of them", "wrap it: [conversation]")
-    return [chat_prompt(codec, model, talk, f"conversation {index}") for index, talk in enumerate(conversations)]
+    return [
+        marked_chat(codec, model, talk, (), f"conversation {index}", arguments)
+        for index, talk in enumerate(conversations)
+    ]
 
 
 def chat_prompt(codec: TextCodec | None, model: str, conversation: Conversation, where: str) -> list[int]:
@@ -32,13 +58,21 @@ def chat_prompt(codec: TextCodec | None, model: str, conversation: Conversation,
     return codec.encode_bare(text) if codec is not None else []
 
 
-def chat_text(codec: TextCodec | None, model: str, conversation: Conversation, where: str) -> str:
+def chat_text(
+    codec: TextCodec | None,
+    model: str,
+    conversation: Conversation,
+    where: str,
+    arguments: Mapping[str, Any] | None = None,
+) -> str:
     """A conversation by the template of `model`, up to where the model's answer begins.
+
+    arguments   of the template itself, such as enable_thinking
 
     UsageError naming `where` for anything that is not a conversation or does not suit the template, and for a model
     that has none. The template is run in transformers' sandbox.
     """
-    messages = checked_messages(conversation, where)
+    messages, arguments = checked_messages(conversation, where), checked_arguments(arguments, where)
     if codec is None:
         raise UsageError(f"{model} has no tokenizer", "needed a tokenizer with a chat template beside its config.json")
     tokenizer = codec.transformed
@@ -52,15 +86,24 @@ def chat_text(codec: TextCodec | None, model: str, conversation: Conversation, w
             "needed chat_template in its tokenizer_config.json, or a file chat_template.jinja beside that",
             "take a model that was trained on conversations, or complete plain text: generate(), or run without --chat",
         )
-    return _rendered(tokenizer, messages, f"{where} does not suit the chat template of {model}")
+    return _rendered(tokenizer, messages, arguments, f"{where} does not suit the chat template of {model}")
 
 
-def marked_chat(codec: TextCodec | None, model: str, conversation: Conversation, spans: Any, where: str) -> Prompt:
-    """The token ids of a conversation with `spans`, which count in what the template makes of it."""
-    text = chat_text(codec, model, conversation, where)
+def marked_chat(
+    codec: TextCodec | None,
+    model: str,
+    conversation: Conversation,
+    spans: Any,
+    where: str,
+    arguments: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """The token ids of a conversation with `spans`, which count in what the template makes of it, and what ends the
+    model's turn."""
+    text = chat_text(codec, model, conversation, where, arguments)
     ids, prompt = codec.encode_bare(text) if codec is not None else [], Prompt(text, spans)
     found = token_spans(prompt, len(ids), offsets_of(prompt, codec, special=False))
-    return Prompt(ids, [Span(span.start, span.stop, span.name, span.keep) for span in found])
+    marks = [Span(span.start, span.stop, span.name, span.keep) for span in found]
+    return Prompt(ids, marks, codec.turn_ends if codec is not None else ())
 
 
 def offsets_of(prompt: Prompt, codec: TextCodec | None, special: bool) -> list[tuple[int, int]] | None:
@@ -73,19 +116,45 @@ def offsets_of(prompt: Prompt, codec: TextCodec | None, special: bool) -> list[t
 
 
 def checked_messages(conversation: Any, where: str) -> list[Message]:
-    """The messages of a conversation; a string is one message of the user. UsageError where it is not a
-    conversation."""
+    """The messages of a conversation; a string is one message of the user, and a content in parts that are texts is
+    these joined. UsageError where it is not a conversation."""
     if isinstance(conversation, str):
         return [{"role": "user", "content": conversation}]
     if not isinstance(conversation, SequenceOf) or not conversation:
         raise UsageError(f"{where} has no messages", f"needed a string or [{_MESSAGE}, ...]")
+    messages = list[Message]()
     for number, message in enumerate(conversation):
         if not isinstance(message, Mapping):
             raise UsageError(f"message {number} of {where} is {message!r}", f"needed {_MESSAGE}")
+        message = {**message, "content": _joined(message.get("content"))}
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise UsageError(f"message {number} of {where} has no {key} that is text", f"needed {_MESSAGE}")
-    return [dict(message) for message in conversation]
+        messages.append(message)
+    return messages
+
+
+def checked_arguments(arguments: Any, where: str) -> dict[str, Any]:
+    """`chat_template_kwargs`; null counts as none. UsageError for what is no object, or says how to render."""
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
+        raise UsageError(
+            f"chat_template_kwargs of {where} is {str(arguments)[:80]!r}",
+            'needed {"enable_thinking": false} or the like',
+        )
+    for name in arguments:
+        if name in _SETTINGS:
+            raise UsageError(f"chat_template_kwargs of {where} has {name}", "needed arguments of the template itself")
+    return dict(arguments)
+
+
+def _joined(content: Any) -> Any:
+    """The text of a content in parts, all of them texts; anything else as it is."""
+    if not isinstance(content, SequenceOf) or isinstance(content, str) or not content:
+        return content
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
+    return "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else content
 
 
 def with_system(messages: list[Message], system: str) -> list[Message]:
@@ -95,10 +164,10 @@ def with_system(messages: list[Message], system: str) -> list[Message]:
     return [{"role": "system", "content": system}, *messages]
 
 
-def _rendered(tokenizer: Any, messages: list[Message], complaint: str) -> str:
+def _rendered(tokenizer: Any, messages: list[Message], arguments: dict[str, Any], complaint: str) -> str:
     from jinja2 import TemplateError
 
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **arguments))
     except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise UsageError(f"{complaint}: {error}") from error

@@ -69,13 +69,15 @@ class RequestReader:
         sequences: list[Sequence] = []
         for index, (prompt, settings) in enumerate(zip(prompts, each, strict=True)):
             ids, spans = self._marked(prompt, f"prompt {index}")
+            settings = self._ending(settings, prompt)
             for sample in range(settings.num_return_sequences):
                 sequences.append(self._sequence(index, sample, len(sequences), ids, settings, spans=spans))
         return sequences
 
     def read_one(self, request: Request) -> list[Sequence]:
         """The sequences of a request that is part of a larger job. UsageError where it cannot be run."""
-        (ids, spans), forced, params = self._marked(request.prompt, "the prompt"), None, request.params
+        (ids, spans), forced = self._marked(request.prompt, "the prompt"), None
+        params = self._ending(request.params, request.prompt)
         if request.scores:
             if spans:
                 raise UsageError("the prompt has spans, and its own tokens are scored", "needed a prompt to complete")
@@ -130,6 +132,14 @@ class RequestReader:
         """Ids of one prompt, and where its spans are among them."""
         ids = self.token_ids(_content(prompt), where)
         return ids, self._spans(prompt, len(ids), None, where) if isinstance(prompt, Prompt) else ()
+
+    def _ending(self, params: SamplingParams, prompt: PromptLike) -> SamplingParams:
+        """`params` with what ends this prompt's answer, where they leave that to the model."""
+        if not isinstance(prompt, Prompt) or params.eos_token_id is not None or params.ignore_eos:
+            return params
+        own = self.spec.eos_token_ids
+        more = tuple(token for token in prompt.ends if token < self.spec.vocab_size and token not in own)
+        return replace(params, eos_token_id=(*own, *more)) if more else params
 
     def _spans(self, prompt: Prompt, length: int, bare: int | None, where: str) -> tuple[TokenSpan, ...]:
         """bare: the special tokens that were put before a text by hand; None: the tokenizer has added its own."""

@@ -177,6 +177,7 @@ Offsets = Callable[[str, bool], list[tuple[int, int]]]
 """Of a text and whether special tokens are added, [start, end) of each token; special ones stand for nothing."""
 
 _CONTEXT = 16  # tokens
+_ANSWER = "Indeed it is."
 _UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 
 
@@ -215,6 +216,17 @@ class TextCodec:
     def transformed(self) -> Any:
         """transformers' tokenizer, loaded when it is asked for: chat templates are rendered by it alone."""
         return self._transformed()
+
+    @cached_property
+    def turn_ends(self) -> tuple[int, ...]:
+        """What ends the model's turn of a conversation: the token that the chat template closes one with, the
+        tokenizer's own end, and those that a GGUF file has by key or text. None where nothing renders conversations."""
+        tokenizer = self.transformed
+        if tokenizer is None:
+            return ()
+        closing = _closing(tokenizer, self.encode_bare)
+        ids = (closing, getattr(tokenizer, "eos_token_id", None), *self.ends)
+        return tuple(dict.fromkeys(token for token in ids if token is not None))
 
     @classmethod
     def open(cls, folder: Path | None) -> TextCodec | None:
@@ -317,6 +329,19 @@ def _from_transformers(folder: Path) -> Any:
                 "needed a tokenizer.json beside it",
             ) from error
         return PreTrainedTokenizerFast.from_pretrained(str(folder), **settings)
+
+
+def _closing(tokenizer: Any, encode: Callable[[str], list[int]]) -> int | None:
+    """The special token that follows an answer in what the chat template makes of it, None where there is none."""
+    talk = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(talk, tokenize=False))
+    except Exception:  # whatever a template raises for a conversation that it is not made for
+        return None
+    _, found, rest = text.rpartition(_ANSWER)
+    ids = encode(rest.lstrip()) if found else []
+    starts = (tokenizer.bos_token_id, tokenizer.unk_token_id)
+    return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder and ids[0] not in starts else None
 
 
 def text_of(codec: TextCodec | None, row: Sequence) -> str | None:
