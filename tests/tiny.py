@@ -13,8 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     DynamicCache,
+    Exaone4Config,
     Gemma3TextConfig,
+    Glm4Config,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -23,6 +26,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     OPTConfig,
     OPTForCausalLM,
@@ -68,6 +72,7 @@ _MULTIPLIED = {
     "logits_scaling": 2.0,
     "tie_word_embeddings": True,
 }
+_LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _EIGHT = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 3}
 
 
@@ -195,6 +200,29 @@ FAMILIES: dict[str, FamilyRow] = {
         SmolLM3Config,
         {**_GROUPED, "no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": WINDOW},
     ),
+    "olmo3": FamilyRow(
+        Olmo3Config,
+        {
+            **_GROUPED,
+            "sliding_window": WINDOW,
+            **_LAYERS,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 2000.0,
+                    "original_max_position_embeddings": 32,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2000.0},
+            },
+        },
+    ),
+    "exaone4": FamilyRow(Exaone4Config, {**_GROUPED, "sliding_window": WINDOW, **_LAYERS}),
+    "exaone4-full": FamilyRow(
+        Exaone4Config, {**_GROUPED, "sliding_window": None, "layer_types": ["full_attention"] * 3}
+    ),
+    "cohere2": FamilyRow(Cohere2Config, {**_GROUPED, "sliding_window": WINDOW, "logit_scale": 0.4, **_LAYERS}),
+    "glm4": FamilyRow(Glm4Config, {**_GROUPED, "head_dim": 12, "eos_token_id": 2}),
     "seed-oss": FamilyRow(SeedOssConfig, {**_GROUPED, "head_dim": 12}),
 }
 """By the names that tests go by; "opt" is the one where nothing depends on the family."""

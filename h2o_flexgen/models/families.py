@@ -9,7 +9,10 @@ from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models import (
+    cohere2,
+    exaone4,
     gemma3,
+    glm4,
     gpt_neox,
     gpt_oss,
     granite,
@@ -20,6 +23,7 @@ from h2o_flexgen.models import (
     mixtral,
     mixture,
     olmo2,
+    olmo3,
     olmoe,
     opt,
     phi3,
@@ -54,6 +58,10 @@ FAMILIES.register("qwen2", Family(qwen2.spec_from_config))
 FAMILIES.register("qwen3", Family(qwen3.spec_from_config))
 FAMILIES.register("granite", Family(granite.spec_from_config))
 FAMILIES.register("olmo2", Family(olmo2.spec_from_config, olmo2.checkpoint_names))
+FAMILIES.register("olmo3", Family(olmo3.spec_from_config, olmo2.checkpoint_names))
+FAMILIES.register("exaone4", Family(exaone4.spec_from_config, olmo2.checkpoint_names))
+FAMILIES.register("cohere2", Family(cohere2.spec_from_config, cohere2.checkpoint_names))
+FAMILIES.register("glm4", Family(glm4.spec_from_config, glm4.checkpoint_names))
 FAMILIES.register("smollm3", Family(smollm3.spec_from_config))
 FAMILIES.register("seed_oss", Family(seed_oss.spec_from_config))
 FAMILIES.register("phi3", Family(phi3.spec_from_config, phi3.checkpoint_names))

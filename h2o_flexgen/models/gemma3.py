@@ -44,7 +44,7 @@ _NORMS = {
 def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have Gemma3TextConfig's defaults. Raises ModelError."""
     read.refuse(UNDONE)
-    spec, bias = read_spec(read, "gemma3_text", DEFAULTS, _global_rotary), read.flag("attention_bias", False)
+    spec, bias = read_spec(read, "gemma3_text", DEFAULTS, global_rotary), read.flag("attention_bias", False)
     arch = replace(
         spec.arch,
         norm_offset=1.0,
@@ -60,22 +60,23 @@ def spec_from_config(read: ConfigReader) -> ModelSpec:
     local = [(layer + 1) % period != 0 for layer in range(spec.num_layers)]
     arch = by_layer(arch, read, read.whole_or_null("sliding_window", 4096), local)
     if arch.window is not None:
-        arch = replace(arch, local_rotary=_local_rotary(read, spec.head_dim, positions))
+        theta = read.number("rope_local_base_freq", 10000.0)
+        arch = replace(arch, local_rotary=local_rotary(read, spec.head_dim, positions, theta))
     # The published configs give the stretched context.
     return replace(spec, arch=arch, max_positions=positions)
 
 
-def _global_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
-    """Of the layers that see everything; `rope_scaling` of old files is theirs alone."""
+def global_rotary(read: ConfigReader, head_dim: int, positions: int, theta: float = 1e6) -> RotarySpec:
+    """Of the layers that see everything; `rope_scaling` of old files is theirs alone. `theta`: where none is given."""
     new = _of_layers(read, "full_attention")
     fields = read.section("rope_scaling").filled(**new.values())
-    return _whole_heads(fields.filled(rope_theta=read.number("rope_theta", 1e6)), head_dim, positions)
+    return _whole_heads(fields.filled(rope_theta=read.number("rope_theta", theta)), head_dim, positions)
 
 
-def _local_rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
-    """Of the layers with a window."""
+def local_rotary(read: ConfigReader, head_dim: int, positions: int, theta: float) -> RotarySpec:
+    """Of the layers with a window; `theta`: where `rope_parameters` has none."""
     fields = _of_layers(read, "sliding_attention")
-    return _whole_heads(fields.filled(rope_theta=read.number("rope_local_base_freq", 10000.0)), head_dim, positions)
+    return _whole_heads(fields.filled(rope_theta=theta), head_dim, positions)
 
 
 def _of_layers(read: ConfigReader, kind: str) -> ConfigReader:

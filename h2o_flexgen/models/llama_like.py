@@ -130,6 +130,11 @@ def by_layer(arch: ArchSpec, read: ConfigReader, window: int | None, usual: Sequ
     return replace(arch, window=window, window_layers=None if len(layers) == len(usual) else layers)
 
 
+def everything_seen(arch: ArchSpec, layers: int) -> tuple[int, ...]:
+    """The layers without a window."""
+    return tuple(layer for layer in range(layers) if arch.window_of(layer) is None)
+
+
 def window_in_use(read: ConfigReader) -> int | None:
     """The window of the Qwen families, which their configs give even where it is switched off."""
     return read.whole_or_null("sliding_window", 4096) if read.flag("use_sliding_window", False) else None

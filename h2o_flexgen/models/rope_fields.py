@@ -25,13 +25,21 @@ def rope_section(read: ConfigReader) -> ConfigReader:
     return fields
 
 
-def read_rotary(read: ConfigReader, head_dim: int, positions: int, theta: float = 10000.0) -> RotarySpec:
-    """The rotary positions of a family whose heads turn whole and in all layers alike; `theta`: where none is given."""
+def read_rotary(
+    read: ConfigReader, head_dim: int, positions: int, theta: float = 10000.0, share: float | None = None
+) -> RotarySpec:
+    """The rotary positions of a family whose layers turn alike; `theta`: where none is given.
+
+    share: of each head's dimensions that turn where the file does not say; None: heads of the family turn whole.
+    """
     fields = rope_section(read).filled(
-        rope_theta=read.number("rope_theta", theta), partial_rotary_factor=read.number("partial_rotary_factor", 1.0)
+        rope_theta=read.number("rope_theta", theta),
+        partial_rotary_factor=read.number("partial_rotary_factor", share or 1.0),
     )
-    check_whole(fields, head_dim)
-    return rotary_spec(fields, head_dim, positions, read.whole_or_null("original_max_position_embeddings", None))
+    if share is None:
+        check_whole(fields, head_dim)
+    original = read.whole_or_null("original_max_position_embeddings", None)
+    return rotary_spec(fields, turned_dimensions(fields, head_dim), positions, original)
 
 
 def check_whole(fields: ConfigReader, head_dim: int) -> None:

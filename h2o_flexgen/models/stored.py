@@ -37,6 +37,25 @@ def fused(names: Iterable[str], spans: Iterable[tuple[int, int]], rows: int) -> 
     return tuple(Stored(name, kept, rows) for name in names)
 
 
+def pairs_apart(spec: ModelSpec, names: Names) -> Names:
+    """The same for checkpoints whose rotated pairs lie side by side in a head, not half a rotation apart: q and k have
+    the rows of each head in that other order here."""
+    dim, turned = spec.head_dim, 0 if spec.arch.rotary is None else spec.arch.rotary.dim
+    order = [*range(0, turned, 2), *range(1, turned, 2)]
+    found = dict(names)
+    for name, places in names.items():
+        _, layer, *part = name.split(".") if name.startswith("layers.") else ("", "0", "")
+        if part[:2] not in (["attn", "q"], ["attn", "k"]) or int(layer) in spec.arch.unrotated:
+            continue
+        heads = spec.num_heads if part[1] == "q" else spec.num_kv_heads
+        spans: list[tuple[int, int]] = []
+        for start in range(0, heads * dim, dim):
+            spans += [(start + row, start + row + 1) for row in order]
+            spans.append((start + turned, start + dim))
+        found[name] = fused((str(place) for place in places), spans, heads * dim)
+    return found
+
+
 def named(
     spec: ModelSpec,
     prefixes: tuple[str, ...],

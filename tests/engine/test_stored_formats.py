@@ -16,6 +16,13 @@ from tests.seeds import python_random
 from tests.tiny import transformers_logprobs
 
 PHI3 = {"model_type": "phi3", "pad_token_id": 0}
+COHERE2 = {
+    "model_type": "cohere2",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}
+"""Rows of q and k in another order than in the checkpoint."""
 NAMES = [
     "gptq 128",
     "gptq act-order",
@@ -46,7 +53,13 @@ def _pairs() -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"), [*((name, {}) for name in NAMES), ("gptq act-order", PHI3), ("awq", PHI3)]
+    ("name", "changes"),
+    [
+        *((name, {}) for name in NAMES),
+        ("gptq act-order", PHI3),
+        ("awq", PHI3),
+        *((name, COHERE2) for name in ("gptq act-order", "awq", "packed 8 zeros", "fp8 128")),
+    ],
 )
 def test_log_probabilities(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
     written = checkpoint(FORMATS[name], num_hidden_layers=2, **changes)

@@ -68,6 +68,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 4, "tie_word_embeddings": True},
     "granite": {"attention_bias": True, "mlp_bias": True},
     "olmo2": {"attention_bias": True},
+    "olmo3": {"attention_bias": True},
+    "exaone4": {"head_dim": 10, "tie_word_embeddings": True},
+    "cohere2": {"attention_bias": True},
+    "glm4": {"head_dim": 8},
+    "glm4-no-bias": {"head_dim": 12, "attention_bias": False, "tie_word_embeddings": True},
     "smollm3": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     "seed_oss": {"attention_out_bias": True, "mlp_bias": True, "head_dim": 10},
 }
@@ -129,7 +134,9 @@ def test_every_row_of_a_checkpoint_is_used_once(variant: str, tmp_path: Path) ->
     if spec.arch.tied_head:
         del state["lm_head.weight"]
     for tensors in (state, load_file(tmp_path / "model.safetensors")):
-        assert all(set(rows) == {1} for rows in covered(spec, tensors).values())
+        for name, rows in covered(spec, tensors).items():
+            both = spec.arch.one_norm and "input_layernorm" in name  # each half has a copy
+            assert set(rows) == {2 if both else 1}, name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -147,7 +154,8 @@ def test_an_empty_config_has_the_defaults_of_transformers(family: str) -> None:
     assert (spec.hidden_size, spec.num_layers) == (theirs.hidden_size, theirs.num_hidden_layers)
     assert (spec.max_positions, spec.vocab_size) == (theirs.max_position_embeddings, theirs.vocab_size)
     assert spec.pad_token_id == theirs.pad_token_id
-    assert spec.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    eos = theirs.eos_token_id
+    assert spec.eos_token_ids == tuple(eos if isinstance(eos, list) else [] if eos is None else [eos])
     assert spec.dtype == ("float16" if family == "opt" else "float32")
 
 
@@ -156,14 +164,16 @@ def test_switches_of_a_plain_config(family: str) -> None:
     arch, theirs = spec_from_config({"model_type": family}, "x").arch, AutoConfig.for_model(family)
     assert arch.family == family
     assert arch.positions == "rotary"
-    assert arch.norm == ("layernorm" if family == "gpt_neox" else "rmsnorm")
-    assert arch.norm_eps == (theirs.layer_norm_eps if family == "gpt_neox" else theirs.rms_norm_eps)
+    layernorms = ("gpt_neox", "cohere2")
+    assert arch.norm == ("layernorm" if family in layernorms else "rmsnorm")
+    assert arch.norm_eps == (theirs.layer_norm_eps if family in layernorms else theirs.rms_norm_eps)
     assert arch.gated_mlp == (family != "gpt_neox")
-    assert arch.parallel == (family == "gpt_neox")
-    assert arch.qkv_bias == (family in ("gpt_neox", "qwen2", "qwen2_moe", "gpt_oss", "seed_oss"))
+    assert arch.parallel == (family in layernorms)
+    assert arch.qkv_bias == (family in ("gpt_neox", "qwen2", "qwen2_moe", "gpt_oss", "seed_oss", "glm4"))
     assert arch.output_bias == (family in ("gpt_neox", "gpt_oss"))
     assert arch.mlp_bias == (family == "gpt_neox")
-    assert arch.qk_norm == (family in ("qwen3", "gemma3_text", "qwen3_moe", "olmoe", "olmo2"))
+    normed = ("qwen3", "gemma3_text", "qwen3_moe", "olmoe", "olmo2", "olmo3", "exaone4")
+    assert arch.qk_norm == (family in normed)
     assert arch.tied_head == theirs.tie_word_embeddings
     assert arch.activation == {"gpt_neox": "gelu", "gemma3_text": "gelu_tanh"}.get(family, "silu")
     assert not arch.head_bias
@@ -202,6 +212,14 @@ WINDOW_CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {**EXPERTS, **WINDOWS, "max_window_layers": 2}),
     ("qwen2_moe", EXPERTS),
     ("qwen3_moe", {**EXPERTS, **WINDOWS}),
+    ("olmo3", {}),
+    ("olmo3", {**LAYERS, "sliding_window": 8}),
+    ("exaone4", {}),
+    ("exaone4", {"sliding_window": 8, "sliding_window_pattern": 2}),
+    ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    ("cohere2", {}),
+    ("cohere2", {"sliding_window": 8, "sliding_window_pattern": 2}),
+    ("cohere2", {**LAYERS, "sliding_window": 8}),
     ("smollm3", {}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [0, 1, 0]}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 8, **LAYERS}),
@@ -221,9 +239,13 @@ def test_windows_are_those_of_transformers(family: str, changes: dict[str, Any])
     for layer in range(spec.num_layers):
         everywhere = config.sliding_window if family in ("mistral", "phi3", "mixtral") else None
         theirs = getattr(model.model.layers[layer].self_attn, "sliding_window", everywhere)
+        attention = model.model.layers[layer].self_attn
+        if family == "exaone4" and not attention.is_sliding:
+            theirs = None
         assert spec.arch.window_of(layer) == theirs
-        local = family == "gemma3_text" and theirs is not None
-        turned = getattr(model.model.layers[layer].self_attn, "use_rope", True)
+        local = family in ("gemma3_text", "olmo3") and theirs is not None
+        turned = getattr(attention, "use_rope", family not in ("cohere2", "exaone4") or theirs is not None)
+        turned = turned or (family == "exaone4" and config.sliding_window is None)
         expected = (spec.arch.local_rotary if local else spec.arch.rotary) if turned else None
         assert spec.arch.rotary_of(layer) == expected
     again = spec_from_config(json.loads(config.to_json_string(use_diff=False)), "x")
@@ -261,6 +283,9 @@ def test_windows_are_those_of_transformers(family: str, changes: dict[str, Any])
         ("llava", {}, "x is of the family 'llava', which is not supported"),
         ("deepseek_v3", {}, "x is of the family 'deepseek_v3', which is not supported"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
+        ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),
+        ("cohere2", {"sliding_window": None}, "sliding_window is missing"),
+        ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers is .*a list of 3 numbers"),
         ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers is .*a list of 3 numbers"),
         ("smollm3", {**LAYERS, "sliding_window": 8}, "sliding_window is .*a window in use, which layer 0 asks for"),

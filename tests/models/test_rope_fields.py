@@ -35,6 +35,8 @@ def scaled(kind: str, **fields: Any) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": kind, **fields}}
 
 
+TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "theta": ("llama", {"rope_theta": 500000.0}),
@@ -99,6 +101,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         {**scaled("linear", factor=8.0), "rope_theta": 9e5, "rope_local_base_freq": 500.0, "head_dim": 16},
     ),
+    "olmo3": (
+        "olmo3",
+        {
+            **scaled("yarn", factor=4.0, original_max_position_embeddings=16, attention_factor=1.2),
+            "rope_theta": 5e5,
+            **TWO_KINDS,
+        },
+    ),
+    "olmo3-new": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 9e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 7e4},
+            },
+            **TWO_KINDS,
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 16, "rope_theta": 7e4}),
+    "glm4-share": ("glm4", {"head_dim": 16, "partial_rotary_factor": 0.25}),
     "gemma3-new": (
         "gemma3_text",
         {
@@ -130,7 +152,7 @@ def rotary_module(config: Any) -> Any:
 def check(spec: ModelSpec, config: Any, module: Any) -> None:
     """In every layer, within the trained context and beyond it."""
     for layer in range(spec.num_layers):
-        kind = config.layer_types[layer] if spec.arch.family == "gemma3_text" else None
+        kind = config.layer_types[layer] if spec.arch.family in ("gemma3_text", "olmo3") else None
         rotary = spec.arch.rotary_of(layer)
         assert rotary is not None
         for length in (12, 64, 100):

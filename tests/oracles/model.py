@@ -169,6 +169,8 @@ def _layers_without_positions(model: PreTrainedModel) -> set[int]:
     config = model.config
     if config.model_type == "smollm3":
         return {layer for layer, turns in enumerate(config.no_rope_layers) if not turns}
+    if config.model_type in ("cohere2", "exaone4") and config.sliding_window is not None:
+        return {layer for layer, kind in enumerate(config.layer_types) if kind == "full_attention"}
     return set()
 
 
@@ -183,6 +185,9 @@ class Rotations:
         types = getattr(model.config, "layer_types", None)
         self._types = types if isinstance(self._module.rope_type, dict) else [None] * model.config.num_hidden_layers
         self._unturned = _layers_without_positions(model)
+        # Pairs that turn together are neighbours in a head; cohere2 has the angle of each twice in a row.
+        self._side_by_side = model.config.model_type in ("cohere2", "glm4")
+        self._doubled = model.config.model_type == "cohere2"
         self._repeats = 2 if model.config.model_type == "gpt_oss" else 1
         self._tables: dict[str | None, list[list[list[float]]]] = {}
         rope = rope_of(model)
@@ -200,16 +205,22 @@ class Rotations:
                 angles = self._module.forward(torch.zeros(1), positions, *([kind] if kind else []))
             # gpt-oss has the angles of one half alone.
             self._tables[kind] = [torch.cat([part[0]] * self._repeats, -1).tolist() for part in angles]
+            if self._side_by_side and self._doubled:
+                self._tables[kind] = [[row[::2] * 2 for row in table] for table in self._tables[kind]]
 
     def turn(self, layer: int, vector: Vector, position: int, way: int = 1) -> list[float]:
-        """`vector` (d), its leading dimensions turned, halves against each other; `way` -1: back."""
+        """`vector` (d), its leading dimensions turned, in pairs of halves or of neighbours; `way` -1: back."""
         if layer in self._unturned:
             return list(vector)
         cos, sin = (part[position] for part in self._tables[self._types[layer]])
         half = len(cos) // 2
         first, second = vector[:half], vector[half : 2 * half]
+        if self._side_by_side:
+            first, second = vector[: 2 * half : 2], vector[1 : 2 * half : 2]
         left = [a * c - way * b * s for a, b, c, s in zip(first, second, cos[:half], sin[:half], strict=True)]
         right = [b * c + way * a * s for a, b, c, s in zip(first, second, cos[half:], sin[half:], strict=True)]
+        if self._side_by_side:
+            left, right = [x for pair in zip(left, right, strict=True) for x in pair], []
         return [*left, *right, *vector[2 * half :]]
 
     def __enter__(self) -> None:

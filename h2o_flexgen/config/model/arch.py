@@ -77,7 +77,9 @@ class ArchSpec:
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: float = 1e-5
     norm_affine: bool = True
-    """The norms have a weight (and a bias, if `norm` is layernorm)."""
+    """The norms have a weight."""
+    norm_bias: bool = True
+    """And a bias, where they are layernorms; False: a weight alone (Cohere)."""
     norm_offset: float = 0.0
     """Added to every norm's weight: 1 where checkpoints hold the difference from it (Gemma)."""
     pre_norm: bool = True
@@ -103,6 +105,8 @@ class ArchSpec:
     head_bias: bool = False
     parallel: bool = False
     """Both halves of a layer read its input, and their outputs are added to it together (GPT-NeoX)."""
+    one_norm: bool = False
+    """They read it through one norm, of which each has a copy (Cohere)."""
     positions: Literal["learned", "rotary"] = "learned"
     position_offset: int = 0
     """Rows of the position table before that of position 0."""

@@ -169,7 +169,8 @@ class ModelSpec:
     @cached_property
     def num_parameters(self) -> int:
         """Numbers in all weights, shared ones counted once."""
-        return sum(tensor.numel for group in self.weight_groups for tensor in group.tensors)
+        copies = self.num_layers * self.hidden_size if self.arch.one_norm else 0
+        return sum(tensor.numel for group in self.weight_groups for tensor in group.tensors) - copies
 
     def with_bits(self, bits: int, group: int) -> ModelSpec:
         """This model with its matrices in 4 or 8 bits, `group` inputs sharing a scale.
@@ -427,5 +428,5 @@ def _half_norms(spec: ModelSpec, prefix: str) -> tuple[TensorSpec, ...]:
 def _norm(spec: ModelSpec, name: str) -> tuple[TensorSpec, ...]:
     if not spec.arch.norm_affine:
         return ()
-    parts = ("weight", "bias") if spec.arch.norm == "layernorm" else ("weight",)
+    parts = ("weight", "bias") if spec.arch.norm == "layernorm" and spec.arch.norm_bias else ("weight",)
     return tuple(TensorSpec(f"{name}.{part}", (spec.hidden_size,)) for part in parts)
