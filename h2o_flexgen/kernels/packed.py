@@ -61,7 +61,7 @@ class PackedWeight:
     def place(self) -> PackedPlace | None:
         """The arguments of kernels in C; None where they cannot take it."""
         group = self.packing.group
-        if self.device.type != "cpu" or library() is None or (self.packing.bits == 4 and 0 < group < 32):
+        if self.device.type != "cpu" or library() is None:
             return None
         kinds = (_KINDS.index(kind) for kind in (self.packing.scale, self.packing.low))
         names = ("codes", "scale", "super_scale", "low", "super_low")

@@ -28,7 +28,7 @@ extern const Levels LEVELS[IQ2 + 1];
 
 INLINE int has_nibbles(const Packed *w) { return w->levels <= IQ2; }
 /* Inputs that share a scale in the arrays of `unit_scales`: a group has one unit or more. */
-INLINE int64_t unit_of(const Packed *w) { return has_nibbles(w) ? 32 : 16; }
+INLINE int64_t unit_of(const Packed *w) { return has_nibbles(w) && w->group != 16 ? 32 : 16; }
 
 /* Room for the scales, or the lows, of a row. */
 INLINE int64_t units_room(int64_t ins) { return up(ins, 16 * LANES) / 16 + LANES; }

@@ -13,7 +13,7 @@
 /* Whether `whole` can do products with such weights. */
 int takes_whole(const Packed *w) {
 #ifdef WHOLE_NUMBERS
-    return w->levels != E4M3 && w->ins % unit_of(w) == 0;
+    return w->levels != E4M3 && !(has_nibbles(w) && w->group == 16) && w->ins % unit_of(w) == 0;
 #else
     return 0 * w->ins;
 #endif
