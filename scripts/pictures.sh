@@ -4,5 +4,5 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/setup_env.sh test
-./scripts/real_model.sh >/dev/null || echo "the real model cannot be had" >&2
+./scripts/real_model.sh gemma >/dev/null || echo "the real model cannot be had" >&2
 exec python -m benchmarks.pictures

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from h2o_flexgen.engine.engine import Engine
@@ -179,6 +180,20 @@ def test_the_tokenizers_own_end_ends_a_chat(tmp_path: Path) -> None:
     in_config(folder)
     codec = codec_of(folder)
     assert codec.transformed.eos_token_id in codec.turn_ends
+
+
+@pytest.mark.parametrize("name", list(folders.FOLDERS))
+def test_ids_are_those_of_tokenizer_json_or_there_is_a_warning(tmp_path: Path, name: str, caplog) -> None:
+    folder = folders.FOLDERS[name](tmp_path / "model")
+    codec = codec_of(folder)
+    if not (folder / "tokenizer.json").exists():
+        return
+    stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stored.no_padding()
+    stored.no_truncation()
+    texts = [" the dog", "12345", "e\u0301 \u00e9", "Hello  world\n"]
+    same = all(codec.encode_bare(text) == stored.encode(text, add_special_tokens=False).ids for text in texts)
+    assert same or "tokenizer.json; for the latter" in caplog.text
 
 
 def test_a_system_message_comes_first_and_once() -> None:

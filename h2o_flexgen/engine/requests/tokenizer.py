@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib.util import find_spec
@@ -12,6 +13,8 @@ from typing import Any
 from h2o_flexgen.engine.requests.gguf_tokenizer import gguf_tokenizer
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.errors import ModelError, UsageError
+
+log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -178,6 +181,11 @@ Offsets = Callable[[str, bool], list[tuple[int, int]]]
 
 _CONTEXT = 16  # tokens
 _ANSWER = "Indeed it is."
+_PROBES = (
+    "Hello world", " a", "two  spaces\n\n  and lines\n", "don't WE'LL", "12345 x1", "(x) == y_z;", "e\u0301 \u00e9",
+    "你好，мир", "\U0001f600", "",
+)  # fmt: skip
+"""Texts in which tokenizers differ."""
 _UNKNOWN = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
 
 
@@ -285,6 +293,7 @@ class TextCodec:
     def _auto(cls, folder: Path) -> TextCodec:
         require_sentencepiece(folder)
         tokenizer = _transformed(folder)
+        _warn_of_others(folder, tokenizer)
 
         def encode(text: str, special: bool = True) -> list[int]:
             # Not verbose: the length is checked against the model, not against what the tokenizer's file says of it.
@@ -302,6 +311,33 @@ class TextCodec:
             getattr(tokenizer, "backend_tokenizer", None),
             offsets if tokenizer.is_fast else None,
         )
+
+
+def _warn_of_others(folder: Path, tokenizer: Any) -> None:
+    """Warns where transformers' class cuts texts in another way than the folder's tokenizer.json."""
+    if not (folder / "tokenizer.json").exists():
+        return
+    from tokenizers import Tokenizer
+
+    stored = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stored.no_padding()
+    stored.no_truncation()
+    settings = read_json(folder / "tokenizer_config.json")
+    told = any(settings.get(f"add_{word}_token") is not None for word in ("bos", "eos"))
+    for text in _PROBES:
+        # What special tokens are added may be told beside tokenizer.json, how words are cut may not.
+        for special in (False,) if told else (False, True):
+            ids = list(tokenizer(text, add_special_tokens=special, verbose=False).input_ids)
+            other = list(stored.encode(text, add_special_tokens=special).ids)
+            if ids != other:
+                plain = settings.get("tokenizer_class") in _PLAIN_CLASSES
+                change = "have no" if plain else "name tokenizer_class PreTrainedTokenizerFast in its"
+                log.warning(
+                    "the tokenizer in %s cuts %r into %s by its class %s, as transformers does, and into %s by its "
+                    "tokenizer.json; for the latter %s tokenizer_config.json",
+                    folder, text, ids, type(tokenizer).__name__, other, change,
+                )  # fmt: skip
+                return
 
 
 def _transformed(folder: Path) -> Any:
