@@ -24,9 +24,10 @@ from h2o_flexgen.checkpoint.quantized import (
 from h2o_flexgen.checkpoint.shards import Shards
 from h2o_flexgen.checkpoint.source import WEIGHT_DTYPES
 from h2o_flexgen.checkpoint.tables import Entry
+from h2o_flexgen.checkpoint.wanted import LAYER, Range, Wanted
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.models.quantized import Quantization
+from h2o_flexgen.models.quantized import SETTINGS_FILES, Quantization
 from h2o_flexgen.models.stored import Stored
 
 log = logging.getLogger(__name__)
@@ -44,10 +45,6 @@ _QUANTISED = re.compile(
 
 Tables = Mapping[str, Mapping[str, Entry]]
 """Shard name -> tensor name -> where it is."""
-
-
-Range = tuple[int, int]
-"""[start, stop)"""
 
 
 class FileTensor(NamedTuple):
@@ -128,6 +125,7 @@ class Binding:
         self._ignored = ignored
         self._tied_heads = {name: Stored(name) for name in _TIED_HEADS if spec.arch.tied_head}
         self._vocab_shape = (spec.vocab_size, spec.embed_dim)
+        self._layers = spec.num_layers
         self.problems = problems
         self.tied_copy: tuple[str, FileTensor] | None = None
         self._tables: Tables = {}
@@ -155,11 +153,12 @@ class Binding:
                 self._where.setdefault(stored, []).append(shard)
         self._check_index(shards)
         lost = {stored for stored, shard in (shards.index or {}).items() if shard not in tables}
+        surplus = self._surplus_layers()
         packed = self._claim_packed(lost)
-        quantised = {stored: None for stored in self._where if self._is_quantised(stored)}
+        quantised = {stored: None for stored in self._where if stored not in surplus and self._is_quantised(stored)}
         self._note_quantised(list(quantised))
         for stored, holders in self._where.items():
-            if self._is_ignored(stored) or stored in quantised or stored in packed:
+            if self._is_ignored(stored) or stored in quantised or stored in packed or stored in surplus:
                 continue
             if len(holders) > 1:
                 self.problems.add(f"tensor {stored!r} is in {' and in '.join(holders)}")
@@ -180,6 +179,22 @@ class Binding:
         elif shards.index is not None:
             self._check_missing(lost)
         return tensors
+
+    def _surplus_layers(self) -> set[str]:
+        """The tensors of layers behind the last that config.json asks for, which are left alone, with a warning."""
+        layers: dict[int, list[str]] = {}
+        for stored in self._where:
+            found = LAYER.match(stored)
+            if found and found[1] in self._wanted.stems and int(found[2]) >= self._layers:
+                layers.setdefault(int(found[2]), []).append(stored)
+        if layers:
+            log.warning(
+                "%s of the checkpoint %s not read: config.json has num_hidden_layers %d",
+                _numbered("layer", sorted(layers)),
+                "is" if len(layers) == 1 else "are",
+                self._layers,
+            )
+        return {stored for names in layers.values() for stored in names}
 
     def _entry(self, stored: str) -> Entry:
         """Tensor `stored` in the first shard that has it."""
@@ -285,8 +300,9 @@ class Binding:
         if stored:
             more = f" and {len(stored) - 1} more are" if len(stored) > 1 else " is"
             self.problems.add(
-                f"tensor {stored[0]!r}{more} of quantised weights, which are not read: "
-                f"use the model's checkpoint in {', '.join(WEIGHT_DTYPES)}"
+                f"tensor {stored[0]!r}{more} of quantised weights, which are not read: nothing says how they are "
+                f"stored. Put the quantiser's settings into quantization_config in config.json, or its "
+                f"{SETTINGS_FILES[0]} beside it; or use the model's checkpoint in {', '.join(WEIGHT_DTYPES)}"
             )
 
     def _check_index(self, shards: Shards) -> None:
@@ -315,8 +331,28 @@ class Binding:
         for name, options in self._wanted.options.items():
             if name not in self._found and not excused.intersection(option.name for option in options):
                 missing.setdefault(options[0].name, []).append(name)
+        layers = self._absent_layers(set(missing))
+        if layers:
+            self.problems.add(
+                f"{_numbered('layer', layers)} {'is' if len(layers) == 1 else 'are'} missing: "
+                f"config.json has num_hidden_layers {self._layers}",
+                download=True,
+            )
         for stored, names in missing.items():
-            self.problems.add(f"tensor {stored!r} ({', '.join(names)}) is missing", download=True)
+            found = LAYER.match(stored)
+            if found is None or int(found[2]) not in layers:
+                shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+                self.problems.add(f"tensor {stored!r} ({shown}) is missing", download=True)
+
+    def _absent_layers(self, missing: set[str]) -> list[int]:
+        """The layers of which nothing is there."""
+        wanted: dict[int, bool] = {}
+        for name, options in self._wanted.options.items():
+            found = LAYER.match(name)
+            if found is not None:
+                absent = name not in self._found and options[0].name in missing
+                wanted[int(found[2])] = wanted.get(int(found[2]), True) and absent
+        return [layer for layer, absent in wanted.items() if absent]
 
 
 def _expert_of(
@@ -396,6 +432,18 @@ class MatrixParts(NamedTuple):
         return PackedTensor(self.matrix, parts, rows, packing, shape)
 
 
+def _numbered(word: str, numbers: Sequence[int]) -> str:
+    """ "layers 2, 3 and 4", "layers 2 to 40"."""
+    if len(numbers) == 1:
+        return f"{word} {numbers[0]}"
+    if len(numbers) > 3 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{word}s {numbers[0]} to {numbers[-1]}"
+    shown = [str(number) for number in numbers]
+    if len(shown) > 8:
+        shown = [*shown[:7], f"{len(shown) - 7} more"]
+    return f"{word}s {', '.join(shown[:-1])} and {shown[-1]}"
+
+
 def _is_zero(entry: Entry) -> bool:
     """Whether it is a small tensor of zeros."""
     data = entry.file.head(entry.nbytes, entry.offset) if entry.nbytes <= _SMALL else b""
@@ -405,66 +453,3 @@ def _is_zero(entry: Entry) -> bool:
 def _is_packed(entries: Mapping[str, Entry]) -> bool:
     """Whether tensors of a module, by their names in it, are a quantised matrix rather than a plain weight."""
     return bool(set(entries) - {"weight"}) or any(entry.dtype in PACKED_DTYPES for entry in entries.values())
-
-
-class Wanted:
-    """The stored tensors that the model of a spec needs, by canonical and by stored names.
-
-    options   canonical name -> where it may be, the usual place first
-    users     name of a stored tensor -> canonical name -> the rows of it that this is
-    shapes    canonical name -> shape
-    """
-
-    def __init__(self, spec: ModelSpec, names: Mapping[str, Sequence[str | Stored]]) -> None:
-        """ValueError where the rows that `names` gives cannot make up the tensors of `spec`."""
-        self.shapes = {tensor.name: tuple(tensor.shape) for group in spec.weight_groups for tensor in group.tensors}
-        self.options: dict[str, tuple[Stored, ...]] = {
-            name: tuple(Stored(option) if isinstance(option, str) else option for option in names[name])
-            for name in self.shapes
-        }
-        self.users: dict[str, dict[str, Stored]] = {}
-        for name, options in self.options.items():
-            for option in options:
-                users = self.users.setdefault(option.name, {})
-                if users.setdefault(name, option) != option:
-                    raise ValueError(f"{name} is two different selections of rows of {option.name!r}")
-                self._check_rows(name, option)
-                if self._shape_for(name, option) != self.shape(option.name):
-                    other = next(iter(users))
-                    raise ValueError(f"{other} and {name} want {option.name!r} in two shapes")
-
-    def shape(self, stored: str) -> tuple[int, ...]:
-        """The shape that tensor `stored` of a checkpoint must have."""
-        name, option = next(iter(self.users[stored].items()))
-        return self._shape_for(name, option)
-
-    def unused(self, stored: str) -> list[Range]:
-        """Rows of tensor `stored` that belong to no tensor of the model, in order."""
-        options = self.users[stored].values()
-        if any(option.spans is None for option in options):
-            return []
-        free, end = [], 0
-        for start, stop in sorted(span for option in options for span in option.spans or ()):
-            if start > end:
-                free.append((end, start))
-            end = max(end, stop)
-        rows = next(iter(options)).rows
-        return [*free, (end, rows)] if end < rows else free
-
-    def numel(self, name: str) -> int:
-        """Numbers in the canonical tensor `name`."""
-        return math.prod(self.shapes[name])
-
-    def _shape_for(self, name: str, option: Stored) -> tuple[int, ...]:
-        shape = self.shapes[name]
-        return option.shape or (shape if option.spans is None else (option.rows, *shape[1:]))
-
-    def _check_rows(self, name: str, option: Stored) -> None:
-        if option.spans is None:
-            return
-        if not all(0 <= start <= stop <= option.rows for start, stop in option.spans):
-            raise ValueError(f"{name}: rows {option.spans} do not lie within the {option.rows} of {option.name!r}")
-        held = sum(stop - start for start, stop in option.spans)
-        needed = self.shapes[name][1 if option.transposed else 0]
-        if held != needed:
-            raise ValueError(f"{name} has {needed} rows, the spans of {option.name!r} hold {held}")

@@ -14,7 +14,7 @@ import torch
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.disk import DirectFile, host_view
 
-_SHOWN = 100
+_SHOWN = 24  # faults: one screen
 _NEEDED = "needed all weights of the model that config.json describes, and no others"
 _DRIVE = re.compile(r"[A-Za-z]:")
 
@@ -58,7 +58,7 @@ class Problems:
         self._download = self._download or download
 
     def raise_any(self, folder: str, needed: str = _NEEDED) -> None:
-        """Raise one ModelError that lists the faults (the first 100 of them), if there are any."""
+        """Raise one ModelError that lists the faults (the first of them), if there are any."""
         if not self.texts:
             return
         shown = self.texts[:_SHOWN]

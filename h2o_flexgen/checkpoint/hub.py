@@ -6,6 +6,7 @@ huggingface_hub is imported only here and only when needed.
 from __future__ import annotations
 
 import errno
+import glob
 import os
 import socket
 import threading
@@ -21,11 +22,12 @@ from h2o_flexgen.checkpoint.files import Problems
 from h2o_flexgen.checkpoint.gguf.config import config_of, not_a_model
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader, part_number, read_header
 from h2o_flexgen.checkpoint.gguf.names import packings_of
-from h2o_flexgen.checkpoint.shards import find_shards, wanted_files
+from h2o_flexgen.checkpoint.shards import find_shards, shards_of, wanted_files
 from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, only_gguf, read_config
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.errors import ModelError, StorageError
+from h2o_flexgen.errors import H2OFlexGenError, ModelError, StorageError
 from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.models.quantized import SETTINGS_FILES
 from h2o_flexgen.registry import suggestion
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -37,6 +39,7 @@ _WAYS_ON = (
 _SIDE_FILES = (
     "config.json",
     "generation_config.json",
+    *SETTINGS_FILES,
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -157,7 +160,20 @@ def _in_folder(
     name: str, folder: Path, origin: Literal["folder", "cache", "hub", "demo"], searched: tuple[str, ...]
 ) -> ResolvedModel:
     tokenizer = folder if any((folder / file).is_file() for file in _TOKENIZER_FILES) else None
-    return ResolvedModel(name, folder, read_config(folder), tokenizer, origin, searched)
+    return ResolvedModel(name, folder, _with_settings(read_config(folder), folder), tokenizer, origin, searched)
+
+
+def _with_settings(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """`config` with the settings of a quantiser from a file of their own, where it has none: AutoGPTQ and AutoAWQ wrote
+    them beside config.json before transformers read them. ModelError for such a file that is torn."""
+    if config.get("quantization_config") or config.get("compression_config"):
+        return config
+    for file in SETTINGS_FILES:
+        if (folder / file).is_file():
+            settings = read_config(folder, file)
+            awq = "w_bit" in settings or "zero_point" in settings
+            return {**config, "quantization_config": {"quant_method": "awq" if awq else "gptq", **settings}}
+    return config
 
 
 def _gguf_file(place: Path) -> Path | None:
@@ -254,9 +270,9 @@ def cached_folder(repo: str, revision: str | None) -> Path | None:
 def download(repo: str, revision: str | None, token: str | None, weights: bool) -> Path:
     """Fetch `repo` into the cache, with a progress bar, and return its snapshot.
 
-    Of the weights (if `weights`) the safetensors files are taken, .bin files only where there are none of those. What
-    is there already is not fetched again. HubFailure when the hub cannot be reached or has no such model, StorageError
-    when the disk is full.
+    Of the weights (if `weights`) the safetensors files are taken, .bin files only where there are none of those, and of
+    an index the files that it names. What is there already is not fetched again. HubFailure when the hub cannot be
+    reached or has no such model, ModelError for an index that cannot be used, StorageError when the disk is full.
     """
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
@@ -267,12 +283,22 @@ def download(repo: str, revision: str | None, token: str | None, weights: bool) 
     try:
         info = HfApi().model_info(repo, revision=revision, timeout=_ANSWER_S, token=token)
         names = [file.rfilename for file in info.siblings or ()]
-        files = wanted_files(names) if weights else ()
-        if weights and not files:
-            raise HubFailure(f"{repo} has neither model.safetensors nor pytorch_model.bin, whole or in shards")
-        wanted = [*files, *(name for name in _SIDE_FILES if name in names)]
-        return Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=wanted))
-    except HubFailure:
+        side = [name for name in _SIDE_FILES if name in names]
+        first = wanted_files(names) if weights else None
+        if weights and first is None:
+            none = f"{repo} has neither model.safetensors nor pytorch_model.bin, whole or in shards"
+            raise HubFailure(none + _instead(names))
+        wanted = side if first is None else [first, *side]
+        folder = Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=_literal(wanted)))
+        if first is not None and first.endswith(".index.json"):
+            shards = shards_of(folder / first)
+            lacking = [name for name in shards if name not in names]
+            if lacking:
+                raise HubFailure(f"{repo} has no {lacking[0]}, which its {first} names")
+            wanted = [*wanted, *shards]
+            folder = Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=_literal(wanted)))
+        return folder
+    except (HubFailure, H2OFlexGenError):
         raise
     except GatedRepoError as error:
         raise HubFailure(f"{repo} is gated: accept its terms on its page and set HF_TOKEN") from error
@@ -287,6 +313,18 @@ def download(repo: str, revision: str | None, token: str | None, weights: bool) 
                 change="free some space, or name another folder with HF_HOME",
             ) from error
         raise HubFailure(f"{type(error).__name__}: {_first_line(error)}") from error
+
+
+def _literal(names: list[str]) -> list[str]:
+    """Patterns that match `names` alone."""
+    return [glob.escape(name) for name in names]
+
+
+def _instead(names: list[str]) -> str:
+    """What a repository without a checkpoint is, where its files tell."""
+    if any(name.startswith("adapter_model.") for name in names):
+        return ": it is a LoRA adapter; merge it into its base model, or run that"
+    return ""
 
 
 def _probe(endpoint: str) -> None:

@@ -1,16 +1,25 @@
-"""Which files of a folder hold the weights, before any of them is opened."""
+"""Which files of a folder hold the weights, before any of them is opened.
+
+As transformers chooses: one file before an index, safetensors before .bin, and of an index the files that it names,
+whatever they are called. Files beside these are left alone, with a warning: they may be another kind of the same model
+(`model.fp16.safetensors`), a part of another one (`value_head.safetensors`), or what is left of an older copy.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from h2o_flexgen.checkpoint.files import CheckpointFile, Problems, name_fault, strict_json
 
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.(safetensors|bin)")
+log = logging.getLogger(__name__)
+
+_NUMBERED = re.compile(r"-\d+-of-\d+\.")  # one of several
 _MAX_INDEX = 64 << 20  # bytes
 # Other tools' files that share the ending: they are never part of the checkpoint that config.json describes.
 _FOREIGN = ("consolidated", "adapter", "optimizer", "scheduler", "training", "rng_state")
@@ -35,16 +44,28 @@ class Shards:
         return tuple(name for name in self.files if name not in self.present)
 
 
-def wanted_files(names: Iterable[str]) -> tuple[str, ...]:
-    """The checkpoint's files among the names of a repository's: safetensors where there are any, else .bin."""
+def wanted_files(names: Iterable[str]) -> str | None:
+    """The file to begin with among the names of a repository's: the weights in one file, or the index of their shards;
+    else the only weight file, whatever its name; None where there is none of these."""
     have = set(names)
     for kind, stem in _LAYOUTS:
-        if f"{stem}.{kind}.index.json" in have:
-            shards = (name for name in have if _SHARD.fullmatch(name) and name.startswith(f"{stem}-"))
-            return (f"{stem}.{kind}.index.json", *sorted(name for name in shards if name.endswith(kind)))
-        if f"{stem}.{kind}" in have:
-            return (f"{stem}.{kind}",)
-    return ()
+        for name in (f"{stem}.{kind}", f"{stem}.{kind}.index.json"):
+            if name in have:
+                return name
+    for kind, _ in _LAYOUTS:
+        mine = [name for name in have if "/" not in name and _is_weight_file(name, kind)]
+        if len(mine) == 1 and not _NUMBERED.search(mine[0]):
+            return mine[0]
+    return None
+
+
+def shards_of(path: Path) -> tuple[str, ...]:
+    """The files that the index at `path` names. ModelError where it cannot be used."""
+    problems = Problems()
+    kind: Kind = "safetensors" if path.name.endswith(".safetensors.index.json") else "bin"
+    weight_map = _read_index(str(path.parent), path.name, kind, problems)
+    problems.raise_any(str(path.parent), "needed the index of the checkpoint's files")
+    return tuple(sorted(set((weight_map or {}).values())))
 
 
 def find_shards(folder: str, problems: Problems) -> Shards | None:
@@ -55,41 +76,55 @@ def find_shards(folder: str, problems: Problems) -> Shards | None:
         problems.add(f"the folder cannot be listed: {error.strerror}")
         return None
     for kind, stem in _LAYOUTS:
-        single, index, weight_map = f"{stem}.{kind}", f"{stem}.{kind}.index.json", None
+        single, index = f"{stem}.{kind}", f"{stem}.{kind}.index.json"
         mine = [name for name in names if _is_weight_file(name, kind)]
-        files: tuple[str, ...] = (single,)
-        if index in names:
+        if single in names:
+            found = Shards(kind, (single,), None, frozenset({single}))
+        elif index in names:
             weight_map = _read_index(folder, index, kind, problems)
             if weight_map is None:
                 return None
             files = tuple(sorted(set(weight_map.values())))
-        elif single not in names:
-            if not mine:
-                continue
-            problems.add(f"{single} and {index} are missing, although there is {_listed(mine)}", download=True)
-            return None
-        found = Shards(kind, files, weight_map, frozenset(files) & frozenset(mine))
-        _note_misfits(found, mine, problems)
+            found = Shards(kind, files, weight_map, frozenset(files) & frozenset(names))
+            for name in found.missing:
+                problems.add(f"{name} is missing, which the index names", download=True)
+        else:
+            continue
+        extra = [name for name in mine if name not in found.files]
+        if extra:
+            log.warning("%s in %s is not read: the weights are in %s", _listed(extra), folder, _listed(found.files))
         return found
-    problems.add("the weights are missing: no model.safetensors, pytorch_model.bin or index of shards", download=True)
+    return _unnamed(folder, names, problems)
+
+
+def _unnamed(folder: str, names: list[str], problems: Problems) -> Shards | None:
+    """The weights of a folder without a file of the usual name: the only weight file, whatever it is called, as those
+    of AutoGPTQ are."""
+    for kind, stem in _LAYOUTS:
+        mine = [name for name in names if _is_weight_file(name, kind)]
+        if len(mine) == 1 and not _NUMBERED.search(mine[0]):
+            log.warning("the weights are read from %s: %s has no %s.%s", mine[0], folder, stem, kind)
+            return Shards(kind, (mine[0],), None, frozenset(mine))
+        if mine:
+            many = f"{stem}.{kind} and {stem}.{kind}.index.json are missing, although there is {_listed(mine)}"
+            change = "" if _NUMBERED.search(mine[0]) else f": rename the one that is the model to {stem}.{kind}"
+            problems.add(many + change, download=not change)
+            return None
+    if "adapter_config.json" in names or any(name.startswith("adapter_model.") for name in names):
+        problems.add(
+            "there is a LoRA adapter (adapter_model) and no model: merge it into its base model elsewhere "
+            "(peft's merge_and_unload, then save_pretrained), or give the base model's folder"
+        )
+    else:
+        none = "the weights are missing: no model.safetensors, pytorch_model.bin or index of shards"
+        problems.add(none, download=True)
     return None
 
 
 def _is_weight_file(name: str, ending: str) -> bool:
     if not name.endswith(f".{ending}") or name.lower().startswith(_FOREIGN):
         return False
-    return ending == "safetensors" or name.startswith("pytorch_model")
-
-
-def _note_misfits(found: Shards, mine: list[str], problems: Problems) -> None:
-    """Notes what is missing of `found`, and what of the folder's weight files does not belong to it."""
-    for name in found.missing:
-        problems.add(f"{name} is missing, which the index names", download=True)
-    extra = [name for name in mine if name not in found.files]
-    if extra:
-        problems.add(
-            f"{_listed(extra)} does not belong to the checkpoint of {_listed(found.files)}: remove one of both"
-        )
+    return ending == "safetensors" or name.startswith(("pytorch_model", "gptq_model-"))
 
 
 def _read_index(folder: str, name: str, ending: str, problems: Problems) -> dict[str, str] | None:

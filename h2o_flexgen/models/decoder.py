@@ -23,7 +23,7 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import WeightGroup
 from h2o_flexgen.kernels import ACTIVATIONS, gated, layer_norm, linear, prefill_attention, rms_norm
 from h2o_flexgen.kernels.experts import PLACE, Choices, Gate, add_experts, expert_place
-from h2o_flexgen.kernels.packed import PackedWeight, look_up
+from h2o_flexgen.kernels.packed import PackedWeight, Weight, look_up
 from h2o_flexgen.models.rotary import Rotary, rotate_both
 
 Weights = Mapping[str, Any]
@@ -67,7 +67,7 @@ def bind(views: Weights) -> dict[str, Any]:
     for fused, names in _FUSED.items():
         for kind in ("weight", "bias"):
             parts = [bound[f"{name}.{kind}"] for name in names if f"{name}.{kind}" in bound]
-            if len(parts) == len(names) and not isinstance(parts[0], PackedWeight) and _adjacent(parts):
+            if len(parts) == len(names) and _adjacent(parts):
                 rows, first = sum(part.shape[0] for part in parts), parts[0]
                 bound[f"{fused}.{kind}"] = first.as_strided((rows, *first.shape[1:]), first.stride())
         if f"{names[0]}.bias" in bound and f"{fused}.bias" not in bound:
@@ -84,8 +84,10 @@ def local_name(name: str) -> str:
     return inner.split(".", 2)[2] if inner.startswith("experts.") else inner
 
 
-def _adjacent(tensors: list[Tensor]) -> bool:
-    return all(
+def _adjacent(weights: list[Weight]) -> bool:
+    """Whether they are tensors back to back. Packed ones are not: any part of a projection may be, each by itself."""
+    tensors = [each for each in weights if not isinstance(each, PackedWeight)]
+    return len(tensors) == len(weights) and all(
         b.data_ptr() == a.data_ptr() + a.numel() * a.element_size()
         and b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
         for a, b in pairwise(tensors)

@@ -27,6 +27,9 @@ ACTIVATIONS: dict[str, Activation] = {
 _LARGEST = 10**15
 """No size in a config is larger, so that what is computed from two of them is finite."""
 
+_DTYPE_WORDS = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
+"""Other words for dtypes: torch's, and people's."""
+
 _SHOWN = 80
 """Characters of a wrong value that an error shows."""
 
@@ -52,7 +55,7 @@ class ConfigReader:
         value = self._value(key, {})
         if not isinstance(value, dict):
             raise self.error(key, "an object")
-        return ConfigReader(value, self.name, f"{self._path}{_shown(key)}.")
+        return ConfigReader(value, self.name, f"{self._path}{shown(key)}.")
 
     def filled(self, **defaults: Any) -> ConfigReader:
         """The same with `defaults` for the keys that have no value."""
@@ -69,16 +72,25 @@ class ConfigReader:
             if self._config.get(key):
                 raise self.error(key, "a model without it: it is not supported")
 
+    def replaced(self, **values: Any) -> ConfigReader:
+        """The same with other `values`."""
+        return ConfigReader({**self._config, **values}, self.name, self._path)
+
+    def others(self, keys: Iterable[str]) -> list[str]:
+        """The keys outside of `keys` that ask for something."""
+        known = set(keys)
+        return [key for key, value in self._config.items() if value and key not in known]
+
     def refuse_others(self, keys: Iterable[str], what: str) -> None:
         """ModelError for a key outside of `keys` that asks for something; `what` is the object that they belong to."""
         known = set(keys)
         for key, value in self._config.items():
             if value and key not in known:
-                raise self._error(_shown(key), value, f"{what} without it: it is not supported")
+                raise self._error(shown(key), value, f"{what} without it: it is not supported")
 
     def whole(self, key: str, default: int | None = None) -> int:
         """A whole number, at least 1; without a default the key has to be there."""
-        value = self._value(key, default)
+        value = _as_int(self._value(key, default))
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
             raise self._error(key, value, f"a whole number, at least 1 and at most {_LARGEST:.0e}")
         return value
@@ -89,7 +101,7 @@ class ConfigReader:
 
     def count(self, key: str, default: int) -> int:
         """A whole number, at least 0."""
-        value = self._value(key, default)
+        value = _as_int(self._value(key, default))
         return value if value == 0 and type(value) is int else self.whole(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -109,10 +121,12 @@ class ConfigReader:
         return tuple(float(x) for x in numbers)
 
     def words(self, key: str, count: int, options: Mapping[str, T]) -> tuple[T, ...]:
-        """The entry of `options` for each of a list of `count` words."""
+        """The entry of `options` for each of the first `count` words of a list: fewer layers may be asked for than are
+        described."""
         values = self._value(key, None)
-        if not isinstance(values, list) or len(values) != count:
+        if not isinstance(values, list) or len(values) < count:
             raise self._error(key, values, f"a list of {count} of {', '.join(options)}")
+        values = values[:count]
         for value in values:
             if not isinstance(value, str) or value not in options:
                 raise self._error(key, value, f"one of {', '.join(options)} for each layer")
@@ -133,19 +147,31 @@ class ConfigReader:
         return options[value]
 
     def token_id(self, key: str, default: int | None) -> int | None:
-        """A token id, or None where the config says null."""
+        """A token id, or None where the config has none; see `token_ids`."""
         ids = self.token_ids(key, default)
         if len(ids) > 1:
             raise self._error(key, list(ids), "one token id")
         return ids[0] if ids else None
 
     def token_ids(self, key: str, default: int | None) -> tuple[int, ...]:
-        """One token id or a list of them; null counts as an empty list."""
+        """One token id or a list of them; null counts as an empty list, and so does what no token of the vocabulary
+        has: -1 is what Llama's first conversions wrote for none, and an id past the end is never chosen."""
         value = self._config.get(key, default)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
+        ids = [_as_int(each) for each in (value if isinstance(value, list) else [] if value is None else [value])]
+        if any(isinstance(item, bool) or not isinstance(item, int) for item in ids):
             raise self._error(key, value, "a token id or a list of them")
-        return tuple(ids)
+        size = _as_int(self._config.get("vocab_size"))
+        end = size if isinstance(size, int) and size > 0 else _LARGEST
+        return tuple(dict.fromkeys(each for each in ids if 0 <= each < end))
+
+    def whole_list(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers, at least 0; empty where it is absent."""
+        values = self._value(key, [])
+        numbers = [_as_int(each) for each in values] if isinstance(values, list) else []
+        sound = all(type(each) is int and each >= 0 for each in numbers)
+        if not isinstance(values, list) or not sound:
+            raise self._error(key, values, "a list of whole numbers")
+        return tuple(numbers)
 
     def special_tokens(self, bos: int | None, eos: int | None, pad: int | None) -> dict[str, Any]:
         """The three of a ModelSpec by its names, from their defaults; without a BOS, EOS starts a sequence."""
@@ -161,6 +187,7 @@ class ConfigReader:
         key = "dtype" if self._config.get("dtype") is not None else "torch_dtype"
         value = self._value(key, default)
         text = value.removeprefix("torch.") if isinstance(value, str) else ""
+        text = _DTYPE_WORDS.get(text, text)
         if text not in DTYPES:
             raise self._error(key, value, f"one of {', '.join(DTYPES)}")
         return text
@@ -180,11 +207,16 @@ class ConfigReader:
         return default if value is None else value
 
     def _error(self, key: str, value: object, needed: str, change: str = "") -> ModelError:
-        shown = repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}..."
-        found = f"{self._path}{key} is {'missing' if value is None else shown} in config.json"
+        text = repr(value) if len(repr(value)) <= _SHOWN else f"{repr(value)[:_SHOWN]}..."
+        found = f"{self._path}{key} is {'missing' if value is None else text} in config.json"
         return ModelError(f"{self.name}: {found}", f"needed {needed}", change)
 
 
-def _shown(key: str) -> str:
+def _as_int(value: Any) -> Any:
+    """A whole number that was written as a float (4096.0) as the whole number; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def shown(key: str) -> str:
     """A key that a file chose, as an error may show it."""
     return key if key.isprintable() and len(key) <= _SHOWN else ascii(key)[:_SHOWN]

@@ -42,7 +42,7 @@ def read_experts(read: ConfigReader, count: int, active: int, ffn_size: int, **s
 
 def dense_layers(read: ConfigReader, layers: int) -> tuple[int, ...]:
     """The layers without experts in the Qwen families: `mlp_only_layers`, and all but every `decoder_sparse_step`th."""
-    listed = read.token_ids("mlp_only_layers", None)
+    listed = read.whole_list("mlp_only_layers")
     step = read.whole("decoder_sparse_step", 1)
     return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
 

@@ -1,23 +1,33 @@
 """The description in config.json of weights that are stored in fewer bits: its quantization_config. No torch.
 
+One policy for this and for all files that people have. What repeats a known fact is taken, under any of the names that
+programs have for it; what contradicts one is refused, with both; a key that is not known is bookkeeping and taken with
+a warning, unless its name says that it changes numbers (`_CHANGES`): then it is refused by name. Which modules are
+packed, and in which shapes, is seen from the tensors, which have to be what the settings say.
+
 Frantar et al. 2022, "GPTQ", arXiv 2210.17323; Lin et al. 2023, "AWQ", arXiv 2306.00978; the keys are those that
-GPTQModel, AutoAWQ, transformers and compressed-tensors write. A key is understood, known to describe only how the
-numbers were found, or refused.
+GPTQModel, AutoAWQ, AutoRound, transformers and compressed-tensors write.
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
-from h2o_flexgen.models.fields import ConfigReader
+from h2o_flexgen.models.fields import ConfigReader, shown
 
 Layout = Literal["gptq", "awq", "packed", "scaled", "mxfp4"]
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+SETTINGS_FILES = ("quantize_config.json", "quant_config.json")
+"""Files beside config.json in which AutoGPTQ and AutoAWQ wrote what transformers keeps in quantization_config."""
 MXFP4 = Packing("e2m1", 32, "e8m0", "none")
 """The experts of gpt-oss."""
 
@@ -52,12 +62,14 @@ class Quantization:
     """The schemes of a checkpoint that `method` made, by the targets of each, and the modules that are left out.
 
     A target is the name of a module, "re:" and a pattern that its name begins with, or "Linear" or "Embedding". Which
-    matrices are really packed is seen from a checkpoint's tensors: plain ones are read as what they are.
+    matrices are really packed is seen from a checkpoint's tensors: plain ones are read as what they are. `in_order`:
+    the first scheme with a target that fits is a module's, whatever kind of target that is.
     """
 
     method: str
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
     ignore: tuple[str, ...] = ()
+    in_order: bool = False
 
     def scheme(self, module: str, kind: Literal["Linear", "Embedding"]) -> Scheme | None:
         """That of `module`; None where quantization_config leaves it out. Names go before patterns before kinds."""
@@ -68,6 +80,8 @@ class Quantization:
             lambda target: _matches(target, module),
             lambda target: target == kind,
         )
+        if self.in_order:
+            tests = (lambda target: _matches(target, module) or target == kind,)
         for test in tests:
             for targets, scheme in self.schemes:
                 if any(test(target) for target in targets):
@@ -84,6 +98,7 @@ def read_quantization(config: Mapping[str, Any], name: str) -> Quantization | No
         return None
     read = ConfigReader(config, name).section(key)
     method = read.values().get("quant_method")
+    method = method.lower().removeprefix("intel/") if isinstance(method, str) else method
     if not isinstance(method, str) or method not in _METHODS:
         change = "name the .gguf file itself" if method == "gguf" else "use the model's checkpoint in 16 bits"
         raise read.error("quant_method", f"one of {', '.join(_METHODS)}", change)
@@ -98,44 +113,129 @@ _TRAINING = (
     "enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps low_gpu_mem_usage amp "
     "autoround_version scale_dtype data_type to_quant_block_names sampler train_bs act_bits act_group_size act_sym "
     "act_dynamic act_data_type super_bits super_group_size do_fuse fuse_max_seq_len modules_to_fuse "
+    "modules_to_not_convert ignored_layers dequantize run_compressed global_compression_ratio version "
+    "observer observer_kwargs zp_dtype actorder "
 )
-"""Keys of GPTQ and AWQ that say how weights were quantised, which were, or how another program should run them."""
+"""Keys that say how weights were quantised, which were, or how another program should run them."""
+
+_CHANGES = re.compile(
+    r"rotat|hadamard|transform|adapter|lora|low_?rank|outlier|spars|codebook|lookup|marlin|kv_cache|permut|svd|residual"
+    r"|smooth|activation|scale|zero|offset|bits|group_size|levels|format|layout|input_|output_|weight",
+    re.IGNORECASE,
+)
+"""What the names of keys that change numbers have in them."""
+
+
+def _repeated(read: ConfigReader, keys: str, default: str, options: Mapping[str, T]) -> T:
+    """The entry of `options` for the values of those of `keys` that are there, which must all say the same."""
+    there = [key for key in keys.split() if key in read] or [keys.split()[0]]
+    found = [read.choice(key, default, options) for key in there]
+    for key, each in zip(there[1:], found[1:], strict=True):
+        if each != found[0]:
+            raise read.error(key, f"the same as {there[0]}, {read.values()[there[0]]!r}")
+    return found[0]
+
+
+def _cased(**options: T) -> dict[str, T]:
+    """`options` in small and large letters."""
+    return {**options, **{key.upper(): value for key, value in options.items()}}
+
+
+def _check_method(read: ConfigReader, *names: str) -> None:
+    """That `method`, which GPTQModel writes beside quant_method, repeats it."""
+    if "method" in read and str(read.values()["method"]).lower() not in names:
+        raise read.error("method", f"the same as quant_method, {names[0]!r}")
+
+
+_PACKING_FORMATS = ("auto_round:auto_gptq", "auto_gptq", "auto_round:gptq", "auto_round:auto_awq", "auto_awq")
 
 
 def _gptq(read: ConfigReader) -> Quantization:
-    _only(read, "gptq", _TRAINING + "bits group_size sym desc_act checkpoint_format format pack_dtype")
+    known = (
+        "bits group_size sym desc_act checkpoint_format format pack_dtype method packing_format dynamic extra_config"
+    )
+    _only(read, "gptq", _TRAINING + known)
+    _check_method(read, "gptq", "auto-round")
     _no_other_activations(read)
-    read.choice("pack_dtype", "int32", {"int32": None})
-    key = "checkpoint_format" if "checkpoint_format" in read else "format"
-    step = read.choice(key, "gptq", {"gptq": 1, "gptq_v2": 0})
+    read.choice("pack_dtype", "int32", {"int32": None, "torch.int32": None})
+    step = _repeated(read, "checkpoint_format format", "gptq", _cased(gptq=1, gptq_v2=0))
+    read.choice("packing_format", _PACKING_FORMATS[0], dict.fromkeys(_PACKING_FORMATS[:3]))
     read.flag("desc_act", False)  # the order of inputs is seen from g_idx
+    others = tuple(_overrides(read, step))
+    last = ((("Linear", "Embedding"), _gptq_scheme(read, step)),)
+    return Quantization("gptq", (*others, *last), in_order=True)
+
+
+def _gptq_scheme(read: ConfigReader, step: int) -> Scheme:
     levels: Literal["uint4", "int8"] = "uint4" if _bits(read, "bits", (4, 8)) == 4 else "int8"
-    scheme = Scheme("gptq", levels, (1, _group(read, "group_size")), read.flag("sym", True), step)
-    return _everywhere("gptq", scheme)
+    return Scheme("gptq", levels, (1, _group(read, "group_size")), read.flag("sym", True), step)
+
+
+def _overrides(read: ConfigReader, step: int) -> Iterator[tuple[tuple[str, ...], Scheme]]:
+    """The modules that GPTQModel's `dynamic` or AutoRound's `extra_config` quantise otherwise, the first that matches
+    first. Rules for modules that are left out are not looked at: these have plain tensors."""
+    for key, plain in (("dynamic", False), ("extra_config", True)):
+        section = read.section(key)
+        if len(section.values()) > _MOST_RULES:
+            raise read.error(key, f"at most {_MOST_RULES} rules")
+        for rule in section.values():
+            own = section.section(rule)
+            if rule.startswith("-:") or own.values().get("bits") in (16, 32):
+                continue
+            _only(own, "gptq", _TRAINING + "bits group_size sym desc_act")
+            target = rule if plain else f"re:{rule.removeprefix('+:')}"
+            _check_pattern(section, rule, target)
+            shared = {each: read.values()[each] for each in ("bits", "group_size", "sym") if each in read}
+            yield (target,), _gptq_scheme(own.filled(**shared), step)
 
 
 def _awq(read: ConfigReader) -> Quantization:
-    known = "bits w_bit group_size q_group_size zero_point version format sym modules_to_not_convert"
-    _only(read, "awq", _TRAINING + known)
+    known = "bits w_bit group_size q_group_size zero_point version format sym checkpoint_format pack_dtype method "
+    _only(read, "awq", _TRAINING + known + "packing_format desc_act extra_config dynamic")
+    _check_method(read, "awq", "auto-round")
     _no_other_activations(read)
-    _bits(read, "w_bit" if "w_bit" in read else "bits", (4,))
-    key = "version" if "version" in read else "format"
-    read.choice(key, "gemm", {"gemm": None, "GEMM": None})
+    read.choice("pack_dtype", "int32", {"int32": None, "torch.int32": None})
+    read.choice("packing_format", _PACKING_FORMATS[3], dict.fromkeys(_PACKING_FORMATS[3:]))
+    for _, other in _overrides(read, 0):
+        if (other.bits, other.block) != (4, (1, _group(read, "group_size"))):
+            raise read.error("dynamic" if "dynamic" in read else "extra_config", "the same bits and groups throughout")
+    for key in ("w_bit", "bits"):
+        if key in read or (key == "bits" and "w_bit" not in read):
+            _bits(read, key, (4,))
+    _repeated(read, "version format checkpoint_format", "gemm", _cased(gemm=None, awq=None))
     if not read.flag("zero_point", True):
         raise read.error("zero_point", "true")
     if read.values().get("backend") == "llm-awq":
         raise read.error("backend", "the layout of AutoAWQ")
     _texts(read, "modules_to_not_convert")
-    group = _group(read, "q_group_size" if "q_group_size" in read else "group_size")
+    key = "q_group_size" if "q_group_size" in read else "group_size"
+    group = _group(read, key)
+    if "group_size" in read and _group(read, "group_size") != group:
+        raise read.error("group_size", f"the same as {key}, {group}")
     return _everywhere("awq", Scheme("awq", "uint4", (1, group), symmetric=False))
 
 
+def _auto_round(read: ConfigReader) -> Quantization:
+    """AutoRound's own name for what it stores in the layouts of others."""
+    stored = read.values().get("packing_format", "auto_round")
+    if stored in _PACKING_FORMATS[3:]:
+        return _awq(read)
+    # The zero points of symmetric matrices show how they are stored; those of others are told by this key alone.
+    if stored not in _PACKING_FORMATS[:2] and not (
+        stored in ("auto_round", _PACKING_FORMATS[2]) and read.flag("sym", True)
+    ):
+        raise read.error("packing_format", f"one of {', '.join(_PACKING_FORMATS)}")
+    return _gptq(read.replaced(packing_format=_PACKING_FORMATS[0]))
+
+
 def _fp8(read: ConfigReader) -> Quantization:
-    known = "quant_method activation_scheme weight_block_size modules_to_not_convert ignored_layers fmt scale_fmt"
-    _only(read, "fp8", known + " dequantize expert_dtype")
+    known = "activation_scheme weight_block_size fmt scale_fmt expert_dtype method format"
+    _only(read, "fp8", _TRAINING + known)
+    _check_method(read, "fp8")
     if read.choice("activation_scheme", "dynamic", {"dynamic": False, "static": True}):
         raise read.error("activation_scheme", "'dynamic': static scales of activations are not used")
     read.choice("fmt", "e4m3", {"e4m3": None, "float8_e4m3fn": None})
+    read.choice("format", "e4m3", {"e4m3": None, "float8_e4m3fn": None, "fp8": None})
     read.choice("scale_fmt", "float", {"float": None, "ue8m0": None})
     read.choice("expert_dtype", "fp8", {"fp8": None})
     for key in ("modules_to_not_convert", "ignored_layers"):
@@ -154,14 +254,17 @@ def packings_of_config(config: Mapping[str, Any], spec: ModelSpec) -> dict[str, 
 
 
 def _mxfp4(read: ConfigReader) -> Quantization:
-    _only(read, "mxfp4", "quant_method modules_to_not_convert")
+    _only(read, "mxfp4", _TRAINING + "method")
+    _check_method(read, "mxfp4")
     _texts(read, "modules_to_not_convert")
     return _everywhere("mxfp4", Scheme("mxfp4", "e2m1", (1, 32)))
 
 
 def _compressed(read: ConfigReader) -> Quantization:
-    known = "quant_method config_groups format ignore quantization_status global_compression_ratio version "
-    _only(read, "compressed-tensors", known + "run_compressed sparsity_config")
+    _only(
+        read, "compressed-tensors", _TRAINING + "config_groups format ignore quantization_status sparsity_config method"
+    )
+    _check_method(read, "compressed-tensors")
     read.choice("quantization_status", "compressed", {"compressed": None, "frozen": None})
     sparse = read.section("sparsity_config")
     if sparse.values():
@@ -174,7 +277,7 @@ def _compressed(read: ConfigReader) -> Quantization:
         stored = group if "format" in group else read
         layouts = dict.fromkeys(("float-quantized", "naive-quantized", "int-quantized"), "scaled")
         layout = stored.choice("format", "", {"pack-quantized": "packed", **layouts})
-        _only(group, "compressed-tensors", "targets weights input_activations output_activations format")
+        _only(group, "compressed-tensors", _TRAINING + "targets weights input_activations output_activations format")
         if not targets or "weights" not in group:
             raise group.error("weights" if targets else "targets", "a group with targets and weights")
         _check_activations(group)
@@ -192,8 +295,8 @@ def _check_activations(group: ConfigReader) -> None:
 
 
 def _compressed_scheme(read: ConfigReader, layout: str) -> Scheme:
-    known = "num_bits type symmetric group_size strategy block_structure dynamic actorder observer observer_kwargs"
-    _only(read, "compressed-tensors", known + " scale_dtype zp_dtype")
+    known = "num_bits type symmetric group_size strategy block_structure dynamic"
+    _only(read, "compressed-tensors", _TRAINING + known)
     read.refuse(["dynamic"])
     if read.choice("type", "int", {"int": False, "float": True}):
         if layout == "packed":
@@ -231,6 +334,7 @@ _METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
     "awq": _awq,
     "fp8": _fp8,
     "mxfp4": _mxfp4,
+    "auto-round": _auto_round,
 }
 
 
@@ -239,8 +343,20 @@ def _everywhere(method: str, scheme: Scheme) -> Quantization:
 
 
 def _only(read: ConfigReader, method: str, known: str) -> None:
-    """ModelError for a key that is not one of `known` and asks for something."""
-    read.refuse_others(known.split(), f"a checkpoint of {method}")
+    """ModelError for a key that is not one of `known`, asks for something and by its name changes numbers; a warning
+    for the other ones."""
+    others = read.others(known.split())
+    read.refuse_others(
+        [*known.split(), *(key for key in others if not _CHANGES.search(key))], f"a checkpoint of {method}"
+    )
+    if others:
+        _tell(read.name, ", ".join(map(shown, others[:5])) + (f" and {len(others) - 5} more" if others[5:] else ""))
+
+
+@cache
+def _tell(name: str, keys: str) -> None:
+    """A warning, once: a config is read several times."""
+    log.warning("%s: %s in quantization_config is not known, and taken for bookkeeping", name, keys)
 
 
 def _no_other_activations(read: ConfigReader) -> None:
@@ -290,6 +406,7 @@ def _texts(read: ConfigReader, key: str) -> tuple[str, ...]:
 
 
 _MOST_PATTERNS = 64
+_MOST_RULES = 4096
 _LONGEST = 200
 _SLOW = re.compile(r"\)\s*[*+?{]|\(\?(?!:)|\\[1-9]")
 """Repeated groups, looks ahead and references back: with those a pattern may take for ever."""
@@ -302,7 +419,15 @@ def _patterns(read: ConfigReader, key: str) -> tuple[str, ...]:
     patterns = [text.removeprefix("re:") for text in texts if text.startswith("re:")]
     if len(patterns) > _MOST_PATTERNS:
         raise read.error(key, f"at most {_MOST_PATTERNS} patterns")
-    for pattern in patterns:
+    for text in texts:
+        _check_pattern(read, key, text)
+    return texts
+
+
+def _check_pattern(read: ConfigReader, key: str, text: str) -> None:
+    """ModelError for a pattern, of those that "re:" begins, that is not safe to search for."""
+    if text.startswith("re:"):
+        pattern = text.removeprefix("re:")
         many = len(_REPEATED.findall(pattern)) > 4 or pattern.count("(") > 3
         if many or len(pattern) > _LONGEST or _SLOW.search(pattern):
             what = "4 repetitions and 3 groups, none of them repeated"
@@ -311,7 +436,6 @@ def _patterns(read: ConfigReader, key: str) -> tuple[str, ...]:
             _compiled(pattern)
         except (re.error, OverflowError, RecursionError) as error:
             raise read.error(key, f"regular expressions ({error})") from error
-    return texts
 
 
 @cache

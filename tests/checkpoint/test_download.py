@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -79,19 +80,21 @@ def test_a_proxy_for_everything_has_to_answer(asked: list[object], monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("names", "wanted"),
+    ("names", "first"),
     [
-        (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
-        ([INDEX, "model-00001-of-00001.safetensors", "x/model-00001-of-00001.safetensors", "consolidated.safetensors"],
-         [INDEX, "model-00001-of-00001.safetensors"]),
-        (["pytorch_model.bin", "tf_model.h5"], ["pytorch_model.bin"]),
-        (["pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin", "flax_model.msgpack"],
-         ["pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin"]),
-        (["tf_model.h5"], []),
+        (["model.safetensors", "pytorch_model.bin"], "model.safetensors"),
+        ([INDEX, "model.safetensors", "value_head.safetensors"], "model.safetensors"),
+        ([INDEX, "model-00001-of-000001.safetensors", "x/model.safetensors", "consolidated.safetensors"], INDEX),
+        (["pytorch_model.bin", "tf_model.h5", "model.fp16.safetensors"], "pytorch_model.bin"),
+        (["pytorch_model.bin.index.json", "part-a.bin", "flax_model.msgpack"], "pytorch_model.bin.index.json"),
+        (["gptq_model-4bit-128g.safetensors", "training_args.bin", "optimizer.pt"], "gptq_model-4bit-128g.safetensors"),
+        (["model-00001-of-00002.safetensors"], None),
+        (["adapter_model.safetensors", "adapter_config.json"], None),
+        (["tf_model.h5", "original/model.safetensors"], None),
     ],
-)  # fmt: skip
-def test_which_files_are_fetched(names: list[str], wanted: list[str]) -> None:
-    assert list(wanted_files(names)) == wanted
+)
+def test_which_file_is_fetched_first(names: list[str], first: str | None) -> None:
+    assert wanted_files(names) == first
 
 
 class _Hub(BaseHTTPRequestHandler):
@@ -121,7 +124,7 @@ class _Hub(BaseHTTPRequestHandler):
             info = {"id": "me/mine", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
             self._send(json.dumps(info).encode(), Content_Type="application/json")
         else:
-            name = path.rpartition("/")[2]
+            name = urllib.parse.unquote(path.rpartition("/")[2])
             if self.command == "GET":
                 self.fetched.append(name)
             data = (self.folder / name).read_bytes()
@@ -133,6 +136,18 @@ class _Hub(BaseHTTPRequestHandler):
         """Quiet."""
 
 
+def _rename_shards(folder: Path) -> None:
+    """Shards as R1-Distill's repositories call them, and one of a name of its own."""
+    text = (folder / INDEX).read_text()
+    for old, new in (
+        ("model-00001-of-00002", "model-00001-of-000002"),
+        ("model-00002-of-00002", "second[half]"),
+    ):
+        (folder / f"{old}.safetensors").rename(folder / f"{new}.safetensors")
+        text = text.replace(old, new)
+    (folder / INDEX).write_text(text)
+
+
 @pytest.fixture
 def fake_hub(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
     folder = tmp_path / "served"
@@ -142,6 +157,8 @@ def fake_hub(tmp_path: Path) -> Iterator[ThreadingHTTPServer]:
         (folder / name).write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"old")
     write_shards(folder, weights(make_spec()))
+    _rename_shards(folder)
+    (folder / "value_head.safetensors").write_bytes(b"another")
     handler = type("Hub", (_Hub,), {"folder": folder, "fetched": []})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -171,7 +188,8 @@ def test_a_download_takes_what_is_needed_and_is_found_again(
     folder = tmp_path / "cache" / "models--me--mine" / "snapshots" / COMMIT
     assert (found.origin, found.folder, found.tokenizer_folder) == ("hub", folder, folder)
     assert (again.origin, again.folder) == ("cache", folder)
-    names = {path.name for path in (tmp_path / "served").iterdir()} - {"README.md", "model.py", "pytorch_model.bin"}
+    left = {"README.md", "model.py", "pytorch_model.bin", "value_head.safetensors"}
+    names = {path.name for path in (tmp_path / "served").iterdir()} - left
     assert {path.name for path in folder.iterdir()} == names
 
 

@@ -155,8 +155,8 @@ def test_a_truncated_file(tmp_path: Path) -> None:
             open_folder(tmp_path)
 
 
-def _config(method: str, **changes: Any) -> dict[str, Any]:
-    config = json.loads(json.dumps(FORMATS[method].config))
+def _config(form: str, /, **changes: Any) -> dict[str, Any]:
+    config = json.loads(json.dumps(FORMATS[form].config))
     group = config.get("config_groups", {}).get("group_0", {})
     for key, value in changes.items():
         (group.get("weights", {}) if key.startswith("weights_") else config)[key.removeprefix("weights_")] = value
@@ -179,12 +179,26 @@ def _config(method: str, **changes: Any) -> dict[str, Any]:
         (_config("gptq", group_size=-2), "group_size is -2"),
         (_config("gptq", checkpoint_format="marlin"), "checkpoint_format is 'marlin'"),
         (_config("gptq", is_marlin_format=True), "is_marlin_format is True in config.json. needed a checkpoint of"),
-        (_config("gptq", dynamic={".*": {"bits": 8}}), "dynamic is {'.*'"),
+        (_config("gptq", dynamic={".*": {"bits": 3}}), "dynamic..*.bits is 3 in config.json. needed 4 or 8"),
+        (_config("gptq", dynamic={"+:(a+)+b": {"bits": 8}}), "needed patterns of at most"),
+        (_config("gptq", dynamic={".*": {"rotation": "x"}}), "dynamic..*.rotation is 'x'"),
+        (_config("gptq", dynamic=[1]), "dynamic is [1]"),
+        (_config("gptq", method="awq"), "method is 'awq' in config.json. needed the same as quant_method, 'gptq'"),
+        (_config("gptq", checkpoint_format="gptq", format="gptq_v2"), "format is 'gptq_v2' in config.json. needed the"),
+        (_config("gptq", packing_format="auto_round:auto_awq"), "packing_format is 'auto_round:auto_awq'"),
+        (_config("gptq", quant_method="auto-round", packing_format="auto_round:exl"), "packing_format is 'auto_round:"),
+        (_config("gptq", quant_method="auto-round", sym=False), "packing_format is missing in config.json"),
+        (_config("gptq", adapter={"rank": 64}), "adapter is {'rank': 64}"),
+        (_config("awq", method="gptq"), "method is 'gptq'"),
+        (_config("awq", checkpoint_format="gptq"), "checkpoint_format is 'gptq'"),
+        (_config("awq", q_group_size=64), "group_size is 32 in config.json. needed the same as q_group_size, 64"),
+        (_config("awq", w_bit=8), "w_bit is 8"),
+        (_config("awq", extra_config={"a": {"bits": 8}}), "extra_config is {'a'"),
         (_config("gptq", pack_dtype="int64"), "pack_dtype is 'int64'"),
         (_config("gptq", act_bits=8), "act_bits is 8"),
         (_config("gptq", rotation="hadamard"), "rotation is 'hadamard' in config.json. needed a checkpoint of gptq"),
-        (_config("gptq", **{"x" * 500: 1}), "'" + "x" * 79 + " is 1"),
-        (_config("gptq", **{"a\nb": 1}), "'a\\nb' is 1"),
+        (_config("gptq", **{"rotation" * 50: 1}), "'" + ("rotation" * 50)[:79] + " is 1"),
+        (_config("gptq", **{"rotation\nb": 1}), "'rotation\\nb' is 1"),
         (_config("awq", bits=8), "bits is 8 in config.json. needed 4"),
         (_config("awq", version="gemv"), "version is 'gemv'"),
         (_config("awq", zero_point=False), "zero_point is False"),
@@ -214,7 +228,7 @@ def _config(method: str, **changes: Any) -> dict[str, Any]:
         (_config("packed 4", weights_strategy="channel"), "weights.group_size is 32 in config.json. needed no size"),
         (_config("packed 4", weights_group_size=24), "weights.group_size is 24"),
         (_config("packed 4", weights_dynamic=True), "weights.dynamic is True"),
-        (_config("packed 4", weights_novel=1), "weights.novel is 1 in config.json. needed a checkpoint of compressed"),
+        (_config("packed 4", weights_novel_scale=1), "weights.novel_scale is 1 in config.json. needed"),
         (_config("float block", weights_block_structure=None), "weights.block_structure is missing"),
         (_config("float block", weights_symmetric=False), "weights.symmetric is False"),
         (_config("int8", weights_num_bits=4), "weights.num_bits is 4 in config.json. needed 8"),
@@ -235,6 +249,47 @@ def test_configs_that_are_not_understood(config: object, fault: str) -> None:
         spec_from_config({**CONFIG, "quantization_config": config}, "tiny")
     assert fault in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("gptq", {"method": "gptq", "quant_lm_head": False, "vram_strategy": "exclusive", "offload_to_disk": True}),
+        ("gptq", {"checkpoint_format": "gptq", "format": "GPTQ", "gptaq": {"alpha": 0.25}, "mock_quantization": True}),
+        ("gptq", {"dynamic": {"-:.*lm_head.*": {}, "-:^(?!.*x)a": {}}, "dense_vram_strategy": {"devices": ["cpu"]}}),
+        ("gptq", {"packing_format": "auto_round:auto_gptq", "autoround_version": "0.9", "nblocks": 1, "\nb": 1}),
+        ("gptq", {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int"}),
+        ("gptq zeros", {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}),
+        ("gptq", {"quant_method": "intel/auto-round", "extra_config": {"lm_head": {"bits": 16}}}),
+        ("awq", {"method": "awq", "format": "gemm", "checkpoint_format": "gemm", "pack_dtype": "int32", "sym": True}),
+        ("awq", {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "version": None}),
+        ("awq", {"quant_method": "AWQ", "w_bit": 4, "q_group_size": 32, "modules_to_not_convert": ["lm_head"]}),
+        ("fp8 128", {"modules_to_not_convert": ["lm_head"], "ignored_layers": None, "method": "fp8", "novel": 1}),
+        ("packed 4", {"run_compressed": True, "novel": {"a": 1}, "producer": "llmcompressor 1.0"}),
+    ],
+)
+def test_keys_that_only_repeat(name: str, more: dict[str, Any]) -> None:
+    """Whatever newer writers add: the same schemes as without it."""
+    plain = read_quantization({"quantization_config": _config(name)}, "x")
+    found = read_quantization({"quantization_config": {**_config(name), **more}}, "x")
+    assert plain is not None
+    assert found is not None
+    assert (found.schemes, found.ignore) == (plain.schemes, plain.ignore)
+
+
+def test_rules_for_some_modules() -> None:
+    """GPTQModel's `dynamic`: the first rule that fits a module's name from its beginning counts."""
+    rules = {"-:.*q_proj": {}, "+:.*layers\\.0\\.mlp.*": {"bits": 8, "group_size": 64}, ".*mlp.*": {"sym": False}}
+    found = read_quantization({"quantization_config": _config("gptq", dynamic=rules)}, "x")
+    assert found is not None
+    usual = found.scheme("model.layers.0.self_attn.k_proj", "Linear")
+    first, second = found.scheme(UP, "Linear"), found.scheme("model.layers.10.mlp.up_proj", "Linear")
+    assert usual is not None
+    assert first is not None
+    assert second is not None
+    assert (usual.bits, usual.block, usual.symmetric) == (4, (1, 32), True)
+    assert (first.bits, first.block, first.symmetric) == (8, (1, 64), True)
+    assert (second.bits, second.block, second.symmetric) == (4, (1, 32), False)
 
 
 @pytest.mark.parametrize(

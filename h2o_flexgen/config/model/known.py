@@ -79,13 +79,13 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config.json in `folder`, less `auto_map`; ModelError where it is missing, torn or not a JSON object.
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """The file `name` in `folder`, less `auto_map`; ModelError where it is missing, torn or not a JSON object.
 
     The file is not trusted: it may be a pipe, endless, or nested too deeply.
     """
-    path = folder / "config.json"
-    needed = "needed the config.json that belongs to the weights"
+    path = folder / name
+    needed = f"needed the {name} that belongs to the weights"
     try:
         text = _head(path)
     except OSError as error:

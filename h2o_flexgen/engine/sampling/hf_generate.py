@@ -207,8 +207,16 @@ def _stored(folder: Path | None) -> tuple[dict[str, Any], str]:
             raise ModelError(f"{path} cannot be read: {error}", "needed JSON", "download it again") from error
         if not isinstance(said, dict):
             raise ModelError(f"{path} is not a JSON object", "needed generation settings", "download it again")
-        return _of_object(said), name
+        return {key: value for key, value in _of_object(said).items() if not (key in _IDS and _is_none(value))}, name
     return {}, ""
+
+
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def _is_none(value: Any) -> bool:
+    """Whether no token has this id: old conversions wrote -1 for none."""
+    return isinstance(value, int) and value < 0
 
 
 def _refuse(values: Mapping[str, Any], arguments: Mapping[str, Any], passed: Mapping[str, Any], origin: str) -> None:
