@@ -42,7 +42,7 @@ def spec_from_config(read: ConfigReader) -> ModelSpec:
 
 def _turned(read: ConfigReader, layers: int) -> list[bool]:
     """Of each layer, whether it has rotary positions."""
-    listed = read.token_ids("no_rope_layers", None)
+    listed = read.whole_list("no_rope_layers")
     if "no_rope_layers" not in read:
         interval = read.whole("no_rope_layer_interval", 4)
         return [(layer + 1) % interval != 0 for layer in range(layers)]
