@@ -119,15 +119,17 @@ def simulate(model: CostModel, steps: int | None = None) -> Simulation:
 
 
 def _executed(model: CostModel, steps: tuple[int, ...], *, trace: bool) -> SimulatedExecutor:
-    """The first steps of the schedule, with the prices of `steps`."""
+    """The first steps of the schedule, with the prices of `steps`; nothing is read ahead in the last step of all."""
     run = SimulatedExecutor(model, steps, trace=trace)
+    ends = bool(model.shape.streamed) and steps[-1] == model.steps - 1
 
     def chosen(step: int, unit: UnitSpec) -> list[int]:
         return model.chosen(steps[min(step, len(steps) - 1)], unit)
 
     run.run(
         takewhile(
-            lambda tick: tick.compute is None or tick.compute.step < len(steps), zigzag(model.shape, chosen=chosen)
+            lambda tick: tick.compute is None or tick.compute.step < len(steps),
+            zigzag(model.shape, last=lambda step: ends and step == len(steps) - 1, chosen=chosen),
         )
     )
     return run
@@ -166,29 +168,32 @@ class _SampledSteps(NamedTuple):
 
     opening: the first decode steps, which stand for themselves. typical: later ones without a rewrite; the steps
     between them are interpolated. rewrite: one in which caches are written home and those that feel it; they stand for
-    all of their kind.
+    all of their kind. closing: the last of all, which reads nothing ahead and stands for itself; none where no weights
+    are read.
     """
 
     opening: tuple[int, ...]
     typical: tuple[int, ...]
     rewrite: tuple[int, ...] = ()
+    closing: tuple[int, ...] = ()
 
     @property
     def steps(self) -> tuple[int, ...]:
-        return tuple(sorted({0, *self.opening, *self.typical, *self.rewrite}))
+        return tuple(sorted({0, *self.opening, *self.typical, *self.rewrite, *self.closing}))
 
     def weights(self, steps: int) -> dict[int, float]:
         """How many of all `steps` each simulated one stands for."""
         weights = dict.fromkeys(self.steps, 0.0)
-        for step in (0, *self.opening):
+        for step in (0, *self.opening, *self.closing):
             weights[step] += 1
+        steps -= len(self.closing)
         first = len(self.opening) + 1
         if len(self.typical) == 1:
             weights[self.typical[0]] += steps - first
         else:
             for step in range(first, steps):
                 self._add(weights, step, 1.0)
-        rewrites = len(range(REWRITE_EVERY, steps - 1, REWRITE_EVERY))
+        rewrites = len(range(REWRITE_EVERY, steps - 1 + len(self.closing), REWRITE_EVERY))
         for step in self.rewrite:
             weights[step] += rewrites
             self._add(weights, step, -rewrites)
@@ -213,7 +218,7 @@ def _sample(model: CostModel) -> _SampledSteps:
     Caches that move are written home after the prompt and at rewrites, and reads wait for that: one step is held up,
     and in the next the link is ahead with what it read meanwhile. A typical step then has half as many new tokens to
     apply as there can be. Where steps are recorded, those before the first that is only launched stand for themselves,
-    as do those in which reads of several units ahead get into their rhythm.
+    as do those in which reads of several units ahead get into their rhythm, and the last of all where weights are read.
     """
     last, moves = model.steps - 1, bool(model.shape.cache_moves)
     alone = FIRST_REPLAYED - 1 if model.recorded else 2 if moves else 1
@@ -221,13 +226,15 @@ def _sample(model: CostModel) -> _SampledSteps:
         alone = max(alone, model.policy.lookahead + 1)
     if last <= max(5 if moves else 0, alone + 2):
         return _SampledSteps(tuple(range(1, last)), (last,) if last else ())
+    closing = (last,) if model.shape.streamed else ()
+    end = last - len(closing)
     usual = REWRITE_EVERY // 2 if moves else alone + 1
-    typical = {min(usual, last)}
+    typical = {min(usual, end)}
     if model.compute_tier == "gpu" and any(model.held(layer, 1) < model.held(layer, last) for layer in model.kinds):
         every = REWRITE_EVERY if moves else 1
-        typical |= {step - (step - usual) % every for step in (last // 2, last) if step > usual}
-    rewrite = range(REWRITE_EVERY, min(REWRITE_EVERY + 2, last) + 1) if moves and last > REWRITE_EVERY else ()
-    return _SampledSteps(tuple(range(1, alone + 1)), tuple(sorted(typical)), tuple(rewrite))
+        typical |= {step - (step - usual) % every for step in (last // 2, end) if step > usual}
+    rewrite = range(REWRITE_EVERY, min(REWRITE_EVERY + 2, end) + 1) if moves and last > REWRITE_EVERY else ()
+    return _SampledSteps(tuple(range(1, alone + 1)), tuple(sorted(typical)), tuple(rewrite), closing)
 
 
 @dataclass(frozen=True)

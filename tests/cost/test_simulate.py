@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.config.eviction import EvictionConfig
@@ -25,6 +25,7 @@ from tests.cost.machines import LINKS, TINY, asked, known, model_of, on, profile
 from tests.cost.plans import EVICTIONS, machines, plans
 from tests.oracles.traffic import planned_bytes
 
+THIRDS = {"gpu": 1 / 3, "cpu": 1 / 3, "disk": 1 / 3}
 UNTIED = replace(TINY, num_layers=1, arch=replace(TINY.arch, tied_head=False))
 
 
@@ -177,6 +178,32 @@ def test_what_is_used_is_there_and_no_more_copies_than_stated(
         assert alive <= model.policy.lookahead + 1
 
 
+def _slow_links(**bytes_per_s: float) -> dict[str, LinkRate]:
+    return {name.replace("_", "->"): LinkRate(speed, latency_s=1e-5) for name, speed in bytes_per_s.items()}
+
+
+# Reads ahead that share their links with caches: a last step that still makes them takes longer by more than they do.
+@example(
+    (OffloadPolicy(2, 4, {"gpu": 0.5, "disk": 0.5}, {"gpu": 0.5, "disk": 0.5}, THIRDS, lookahead=2), "gpu"),
+    EvictionConfig("h2o", budget=10),
+    26,
+    profile(
+        links=_slow_links(cpu_gpu=1e6, gpu_cpu=1e7, cpu_disk=1e8, disk_cpu=1e6),
+        slowdown={
+            "compute": {"disk->cpu": 1.2, "cpu->disk": 1.4},
+            "disk->cpu": {"compute": 1.1, "cpu->disk": 1.7},
+        },
+    ),
+)
+@example(
+    (OffloadPolicy(1, 4, THIRDS, {"disk": 1.0}, {"gpu": 0.2, "cpu": 0.6, "disk": 0.2}, lookahead=3), "gpu"),
+    EvictionConfig("h2o", budget=10),
+    18,
+    profile(
+        links=_slow_links(cpu_gpu=1e6, gpu_cpu=1e8, cpu_disk=1e7, disk_cpu=1e6),
+        slowdown={"cpu->disk": {"disk->cpu": 2.0}, "gpu->cpu": {"cpu->gpu": 1.3}},
+    ),
+)
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(plans(), EVICTIONS, st.integers(5, 60), machines())
