@@ -19,6 +19,7 @@ from tqdm import tqdm
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.chat import chat_text
+from h2o_flexgen.engine.sampling.hf_generate import REFUSED, WITHOUT_EFFECT
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.planning.llm import LLM
 
@@ -175,8 +176,16 @@ class H2OFlexGenLM(TemplateLM):
 
 
 def _sampling(asked: dict[str, Any]) -> SamplingParams:
-    """The settings of a request, as the harness has normalised them."""
-    settings = {name: value for name, value in asked.items() if name not in ("until", "max_gen_toks", "temperature")}
+    """The settings of a request, as the harness has normalised them: those that ask for nothing are passed over.
+
+    UsageError for what is not offered.
+    """
+    own = ("until", "max_gen_toks", "temperature", *WITHOUT_EFFECT)
+    settings = {name: value for name, value in asked.items() if name not in own and value is not None}
+    for name in REFUSED.keys() & settings.keys():
+        value = settings.pop(name)
+        if value not in REFUSED[name]:
+            raise UsageError(f"{name}={value!r} is asked for, and this engine does not offer it", change="leave it out")
     if settings.get("do_sample"):
         settings["temperature"] = asked.get("temperature", 1.0)
     stops = tuple(stop for stop in asked.get("until", ()) if stop)

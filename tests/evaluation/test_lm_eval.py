@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2o_flexgen.lm_eval as launcher
+from h2o_flexgen.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "h2o_flexgen/data/demo"
@@ -112,3 +113,16 @@ def test_with_the_full_cache_likelihoods_are_transformers() -> None:
             rows = model(torch.tensor([ids])).logits[0, before - 1 : -1].log_softmax(-1)
         assert logprob == pytest.approx(rows.gather(1, torch.tensor(ids[before:])[:, None]).sum().item(), abs=1e-4)
         assert greedy == (rows.argmax(-1).tolist() == ids[before:])
+
+
+def test_settings_of_a_task_that_ask_for_nothing_are_passed_over_and_others_refused() -> None:
+    pytest.importorskip("lm_eval")
+    from h2o_flexgen.evaluation.lm_eval import _sampling
+
+    asked = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False, "temperature": 0.0}
+    idle = {"num_beams": 1, "top_p": 1.0, "use_cache": True, "early_stopping": False, "guidance_scale": 1, "seed": None}
+    assert _sampling({**asked, **idle}) == _sampling(asked)
+    with pytest.raises(UsageError, match="num_beams=4"):
+        _sampling({**asked, "num_beams": 4})
+    with pytest.raises(UsageError, match="'num_beems' is not a generation setting"):
+        _sampling({**asked, "num_beems": 1})
