@@ -217,6 +217,7 @@ def request_format(
         model.dummy,
         doubled,
         arguments.served_model_name,
+        None if arguments.engine.eviction.rolling_positions else model.spec.max_positions,
     )
 
 
