@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.model.modules import ModuleSpec
@@ -22,6 +23,7 @@ from h2o_flexgen.models import (
     mistral,
     mixtral,
     mixture,
+    nested,
     olmo2,
     olmo3,
     olmoe,
@@ -98,6 +100,10 @@ def spec_from_config(config: Mapping[str, Any], name: str, impl: str = "native")
     `impl`: "native" for the families here, "transformers" for transformers' own modules, which are imported, or "auto"
     for these where there is no family.
     """
+    text = nested.text_config(config, name) if impl != "transformers" else None
+    if text is not None and text["model_type"] in FAMILIES:
+        spec = spec_from_config(text, name)
+        return replace(spec, arch=replace(spec.arch, nested=True))
     kind = config.get("model_type")
     if isinstance(kind, str) and (impl == "transformers" or (impl == "auto" and kind not in FAMILIES)):
         return _spec_of_modules(config, name)
@@ -132,7 +138,8 @@ def checkpoint_names(spec: ModelSpec) -> Names:
         from h2o_flexgen.models.hf import names
 
         return names.checkpoint_names(spec)
-    return FAMILIES.get(spec.arch.family).checkpoint_names(spec)
+    found = FAMILIES.get(spec.arch.family).checkpoint_names(spec)
+    return nested.within(found) if spec.arch.nested else found
 
 
 def ignored_names(spec: ModelSpec) -> tuple[str, ...]:
@@ -141,4 +148,4 @@ def ignored_names(spec: ModelSpec) -> tuple[str, ...]:
         from h2o_flexgen.models.hf import names
 
         return names.ignored_names(spec)
-    return FAMILIES.get(spec.arch.family).ignored
+    return (*FAMILIES.get(spec.arch.family).ignored, *(nested.IGNORED if spec.arch.nested else ()))

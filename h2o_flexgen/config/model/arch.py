@@ -129,6 +129,8 @@ class ArchSpec:
     """Multiplies the logits (Granite)."""
     experts: ExpertSpec | None = None
     tied_head: bool = True
+    nested: bool = False
+    """Its checkpoint is that of a multimodal model, of which nothing else is read (Gemma 3)."""
 
     def experts_of(self, layer: int) -> ExpertSpec | None:
         """The experts of `layer`; None where it has a plain MLP."""

@@ -47,6 +47,7 @@ def known_names() -> tuple[str, ...]:
 
     def size(path: Path) -> tuple[str, int]:
         config = _read(path)
+        config = config.get("text_config", config)
         return path.stem.rpartition("-")[0], config.get("num_hidden_layers", 0) * config.get("hidden_size", 0)
 
     return tuple(path.stem for path in sorted(dict.fromkeys(model.path for model in _models().values()), key=size))

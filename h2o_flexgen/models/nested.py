@@ -1,0 +1,52 @@
+"""The language model of a multimodal checkpoint: its config inside the other, its tensors behind a prefix. No torch.
+
+Text only. What belongs to images is left where it is, and never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from h2o_flexgen.errors import ModelError
+from h2o_flexgen.models.stored import Names, Stored
+
+_TEXT_TYPES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+"""The model_type of multimodal models, and that of their language model where the file leaves it out."""
+
+_SHARED = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+"""Keys that a file may have outside of the language model's config."""
+_AS_WELL = ("quantization_config", "_name_or_path")
+
+IGNORED = (r"^(model\.)?(vision_tower|multi_modal_projector)\.",)
+"""Regular expressions, to be searched for, of tensors that belong to images."""
+
+
+def text_config(config: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    """The config of the language model inside `config`, as a config.json of its own; None: `config` is of no known
+    multimodal model. ModelError where it has none that makes sense."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in _TEXT_TYPES:
+        return None
+    inner = config.get("text_config", {})
+    if not isinstance(inner, dict):
+        raise ModelError(f"{name}: text_config is {str(inner)[:80]!r} in config.json", "needed an object")
+    outer = {key: config[key] for key in (*_SHARED, *_AS_WELL) if config.get(key) is not None}
+    given = {key: value for key, value in inner.items() if value is not None or key not in outer}
+    return {"model_type": _TEXT_TYPES[kind], **outer, **given}
+
+
+def within(names: Names) -> Names:
+    """`names` of a language model, where the checkpoint of a multimodal one has them: as on the hub, and as newer
+    transformers write it."""
+    return {name: tuple(inner for place in places for inner in _inside(place)) for name, places in names.items()}
+
+
+def _inside(place: str | Stored) -> list[str | Stored]:
+    old = place if isinstance(place, str) else place.name
+    if old.startswith("model."):
+        new = [f"language_model.{old}", f"model.language_model.{old.removeprefix('model.')}"]
+    else:
+        new = [f"language_model.{old}", old] if old == "lm_head.weight" else []
+    return [each if isinstance(place, str) else replace(place, name=each) for each in new]
