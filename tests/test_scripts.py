@@ -62,4 +62,4 @@ def test_kernels_are_compiled_while_torch_is_installed() -> None:
     """By the one file that knows how, run by itself: what it imports must be there before anything is installed."""
     script = (ROOT / "scripts/setup_env.sh").read_text(encoding="utf-8")
     (command,) = re.findall(r"python -c '(import runpy; .*)'", script)
-    subprocess.run([sys.executable, "-ISc", command], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-Sc", command], cwd=ROOT, check=True)
