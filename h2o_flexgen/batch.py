@@ -11,13 +11,17 @@ import sys
 from collections.abc import Sequence
 
 from h2o_flexgen.cli.batch.arguments import parse_batch
-from h2o_flexgen.cli.program import exit_on_errors, leaving_at_once
+from h2o_flexgen.cli.program import exit_on_errors, leaving_at_once, look_up_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
     with exit_on_errors() as outcome:
         arguments = parse_batch(argv)
+        from h2o_flexgen.jobs.source import Source
+
+        Source(arguments.input, arguments.format)  # UsageError where there is none
+        look_up_model(arguments.engine)
         with leaving_at_once():  # torch takes seconds to import
             from h2o_flexgen.cli.batch.job import run_batch
         outcome.code = run_batch(arguments, outcome)

@@ -13,6 +13,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tqdm import tqdm
@@ -22,6 +23,7 @@ from h2o_flexgen.cli.parser import Parser
 from h2o_flexgen.cli.program import (
     add_json,
     leaving_at_once,
+    look_up_model,
     output_file,
     print_error,
     program,
@@ -53,7 +55,8 @@ def main(argv: Sequence[str] | None) -> int:
     if not 0 < args.budget_s < float("inf"):
         raise UsageError(f"--budget-s is {args.budget_s}", "needed a number of seconds above 0")
     output = output_file("--output", args.output, keep=not args.overwrite)
-    # torch takes seconds to import: --help and usage errors do without it.
+    look_up_model(replace(config, weights="dummy"))  # sizes are enough
+    # torch takes seconds to import: --help and refusals do without it.
     with leaving_at_once():
         from h2o_flexgen.calibration import calibrate
         from h2o_flexgen.calibration.stored import profile_text

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from h2o_flexgen.cli.parser import Parser, at_least_one
-from h2o_flexgen.cli.program import add_json, print_error, program, write_json, write_result
+from h2o_flexgen.cli.program import add_json, look_up_model, print_error, program, write_json, write_result
 from h2o_flexgen.cli.prompts import demo_prompts
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None) -> int:
     with _parser().parsed(argv) as args:
         defaults = {"name": "h2o"} if "budget" in given(EvictionConfig, args) else DEFAULTS
         eviction = from_namespace(EvictionConfig, args, defaults=defaults)
-        from_namespace(EngineConfig, args)  # a setting that makes no sense is said before torch is imported
+        look_up_model(from_namespace(EngineConfig, args))
     engine = given(EngineConfig, args)
     prompts: list[tuple[str, str | None]] = [(prompt, None) for prompt in demo_prompts()]
     prompts += [(case.prompt, case.answer) for case in _questions()]
-    # torch takes seconds to import: --help does without it.
+    # torch takes seconds to import: --help and refusals do without it.
     from h2o_flexgen.evaluation.quality import side_by_side
 
     def stage(name: str) -> None:

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from h2o_flexgen.cli.parser import Parser
-from h2o_flexgen.cli.program import add_json, output_file, print_error, program, write_json, write_result
+from h2o_flexgen.cli.program import add_json, look_up_model, output_file, print_error, program, write_json, write_result
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
 from h2o_flexgen.errors import StorageError, UsageError
-from h2o_flexgen.evaluation.settings import EvaluationSettings, StreamSettings
+from h2o_flexgen.evaluation.settings import EvaluationSettings, StreamSettings, read_cases, read_text
 from h2o_flexgen.reporting.plots import check_plot, plot_quality, plot_stream, plot_suite
 from h2o_flexgen.reporting.tables import quality_line, quality_table, stream_line, stream_table, suite_line, suite_table
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None) -> int:
     with _parser().parsed(argv) as args:
         settings, streams = from_namespace(EvaluationSettings, args), from_namespace(StreamSettings, args)
         _one_kind(args, streams.stream is not None)
-        from_namespace(EngineConfig, args)  # a setting that makes no sense is said before torch is imported
+        config = from_namespace(EngineConfig, args)
     if args.suite is not None:
         return _suite(args)
     if args.output_dir is not None:
@@ -50,7 +50,10 @@ def main(argv: Sequence[str] | None) -> int:
     plot = output_file("--plot", args.plot, keep=not args.overwrite)
     if plot is not None:
         check_plot(plot)
-    # torch takes seconds to import: --help and usage errors do without it.
+    # torch takes seconds to import: --help and refusals do without it.
+    look_up_model(config)
+    read_text(settings.text)
+    read_cases(settings.recall)
     if streams.stream is None:
         from h2o_flexgen.evaluation.quality import evaluate
 

@@ -11,19 +11,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 
-from h2o_flexgen.cli.arguments import parse_arguments
-from h2o_flexgen.cli.program import exit_on_errors, leaving_at_once
+from h2o_flexgen.cli.arguments import given_prompts, parse_arguments
+from h2o_flexgen.cli.program import exit_on_errors, leaving_at_once, look_up_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program; returns its exit code."""
     with exit_on_errors() as outcome:
         arguments = parse_arguments(argv)
-        # torch takes seconds to import: --help and usage errors do without it.
-        with leaving_at_once():
-            from h2o_flexgen.cli.generate import generate
-        outcome.code = generate(arguments)
+        from h2o_flexgen.cli.answers import AnswerFile, AnswerPrinter
+
+        every = given_prompts(arguments)
+        with ExitStack() as stack:
+            answers: AnswerFile | AnswerPrinter = AnswerPrinter(as_json=str(arguments.output) == "-")
+            if arguments.output is not None and str(arguments.output) != "-":
+                answers = stack.enter_context(AnswerFile(arguments.output, arguments.overwrite))
+            look_up_model(arguments.engine)
+            # torch takes seconds to import: --help and refusals do without it.
+            with leaving_at_once():
+                from h2o_flexgen.cli.generate import generate
+            outcome.code = generate(arguments, every, answers)
     return outcome.code
 
 

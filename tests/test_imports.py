@@ -281,3 +281,42 @@ for program in {sorted(PROGRAMS)}:
     assert run.stderr.splitlines() == [f"{program} 0 []" for program in sorted(PROGRAMS)], run.stderr
     for program in PROGRAMS:
         assert f"python -m h2o_flexgen.{program}".removesuffix(".__main__") in run.stdout
+
+
+REFUSALS = [
+    ("run", "--model", "./nowhere"),
+    ("run", "--model", "nobody/nothing"),
+    ("run", "--model", "{folder}/unknown"),
+    ("run", "--model", "{folder}/hollow"),
+    ("run", "--prompts", "./nowhere"),
+    ("run", "--output", "{folder}/there"),
+    ("run", "--hh-ratio", "2"),
+    ("batch", "-i", "./nowhere", "-o", "{folder}/results.jsonl"),
+    ("batch", "-i", "{folder}/there", "-o", "{folder}/results.jsonl", "--model", "./nowhere"),
+    ("evaluate", "--model", "./nowhere"),
+    ("evaluate", "--text", "./nowhere"),
+    ("demo", "--model", "./nowhere"),
+    ("calibrate", "--model", "./nowhere"),
+    ("search", "--model", "./nowhere"),
+    ("bench", "--model", "./nowhere"),
+    ("report", "./nowhere"),
+]
+
+
+def test_what_is_refused_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    """torch takes seconds to import. One process for all: the first that loads it is named."""
+    shipped = PACKAGE / "data" / "demo" / "config.json"
+    for name, config in (("unknown", '{"model_type": "nothing_known"}'), ("hollow", shipped.read_text())):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+    (tmp_path / "there").write_text("{}\n")
+    refusals = [[word.format(folder=tmp_path) for word in words] for words in REFUSALS]
+    code = f"""
+import importlib, sys
+for program, *words in {refusals}:
+    code = importlib.import_module(f"h2o_flexgen.{{program}}").main(words)
+    print(program, *words, code in (2, 4), "torch" in sys.modules)
+"""
+    run = _python(code)
+    assert run.stdout.splitlines() == [f"{' '.join(words)} True False" for words in refusals], run.stderr
+    assert all(len(block.splitlines()) < 24 for block in run.stderr.split("error: ")), "one screen each"

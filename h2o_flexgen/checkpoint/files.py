@@ -9,10 +9,10 @@ import re
 import stat
 from typing import Any
 
-import torch
+import numpy as np
 
 from h2o_flexgen.errors import ModelError
-from h2o_flexgen.memory.disk import DirectFile, host_view
+from h2o_flexgen.memory.disk import DirectFile, HostView
 
 _SHOWN = 24  # faults: one screen
 _NEEDED = "needed all weights of the model that config.json describes, and no others"
@@ -40,9 +40,9 @@ class CheckpointFile(DirectFile):
     def head(self, nbytes: int, offset: int = 0) -> bytes:
         """Up to `nbytes` bytes from `offset`, fewer only at the end of the file. StorageError, ModelError: see read."""
         nbytes = max(0, min(nbytes, self.size - offset)) if offset >= 0 else 0
-        view = host_view(torch.empty(nbytes, dtype=torch.uint8))
-        self.read(view, 0, offset, nbytes, "the header")
-        return bytes(view.view)
+        buffer = np.empty(nbytes, np.uint8)
+        self.read(HostView(buffer.data, buffer.ctypes.data), 0, offset, nbytes, "the header")
+        return buffer.tobytes()
 
 
 class Problems:

@@ -8,14 +8,16 @@ import os
 import stat
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from h2o_flexgen.cli.program import print_error, write_result
 from h2o_flexgen.cli.prompts import Messages, PromptLike
 from h2o_flexgen.config.prompt import Prompt
-from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.jobs.requests import line_of, logprobs_json
+
+if TYPE_CHECKING:
+    from h2o_flexgen.engine.requests.sequence import RequestOutput
 
 
 class AnswerFile:

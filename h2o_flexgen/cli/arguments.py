@@ -13,7 +13,7 @@ from typing import Any
 
 from h2o_flexgen.cli.parser import Parser, at_least_one, misspelt
 from h2o_flexgen.cli.program import add_json, output_file
-from h2o_flexgen.cli.prompts import checked_text
+from h2o_flexgen.cli.prompts import GivenPrompt, as_conversations, checked_text, demo_prompts, read_prompts
 from h2o_flexgen.config.engine import PLANNED_FIELDS, EngineConfig
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace, given
@@ -74,6 +74,29 @@ def parse_arguments(argv: Sequence[str] | None = None, environ: Mapping[str, str
     parser = _run_parser()
     with parser.parsed(argv, environ) as args:
         return _checked(args, misspelt(parser, environ))
+
+
+def given_prompts(arguments: RunArguments) -> list[GivenPrompt] | None:
+    """The prompts that the user gave, None where random ones are wanted."""
+    prompts: list[GivenPrompt]
+    if arguments.prompts:
+        prompts = list(map(GivenPrompt, arguments.prompts))
+    elif arguments.prompts_file is not None:
+        prompts = read_prompts(arguments.prompts_file)
+    elif arguments.prompt_len is None and arguments.engine.model == "demo" and arguments.engine.weights == "checkpoint":
+        prompts = list(map(GivenPrompt, demo_prompts()))
+    elif arguments.chat:
+        raise UsageError("--chat is given, and there is nothing to answer", "needed --prompt TEXT or --prompts FILE")
+    elif arguments.sampling.response_format is not None:
+        found = "--json-schema is given, and random prompts are for measuring"
+        raise UsageError(found, "needed --prompt TEXT or --prompts FILE")
+    else:
+        return None
+    prompts = prompts[: arguments.num_prompts]
+    if not arguments.chat:
+        return prompts
+    talks = as_conversations([each.prompt for each in prompts], arguments.system)
+    return [GivenPrompt(talk, each.settings) for talk, each in zip(talks, prompts, strict=True)]
 
 
 def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:

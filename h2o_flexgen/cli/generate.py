@@ -15,15 +15,7 @@ from h2o_flexgen.cli.arguments import RunArguments
 from h2o_flexgen.cli.planning import let_calibrate, plan_text
 from h2o_flexgen.cli.program import print_error, write_json
 from h2o_flexgen.cli.progress import RunProgress
-from h2o_flexgen.cli.prompts import (
-    GivenPrompt,
-    Messages,
-    PromptLike,
-    as_conversations,
-    demo_prompts,
-    random_prompts,
-    read_prompts,
-)
+from h2o_flexgen.cli.prompts import GivenPrompt, Messages, PromptLike, random_prompts
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.hardware.profile import misfits
 from h2o_flexgen.config.prompt import Prompt
@@ -31,7 +23,7 @@ from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.requests.chat import marked_chat
-from h2o_flexgen.errors import StorageError, UsageError
+from h2o_flexgen.errors import StorageError
 from h2o_flexgen.pages.reading import Material
 from h2o_flexgen.pages.traces import TraceFile
 from h2o_flexgen.pages.whole import write_page
@@ -44,16 +36,12 @@ DEFAULT_RANDOM = (512, 4)  # tokens and prompts of FlexGen's default workload
 EXIT_SOME_FAILED = 3
 
 
-def generate(arguments: RunArguments) -> int:
-    """Runs; returns 0, or 3 where sequences ended in an error."""
+def generate(arguments: RunArguments, every: list[GivenPrompt] | None, answers: AnswerFile | AnswerPrinter) -> int:
+    """Runs `every` prompt, random ones for None; returns 0, or 3 where sequences ended in an error."""
     for note in arguments.notes:
         print_error(f"note: {note}")
-    every = _given_prompts(arguments)
     given = None if every is None else [each.prompt for each in every]
     with ExitStack() as stack:
-        answers: AnswerFile | AnswerPrinter = AnswerPrinter(as_json=str(arguments.output) == "-")
-        if arguments.output is not None and str(arguments.output) != "-":
-            answers = stack.enter_context(AnswerFile(arguments.output, arguments.overwrite))
         llm = stack.enter_context(LLM(**engine_settings(arguments.engine), hardware=arguments.hardware))
         prompts, sampling = _work(arguments, given, llm)
         params: SamplingParams | list[SamplingParams] = sampling
@@ -92,29 +80,6 @@ def generate(arguments: RunArguments) -> int:
 def engine_settings(engine: EngineConfig) -> dict[str, Any]:
     """The settings of `LLM` by name."""
     return {name: getattr(engine, name) for name in engine.__dataclass_fields__}
-
-
-def _given_prompts(arguments: RunArguments) -> list[GivenPrompt] | None:
-    """The prompts that the user gave, None where random ones are wanted."""
-    prompts: list[GivenPrompt]
-    if arguments.prompts:
-        prompts = list(map(GivenPrompt, arguments.prompts))
-    elif arguments.prompts_file is not None:
-        prompts = read_prompts(arguments.prompts_file)
-    elif arguments.prompt_len is None and arguments.engine.model == "demo" and arguments.engine.weights == "checkpoint":
-        prompts = list(map(GivenPrompt, demo_prompts()))
-    elif arguments.chat:
-        raise UsageError("--chat is given, and there is nothing to answer", "needed --prompt TEXT or --prompts FILE")
-    elif arguments.sampling.response_format is not None:
-        found = "--json-schema is given, and random prompts are for measuring"
-        raise UsageError(found, "needed --prompt TEXT or --prompts FILE")
-    else:
-        return None
-    prompts = prompts[: arguments.num_prompts]
-    if not arguments.chat:
-        return prompts
-    talks = as_conversations([each.prompt for each in prompts], arguments.system)
-    return [GivenPrompt(talk, each.settings) for talk, each in zip(talks, prompts, strict=True)]
 
 
 def _work(

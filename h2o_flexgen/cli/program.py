@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.flags import Switch
 from h2o_flexgen.errors import H2OFlexGenError, PlanError, StorageError, UsageError, is_out_of_memory
 
@@ -126,6 +127,25 @@ def write_json(line: str, wanted: bool | None) -> None:
     """
     if not sys.stdout.isatty() if wanted is None else wanted:
         write_result(line + "\n")
+
+
+def look_up_model(config: EngineConfig) -> None:
+    """Finds the model that `config` names, fetches what the hub has of it, and reads its shape: ModelError for what
+    cannot be used. Called before torch is imported, which takes seconds that a refusal need not cost."""
+    from h2o_flexgen.checkpoint.files import Problems
+    from h2o_flexgen.checkpoint.hub import resolve_model
+    from h2o_flexgen.checkpoint.shards import find_shards
+    from h2o_flexgen.models.families import check_config
+
+    dummy = config.weights == "dummy"
+    found = resolve_model(
+        config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=not dummy
+    )
+    check_config(found.config, found.name, "native" if found.gguf is not None else config.model_impl)
+    if not dummy and found.gguf is None and found.folder is not None:
+        problems = Problems()
+        find_shards(str(found.folder), problems)
+        problems.raise_any(str(found.folder))
 
 
 def output_file(flag: str, text: str | None, *, keep: bool) -> Path | None:

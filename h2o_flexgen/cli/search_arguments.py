@@ -182,8 +182,10 @@ def _spec(name: str, impl: str = "auto") -> ModelSpec:
     elif not gguf and ("/" not in name or folder.is_dir()):
         near = suggestion(name, known_names())
         raise ModelError(f"no model {name!r}: neither a folder with a config.json nor a well-known name", near)
-    # The readers of checkpoints load torch: only names that nothing else knows, and packed weights, wait for it.
     from h2o_flexgen.checkpoint.hub import resolve_model
+
+    found = resolve_model(name, need_weights=False)
+    # The readers of checkpoints load torch: only names that nothing else knows, and packed weights, wait for it.
     from h2o_flexgen.checkpoint.opening import stored_spec
 
-    return stored_spec(resolve_model(name, need_weights=False), impl)
+    return stored_spec(found, impl)

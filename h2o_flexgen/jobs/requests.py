@@ -7,16 +7,18 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from h2o_flexgen.config.prompt import Prompt
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.chat import marked_chat
-from h2o_flexgen.engine.requests.reader import PromptLike
-from h2o_flexgen.engine.requests.sequence import RequestOutput
-from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.jobs.source import Record
+
+if TYPE_CHECKING:
+    from h2o_flexgen.engine.requests.reader import PromptLike
+    from h2o_flexgen.engine.requests.sequence import RequestOutput
+    from h2o_flexgen.engine.requests.tokenizer import TextCodec
 
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 

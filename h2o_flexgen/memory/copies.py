@@ -11,12 +11,12 @@ from typing import TypeAlias
 import torch
 import xxhash
 
-from h2o_flexgen.config.model.tensors import PAGE
+from h2o_flexgen.config.model.tensors import PAGE, page_floor
 from h2o_flexgen.errors import StorageError
 from h2o_flexgen.memory.cuda import Device
 from h2o_flexgen.memory.device_copies import DeviceCopies, move
 from h2o_flexgen.memory.disk import DirectFile, HostView, Syscalls, host_view
-from h2o_flexgen.memory.handle import Extent, page_floor
+from h2o_flexgen.memory.handle import Extent
 from h2o_flexgen.memory.tiers import Region
 from h2o_flexgen.memory.transfers import LinkMeters, Operation, Ticket, TraceCallback, Workers
 

@@ -15,14 +15,14 @@ import stat
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from h2o_flexgen.config.model.tensors import PAGE
+from h2o_flexgen.config.model.tensors import PAGE, page_ceil, page_floor
 from h2o_flexgen.errors import ModelError, StorageError, storage_error
-from h2o_flexgen.memory.handle import page_ceil, page_floor
 from h2o_flexgen.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 RETRIES = 3
 _BOUNCE = 1 << 20
@@ -54,6 +54,8 @@ class HostView(NamedTuple):
 
 def host_view(tensor: torch.Tensor) -> HostView:
     """The bytes of a contiguous host tensor; ValueError for any other."""
+    import torch  # here, so that a model is found or refused before torch is loaded, which takes seconds
+
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(f"needed a contiguous tensor on the CPU, got {tuple(tensor.shape)} on {tensor.device}")
     flat = tensor.detach().view(-1).view(torch.uint8)

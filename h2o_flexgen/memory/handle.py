@@ -13,19 +13,9 @@ from typing import NamedTuple
 import torch
 
 from h2o_flexgen.config.model.packing import Packing
-from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, WeightGroup, round_up
+from h2o_flexgen.config.model.tensors import PAGE, TENSOR_ALIGN, WeightGroup, page_ceil, page_floor, round_up
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.quant import PackedWeight, Weight
-
-
-def page_floor(value: int) -> int:
-    """The page boundary at or below `value`."""
-    return value - value % PAGE
-
-
-def page_ceil(value: int) -> int:
-    """The page boundary at or above `value`."""
-    return round_up(value, PAGE)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from h2o_flexgen.config.model.tensors import page_ceil
 from h2o_flexgen.errors import MemoryRefused
 from h2o_flexgen.huge import huge_pages
 from h2o_flexgen.memory.cuda import Device
-from h2o_flexgen.memory.handle import page_ceil
 from h2o_flexgen.memory.pinned import PageLock
 from h2o_flexgen.units import format_bytes
 

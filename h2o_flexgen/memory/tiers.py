@@ -11,11 +11,10 @@ from typing import Self
 
 import torch
 
-from h2o_flexgen.config.model.tensors import PAGE
+from h2o_flexgen.config.model.tensors import PAGE, page_ceil
 from h2o_flexgen.errors import PlanError, StorageError, storage_error
 from h2o_flexgen.memory.cuda import Device, open_device
 from h2o_flexgen.memory.disk import DirectFile, Syscalls
-from h2o_flexgen.memory.handle import page_ceil
 from h2o_flexgen.memory.pages import Allocation, BufferPool, DeviceMemory, HostMemory
 from h2o_flexgen.memory.pinned import Pin, PinnedPool
 from h2o_flexgen.memory.rundir import OffloadDir

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2o_flexgen.config.model.modules import ModuleSpec
@@ -100,18 +102,50 @@ def spec_from_config(config: Mapping[str, Any], name: str, impl: str = "native")
     `impl`: "native" for the families here, "transformers" for transformers' own modules, which are imported, or "auto"
     for these where there is no family.
     """
-    text = nested.text_config(config, name) if impl != "transformers" else None
+    if _by_modules(config, name, impl):
+        return _spec_of_modules(config, name)
+    text = nested.text_config(config, name)
     if text is not None and text["model_type"] in FAMILIES:
         spec = spec_from_config(text, name)
         return replace(spec, arch=replace(spec.arch, nested=True))
-    kind = config.get("model_type")
-    if isinstance(kind, str) and (impl == "transformers" or (impl == "auto" and kind not in FAMILIES)):
-        return _spec_of_modules(config, name)
     family, read = family_of(config, name), ConfigReader(config, name)
     if not family.experts:
         read.refuse(UNDONE)
     read_quantization(config, name)
     return family.spec_from_config(read)
+
+
+def check_config(config: Mapping[str, Any], name: str, impl: str) -> None:
+    """ModelError for what `spec_from_config` refuses, as far as that is seen without torch, whose import takes seconds:
+    all that a family refuses, and types that transformers has never heard of."""
+    if not _by_modules(config, name, impl):
+        spec_from_config(config, name)
+    elif not _in_transformers(config["model_type"]):
+        raise _unknown(config["model_type"], name)
+
+
+def _by_modules(config: Mapping[str, Any], name: str, impl: str) -> bool:
+    """Whether transformers' modules compute this model."""
+    if impl != "auto":
+        return impl == "transformers" and isinstance(config.get("model_type"), str)
+    kind = (nested.text_config(config, name) or config).get("model_type")
+    return isinstance(kind, str) and kind not in FAMILIES
+
+
+def _in_transformers(kind: str) -> bool:
+    """Whether transformers' tables of types have `kind` anywhere: their text is searched, since importing them imports
+    torch. True where there is no such text."""
+    found = importlib.util.find_spec("transformers")
+    folders = (found.submodule_search_locations or []) if found else []
+    tables = [path for folder in folders for path in Path(folder, "models/auto").glob("*.py")]
+    return not tables or any(f'"{kind}"' in path.read_text(encoding="utf-8") for path in tables)
+
+
+def _unknown(kind: str, name: str) -> ModelError:
+    return ModelError(
+        f"{name} is of the family {kind!r}, which is not supported, and transformers has no decoder of that type",
+        f"needed one of {', '.join(FAMILIES.names())}, or a type that AutoModelForCausalLM makes",
+    )
 
 
 def _spec_of_modules(config: Mapping[str, Any], name: str) -> ModelSpec:
@@ -121,10 +155,7 @@ def _spec_of_modules(config: Mapping[str, Any], name: str) -> ModelSpec:
 
     kind = config["model_type"]
     if kind not in model_types():
-        raise ModelError(
-            f"{name} is of the family {kind!r}, which is not supported, and transformers has no decoder of that type",
-            f"needed one of {', '.join(FAMILIES.names())}, or a type that AutoModelForCausalLM makes",
-        )
+        raise _unknown(kind, name)
     read_quantization(config, name)
     spec, doubt = spec_of(config, name), why_not(kind)
     if doubt is not None:

@@ -10,9 +10,9 @@ import pytest
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.packing import CacheBits
+from h2o_flexgen.config.model.tensors import page_ceil
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.memory.handle import page_ceil
 from tests.engine.compare import History, assert_engine_equals_oracle
 from tests.policy_matrix import POLICIES, PolicyRow
 from tests.tiny import prompts_of

@@ -8,9 +8,9 @@ import pytest
 
 from h2o_flexgen.cache.kv_cache import CacheShape
 from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.config.model.tensors import page_ceil
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.engine.execution import block
-from h2o_flexgen.memory.handle import page_ceil
 from h2o_flexgen.schedule.footprint import REWRITE_EVERY
 from h2o_flexgen.schedule.tasks import ScheduleShape, Task, TaskKind, Tick
 from h2o_flexgen.schedule.traffic import expected_loads

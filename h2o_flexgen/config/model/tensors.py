@@ -30,6 +30,16 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def page_floor(value: int) -> int:
+    """The page boundary at or below `value`."""
+    return value - value % PAGE
+
+
+def page_ceil(value: int) -> int:
+    """The page boundary at or above `value`."""
+    return round_up(value, PAGE)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One weight by its canonical name; linear weights have the shape (out, in) of nn.Linear."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.kv_cache import CacheShape
+from h2o_flexgen.config.model.tensors import page_ceil
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.execution.host_attention import HostAttention
 from h2o_flexgen.engine.limits.plan import Plan
@@ -21,7 +22,7 @@ from h2o_flexgen.engine.state.backing import BufferCycle, HiddenStore, typed
 from h2o_flexgen.engine.state.kv_store import CacheStore, Place
 from h2o_flexgen.engine.state.loader import LoadedStage
 from h2o_flexgen.memory.copies import CopyEngine
-from h2o_flexgen.memory.handle import page_ceil, torch_dtype
+from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.memory.transfers import Ticket
 from h2o_flexgen.models.decoder import Decoder

@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from h2o_flexgen.config.model.tensors import page_ceil
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.memory.copies import CopyEngine
-from h2o_flexgen.memory.handle import page_ceil
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tier, Tiers
 from h2o_flexgen.memory.transfers import Ticket

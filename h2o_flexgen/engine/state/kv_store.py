@@ -18,10 +18,10 @@ from h2o_flexgen.cache.kv_cache import CacheShape, KVCache, PromptWatch
 from h2o_flexgen.cache.lengths import CacheLengths, chooses
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import page_ceil
 from h2o_flexgen.engine.requests.sequence import Sequence
 from h2o_flexgen.engine.state.backing import DiskBacking, MemoryBacking, Parking
 from h2o_flexgen.memory.copies import CopyEngine
-from h2o_flexgen.memory.handle import page_ceil
 from h2o_flexgen.memory.pinned import Pin
 from h2o_flexgen.memory.tiers import Tiers
 from h2o_flexgen.memory.transfers import Ticket
