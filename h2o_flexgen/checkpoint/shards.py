@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -92,7 +93,7 @@ def find_shards(folder: str, problems: Problems) -> Shards | None:
             continue
         extra = [name for name in mine if name not in found.files]
         if extra:
-            log.warning("%s in %s is not read: the weights are in %s", _listed(extra), folder, _listed(found.files))
+            _tell(f"{_listed(extra)} in {folder} is not read: the weights are in {_listed(found.files)}")
         return found
     return _unnamed(folder, names, problems)
 
@@ -103,7 +104,7 @@ def _unnamed(folder: str, names: list[str], problems: Problems) -> Shards | None
     for kind, stem in _LAYOUTS:
         mine = [name for name in names if _is_weight_file(name, kind)]
         if len(mine) == 1 and not _NUMBERED.search(mine[0]):
-            log.warning("the weights are read from %s: %s has no %s.%s", mine[0], folder, stem, kind)
+            _tell(f"the weights are read from {mine[0]}: {folder} has no {stem}.{kind}")
             return Shards(kind, (mine[0],), None, frozenset(mine))
         if mine:
             many = f"{stem}.{kind} and {stem}.{kind}.index.json are missing, although there is {_listed(mine)}"
@@ -119,6 +120,12 @@ def _unnamed(folder: str, names: list[str], problems: Problems) -> Shards | None
         none = "the weights are missing: no model.safetensors, pytorch_model.bin or index of shards"
         problems.add(none, download=True)
     return None
+
+
+@cache
+def _tell(text: str) -> None:
+    """A warning, once: a folder is looked at more than once."""
+    log.warning("%s", text)
 
 
 def _is_weight_file(name: str, ending: str) -> bool:

@@ -113,17 +113,18 @@ _TRAINING = (
     "enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps low_gpu_mem_usage amp "
     "autoround_version scale_dtype data_type to_quant_block_names sampler train_bs act_bits act_group_size act_sym "
     "act_dynamic act_data_type super_bits super_group_size do_fuse fuse_max_seq_len modules_to_fuse "
-    "modules_to_not_convert ignored_layers dequantize run_compressed global_compression_ratio version "
-    "observer observer_kwargs zp_dtype actorder "
+    "duo_scaling apply_scale auto_scale apply_clip modules_to_not_convert modules_to_convert ignored_layers dequantize "
+    "run_compressed global_compression_ratio version observer observer_kwargs zp_dtype actorder "
 )
 """Keys that say how weights were quantised, which were, or how another program should run them."""
 
 _CHANGES = re.compile(
-    r"rotat|hadamard|transform|adapter|lora|low_?rank|outlier|spars|codebook|lookup|marlin|kv_cache|permut|svd|residual"
-    r"|smooth|activation|scale|zero|offset|bits|group_size|levels|format|layout|input_|output_|weight",
+    r"rotat|hadamard|transform|adapter|lora|low_?rank|outlier|spars|codebook|lookup|marlin|kv_|permut|svd|residual"
+    r"|activation|scale|zero|offset|levels|format|layout",
     re.IGNORECASE,
 )
-"""What the names of keys that change numbers have in them."""
+"""What the names of keys that change numbers have in them. Bits and group sizes are not among these: the shapes of
+tensors show them, whatever a key says of them."""
 
 
 def _repeated(read: ConfigReader, keys: str, default: str, options: Mapping[str, T]) -> T:
@@ -200,7 +201,7 @@ def _awq(read: ConfigReader) -> Quantization:
         if (other.bits, other.block) != (4, (1, _group(read, "group_size"))):
             raise read.error("dynamic" if "dynamic" in read else "extra_config", "the same bits and groups throughout")
     for key in ("w_bit", "bits"):
-        if key in read or (key == "bits" and "w_bit" not in read):
+        if key in read:
             _bits(read, key, (4,))
     _repeated(read, "version format checkpoint_format", "gemm", _cased(gemm=None, awq=None))
     if not read.flag("zero_point", True):
@@ -284,7 +285,8 @@ def _compressed(read: ConfigReader) -> Quantization:
         schemes.append((targets, _compressed_scheme(group.section("weights"), layout)))
     if not schemes:
         raise read.error("config_groups", "at least one group")
-    return Quantization("compressed-tensors", tuple(schemes), _patterns(read, "ignore"))
+    # What is left out is seen from the tensors: a pattern that may take for ever is not needed for it.
+    return Quantization("compressed-tensors", tuple(schemes), tuple(filter(_is_safe, _texts(read, "ignore"))))
 
 
 def _check_activations(group: ConfigReader) -> None:
@@ -426,16 +428,29 @@ def _patterns(read: ConfigReader, key: str) -> tuple[str, ...]:
 
 def _check_pattern(read: ConfigReader, key: str, text: str) -> None:
     """ModelError for a pattern, of those that "re:" begins, that is not safe to search for."""
-    if text.startswith("re:"):
-        pattern = text.removeprefix("re:")
-        many = len(_REPEATED.findall(pattern)) > 4 or pattern.count("(") > 3
-        if many or len(pattern) > _LONGEST or _SLOW.search(pattern):
-            what = "4 repetitions and 3 groups, none of them repeated"
-            raise read.error(key, f"patterns of at most {_LONGEST} characters with at most {what}")
-        try:
-            _compiled(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise read.error(key, f"regular expressions ({error})") from error
+    fault = _pattern_fault(text)
+    if fault:
+        raise read.error(key, fault)
+
+
+def _is_safe(text: str) -> bool:
+    return not _pattern_fault(text)
+
+
+def _pattern_fault(text: str) -> str:
+    """What a pattern, of those that "re:" begins, should be instead; empty for one that is safe to search for."""
+    if not text.startswith("re:"):
+        return ""
+    pattern = text.removeprefix("re:")
+    many = len(_REPEATED.findall(pattern)) > 4 or pattern.count("(") > 3
+    if many or len(pattern) > _LONGEST or _SLOW.search(pattern):
+        what = "4 repetitions and 3 groups, none of them repeated"
+        return f"patterns of at most {_LONGEST} characters with at most {what}"
+    try:
+        _compiled(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        return f"regular expressions ({error})"
+    return ""
 
 
 @cache

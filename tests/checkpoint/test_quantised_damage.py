@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoRoundConfig, AwqConfig, FineGrainedFP8Config, GPTQConfig
 
 from h2o_flexgen.errors import H2OFlexGenError, ModelError
 from h2o_flexgen.models.families import spec_from_config
@@ -163,6 +164,12 @@ def _config(form: str, /, **changes: Any) -> dict[str, Any]:
     return config
 
 
+def _targets(targets: list[str]) -> dict[str, Any]:
+    config = _config("packed 4")
+    config["config_groups"]["group_0"]["targets"] = targets
+    return config
+
+
 @pytest.mark.parametrize(
     ("config", "fault"),
     [
@@ -232,15 +239,15 @@ def _config(form: str, /, **changes: Any) -> dict[str, Any]:
         (_config("float block", weights_block_structure=None), "weights.block_structure is missing"),
         (_config("float block", weights_symmetric=False), "weights.symmetric is False"),
         (_config("int8", weights_num_bits=4), "weights.num_bits is 4 in config.json. needed 8"),
-        (_config("packed 4", ignore=["re:(a+)+b"]), "ignore is ['re:(a+)+b'] in config.json. needed patterns of"),
-        (_config("packed 4", ignore=["re:.*.*.*.*.*x"]), "at most 4 repetitions and 3 groups"),
-        (_config("packed 4", ignore=["re:" + ".?" * 40 + "x"]), "at most 4 repetitions and 3 groups"),
-        (_config("packed 4", ignore=["re:" + "(.|.)" * 30 + "x"]), "at most 4 repetitions and 3 groups"),
-        (_config("packed 4", ignore=["re:(a|b)?c"]), "none of them repeated"),
-        (_config("packed 4", ignore=["re:(?=a)"]), "none of them repeated"),
-        (_config("packed 4", ignore=["re:" + "a" * 300]), "patterns of at most 200 characters"),
-        (_config("packed 4", ignore=["re:["]), "needed regular expressions"),
-        (_config("packed 4", ignore=["re:a"] * 100), "at most 64 patterns"),
+        (_targets(["re:(a+)+b"]), "targets is ['re:(a+)+b'] in config.json. needed patterns of"),
+        (_targets(["re:.*.*.*.*.*x"]), "at most 4 repetitions and 3 groups"),
+        (_targets(["re:" + ".?" * 40 + "x"]), "at most 4 repetitions and 3 groups"),
+        (_targets(["re:" + "(.|.)" * 30 + "x"]), "at most 4 repetitions and 3 groups"),
+        (_targets(["re:(a|b)?c"]), "none of them repeated"),
+        (_targets(["re:(?=a)"]), "none of them repeated"),
+        (_targets(["re:" + "a" * 300]), "patterns of at most 200 characters"),
+        (_targets(["re:["]), "needed regular expressions"),
+        (_targets(["re:a"] * 100), "at most 64 patterns"),
         (_config("packed 4", ignore=[1]), "ignore is [1] in config.json. needed a list of names"),
     ],
 )  # fmt: skip
@@ -265,6 +272,8 @@ def test_configs_that_are_not_understood(config: object, fault: str) -> None:
         ("awq", {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "version": None}),
         ("awq", {"quant_method": "AWQ", "w_bit": 4, "q_group_size": 32, "modules_to_not_convert": ["lm_head"]}),
         ("fp8 128", {"modules_to_not_convert": ["lm_head"], "ignored_layers": None, "method": "fp8", "novel": 1}),
+        ("packed 4", {"ignore": ["lm_head", "re:(a+)+b", "re:^(?!.*mlp).*x$", "re:["]}),
+        ("awq", {"avg_bits": 4.25, "weight_only": True, "duo_scaling": True, "n_grid": 20}),
         ("packed 4", {"run_compressed": True, "novel": {"a": 1}, "producer": "llmcompressor 1.0"}),
     ],
 )
@@ -274,7 +283,25 @@ def test_keys_that_only_repeat(name: str, more: dict[str, Any]) -> None:
     found = read_quantization({"quantization_config": {**_config(name), **more}}, "x")
     assert plain is not None
     assert found is not None
-    assert (found.schemes, found.ignore) == (plain.schemes, plain.ignore)
+    assert found.schemes == plain.schemes
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("gptq", GPTQConfig(4, group_size=32)),
+        ("awq", AwqConfig(4, group_size=32)),
+        ("fp8 128", FineGrainedFP8Config()),
+        ("gptq", AutoRoundConfig(4, group_size=32, packing_format="auto_round:auto_gptq")),
+        ("gptq", AutoRoundConfig(4, group_size=32)),
+    ],
+)
+def test_what_transformers_writes(name: str, theirs: Any) -> None:
+    found = read_quantization({"quantization_config": json.loads(theirs.to_json_string(use_diff=False))}, "x")
+    plain = read_quantization({"quantization_config": _config(name)}, "x")
+    assert found is not None
+    assert plain is not None
+    assert found.schemes == plain.schemes
 
 
 def test_rules_for_some_modules() -> None:

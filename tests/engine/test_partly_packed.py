@@ -10,15 +10,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from h2o_flexgen.engine.engine import Engine
+from tests.checkpoint.gguf_files import MIXTURES, Kind, by_transformers, in_kind, tiny_model, write_gguf
 from tests.checkpoint.quantised import FORMATS, Checkpoint, checkpoint
+from tests.engine.test_gguf import check
 from tests.seeds import python_random, torch_generator
-from tests.tiny import transformers_logprobs
+from tests.tiny import prompts_of, transformers_logprobs
 
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 16}
@@ -141,3 +144,30 @@ def test_parts_of_other_bits(changes: dict[str, Any], tmp_path: Path) -> None:
     rules = {r"+:.*\.(k|up)_proj": {"bits": 8}, r".*\.nothing": {"bits": 4}}
     written.config["quantization_config"] = {**written.config["quantization_config"], "dynamic": rules}
     _check(written, tmp_path)
+
+
+MIXED = {"attn_q": Kind.Q4_0, "attn_k": Kind.F16, "attn_v": Kind.Q8_0, "ffn_gate": Kind.F32, "ffn_up": Kind.Q5_0}
+
+
+def _mixed(name: str, values: np.ndarray) -> tuple[np.ndarray, Kind]:
+    kinds = [kind for part, kind in MIXED.items() if part in name and "gate_inp" not in name]
+    return in_kind(kinds[0] if kinds else Kind.F32)(name, values)
+
+
+@pytest.mark.parametrize("row", ["llama-gqa", "qwen2"])
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_gguf_of_several_kinds(row: str, place: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(row), _mixed)
+    check(path, by_transformers(path), place)
+
+
+@pytest.mark.parametrize("row", MIXTURES)
+def test_gguf_experts_of_several_kinds(row: str, tmp_path: Path) -> None:
+    """transformers reads none of these: as the same file expanded to numbers."""
+    path, found = write_gguf(tmp_path / "tiny.gguf", tiny_model(row), _mixed), []
+    for dequantize in (False, True):
+        with Engine(str(path), dtype="float32", dequantize=dequantize) as llm:
+            assert bool(llm.model.spec.packings) != dequantize
+            scores = llm.score([(prompt[:-4], prompt[-4:]) for prompt in prompts_of([11, 17])])
+        found.append([logprob for score in scores for logprob in score.token_logprobs])
+    assert found[0] == pytest.approx(found[1], abs=1e-4)
