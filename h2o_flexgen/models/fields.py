@@ -133,9 +133,8 @@ class ConfigReader:
         return tuple(options[value] for value in values)
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false, for which 1 and 0 may stand."""
+        """true or false."""
         value = self._value(key, default)
-        value = bool(value) if isinstance(value, int | float) and value in (0, 1) else value
         if not isinstance(value, bool):
             raise self._error(key, value, "true or false")
         return value
