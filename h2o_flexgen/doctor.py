@@ -52,7 +52,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"  {name:14} " + ("none" if limit is None else format_bytes(limit) if in_bytes else f"{limit:g}")
     yield "\nkernels"
     kernels = found["kernels"]
-    yield f"  native   {kernels['native']['why_not'] or 'compiled and loaded'}"
+    yield f"  native   {kernels['native']['computes']}"
     yield f"  triton   {kernels['triton']['why_not'] or 'works'}"
     yield f"  processor has {', '.join(kernels['instructions']) or 'none of the instruction sets that kernels use'}"
     yield "\nfolders"

@@ -42,7 +42,10 @@ EXTRAS = {
 }
 """Packages that a feature needs: the feature, and the extra that installs them."""
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-SWITCHES = ("H2O_FLEXGEN_NATIVE", "H2O_FLEXGEN_TRITON", "H2O_FLEXGEN_MEMLOCK", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+SWITCHES = (
+    *("H2O_FLEXGEN_NATIVE", "H2O_FLEXGEN_KERNELS", "H2O_FLEXGEN_TRITON", "H2O_FLEXGEN_MEMLOCK", "OMP_NUM_THREADS"),
+    "HF_HUB_OFFLINE",
+)
 
 _FILE, _UNIT = 128 * MIB, 8 * MIB
 _COPIED = 256 * MIB
@@ -123,7 +126,11 @@ def _kernels() -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = native.library() is not None
     return {
-        "native": {"loaded": loaded, "why_not": None if loaded else native.why_not() or "they could not be compiled"},
+        "native": {
+            "computes": native.what_computes(),
+            "loaded": loaded,
+            "why_not": None if loaded else native.why_not() or "they could not be compiled",
+        },
         "instructions": [name for name in INSTRUCTIONS if name in native.cpu_flags()],
         "native_bfloat16": devices.cpu_has_bfloat16(),
         "triton": {"device": device, "why_not": triton_available.why_not(device)},
@@ -140,7 +147,7 @@ def _off(kernels: dict[str, Any], limits: dict[str, Any]) -> list[dict[str, str]
             todo = "unset H2O_FLEXGEN_NATIVE" if "NATIVE" in why else "install gcc or clang" if "compile" in why else ""
             yield "native kernels", why, todo
         if not kernels["native_bfloat16"]:
-            yield "bfloat16 on the CPU", "the processor does not multiply it natively", "float32 is used instead"
+            yield "bfloat16 on the CPU", "the processor does not multiply it natively", "it is multiplied as float32"
         if not kernels["gpus"]:
             why = "torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
             yield "gpu", why, "pip install torch for CUDA, on a machine with a GPU"

@@ -18,6 +18,7 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.reports.record import host_facts
 from h2o_flexgen.engine.execution.cuda_graphs import recorder
 from h2o_flexgen.kernels.native import why_not
+from h2o_flexgen.kernels.native.tiers import wanted
 from h2o_flexgen.kernels.triton_available import serves
 from h2o_flexgen.units import GIB
 
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 def machine_facts(device: torch.device) -> dict[str, Any]:
     """`host_facts`, the GPU that is computed on, what computes there and on the CPU, and by how many threads."""
     facts = {**host_facts(), "torch": torch.__version__, "threads": torch.get_num_threads()}
-    facts["kernels"] = why_not() or "native"
+    facts["kernels"] = why_not() or ("native" if (tier := wanted()) is None else f"native, {tier.name}")
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}

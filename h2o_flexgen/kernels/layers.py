@@ -11,6 +11,7 @@ from torch import Tensor
 
 from h2o_flexgen.huge import LARGE, LEAST
 from h2o_flexgen.kernels.native import function, has_matrix_unit, library
+from h2o_flexgen.kernels.native.tiers import torch_widens
 from h2o_flexgen.kernels.packed import PackedWeight, Weight
 from h2o_flexgen.kernels.triton_available import serves
 
@@ -19,6 +20,8 @@ MOST_ROWS = 16 if has_matrix_unit() else 1 << 62
 peak is many times theirs. Not measured."""
 
 _EXPANDED = 1 << 20  # numbers of a packed weight that torch is given at once
+
+_WIDENED = 4  # rows from which on widening weights is worth it, where torch multiplies bfloat16 numbers one by one
 
 _MANY = LEAST // 4  # numbers that may be large
 
@@ -125,12 +128,25 @@ def _linear_by_torch(
         return onto.addmm_(x, weight.t())
     if fused and relu and bias is not None:
         y = torch._addmm_activation(bias, x, weight.t())
+    elif x.dtype is weight.dtype is torch.bfloat16 and x.is_cpu and len(x) >= _WIDENED and torch_widens():
+        y = _widened_linear(x, weight, bias)
+        y = y.relu_() if relu else y
     else:
         y = F.linear(x, weight, bias)
         y = y.relu_() if relu else y
     if onto is not None:
         return onto.add_(y)
     return y.float() if wide else y
+
+
+def _widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In float32, to which some outputs' weights at a time are widened, and rounded at the end."""
+    y, wide, (outs, ins) = x.new_empty(*x.shape[:-1], len(weight)), x.float(), weight.shape
+    some = max(1, _EXPANDED // max(1, ins))
+    for start in range(0, outs, some):
+        span = slice(start, min(outs, start + some))
+        y[..., span] = F.linear(wide, weight[span].float(), None if bias is None else bias[span].float())
+    return y
 
 
 def _has_epilogues(x: Tensor) -> bool:

@@ -52,6 +52,8 @@ def report_lines(record: RunRecord) -> Iterator[tuple[str, str]]:
     dummy = record.weights == "dummy"
     source = "random weights: speed only, text would mean nothing" if dummy else "checkpoint weights"
     yield "model", f"{record.model}, {record.dtype} on {record.device}, {source}"
+    if record.device == "cpu" and "kernels" in record.host:
+        yield "kernels", record.host["kernels"]
     if record.quantization:
         yield "bits", _bits(record.quantization)
     if record.experts:

@@ -11,6 +11,7 @@ import pytest
 from h2o_flexgen.calibration import measure
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.kernels import native
+from h2o_flexgen.kernels.native import building
 from tests.tiny import prompts_of
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=f"no native kernels: {native.why_not()}")
@@ -35,7 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         output = Path(command[command.index("-o") + 1])
         shutil.copy(library._name, output) if "-shared" in command else output.touch()
 
-    monkeypatch.setattr(native, "_run", run)
+    monkeypatch.setattr(building, "_run", run)
 
 
 def _built(folder: Path) -> set[str]:
@@ -49,7 +50,7 @@ def test_all_sources_of_a_folder_are_built(fresh: Path, monkeypatch: pytest.Monk
     (folder / "one.h").write_text("int one(void);\n")
     (folder / "one.c").write_text('#include "one.h"\nint one(void) { return 1; }\n')
     (folder / "two.c").write_text('#include "one.h"\nint two(void) { return one() + one(); }\n')
-    monkeypatch.setattr(native, "_FOLDER", folder)
+    monkeypatch.setattr(building, "FOLDER", folder)
     library = native.library()
     assert library is not None
     assert library.two() == 2

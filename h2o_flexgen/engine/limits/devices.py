@@ -20,6 +20,7 @@ import torch
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.huge import LARGE
+from h2o_flexgen.kernels.native.tiers import cpu_flags
 from h2o_flexgen.memory.cuda import Device, open_device
 from h2o_flexgen.memory.device_copies import BOUNCE_BYTES
 from h2o_flexgen.memory.pages import HostMemory
@@ -216,24 +217,21 @@ def _share_of(nbytes: int, what: str) -> Limit:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 natively; else bfloat16 is emulated and float32 is faster."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags or " bf16" in flags
+    """Whether the processor multiplies bfloat16 natively; else it is widened to float32 on the way."""
+    return not cpu_flags().isdisjoint(("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def resolve_dtype(wanted: str, stored: str, device: torch.device) -> str:
-    """The dtype to compute in: the checkpoint's on a GPU; on a CPU bfloat16 where it is native, else float32.
+    """The dtype that numbers are kept in: the checkpoint's on a GPU; on a CPU bfloat16 for 16 bits of either kind.
 
+    What is multiplied is the kernels' choice: pairs of bfloat16 numbers, or the float32 numbers that they stand for.
     float32 checkpoints stay float32: nothing is rounded unasked.
     """
     if wanted != "auto":
         return wanted
     if device.type == "cuda" or stored == "float32":
         return stored
-    return "bfloat16" if cpu_has_bfloat16() else "float32"
+    return "bfloat16"
 
 
 def resolve_devices(config: EngineConfig, first: torch.device) -> list[torch.device]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from h2o_flexgen.config.budget import Budget
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.config.model.packing import CachePacking
-from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
+from h2o_flexgen.config.reports.record import RunRecord, eviction_entry, host_facts
 from h2o_flexgen.config.workload import Workload
 from h2o_flexgen.cores import CoreCount, sharing_warning
 from h2o_flexgen.engine.limits import devices
@@ -24,6 +24,7 @@ from h2o_flexgen.engine.model import Model
 from h2o_flexgen.engine.requests.sequence import Sequence, kept_of_spans
 from h2o_flexgen.engine.state.loader import Loaded
 from h2o_flexgen.kernels import triton_available
+from h2o_flexgen.kernels.native import what_computes
 from h2o_flexgen.openmp import spin_warning
 from h2o_flexgen.schedule.traffic import io_lower_bound
 from h2o_flexgen.schedule.work import CountedWork, rooflines
@@ -148,6 +149,7 @@ def make_record(
         spin_warning() if _device(plan, config) == "cpu" else None,
     ]
     return RunRecord(
+        host={**host_facts(), "kernels": what_computes()},
         model=model.spec.name,
         dtype=model.dtype,
         device=_device(plan, config),

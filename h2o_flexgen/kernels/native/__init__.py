@@ -1,8 +1,9 @@
 """Kernels in C for x86-64 CPUs: written for AVX-512 with bfloat16, run on AVX2 as well. How to compile and call them.
 
 The sources of this folder are compiled once per machine and loaded as one library. It lies in the user's cache folder
-under a name made of everything it depends on: the sources, the compiler and the processor. H2O_FLEXGEN_NATIVE=0 leaves
-native kernels out, as does a machine without a compiler; torch then does the same work, as for other dtypes.
+under a name made of everything it depends on: the sources, the compiler and the processor. Without a compiler those are
+loaded that a wheel has brought along (`shipped.py`), the best that the processor runs. H2O_FLEXGEN_NATIVE=0 leaves
+native kernels out; torch then does the same work, as for other dtypes. `tiers.py` says what instructions they have.
 """
 
 from __future__ import annotations
@@ -12,25 +13,20 @@ import hashlib
 import logging
 import os
 import platform
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from h2o_flexgen.kernels.native.building import FLAGS, FOLDER, TIMEOUT_S, build, find_compiler, sources
+from h2o_flexgen.kernels.native.shipped import LIBRARIES, shipped
+from h2o_flexgen.kernels.native.tiers import best_tier, cpu_flags, machine_flags
+
 log = logging.getLogger(__name__)
 
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c11", "-fPIC", "-pthread", "-Wall", "-Wextra")
-_SLOW_BF16 = "-DSLOW_BF16"  # Intel's: half the products of float32's instructions on a Xeon of 2023, 85 and 175 GFLOP/s
-_LINKER = "-Wl,-Bsymbolic,--no-undefined"  # calls stay within the library, whatever others define
-_TIMEOUT_S = 300  # a compiler takes seconds; beside others on few cores it may take minutes
-_FOLDER = Path(__file__).parent
 _building = Lock()
-_COMPILERS = 2  # at a time: each takes a processor and up to 200 MB
 _LETTERS: dict[str, Any] = {
     "P": ctypes.c_void_p,
     "q": ctypes.c_int64,
@@ -49,12 +45,22 @@ def library() -> ctypes.CDLL | None:
     """
     if why_not() is not None:
         return None
-    try:
-        with _building:  # threads that call at the same time get one compilation
-            return ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError) as error:
-        log.warning("the native kernels could not be built, torch's are slower: %s", _reason(error))
-        return None
+    with _building:  # threads that call at the same time get one compilation
+        for path_of in (_compiled, shipped):
+            try:
+                if (path := path_of()) is not None:
+                    return ctypes.CDLL(str(path))
+            except (OSError, subprocess.SubprocessError) as error:
+                log.warning("the native kernels could not be built, torch's are slower: %s", _reason(error))
+    return None
+
+
+def what_computes() -> str:
+    """In a line: the instructions of the native kernels and where these are from, or why torch computes instead."""
+    found, tier = library(), best_tier()
+    if found is None or tier is None:
+        return f"torch, which is slower: {why_not() or 'the kernels could not be compiled'}"
+    return f"{tier.title}, {'shipped' if Path(found._name).parent == LIBRARIES else 'compiled here'}"
 
 
 @cache
@@ -79,7 +85,8 @@ def fields(*groups: str) -> list[tuple[str, Any]]:
 def must_compile() -> bool:
     """Whether `library` would take some seconds now, to compile what no earlier run on this machine has."""
     try:
-        return why_not() is None and not library.cache_info().currsize and not _target().exists()
+        there = why_not() is not None or _compiler() is None or library.cache_info().currsize
+        return not there and not _target().exists()
     except (OSError, subprocess.SubprocessError):  # which `library` reports
         return False
 
@@ -89,9 +96,9 @@ def why_not() -> str | None:
     """Why there are no native kernels here, in a few words; None where there are."""
     if os.environ.get("H2O_FLEXGEN_NATIVE", "1").lower() in ("0", "false", "no", "off"):
         return "H2O_FLEXGEN_NATIVE is 0"
-    if platform.system() != "Linux" or not {"avx2", "fma"} <= cpu_flags():
+    if platform.system() != "Linux" or best_tier() is None:
         return "the processor has no AVX2"
-    if _compiler() is None:
+    if _compiler() is None and shipped() is None:
         return "no C compiler was found"
     return None
 
@@ -105,58 +112,31 @@ def _target() -> Path:
     """Where the library is, or has to be, whose name says all that it depends on."""
     compiler = _compiler()
     assert compiler is not None, "`why_not` says so before"
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
-    texts = [path.read_text(encoding="utf-8") for path in (*_sources(), *sorted(_FOLDER.glob("*.h")))]
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    texts = [path.read_text(encoding="utf-8") for path in (*sources(), *sorted(FOLDER.glob("*.h")))]
     facts = [*texts, version.stdout, *_flags(), *sorted(cpu_flags())]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
     return _cache_folder() / f"kernels-{digest}.so"
 
 
-def _sources() -> list[Path]:
-    return sorted(_FOLDER.glob("*.c"))
-
-
-def _compiled() -> Path:
-    compiler, sources, target = _compiler(), _sources(), _target()
-    assert compiler is not None, "`why_not` says so before"
+def _compiled() -> Path | None:
+    compiler = _compiler()
+    if compiler is None:
+        return None
+    target = _target()
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=target.parent) as made, ThreadPoolExecutor(_COMPILERS) as pool:
-            objects = [str(Path(made) / f"{source.stem}.o") for source in sources]
-            each = [[compiler, *_flags(), "-c", str(c), "-o", o] for c, o in zip(sources, objects, strict=True)]
-            list(pool.map(_run, each))
-            linked = Path(made, target.name)
-            _run([compiler, "-shared", "-pthread", _LINKER, *objects, "-o", str(linked), "-lm"])
-            linked.replace(target)  # another process that builds the same ends up with the same
+        build(compiler, _flags(), target)
     return target
-
-
-def _run(command: list[str]) -> None:
-    subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
 
 
 @cache
 def _compiler() -> str | None:
-    names = (os.environ.get("CC"), "cc", "gcc", "clang")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    return find_compiler()
 
 
 def _flags() -> tuple[str, ...]:
-    return (*_FLAGS, _SLOW_BF16) if "GenuineIntel" in _of_the_cpu("vendor_id") else _FLAGS
-
-
-def cpu_flags() -> frozenset[str]:
-    return frozenset(_of_the_cpu("flags"))
-
-
-@cache
-def _of_the_cpu(field: str) -> tuple[str, ...]:
-    """The words that Linux has under `field` for the first processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return ()
-    return tuple(next((line.split(":", 1)[1].split() for line in lines if line.startswith(field)), []))
+    return (*FLAGS, *machine_flags())
 
 
 def _cache_folder() -> Path:

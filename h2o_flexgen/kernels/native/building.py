@@ -1,0 +1,53 @@
+"""How the sources of this folder become a library. Of the standard library alone: `setup.py` makes wheels with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FLAGS = ("-O3", "-fno-math-errno", "-std=c11", "-fPIC", "-pthread", "-Wall", "-Wextra")
+SLOW_BF16 = "-DSLOW_BF16"  # Intel's: half the products of float32's instructions on a Xeon of 2023, 85 and 175 GFLOP/s
+_AVX512 = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
+MACHINES = {
+    "avx512": _AVX512,
+    "avx512-slow": (*_AVX512, SLOW_BF16),
+    "avxvnni": ("-march=x86-64-v3", "-mavxvnni"),
+    "avx2": ("-march=x86-64-v3",),
+}
+"""What a compiler is told for the kinds of processors that wheels have libraries for."""
+FOLDER = Path(__file__).parent
+TIMEOUT_S = 300  # a compiler takes seconds; beside others on few cores it may take minutes
+_LINKER = "-Wl,-Bsymbolic,--no-undefined"  # calls stay within the library, whatever others define
+_COMPILERS = 2  # at a time: each takes a processor and up to 200 MB
+
+
+def find_compiler() -> str | None:
+    """The first C compiler that there is, of $CC and the usual names."""
+    names = (os.environ.get("CC"), "cc", "gcc", "clang")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def sources() -> list[Path]:
+    """The C files, in order."""
+    return sorted(FOLDER.glob("*.c"))
+
+
+def build(compiler: str, flags: Sequence[str], target: Path) -> None:
+    """Compiles the library to `target`, at once: another process that builds the same ends up with the same. Raises
+    subprocess.SubprocessError or OSError."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as made, ThreadPoolExecutor(_COMPILERS) as pool:
+        objects = [str(Path(made) / f"{source.stem}.o") for source in sources()]
+        each = [[compiler, *flags, "-c", str(c), "-o", o] for c, o in zip(sources(), objects, strict=True)]
+        list(pool.map(_run, each))
+        linked = Path(made, target.name)
+        _run([compiler, "-shared", "-pthread", _LINKER, *objects, "-o", str(linked), "-lm"])
+        linked.replace(target)
+
+
+def _run(command: list[str]) -> None:
+    subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)

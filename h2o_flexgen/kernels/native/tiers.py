@@ -1,0 +1,109 @@
+"""Which instructions the kernels in C are made of: the processor's best, or fewer where H2O_FLEXGEN_KERNELS says so.
+
+A tier is what a kind of processors has in common. H2O_FLEXGEN_KERNELS=avx2 computes and decides as a processor with
+AVX2 alone does (most of those that people own), on any that has more; avxvnni, which adds products of 8 bits, is
+emulated where the processor lacks it. Without it, or as "native", the processor has all that it has.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.kernels.native.building import MACHINES, SLOW_BF16
+
+SWITCH = "H2O_FLEXGEN_KERNELS"
+_EMULATED = "-DEMULATED_VNNI"
+_V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2"})
+_V4 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
+
+
+class InstructionSets(NamedTuple):
+    """Instruction sets: a name, what people call them, and what Linux must say that the processor has."""
+
+    name: str
+    title: str
+    needs: frozenset[str]
+
+
+TIERS = (
+    InstructionSets("avx512", "AVX-512 with VNNI and bfloat16", _V3 | _V4 | {"avx512_vnni", "avx512_bf16"}),
+    InstructionSets("avxvnni", "AVX2 with VNNI", _V3 | {"avx_vnni"}),
+    InstructionSets("avx2", "AVX2", _V3),
+)
+"""From the best on."""
+_BEYOND = {"avx512": ("amx",), "avxvnni": ("amx", "avx512"), "avx2": ("amx", "avx512", "avx_vnni")}
+"""How the names of instructions begin that a tier does without."""
+
+
+@cache
+def wanted() -> InstructionSets | None:
+    """The tier that H2O_FLEXGEN_KERNELS asks for, None for the processor's own. UsageError for what is not there."""
+    word = os.environ.get(SWITCH, "native").lower()
+    if word in ("", "native"):
+        return None
+    tier = next((tier for tier in TIERS if tier.name == word), None)
+    if tier is None:
+        names = ", ".join(each.name for each in reversed(TIERS))
+        raise UsageError(f"{SWITCH} is {word!r}", f"needed native, {names}")
+    if missing := sorted(tier.needs - of_the_processor() - {"avx_vnni"}):
+        lacks = f"the processor lacks {', '.join(missing)}"
+        raise UsageError(f"{SWITCH} is {word!r}, and {lacks}", change=f"unset {SWITCH}")
+    return tier
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """What Linux says that the processor has, as far as the tier that is asked for knows it."""
+    there, tier = of_the_processor(), wanted()
+    if tier is None:
+        return there
+    return frozenset(flag for flag in there if not flag.startswith(_BEYOND[tier.name])) | tier.needs
+
+
+def torch_widens() -> bool:
+    """Whether torch's products of bfloat16 numbers are done number by number here, so that those of float32 ones, with
+    the widening, take a fourth of the time: oneDNN's need AVX-512."""
+    return not cpu_flags() >= _V4
+
+
+def best_tier() -> InstructionSets | None:
+    """The best tier of what `cpu_flags` says; None where the kernels do not run at all."""
+    return next((tier for tier in TIERS if tier.needs <= cpu_flags()), None)
+
+
+def machine_flags() -> tuple[str, ...]:
+    """What a compiler on this machine is told to compile for."""
+    tier = wanted()
+    if tier is None:
+        return ("-march=native", *_slow())
+    if tier.name == "avxvnni" and "avx_vnni" not in of_the_processor():
+        return ("-march=x86-64-v3", _EMULATED)
+    return (*MACHINES[tier.name], *(_slow() if tier.name == "avx512" else ()))
+
+
+def of_the_processor() -> frozenset[str]:
+    """All instruction sets that Linux says the processor has."""
+    return frozenset(_of_the_cpu("flags"))
+
+
+def _slow() -> tuple[str, ...]:
+    return (SLOW_BF16,) if has_slow_bfloat16() else ()
+
+
+def has_slow_bfloat16() -> bool:
+    """Whether its instruction for pairs of bfloat16 numbers, if there is one, is slower than that for float32."""
+    return "GenuineIntel" in _of_the_cpu("vendor_id")
+
+
+@cache
+def _of_the_cpu(field: str) -> tuple[str, ...]:
+    """The words that Linux has under `field` for the first processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return ()
+    return tuple(next((line.split(":", 1)[1].split() for line in lines if line.startswith(field)), []))

@@ -1,0 +1,88 @@
+"""Which instructions kernels have, as H2O_FLEXGEN_KERNELS says; 16 bits are kept whatever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from h2o_flexgen.engine.limits.devices import cpu_has_bfloat16, resolve_dtype
+from h2o_flexgen.errors import UsageError
+from h2o_flexgen.kernels import layers, torch_attention
+from h2o_flexgen.kernels.native import has_matrix_unit, tiers
+
+V3 = "avx2 fma f16c bmi1 bmi2"
+ZEN4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16"
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """What is kept of the processor and the switch is forgotten before and after."""
+    monkeypatch.delenv(tiers.SWITCH, raising=False)
+    kept = tiers.wanted, tiers.cpu_flags
+    for each in kept:
+        each.cache_clear()
+    yield monkeypatch
+    for each in kept:
+        each.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("flags", "switch", "best", "compiled"),
+    [
+        (ZEN4, None, "avx512", "-march=native"),
+        (ZEN4, "native", "avx512", "-march=native"),
+        (f"{ZEN4} amx_bf16", "avx2", "avx2", "-march=x86-64-v3"),
+        (ZEN4, "avxvnni", "avxvnni", "-DEMULATED_VNNI"),
+        (f"{V3} avx_vnni", "avxvnni", "avxvnni", "-mavxvnni"),
+        (f"{V3} avx_vnni", None, "avxvnni", "-march=native"),
+        (ZEN4.replace(" avx512_bf16", ""), None, "avx2", "-march=native"),
+        (V3, None, "avx2", "-march=native"),
+        ("sse4_2", None, None, "-march=native"),
+    ],
+)
+def test_what_is_computed_with(
+    asked: pytest.MonkeyPatch, flags: str, switch: str | None, best: str | None, compiled: str
+) -> None:
+    asked.setattr(tiers, "of_the_processor", lambda: frozenset(flags.split()))
+    if switch is not None:
+        asked.setenv(tiers.SWITCH, switch)
+    found = tiers.best_tier()
+    assert (None if found is None else found.name) == best
+    assert compiled in tiers.machine_flags()
+    assert cpu_has_bfloat16() == (best == "avx512")
+    assert not has_matrix_unit() or switch is None
+    for stored in ("float16", "bfloat16"):
+        assert resolve_dtype("auto", stored, torch.device("cpu")) == "bfloat16"
+        assert resolve_dtype("float32", stored, torch.device("cpu")) == "float32"
+    assert resolve_dtype("auto", "float32", torch.device("cpu")) == "float32"
+
+
+@pytest.mark.parametrize(("switch", "message"), [("avx3", "needed native, avx2"), ("avx512", "lacks avx512_bf16")])
+def test_what_is_not_there(asked: pytest.MonkeyPatch, switch: str, message: str) -> None:
+    asked.setattr(tiers, "of_the_processor", lambda: frozenset(V3.split()))
+    asked.setenv(tiers.SWITCH, switch)
+    with pytest.raises(UsageError, match=message):
+        tiers.cpu_flags()
+
+
+def test_torch_multiplies_what_it_is_slow_at_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded once, at the end: as float64 would be."""
+    monkeypatch.setattr(layers, "library", lambda: None)
+    for module in (layers, torch_attention):
+        monkeypatch.setattr(module, "torch_widens", lambda: True)
+    monkeypatch.setattr(layers, "_EXPANDED", 100)
+    x, w, bias = (torch.randn(shape).bfloat16() for shape in ((9, 40), (7, 40), (7,)))
+    exact = torch.nn.functional.linear(x.double(), w.double(), bias.double())
+    found = layers.linear(x, w, bias)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)
+    relu = layers.linear(x, w, bias, relu=True)
+    assert torch.equal(relu, found.relu())
+    q, k = (torch.randn(1, 2, 5, 16).bfloat16() for _ in range(2))
+    out = torch_attention.prefill_attention(q, k, k, 0.25, True)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), k.double(), is_causal=True, scale=0.25
+    )
+    torch.testing.assert_close(out.out.double(), expected, rtol=2**-6, atol=2**-6)
