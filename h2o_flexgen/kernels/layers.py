@@ -87,6 +87,8 @@ def _packed_linear(
         if call(*places, rows, outs, ins, x.stride(0), y.stride(0), *kind, ctypes.byref(place), weight.whole):
             raise MemoryError(f"no memory to expand weights of {ins} inputs")
         return y
+    if (y := _exact_linear(x, weight, bias, relu, onto)) is not None:
+        return y
     if serves(x.device) and x.ndim == 2 and x.shape[1] == ins:
         from h2o_flexgen.kernels.triton_linear import packed_linear  # imports Triton, which is not there everywhere
 
@@ -104,18 +106,37 @@ def _packed_linear(
     return y.float() if wide else y
 
 
+def _exact_linear(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, relu: bool, onto: Tensor | None
+) -> Tensor | None:
+    """In C, of float32 numbers; None for others, and where there are no kernels."""
+    (outs, ins), exact = weight.shape, torch.float32
+    if not (x.dtype is exact and x.is_cpu and x.ndim == 2 and x.shape[1] == ins and x.stride(1) == 1 and len(x)):
+        return None
+    taken = onto is None or _takes(onto, len(x), outs, exact)
+    if not taken or not _is_vector(bias, outs, exact) or weight.place is None:
+        return None
+    y = _new(len(x), outs, exact) if onto is None else onto
+    places = x.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
+    kind = relu, onto is not None, torch.get_num_threads(), ctypes.byref(weight.place)
+    call = function("exact", "PPPllllliiiP", "i")
+    if call(*places, len(x), outs, ins, x.stride(0), y.stride(0), *kind):
+        raise MemoryError(f"no memory to expand weights of {ins} inputs")
+    return y
+
+
 def _new(rows: int, outs: int, dtype: torch.dtype) -> Tensor:
     return LARGE.empty(rows, outs, dtype=dtype) if rows * outs >= _MANY else torch.empty(rows, outs, dtype=dtype)
 
 
-def _is_vector(x: Tensor | None, n: int) -> bool:
+def _is_vector(x: Tensor | None, n: int, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether the kernels in C read this as a bias or the weight of a norm over n numbers; None is none."""
-    return x is None or (x.dtype is torch.bfloat16 and x.is_cpu and x.shape == (n,) and x.is_contiguous())
+    return x is None or (x.dtype is dtype and x.is_cpu and x.shape == (n,) and x.is_contiguous())
 
 
-def _takes(onto: Tensor, rows: int, outs: int) -> bool:
+def _takes(onto: Tensor, rows: int, outs: int, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether the kernels in C can add to this."""
-    return onto.dtype is torch.bfloat16 and onto.is_cpu and onto.shape == (rows, outs) and onto.stride(1) == 1
+    return onto.dtype is dtype and onto.is_cpu and onto.shape == (rows, outs) and onto.stride(1) == 1
 
 
 def _linear_by_torch(

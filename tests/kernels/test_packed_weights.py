@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from h2o_flexgen.config.model.packing import SUPER, Packing
-from h2o_flexgen.kernels import linear
-from h2o_flexgen.kernels.packed import PackedWeight, look_up
+from h2o_flexgen.kernels import layers, linear
+from h2o_flexgen.kernels.native import function
+from h2o_flexgen.kernels.packed import PackedWeight, look_up, scales_and_lows
 from tests.seeds import torch_generator
 
 PACKINGS = [
@@ -38,6 +39,7 @@ PACKINGS = [
     Packing("e4m3", 128, "float32", "none"),
     Packing("e4m3", 0, "bfloat16", "none"),
 ]
+EVERY = [*range(1, 21), 31, 32, 33, 63, 64, 65, 127, 128, 129]  # rows
 SHAPES = [(5, 32), (9, 416), (70, 640)]
 SIZES = {
     "e2m1": [0, 0.5, 1, 1.5, 2, 3, 4, 6],
@@ -156,6 +158,28 @@ def test_products(packing: Packing, dtype: torch.dtype) -> None:
             assert (linear(x, weight, bias, relu=True) >= 0).all()
 
 
+@pytest.mark.parametrize("packing", PACKINGS[::3], ids=id_of)
+def test_exact_products_are_those_of_the_numbers(packing: Packing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, in C: none is left to torch, and no row depends on its neighbours."""
+    random = torch_generator()
+    for outs, ins in [(23, 96), (50, 416)]:
+        weight = random_weight(packing, (outs, ins))
+        if weight.place is None:
+            pytest.skip("no kernel takes it")
+        values = weight.expanded().double()
+        with monkeypatch.context() as patch:
+            patch.setattr(layers.F, "linear", None)
+            x = torch.randn(129, 2 * ins, generator=random)[:, ins:]
+            bias = torch.randn(outs, generator=random)
+            found = linear(x, weight, bias)
+            for rows in EVERY:
+                assert torch.equal(linear(x[:rows], weight, bias), found[:rows])
+            assert torch.equal(linear(x, weight, bias, relu=True), found.relu())
+            assert torch.equal(linear(x, weight, bias, onto=found.clone()), found + found)
+        size = x.double().abs() @ values.abs().t() + 1
+        assert ((found.double() - bias.double() - x.double() @ values.t()).abs() <= 2**-20 * size).all()
+
+
 def test_rows_of_x_that_are_not_contiguous() -> None:
     weight = random_weight(PACKINGS[0], (70, 256), torch.bfloat16)
     wide = torch.randn(6, 512, generator=torch_generator()).bfloat16()
@@ -179,16 +203,35 @@ def test_whole_numbers(packing: Packing) -> None:
         weight = random_weight(packing, (outs, ins), torch.bfloat16)
         if not weight.whole:
             pytest.skip("this processor has no instructions for whole numbers")
+        span = function("most_span", "", "i")()
         values = weight.in_order(torch.float32).double().t()
         sizes = values.abs()
-        for rows in (1, 2, 3, 4, 5, 7, 515 if ins < 8192 else 130):
+        for rows in EVERY if ins == 96 else (1, 2, 3, 4, 5, 7, 515 if ins < 8192 else 130):
             x = torch.randn(rows, ins, generator=random).bfloat16()
             x[0, : ins // 2] = 0
             x[-1, 40:60] *= 100
             taken = x if weight.order is None else x[:, weight.order]
-            taken = rounded_in_spans(taken, min(packing.group or 64, 64))
+            taken = rounded_in_spans(taken, min(packing.group or span, span))
             size = taken.abs() @ sizes + 1
             assert ((linear(x, weight, wide=True) - taken @ values).abs() <= 2e-5 * size).all()
+
+
+@pytest.mark.parametrize("packing", [each for each in PACKINGS if each.levels != "e4m3"], ids=id_of)
+def test_the_largest_numbers_of_all_have_room(packing: Packing) -> None:
+    """All codes alike, and all of x in 127 steps: sums of products of 8 bits never get lost in 16."""
+    shape = (20, 256)
+    weight = random_weight(packing, shape, torch.bfloat16)
+    if not weight.whole:
+        pytest.skip("this processor has no instructions for whole numbers")
+    scale, low = scales_and_lows(packing, weight.parts)
+    for code in range(16) if packing.bits == 4 else (0, 1, 127, 128, 129, 255):
+        weight.parts["codes"].fill_(code * 17 if packing.bits == 4 else code)
+        values = weight.in_order(torch.float32).double().t()
+        for rows, sign in itertools.product((1, 4, 5, 9), (-1, 1)):
+            x = torch.full((rows, shape[1]), 1.5 * sign).bfloat16()
+            terms = 256 * scale.abs().max() + (0 if low is None else low.abs().max())  # which may all but cancel
+            off = (linear(x, weight, wide=True) - x.double() @ values).abs().max()
+            assert off <= 1e-5 * shape[1] * 1.5 * terms
 
 
 def test_numbers_that_are_not_finite_stay_so() -> None:

@@ -2,7 +2,7 @@
 
 The sources of this folder are compiled once per machine and loaded as one library. It lies in the user's cache folder
 under a name made of everything it depends on: the sources, the compiler and the processor. Without a compiler those are
-loaded that a wheel has brought along (`shipped.py`), the best that the processor runs. H2O_FLEXGEN_NATIVE=0 leaves
+loaded that a wheel has brought along, the best that the processor runs. H2O_FLEXGEN_NATIVE=0 leaves
 native kernels out; torch then does the same work, as for other dtypes. `tiers.py` says what instructions they have.
 """
 
@@ -21,8 +21,7 @@ from threading import Lock
 from typing import Any
 
 from h2o_flexgen.kernels.native.building import FLAGS, FOLDER, TIMEOUT_S, build, find_compiler, sources
-from h2o_flexgen.kernels.native.shipped import LIBRARIES, shipped
-from h2o_flexgen.kernels.native.tiers import best_tier, cpu_flags, machine_flags
+from h2o_flexgen.kernels.native.tiers import LIBRARIES, best_tier, cpu_flags, machine_flags, shipped
 
 log = logging.getLogger(__name__)
 

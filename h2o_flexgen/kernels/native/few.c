@@ -54,6 +54,16 @@ static __m512i lanes_of(const Whole *all) {
     return _mm512_loadu_si512(which);
 }
 
+/* Of four numbers each lane's. */
+INLINE __m512 spread_four(__m128 four, __m512i which) {
+#ifdef NARROW
+    const __m256 twice = _mm256_set_m128(four, four);
+    return F2(_mm256_permutevar_ps(twice, which.a), _mm256_permutevar_ps(twice, which.b));
+#else
+    return _mm512_permutexvar_ps(which, _mm512_broadcast_f32x4(four));
+#endif
+}
+
 /* Output `out`: the sums of all rows to `to`, PIECE apart. */
 INLINE void sum_output(const Few *f, int64_t out, const float *scales, const float *lows, const int nibbles, const int tabled,
                        const int rows, float *to) {
@@ -73,14 +83,14 @@ INLINE void sum_output(const Few *f, int64_t out, const float *scales, const flo
         if (nibbles)
             w[0] = whole_levels(packed, tabled, table), w[1] = whole_levels(_mm512_srli_epi16(packed, 4), tabled, table);
         else
-            w[0] = _mm512_xor_si512(packed, _mm512_set1_epi8(-128));
-        const __m128 some = _mm_loadu_ps(scales + (b * inputs >> shift));
-        const __m512 scale = _mm512_permutexvar_ps(f->which, _mm512_broadcast_f32x4(some));
+            w[0] = whole_bytes(packed);
+        const __m512 scale = spread_four(_mm_loadu_ps(scales + (b * inputs >> shift)), f->which);
         UNROLL for (int r = 0; r < rows; r++) {
             const int8_t *x = all->x + r * all->padded + b * inputs;
             const int64_t at = (r * f->blocks + b) * LANES;
-            __m512i whole = _mm512_dpbusd_epi32(_mm512_load_si512(f->start + at), w[0], _mm512_load_si512(x));
-            if (nibbles) whole = _mm512_dpbusd_epi32(whole, w[1], _mm512_load_si512(x + 64));
+            const __m512i start = _mm512_load_si512(f->start + at), first = _mm512_load_si512(x);
+            const __m512i whole = nibbles ? dot_nibbles_512(start, w[0], first, w[1], _mm512_load_si512(x + 64), tabled == 2)
+                                          : dot_bytes_512(start, w[0], first);
             const __m512 both = _mm512_mul_ps(scale, _mm512_load_ps(f->scale + at));
             sum[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), both, sum[r]);
         }
@@ -98,6 +108,8 @@ INLINE void sum_output(const Few *f, int64_t out, const float *scales, const flo
         const int64_t levels = f->all->p.packed->levels; \
         if (levels == UINT4) \
             sum_output(f, out, scales, lows, 1, 0, ROWS, to); \
+        else if (has_signed_levels(f->all->p.packed)) \
+            sum_output(f, out, scales, lows, 1, 2, ROWS, to); \
         else if (levels <= IQ2) \
             sum_output(f, out, scales, lows, 1, 1, ROWS, to); \
         else \

@@ -225,6 +225,37 @@ INLINE m16 v_eq(i512 x, i512 y) { return bits16(I2(_mm256_cmpeq_epi32(x.a, y.a),
 #define _mm512_cmple_epi32_mask(x, y) ((m16)~v_gt(x, y))
 #define _mm512_mask_cmpge_epi32_mask(mask, x, y) ((m16)((mask) & ~v_gt(y, x)))
 
+/* ---- bytes, and whole numbers from and to them */
+typedef uint64_t m64;
+#define __mmask64 m64
+BOTH_I(_v_xor, _mm256_xor_si256) BOTH_I(_v_shuffle8, _mm256_shuffle_epi8)
+INLINE i512 v_set1_8(char x) { return I2(_mm256_set1_epi8(x), _mm256_set1_epi8(x)); }
+INLINE i512 v_four_lanes(__m128i x) { return I2(_mm256_broadcastsi128_si256(x), _mm256_broadcastsi128_si256(x)); }
+INLINE __m128i upper_8(__m128i x) { return _mm_unpackhi_epi64(x, x); }
+#define _mm512_xor_si512 _v_xor
+#define _mm512_shuffle_epi8 _v_shuffle8
+#define _mm512_set1_epi8 v_set1_8
+#define _mm512_broadcast_i32x4 v_four_lanes
+#define _mm512_srli_epi16(x, n) I2(_mm256_srli_epi16((x).a, n), _mm256_srli_epi16((x).b, n))
+#define _mm512_andnot_ps(x, y) F2(_mm256_andnot_ps((x).a, (y).a), _mm256_andnot_ps((x).b, (y).b))
+#define _mm512_cvtps_epi32(x) I2(_mm256_cvtps_epi32((x).a), _mm256_cvtps_epi32((x).b))
+INLINE i512 v_unsigned_8(__m128i x) { return I2(_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(upper_8(x))); }
+INLINE i512 v_signed_8(__m128i x) { return I2(_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(upper_8(x))); }
+#define _mm512_cvtepu8_epi32 v_unsigned_8
+#define _mm512_cvtepi8_epi32 v_signed_8
+INLINE __m128i v_bytes(i512 x) { /* saturated */
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xD8);
+    return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+#define _mm512_cvtsepi32_epi8 v_bytes
+INLINE int v_sum_i(i512 x) {
+    const __m256i both = _mm256_add_epi32(x.a, x.b);
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    s = _mm_add_epi32(s, upper_8(s));
+    return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_srli_si128(s, 4)));
+}
+#define _mm512_reduce_add_epi32 v_sum_i
+
 /* ---- reductions */
 INLINE float sum8(__m256 x) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.kernels.native.building import MACHINES, SLOW_BF16
+from h2o_flexgen.kernels.native.building import FOLDER, MACHINES, SLOW_BF16
 
 SWITCH = "H2O_FLEXGEN_KERNELS"
 _EMULATED = "-DEMULATED_VNNI"
@@ -37,6 +37,8 @@ TIERS = (
 """From the best on."""
 _BEYOND = {"avx512": ("amx",), "avxvnni": ("amx", "avx512"), "avx2": ("amx", "avx512", "avx_vnni")}
 """How the names of instructions begin that a tier does without."""
+LIBRARIES = FOLDER / "shipped"
+"""Where `setup.py` puts them: kernels-avx2.so and so on."""
 
 
 @cache
@@ -107,3 +109,17 @@ def _of_the_cpu(field: str) -> tuple[str, ...]:
     except OSError:
         return ()
     return tuple(next((line.split(":", 1)[1].split() for line in lines if line.startswith(field)), []))
+
+
+@cache
+def shipped() -> Path | None:
+    """The best one that is there and runs on the processor; None where there is none."""
+    best = best_tier()
+    if best is None:
+        return None
+    names = [best.name] if best.name == "avx2" else [best.name, "avx2"]
+    if best.name == "avx512" and has_slow_bfloat16():
+        names.insert(0, "avx512-slow")
+    if "avx_vnni" not in of_the_processor():  # and the tier is asked for: only a compiler emulates it
+        names = [name for name in names if name != "avxvnni"]
+    return next((path for name in names if (path := LIBRARIES / f"kernels-{name}.so").is_file()), None)

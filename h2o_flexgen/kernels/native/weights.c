@@ -185,13 +185,6 @@ static void expand_plain(const Packed *w, const uint8_t *codes, int64_t from, bf
     }
 }
 
-#ifdef __AVX512BF16__
-/* 32 codes of 4 bits, in their order, each in the low bits of 16. */
-INLINE __m512i nibbles(const uint8_t *codes) {
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
-    return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)); /* what is above them plays no part */
-}
-
 INLINE __m512 e4m3(__m512i codes) {
     const __m512i size = _mm512_and_si512(codes, _mm512_set1_epi32(0x7F));
     const __m512 value = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(size, 20)), _mm512_set1_ps(0x1p120f));
@@ -204,6 +197,13 @@ INLINE __m512 e4m3(__m512i codes) {
 INLINE __m512 bytes16(const uint8_t *codes, const int floats) {
     const __m128i bytes = _mm_loadu_si128((const __m128i *)codes);
     return floats ? e4m3(_mm512_cvtepu8_epi32(bytes)) : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+
+#ifdef __AVX512BF16__
+/* 32 codes of 4 bits, in their order, each in the low bits of 16. */
+INLINE __m512i nibbles(const uint8_t *codes) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
+    return _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)); /* what is above them plays no part */
 }
 
 /* Whole units, and how many numbers those are. */
@@ -280,8 +280,44 @@ static int64_t expand_wide(const Packed *w, const uint8_t *codes, float *to, con
     return i;
 }
 #else
+/* The levels of 32 codes, in their order. */
+INLINE void levels_of(const Packed *w, const uint8_t *codes, int64_t i, __m512 part[2]) {
+    if (!has_nibbles(w)) {
+        UNROLL for (int j = 0; j < 2; j++) part[j] = bytes16(codes + i + 16 * j, w->levels == E4M3);
+        return;
+    }
+    const Levels *levels = LEVELS + w->levels;
+    const __m128i table = _mm_loadu_si128((const __m128i *)levels->whole), low = _mm_set1_epi8(15);
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)(codes + i / 2));
+    const __m128i even = _mm_and_si128(bytes, low), odd = _mm_and_si128(_mm_srli_epi16(bytes, 4), low);
+    const __m128i which[2] = {_mm_unpacklo_epi8(even, odd), _mm_unpackhi_epi8(even, odd)};
+    UNROLL for (int j = 0; j < 2; j++) {
+        const __m512i whole = _mm512_cvtepu8_epi32(_mm_shuffle_epi8(table, which[j]));
+        const __m512 less = _mm512_cvtepi32_ps(_mm512_sub_epi32(whole, _mm512_set1_epi32(levels->offset)));
+        part[j] = _mm512_mul_ps(_mm512_set1_ps(levels->step), less);
+    }
+}
+
+/* In float32, or rounded: in `narrow`. */
+INLINE int64_t expand_32s(const Packed *w, const uint8_t *codes, float *to, bf16 *narrow, const float *scale, const float *low) {
+    const int64_t unit = unit_of(w);
+    int64_t i = 0;
+    for (; i + 32 <= w->ins; i += 32) {
+        __m512 part[2];
+        levels_of(w, codes, i, part);
+        UNROLL for (int j = 0; j < 2; j++) {
+            const int64_t at = (i + 16 * j) / unit;
+            const __m512 scaled = _mm512_mul_ps(part[j], _mm512_set1_ps(scale[at]));
+            const __m512 number = _mm512_add_ps(scaled, _mm512_set1_ps(low[at]));
+            if (to) _mm512_storeu_ps(to + i + 16 * j, number);
+            else _mm256_storeu_si256((__m256i *)(narrow + i + 16 * j), rounded(number));
+        }
+    }
+    return i;
+}
+
 static int64_t expand_wide(const Packed *w, const uint8_t *codes, float *to, const float *scale, const float *low) {
-    return 0 * (w->ins + codes[0] + (to == scale) + (low == NULL));
+    return expand_32s(w, codes, to, NULL, scale, low);
 }
 #endif
 
@@ -306,6 +342,8 @@ void expand_row(const Packed *w, int64_t out, bf16 *to, float *scale, float *low
     } else {
         done = expand_bytes(codes, w->ins, 1, to, scale, low);
     }
+#else
+    done = expand_32s(w, codes, NULL, to, scale, low);
 #endif
     expand_plain(w, codes, done, to, scale, low);
 }

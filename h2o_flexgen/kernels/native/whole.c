@@ -1,6 +1,6 @@
 /* y = x w^T for weights of 4 or 8 bits, in whole numbers: x is rounded to 8 bits too, as GGML's products do.
 
-   An instruction multiplies 64 pairs of 8 bits, where that of bfloat16 does 32, and weights need no rounding: their codes
+   An instruction multiplies 64 pairs of 8 bits (whole.h), where that of bfloat16 does 32, and weights need no rounding: their codes
    go in as they are. COLS outputs make a panel; DEPTH of its inputs at a time are turned into vectors that have four
    inputs of 16 outputs, and stay in the first cache while all rows pass. Turning takes as long as three rows do.
 
@@ -19,15 +19,24 @@ int takes_whole(const Packed *w) {
 #endif
 }
 
+/* Inputs that share a scale of x at most. */
+int most_span(void) { return MOST_SPAN; }
+
 #ifdef WHOLE_NUMBERS
 #include "team.h"
 #include "tiles.h"
+
+#ifdef NARROW
+enum { TILE_HEIGHT = 4 };
+#else
+enum { TILE_HEIGHT = 3 };
+#endif
 
 enum {
     VECTORS_OUT = 4,
     COLS = VECTORS_OUT * LANES, /* outputs of a panel */
     DEPTH = 256,                /* inputs: 16 KiB of a panel */
-    HEIGHT = 3,                 /* rows of a tile: as many vectors of whole sums and of scaled ones as fit */
+    HEIGHT = TILE_HEIGHT,       /* rows of a tile: as many vectors of whole sums and of scaled ones as fit */
     MOST_ROWS = 512,            /* whose sums are kept at a time */
     LINE = 64,
 };
@@ -183,7 +192,7 @@ INLINE void take_codes(const Whole *all, int64_t out, int64_t in, int64_t end, u
                     _mm512_store_si512(even, whole_levels(r[i], tabled, table));
                     _mm512_store_si512(even + 4 * STEP, whole_levels(_mm512_srli_epi16(r[i], 4), tabled, table));
                 } else {
-                    _mm512_store_si512(even, _mm512_xor_si512(r[i], _mm512_set1_epi8(-128)));
+                    _mm512_store_si512(even, whole_bytes(r[i]));
                 }
             }
         }
@@ -201,6 +210,11 @@ static void take_inputs(const Whole *all, int64_t out, int64_t in, uint8_t *to, 
 
 /* ---- sums */
 
+#ifdef NARROW
+#include "whole_narrow.h"
+#define FOURTH_TILE(NIBBLES, ASKS) ONE_TILE(4, NIBBLES, ASKS)
+#define FOURTH_NAME(NIBBLES, ASKS) , tile_4_##NIBBLES##_##ASKS
+#else
 /* sums (rows, COLS) = or += rows of x from `row` on times what the panel holds, from input `in` on. Where it `asks`,
    half of the panel's bytes from `ahead` on are asked for, some at each step: many at once would wait for each other. */
 INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums, const uint8_t *ahead,
@@ -251,6 +265,10 @@ INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, 
         UNROLL for (int v = 0; v < VECTORS_OUT; v++) _mm512_store_ps(sums + r * COLS + v * LANES, sum[r][v]);
 }
 
+#define FOURTH_TILE(NIBBLES, ASKS)
+#define FOURTH_NAME(NIBBLES, ASKS)
+#endif
+
 typedef void Tile(const Whole *, const Panel *, int64_t, int64_t, float *, const uint8_t *);
 #define ONE_TILE(ROWS, NIBBLES, ASKS) \
     static void tile_##ROWS##_##NIBBLES##_##ASKS(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums, \
@@ -258,15 +276,30 @@ typedef void Tile(const Whole *, const Panel *, int64_t, int64_t, float *, const
         tile(all, panel, row, in, sums, ahead, ROWS, NIBBLES, ASKS); \
     }
 #define TILES(NIBBLES, ASKS) \
-    ONE_TILE(1, NIBBLES, ASKS) ONE_TILE(2, NIBBLES, ASKS) ONE_TILE(3, NIBBLES, ASKS) \
+    ONE_TILE(1, NIBBLES, ASKS) ONE_TILE(2, NIBBLES, ASKS) ONE_TILE(3, NIBBLES, ASKS) FOURTH_TILE(NIBBLES, ASKS) \
     static Tile *const tiles_##NIBBLES##_##ASKS[HEIGHT] = {tile_1_##NIBBLES##_##ASKS, tile_2_##NIBBLES##_##ASKS, \
-                                                           tile_3_##NIBBLES##_##ASKS};
+                                                           tile_3_##NIBBLES##_##ASKS FOURTH_NAME(NIBBLES, ASKS)};
 TILES(0, 0) TILES(0, 1) TILES(1, 0) TILES(1, 1)
+#ifdef NARROW
+TILES(2, 0) TILES(2, 1) TILES(3, 0) TILES(3, 1)
+static Tile *const *const tiles[4][2] = {{tiles_0_0, tiles_0_1}, {tiles_1_0, tiles_1_1}, {tiles_2_0, tiles_2_1},
+                                         {tiles_3_0, tiles_3_1}};
+#else
 static Tile *const *const tiles[2][2] = {{tiles_0_0, tiles_0_1}, {tiles_1_0, tiles_1_1}};
+#endif
+
+/* Which of them takes such weights. */
+static int kind_of(const Packed *w) {
+#ifdef NARROW
+    return !has_nibbles(w) ? 0 : w->levels == UINT4 ? 1 : has_signed_levels(w) ? 3 : 2;
+#else
+    return has_nibbles(w);
+#endif
+}
 
 static void take_panel(const Whole *all, int64_t out, int64_t following, const Panel *panel) {
     const Packed *w = all->p.packed;
-    const int nibbles = has_nibbles(w);
+    const int nibbles = has_nibbles(w), kind = kind_of(w);
     const int64_t row_bytes = nibbles ? w->ins / 2 : w->ins;
     const uint8_t *ahead = w->codes + following * row_bytes;
     take_scales(all, out, panel);
@@ -280,7 +313,7 @@ static void take_panel(const Whole *all, int64_t out, int64_t following, const P
             for (int64_t row = 0, turn = 0, height; row < rows; row += height, turn++) {
                 height = (rows - row + turns - turn - 1) / (turns - turn);
                 const int asks = !from && !turn && in + DEPTH <= w->ins;
-                tiles[nibbles][asks][height - 1](all, panel, from + row, in, panel->sums + row * COLS,
+                tiles[kind][asks][height - 1](all, panel, from + row, in, panel->sums + row * COLS,
                                                  next + DEPTH / (1 + nibbles) * COLS / 2);
             }
         }
@@ -316,7 +349,7 @@ static void describe(Whole *all) {
     all->span = w->group ? least(MOST_SPAN, w->group & -w->group) : MOST_SPAN;
     all->padded = up(all->p.ins, all->block), all->spans = all->padded / all->span;
     all->each = w->group ? w->group / all->span : all->spans;
-    all->offset = w->levels == INT8 ? 128 : w->levels != UINT4 ? LEVELS[w->levels].offset : w->low_kind == MIDDLE ? 8 : 0;
+    all->offset = whole_offset(w);
     all->lows = w->low_kind != NONE && w->low_kind != MIDDLE;
 }
 

@@ -1,0 +1,80 @@
+/* The tile of whole.c on 256 bits, of which there are 16 registers: up to 4 rows x 16 outputs.
+
+   The sums of a span in whole numbers are in registers; the scaled ones wait in memory. Without an instruction that adds
+   up by fours, some steps of codes of 4 bits are added up in 16 bits and then widened: 8 x 2 x 15 x 127 is less than
+   32,768, and so is 4 x 2 x 30 x 127. `nibbles`: 0 for codes of 8 bits; of 4 bits 1, 2 of levels up to 30, 3 of signed ones. */
+#ifndef WHOLE_NARROW_H
+#define WHOLE_NARROW_H
+
+/* whole (rows, 2) of 16 outputs += four steps of inputs at x, rows `apart` bytes apart, times codes. */
+INLINE void four_steps(__m256i whole[][2], const int8_t *x, int64_t apart, const uint8_t *codes, const int rows,
+                       const int nibbles, const int sixteen, const int first) {
+    UNROLL for (int s = 0; s < 4; s++) {
+        const __m256i *at = (const __m256i *)(codes + s * COLS * 4);
+        const __m256i w[2] = {_mm256_load_si256(at), _mm256_load_si256(at + 1)};
+        UNROLL for (int r = 0; r < rows; r++) {
+            int32_t four;
+            memcpy(&four, x + r * apart + s * 4, sizeof four);
+            const __m256i both = _mm256_set1_epi32(four);
+            UNROLL for (int h = 0; h < 2; h++)
+                if (sixteen)
+                    whole[r][h] = first && s == 0 ? _mm256_maddubs_epi16(w[h], both)
+                                                  : _mm256_add_epi16(whole[r][h], _mm256_maddubs_epi16(w[h], both));
+                else
+                    whole[r][h] = nibbles == 1 || nibbles == 2 ? dot_bytes(whole[r][h], w[h], both) : dot_signed(whole[r][h], w[h], both);
+        }
+    }
+}
+
+/* sums (rows, COLS) = or += rows of x from `row` on times what the panel holds, from input `in` on. Where it `asks`,
+   half of the panel's bytes from `ahead` on are asked for, some at each span. */
+INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, float *sums, const uint8_t *ahead,
+                 const int rows, const int nibbles, const int asks) {
+    const int64_t units = all->span / all->unit, first = in / all->span;
+    const int64_t last = least(in + DEPTH, all->padded) / all->span;
+    const int quarters = nibbles ? 2 : 1; /* of a unit, each of four steps */
+#ifdef NARROW_VNNI
+    const int sixteen = 0;
+#else
+    const int sixteen = nibbles == 1 || nibbles == 2;
+#endif
+    for (int v = 0; v < VECTORS_OUT; v++) {
+        const uint8_t *codes = panel->codes + v * 64;
+        for (int64_t span = first, unit = in / all->unit; span < last; span++) {
+            __m256i whole[HEIGHT][2], wide[HEIGHT][2];
+            UNROLL for (int r = 0; r < rows; r++)
+                UNROLL for (int h = 0; h < 2; h++)
+                    whole[r][h] = wide[r][h] = _mm256_set1_epi32(all->start[(row + r) * all->spans + span]);
+            for (int64_t u = 0; u < units; u++, unit++) {
+                const int8_t *x = all->x + row * all->padded;
+                x += nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16;
+                UNROLL for (int q = 0; q < quarters; q++, codes += 4 * COLS * 4) {
+                    for (int i = 0; asks && i < 1 + !nibbles; i++, ahead += LINE)
+                        _mm_prefetch((const char *)ahead, _MM_HINT_T1);
+                    four_steps(whole, x + 64 * q, all->padded, codes, rows, nibbles, sixteen, nibbles == 2 || q == 0);
+                    if (!sixteen || (nibbles == 1 && q == 0)) continue;
+                    UNROLL for (int r = 0; r < rows; r++)
+                        UNROLL for (int h = 0; h < 2; h++) {
+                            const __m256i more = _mm256_madd_epi16(whole[r][h], _mm256_set1_epi16(1));
+                            wide[r][h] = _mm256_add_epi32(wide[r][h], more);
+                        }
+                }
+            }
+            const float *scale = panel->scale + span * COLS + v * LANES, *low = panel->low + span * COLS + v * LANES;
+            UNROLL for (int r = 0; r < rows; r++) {
+                const int64_t at = (row + r) * all->spans + span;
+                const __m256 by = _mm256_set1_ps(all->scale[at]), sum_of_x = _mm256_set1_ps(all->lows ? all->sum[at] : 0);
+                UNROLL for (int h = 0; h < 2; h++) {
+                    float *to = sums + r * COLS + v * LANES + 8 * h;
+                    const __m256 both = _mm256_mul_ps(_mm256_load_ps(scale + 8 * h), by);
+                    __m256 sum = span ? _mm256_load_ps(to) : _mm256_setzero_ps();
+                    sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sixteen ? wide[r][h] : whole[r][h]), both, sum);
+                    if (all->lows) sum = _mm256_fmadd_ps(_mm256_load_ps(low + 8 * h), sum_of_x, sum);
+                    _mm256_store_ps(to, sum);
+                }
+            }
+        }
+    }
+}
+
+#endif
