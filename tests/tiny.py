@@ -14,15 +14,19 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    Dots1Config,
     DynamicCache,
     Exaone4Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    HYV3Config,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -74,6 +78,8 @@ _MULTIPLIED = {
 }
 _LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _EIGHT = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 3}
+
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 
 
 def _rope(kind: str, theta: float = 10000.0, **parameters: Any) -> dict[str, Any]:
@@ -193,6 +199,45 @@ FAMILIES: dict[str, FamilyRow] = {
         },
         seed=1,
     ),
+    "glm4-moe": FamilyRow(
+        Glm4MoeConfig,
+        {
+            **_GROUPED,
+            **_ROUTED,
+            "head_dim": 12,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "dots1": FamilyRow(
+        Dots1Config,
+        {
+            **_GROUPED,
+            **_ROUTED,
+            "n_shared_experts": 2,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "sliding_window": WINDOW,
+            "max_window_layers": 2,
+        },
+    ),
+    "hy-v3": FamilyRow(
+        HYV3Config,
+        {**_GROUPED, "head_dim": 12, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
+    ),
+    "minimax-m2": FamilyRow(
+        MiniMaxM2Config,
+        {
+            **_GROUPED,
+            "head_dim": 12,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            **_rope("default", 500.0, partial_rotary_factor=0.5),
+        },
+    ),
     "granite": FamilyRow(GraniteConfig, {**_GROUPED, **_MULTIPLIED}),
     "olmo2": FamilyRow(Olmo2Config, _GROUPED),
     "smollm3": FamilyRow(SmolLM3Config, {**_GROUPED, "no_rope_layer_interval": 2}),
@@ -270,6 +315,9 @@ def make_model(name: str, seed: int | None = None, **changes: Any) -> PreTrained
                 parameter.add_(noise)  # to what makes it the identity: 1, in Gemma 0
             else:
                 parameter.copy_(noise)
+        for buffer_name, buffer in model.named_buffers():
+            if "correction_bias" in buffer_name:
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     return model
 
 

@@ -75,7 +75,7 @@ def packed_layout(group: WeightGroup, dtype: str) -> UnitLayout:
     slots, cursor = [], 0
     for tensor in group.tensors:
         nbytes = tensor.nbytes(dtype)
-        slots.append(TensorSlot(tensor.name, tuple(tensor.shape), dtype, cursor, nbytes, tensor.packing))
+        slots.append(TensorSlot(tensor.name, tuple(tensor.shape), tensor.dtype(dtype), cursor, nbytes, tensor.packing))
         cursor = round_up(cursor + nbytes, TENSOR_ALIGN)
     return UnitLayout(group.key, tuple(slots), page_ceil(cursor))
 
@@ -89,6 +89,8 @@ def direct_obstacle(group: WeightGroup, dtype: str, locations: Mapping[str, tupl
     for tensor in group.tensors:
         if tensor.packing is not None:
             return f"{tensor.name} is packed"
+        if tensor.wide and dtype != "float32":
+            return f"{tensor.name} is kept in float32"
         if tensor.name not in locations:
             return f"{tensor.name} has no single run of bytes in a file"
         path, offset, nbytes = locations[tensor.name]

@@ -180,11 +180,13 @@ class Decoder:
         if mixture is None:
             raise RuntimeError("the model has no experts")
         logits = self._linear(x, w["router.weight"], w.get("router.bias"), wide=True)
-        experts, shares = choose(logits, mixture)
+        experts, shares = choose(logits, mixture, w.get("choice"))
         if not mixture.shared_size:
             return Routed(x, experts, shares, torch.zeros_like(x))
         shared = self._feed_forward(w, x, None)
-        return Routed(x, experts, shares, shared.mul_(torch.sigmoid(self._linear(x, w["shared_gate.weight"]))))
+        if mixture.shared_gate:
+            shared.mul_(torch.sigmoid(self._linear(x, w["shared_gate.weight"])))
+        return Routed(x, experts, shares, shared)
 
     def add_experts(
         self, routed: Routed, choices: Choices, experts: range, weights: Sequence[Weights], most: int
@@ -317,14 +319,24 @@ class Decoder:
         return self._linear(gated(gate, up, self._activation), w["down.weight"], w.get("down.bias"), onto=onto)
 
 
-def choose(logits: Tensor, mixture: ExpertSpec) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, mixture: ExpertSpec, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts that tokens choose by their router's `logits` (T, count), and their weights: (T, active) each, int64
-    and float32."""
+    and float32. bias: float32 (count,), of the choice alone."""
     if mixture.router == "chosen":
         best, experts = logits.topk(mixture.active, dim=-1)
         return experts, best.softmax(-1)
-    shares, experts = logits.softmax(-1).topk(mixture.active, dim=-1)
-    return experts, shares / shares.sum(-1, keepdim=True) if mixture.normalised else shares
+    scores = logits.sigmoid() if mixture.router == "each" else logits.softmax(-1)
+    wanted = scores if bias is None else scores + bias
+    if mixture.groups > 1:
+        by_group = wanted.unflatten(-1, (mixture.groups, -1))
+        groups = by_group.topk(2, dim=-1).values.sum(-1).topk(mixture.active_groups, dim=-1).indices
+        left_out = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(-1, groups, False)
+        wanted = by_group.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(-2)
+    experts = wanted.topk(mixture.active, dim=-1).indices
+    shares = scores.gather(-1, experts)
+    if mixture.normalised:
+        shares = shares / shares.sum(-1, keepdim=True).clamp(min=1e-20)
+    return experts, shares if mixture.scale == 1 else shares * mixture.scale
 
 
 _TEXTS, _LENGTH = 4, 256

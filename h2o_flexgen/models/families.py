@@ -13,15 +13,19 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models import (
     cohere2,
+    dots1,
     exaone4,
     gemma3,
     glm4,
+    glm4_moe,
     gpt_neox,
     gpt_oss,
     granite,
     granitemoe,
+    hy_v3,
     llama,
     llama_like,
+    minimax_m2,
     mistral,
     mixtral,
     mixture,
@@ -77,6 +81,10 @@ FAMILIES.register("qwen3_moe", Family(qwen3_moe.spec_from_config, mixture.mixtur
 FAMILIES.register("olmoe", Family(olmoe.spec_from_config, mixture.mixture_names, experts=True))
 FAMILIES.register("granitemoe", Family(granitemoe.spec_from_config, granitemoe.checkpoint_names, experts=True))
 FAMILIES.register("gpt_oss", Family(gpt_oss.spec_from_config, gpt_oss.checkpoint_names, experts=True))
+FAMILIES.register("dots1", Family(dots1.spec_from_config, glm4_moe.checkpoint_names, experts=True))
+FAMILIES.register("glm4_moe", Family(glm4_moe.spec_from_config, glm4_moe.checkpoint_names, experts=True))
+FAMILIES.register("hy_v3", Family(hy_v3.spec_from_config, hy_v3.checkpoint_names, experts=True))
+FAMILIES.register("minimax_m2", Family(minimax_m2.spec_from_config, minimax_m2.checkpoint_names, experts=True))
 
 
 def family_of(config: Mapping[str, Any], name: str) -> Family:
@@ -92,6 +100,7 @@ def family_of(config: Mapping[str, Any], name: str) -> Family:
     return FAMILIES.get(model_type)
 
 
+_MOST_PREDICTING = 4
 UNDONE = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys that ask for experts."""
 
@@ -179,4 +188,11 @@ def ignored_names(spec: ModelSpec) -> tuple[str, ...]:
         from h2o_flexgen.models.hf import names
 
         return names.ignored_names(spec)
-    return (*FAMILIES.get(spec.arch.family).ignored, *(nested.IGNORED if spec.arch.nested else ()))
+    behind = _behind_the_last(spec) if spec.arch.experts is not None and spec.arch.experts.choice_bias else ()
+    return (*FAMILIES.get(spec.arch.family).ignored, *behind, *(nested.IGNORED if spec.arch.nested else ()))
+
+
+def _behind_the_last(spec: ModelSpec) -> tuple[str, ...]:
+    """Of the layers that predict more tokens at once, which stand behind the model's own."""
+    layers = range(spec.num_layers, spec.num_layers + _MOST_PREDICTING)
+    return (rf"^model\.layers\.({'|'.join(map(str, layers))})\.",)

@@ -12,7 +12,7 @@ from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.granite import multiplied
 from h2o_flexgen.models.llama import DEFAULTS
 from h2o_flexgen.models.llama_like import read_spec
-from h2o_flexgen.models.mixture import EXPERTS, mixture_names, read_experts
+from h2o_flexgen.models.mixture import EXPERTS, either, mixture_names, read_experts
 from h2o_flexgen.models.stored import Names
 
 _MOE = "block_sparse_moe"
@@ -32,4 +32,4 @@ def checkpoint_names(spec: ModelSpec) -> Names:
     parts = {part: name for part, name in EXPERTS.items() if ".experts." not in part}
     old = mixture_names(spec, {**parts, "mlp.router": f"{_MOE}.router.layer"}, _OLD)
     new = mixture_names(spec, {**parts, "mlp.router": f"{_MOE}.router"}, _NEW)
-    return {name: tuple(dict.fromkeys((*places, *new[name]))) for name, places in old.items()}
+    return either(old, new)

@@ -18,7 +18,7 @@ from h2o_flexgen.models.stored import Names
 
 DEFAULTS = replace(mistral.DEFAULTS, rms_norm_eps=1e-5)
 
-_NUMBERED = {
+NUMBERED = {
     "mlp.router": "block_sparse_moe.gate",
     "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
     "mlp.experts.down": "block_sparse_moe.experts.{}.w2",
@@ -35,7 +35,7 @@ def spec_from_config(read: ConfigReader) -> ModelSpec:
 
 def checkpoint_names(spec: ModelSpec) -> Names:
     """For every canonical tensor where a checkpoint may keep it, the usual place first."""
-    names, newer = (mixture_names(spec, parts) for parts in ({**EXPERTS, **_NUMBERED}, EXPERTS))
+    names, newer = (mixture_names(spec, parts) for parts in ({**EXPERTS, **NUMBERED}, EXPERTS))
     return {
         key: tuple(dict.fromkeys((*places, *newer[key]))) if "router" in key else places
         for key, places in names.items()

@@ -7,6 +7,7 @@ dimensions, gate and up one after the other.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from h2o_flexgen.config.model.arch import ExpertSpec
@@ -28,15 +29,37 @@ FUSED = {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}
 """What transformers 5 calls the tensors of all experts of a layer."""
 
 
-def read_experts(read: ConfigReader, count: int, active: int, ffn_size: int, **switches: Any) -> ExpertSpec:
-    """The experts of a config.json whose family has `count` by default, of which tokens choose `active`. ModelError.
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""The names that families have for how many experts there are."""
+SHARED = {f"mlp.{part}": f"mlp.shared_experts.{part}_proj" for part in ("up", "gate", "down")}
+"""The MLP that all tokens go through, in the families whose router is DeepSeek's."""
 
-    The count has either of two names.
-    """
-    key = "num_local_experts" if "num_local_experts" in read else "num_experts"
+
+def read_experts(read: ConfigReader, count: int, active: int, ffn_size: int, **switches: Any) -> ExpertSpec:
+    """The experts of a config.json whose family has `count` by default, of which tokens choose `active`. ModelError."""
+    key = next((key for key in _COUNTS if key in read), _COUNTS[0])
     made = ExpertSpec(read.whole(key, count), read.whole("num_experts_per_tok", active), ffn_size, **switches)
     if made.active > made.count:
         raise read.error("num_experts_per_tok", f"at most {key}, {made.count}")
+    return made
+
+
+def read_groups(read: ConfigReader, experts: ExpertSpec) -> ExpertSpec:
+    """`experts` by DeepSeek's router: a sigmoid of each logit, a bias for the choice, groups, a scale. ModelError."""
+    made = replace(
+        experts,
+        router="each",
+        choice_bias=True,
+        groups=read.whole("n_group", 1),
+        active_groups=read.whole("topk_group", 1),
+        scale=read.number("routed_scaling_factor", 1.0),
+    )
+    size = read.divide("n_routed_experts", made.count, "n_group", made.groups)
+    if made.active_groups > made.groups or (made.groups > 1 and size < 2):
+        raise read.error("topk_group", f"at most n_group, {made.groups}, whose groups have two experts at least")
+    if made.active > made.active_groups * size:
+        needed = f"at most the {made.active_groups * size} of {made.active_groups} groups"
+        raise read.error("num_experts_per_tok", needed)
     return made
 
 
@@ -78,3 +101,15 @@ def mixture_names(spec: ModelSpec, parts: Mapping[str, str] = EXPERTS, fused: Ma
         )
         names[name] = (*names[name], *places)
     return names
+
+
+def names_beside_dense(spec: ModelSpec, parts: Mapping[str, str]) -> Names:
+    """`mixture_names` where some layers have a plain MLP under the usual names, and `parts` are of the other layers."""
+    names, plain = (mixture_names(spec, each) for each in (parts, {**parts, **PARTS}))
+    dense = {f"layers.{layer}." for layer in range(spec.num_layers) if spec.arch.experts_of(layer) is None}
+    return {name: plain[name] if name.startswith(tuple(dense)) else places for name, places in names.items()}
+
+
+def either(first: Names, second: Names) -> Names:
+    """Where a checkpoint may keep every tensor by one of two sets of names."""
+    return {name: tuple(dict.fromkeys((*places, *second[name]))) for name, places in first.items()}

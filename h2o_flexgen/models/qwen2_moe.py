@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
-from h2o_flexgen.models.llama_like import PARTS, Defaults, by_layer, read_spec, window_in_use
-from h2o_flexgen.models.mixture import EXPERTS, dense_layers, mixture_names, read_experts
+from h2o_flexgen.models.llama_like import Defaults, by_layer, read_spec, window_in_use
+from h2o_flexgen.models.mixture import EXPERTS, dense_layers, names_beside_dense, read_experts
 from h2o_flexgen.models.stored import Names
 
 DEFAULTS = Defaults(
@@ -51,7 +51,4 @@ def spec_from_config(read: ConfigReader) -> ModelSpec:
 
 def checkpoint_names(spec: ModelSpec) -> Names:
     """For every canonical tensor where a checkpoint may keep it, the usual place first."""
-    shared = {**EXPERTS, **_SHARED}
-    names, plain = (mixture_names(spec, parts) for parts in (shared, {**shared, **PARTS}))
-    dense = {f"layers.{layer}." for layer in range(spec.num_layers) if spec.arch.experts_of(layer) is None}
-    return {name: plain[name] if name.startswith(tuple(dense)) else places for name, places in names.items()}
+    return names_beside_dense(spec, {**EXPERTS, **_SHARED})

@@ -35,6 +35,7 @@ TINY: dict[str, Any] = {
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.0, 2.0, 3.0]}
 
@@ -68,6 +69,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 4, "tie_word_embeddings": True},
     "granite": {"attention_bias": True, "mlp_bias": True},
     "olmo2": {"attention_bias": True},
+    "glm4_moe": {**ROUTED, "head_dim": 8, "use_qk_norm": True, "attention_bias": True, "n_group": 2},
+    "dots1": {**ROUTED, "n_shared_experts": 2, "first_k_dense_replace": 2},
+    "hy_v3": {**EXPERTS, "head_dim": 10, "attention_bias": True},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 10},
     "olmo3": {"attention_bias": True},
     "exaone4": {"head_dim": 10, "tie_word_embeddings": True},
     "cohere2": {"attention_bias": True},
@@ -142,14 +147,18 @@ def test_every_row_of_a_checkpoint_is_used_once(variant: str, tmp_path: Path) ->
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parameters_are_those_of_transformers(variant: str) -> None:
     model, spec = tiny(variant)
-    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    biases = sum(buffer.numel() for name, buffer in model.named_buffers() if name.endswith("correction_bias"))
+    assert spec.num_parameters == sum(parameter.numel() for parameter in model.parameters()) + biases
     assert spec.arch.family == variant.partition("-")[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES.names())
 def test_an_empty_config_has_the_defaults_of_transformers(family: str) -> None:
     spec, theirs = spec_from_config({"model_type": family}, "x"), AutoConfig.for_model(family)
-    full = spec_from_config(json.loads(theirs.to_json_string(use_diff=False)), "x")
+    raw = json.loads(theirs.to_json_string(use_diff=False))
+    if family == "glm4_moe":  # 4096 / 96 is no size of a head
+        raw["head_dim"] = 128
+    full = spec_from_config(raw, "x")
     assert replace(full, dtype=spec.dtype) == spec
     assert (spec.hidden_size, spec.num_layers) == (theirs.hidden_size, theirs.num_hidden_layers)
     assert (spec.max_positions, spec.vocab_size) == (theirs.max_position_embeddings, theirs.vocab_size)
@@ -172,7 +181,7 @@ def test_switches_of_a_plain_config(family: str) -> None:
     assert arch.qkv_bias == (family in ("gpt_neox", "qwen2", "qwen2_moe", "gpt_oss", "seed_oss", "glm4"))
     assert arch.output_bias == (family in ("gpt_neox", "gpt_oss"))
     assert arch.mlp_bias == (family == "gpt_neox")
-    normed = ("qwen3", "gemma3_text", "qwen3_moe", "olmoe", "olmo2", "olmo3", "exaone4")
+    normed = ("qwen3", "gemma3_text", "qwen3_moe", "olmoe", "olmo2", "olmo3", "exaone4", "dots1", "hy_v3", "minimax_m2")
     assert arch.qk_norm == (family in normed)
     assert arch.tied_head == theirs.tie_word_embeddings
     assert arch.activation == {"gpt_neox": "gelu", "gemma3_text": "gelu_tanh"}.get(family, "silu")
@@ -282,6 +291,14 @@ def test_windows_are_those_of_transformers(family: str, changes: dict[str, Any])
         ("llava", {}, "x is of the family 'llava', which is not supported"),
         ("deepseek_v3", {}, "x is of the family 'deepseek_v3', which is not supported"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("minimax_m2", {"qk_norm_type": "per_head"}, "qk_norm_type is 'per_head'"),
+        ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8"),
+        ("hy_v3", {"mlp_layer_types": ["dense"]}, "mlp_layer_types is .*a list of 3"),
+        ("hy_v3", {"mlp_bias": True}, "mlp_bias is True"),
+        ("dots1", {**ROUTED, "n_group": 3}, "n_routed_experts 4 is not a multiple of n_group 3"),
+        ("dots1", {**ROUTED, "n_group": 2, "topk_group": 3}, "topk_group is 3"),
+        ("dots1", {**ROUTED, "n_group": 2, "num_experts_per_tok": 3}, "num_experts_per_tok is 3"),
         ("cohere2", {"use_qk_norm": True}, "use_qk_norm is True"),
         ("cohere2", {"sliding_window": None}, "sliding_window is missing"),
         ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern is 'LLLG'"),

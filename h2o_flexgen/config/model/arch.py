@@ -49,23 +49,34 @@ class ExpertSpec:
     arXiv 2401.04088): a router chooses `active` of `count` experts for each token and adds up their weighted results.
 
     ffn_size        between an expert's two projections
-    router          weights are a softmax over all experts ("all"), or over the logits of the chosen ones ("chosen")
+    router          scores are a softmax over all experts ("all"), or over the logits of the chosen ones ("chosen"), or
+                    a sigmoid of each logit ("each"; DeepSeek-V3, arXiv 2412.19437)
     normalised      weights of the chosen ones are divided by their sum; without effect on a softmax over them
+    choice_bias     a number per expert is added to its score for the choice alone, not to its weight
+    groups, active_groups   experts in so many equal groups; the choice is among those of the groups whose two best
+                    scores have the largest sums
+    scale           multiplies the weights
     bias            of the router and of each projection of the experts (gpt-oss)
     clamp           gpt-oss: gate and up lie in one projection, row by row in turn; both are clamped to it, and the gate
                     is multiplied with (up + 1). None: as in a gated MLP
-    shared_size     of an MLP that every token goes through besides, weighted by a gate of its own (Qwen2); 0: none
+    shared_size     of an MLP that every token goes through besides; 0: none
+    shared_gate     its result is weighted by a gate of its own (Qwen2)
     dense           the layers that have a plain MLP instead
     """
 
     count: int
     active: int
     ffn_size: int
-    router: Literal["all", "chosen"] = "all"
+    router: Literal["all", "chosen", "each"] = "all"
     normalised: bool = True
+    choice_bias: bool = False
+    groups: int = 1
+    active_groups: int = 1
+    scale: float = 1.0
     bias: bool = False
     clamp: float | None = None
     shared_size: int = 0
+    shared_gate: bool = True
     dense: tuple[int, ...] = ()
 
 

@@ -267,8 +267,9 @@ class ModelSpec:
             return self._mlp_products(self.ffn_size)
         experts = self.arch.experts
         if kind == "router" and experts is not None:
-            own = (*self._mlp_products(experts.shared_size), Product(1, hidden)) if experts.shared_size else ()
-            return (Product(experts.count, hidden), *own)
+            own = self._mlp_products(experts.shared_size) if experts.shared_size else ()
+            gate = (Product(1, hidden),) if own and experts.shared_gate else ()
+            return (Product(experts.count, hidden), *own, *gate)
         if kind == "experts" and experts is not None:
             return self._mlp_products(experts.ffn_size)
         vocab = Product(self.vocab_size, self.embed_dim)
@@ -399,8 +400,11 @@ def _mixture_tensors(spec: ModelSpec, prefix: str, experts: ExpertSpec) -> tuple
     tensors = [*_half_norms(spec, prefix), TensorSpec(f"{prefix}.router.weight", (experts.count, spec.hidden_size))]
     if experts.bias:
         tensors.append(TensorSpec(f"{prefix}.router.bias", (experts.count,)))
+    if experts.choice_bias:
+        tensors.append(TensorSpec(f"{prefix}.choice", (experts.count,), wide=True))
     if experts.shared_size:
         tensors.extend(_mlp_tensors(spec, prefix, experts.shared_size))
+    if experts.shared_size and experts.shared_gate:
         tensors.append(TensorSpec(f"{prefix}.shared_gate.weight", (1, spec.hidden_size)))
     return tuple(tensors)
 

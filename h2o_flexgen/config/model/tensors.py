@@ -48,6 +48,12 @@ class TensorSpec:
     shape: tuple[int, ...]
     packing: Packing | None = None
     """How a matrix of fewer bits is kept; None: as numbers of the dtype that is computed with."""
+    wide: bool = False
+    """Kept in float32, whatever is computed with: what small differences decide by."""
+
+    def dtype(self, usual: str) -> str:
+        """That of its numbers, where those of others are in `usual`."""
+        return "float32" if self.wide else usual
 
     @property
     def numel(self) -> int:
@@ -59,7 +65,7 @@ class TensorSpec:
 
     def nbytes(self, dtype: str) -> int:
         """Its bytes in `dtype`, or packed."""
-        return self.numel * dtype_bytes(dtype) if self.packing is None else self.packing.nbytes(self.shape)
+        return self.numel * dtype_bytes(self.dtype(dtype)) if self.packing is None else self.packing.nbytes(self.shape)
 
 
 @dataclass(frozen=True)
@@ -71,29 +77,29 @@ class WeightGroup:
 
     @cached_property
     def _numels(self) -> tuple[int, ...]:
-        """How many numbers each tensor holds that is not packed."""
-        return tuple(tensor.numel for tensor in self.tensors if tensor.packing is None)
+        """How many numbers each tensor holds whose bytes follow from the dtype."""
+        return tuple(tensor.numel for tensor in self.tensors if tensor.packing is None and not tensor.wide)
 
     @cached_property
-    def _packed(self) -> tuple[int, ...]:
-        """Bytes of each packed tensor."""
-        return tuple(tensor.packing.nbytes(tensor.shape) for tensor in self.tensors if tensor.packing is not None)
+    def _fixed(self) -> tuple[int, ...]:
+        """Bytes of each of the others: those that are packed, or wide."""
+        return tuple(each.nbytes("float32") for each in self.tensors if each.packing is not None or each.wide)
 
     @property
     def fewer_bits(self) -> bool:
         """Whether any of its tensors is packed."""
-        return bool(self._packed)
+        return any(tensor.packing is not None for tensor in self.tensors)
 
     def nbytes(self, dtype: str) -> int:
         """The bytes of the tensors alone."""
-        return sum(self._numels) * dtype_bytes(dtype) + sum(self._packed)
+        return sum(self._numels) * dtype_bytes(dtype) + sum(self._fixed)
 
     def buffer_bytes(self, dtype: str) -> int:
         """The bytes of the buffer: tensors start at multiples of TENSOR_ALIGN, the whole is a multiple of PAGE."""
-        return _buffer_bytes(self._numels, dtype_bytes(dtype), self._packed)
+        return _buffer_bytes(self._numels, dtype_bytes(dtype), self._fixed)
 
 
 @cache  # a search asks for the sizes of the same few shapes many thousand times
-def _buffer_bytes(numels: tuple[int, ...], size: int, packed: tuple[int, ...]) -> int:
-    sizes = (*(numel * size for numel in numels), *packed)
+def _buffer_bytes(numels: tuple[int, ...], size: int, fixed: tuple[int, ...]) -> int:
+    sizes = (*(numel * size for numel in numels), *fixed)
     return round_up(sum(round_up(nbytes, TENSOR_ALIGN) for nbytes in sizes), PAGE)
