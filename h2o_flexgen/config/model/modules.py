@@ -23,6 +23,8 @@ class ModuleTensor(NamedTuple):
     product     whether it is the matrix of a product, which may be kept in fewer bits
     transposed  whether the modules keep it the other way round (GPT-2's Conv1D)
     resident    whether it is used outside of a single unit: it is copied when the embedding is computed
+    expert      the number of the expert that it is a part of, which `parameter` has for all: its rows from `start` on,
+                of as many as `rows`
     """
 
     name: str
@@ -31,6 +33,9 @@ class ModuleTensor(NamedTuple):
     product: bool = False
     transposed: bool = False
     resident: bool = False
+    expert: int | None = None
+    start: int = 0
+    rows: int = 0
 
 
 @dataclass(frozen=True)

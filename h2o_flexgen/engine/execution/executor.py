@@ -275,7 +275,10 @@ class Executor:
             stage.enter(gpu_batch)
         else:
             stage.hidden.wait(gpu_batch)
-            self._mixture.finish(gpu_batch)
+            if self._passes is None:
+                self._mixture.finish(gpu_batch)
+            else:
+                self._passes.give(gpu_batch, self._mixture.made(gpu_batch))
         cache = None
         if unit.kind == "attn":
             cache = stage.caches.wait(self._layer[task.unit], gpu_batch.index)
@@ -313,6 +316,8 @@ class Executor:
             layer = self._layer[unit.index]
             passes.attend(gpu_batch, unit, weights, self._begin_attention(layer, gpu_batch, cache, None))
             self._end_attention(gpu_batch, cache)
+        elif unit.experts:
+            self._mixture.add(gpu_batch, passes.route(gpu_batch, unit, weights))
         else:
             passes.go_on(gpu_batch, unit, weights)
         if self._finite is not None:

@@ -35,6 +35,11 @@ class Mixture:
         for part in gpu_batch.take_hidden().split(gpu_batch.chunk):
             self._parts.append((gpu_batch, self._decoder.route(w, part)))
 
+    def add(self, gpu_batch: GpuBatch, routed: Sequence[Routed]) -> None:
+        """Tokens of a GPU batch that were routed elsewhere; `made` has what becomes of them."""
+        self._routed, self._most = None, gpu_batch.chunk
+        self._parts.extend((gpu_batch, each) for each in routed)
+
     def chosen(self) -> list[int]:
         """The experts that any token of the pass chose, ascending."""
         parts = [routed for _, routed in self._parts]
@@ -58,9 +63,15 @@ class Mixture:
         places = range(first, first + len(experts))
         self._decoder.add_experts(self._routed, self._choices, places, weights, self._most)
 
-    def finish(self, gpu_batch: GpuBatch) -> None:
-        """Adds to the GPU batch's hidden states what its experts have made, if that is still to be done."""
+    def made(self, gpu_batch: GpuBatch) -> Tensor | None:
+        """What experts have made of the GPU batch's tokens (T, H), once; None: nothing new."""
         out = self._pending.pop(gpu_batch.index, None)
         if out is not None:
             self._routed = None
+        return out
+
+    def finish(self, gpu_batch: GpuBatch) -> None:
+        """Adds to the GPU batch's hidden states what its experts have made, if that is still to be done."""
+        out = self.made(gpu_batch)
+        if out is not None:
             self._decoder.add_mixture(gpu_batch.take_hidden(), out)

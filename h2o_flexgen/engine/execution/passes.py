@@ -14,8 +14,11 @@ from torch import Tensor
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import AttentionPart, GpuBatch
 from h2o_flexgen.engine.execution.attention import TickAttention
-from h2o_flexgen.models.decoder import Weights
+from h2o_flexgen.errors import ModelError
+from h2o_flexgen.models.decoder import Routed, Weights
+from h2o_flexgen.models.hf.attention import Call
 from h2o_flexgen.models.hf.decoder import Forward, ModuleDecoder
+from h2o_flexgen.models.hf.experts import Routing
 
 
 class Passes:
@@ -40,14 +43,33 @@ class Passes:
         """The attention half of a layer."""
         with self._decoder.bound(unit.index, weights):
             for part, forward in self._under_way[gpu_batch.index]:
-                attend = attention.decode if part.chunk is None else partial(attention.part, part)
-                forward.step(unit.index, attend)
+                forward.step(unit.index, partial(_attend, attention, part))
 
     def go_on(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights) -> None:
         """A unit without attention, but for the last."""
         with self._decoder.bound(unit.index, weights):
             for _, forward in self._under_way[gpu_batch.index]:
                 forward.step(unit.index)
+
+    def route(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights) -> list[Routed]:
+        """The second half of a layer with experts, up to these: the tokens of each part."""
+        found = []
+        with self._decoder.bound(unit.index, weights):
+            for _, forward in self._under_way[gpu_batch.index]:
+                routing = forward.step(unit.index)
+                if not isinstance(routing, Routing):
+                    raise ModelError(f"{self._decoder.spec.name} did not ask for experts in unit {unit.index}")
+                x = routing.x
+                found.append(Routed(x, routing.experts.long(), routing.shares.float(), torch.zeros_like(x)))
+        return found
+
+    def give(self, gpu_batch: GpuBatch, made: Tensor | None) -> None:
+        """What experts have made of a GPU batch's tokens, if anything: the next unit goes on with it."""
+        if made is not None:
+            forwards = self._under_way[gpu_batch.index]
+            pieces = made.split([part.span.stop - part.span.start for part, _ in forwards])
+            for (_, forward), piece in zip(forwards, pieces, strict=True):
+                forward.give(piece)
 
     def head(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights) -> Tensor:
         """The last unit: logits (rows, vocab) float32, in the order of the rows."""
@@ -72,3 +94,13 @@ class Passes:
     def close(self) -> None:
         for index in list(self._under_way):
             self._end(index)
+
+
+def _attend(attention: TickAttention, part: AttentionPart, call: Call) -> Tensor:
+    """What a part's tokens attend to: decode rows to their caches, prompts to themselves."""
+    attention.sink_logits = call.sinks
+    if attention.prompts is not None:
+        attention.prompts.sink_logits = call.sinks
+    if part.chunk is None:
+        return attention.decode(call.q, call.k, call.v)
+    return attention.part(part, call.q, call.k, call.v)

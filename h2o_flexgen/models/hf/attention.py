@@ -46,7 +46,10 @@ class NotUnderstood(ModelError):
 
 
 class Call(NamedTuple):
-    """One call of attention: q (T, heads, d), k and v (T, kv_heads, d), rotated as the model has it."""
+    """One call of attention: q (T, heads, d), k and v (T, kv_heads, d), rotated as the model has it.
+
+    `sinks`: of each head a logit that is no token's.
+    """
 
     layer: int
     q: Tensor
@@ -54,14 +57,18 @@ class Call(NamedTuple):
     v: Tensor
     scale: float
     window: int | None
+    sinks: Tensor | None = None
 
 
 class ModelRun(greenlet):
-    """A forward of a model. `attend` answers its calls of attention; `cache` stands for the caches."""
+    """A forward of a model. `attend` answers its calls of attention, `route` those of experts; `cache` stands for the
+    caches."""
 
-    def __init__(self, run: Callable[[], Any], attend: Callable[[Call], Tensor]) -> None:
+    def __init__(
+        self, run: Callable[[], Any], attend: Callable[[Call], Tensor], route: Callable[[Any], Tensor]
+    ) -> None:
         super().__init__(run)
-        self.attend = attend
+        self.attend, self.route = attend, route
         self.cache = PassedOn()
 
 
@@ -108,15 +115,17 @@ def _attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """q (1, heads, T, d), k and v (1, kv_heads, T, d) -> (1, T, heads, d)."""
+    """q (1, heads, T, d), k (1, kv_heads, T, d), v (1, kv_heads, T, e) -> (1, T, heads, e)."""
     run, kind = current(), type(module).__name__
     given, run.cache.given = run.cache.given, None
     if given is None:
         raise NotUnderstood(f"{kind} attends to keys of another layer")
     layer, own_k, own_v = given
-    if key is not own_k or value is not own_v:
+    latent = hasattr(module, "expand_kv") and own_k.shape[1] == own_v.shape[1] == 1
+    if not latent and (key is not own_k or value is not own_v):
         raise NotUnderstood(f"{kind} attends to other keys or values than its cache was given")
     if attention_mask is not None and attention_mask.numel() > 1:
         raise NotUnderstood(f"{kind} has a mask of its own")
@@ -125,12 +134,57 @@ def _attention(
         raise NotUnderstood(f"attention of {kind} takes {', '.join(unknown)}")
     if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise NotUnderstood(f"attention of {kind} is not causal")
-    if query.shape[0] != 1 or key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+    if query.shape[0] != 1 or key.shape[:-1] != value.shape[:-1] or query.shape[-1] != key.shape[-1]:
         sizes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
         raise NotUnderstood(f"attention of {kind} is of queries, keys and values {sizes}")
     window, scale = _window(module, sliding_window), query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    return run.attend(Call(layer, q, k, v, scale, window)).unsqueeze(0), None
+    sinks = None if s_aux is None else s_aux.flatten().float()
+    if latent:
+        absorbed = Absorbed.of(module, query, key, value)
+        k, v = own_k[0].transpose(0, 1), own_v[0].transpose(0, 1)
+        kept = torch.cat([k, v], -1)
+        mixed = run.attend(Call(layer, absorbed.query(query), kept, _wide(k, kept.shape[-1]), scale, window, sinks))
+        return absorbed.value(mixed).unsqueeze(0), None
+    # Caches have keys and values of one size: the smaller ones end with zeros, which add nothing.
+    dim = max(key.shape[-1], value.shape[-1])
+    q, k, v = (_wide(each[0].transpose(0, 1), dim) for each in (query, key, value))
+    return run.attend(Call(layer, q, k, v, scale, window, sinks))[..., : value.shape[-1]].unsqueeze(0), None
+
+
+def _wide(x: Tensor, dim: int) -> Tensor:
+    return x if x.shape[-1] == dim else nn.functional.pad(x, (0, dim - x.shape[-1]))
+
+
+class Absorbed(NamedTuple):
+    """The matrices by which multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434, 2.1) makes keys and values
+    of latents (rank): `keys` (heads, nope, rank), `values` (heads, e, rank). Queries take them in, and what was mixed:
+    attention is then that of many heads to one, whose keys are a latent and the part that is rotated."""
+
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, module: Any, query: Tensor, key: Tensor, value: Tensor) -> Absorbed:
+        """Of a module that has attended with these. NotUnderstood where it keeps them in another way."""
+        heads, nope, own = query.shape[1], getattr(module, "qk_nope_head_dim", 0), value.shape[-1]
+        up = getattr(module, "kv_b_proj", None)
+        if up is None or key.shape[1] != heads or up._parameters.get("bias") is not None:
+            raise NotUnderstood(f"{type(module).__name__} makes keys of latents in a way of its own")
+        weight = up._parameters["weight"]
+        weight = weight.packed.expanded() if hasattr(weight, "packed") else weight
+        joint = weight.view(heads, nope + own, -1)
+        return cls(joint[:, :nope], joint[:, nope:])
+
+    def query(self, q: Tensor) -> Tensor:
+        """(1, heads, T, nope + rotated) to (T, heads, rank + rotated)."""
+        nope = self.keys.shape[1]
+        inner = torch.matmul(q[0, :, :, :nope], self.keys)
+        return torch.cat([inner, q[0, :, :, nope:]], -1).transpose(0, 1)
+
+    def value(self, mixed: Tensor) -> Tensor:
+        """(T, heads, rank + rotated) to (T, heads, e)."""
+        latents = mixed[..., : self.keys.shape[2]].transpose(0, 1)
+        return torch.matmul(latents, self.values.transpose(1, 2)).transpose(0, 1)
 
 
 def _window(module: nn.Module, given: int | None) -> int | None:

@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.packed import PackedWeight, look_up
+from h2o_flexgen.models.hf import experts as _registers_experts  # noqa: F401
 from h2o_flexgen.models.hf.attention import NAME
 
 OTHER_CODE = ("auto_map", "custom_pipelines", "quantization_config", "torch_dtype", "dtype")
@@ -41,7 +42,9 @@ def build(config: str, name: str, dtype: torch.dtype = torch.float32) -> transfo
     try:
         with quiet(), _parameters_on_meta():
             made = CONFIG_MAPPING[raw["model_type"]].from_dict(kept)
-            model = transformers.AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation=NAME)
+            model = transformers.AutoModelForCausalLM.from_config(
+                made, dtype=dtype, attn_implementation=NAME, experts_implementation=NAME
+            )
             model.tie_weights()
             for module in model.modules():
                 if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # it would look at the tokens

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels.packed import PackedWeight
-from h2o_flexgen.models.decoder import Attention, Decoder, local_name
+from h2o_flexgen.models.decoder import Decoder, local_name
 from h2o_flexgen.models.hf.attention import Call, ModelRun
 from h2o_flexgen.models.hf.build import Absent, Packed, build, take_products
+from h2o_flexgen.models.hf.experts import Routing
 from h2o_flexgen.models.hf.record import arguments
 
 Places = list[tuple[dict[str, Any], str, str, bool]]
@@ -28,9 +29,11 @@ class Forward:
 
     def __init__(self, model: nn.Module, spec: ModuleSpec, ids: Tensor, positions: Tensor, last: Tensor) -> None:
         self._spec, self._unit = spec, 0
-        self._attend: Attention | None = None
+        self._attend: Callable[[Call], Tensor] | None = None
         self._given = (model, ids, positions, last)
-        self._run = ModelRun(self._compute, self._answer)
+        self._run = ModelRun(self._compute, self._answer, self._route)
+        self._made: Tensor | None = None  # what experts have answered, which the forward is still to be given
+        self._routed = False
         self.hidden: Tensor | None = None
 
     def _compute(self) -> Tensor:
@@ -48,14 +51,32 @@ class Forward:
         if self._attend is None or not same:
             raise ModelError(f"{spec.name} attends in unit {self._unit} as it did not when it was looked at")
         attend, self._attend = self._attend, None
-        return attend(call.q, call.k, call.v)
+        return attend(call)
 
-    def step(self, unit: int, attend: Attention | None = None) -> Tensor | None:
-        """Computes a unit, which is the one that the forward has come to; the logits (n, vocab) float32 of the last."""
+    def _route(self, routing: Routing) -> Tensor:
+        """Experts: the forward waits for what they make."""
+        parent = self._run.parent
+        made: Tensor = routing.x if parent is None else parent.switch(routing)
+        return made
+
+    def give(self, made: Tensor) -> None:
+        """What the experts have made of the tokens (T, H) that the forward waits with."""
+        self._made = made
+
+    def step(self, unit: int, attend: Callable[[Call], Tensor] | None = None) -> Tensor | Routing | None:
+        """Computes a unit, which is the one that the forward has come to; the logits (n, vocab) float32 of the last.
+        A half with experts only up to these."""
+        if self._routed:
+            self._routed = False
+            came, self.hidden = self._run.switch(self._made)
+            self._unit, self._made = came, None
         if unit != self._unit:
             raise RuntimeError(f"unit {unit} is to be computed, and the forward has come to {self._unit}")
         self._attend = attend
         found = self._run.switch()
+        if isinstance(found, Routing):
+            self._routed = True
+            return found
         if self._attend is not None:
             raise ModelError(f"{self._spec.name} did not attend in unit {unit}")
         if self._run.dead:
@@ -91,7 +112,7 @@ class ModuleDecoder(Decoder):
         self._places: list[Places] = [[] for _ in spec.units]
         groups = dict(spec.groups)
         for unit in spec.units:
-            for each in groups[unit.weights]:
+            for each in groups[unit.weights]:  # not those of experts, which are computed elsewhere
                 if each.name.startswith(f"{unit.name}."):
                     self._place(modules, unit.index, each.name, each.parameter, each.resident)
         if spec.arch.tied_head:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
-from h2o_flexgen.config.model.modules import ModuleSpec
+from h2o_flexgen.config.model.modules import ModuleSpec, ModuleTensor
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.hf.build import build
 from h2o_flexgen.models.stored import Names, Stored
@@ -19,13 +19,14 @@ def checkpoint_names(spec: ModuleSpec) -> Names:
     """For every canonical tensor the names that it may have: as it is saved today, as the modules call it, and both
     without the name of the model inside. ModelError where tensors are joined or split while they are loaded."""
     model = build(spec.config, spec.name)
-    renamings = _renamings(model, spec)
+    renamings, converters = _transforms(model, spec)
     prefix = f"{model.base_model_prefix}."
     found: Names = {}
     for each in spec.tensors.values():
-        saved = each.parameter
-        for renaming in reversed(renamings):
-            saved = renaming.reverse_transform().rename_source_key(saved)[0]
+        if each.expert is not None:
+            found[each.name] = _of_expert(spec, each, model, renamings, converters)
+            continue
+        saved = _saved(each.parameter, renamings)
         names = dict.fromkeys((saved, each.parameter, saved.removeprefix(prefix), each.parameter.removeprefix(prefix)))
         columns = each.shape[1] if each.transposed else 0
         shape = tuple(reversed(each.shape)) if each.transposed else ()
@@ -40,17 +41,55 @@ def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
     return (*IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))
 
 
-def _renamings(model: PreTrainedModel, spec: ModuleSpec) -> list[WeightRenaming]:
-    found = []
-    parameters = {each.parameter for each in spec.tensors.values()}
+def _of_expert(
+    spec: ModuleSpec,
+    each: ModuleTensor,
+    model: PreTrainedModel,
+    renamings: list[WeightRenaming],
+    converters: list[WeightConverter],
+) -> tuple[Stored, ...]:
+    """An expert's matrix: of its own, as on the hub, or rows of one tensor for all experts."""
+    experts = spec.arch.experts
+    if experts is None or each.expert is None:
+        raise ValueError(f"{each.name} is of no expert")
+    prefix, names = f"{model.base_model_prefix}.", dict[str, None]()
+    for converter in converters:
+        target = converter._original_target_patterns[0]
+        if each.parameter.endswith(target) and [type(op) for op in converter.operations] in _MERGED:
+            sources = converter._original_source_patterns
+            source = sources[0 if each.start == 0 else 1] if len(sources) > 1 else sources[0]
+            names[each.parameter.removesuffix(target) + source.replace("*", str(each.expert)).rstrip("$")] = None
+    both = [name for name in names for name in (_saved(name, renamings), name)]
+    own = [Stored(short) for name in both for short in (name, name.removeprefix(prefix))]
+    first, shape = each.expert * each.rows + each.start, (experts.count, each.rows, each.shape[1])
+    span = ((first, first + each.shape[0]),)
+    joined = [each.parameter, each.parameter.removeprefix(prefix), _saved(each.parameter, renamings)]
+    return tuple(dict.fromkeys([*own, *(Stored(name, span, experts.count * each.rows, shape) for name in joined)]))
+
+
+_MERGED = ([MergeModulelist], [MergeModulelist, Concatenate])
+
+
+def _saved(parameter: str, renamings: list[WeightRenaming]) -> str:
+    """What transformers calls a parameter when it saves it."""
+    for renaming in reversed(renamings):
+        parameter = renaming.reverse_transform().rename_source_key(parameter)[0]
+    return parameter
+
+
+def _transforms(model: PreTrainedModel, spec: ModuleSpec) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    """Renamings, and conversions of experts; those of other tensors are not done."""
+    found, converters = [], []
+    parameters = {each.parameter for each in spec.tensors.values() if each.expert is None}
     for transform in get_model_conversion_mapping(model) or ():
         if isinstance(transform, WeightRenaming):
             found.append(transform)
             continue
+        converters.append(transform)
         reverse = transform.reverse_transform()
         if any(reverse.rename_source_key(parameter)[1] is not None for parameter in parameters):
             raise ModelError(
                 f"{spec.name}: {type(model).__name__} joins or splits tensors while they are loaded",
                 "needed a model whose tensors are read as they are",
             )
-    return found
+    return found, converters

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from h2o_flexgen.config.model.arch import ArchSpec
+from h2o_flexgen.config.model.arch import Activation, ArchSpec, ExpertSpec
 from h2o_flexgen.config.model.modules import ModuleSpec, ModuleTensor
 from h2o_flexgen.config.model.spec import Product
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.hf.attention import Call, ModelRun
+from h2o_flexgen.models.hf.experts import Routing, activation_of
 from h2o_flexgen.models.hf.build import build, is_product, quiet
 
 TOKENS = 4
@@ -29,11 +30,13 @@ _UNBOUNDED = 1 << 20
 
 
 class Event(NamedTuple):
-    """What happened: the call of the module `path` began ("enter") or ended ("exit"), or attention was asked for."""
+    """What happened: the call of the module `path` began ("enter") or ended ("exit"), attention was asked for, or
+    experts were."""
 
     kind: str
     path: str = ""
     call: Call | None = None
+    routing: Routing | None = None
 
 
 def record(model: PreTrainedModel, name: str) -> list[Event]:
@@ -48,9 +51,14 @@ def record(model: PreTrainedModel, name: str) -> list[Event]:
         events.append(Event("attend", call=call))
         return torch.empty(call.q.shape, device="meta", dtype=call.q.dtype)
 
+    def route(routing: Routing) -> Tensor:
+        events.append(Event("experts", paths[id(routing.module)], routing=routing))
+        return torch.empty_like(routing.x)
+
+    paths = {id(module): path for path, module in model.named_modules()}
     numbers = torch.zeros(2, TOKENS, dtype=torch.int64, device="meta")
     last = torch.zeros(1, dtype=torch.int64, device="meta")
-    run = ModelRun(lambda: model(**arguments(model, run, numbers[0], numbers[1], last)), attend)
+    run = ModelRun(lambda: model(**arguments(model, run, numbers[0], numbers[1], last)), attend, route)
     try:
         with torch.inference_mode(), quiet():
             run.switch()
@@ -86,8 +94,9 @@ def arguments(model: nn.Module, run: ModelRun, ids: Tensor, positions: Tensor, l
 class RecordedUnits:
     """The units of a recorded run, and in which of them each module was called.
 
-    `layers`: the paths of the layers; `calls`: of each its attention; `starts`: the module whose call begins each unit
-    but the first.
+    `layers`: the paths of the layers; `calls`: of each its attention; `routings`: by layer those of experts, and the
+    path of these; `starts`: the module whose call begins each unit but the first. What a layer computes once its
+    experts have answered belongs to the unit behind.
     """
 
     def __init__(self, model: PreTrainedModel, events: list[Event], name: str) -> None:
@@ -116,6 +125,7 @@ class RecordedUnits:
         if not self.layers:
             raise self._refused("no layer attends by the attention interface")
         self.starts: list[str] = []
+        self.routings: dict[int, tuple[str, Routing]] = {}
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
         self._walk(ends)
@@ -125,27 +135,31 @@ class RecordedUnits:
 
     def _walk(self, ends: Mapping[str, int]) -> None:
         """Which unit each call is in. A unit begins with the first module that has parameters."""
-        unit, layer, entered = 0, -1, Counter[str]()
-        for i, (kind, path, _) in enumerate(self._events):
+        unit, layer, entered, routed = 0, -1, Counter[str](), False
+        for i, (kind, path, _, routing) in enumerate(self._events):
+            if routing is not None:
+                if unit != 2 * layer + 2 or layer in self.routings:
+                    raise self._refused(f"{path} is not in the second half of a layer, or called again")
+                self.routings[layer], routed = (path, routing), True
             if kind == "enter":
                 entered[path] += 1
                 after = layer >= 0 and i > ends[self.layers[layer]]
                 if layer + 1 < len(self.layers) and path == self.layers[layer + 1]:
                     if unit != 2 * layer + 2:
                         raise self._refused(f"nothing follows attention in {self.layers[layer]}")
-                    layer, unit = layer + 1, 2 * layer + 3
+                    layer, unit, routed = layer + 1, 2 * layer + 3, False
                     self.starts.append(path)
                 elif after and path in self._inner:
                     inside = path.startswith(f"{self.layers[layer]}.")
                     if unit == (2 * layer + 1 if inside else 2 * len(self.layers)):
-                        unit += 1
+                        unit, routed = unit + 1, False
                         self.starts.append(path)
                     elif not inside and unit < 2 * len(self.layers):
                         raise self._refused(f"{path} is called between layers")
-                self.first.setdefault(path, unit)
-                self.last[path] = unit
+                self.first.setdefault(path, unit + routed)
+                self.last[path] = unit + routed
             elif kind == "exit":
-                self.last[path] = unit
+                self.last[path] = unit + routed
         if unit != 2 * len(self.layers) + 1:
             raise self._refused("there is no output head behind its layers")
         twice = [path for path in self.starts if entered[path] > 1]
@@ -176,6 +190,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     sizes = {window for window in windows if window is not None}
     if len(sizes) > 1:
         raise ModelError(f"{name}: its layers have windows of {sorted(sizes)} tokens", "needed one size")
+    experts, activation = _experts_of(timeline, name, model)
     matrices = _matrices(model, timeline)
     tables = [module for path, module in model.named_modules() if timeline.first.get(path) == 0]
     learned = sum(isinstance(module, nn.Embedding) for module in tables) > 1
@@ -200,6 +215,8 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
             window_layers=None if len(layers) == len(windows) or not layers else layers,
             gated_mlp=True,
             tied_head=tied,
+            activation=activation,
+            experts=experts,
         ),
         dtype=read.dtype("float32"),
         **read.special_tokens(*(_token(made, each) for each in ("bos_token_id", "eos_token_id", "pad_token_id"))),
@@ -236,7 +253,12 @@ def _groups(
         raise ModelError(f"{name}: {type(model).__name__} has no output head that it tells")
     seen: dict[int, str] = {}
     tied = False
+    expert_paths = {path: layer for layer, (path, _) in timeline.routings.items()}
+    routers = {routing.module.num_experts for _, routing in timeline.routings.values()}
     for path, module in model.named_modules():
+        if path in expert_paths:
+            _add_experts(found, expert_paths[path], path, module)
+            continue
         for key, tensor in _tensors(module):
             parameter = f"{path}.{key}" if path else key
             if id(tensor) in seen:
@@ -258,7 +280,7 @@ def _groups(
                 canonical = "head.vocab" if key == "weight" else "head.vocab_bias"
             turned = is_product(module) and not isinstance(module, nn.Linear) and key == "weight"
             shape = tuple(reversed(tensor.shape)) if turned else tuple(tensor.shape)
-            matrix = is_product(module) and key == "weight"
+            matrix = is_product(module) and key == "weight" and shape[0] not in routers
             seen[id(tensor)] = canonical
             found[unit_key].append(ModuleTensor(canonical, parameter, shape, matrix, turned, resident))
     if "embed.tokens" not in seen.values() or not (tied or "head.vocab" in seen.values()):
@@ -267,6 +289,45 @@ def _groups(
         vocab = ("vocab", (*found.pop("embed"), *found.pop("head")))
         return (vocab, *((key, tuple(each)) for key, each in found.items())), True
     return tuple((key, tuple(each)) for key, each in found.items()), False
+
+
+def _experts_of(
+    timeline: RecordedUnits, name: str, model: PreTrainedModel
+) -> tuple[ExpertSpec | None, Activation]:
+    """The experts of the layers, which are to be alike, and their activation."""
+    found = {}
+    for layer, (_, routing) in timeline.routings.items():
+        module: Any = routing.module
+        count, wide, _ = module.gate_up_proj.shape if hasattr(module, "gate_up_proj") else (0, 0, 0)
+        try:
+            activation = activation_of(module)
+        except ModelError as error:
+            raise ModelError(f"{name}: {error.found}") from None
+        found[layer] = (count, routing.experts.shape[-1], wide // 2, activation)
+    if not found:
+        return None, "relu"
+    if len(set(found.values())) > 1:
+        raise ModelError(f"{name}: {type(model).__name__} has layers with experts of different sizes")
+    count, active, ffn, activation = next(iter(found.values()))
+    dense = tuple(layer for layer in range(len(timeline.layers)) if layer not in found)
+    return ExpertSpec(count, active, ffn, dense=dense), activation
+
+
+def _add_experts(found: dict[str, list[ModuleTensor]], layer: int, path: str, module: Any) -> None:
+    """A group for each expert of a layer, behind that of its half."""
+    count, wide, hidden = module.gate_up_proj.shape
+    others = {key: found.pop(key) for key in list(found)[list(found).index(f"layers.{layer}.mlp") + 1 :]}
+    for expert in range(count):
+        key, joined = f"layers.{layer}.mlp.experts.{expert}", f"{path}.gate_up_proj"
+        found[key] = [
+            ModuleTensor(f"{key}.{part}.weight", parameter, (rows, ins), True, False, False, expert, start, whole)
+            for part, parameter, rows, ins, start, whole in (
+                ("up", joined, wide // 2, hidden, wide // 2, wide),
+                ("gate", joined, wide // 2, hidden, 0, wide),
+                ("down", f"{path}.down_proj", hidden, wide // 2, 0, hidden),
+            )
+        ]
+    found.update(others)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -285,12 +346,23 @@ def _within(timeline: RecordedUnits, unit: int | None, parameter: str) -> str:
 
 
 def _matrices(model: PreTrainedModel, timeline: RecordedUnits) -> tuple[tuple[str, tuple[Product, ...]], ...]:
-    """The products of the first layer's halves, and of the outer units."""
+    """The products of the first layer's halves, and of the outer units; of experts and their routers, too."""
     units = {0: "embed", 1: "attn", 2: "mlp", 2 * len(timeline.layers) + 1: "head"}
+    if timeline.routings:
+        layer = next(iter(timeline.routings))
+        dense = next((each for each in range(len(timeline.layers)) if each not in timeline.routings), None)
+        units.pop(2)
+        units |= {2 * layer + 2: "router"} | ({} if dense is None else {2 * dense + 2: "mlp"})
     made: dict[str, list[Product]] = {kind: [] for kind in units.values()}
     for path in timeline.first:  # in the order of their calls
         module, kind = model.get_submodule(path), units.get(timeline.first[path])
         if kind is not None and is_product(module):
             first, second = module._parameters["weight"].shape  # type: ignore[union-attr]
             made[kind].append(Product(first, second) if isinstance(module, nn.Linear) else Product(second, first))
+    for _, routing in list(timeline.routings.values())[:1]:
+        module = routing.module
+        (count, wide, hidden), rows = module.gate_up_proj.shape, module.down_proj.shape  # type: ignore[union-attr, misc]
+        made["router"].append(Product(count, hidden))
+        made["experts"] = [Product(wide, hidden), Product(rows[1], rows[2])]
+        made.setdefault("mlp", made["experts"])
     return tuple((kind, tuple(products)) for kind, products in made.items())
