@@ -165,11 +165,11 @@ def _spec_of_modules(config: Mapping[str, Any], name: str) -> ModelSpec:
     kind = config["model_type"]
     if kind not in model_types():
         raise _unknown(kind, name)
-    read_quantization(config, name)
-    spec, doubt = spec_of(config, name), why_not(kind)
+    doubt = why_not(kind)
     if doubt is not None:
         raise ModelError(f"{name} is of the family {kind!r}, which is not supported: {doubt}")
-    return spec
+    read_quantization(config, name)
+    return spec_of(config, name)
 
 
 def checkpoint_names(spec: ModelSpec) -> Names:

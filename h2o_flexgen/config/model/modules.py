@@ -23,6 +23,7 @@ class ModuleTensor(NamedTuple):
     product     whether it is the matrix of a product, which may be kept in fewer bits
     transposed  whether the modules keep it the other way round (GPT-2's Conv1D)
     resident    whether it is used outside of a single unit: it is copied when the embedding is computed
+    also        other names of the parameter, in the same unit
     expert      the number of the expert that it is a part of, which `parameter` has for all: its rows from `start` on,
                 of as many as `rows`
     """
@@ -36,6 +37,7 @@ class ModuleTensor(NamedTuple):
     expert: int | None = None
     start: int = 0
     rows: int = 0
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,7 @@ _CASED = (
 )
 """Letters that have two cases."""
 _HAN = "[一-龥\u0800-一가-\ud7ff]+"
-_ASIAN = (
-    "[一-鿿㐀-䶿\uf900-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
-)
+_ASIAN = "[一-鿿㐀-䶿\uf900-\ufaff\u3040-ゟ゠-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
 
 _DIGITS = (r"\p{N}", _GPT2)
@@ -118,9 +116,7 @@ _NAMES: tuple[tuple[str, Vocabulary], ...] = (
     ),
     (
         "deepseek-llm",
-        Vocabulary(
-            (r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$", _HAN, r"\p{N}+")
-        ),
+        Vocabulary((r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~！-／：-～‘-‟\u3000-。]+", r"\s+$", _HAN, r"\p{N}+")),
     ),
     ("deepseek-coder", Vocabulary((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"))),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", Vocabulary(_DEEPSEEK3)),

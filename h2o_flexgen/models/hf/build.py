@@ -14,7 +14,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.pytorch_utils import Conv1D
 
 from h2o_flexgen.errors import ModelError
@@ -28,8 +31,8 @@ OTHER_CODE = ("auto_map", "custom_pipelines", "quantization_config", "torch_dtyp
 
 
 def model_types() -> frozenset[str]:
-    """The model types of which this transformers has a causal language model."""
-    return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """The model types of which this transformers has a decoder, alone or with others that look at images."""
+    return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def build(config: str, name: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
@@ -42,9 +45,10 @@ def build(config: str, name: str, dtype: torch.dtype = torch.float32) -> transfo
     try:
         with quiet(), _parameters_on_meta():
             made = CONFIG_MAPPING[raw["model_type"]].from_dict(kept)
-            model = transformers.AutoModelForCausalLM.from_config(
-                made, dtype=dtype, attn_implementation=NAME, experts_implementation=NAME
-            )
+            kind: Any = transformers.AutoModelForCausalLM
+            if raw["model_type"] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:  # names of tensors are then its own
+                kind = transformers.AutoModelForImageTextToText
+            model = kind.from_config(made, dtype=dtype, attn_implementation=NAME, experts_implementation=NAME)
             model.tie_weights()
             for module in model.modules():
                 if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # it would look at the tokens

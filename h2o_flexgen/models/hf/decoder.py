@@ -114,7 +114,8 @@ class ModuleDecoder(Decoder):
         for unit in spec.units:
             for each in groups[unit.weights]:  # not those of experts, which are computed elsewhere
                 if each.name.startswith(f"{unit.name}."):
-                    self._place(modules, unit.index, each.name, each.parameter, each.resident)
+                    for parameter in (each.parameter, *each.also):
+                        self._place(modules, unit.index, each.name, parameter, each.resident)
         if spec.arch.tied_head:
             head = next(path for path, each in modules.items() if each is model.get_output_embeddings())
             self._place(modules, len(spec.units) - 1, "embed.tokens", f"{head}.weight", False)

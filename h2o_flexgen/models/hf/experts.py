@@ -37,9 +37,9 @@ def activation_of(module: Any) -> Activation:
     if not plain or gate is None or kind._apply_gate is not gate:
         raise NotUnderstood(f"{kind.__name__} has experts of a kind of their own")
     for name, ours in ACTIVATIONS.items():
-        theirs = ACT2CLS[name] if name in ACT2CLS else None
+        theirs = ACT2CLS.get(name)
         theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-        if isinstance(theirs, type) and type(module.act_fn) is theirs and not (name == "gelu" and ours != "gelu"):
+        if isinstance(theirs, type) and type(module.act_fn) is theirs:
             return ours
     raise NotUnderstood(f"{kind.__name__} has experts with {type(module.act_fn).__name__}")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter, WeightRenaming
 
 from h2o_flexgen.config.model.modules import ModuleSpec, ModuleTensor
 from h2o_flexgen.errors import ModelError
@@ -26,8 +28,9 @@ def checkpoint_names(spec: ModuleSpec) -> Names:
         if each.expert is not None:
             found[each.name] = _of_expert(spec, each, model, renamings, converters)
             continue
-        saved = _saved(each.parameter, renamings)
-        names = dict.fromkeys((saved, each.parameter, saved.removeprefix(prefix), each.parameter.removeprefix(prefix)))
+        called = (each.parameter, *each.also)
+        both = [name for one in called for name in (*_saved(one, renamings), one)]
+        names = dict.fromkeys([*both, *(name.removeprefix(prefix) for name in both)])
         columns = each.shape[1] if each.transposed else 0
         shape = tuple(reversed(each.shape)) if each.transposed else ()
         stored = [Stored(name, ((0, columns),), columns, shape, True) if each.transposed else name for name in names]
@@ -38,7 +41,15 @@ def checkpoint_names(spec: ModuleSpec) -> Names:
 def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
     """Regular expressions, to be searched for, of checkpoint tensors that are not weights and may be skipped."""
     model = build(spec.config, spec.name)
-    return (*IGNORED, *(model._keys_to_ignore_on_load_unexpected or ()))
+    renamings, _ = _transforms(model, spec)
+    used = {name for each in spec.tensors.values() for name in (each.parameter, *each.also)}
+    unused = [name for name in model.state_dict() if name not in used]
+    called = [name for each in unused for name in (each, *_saved(each, renamings))]
+    return (
+        *IGNORED,
+        *(model._keys_to_ignore_on_load_unexpected or ()),
+        *(f"^{re.escape(name)}$" for name in dict.fromkeys(called)),
+    )
 
 
 def _of_expert(
@@ -59,33 +70,39 @@ def _of_expert(
             sources = converter._original_source_patterns
             source = sources[0 if each.start == 0 else 1] if len(sources) > 1 else sources[0]
             names[each.parameter.removesuffix(target) + source.replace("*", str(each.expert)).rstrip("$")] = None
-    both = [name for name in names for name in (_saved(name, renamings), name)]
+    both = [name for name in names for name in (*_saved(name, renamings), name)]
     own = [Stored(short) for name in both for short in (name, name.removeprefix(prefix))]
     first, shape = each.expert * each.rows + each.start, (experts.count, each.rows, each.shape[1])
     span = ((first, first + each.shape[0]),)
-    joined = [each.parameter, each.parameter.removeprefix(prefix), _saved(each.parameter, renamings)]
+    joined = [each.parameter, each.parameter.removeprefix(prefix), *_saved(each.parameter, renamings)]
     return tuple(dict.fromkeys([*own, *(Stored(name, span, experts.count * each.rows, shape) for name in joined)]))
 
 
 _MERGED = ([MergeModulelist], [MergeModulelist, Concatenate])
 
 
-def _saved(parameter: str, renamings: list[WeightRenaming]) -> str:
-    """What transformers calls a parameter when it saves it."""
-    for renaming in reversed(renamings):
-        parameter = renaming.reverse_transform().rename_source_key(parameter)[0]
-    return parameter
+def _saved(parameter: str, renamings: list[WeightRenaming]) -> list[str]:
+    """What transformers calls a parameter when it saves it, and what it may have been called before."""
+    found = []
+    plain = [each for each in renamings if not isinstance(each, PrefixChange)]
+    for some in (plain, renamings):
+        name = parameter
+        for renaming in reversed(some):
+            name = renaming.reverse_transform().rename_source_key(name)[0]
+        found.append(name)
+    return found
 
 
 def _transforms(model: PreTrainedModel, spec: ModuleSpec) -> tuple[list[WeightRenaming], list[WeightConverter]]:
     """Renamings, and conversions of experts; those of other tensors are not done."""
-    found, converters = [], []
+    found, converters = list[WeightRenaming](), list[WeightConverter]()
     parameters = {each.parameter for each in spec.tensors.values() if each.expert is None}
-    for transform in get_model_conversion_mapping(model) or ():
+    for transform in get_model_conversion_mapping(model, add_legacy=False) or ():
         if isinstance(transform, WeightRenaming):
             found.append(transform)
             continue
-        converters.append(transform)
+        if isinstance(transform, WeightConverter):
+            converters.append(transform)
         reverse = transform.reverse_transform()
         if any(reverse.rename_source_key(parameter)[1] is not None for parameter in parameters):
             raise ModelError(

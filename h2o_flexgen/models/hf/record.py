@@ -18,8 +18,8 @@ from h2o_flexgen.config.model.spec import Product
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.hf.attention import Call, ModelRun
-from h2o_flexgen.models.hf.experts import Routing, activation_of
 from h2o_flexgen.models.hf.build import build, is_product, quiet
+from h2o_flexgen.models.hf.experts import Routing, activation_of
 
 TOKENS = 4
 """Of the recorded run."""
@@ -167,9 +167,7 @@ class RecordedUnits:
             raise self._refused(f"{(twice or self.layers)[0]} is called more than once")
 
     def unit_of(self, path: str) -> int | None:
-        """The unit that uses what the module at `path` holds itself; None: there are several, or none can be told."""
-        while path not in self.first:
-            path = path.rpartition(".")[0]
+        """The unit that uses what the module at `path`, which is called, holds itself; None: there are several."""
         return self.first[path] if self.first[path] == self.last[path] else None
 
 
@@ -255,7 +253,10 @@ def _groups(
     tied = False
     expert_paths = {path: layer for layer, (path, _) in timeline.routings.items()}
     routers = {routing.module.num_experts for _, routing in timeline.routings.values()}
-    for path, module in model.named_modules():
+    # The token embedding first: a head that is tied to it may come before.
+    for path, module in sorted(model.named_modules(), key=lambda each: each[1] is not embedding):
+        if path not in timeline.first:
+            continue  # never called: its tensors stay without numbers, and using one is an error
         if path in expert_paths:
             _add_experts(found, expert_paths[path], path, module)
             continue
@@ -264,6 +265,8 @@ def _groups(
             if id(tensor) in seen:
                 if module is head and key == "weight" and seen[id(tensor)] == "embed.tokens":
                     tied = True
+                    continue
+                if _also(found, seen[id(tensor)], unit_name(timeline.unit_of(path) or 0, layers), parameter):
                     continue
                 raise ModelError(f"{name}: {parameter} is tied to {seen[id(tensor)]}, which is not understood")
             if not tensor.dtype.is_floating_point or tensor.dim() > 2:
@@ -291,9 +294,16 @@ def _groups(
     return tuple((key, tuple(each)) for key, each in found.items()), False
 
 
-def _experts_of(
-    timeline: RecordedUnits, name: str, model: PreTrainedModel
-) -> tuple[ExpertSpec | None, Activation]:
+def _also(found: dict[str, list[ModuleTensor]], name: str, unit: str, parameter: str) -> bool:
+    """Notes that a tensor has another place in the same unit; False where it is in another."""
+    for i, each in enumerate(found[unit]):
+        if each.name == name:
+            found[unit][i] = each._replace(also=(*each.also, parameter))
+            return True
+    return False
+
+
+def _experts_of(timeline: RecordedUnits, name: str, model: PreTrainedModel) -> tuple[ExpertSpec | None, Activation]:
     """The experts of the layers, which are to be alike, and their activation."""
     found = {}
     for layer, (_, routing) in timeline.routings.items():
@@ -360,8 +370,8 @@ def _matrices(model: PreTrainedModel, timeline: RecordedUnits) -> tuple[tuple[st
             first, second = module._parameters["weight"].shape  # type: ignore[union-attr]
             made[kind].append(Product(first, second) if isinstance(module, nn.Linear) else Product(second, first))
     for _, routing in list(timeline.routings.values())[:1]:
-        module = routing.module
-        (count, wide, hidden), rows = module.gate_up_proj.shape, module.down_proj.shape  # type: ignore[union-attr, misc]
+        experts: Any = routing.module
+        (count, wide, hidden), rows = experts.gate_up_proj.shape, experts.down_proj.shape
         made["router"].append(Product(count, hidden))
         made["experts"] = [Product(wide, hidden), Product(rows[1], rows[2])]
         made.setdefault("mlp", made["experts"])
