@@ -144,8 +144,9 @@ def look_up_model(config: EngineConfig) -> None:
     check_config(found.config, found.name, "native" if found.gguf is not None else config.model_impl)
     if not dummy and found.gguf is None and found.folder is not None:
         problems = Problems()
-        find_shards(str(found.folder), problems)
-        problems.raise_any(str(found.folder))
+        shards = find_shards(str(found.folder), problems)
+        if shards is None or not shards.present:  # else what is there may have faults too, and all are told at once
+            problems.raise_any(str(found.folder))
 
 
 def output_file(flag: str, text: str | None, *, keep: bool) -> Path | None:
