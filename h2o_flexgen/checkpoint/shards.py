@@ -116,6 +116,8 @@ def _unnamed(folder: str, names: list[str], problems: Problems) -> Shards | None
             "there is a LoRA adapter (adapter_model) and no model: merge it into its base model elsewhere "
             "(peft's merge_and_unload, then save_pretrained), or give the base model's folder"
         )
+    elif any(name.startswith("consolidated.") for name in names):
+        problems.add("the weights are in Meta's or Mistral's own layout (consolidated): get the files for transformers")
     else:
         none = "the weights are missing: no model.safetensors, pytorch_model.bin or index of shards"
         problems.add(none, download=True)

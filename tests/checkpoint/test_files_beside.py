@@ -118,6 +118,17 @@ def test_an_adapter_alone(tmp_path: Path) -> None:
     assert "merge" in message
 
 
+def test_a_folder_in_another_layout(tmp_path: Path) -> None:
+    (tmp_path / "consolidated.safetensors").write_bytes(b"not ours")
+    assert "consolidated" in refused(tmp_path)
+
+
+def test_several_files_of_which_any_may_be_the_model(tmp_path: Path) -> None:
+    for name in ("model.fp16", "model.fp32"):
+        save_file({"a": torch.ones(3)}, tmp_path / f"{name}.safetensors")
+    assert f"rename the one that is the model to {SINGLE}" in refused(tmp_path)
+
+
 def test_the_only_weight_file_may_have_any_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """AutoGPTQ's names and settings: transformers' model of the same file under the usual names is the same."""
     written = checkpoint(FORMATS["gptq"])
