@@ -1,8 +1,12 @@
 """Metadata and extras. Ranges are for users; `constraints.txt` pins what the tests run with."""
 
+import importlib.util
+import os
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import Distribution, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
 
 SENTENCEPIECE = ["sentencepiece>=0.2", "protobuf>=4"]
 PARQUET = ["pyarrow>=15"]
@@ -18,7 +22,47 @@ RAY = ["ray[data]>=2.40"]
 LM_EVAL = ["lm_eval>=0.4.13"]  # not among the tests': it brings fifty packages, some of which transformers then imports
 TRITON = ["triton>=3.6; sys_platform == 'linux'"]  # on a GPU what its kernels are made with, in tests their interpreter
 
+SHIPS_KERNELS = os.environ.get("H2O_FLEXGEN_SHIP_KERNELS", "0") == "1"
+"""Whether a wheel brings the kernels in C along, compiled: `scripts/build_wheel.sh` says so."""
+
+
+class WithKernels(build_py):
+    """Compiles them for each kind of processors."""
+
+    def run(self):
+        super().run()
+        native = Path("h2o_flexgen", "kernels", "native")
+        found = importlib.util.spec_from_file_location("building", Path(__file__).parent / native / "building.py")
+        building = importlib.util.module_from_spec(found)
+        found.loader.exec_module(building)
+        compiler, folder = building.find_compiler(), Path(self.build_lib) / native / building.SHIPPED
+        if compiler is None:
+            raise SystemExit(
+                "no C compiler was found: needed gcc or clang, for the kernels in the wheel"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, flags in building.MACHINES.items():
+            building.build(compiler, (*building.FLAGS, *flags), folder / building.file_of(name))
+
+
+class OfThisPlatform(bdist_wheel):
+    """For any Python on processors and systems of this kind."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
+class Compiled(Distribution):
+    """What is compiled goes where libraries go."""
+
+    def has_ext_modules(self):
+        return True
+
+
+COMPILED = {"cmdclass": {"build_py": WithKernels, "bdist_wheel": OfThisPlatform}, "distclass": Compiled}
+
 setup(
+    **(COMPILED if SHIPS_KERNELS else {}),
     name="h2o_flexgen",
     version="0.1.0",
     description="Offline, throughput-oriented inference for language models that do not fit, with KV eviction",

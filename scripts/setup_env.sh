@@ -14,7 +14,9 @@ setup_env() {
     # pip is what a venv gets last: one that was interrupted has none.
     .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv || return 2
     # The native kernels need a compiler and nothing else: they are made meanwhile. What fails here is told by the programs.
-    .venv/bin/python -c 'import runpy; runpy.run_path("h2o_flexgen/kernels/native/__init__.py")["library"]()' \
+    # The package around them imports torch: an empty one stands for it.
+    .venv/bin/python -c 'import sys, types; name = "h2o_flexgen.kernels"; it = sys.modules[name] = types.ModuleType(name)
+it.__path__ = ["h2o_flexgen/kernels"]; from h2o_flexgen.kernels import native; native.library()' \
       </dev/null >/dev/null 2>&1 &
     disown
     install=(.venv/bin/python -m pip install --disable-pip-version-check --no-compile)

@@ -87,8 +87,8 @@ def _packed_linear(
         if call(*places, rows, outs, ins, x.stride(0), y.stride(0), *kind, ctypes.byref(place), weight.whole):
             raise MemoryError(f"no memory to expand weights of {ins} inputs")
         return y
-    if (y := _exact_linear(x, weight, bias, relu, onto)) is not None:
-        return y
+    if (done := _exact_linear(x, weight, bias, relu, onto)) is not None:
+        return done
     if serves(x.device) and x.ndim == 2 and x.shape[1] == ins:
         from h2o_flexgen.kernels.triton_linear import packed_linear  # imports Triton, which is not there everywhere
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from h2o_flexgen.engine.limits.devices import cpu_has_bfloat16, resolve_dtype
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.kernels import layers, torch_attention
+from h2o_flexgen.kernels import layers, native, torch_attention
 from h2o_flexgen.kernels.native import has_matrix_unit, tiers
 
+ROOT = Path(__file__).parents[2]
+COMPILED = getattr(native.library(), "_name", None)
 V3 = "avx2 fma f16c bmi1 bmi2"
 ZEN4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16"
 
@@ -86,3 +94,57 @@ def test_torch_multiplies_what_it_is_slow_at_in_float32(monkeypatch: pytest.Monk
         q.double(), k.double(), k.double(), is_causal=True, scale=0.25
     )
     torch.testing.assert_close(out.out.double(), expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.fixture
+def elsewhere(asked: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A machine without a compiler, and the folder in which a wheel would have its libraries there."""
+    asked.setattr(native, "_compiler", lambda: None)
+    asked.setattr(tiers, "LIBRARIES", tmp_path)
+    asked.setattr(native, "LIBRARIES", tmp_path)
+    kept = native.library, native.why_not, tiers.shipped
+    for each in kept:
+        each.cache_clear()
+    yield tmp_path
+    for each in kept:
+        each.cache_clear()
+
+
+@pytest.mark.skipif(native.library() is None, reason="no native kernels here")
+def test_without_a_compiler_the_best_of_those_that_are_shipped_is_loaded(elsewhere: Path) -> None:
+    library = native.library()
+    assert library is None
+    assert native.what_computes() == "torch, which is slower: no C compiler was found"
+    assert not native.must_compile()
+    best = tiers.best_tier()
+    assert best is not None
+    native.library.cache_clear(), native.why_not.cache_clear(), tiers.shipped.cache_clear()
+    shutil.copy(COMPILED, elsewhere / "kernels-avx2.so")
+    shutil.copy(COMPILED, elsewhere / f"kernels-{best.name}.so")
+    library = native.library()
+    assert library is not None
+    assert Path(library._name).name == f"kernels-{best.name}.so"
+    assert native.what_computes() == f"{best.title}, shipped"
+    assert native.why_not() is None
+    assert not native.must_compile()
+
+
+@pytest.mark.slow
+def test_one_command_makes_a_wheel_with_kernels(tmp_path: Path) -> None:
+    """By a compiler that has nothing to do; offline, with the setuptools that is there."""
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nfor last; do [ "$before" = -o ] && : >"$last"; before=$last; done\n')
+    compiler.chmod(0o755)
+    tree = tmp_path / "tree"
+    for name in ("h2o_flexgen", "configs", "scripts"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    env = {**os.environ, "CC": str(compiler), "PIP_WHEEL_FLAGS": "--no-build-isolation -qq"}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    subprocess.run([tree / "scripts/build_wheel.sh", tmp_path / "made"], env=env, check=True)
+    (wheel,) = (tmp_path / "made").glob("*.whl")
+    assert "-py3-none-linux_" in wheel.name
+    with zipfile.ZipFile(wheel) as files:
+        libraries = {Path(name).name for name in files.namelist() if name.endswith(".so")}
+    assert libraries == {f"kernels-{name}.so" for name in ("avx2", "avxvnni", "avx512", "avx512-slow")}

@@ -20,6 +20,8 @@ MACHINES = {
     "avx2": ("-march=x86-64-v3",),
 }
 """What a compiler is told for the kinds of processors that wheels have libraries for."""
+SHIPPED = "shipped"
+"""The folder beside the sources in which a wheel has them."""
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 300  # a compiler takes seconds; beside others on few cores it may take minutes
 _LINKER = "-Wl,-Bsymbolic,--no-undefined"  # calls stay within the library, whatever others define
@@ -30,6 +32,11 @@ def find_compiler() -> str | None:
     """The first C compiler that there is, of $CC and the usual names."""
     names = (os.environ.get("CC"), "cc", "gcc", "clang")
     return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def file_of(machine: str) -> str:
+    """What the library for a kind of processors is called in a wheel."""
+    return f"kernels-{machine}.so"
 
 
 def sources() -> list[Path]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.kernels.native.building import FOLDER, MACHINES, SLOW_BF16
+from h2o_flexgen.kernels.native.building import FOLDER, MACHINES, SHIPPED, SLOW_BF16, file_of
 
 SWITCH = "H2O_FLEXGEN_KERNELS"
 _EMULATED = "-DEMULATED_VNNI"
@@ -37,7 +37,7 @@ TIERS = (
 """From the best on."""
 _BEYOND = {"avx512": ("amx",), "avxvnni": ("amx", "avx512"), "avx2": ("amx", "avx512", "avx_vnni")}
 """How the names of instructions begin that a tier does without."""
-LIBRARIES = FOLDER / "shipped"
+LIBRARIES = FOLDER / SHIPPED
 """Where `setup.py` puts them: kernels-avx2.so and so on."""
 
 
@@ -122,4 +122,4 @@ def shipped() -> Path | None:
         names.insert(0, "avx512-slow")
     if "avx_vnni" not in of_the_processor():  # and the tier is asked for: only a compiler emulates it
         names = [name for name in names if name != "avxvnni"]
-    return next((path for name in names if (path := LIBRARIES / f"kernels-{name}.so").is_file()), None)
+    return next((path for name in names if (path := LIBRARIES / file_of(name)).is_file()), None)
