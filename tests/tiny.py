@@ -16,6 +16,7 @@ from transformers import (
     Cohere2Config,
     Dots1Config,
     DynamicCache,
+    Ernie4_5_MoeConfig,
     Exaone4Config,
     Gemma3TextConfig,
     Glm4Config,
@@ -224,6 +225,16 @@ FAMILIES: dict[str, FamilyRow] = {
             "max_window_layers": 2,
         },
     ),
+    "ernie4.5-moe": FamilyRow(
+        Ernie4_5_MoeConfig,
+        {
+            **_GROUPED,
+            "moe_num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "tie_word_embeddings": True,
+        },
+    ),
     "hy-v3": FamilyRow(
         HYV3Config,
         {**_GROUPED, "head_dim": 12, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24},
@@ -315,7 +326,7 @@ def make_model(name: str, seed: int | None = None, **changes: Any) -> PreTrained
                 parameter.add_(noise)  # to what makes it the identity: 1, in Gemma 0
             else:
                 parameter.copy_(noise)
-        for buffer_name, buffer in model.named_buffers():
+        for buffer_name, buffer in (*model.named_buffers(), *model.named_parameters()):
             if "correction_bias" in buffer_name:
                 buffer.copy_(0.3 * torch.randn_like(buffer))
     return model

@@ -14,6 +14,7 @@ from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models import (
     cohere2,
     dots1,
+    ernie4_5_moe,
     exaone4,
     gemma3,
     glm4,
@@ -82,6 +83,10 @@ FAMILIES.register("olmoe", Family(olmoe.spec_from_config, mixture.mixture_names,
 FAMILIES.register("granitemoe", Family(granitemoe.spec_from_config, granitemoe.checkpoint_names, experts=True))
 FAMILIES.register("gpt_oss", Family(gpt_oss.spec_from_config, gpt_oss.checkpoint_names, experts=True))
 FAMILIES.register("dots1", Family(dots1.spec_from_config, glm4_moe.checkpoint_names, experts=True))
+FAMILIES.register(
+    "ernie4_5_moe",
+    Family(ernie4_5_moe.spec_from_config, ernie4_5_moe.checkpoint_names, ernie4_5_moe.IGNORED, experts=True),
+)
 FAMILIES.register("glm4_moe", Family(glm4_moe.spec_from_config, glm4_moe.checkpoint_names, experts=True))
 FAMILIES.register("hy_v3", Family(hy_v3.spec_from_config, hy_v3.checkpoint_names, experts=True))
 FAMILIES.register("minimax_m2", Family(minimax_m2.spec_from_config, minimax_m2.checkpoint_names, experts=True))

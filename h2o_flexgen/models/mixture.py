@@ -29,8 +29,9 @@ FUSED = {"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}
 """What transformers 5 calls the tensors of all experts of a layer."""
 
 
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""The names that families have for how many experts there are."""
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "moe_k")
+"""The names that families have for how many experts there are, and how many of them a token chooses."""
 SHARED = {f"mlp.{part}": f"mlp.shared_experts.{part}_proj" for part in ("up", "gate", "down")}
 """The MLP that all tokens go through, in the families whose router is DeepSeek's."""
 
@@ -38,9 +39,10 @@ SHARED = {f"mlp.{part}": f"mlp.shared_experts.{part}_proj" for part in ("up", "g
 def read_experts(read: ConfigReader, count: int, active: int, ffn_size: int, **switches: Any) -> ExpertSpec:
     """The experts of a config.json whose family has `count` by default, of which tokens choose `active`. ModelError."""
     key = next((key for key in _COUNTS if key in read), _COUNTS[0])
-    made = ExpertSpec(read.whole(key, count), read.whole("num_experts_per_tok", active), ffn_size, **switches)
+    chosen = next((key for key in _ACTIVE if key in read), _ACTIVE[0])
+    made = ExpertSpec(read.whole(key, count), read.whole(chosen, active), ffn_size, **switches)
     if made.active > made.count:
-        raise read.error("num_experts_per_tok", f"at most {key}, {made.count}")
+        raise read.error(chosen, f"at most {key}, {made.count}")
     return made
 
 

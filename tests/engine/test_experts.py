@@ -18,7 +18,7 @@ from tests.tiny import decided, make_model, prompts_of, save, transformers_greed
 
 LENGTHS, NEW = [5, 9, 9, 17, 1, 30], 8
 MIXTURES = ["mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "granite-moe", "gpt-oss"]
-MIXTURES += ["glm4-moe", "dots1", "hy-v3", "minimax-m2"]
+MIXTURES += ["glm4-moe", "dots1", "hy-v3", "minimax-m2", "ernie4.5-moe"]
 PLACES: list[dict[str, Any]] = [
     {"weights": {"disk": 1.0}},
     {"weights": {"cpu": 0.5, "disk": 0.5}, "hidden": {"disk": 1.0}, "cache": {"cpu": 0.5, "disk": 0.5}},

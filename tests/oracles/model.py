@@ -186,7 +186,7 @@ class Rotations:
         self._types = types if isinstance(self._module.rope_type, dict) else [None] * model.config.num_hidden_layers
         self._unturned = _layers_without_positions(model)
         # Pairs that turn together are neighbours in a head; cohere2 has the angle of each twice in a row.
-        self._side_by_side = model.config.model_type in ("cohere2", "glm4")
+        self._side_by_side = model.config.model_type in ("cohere2", "glm4", "ernie4_5_moe")
         self._doubled = model.config.model_type == "cohere2"
         self._repeats = 2 if model.config.model_type == "gpt_oss" else 1
         self._tables: dict[str | None, list[list[list[float]]]] = {}
