@@ -381,8 +381,8 @@ def in_sequence_of(model: PreTrainedModel, length: int) -> Iterator[bool]:
 
     dynamic: keys keep the angles of the step that made them, as in transformers' generate. transformers' module keeps
     those of the longest sequence so far until it sees a short one: it sees one here.
-    longrope: the factors that `length` calls for, from the first token on. transformers changes them when the sequence
-    passes the original context, and then its generate computes all keys anew.
+    longrope: the factors that `length` calls for, from the first token on: of a text that is known as a whole, and of
+    an answer that does not pass the original context. See `generated_logprobs` for one that does.
     """
     rope = rope_of(model)
     kind = rope.get("rope_type")
@@ -414,10 +414,21 @@ def transformers_logprobs(model: PreTrainedModel, prompt: list[int], continuatio
         return torch.stack(rows).float().log_softmax(-1)
 
 
+@torch.no_grad()
+def generated_logprobs(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """The same for tokens that are not known beforehand. longrope: generate computes all keys anew when the sequence
+    passes the original context, as if there were no cache."""
+    if rope_of(model).get("rope_type") != "longrope":
+        return transformers_logprobs(model, prompt, tokens)
+    ids, ends = prompt + tokens, range(len(prompt), len(prompt) + len(tokens))
+    rows = [model(torch.tensor([ids[:end]]), use_cache=False).logits[0, -1] for end in ends]
+    return torch.stack(rows).float().log_softmax(-1)
+
+
 def transformers_agrees(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> list[float]:
     """Asserts that `tokens` are those of greedy decoding: each the most likely after those before it. Their
     log-probabilities; TooCloseToCall where the next likely token comes near one of them, before any that is wrong."""
-    rows = transformers_logprobs(model, prompt, tokens)
+    rows = generated_logprobs(model, prompt, tokens)
     best, second = rows.topk(2).values.unbind(1)
     close = (best - second <= CLEAR).tolist()
     sure = close.index(True) if True in close else len(tokens)

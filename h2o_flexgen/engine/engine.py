@@ -87,6 +87,15 @@ def _work_of(rows: Collection[Sequence]) -> _CallWork:
     return _CallWork(sum(len(row.prompt_ids) for row in rows), sum(row.steps for row in rows))
 
 
+def _and_turns(every: _CallWork, rows: Iterable[Sequence]) -> _CallWork:
+    """Readies those of `rows` that are paused to be run again, and adds what that takes to the work of `every` row."""
+    again = [row for row in rows if row.paused]
+    for row in again:
+        row.take_turn()
+    more = _work_of(again)
+    return _CallWork(every.prompts + more.prompts, every.steps + more.steps)
+
+
 class Engine:
     """An offline engine. A context manager: `close` stops its threads and removes its files.
 
@@ -306,11 +315,14 @@ class Engine:
                 self.on_plan(plan)
                 try:
                     for row in self._attempt(plan, waiting, every, meter, sampler):
+                        if row.paused:
+                            continue
                         del waiting[row.row_id]
                         meter.finished(row)
                         yield row
                 except (MemoryError, RuntimeError, PlanError) as error:
                     self._retry.learn(error, plan, waiting.values())
+                every = _and_turns(every, waiting.values())
                 if waiting:
                     forget()
             self.last_work = meter.totals.work

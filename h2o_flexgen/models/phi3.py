@@ -51,7 +51,8 @@ def _rotary(read: ConfigReader, head_dim: int, positions: int) -> RotarySpec:
     )
     dim = turned_dimensions(fields, head_dim)
     original = read.whole("original_max_position_embeddings", 4096)
-    return rotary_spec(fields, dim, positions, original, rope_kind(fields, _KINDS))
+    spec = rotary_spec(fields, dim, positions, original, rope_kind(fields, _KINDS))
+    return replace(spec, recomputed=spec.scaling == "longrope")
 
 
 def checkpoint_names(spec: ModelSpec) -> Names:

@@ -13,7 +13,7 @@ from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
 from h2o_flexgen.models.families import checkpoint_names
 from h2o_flexgen.quant import PackedWeight
-from tests.tiny import FAMILIES, prompts_of
+from tests.tiny import FAMILIES, generated_logprobs, prompts_of
 
 NEW = 6
 PLACES: dict[str, dict[str, Any]] = {
@@ -78,8 +78,7 @@ def _check(name: str, bits: int, place: str, checkpoint) -> None:
         try:
             judge = rounded_to_it(model, llm)
             for prompt, output in zip(prompts, outputs, strict=True):
-                ids = torch.tensor([prompt + output.token_ids])
-                logits = judge(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                logits = generated_logprobs(judge, prompt, output.token_ids)
                 chosen = logits.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
                 assert torch.equal(logits.amax(-1), chosen) or (logits.amax(-1) - chosen).max() < 1e-4
                 assert output.logprobs == pytest.approx(chosen.tolist(), abs=2e-4)

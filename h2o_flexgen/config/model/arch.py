@@ -21,6 +21,8 @@ class RotarySpec:
     low_freq_factor, high_freq_factor                     llama3
     beta_fast, beta_slow, truncate                        yarn
     short_factors, long_factors (dim / 2 each)            longrope: for sequences within original_positions, and longer
+    recomputed          whether all keys of a sequence have the angles of its present length: they are made anew when
+                        it passes original_positions (longrope of Phi-3); else keys keep those that they were made with
     """
 
     dim: int
@@ -36,6 +38,7 @@ class RotarySpec:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    recomputed: bool = False
 
     @property
     def by_length(self) -> bool:

@@ -108,6 +108,14 @@ class ModelSpec:
         """
         return min([self.max_positions, *(rotary.original_positions for rotary in self._rotaries_by_length)])
 
+    def turn(self, prompt_len: int, gen_len: int) -> int:
+        """The tokens, of prompt and answer, with which all keys are computed anew; 0 where that never happens."""
+        for rotary in self._rotaries_by_length:
+            original = rotary.original_positions
+            if rotary.recomputed and prompt_len <= original < prompt_len + gen_len - 1:
+                return original + 1
+        return 0
+
     @property
     def _rotaries_by_length(self) -> list[RotarySpec]:
         return [rotary for rotary in (self.arch.rotary, self.arch.local_rotary) if rotary and rotary.by_length]

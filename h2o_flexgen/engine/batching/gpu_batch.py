@@ -69,8 +69,8 @@ class GpuBatch:
         self.decoding, self.packed = len(kept), bool(segments)
         self.prompt_tokens = segments[-1].stop if segments else 0
         lengths = [len(row.prompt_ids) for row in fresh]
-        # Two sets of factors, for short and for long sequences, cannot both be in one cache: a sequence has from its
-        # first token on the one that all it is planned to compute calls for. Its last token is sampled, not computed.
+        # Where two sets of factors, for short and for long sequences, cannot both be in one cache, a sequence has from
+        # its first token on the one that all its steps call for. Its last token is sampled, not computed.
         planned = [n + (0 if self.rolling else row.steps - 1) for n, row in zip(lengths, fresh, strict=True)]
         self._next = [*(self._next[i] for i in kept), *lengths]
         self._planned = [*(self._planned[i] for i in kept), *planned]
@@ -162,7 +162,7 @@ class GpuBatch:
         key = (id(rotary), dtype)
         if key not in self._angles:
             first = self.decoding if self.rolling else 0
-            lengths = self._totals if rotary.spec.scaling == "longrope" else self._lengths
+            lengths = self._totals if rotary.spec.recomputed else self._lengths
             self._angles[key] = rotary.angles(self._positions[first:], lengths[first:], dtype)
         return self._angles[key]
 

@@ -105,7 +105,7 @@ class BlockRunner:
                     for row in finished:
                         self._count_row(row, totals, stages)
                         counter.finished(row)
-                        if self.scores is not None:
+                        if self.scores is not None and not row.paused:
                             self.scores.ended(row, [stage.caches.kept_of(row.row_id) for stage in stages])
                         yield row
             finally:
@@ -236,9 +236,10 @@ class BlockRunner:
     def _count_row(self, row: Sequence, totals: BlockTotals, stages: list[Stage]) -> None:
         _count_spans(row, "decode", stages)
         self.finished_tokens += row.steps
-        totals.sequences += 1
-        totals.prompt_tokens += row.prompt_tokens
-        totals.generated_tokens += len(row.token_ids)
+        totals.generated_tokens += len(row.token_ids) - row.again
+        if not row.paused:
+            totals.sequences += 1
+            totals.prompt_tokens += row.prompt_tokens
 
 
 def _count_spans(row: Sequence, when: str, stages: list[Stage]) -> None:

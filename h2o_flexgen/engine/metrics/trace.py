@@ -204,7 +204,7 @@ class ScoreLog:
     def _entry(
         self, row: Sequence, kept: Mapping[int, list[list[int]]], decode: Callable[[list[int]], str] | None
     ) -> dict[str, Any]:
-        ids, scores, budget = [*row.prompt_ids, *row.token_ids], self._scores[row.row_id], row.budget
+        ids, scores, budget = [*row.given_ids, *row.token_ids], self._scores[row.row_id], row.budget
         # Of a layer whose window holds the whole budget.
         empty = [[0.0] * len(row.prompt_ids)] * self._spec.num_kv_heads
         return {

@@ -75,7 +75,7 @@ class WorkCounter:
     def finished(self, row: Sequence) -> None:
         """A row that takes part in no further step: its prompt's kept tokens, and its decode steps."""
         fed = len(row.fed)
-        steps = fed + len(row.token_ids) - 1
+        steps = fed + len(row.token_ids) - row.again - 1
         if steps < 0:
             return
         missing = sum(row.missing(step) for step in range(1, steps + 1)) if row.dropped else 0

@@ -93,7 +93,7 @@ class RequestReader:
         first = request.number << SAMPLE_BITS
         samples = range(params.num_return_sequences)
         rows = [self._sequence(request.index, i, first + i, ids, params, "the prompt", spans) for i in samples]
-        return rows if forced is None else [replace(row, forced=forced) for row in rows]
+        return rows if forced is None else [replace(row, forced=forced, turn=0) for row in rows]
 
     def read_scored(self, pairs: Iterable[tuple[PromptLike, PromptLike]]) -> list[Sequence]:
         """One sequence per (context, continuation); the continuation is forced and its length counts as gen_len."""
@@ -104,7 +104,8 @@ class RequestReader:
             if isinstance(context, Prompt) and context.spans:
                 first = len(self._opening) if isinstance(context.content, str) else 0
                 spans = self._spans(context, len(ids), first, f"pair {index}")
-            sequences.append(replace(self._sequence(index, 0, index, ids, params, spans=spans), forced=forced))
+            row = self._sequence(index, 0, index, ids, params, spans=spans)
+            sequences.append(replace(row, forced=forced, turn=0))  # all of it is known: it is as one prompt
         return sequences
 
     def _split(
@@ -220,8 +221,9 @@ class RequestReader:
                 f"{where or f'prompt {index}'} has spans, and {len(ids)} tokens, more than the context of {first}",
                 "needed a prompt within the context",
             )
+        turn = 0 if self.eviction.rolling_positions else self.spec.turn(len(ids), params.max_new_tokens)
         if params.fold is not None:
-            self._check_fold(budget, where or f"prompt {index}")
+            self._check_fold(budget, where or f"prompt {index}", turn)
         return Sequence(
             index=index,
             sample=sample,
@@ -232,14 +234,18 @@ class RequestReader:
             budget=budget,
             by_layer=self._by_layer(len(ids), params.max_new_tokens, ranges),
             spans=spans,
+            turn=turn,
             replays=self.eviction.split.replays and not budget.full,
             eos=_eos(params.eos_token_id, self.spec.eos_token_ids),
             seed=self.seed if params.seed is None else params.seed,
             grammar=self._grammar(params, f"prompt {index}"),
         )
 
-    def _check_fold(self, budget: Budget, where: str) -> None:
-        """UsageError where tokens leave the cache by other rules, too, or where positions move."""
+    def _check_fold(self, budget: Budget, where: str, turn: int) -> None:
+        """UsageError where tokens leave the cache by other rules, too, come back to it, or where positions move."""
+        if turn:
+            found = f"{where} has a fold, and {self.spec.name} computes all keys anew after {turn - 1} tokens"
+            raise UsageError(found, f"needed at most {turn - 1} tokens, with those to be generated")
         if self.eviction.name != "full" or self.eviction.rolling_positions:
             used = "--rolling-positions" if self.eviction.rolling_positions else f"--eviction {self.eviction.name}"
             raise UsageError(
@@ -288,7 +294,7 @@ def _eos(given: int | tuple[int, ...] | None, own: tuple[int, ...]) -> frozenset
 def workload_of(sequences: SequenceOf[Sequence]) -> Workload:
     """The largest lengths and the count: what a plan is made for."""
     return Workload(
-        prompt_len=max(len(s.prompt_ids) for s in sequences),
-        gen_len=max(s.steps for s in sequences),
+        prompt_len=max(s.longest_pass[0] for s in sequences),
+        gen_len=max(s.longest_pass[1] for s in sequences),
         num_sequences=len(sequences),
     )

@@ -83,6 +83,10 @@ class Sequence:
     """Tokens that follow instead of sampled ones, where a thought is folded (`SamplingParams.fold`)."""
     dropped: list[Dropped] = field(default_factory=list)
     """Thoughts that have been folded, in order."""
+    turn: int = 0
+    """The tokens, of prompt and answer, with which all keys are computed anew; 0: they never are."""
+    again: int = 0
+    """How many tokens of the answer `prompt_ids` has too, as its last: keys are being computed anew."""
     _thought: int = 0
     _folding: Dropped | None = None
     returns: int = 0
@@ -120,18 +124,33 @@ class Sequence:
         return self.prompt_ids * 2 if self.replays else self.prompt_ids
 
     @property
+    def given_ids(self) -> list[int]:
+        """The prompt as it was given."""
+        return self.prompt_ids[: len(self.prompt_ids) - self.again] + self.fed
+
+    @property
     def prompt_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.fed)
+        return len(self.prompt_ids) - self.again + len(self.fed)
 
     @property
     def steps(self) -> int:
-        """Steps of the schedule that the row takes part in, that of its prompt included."""
-        return len(self.fed) + self.max_new_tokens
+        """Steps of the schedule that the row takes part in, that of its prompt included; until its turn, if it has
+        one."""
+        if self.turn:
+            return self.turn - len(self.prompt_ids)
+        return len(self.fed) + self.max_new_tokens - self.again
+
+    @property
+    def longest_pass(self) -> tuple[int, int]:
+        """Prompt and steps of the time that takes most memory: behind its turn, if it has one."""
+        if self.turn:
+            return self.turn, self.max_new_tokens - self.steps
+        return len(self.prompt_ids), self.steps
 
     @property
     def remaining(self) -> int:
         """Steps that are still to come, at most: it may stop before."""
-        return self.steps - self._taken - len(self.token_ids)
+        return self.steps - self._taken - (len(self.token_ids) - self.again)
 
     @property
     def last_token(self) -> int:
@@ -171,8 +190,19 @@ class Sequence:
         return sum(each.stop - each.start for each in self.dropped if each.step < step)
 
     @property
+    def paused(self) -> bool:
+        """Whether it leaves its block unfinished, since its turn has come."""
+        return self.finish_reason is None and 0 < self.turn == len(self.prompt_ids) + len(self.token_ids)
+
+    @property
     def finished(self) -> bool:
-        return self.finish_reason is not None
+        """Whether it takes part in no further step of its block."""
+        return self.paused or self.finish_reason is not None
+
+    def take_turn(self) -> None:
+        """A paused row is ready to go on: what it has so far is its next prompt."""
+        self.prompt_ids = [*self.prompt_ids, *self.token_ids]
+        self.turn, self.again = 0, len(self.token_ids)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The row's own random stream, made once: depends on (seed, prompt index, sample index) and nothing else."""
@@ -189,6 +219,8 @@ class Sequence:
         recorded = (self.hooks.logits, self.hooks.scores) if self.hooks is not None else ()
         self.kept.clear()
         self._thought, self._folding = 0, None
+        if self.again:
+            self.turn, self.again, self.prompt_ids = len(self.prompt_ids), 0, self.given_ids
         answer = self.token_ids, self.logprobs, self.top_logprobs, self.greedy
         for kept in (*answer, self.given, self.dropped, *recorded):
             if kept is not None:
@@ -242,7 +274,7 @@ class RequestOutput:
         return cls(
             row.index,
             row.sample,
-            row.prompt_ids + row.fed,
+            row.given_ids,
             row.token_ids,
             text,
             row.finish_reason,

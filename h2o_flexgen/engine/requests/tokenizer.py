@@ -398,7 +398,7 @@ def find_stop(decode: Decode, row: Sequence) -> str | None:
     longest = max(map(len, stops), default=0)
     tail = min(len(row.token_ids), 4 * longest + 8)
     # The prompt is looked at only as far as the context of the tail reaches back into it.
-    ids = row.token_ids if tail < len(row.token_ids) - _CONTEXT - 3 else [*_prompt(row), *row.token_ids]
+    ids = row.token_ids if tail < len(row.token_ids) - _CONTEXT - 3 else [*row.given_ids, *row.token_ids]
     text = added_text(decode, ids, len(ids) - tail)
     if not any(stop in text for stop in stops):
         return None
@@ -432,12 +432,8 @@ def _starts(cut: int, context: int) -> Iterator[int]:
 
 
 def _new_text(decode: Decode, row: Sequence) -> str:
-    prompt, new = _prompt(row), row.token_ids
+    prompt, new = row.given_ids, row.token_ids
     # A token that ends a text of some form may have a text of its own, which is no part of it.
     if row.grammar is not None and new and new[-1] in row.eos:
         new = new[:-1]
     return added_text(decode, [*prompt, *new], len(prompt), len(prompt))
-
-
-def _prompt(row: Sequence) -> list[int]:
-    return [*row.prompt_ids, *row.fed]

@@ -159,7 +159,7 @@ class Chooser:
 
     def __init__(self, row: Sequence, library: Library, device: torch.device) -> None:
         self._hooks = row.hooks
-        context = row.hooks.context if row.hooks else row.prompt_ids + row.fed
+        context = row.hooks.context if row.hooks else row.given_ids
         self._given = len(context)
         known = torch.tensor(context + row.token_ids, dtype=torch.int64)
         self._ids = torch.zeros(1, self._given + row.max_new_tokens, dtype=torch.int64, device=device)
@@ -207,7 +207,7 @@ def _watched(hooks: Hooks | None) -> bool:
 
 def _context(row: Sequence) -> list[int]:
     """The prompt, without padding."""
-    return row.hooks.context[row.hooks.padding :] if row.hooks else row.prompt_ids + row.fed
+    return row.hooks.context[row.hooks.padding :] if row.hooks else row.given_ids
 
 
 def _corrected(row: Sequence, context: list[int], library: Library, device: torch.device) -> list[LogitsStep]:

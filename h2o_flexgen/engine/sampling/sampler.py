@@ -124,7 +124,7 @@ class Sampler:
             _record_logprobs(rows, taken, logits)
         for r, token in taken.items():
             self._append(rows[r], token, sampled=r in sampled)
-        if guiding := [rows[r] for r in taken if rows[r].guide is not None and not rows[r].finished]:
+        if guiding := [rows[r] for r in taken if rows[r].guide is not None and rows[r].finish_reason is None]:
             guiding[0].guide.follow(guiding)
         return [rows[r] for r in going if rows[r].finished]
 
