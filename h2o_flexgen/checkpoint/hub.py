@@ -36,10 +36,7 @@ _WAYS_ON = (
     "give the folder of a copy with --model /path/to/folder, or run a model of this shape with random weights: "
     "--weights dummy"
 )
-_SIDE_FILES = (
-    "config.json",
-    "generation_config.json",
-    *SETTINGS_FILES,
+TOKENIZER_SIDE_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -50,6 +47,7 @@ _SIDE_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_SIDE_FILES = ("config.json", "generation_config.json", *SETTINGS_FILES, *TOKENIZER_SIDE_FILES)
 _BESIDE_MODELS = ("mmproj", "imatrix", "ggml-vocab", "ggml-lora")
 """Words in the names of GGUF files that belong to a model and are none."""
 _CONNECT_S = 3.0

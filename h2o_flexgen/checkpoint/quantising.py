@@ -85,6 +85,9 @@ class QuantisingSource:
         """Where the bytes of a tensor that stays as it is lie; None of others."""
         return self._source.location(name) if self._as_stored(name) else None
 
+    def content(self) -> str:
+        return self._source.content()
+
     def close(self) -> None:
         self._source.close()
 

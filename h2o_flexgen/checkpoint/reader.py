@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.checkpoint.binding import Binding, FileTensor, FoundTensor, PackedTensor, Range
+from h2o_flexgen.checkpoint.content import content_digest
 from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
 from h2o_flexgen.checkpoint.quantized import Array, Read
 from h2o_flexgen.checkpoint.shards import Shards, find_shards
@@ -234,6 +235,17 @@ class CheckpointSource:
             return False
         pairs = zip(self._chunks.stream(part, f"tensor {name}"), self._chunks.stream(other, "its copy"), strict=True)
         return all(torch.equal(mine, others) for (_, mine), (_, others) in pairs)
+
+    def content(self) -> str:
+        """See WeightSource. Raises as read_into does."""
+        found: dict[str, tuple[object, FileTensor]] = {}
+        for name, each in self._tensors.items():
+            if isinstance(each, PackedTensor):
+                facts = (each.stored.scheme, each.packing, each.rows)
+                found |= {f"{name} {key}": (facts, part) for key, part in each.parts.items()}
+            else:
+                found[name] = (None, each)
+        return content_digest(found)
 
     def close(self) -> None:
         """Close the files; closing twice is fine."""

@@ -56,6 +56,9 @@ class WeightSource(Protocol):
     def location(self, name: str) -> Location | None:
         """The bytes of `name` on disk in the source's dtype, row-major without gaps; None where no file has them so."""
 
+    def content(self) -> str:
+        """A digest of what the weights are, equal for equal weights wherever their files lie: see `content_digest`."""
+
     def close(self) -> None:
         """Close the files; reading afterwards raises ValueError."""
 
@@ -151,6 +154,10 @@ class DummySource:
     def location(self, name: str) -> Location | None:
         """None: dummy weights are in no file."""
         return None
+
+    def content(self) -> str:
+        """What the numbers are made from."""
+        return self.fingerprint
 
     def close(self) -> None:
         """Nothing is open."""

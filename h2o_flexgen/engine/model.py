@@ -13,7 +13,8 @@ import torch
 
 from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.eviction.base import RankedPolicy
-from h2o_flexgen.checkpoint.hub import resolve_model
+from h2o_flexgen.checkpoint.content import model_content
+from h2o_flexgen.checkpoint.hub import ResolvedModel, resolve_model
 from h2o_flexgen.checkpoint.opening import open_stored
 from h2o_flexgen.checkpoint.quantising import QuantisingSource, kept_importance
 from h2o_flexgen.checkpoint.source import DummySource, WeightSource
@@ -46,6 +47,7 @@ class Model:
     origin: str
     choices: Mapping[int, ModelSpec] = field(default_factory=dict)
     by_importance: bool = False
+    found: ResolvedModel | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.keep_as(self.spec)
@@ -70,6 +72,11 @@ class Model:
     @property
     def dummy(self) -> bool:
         return self.stored.dummy
+
+    def content(self) -> dict[str, str]:
+        """Digests of all that answers depend on in the model's files: equal for a copy of them anywhere. Reads some of
+        the weights; raises as reading them does."""
+        return {} if self.found is None else model_content(self.found, self.stored)
 
 
 @contextmanager
@@ -119,7 +126,7 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
         kept, choices = config.kept(stored), config.choices(stored)
         stack.pop_all()
     folder = Path(found.folder) if found.folder else None
-    return Model(kept, source, codec, dtype, folder, found.origin, choices, config.weight_importance)
+    return Model(kept, source, codec, dtype, folder, found.origin, choices, config.weight_importance, found)
 
 
 def make_decoder(model: Model, device: torch.device) -> Decoder:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from h2o_flexgen.checkpoint.binding import FileTensor
+from h2o_flexgen.checkpoint.content import content_digest
 from h2o_flexgen.checkpoint.files import CheckpointFile
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS, Bytes, Format, Parts
 from h2o_flexgen.checkpoint.gguf.config import stored_dtype
@@ -115,6 +116,14 @@ class GgufSource:
             return None
         return Location(file.path, start, bound.shape[0] * _row_bytes(bound))
 
+    def content(self) -> str:
+        """See WeightSource. Raises as read_into does."""
+        facts = {
+            name: ((bound.tensor.kind, bound.place.heads, bound.place.offset), self._stored(bound))
+            for name, bound in self._bound.items()
+        }
+        return content_digest(facts)
+
     def close(self) -> None:
         """Close the files; closing twice is fine."""
         if hasattr(self, "_chunks"):
@@ -130,14 +139,18 @@ class GgufSource:
 
     def _rows(self, name: str, bound: StoredTensor, part: range) -> Iterator[tuple[range, np.ndarray]]:
         """Rows `part` of a tensor as the file has them, some at a time: which, and their bytes (rows, blocks, n)."""
-        row, tensor = _row_bytes(bound), bound.tensor
-        start = tensor.offset + bound.place.start * row
-        run = (start, start + bound.shape[0] * row)
-        whole = FileTensor(self._files[tensor.part], (run,), "uint8", bound.shape).rows(part.start, part.stop)
-        block = FORMATS[tensor.kind].nbytes
+        row, block = _row_bytes(bound), FORMATS[bound.tensor.kind].nbytes
+        whole = self._stored(bound).rows(part.start, part.stop)
         for at, chunk in self._chunks.stream(whole, f"tensor {name}", row):
             rows = range(part.start + at // row, part.start + (at + chunk.numel()) // row)
             yield rows, chunk.numpy().reshape(len(rows), row // block, block)
+
+    def _stored(self, bound: StoredTensor) -> FileTensor:
+        """The bytes of a tensor."""
+        row = _row_bytes(bound)
+        start = bound.tensor.offset + bound.place.start * row
+        run = (start, start + bound.shape[0] * row)
+        return FileTensor(self._files[bound.tensor.part], (run,), "uint8", bound.shape)
 
 
 def _parts(bound: StoredTensor) -> list[range]:

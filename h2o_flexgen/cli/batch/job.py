@@ -58,9 +58,10 @@ def run_batch(arguments: BatchArguments, outcome: ProgramExit) -> int:
             raise UsageError(f"--resume: no job was begun with --output {arguments.output}", "leave --resume out")
         scan = source.scan()
         llm = stack.enter_context(LLM(**engine_settings(arguments.engine), hardware=arguments.hardware))
-        identity = _identity(arguments, llm, source, scan)
+        begun = (results.header or {}).get("job")
+        identity = _identity(arguments, llm, source, scan, begun)
         if arguments.strict:
-            form = request_format(arguments, llm.model, source.format, scan.doubled, {})
+            form = request_format(arguments, llm.model, source.format, scan.doubled, results.header or {})
             _require_faultless(Job(llm, source, form, results, scan.requests))
         _begin(arguments, results, identity, scan)
         progress = JobProgress(arguments.quiet, scan.requests)
@@ -130,8 +131,18 @@ def _columns(arguments: BatchArguments) -> tuple[str, ...]:
     return (arguments.prompt_column, *([] if arguments.id_column is None else [arguments.id_column]))
 
 
-def _identity(arguments: BatchArguments, llm: LLM, source: Source, scan: Scan) -> dict[str, Any]:
-    """All that results depend on: a job goes on only with the same."""
+def _model_identity(llm: LLM, begun: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model is: by its content, whatever it is called and wherever it lies now. A job that was `begun` by a
+    version that went by names and times goes on by these."""
+    if begun and "config.json" not in begun:
+        return {"model": llm.config.model, "checkpoint": llm.model.source.fingerprint}
+    return {"model": begun.get("model", llm.config.model), **llm.model.content()}
+
+
+def _identity(
+    arguments: BatchArguments, llm: LLM, source: Source, scan: Scan, begun: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """All that results depend on: a job goes on only with the same. `begun`: that of the job to go on with."""
     engine = arguments.engine
     eviction = dataclasses.asdict(engine.eviction)
     return {
@@ -141,8 +152,7 @@ def _identity(arguments: BatchArguments, llm: LLM, source: Source, scan: Scan) -
         "chat": arguments.chat,
         "shard": list(arguments.shard),
         "error file": None if arguments.error_file is None else str(arguments.error_file),
-        "model": engine.model,
-        "checkpoint": llm.model.source.fingerprint,
+        **_model_identity(llm, begun or {}),
         "weights": engine.weights,
         "dtype": llm.model.dtype,
         "weight bits": [engine.weight_bits, engine.weight_group, engine.weight_importance, engine.allow_compress],
@@ -192,11 +202,11 @@ def request_format(
     arguments: BatchArguments, model: Model, kind: str, doubled: frozenset[int], header: Mapping[str, Any]
 ) -> RequestFormat:
     """The format of a source of this `kind`. `doubled`: lines whose custom_id stood before; `header`: the journal's."""
-    seed = arguments.engine.seed
+    seed, typed = arguments.engine.seed, arguments.engine.model
     if kind != "openai":
         return PlainFormat(
             kind,
-            arguments.engine.model,
+            typed,
             model.codec,
             seed,
             arguments.sampling,
@@ -207,7 +217,7 @@ def request_format(
         )
     eos = model.spec.eos_token_ids
     return OpenAIFormat(
-        arguments.engine.model,
+        header.get("job", {}).get("model", typed),
         model.codec,
         (eos,) if isinstance(eos, int) else tuple(eos),
         seed,
@@ -216,7 +226,7 @@ def request_format(
         hashlib.sha256(json.dumps(header.get("job")).encode()).hexdigest(),
         model.dummy,
         doubled,
-        arguments.served_model_name,
+        (typed, typed.rstrip("/").rpartition("/")[2], *arguments.served_model_name),
         None if arguments.engine.eviction.rolling_positions else model.spec.max_positions,
     )
 

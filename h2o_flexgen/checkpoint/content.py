@@ -1,0 +1,125 @@
+"""What a checkpoint is by its content, wherever it lies, whatever its files are called, whenever they were written."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from h2o_flexgen.checkpoint.binding import FileTensor
+from h2o_flexgen.checkpoint.hub import TOKENIZER_SIDE_FILES, ResolvedModel
+from h2o_flexgen.checkpoint.wanted import Range
+from h2o_flexgen.errors import ModelError
+
+WHOLE = 128 << 20  # bytes of a checkpoint of which all are looked at; of a larger one:
+_PIECE, _STRETCH = 16 << 20, 16 << 10  # so many bytes of each piece of a tensor
+_CHUNK = 4 << 20
+_READERS = 4
+_ABOUT_FILES = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
+"""Keys of config.json and generation_config.json that say where and by what they were written."""
+
+
+class _Content(Protocol):
+    def content(self) -> str: ...
+
+
+def content_digest(tensors: Mapping[str, tuple[object, FileTensor]]) -> str:
+    """A digest of `tensors`: for each name what else numbers depend on, by its repr, and where its bytes are.
+
+    Of a small checkpoint all bytes count, of a large one a stretch of every 16 MiB of every tensor, which costs less
+    than a second for 60 GB: training, merging or quantising anew changes all of a matrix. StorageError and ModelError
+    as reading has them.
+    """
+    places = {(part.file.path, part.runs): part for _, part in tensors.values()}
+    whole = sum(part.nbytes for part in places.values()) <= WHOLE
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-digest") as pool:
+        found = dict(zip(places, pool.map(lambda part: _digest(part, whole), places.values()), strict=True))
+    facts = [
+        (name, repr(fact), part.dtype, part.shape, part.transposed, found[part.file.path, part.runs])
+        for name, (fact, part) in sorted(tensors.items())
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def model_content(found: ResolvedModel, source: _Content) -> dict[str, str]:
+    """Digests of all that answers depend on in a model's files, by the names that a user knows them by."""
+    config = {key: value for key, value in found.config.items() if key not in _ABOUT_FILES}
+    digests = {"checkpoint": source.content(), "config.json": _of_json(config)}
+    if found.folder is not None:
+        digests["generation_config.json"] = _of_generation(Path(found.folder) / "generation_config.json")
+    if found.gguf is not None:
+        own = {key: value for key, value in found.gguf.metadata.items() if key.startswith("tokenizer.")}
+        digests["tokenizer"] = _of_json(own)
+    elif found.tokenizer_folder is not None:
+        digests["tokenizer"] = _of_files(Path(found.tokenizer_folder))
+    return digests
+
+
+def _digest(part: FileTensor, whole: bool) -> str:
+    found = hashlib.sha256()
+    stretches = [(0, part.nbytes)] if whole else _stretches(part.nbytes)
+    for start, stop in _in_file(part.runs, stretches):
+        for at in range(start, stop, _CHUNK):
+            found.update(part.file.head(min(_CHUNK, stop - at), at))
+    part.file.check()
+    return found.hexdigest()
+
+
+def _stretches(nbytes: int) -> Iterator[Range]:
+    """Which bytes of a tensor of `nbytes` are looked at: of each piece some, elsewhere in each."""
+    for number, start in enumerate(range(0, nbytes, _PIECE)):
+        room = max(1, min(_PIECE, nbytes - start) - _STRETCH)
+        at = start + int.from_bytes(hashlib.sha256(f"{nbytes} {number}".encode()).digest()[:8]) % room
+        yield at, min(at + _STRETCH, nbytes)
+
+
+def _in_file(runs: Iterable[Range], stretches: Iterable[Range]) -> Iterator[Range]:
+    """The bytes of a file that are the `stretches` of what its `runs` are one after another, both in order."""
+    wanted, done = list(stretches), 0
+    for first, last in runs:
+        length = last - first
+        for start, stop in wanted:
+            low, high = max(start, done), min(stop, done + length)
+            if low < high:
+                yield first + low - done, first + high - done
+        done += length
+        wanted = [each for each in wanted if each[1] > done]
+
+
+def _of_json(value: Any) -> str:
+    def plain(other: Any) -> Any:
+        return other.tolist() if isinstance(other, np.ndarray | np.generic) else repr(other)
+
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=plain).encode()).hexdigest()
+
+
+def _of_generation(path: Path) -> str:
+    """Of a file that need not be there."""
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}", "needed JSON", "download it again") from error
+    if isinstance(settings, dict):
+        settings = {key: value for key, value in settings.items() if key not in _ABOUT_FILES}
+    return _of_json(settings)
+
+
+def _of_files(folder: Path) -> str:
+    """Of those of a tokenizer, by their names."""
+    found = hashlib.sha256()
+    for name in sorted(TOKENIZER_SIDE_FILES):
+        try:
+            data = (folder / name).read_bytes()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise ModelError(f"{folder / name} cannot be read: {error.strerror}", change="download it again") from error
+        found.update(f"{name} {len(data)}\n".encode() + data)
+    return found.hexdigest()
