@@ -348,19 +348,24 @@ def test_the_first_name_of_the_section_is_known() -> None:
 
 
 JUNK: list[Any] = [0, -1, 1, 4, 8, 128, 10**400, 1e300, float("nan"), "", "x", "int", "float", "block", True, False]
+JUNK += [{".*": {"bits": 8}}, {"-:x": {}, "+:[": {}}, {"a": {"bits": 16}}, {"a": [1]}, {"": {"group_size": 0}}]
+JUNK += ["gptq", "gptq_v2", "auto_round:auto_awq", "auto_round:auto_gptq", "auto_round", "gemm", "int32"]
+OTHERS = ("dynamic", "extra_config", "method", "packing_format", "checkpoint_format", "pack_dtype", "w_bit", "novel")
 JUNK += [[], [1], [16, 16], ["Linear"], ["re:.*"], {}, {"a": 1}, {"dynamic": True}, None]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_junk_in_configs_is_a_model_error(data: st.DataObject) -> None:
     config = json.loads(json.dumps(FORMATS[data.draw(st.sampled_from(sorted(FORMATS)))].config))
     group = config.get("config_groups", {}).get("group_0", {})
     places = [place for place in (config, group, group.get("weights")) if place]
     for place in places:
-        for key in data.draw(st.lists(st.sampled_from(sorted(place)), max_size=2)):
-            if key != "quant_method":
-                place[key] = data.draw(st.sampled_from(JUNK))
+        keys = sorted({*place, *OTHERS} - {"quant_method"}) if place is config else sorted(place)
+        for key in data.draw(st.lists(st.sampled_from(keys), max_size=3)):
+            place[key] = data.draw(st.sampled_from(JUNK))
+    if data.draw(st.booleans()):
+        config["quant_method"] = data.draw(st.sampled_from(["gptq", "awq", "auto-round", "fp8", "mxfp4"]))
     with contextlib.suppress(ModelError):
         quantization = read_quantization({"quantization_config": config}, "x")
         assert quantization is not None

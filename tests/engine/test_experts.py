@@ -81,6 +81,22 @@ def test_mxfp4_experts_are_what_transformers_expands_them_to(tmp_path: Path) -> 
         assert greedy(tmp_path, prompts, policy=place, offload_dir=str(tmp_path / "offload")) == expected
 
 
+@pytest.mark.parametrize("plain", ["layers.0.mlp.experts.gate_up_proj", "layers.1.mlp.experts.down_proj", "layers.2."])
+def test_experts_of_which_part_is_in_mxfp4(plain: str, tmp_path: Path) -> None:
+    model = write_mxfp4(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        if plain in name and name.endswith(("gate_up_proj", "down_proj")):
+            del state[f"{name}_blocks"], state[f"{name}_scales"]
+            state[name] = tensor.contiguous()
+    save_file(state, tmp_path / "model.safetensors")
+    prompts, expected = decided(prompts_of([9, 5]), lambda _, prompt: transformers_greedy(model, prompt, NEW)[0])
+    for place in ({}, {"weights": {"disk": 1.0}}):
+        assert greedy(tmp_path, prompts, policy=place, offload_dir=str(tmp_path / "offload")) == expected
+    with Engine(str(tmp_path), policy={"gpu_batch_size": 2}) as llm:  # the kernels' dtype
+        assert len(llm.generate(prompts, max_new_tokens=2, ignore_eos=True)) == 2
+
+
 def test_what_is_not_packed_beside_mxfp4_experts_can_be(tmp_path: Path) -> None:
     """Experts keep their codes, other matrices get 8 bits; from memory and from disk alike."""
     write_mxfp4(tmp_path / "model")
