@@ -39,6 +39,7 @@ from h2o_flexgen.cli.program import add_json, print_error, program, write_json, 
 from h2o_flexgen.cli.prompts import random_prompts
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.folders import expanded
 
 EXIT_OURS_FAILED = 1
 
@@ -103,7 +104,7 @@ def _report(parts: list[tuple[str, Comparison]], folder: Path) -> dict[str, Any]
 @contextmanager
 def _folders(settings: BenchSettings) -> Iterator[tuple[Path, Path]]:
     """The folder for the systems' files, which stays where it was named, and one for what is to be done."""
-    named = None if settings.scratch_dir is None else Path(settings.scratch_dir).expanduser()
+    named = None if settings.scratch_dir is None else expanded(settings.scratch_dir)
     try:
         if named is not None:
             named.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # which Triton reads when it is imported, by whomever
 
+from h2o_flexgen.folders import cached
 from h2o_flexgen.kernels import native
 from tests.seeds import SEED, moved
 
@@ -85,7 +86,7 @@ def _compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
     if native.library() is not None:
         folder = tmp_path_factory.getbasetemp() / "cache" / "h2o_flexgen"
         folder.mkdir(parents=True)
-        (folder / "native").symlink_to(native._cache_folder())
+        (folder / "native").symlink_to(cached("native"))
 
 
 @pytest.fixture(autouse=True)

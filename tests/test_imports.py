@@ -15,7 +15,7 @@ from tests.test_style import nodes_of
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "h2o_flexgen"
 
-OPEN_TO_ALL = {"errors", "units", "registry", "huge", "openmp", "cores"}
+OPEN_TO_ALL = {"errors", "units", "registry", "huge", "openmp", "cores", "folders"}
 ALLOWED: dict[str, set[str]] = {
     "config": set(),
     "schedule": {"config"},

@@ -16,6 +16,7 @@ from h2o_flexgen.config.engine import BITS
 from h2o_flexgen.config.flags import between_commas, option, with_commas
 from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, read_config
 from h2o_flexgen.errors import ModelError, UsageError
+from h2o_flexgen.folders import expanded
 from h2o_flexgen.registry import Registry, suggestion
 from h2o_flexgen.units import parse_bytes
 
@@ -359,7 +360,7 @@ class BenchModel:
 
 def _folder(name: str) -> Path:
     shipped = resources.files("h2o_flexgen") / "data" / name
-    return Path(str(shipped)) if name in SHIPPED else Path(name).expanduser()
+    return Path(str(shipped)) if name in SHIPPED else expanded(name)
 
 
 def _has_checkpoint(name: str) -> bool:

@@ -24,6 +24,7 @@ from h2o_flexgen.config.hardware.profile import METHOD, HardwareProfile, cache_f
 from h2o_flexgen.config.reports.record import host_facts
 from h2o_flexgen.engine.limits import devices
 from h2o_flexgen.errors import H2OFlexGenError, UsageError
+from h2o_flexgen.folders import cached, expanded
 from h2o_flexgen.kernels import native, triton_available
 from h2o_flexgen.units import MIB
 
@@ -58,7 +59,7 @@ def checkup(offload_dir: str | None = None, home: Path | None = None) -> dict[st
     Keys: versions, machine, tiers, bandwidth, limits, kernels, features (those that are off, with a reason and what to
     do), folders, switches.
     """
-    home = Path.home() if home is None else home
+    home = expanded("~") if home is None else home
     folder = devices.offload_folder(offload_dir)
     kernels, limits = _kernels(), _limits(folder)
     found = {
@@ -208,7 +209,7 @@ def _newest_profile() -> HardwareProfile | None:
 def _folders(offload: Path) -> dict[str, Any]:
     """Where things are kept, and how much: None for a folder that is not there."""
     hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
-    places = {"offload": offload, "cache": cache_folder().parent, "hub": Path(hub).expanduser()}
+    places = {"offload": offload, "cache": cached(), "hub": expanded(hub)}
     return {name: {"path": str(path), "bytes": _size(path)} for name, path in places.items()}
 
 

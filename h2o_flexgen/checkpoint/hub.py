@@ -26,6 +26,7 @@ from h2o_flexgen.checkpoint.shards import find_shards, shards_of, wanted_files
 from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, only_gguf, read_config
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import H2OFlexGenError, ModelError, StorageError
+from h2o_flexgen.folders import expanded
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.quantized import SETTINGS_FILES
 from h2o_flexgen.registry import suggestion
@@ -110,7 +111,7 @@ def resolve_model(
             return _in_folder(name, folder, "folder", tuple(searched))
     if _is_path(name):
         raise ModelError(
-            f"{name!r} is {'a file' if Path(name).expanduser().is_file() else 'not there'}",
+            f"{name!r} is {'a file' if expanded(name).is_file() else 'not there'}",
             "needed the folder that holds config.json and the weights, a .gguf file, or the name of a model",
         )
     if path is not None:
@@ -211,9 +212,9 @@ def _in_gguf(name: str, file: Path, searched: tuple[str, ...]) -> ResolvedModel:
 def _candidates(name: str, path: str | os.PathLike[str] | None) -> Iterator[Path]:
     """Folders that `name` may mean."""
     if path is None or _is_path(name):
-        yield Path(name).expanduser()
+        yield expanded(name)
         return
-    root = Path(path).expanduser()
+    root = expanded(path)
     for child in dict.fromkeys((name, name.rpartition("/")[2], name.rpartition("/")[2].lower())):
         yield root / child
     yield root

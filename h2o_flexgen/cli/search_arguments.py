@@ -23,6 +23,7 @@ from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload, check_positions, first_pass
 from h2o_flexgen.cost.lp import SOLVERS
 from h2o_flexgen.errors import ModelError, UsageError
+from h2o_flexgen.folders import expanded
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.quantized import read_quantization
 from h2o_flexgen.registry import suggestion
@@ -170,7 +171,7 @@ def _fixed(args: argparse.Namespace) -> dict[str, Any]:
 def _spec(name: str, impl: str = "auto") -> ModelSpec:
     """The shape of a model as it is stored in a folder, of a well-known name, or of one on the hub or in its cache."""
     shipped = resources.files("h2o_flexgen") / "data" / name
-    folder = Path(str(shipped)) if name in SHIPPED else Path(name).expanduser()
+    folder = Path(str(shipped)) if name in SHIPPED else expanded(name)
     known = known_config(name)
     gguf = folder.suffix == ".gguf" or only_gguf(folder)
     if (folder / "config.json").is_file() and not gguf:

@@ -39,6 +39,7 @@ from h2o_flexgen.engine.sampling.hf_generate import Generator
 from h2o_flexgen.engine.sampling.sampler import Sampler
 from h2o_flexgen.engine.state.loader import Loaded, Progress, bytes_on_disk, load
 from h2o_flexgen.errors import PlanError, UsageError
+from h2o_flexgen.folders import expanded
 from h2o_flexgen.kernels.native import library, must_compile
 from h2o_flexgen.kernels.prompt import by_triton
 from h2o_flexgen.schedule.request import Caps, PlanRequest
@@ -369,7 +370,7 @@ class Engine:
             return None
         memory = PREFIX_MEM if config.prefix_mem is None else config.prefix_mem
         disk = PREFIX_DISK if config.prefix_disk is None else config.prefix_disk
-        folder = None if config.prefix_dir is None else Path(config.prefix_dir).expanduser()
+        folder = None if config.prefix_dir is None else expanded(config.prefix_dir)
         return PrefixStore(self._content(), self.model.spec.num_layers, memory, folder, disk, self._needs_sums)
 
     def _content(self) -> str:

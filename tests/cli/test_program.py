@@ -163,7 +163,7 @@ def test_the_first_run_says_that_it_compiles(
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && echo 1\nexit 0\n')
     compiler.chmod(0o755)
     monkeypatch.setattr(native, "_compiler", lambda: str(compiler))
-    monkeypatch.setattr(native, "_cache_folder", lambda: tmp_path / "native")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     native.library.cache_clear()
     try:
         ran = run("--model", model, "--prompt", "abc", "-n", 2, *(["-q"] if quiet else []))

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import dtype_bytes
 from h2o_flexgen.config.offload import TIERS
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.folders import cached
 from h2o_flexgen.registry import suggestion
 
 log = logging.getLogger(__name__)
@@ -145,9 +145,8 @@ def profile_names() -> tuple[str, ...]:
 
 
 def cache_folder() -> Path:
-    """Where calibrated profiles are kept: $XDG_CACHE_HOME or ~/.cache, then h2o_flexgen/hardware."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "h2o_flexgen" / "hardware"
+    """Where calibrated profiles are kept."""
+    return cached("hardware")
 
 
 def kept_file(key: str) -> Path:

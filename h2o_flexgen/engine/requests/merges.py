@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from h2o_flexgen.config.hardware.profile import cache_folder
+from h2o_flexgen.folders import cached
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def _kept(tokens: list[str], scores: list[float]) -> Path:
     lengths, numbers = np.array([len(token) for token in tokens]), np.asarray(scores, np.float64)
     digest = hashlib.sha256("".join(tokens).encode("utf-8", "surrogatepass"))
     digest.update(lengths.tobytes() + numbers.tobytes())
-    return cache_folder().parent / "merges" / f"{_VERSION}-{digest.hexdigest()[:32]}.npy"
+    return cached("merges", f"{_VERSION}-{digest.hexdigest()[:32]}.npy")
 
 
 def _read(path: Path, count: int) -> NDArray[np.int32] | None:

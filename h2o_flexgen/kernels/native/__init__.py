@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from h2o_flexgen.folders import cached
 from h2o_flexgen.kernels.native.building import FLAGS, FOLDER, TIMEOUT_S, build, find_compiler, sources
 from h2o_flexgen.kernels.native.tiers import LIBRARIES, best_tier, cpu_flags, machine_flags, shipped
 
@@ -115,7 +116,7 @@ def _target() -> Path:
     texts = [path.read_text(encoding="utf-8") for path in (*sources(), *sorted(FOLDER.glob("*.h")))]
     facts = [*texts, version.stdout, *_flags(), *sorted(cpu_flags())]
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:20]
-    return _cache_folder() / f"kernels-{digest}.so"
+    return cached("native", f"kernels-{digest}.so")
 
 
 def _compiled() -> Path | None:
@@ -136,11 +137,6 @@ def _compiler() -> str | None:
 
 def _flags() -> tuple[str, ...]:
     return (*FLAGS, *machine_flags())
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "h2o_flexgen" / "native"
 
 
 def _reason(error: Exception) -> str:

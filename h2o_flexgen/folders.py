@@ -1,0 +1,59 @@
+"""Where the package keeps what it makes: compiled kernels, calibrations, packed weights. Standard library only.
+
+Containers have no home, a user id without an entry, or a home that cannot be written. Then a folder for temporary files
+serves, and one warning says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import tempfile
+from functools import cache
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """`path` with the home folder for its "~"; as it is where no home is known."""
+    return Path(os.path.expanduser(path))
+
+
+def cached(*parts: str) -> Path:
+    """The path of `parts` in this package's cache folder, h2o_flexgen in $XDG_CACHE_HOME or ~/.cache.
+
+    Where that cannot be written, what is there already is found there; all else goes into a folder for temporary files.
+    StorageError where there is none of these either.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or expanded("~/.cache")) / "h2o_flexgen"
+    usual = home.joinpath(*parts)
+    if _writable(home) or (parts and usual.exists()):
+        return usual
+    return _temporary(str(home)).joinpath(*parts)
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files can be made in `folder`, or the folder itself."""
+    if not folder.is_absolute():
+        return False  # "~", where no home is known
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+@cache
+def _temporary(instead_of: str) -> Path:
+    """A folder of this user alone among those for temporary files, the same for later runs where that can be."""
+    own = Path(tempfile.gettempdir()) / f"h2o_flexgen-{os.getuid()}"
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        status = own.lstat()
+        # Anybody may have made a folder of that name, and libraries are loaded from it.
+        private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    except OSError:
+        private = False
+    if not private or not os.access(own, os.W_OK | os.X_OK):
+        own = Path(tempfile.mkdtemp(prefix="h2o_flexgen-"))
+    log.warning("%s cannot be written: %s holds kernels, calibrations and packed weights instead", instead_of, own)
+    return own
