@@ -25,16 +25,15 @@ def cached(*parts: str) -> Path:
     """The path of `parts` in this package's cache folder, h2o_flexgen in $XDG_CACHE_HOME or ~/.cache.
 
     Where that cannot be written, what is there already is found there; all else goes into a folder for temporary files.
-    StorageError where there is none of these either.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or expanded("~/.cache")) / "h2o_flexgen"
     usual = home.joinpath(*parts)
-    if _writable(home) or (parts and usual.exists()):
+    if can_write(home) or (parts and usual.exists()):
         return usual
     return _temporary(str(home)).joinpath(*parts)
 
 
-def _writable(folder: Path) -> bool:
+def can_write(folder: Path) -> bool:
     """Whether files can be made in `folder`, or the folder itself."""
     if not folder.is_absolute():
         return False  # "~", where no home is known
@@ -53,7 +52,10 @@ def _temporary(instead_of: str) -> Path:
         private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
     except OSError:
         private = False
-    if not private or not os.access(own, os.W_OK | os.X_OK):
-        own = Path(tempfile.mkdtemp(prefix="h2o_flexgen-"))
+    try:
+        if not private or not os.access(own, os.W_OK | os.X_OK):
+            own = Path(tempfile.mkdtemp(prefix="h2o_flexgen-"))
+    except OSError:
+        return Path(instead_of)  # nothing can be written at all: whoever tries says so
     log.warning("%s cannot be written: %s holds kernels, calibrations and packed weights instead", instead_of, own)
     return own

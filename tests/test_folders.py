@@ -56,7 +56,8 @@ def test_what_cannot_be_written_is_read_where_it_is_and_written_elsewhere(
 @pytest.mark.parametrize("trap", ["link", "open", "file"])
 def test_a_temporary_folder_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch, trap: str) -> None:
     """Kernels are loaded from it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     own = tmp_path / "temporary" / f"h2o_flexgen-{os.getuid()}"
     if trap == "link":
         (tmp_path / "theirs").mkdir(mode=0o700)

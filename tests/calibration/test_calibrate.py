@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
@@ -291,6 +292,7 @@ class TestKept:
     ) -> None:
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
         assert keep_profile(profile, "key") is None
         assert "cannot be kept" in caplog.text
 

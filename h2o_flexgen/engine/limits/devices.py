@@ -19,7 +19,7 @@ import torch
 
 from h2o_flexgen.config.engine import EngineConfig
 from h2o_flexgen.errors import UsageError
-from h2o_flexgen.folders import cached, expanded
+from h2o_flexgen.folders import cached, can_write, expanded
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels.native.tiers import cpu_flags
 from h2o_flexgen.memory.cuda import Device, open_device
@@ -30,6 +30,7 @@ from h2o_flexgen.memory.tiers import Tier
 from h2o_flexgen.schedule.request import Caps
 from h2o_flexgen.units import format_bytes
 
+DEFAULT_OFFLOAD_DIR = "~/.cache/h2o_flexgen/offload"
 _SHARE = 0.9  # of what is available: the rest is for the system and for allocator slack
 _LATER = 20 << 20  # pages of libraries that only the first products and the first search touch: 17 and 18 MiB measured
 _FREE_SHARE = 0.9  # of what is free on the GPU: the rest is for libraries, and for the gaps that an allocator leaves
@@ -183,7 +184,8 @@ def offload_folder(named: str | None) -> Path:
     """Where packed weights and the disk tier go: the folder `named`, else the environment's; an empty name counts as
     none given."""
     given = named or os.environ.get("H2O_FLEXGEN_OFFLOAD_DIR")
-    return expanded(given) if given else cached("offload")
+    usual = expanded(given or DEFAULT_OFFLOAD_DIR)
+    return usual if given or usual.exists() or can_write(usual) else cached("offload")
 
 
 def cpu_limit() -> Limit:
