@@ -11,7 +11,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.fold import Fold
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.engine import Engine
-from h2o_flexgen.errors import UsageError
+from h2o_flexgen.errors import ModelError, UsageError
 from tests.tiny import FAMILIES, make_model, prompts_of, save
 
 ORIGINAL, NEW = 16, 12
@@ -150,6 +150,13 @@ def test_the_plan_has_room_for_the_keys_that_are_computed_anew(by_length) -> Non
         llm.generate(prompts_of([5]), max_new_tokens=40, ignore_eos=True)
     lengths = [(plan.request.workload.prompt_len, plan.request.workload.gen_len) for plan in plans]
     assert lengths == ([(17, 28)] * 2 if model.config.model_type == "phi3" else [(5, 40)])
+
+
+def test_modules_of_transformers_are_refused(by_length) -> None:
+    """They would take the angles of the longest sequence in a GPU batch for all of them."""
+    _, folder = by_length
+    with pytest.raises(ModelError, match=r"rope_type is (longrope|dynamic), whose angles depend on the length"):
+        Engine(folder, dtype="float32", model_impl="transformers")
 
 
 def test_a_fold_that_would_come_back_is_refused(by_length) -> None:

@@ -171,10 +171,22 @@ class RecordedUnits:
         return self.first[path] if self.first[path] == self.last[path] else None
 
 
+def _check_angles(config: Any, name: str) -> None:
+    """ModelError for rotary angles that depend on how long a sequence is: modules take the longest of all that go
+    through them together."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for fields in (rope, *(each for each in rope.values() if isinstance(each, Mapping))):
+        kind = str(fields.get("rope_type"))
+        if kind == "longrope" or "dynamic" in kind:
+            found = f"{name}: rope_type is {kind}, whose angles depend on the length of each sequence"
+            raise ModelError(found, "needed a model with a family of its own here, or another rope_type")
+
+
 def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     """The ModuleSpec of a config.json. ModelError where the modules do what is not understood."""
     text = json.dumps(config, sort_keys=True)
     model = build(text, name)
+    _check_angles(model.config.get_text_config(decoder=True), name)
     timeline = RecordedUnits(model, record(model, name), name)
     groups, tied = _groups(model, timeline, name)
     made, read = model.config.get_text_config(decoder=True), ConfigReader(config, name)
