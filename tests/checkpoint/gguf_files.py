@@ -43,6 +43,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4, "no_rope_layers": None}),
     "olmo2": ("olmo2", {}),
     "seed_oss": ("seed-oss", {"head_dim": 16}),
+    "exaone4": ("exaone4", {}),
+    "exaone4-full": ("exaone4-full", {}),
     "gptneox": ("gpt-neox", {}),
     "gptneox-serial": ("gpt-neox-serial", {}),
 }
@@ -152,8 +154,10 @@ def model_keys(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_rope_dimension_count(head_dim)
     if getattr(config, "num_experts_per_tok", None):
         _expert_keys(writer, config, architecture)
-    if architecture == "gemma3":
+    if architecture in ("gemma3", "exaone4") and config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
+    if architecture == "exaone4" and config.sliding_window is not None:
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture.startswith("granite"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)

@@ -121,6 +121,18 @@ def test_gemmas_pattern_may_be_given(tmp_path: Path) -> None:
     assert arch.local_rotary.theta == 500.0
 
 
+@pytest.mark.parametrize(("layers", "windowed"), [(4, 0), (64, 48)])
+def test_exaone_has_windows_in_its_large_model_alone_where_no_key_says_so(
+    layers: int, windowed: int, tmp_path: Path
+) -> None:
+    model = make_model("exaone4-full", num_hidden_layers=layers, layer_types=["full_attention"] * layers)
+    arch = spec_of(read_header(write_gguf(tmp_path / "x.gguf", model))).arch
+    found = [layer for layer in range(layers) if arch.window_of(layer) is not None]
+    assert found == [layer for layer in range(layers) if windowed and (layer + 1) % 4]
+    assert arch.window == (4096 if windowed else None)
+    assert arch.unrotated == (tuple(range(3, 64, 4)) if windowed else ())
+
+
 def test_a_turn_and_a_text_may_end_with_different_tokens(tmp_path: Path) -> None:
     spec = spec_of(header_of(tmp_path, "llama", lambda writer: writer.add_eot_token_id(7)))
     assert (spec.bos_token_id, spec.eos_token_ids, spec.pad_token_id) == (2, (2, 7), 1)

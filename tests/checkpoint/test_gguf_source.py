@@ -26,7 +26,7 @@ from tests.checkpoint.gguf_files import ROWS, SIZES, Kind, by_transformers, in_k
 from tests.checkpoint.test_gguf_blocks import PACKED, random_blocks
 from tests.tiny import make_model, save
 
-OURS_ONLY = ("granite", "smollm3", "olmo2", "seed_oss", "gptneox", "gptneox-serial")
+OURS_ONLY = ("granite", "smollm3", "olmo2", "seed_oss", "exaone4", "exaone4-full", "gptneox", "gptneox-serial")
 """What transformers does not read from GGUF: compared with the model that was written."""
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 """The blocks that the gguf package can make."""

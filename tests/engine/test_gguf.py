@@ -20,7 +20,8 @@ from tests.engine.test_packed import PLACES
 from tests.tiny import prompts_of
 
 NEW = 6
-OURS_ONLY = ("granite", "smollm3", "olmo2", "seed_oss", "gptneox", "gptneox-serial", *MIXTURES)
+EXAONES = ("exaone4", "exaone4-full")
+OURS_ONLY = ("granite", "smollm3", "olmo2", "seed_oss", *EXAONES, "gptneox", "gptneox-serial", *MIXTURES)
 """What transformers does not read from GGUF."""
 
 

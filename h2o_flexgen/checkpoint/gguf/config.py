@@ -30,7 +30,7 @@ _OTHER_FILES = {
 _MOST_FACTORS = 4096
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The settings of Llama 3.1 to 3.3; GGUF keeps only the factors that follow from them."""
-_GEMMA3_27B_LAYERS = 62
+_GEMMA3_27B_LAYERS, _EXAONE4_32B_LAYERS = 62, 64
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
@@ -304,6 +304,15 @@ def _smollm3(keys: _Keys) -> dict[str, Any]:
     return {"model_type": "smollm3", **_whole_heads(keys), "no_rope_layer_interval": 4}
 
 
+def _exaone4(keys: _Keys) -> dict[str, Any]:
+    """The large one has windows even where no key says so."""
+    config, layers = _whole_heads(keys), keys.whole("block_count")
+    if keys.value("attention.sliding_window") is None and layers != _EXAONE4_32B_LAYERS:
+        return {"model_type": "exaone4", **config, "sliding_window": None, "layer_types": ["full_attention"] * layers}
+    window = keys.whole("attention.sliding_window", 4096)
+    return {"model_type": "exaone4", **config, "sliding_window": window, **_pattern(keys, layers, 4)}
+
+
 def _seed_oss(keys: _Keys) -> dict[str, Any]:
     biases = {
         name: f"blk.0.{part}.bias" in keys.header.tensors
@@ -372,11 +381,11 @@ def _gemma3(keys: _Keys) -> dict[str, Any]:
     }
 
 
-def _pattern(keys: _Keys, layers: int) -> dict[str, Any]:
-    """Which layers have the window: all but every n-th, or one flag for each."""
+def _pattern(keys: _Keys, layers: int, usual: int = 6) -> dict[str, Any]:
+    """Which layers have the window: all but every n-th, or one flag for each; `usual`: n where nothing says it."""
     pattern = keys.value("attention.sliding_window_pattern")
     if not isinstance(pattern, np.ndarray):
-        return {"sliding_window_pattern": keys.whole("attention.sliding_window_pattern", 6)}
+        return {"sliding_window_pattern": keys.whole("attention.sliding_window_pattern", usual)}
     if pattern.dtype != bool or len(pattern) != layers:
         raise keys.error("attention.sliding_window_pattern", f"a number, or true or false for each of {layers} layers")
     return {"layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in pattern]}
@@ -421,6 +430,7 @@ ARCHITECTURES = {
     "granite": Architecture(_granite, turned=True),
     "granitemoe": Architecture(_granite_moe, turned=True),
     "smollm3": Architecture(_smollm3, turned=True),
+    "exaone4": Architecture(_exaone4),
     "seed_oss": Architecture(_seed_oss, names={"mlp.norm": "post_attention_norm"}),
     "phi3": Architecture(_phi3, names={**_QKV, "mlp.gate": "ffn_up", "mlp.up": "ffn_up"}),
     "gemma3": Architecture(_gemma3),
