@@ -22,13 +22,13 @@ from h2o_flexgen.checkpoint.files import Problems
 from h2o_flexgen.checkpoint.gguf.config import config_of, not_a_model
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader, part_number, read_header
 from h2o_flexgen.checkpoint.gguf.names import packings_of
-from h2o_flexgen.checkpoint.shards import find_shards, shards_of, wanted_files
+from h2o_flexgen.checkpoint.shards import find_shards, other_layout, shards_of, wanted_files
 from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, only_gguf, read_config
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import H2OFlexGenError, ModelError, StorageError
 from h2o_flexgen.folders import expanded
 from h2o_flexgen.models.families import spec_from_config
-from h2o_flexgen.models.quantized import SETTINGS_FILES
+from h2o_flexgen.models.quantized import SETTINGS_FILES, read_quantization
 from h2o_flexgen.registry import suggestion
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -159,19 +159,30 @@ def _in_folder(
     name: str, folder: Path, origin: Literal["folder", "cache", "hub", "demo"], searched: tuple[str, ...]
 ) -> ResolvedModel:
     tokenizer = folder if any((folder / file).is_file() for file in _TOKENIZER_FILES) else None
+    if not (folder / "config.json").exists():
+        other = other_layout(os.listdir(folder))
+        if other:
+            raise ModelError(f"{folder} is no model: {other}")
     return ResolvedModel(name, folder, _with_settings(read_config(folder), folder), tokenizer, origin, searched)
 
 
 def _with_settings(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """`config` with the settings of a quantiser from a file of their own, where it has none: AutoGPTQ and AutoAWQ wrote
-    them beside config.json before transformers read them. ModelError for such a file that is torn."""
+    them beside config.json before transformers read them. ModelError for such a file that is not understood."""
     if config.get("quantization_config") or config.get("compression_config"):
         return config
     for file in SETTINGS_FILES:
         if (folder / file).is_file():
             settings = read_config(folder, file)
             awq = "w_bit" in settings or "zero_point" in settings
-            return {**config, "quantization_config": {"quant_method": "awq" if awq else "gptq", **settings}}
+            whole = {**config, "quantization_config": {"quant_method": "awq" if awq else "gptq", **settings}}
+            try:
+                read_quantization(whole, str(folder))
+            except ModelError as error:
+                raise error.reworded(
+                    lambda text: text.replace("quantization_config.", "").replace("config.json", file)  # noqa: B023
+                ) from error
+            return whole
     return config
 
 
@@ -285,8 +296,8 @@ def download(repo: str, revision: str | None, token: str | None, weights: bool) 
         side = [name for name in _SIDE_FILES if name in names]
         first = wanted_files(names) if weights else None
         if weights and first is None:
-            none = f"{repo} has neither model.safetensors nor pytorch_model.bin, whole or in shards"
-            raise HubFailure(none + _instead(names))
+            none, other = "neither model.safetensors nor pytorch_model.bin, whole or in shards", other_layout(names)
+            raise HubFailure(f"{repo} has {none}" + (f": {other}" if other else ""))
         wanted = side if first is None else [first, *side]
         folder = Path(snapshot_download(repo, revision=revision, token=token, allow_patterns=_literal(wanted)))
         if first is not None and first.endswith(".index.json"):
@@ -317,13 +328,6 @@ def download(repo: str, revision: str | None, token: str | None, weights: bool) 
 def _literal(names: list[str]) -> list[str]:
     """Patterns that match `names` alone."""
     return [glob.escape(name) for name in names]
-
-
-def _instead(names: list[str]) -> str:
-    """What a repository without a checkpoint is, where its files tell."""
-    if any(name.startswith("adapter_model.") for name in names):
-        return ": it is a LoRA adapter; merge it into its base model, or run that"
-    return ""
 
 
 def _probe(endpoint: str) -> None:

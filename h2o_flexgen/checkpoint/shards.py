@@ -111,17 +111,23 @@ def _unnamed(folder: str, names: list[str], problems: Problems) -> Shards | None
             change = "" if _NUMBERED.search(mine[0]) else f": rename the one that is the model to {stem}.{kind}"
             problems.add(many + change, download=not change)
             return None
-    if "adapter_config.json" in names or any(name.startswith("adapter_model.") for name in names):
-        problems.add(
-            "there is a LoRA adapter (adapter_model) and no model: merge it into its base model elsewhere "
-            "(peft's merge_and_unload, then save_pretrained), or give the base model's folder"
-        )
-    elif any(name.startswith("consolidated.") for name in names):
-        problems.add("the weights are in Meta's or Mistral's own layout (consolidated): get the files for transformers")
-    else:
-        none = "the weights are missing: no model.safetensors, pytorch_model.bin or index of shards"
-        problems.add(none, download=True)
+    none = "the weights are missing: no model.safetensors, pytorch_model.bin or index of shards"
+    other = other_layout(names)
+    problems.add(other or none, download=not other)
     return None
+
+
+def other_layout(names: Iterable[str]) -> str:
+    """What a folder without a checkpoint of ours is, where the names of its files tell; else empty."""
+    names = list(names)
+    if "adapter_config.json" in names or any(name.startswith("adapter_model.") for name in names):
+        return (
+            "there is a LoRA adapter (adapter_model) alone: merge it into its base model elsewhere (peft's "
+            "merge_and_unload, then save_pretrained), or give the base model"
+        )
+    if any(name.startswith("consolidated.") for name in names):
+        return "the weights are in Meta's or Mistral's own layout (consolidated): get the files for transformers"
+    return ""
 
 
 @cache

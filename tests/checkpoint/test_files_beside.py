@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from h2o_flexgen.checkpoint.hub import resolve_model
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.families import spec_from_config
@@ -123,6 +124,16 @@ def test_a_folder_in_another_layout(tmp_path: Path) -> None:
     assert "consolidated" in refused(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "files", [("adapter_config.json", "adapter_model.safetensors"), ("consolidated.00.pth", "params.json")]
+)
+def test_a_folder_that_is_no_model(files: tuple[str, ...], tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ModelError, match=r"adapter_model\) alone: merge|own layout"):
+        resolve_model(str(tmp_path))
+
+
 def test_several_files_of_which_any_may_be_the_model(tmp_path: Path) -> None:
     for name in ("model.fp16", "model.fp32"):
         save_file({"a": torch.ones(3)}, tmp_path / f"{name}.safetensors")
@@ -153,6 +164,9 @@ def test_settings_of_awq_beside(tmp_path: Path) -> None:
     (tmp_path / "quant_config.json").write_text(json.dumps(settings))
     with Engine(str(tmp_path), dtype="float32") as llm:
         assert len(llm.model.spec.packings) == 7
+    (tmp_path / "quant_config.json").write_text(json.dumps({**settings, "w_bit": 3}))
+    with pytest.raises(ModelError, match=r"w_bit is 3 in quant_config\.json"):
+        Engine(str(tmp_path))
     (tmp_path / "quant_config.json").write_text("[")
     with pytest.raises(ModelError, match=r"quant_config\.json"):
         Engine(str(tmp_path))
