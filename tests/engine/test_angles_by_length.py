@@ -3,6 +3,11 @@ context, others leave them as they are, and what a sequence may become changes n
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
+import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -12,6 +17,7 @@ from h2o_flexgen.config.fold import Fold
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError, UsageError
+from tests.checkpoint.gguf_files import SIZES, write_gguf
 from tests.tiny import FAMILIES, make_model, prompts_of, save
 
 ORIGINAL, NEW = 16, 12
@@ -168,3 +174,22 @@ def test_a_fold_that_would_come_back_is_refused(by_length) -> None:
         with pytest.raises(UsageError, match="computes all keys anew after 16 tokens"):
             llm.generate(prompts_of([9]), fold=fold, **SETTINGS)
         assert llm.generate(prompts_of([4]), fold=fold, **SETTINGS)
+
+
+def test_gguf_of_phi3(tmp_path: Path) -> None:
+    factors = {"short": np.linspace(1, 2, 8, dtype=np.float32), "long": np.linspace(2, 9, 8, dtype=np.float32)}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": ORIGINAL}
+    rope |= {f"{name}_factor": values.tolist() for name, values in factors.items()}
+    model = make_model("phi3", **SIZES, rope_parameters=rope, original_max_position_embeddings=ORIGINAL)
+    model.generation_config.eos_token_id = None
+
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_orig_ctx_len(ORIGINAL)
+        stretch = model.config.max_position_embeddings / ORIGINAL
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(ORIGINAL)))
+
+    tensors = {f"rope_factors_{name}.weight": values for name, values in factors.items()}
+    file = write_gguf(tmp_path / "phi3.gguf", model, extra=extra, tensors=tensors)
+    prompts = prompts_of(LENGTHS)
+    with Engine(str(file), dtype="float32") as llm:
+        assert ids_of(llm.generate(prompts, **SETTINGS)) == [expected(model, prompt) for prompt in prompts]
