@@ -58,6 +58,7 @@ class RunArguments:
     num_prompts: int | None
     chat: bool
     system: str | None
+    skip: bool
     output: Path | None
     overwrite: bool
     log_file: Path | None
@@ -82,7 +83,7 @@ def given_prompts(arguments: RunArguments) -> list[GivenPrompt] | None:
     if arguments.prompts:
         prompts = list(map(GivenPrompt, arguments.prompts))
     elif arguments.prompts_file is not None:
-        prompts = read_prompts(arguments.prompts_file)
+        prompts = read_prompts(arguments.prompts_file, skip=arguments.skip)
     elif arguments.prompt_len is None and arguments.engine.model == "demo" and arguments.engine.weights == "checkpoint":
         prompts = list(map(GivenPrompt, demo_prompts()))
     elif arguments.chat:
@@ -95,7 +96,7 @@ def given_prompts(arguments: RunArguments) -> list[GivenPrompt] | None:
     prompts = prompts[: arguments.num_prompts]
     if not arguments.chat:
         return prompts
-    talks = as_conversations([each.prompt for each in prompts], arguments.system)
+    talks = as_conversations([each.prompt for each in prompts], arguments.system, skip=arguments.skip)
     return [GivenPrompt(talk, each.settings) for talk, each in zip(talks, prompts, strict=True)]
 
 
@@ -126,6 +127,7 @@ def _checked(args: argparse.Namespace, notes: list[str]) -> RunArguments:
         num_prompts=args.num_prompts,
         chat=args.chat,
         system=None if args.system is None else checked_text(args.system, "--system"),
+        skip=args.on_error == "skip",
         output=_path(args.output),
         overwrite=args.overwrite,
         log_file=None if args.no_log else output_file("--log-file", args.log_file, keep=False),
@@ -318,6 +320,13 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         "-o",
         metavar="FILE",
         help="answers as JSONL; - for stdout (default: text there)",
+    )
+    work.add_argument(
+        "--on-error",
+        choices=("fail", "skip"),
+        default="fail",
+        help="a prompt that cannot be run (too long, a line that is not JSON) ends the program before any work "
+        "(default), or has an error for its answer while the others are run (exit code 3)",
     )
     work.add_argument("--overwrite", action="store_true", help="replace existing files of --output, --trace and so on")
     add_json(work)

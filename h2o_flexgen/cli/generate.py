@@ -23,7 +23,7 @@ from h2o_flexgen.config.reports.record import RunRecord, eviction_entry
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.limits.plan import Plan
 from h2o_flexgen.engine.requests.chat import marked_chat
-from h2o_flexgen.errors import StorageError
+from h2o_flexgen.errors import StorageError, UsageError
 from h2o_flexgen.pages.reading import Material
 from h2o_flexgen.pages.traces import TraceFile
 from h2o_flexgen.pages.whole import write_page
@@ -34,6 +34,10 @@ from h2o_flexgen.units import format_bytes
 
 DEFAULT_RANDOM = (512, 4)  # tokens and prompts of FlexGen's default workload
 EXIT_SOME_FAILED = 3
+_MOST_TOLD = 20  # errors of sequences on stderr; in the answers are all
+
+_Asked = str | Sequence[int] | Prompt | UsageError
+"""A prompt for the engine, or why there is none."""
 
 
 def generate(arguments: RunArguments, every: list[GivenPrompt] | None, answers: AnswerFile | AnswerPrinter) -> int:
@@ -60,13 +64,16 @@ def generate(arguments: RunArguments, every: list[GivenPrompt] | None, answers: 
 
         llm.on_plan = on_plan
         failed = 0
-        for output in llm.stream(prompts, params) if prompts else ():
+        on_error = "skip" if arguments.skip else "fail"
+        for output in llm.stream(prompts, params, on_error=on_error) if prompts else ():
             progress.finished()
             if output.error is not None:
                 failed += 1
-                print_error(f"prompt {output.index}: {output.error}")
+                if failed <= _MOST_TOLD:
+                    print_error(f"prompt {output.index}: {output.error.removeprefix(f'prompt {output.index} ')}")
             prompt = None if given is None else given[output.index]
-            answers.write(answer_json(output, prompt, llm.model.dummy))
+            told = None if isinstance(prompt, UsageError) else prompt
+            answers.write(answer_json(output, told, llm.model.dummy))
         progress.close()
         if progress.packed:
             packed = format_bytes(progress.packed)
@@ -83,17 +90,21 @@ def engine_settings(engine: EngineConfig) -> dict[str, Any]:
 
 
 def _work(
-    arguments: RunArguments, given: list[PromptLike] | None, llm: LLM
-) -> tuple[Sequence[str | Sequence[int] | Prompt], SamplingParams]:
+    arguments: RunArguments, given: list[PromptLike | UsageError] | None, llm: LLM
+) -> tuple[Sequence[_Asked], SamplingParams]:
     if given is not None:
         codec, name = llm.model.codec, llm.config.model
-        prompts: list[str | Sequence[int] | Prompt] = []
+        prompts: list[_Asked] = []
         for index, prompt in enumerate(given):
-            if isinstance(prompt, Messages):
-                where = f"prompt {index}"
-                prompts.append(marked_chat(codec, name, prompt, prompt.spans, where, prompt.arguments))
-            else:
+            if not isinstance(prompt, Messages):
                 prompts.append(prompt)
+                continue
+            try:
+                prompts.append(marked_chat(codec, name, prompt, prompt.spans, f"prompt {index}", prompt.arguments))
+            except UsageError as error:
+                if not arguments.skip:
+                    raise
+                prompts.append(error)
         return prompts, arguments.sampling
     shape_typed = not llm.config.free_fields >= {"gpu_batch_size", "num_gpu_batches"}
     block = llm.config.fixed_policy.block_size if shape_typed else DEFAULT_RANDOM[1]
@@ -105,7 +116,7 @@ def _work(
 
 
 def _notes(
-    arguments: RunArguments, llm: LLM, given: list[PromptLike] | None, prompts: Sequence[str | Sequence[int] | Prompt]
+    arguments: RunArguments, llm: LLM, given: list[PromptLike | UsageError] | None, prompts: Sequence[_Asked]
 ) -> None:
     """Notes on flags whose effect is not the one that the user may expect."""
     config, policy = llm.config, llm.config.fixed_policy

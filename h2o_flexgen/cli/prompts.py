@@ -31,9 +31,9 @@ PromptLike = str | list[int] | Messages | Prompt
 
 
 class GivenPrompt(NamedTuple):
-    """A prompt with the settings that its line has for itself, by their names in SamplingParams."""
+    """A prompt with the settings of its line alone, by their names in SamplingParams; or why there is none."""
 
-    prompt: PromptLike
+    prompt: PromptLike | UsageError
     settings: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -41,12 +41,13 @@ _WANTED = 'needed {"prompt": "..."}, "...", {"prompt": [token ids]} or {"message
 _SHOWN = 5
 
 
-def read_prompts(path: Path) -> list[GivenPrompt]:
+def read_prompts(path: Path, *, skip: bool = False) -> list[GivenPrompt]:
     """Prompts in a text file (one per line) or a .jsonl file ({"prompt": ...} per line); "-" is stdin.
 
     Blank lines and a byte order mark are passed over; "prompt" may be text or a list of token ids, and "messages" in
     its place holds a conversation; "response_format" and "fold" are of their line alone. UsageError names the file and
-    the lines that cannot be used. Stdin is JSONL where its first line is a JSON object.
+    the lines that cannot be used, or with `skip` stands in their places. Stdin is JSONL where its first line is a JSON
+    object.
     """
     name = "stdin" if str(path) == "-" else str(path)
     if name == "stdin" and sys.stdin is None:
@@ -56,10 +57,10 @@ def read_prompts(path: Path) -> list[GivenPrompt]:
     except OSError as error:
         raise UsageError(f"--prompts {name}: {error.strerror}", "needed a readable file") from None
     # Not splitlines(): a form feed or U+2028 belongs to the prompt in which it stands.
-    lines = [line.removesuffix("\r") for line in _text_of(data, name).split("\n")]
+    lines = [line.removesuffix("\r") for line in _text_of(data, name, skip).split("\n")]
     if path.suffix.lower() in (".jsonl", ".ndjson", ".json") or (name == "stdin" and lines[0].lstrip().startswith("{")):
-        return _parsed(lines, name, _json_prompt)
-    return _parsed(lines, name, GivenPrompt)
+        return _parsed(lines, name, _json_prompt, skip)
+    return _parsed(lines, name, GivenPrompt, skip)
 
 
 def checked_text(text: str, where: str) -> str:
@@ -71,22 +72,33 @@ def checked_text(text: str, where: str) -> str:
     return text
 
 
-def as_conversations(prompts: list[PromptLike], system: str | None) -> list[PromptLike]:
+def as_conversations(
+    prompts: list[PromptLike | UsageError], system: str | None, *, skip: bool = False
+) -> list[PromptLike | UsageError]:
     """`prompts` with every text as what a user says, after the message `system` where there is none yet.
 
-    UsageError for token ids, which no template can be put around.
+    UsageError for token ids, which no template can be put around; with `skip` it stands in their place.
     """
-    talks: list[PromptLike] = []
+    talks: list[PromptLike | UsageError] = []
     for index, prompt in enumerate(prompts):
-        if not isinstance(prompt, str | Messages):
-            what = "has spans" if isinstance(prompt, Prompt) else "is token ids"
-            raise UsageError(f"prompt {index} {what}, and --chat is given", "needed text or messages")
-        messages = checked_messages(prompt, f"prompt {index}")
-        talk = Messages(messages if system is None else with_system(messages, system))
-        if isinstance(prompt, Messages):
-            talk.spans, talk.arguments = prompt.spans, prompt.arguments
-        talks.append(talk)
+        try:
+            talks.append(prompt if isinstance(prompt, UsageError) else _conversation(prompt, system, f"prompt {index}"))
+        except UsageError as error:
+            if not skip:
+                raise
+            talks.append(error)
     return talks
+
+
+def _conversation(prompt: PromptLike, system: str | None, where: str) -> Messages:
+    if not isinstance(prompt, str | Messages):
+        what = "has spans" if isinstance(prompt, Prompt) else "is token ids"
+        raise UsageError(f"{where} {what}, and --chat is given", "needed text or messages")
+    messages = checked_messages(prompt, where)
+    talk = Messages(messages if system is None else with_system(messages, system))
+    if isinstance(prompt, Messages):
+        talk.spans, talk.arguments = prompt.spans, prompt.arguments
+    return talk
 
 
 def demo_prompts() -> list[str]:
@@ -102,7 +114,10 @@ def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[
     return [[source.randrange(first, vocab_size) for _ in range(length)] for _ in range(count)]
 
 
-def _text_of(data: bytes, name: str) -> str:
+def _text_of(data: bytes, name: str, skip: bool) -> str:
+    """With `skip`, bytes that are no text are left for the lines that they are in."""
+    if skip:
+        return data.decode("utf-8-sig", "surrogateescape")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -112,20 +127,32 @@ def _text_of(data: bytes, name: str) -> str:
     return text
 
 
-def _parsed(lines: list[str], name: str, parse: Callable[[str], GivenPrompt]) -> list[GivenPrompt]:
-    """`parse` of every line that is not blank; all complaints together."""
+def _parsed(lines: list[str], name: str, parse: Callable[[str], GivenPrompt], skip: bool) -> list[GivenPrompt]:
+    """`parse` of every line that is not blank; all complaints together, or with `skip` in the places of their lines."""
     prompts: list[GivenPrompt] = []
     faults: list[str] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                prompts.append(parse(line))
+                prompts.append(parse(_line(line)))
             except UsageError as error:
+                if skip:
+                    prompts.append(GivenPrompt(UsageError(f"line {number} {error.found}", error.needed or _WANTED)))
                 faults.append(f"line {number} {error.found}")
-    if faults:
+    if faults and not skip:
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise UsageError(f"{name}: " + "; ".join(faults[:_SHOWN]) + more, _WANTED)
     return prompts
+
+
+def _line(line: str) -> str:
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        raise UsageError("is not UTF-8 text", "needed a text file or .jsonl") from None
+    if "\0" in line:
+        raise UsageError("is not text: it holds a NUL byte", "needed a text file or .jsonl")
+    return line
 
 
 def _json_prompt(line: str) -> GivenPrompt:

@@ -32,7 +32,7 @@ from h2o_flexgen.engine.metrics.trace import ScoreLog, Trace
 from h2o_flexgen.engine.model import Model, for_modules, make_decoder, open_model
 from h2o_flexgen.engine.requests.chat import Conversation, chat_prompts
 from h2o_flexgen.engine.requests.grammars import Grammars
-from h2o_flexgen.engine.requests.reader import PromptLike, Request, RequestReader, workload_of
+from h2o_flexgen.engine.requests.reader import PromptLike, RefusedPrompt, Request, RequestReader, workload_of
 from h2o_flexgen.engine.requests.sequence import RequestOutput, Score, Sequence
 from h2o_flexgen.engine.requests.tokenizer import text_of
 from h2o_flexgen.engine.sampling.hf_generate import Generator
@@ -45,6 +45,9 @@ from h2o_flexgen.kernels.prompt import by_triton
 from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.schedule.timeline import Timeline
 from h2o_flexgen.schedule.work import CountedWork
+
+ON_ERROR = ("fail", "skip")
+"""What a prompt that cannot be run does: ends the call before any work, or has an error for its answer."""
 
 
 class CallGuard:
@@ -151,26 +154,32 @@ class Engine:
 
     def generate(
         self,
-        prompts: SequenceOf[PromptLike],
+        prompts: SequenceOf[PromptLike | UsageError],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        on_error: str = "fail",
         **settings: Any,
     ) -> list[RequestOutput]:
         """Completes `prompts` (strings or lists of token ids, or a Prompt of either with spans).
 
         Order is kept, with num_return_sequences outputs per prompt.
 
-        `settings` are SamplingParams fields for callers that have no object. UsageError for what cannot be run.
+        `settings` are SamplingParams fields for callers that have no object. UsageError before any work for a prompt
+        that cannot be run; with `on_error` "skip" its outputs carry the `error`, and the others are run.
         """
-        outputs = list(self.stream(prompts, params, **settings))
+        outputs = list(self.stream(prompts, params, on_error=on_error, **settings))
         return sorted(outputs, key=lambda output: (output.index, output.sample))
 
     def stream(
         self,
-        prompts: SequenceOf[PromptLike],
+        prompts: SequenceOf[PromptLike | UsageError],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        *,
+        on_error: str = "fail",
         **settings: Any,
     ) -> Iterator[RequestOutput]:
-        """As `generate`, but yields each sequence as soon as it is finished, in the order in which that happens.
+        """As `generate`, but yields each sequence as soon as it is finished, in the order in which that happens, after
+        those of prompts that are skipped.
 
         Until the last one is out, or the stream is closed, other calls are refused with a UsageError.
         """
@@ -180,7 +189,15 @@ class Engine:
             if not isinstance(params, SamplingParams):
                 raise TypeError("give settings by name or a list of SamplingParams, not both")
             params = params.with_kwargs(**settings)
-        for row in self._run(self._reader().read(prompts, params)):
+        if on_error not in ON_ERROR:
+            raise UsageError(f"on_error is {on_error!r}", f"needed one of {', '.join(ON_ERROR)}")
+        refused: list[RefusedPrompt] | None = [] if on_error == "skip" else None
+        rows = self._reader().read(prompts, params, refused)
+        empty = None if self.model.dummy or self.model.codec is None else ""
+        for each in refused or ():
+            for sample in range(each.samples):
+                yield RequestOutput.refused(each.place, sample, each.error, empty)
+        for row in self._run(rows):
             yield self._output(row)
 
     def read(self, request: Request) -> list[Sequence]:
@@ -202,6 +219,8 @@ class Engine:
         conversations: SequenceOf[Conversation],
         params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        on_error: str = "fail",
         **settings: Any,
     ) -> list[RequestOutput]:
         """The model's answers, by its chat template: to strings, or lists of {"role": ..., "content": ...} messages.
@@ -210,8 +229,9 @@ class Engine:
         says otherwise; `chat_template_kwargs` are arguments of the template (enable_thinking). Otherwise as `generate`.
         UsageError for a model without a template, and for messages that do not suit it.
         """
-        prompts = chat_prompts(self.model.codec, self.config.model, conversations, chat_template_kwargs)
-        return self.generate(prompts, params, **settings)
+        skip = on_error == "skip"
+        prompts = chat_prompts(self.model.codec, self.config.model, conversations, chat_template_kwargs, skip=skip)
+        return self.generate(prompts, params, on_error=on_error, **settings)
 
     def score(self, pairs: Iterable[tuple[PromptLike, PromptLike]]) -> list[Score]:
         """Log-probability of each continuation after its context, with eviction active while scoring.

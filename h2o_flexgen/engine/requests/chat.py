@@ -42,14 +42,22 @@ def chat_prompts(
     model: str,
     conversations: SequenceOf[Conversation],
     arguments: Mapping[str, Any] | None = None,
-) -> list[Prompt]:
-    """The token ids of each conversation, ready for the model's answer. UsageError as `chat_text` raises it."""
+    *,
+    skip: bool = False,
+) -> list[Prompt | UsageError]:
+    """The token ids of each conversation, ready for the model's answer. UsageError as `chat_text` raises it, which with
+    `skip` stands in the place of that conversation."""
     if isinstance(conversations, str) or (conversations and isinstance(conversations[0], Mapping)):
         raise UsageError("conversations is one conversation", "needed a list of them", "wrap it: [conversation]")
-    return [
-        marked_chat(codec, model, talk, (), f"conversation {index}", arguments)
-        for index, talk in enumerate(conversations)
-    ]
+    prompts = list[Prompt | UsageError]()
+    for index, talk in enumerate(conversations):
+        try:
+            prompts.append(marked_chat(codec, model, talk, (), f"conversation {index}", arguments))
+        except UsageError as error:
+            if not skip:
+                raise
+            prompts.append(error)
+    return prompts
 
 
 def chat_prompt(codec: TextCodec | None, model: str, conversation: Conversation, where: str) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from h2o_flexgen.config.budget import Budget, Range
 from h2o_flexgen.config.eviction import EvictionConfig
@@ -46,6 +46,14 @@ class Request:
     scores: bool = False
 
 
+class RefusedPrompt(NamedTuple):
+    """A prompt of a call that cannot be run, of which so many samples were asked for."""
+
+    place: int
+    samples: int
+    error: str
+
+
 @dataclass(frozen=True)
 class RequestReader:
     """Makes sequences of prompts for one model. `codec` is None for a model without a tokenizer; `grammars` are for
@@ -58,21 +66,42 @@ class RequestReader:
     grammars: Grammars | None = None
 
     def read(
-        self, prompts: SequenceOf[PromptLike], params: SamplingParams | SequenceOf[SamplingParams]
+        self,
+        prompts: SequenceOf[PromptLike | UsageError],
+        params: SamplingParams | SequenceOf[SamplingParams],
+        refused: list[RefusedPrompt] | None = None,
     ) -> list[Sequence]:
-        """One sequence per prompt and sample, in order. UsageError naming the prompt where one cannot be run."""
+        """One sequence per prompt and sample, in order. UsageError naming the prompt where one cannot be run; with a
+        list `refused`, such prompts are added to it, and the others are as they would be beside it. An error in the
+        place of a prompt is why there is none."""
         if isinstance(prompts, str):
             raise UsageError("prompts is one string", "needed a list of prompts", "wrap it: [prompt]")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise UsageError(f"{len(each)} SamplingParams for {len(prompts)} prompts", "needed one, or one per prompt")
-        sequences: list[Sequence] = []
+        sequences, number = list[Sequence](), 0
         for index, (prompt, settings) in enumerate(zip(prompts, each, strict=True)):
-            ids, spans = self._marked(prompt, f"prompt {index}")
-            settings = self._ending(settings, prompt)
-            for sample in range(settings.num_return_sequences):
-                sequences.append(self._sequence(index, sample, len(sequences), ids, settings, spans=spans))
+            if not isinstance(settings, SamplingParams):
+                raise UsageError(f"the settings of prompt {index} are {settings!r}", "needed SamplingParams")
+            try:
+                sequences += self._samples(index, number, prompt, settings)
+            except UsageError as error:
+                if refused is None:
+                    raise
+                refused.append(RefusedPrompt(index, settings.num_return_sequences, str(error)))
+            number += settings.num_return_sequences
         return sequences
+
+    def _samples(
+        self, index: int, number: int, prompt: PromptLike | UsageError, params: SamplingParams
+    ) -> list[Sequence]:
+        """All sequences of a prompt, whose numbers begin with `number`."""
+        if isinstance(prompt, UsageError):
+            raise prompt
+        ids, spans = self._marked(prompt, f"prompt {index}")
+        params = self._ending(params, prompt)
+        samples = range(params.num_return_sequences)
+        return [self._sequence(index, sample, number + sample, ids, params, spans=spans) for sample in samples]
 
     def read_one(self, request: Request) -> list[Sequence]:
         """The sequences of a request that is part of a larger job. UsageError where it cannot be run."""

@@ -284,6 +284,11 @@ class RequestOutput:
             kept_of_spans(row),
         )
 
+    @classmethod
+    def refused(cls, index: int, sample: int, error: str, text: str | None) -> RequestOutput:
+        """Of a prompt that cannot be run."""
+        return cls(index, sample, [], [], text, "error", error=error)
+
 
 @dataclass(frozen=True)
 class Score:
