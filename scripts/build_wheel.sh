@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # A wheel with the native kernels inside, compiled for x86-64 processors with AVX2, AVX-VNNI, and AVX-512 with VNNI and
-# bfloat16: for machines without a C compiler. It is compiled here, by $CC, cc, gcc or clang.
+# bfloat16: for machines without a C compiler. It is compiled here, by $CC, cc, gcc or clang. PYTHON picks an interpreter.
 #   scripts/build_wheel.sh [FOLDER]     (default: dist)
 # Then, anywhere: pip install FOLDER/h2o_flexgen-*.whl
 set -euo pipefail
 cd "$(dirname "$0")/.."
-H2O_FLEXGEN_SHIP_KERNELS=1 python -m pip wheel --disable-pip-version-check --no-deps ${PIP_WHEEL_FLAGS:-} -w "${1:-dist}" .
+H2O_FLEXGEN_SHIP_KERNELS=1 "${PYTHON:-python3}" -m pip wheel --disable-pip-version-check --no-deps ${PIP_WHEEL_FLAGS:-} -w "${1:-dist}" .

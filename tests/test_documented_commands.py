@@ -142,6 +142,7 @@ COMMANDS: dict[str, str] = {
     "scripts/gpu_check.sh --wheels wheels --sections kernels,decode,tests": SCRIPT,
     "scripts/gpu_check.sh --wheels wheels --sections paper --only opt-30b": SCRIPT,
     "scripts/gpu_check.sh --wheels wheels --sections paper --only opt-6.7b": SCRIPT,
+    "scripts/build_wheel.sh": SCRIPT,
     "scripts/gpu_wheels.sh wheels": SCRIPT,
     "scripts/opt30b.sh": SCRIPT,
     "scripts/paper_table.sh": SCRIPT,
@@ -160,7 +161,7 @@ COMMANDS: dict[str, str] = {
 }
 """How each documented command is tested: one of the words above, or the smaller command that is run in its place."""
 
-ASK_NO_PROGRAM = {"scripts/gpu_wheels.sh", "scripts/peer_env.sh"}
+ASK_NO_PROGRAM = {"scripts/build_wheel.sh", "scripts/gpu_wheels.sh", "scripts/peer_env.sh"}
 """Scripts that call nothing of this project: pip alone."""
 
 WITHOUT_FLAGS = {"benchmarks.offload_check": 2, "benchmarks.paper_table": 0}
