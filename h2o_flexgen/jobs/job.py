@@ -186,7 +186,7 @@ class Job:
         for index, prompt in enumerate(asked.prompts):
             number = record.line << _PROMPT_BITS | index
             try:
-                rows.append(self.engine.read(Request(prompt, asked.params, number, index, asked.scores)))
+                rows.append(self.engine.read(Request(prompt, asked.params, number, index, asked.scores, asked.fits)))
             except ContextLengthError as error:
                 raise Refused.of(error, "context_length_exceeded", "prompt") from None
             except UsageError as error:

@@ -70,8 +70,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
 class OpenAIFormat:
     """The format for one model. `model`: its name as it was typed; `served`: others that bodies may call it by; `job`:
     what ids are made from; `sampling`: settings in the place of the service's defaults, by their names in
-    SamplingParams; `doubled`: lines whose custom_id stood in an earlier one; `context`: tokens of a prompt and its
-    answer together, None where there is no limit."""
+    SamplingParams; `doubled`: lines whose custom_id stood in an earlier one."""
 
     model: str
     codec: TextCodec | None
@@ -83,7 +82,6 @@ class OpenAIFormat:
     dummy: bool = False
     doubled: frozenset[int] = frozenset()
     served: tuple[str, ...] = ()
-    context: int | None = None
 
     def asked(self, record: Record) -> BatchRequest:
         """What a line asks for; Refused with the field that cannot be served."""
@@ -185,6 +183,7 @@ class OpenAIFormat:
         elif echo and logprobs is not None:
             raise Refused("echo with logprobs is served with max_tokens 0 only", "unsupported_field", param="echo")
         else:
+            asked.fits = self._free(fields, "max_tokens")
             asked.params = self._params(
                 record, fields, logprobs, fields.whole("max_tokens", self._most(COMPLETIONS), 1)
             )
@@ -197,21 +196,18 @@ class OpenAIFormat:
         if logprobs is None and fields.get("top_logprobs") is not None:
             raise Refused("top_logprobs is given without logprobs", param="top_logprobs")
         name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
-        params = self._params(record, fields, logprobs, fields.whole(name, self._left(talk), 1))
+        params = self._params(record, fields, logprobs, fields.whole(name, self._most(CHAT), 1))
         if isinstance(params.eos_token_id, tuple) and set(self.eos) <= set(params.eos_token_id):  # of stop_token_ids
             params = replace(params, eos_token_id=tuple(dict.fromkeys((*params.eos_token_id, *talk.ends))))
         body = {"n": fields.whole("n", 1, 1, MOST_SAMPLES), "logprobs": logprobs}
-        return BatchRequest([talk], params, body=body)
+        return BatchRequest([talk], params, fits=self._free(fields, name), body=body)
 
     def _most(self, url: str) -> int:
         return int(self.sampling.get("max_new_tokens", MAX_TOKENS[url]))
 
-    def _left(self, talk: Prompt) -> int:
-        """New tokens of a chat that does not say how many: no more than the context leaves, where it leaves any."""
-        most = self._most(CHAT)
-        content = self._ids_of(talk.content)
-        left = most if self.context is None else self.context - len(content)
-        return min(most, left) if left > 0 else most
+    def _free(self, fields: _Body, name: str) -> bool:
+        """Whether neither the request, in the field `name`, nor a flag says how many tokens are to be generated."""
+        return fields.get(name) is None and "max_new_tokens" not in self.sampling
 
     def _params(self, record: Record, fields: _Body, logprobs: int | None, most: int) -> SamplingParams:
         """The settings of one request: the service's, in which everything is sampled at temperature 1."""

@@ -17,7 +17,8 @@ from h2o_flexgen.jobs.source import BadLine, Record, load_json
 @dataclass
 class PlainFormat:
     """`kind`: text, jsonl or parquet. A row's prompt is its `prompt_column`, text or token ids, or `messages` there is
-    instead; its name in the result that in `id_column`, where one is given. All are answered by `sampling`."""
+    instead; its name in the result that in `id_column`, where one is given. All are answered by `sampling`, whose
+    number of new tokens is one that nobody asked for where they are to be what `fits`."""
 
     kind: str
     model: str
@@ -28,6 +29,7 @@ class PlainFormat:
     id_column: str | None = None
     chat: bool = False
     dummy: bool = False
+    fits: bool = False
 
     def asked(self, record: Record) -> BatchRequest:
         """The prompt of a line or row; Refused where there is none."""
@@ -53,7 +55,7 @@ class PlainFormat:
                 params = replace(params, response_format=row["response_format"])
             except UsageError as error:
                 raise Refused.of(error, param="response_format") from None
-        return BatchRequest([prompt], params)
+        return BatchRequest([prompt], params, fits=self.fits)
 
     def answer(self, record: Record, asked: BatchRequest, outputs: Sequence[Sequence[RequestOutput]]) -> dict[str, Any]:
         """One object a request; of several samples they are in `samples`."""

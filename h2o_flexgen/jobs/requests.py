@@ -69,6 +69,8 @@ class BatchRequest:
     prompts: list[PromptLike]
     params: SamplingParams
     scores: bool = False
+    fits: bool = False
+    """Nobody said how many tokens are to be generated: no more than the context leaves."""
     body: dict[str, Any] = field(default_factory=dict)
     """What the format needs for its answer."""
 

@@ -81,10 +81,6 @@ def test_parts_and_template_arguments_are_the_same_everywhere(tmp_path: Path, ru
     plain = PlainFormat("jsonl", "m", codec, 0, SamplingParams()).asked(record)
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": talk}
     batch = OpenAIFormat("m", codec, (2,), 0, {}, 1, "f" * 64).asked(Record(1, json.dumps(line).encode()))
-    used = len(answer.prompt_ids or ())
-    for context, most in ((used + 5, 5), (used + 9999, 512), (used, 512), (None, 512)):
-        form = OpenAIFormat("m", codec, (2,), 0, {}, 1, "f" * 64, context=context)
-        assert form.asked(Record(1, json.dumps(line).encode())).params.max_new_tokens == most
     for each in (plain, batch):
         assert [prompt.content for prompt in each.prompts if isinstance(prompt, Prompt)] == [answer.prompt_ids]
     prompts.write_text(json.dumps({**talk, "chat_template_kwargs": {"tokenize": True}}) + "\n")

@@ -214,6 +214,7 @@ def request_format(
             arguments.id_column,
             arguments.chat,
             model.dummy,
+            "max_new_tokens" not in arguments.typed,
         )
     eos = model.spec.eos_token_ids
     return OpenAIFormat(
@@ -227,7 +228,6 @@ def request_format(
         model.dummy,
         doubled,
         (typed, typed.rstrip("/").rpartition("/")[2], *arguments.served_model_name),
-        None if arguments.engine.eviction.rolling_positions else model.spec.max_positions,
     )
 
 

@@ -36,7 +36,8 @@ class Request:
 
     What is random depends on the seed in `params`, `index` and `number`, however the job is divided into calls; numbers
     differ within a call and are below 2 ** 47. `scores`: nothing is generated, the prompt's own tokens get their
-    log-probabilities, with eviction active as for `LLM.score`.
+    log-probabilities, with eviction active as for `LLM.score`. `fits`: nobody said how many tokens are to be generated,
+    so that they are no more than the context leaves.
     """
 
     prompt: PromptLike
@@ -44,6 +45,7 @@ class Request:
     number: int
     index: int = 0
     scores: bool = False
+    fits: bool = False
 
 
 class RefusedPrompt(NamedTuple):
@@ -107,6 +109,9 @@ class RequestReader:
         """The sequences of a request that is part of a larger job. UsageError where it cannot be run."""
         (ids, spans), forced = self._marked(request.prompt, "the prompt"), None
         params = self._ending(request.params, request.prompt)
+        if request.fits and not self.eviction.rolling_positions:
+            most = min(params.max_new_tokens, max(1, self.spec.max_positions - len(ids)))
+            params = replace(params, max_new_tokens=most, min_new_tokens=min(most, params.min_new_tokens))
         if request.scores:
             if spans:
                 raise UsageError("the prompt has spans, and its own tokens are scored", "needed a prompt to complete")
