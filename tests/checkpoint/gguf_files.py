@@ -55,6 +55,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2moe": ("qwen2-moe", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
     "qwen3moe": ("qwen3-moe", {"moe_intermediate_size": 32, "mlp_only_layers": []}),
     "granitemoe": ("granite-moe", {}),
+    "gpt-oss": ("gpt-oss", {"head_dim": 16, "swiglu_limit": 7.0}),
 }
 """The same of models with experts, which transformers does not read from GGUF, or only in part."""
 
@@ -73,6 +74,7 @@ def tiny_model(row: str) -> PreTrainedModel:
 
 def architecture_of(model: PreTrainedModel) -> str:
     others = {"seed_oss": "seed_oss", "gemma3_text": "gemma3", "gpt_neox": "gptneox", "mixtral": "llama"}
+    others |= {"gpt_oss": "gpt-oss"}
     return others.get(model.config.model_type, model.config.model_type.replace("_", ""))
 
 
@@ -100,7 +102,15 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
 def _one_by_one(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Gates and ups of experts apart, as GGUF has them."""
     for name, tensor in model.state_dict().items():
-        if name.endswith("experts.gate_up_proj"):
+        if model.config.model_type == "gpt_oss" and ".experts." in name:
+            stem, part = name.rsplit(".", 1)
+            ending, values = (".bias", tensor) if part.endswith("_bias") else (".weight", tensor.transpose(1, 2))
+            if part.startswith("gate_up"):
+                yield f"{stem}.gate_proj{ending}", values[:, ::2]
+                yield f"{stem}.up_proj{ending}", values[:, 1::2]
+            else:
+                yield f"{stem}.down_proj{ending}", values
+        elif name.endswith("experts.gate_up_proj"):
             for part, values in zip(("gate_proj", "up_proj"), tensor.chunk(2, 1), strict=True):
                 yield f"{name.removesuffix('gate_up_proj')}{part}", values
         else:
@@ -108,19 +118,21 @@ def _one_by_one(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _stored_name(architecture: str, layers: int, name: str) -> str:
-    expert = re.fullmatch(r"model\.layers\.(\d+)\..*experts\.(gate|up|down)_proj", name)
+    expert = re.fullmatch(r"model\.layers\.(\d+)\..*experts\.(gate|up|down)_proj(\.weight|\.bias|)", name)
     if expert:
-        return f"blk.{expert[1]}.ffn_{expert[2]}_exps.weight"
-    router = re.fullmatch(r"model\.layers\.(\d+)\..*\.(gate|router)\.weight", name)
+        return f"blk.{expert[1]}.ffn_{expert[2]}_exps{expert[3] or '.weight'}"
+    router = re.fullmatch(r"model\.layers\.(\d+)\..*\.(gate|router)\.(weight|bias)", name)
     if router:
-        return f"blk.{router[1]}.ffn_gate_inp.weight"
+        return f"blk.{router[1]}.ffn_gate_inp.{router[3]}"
+    if name.endswith(".sinks"):
+        name += ".weight"
     name, _, suffix = name.rpartition(".")
     if architecture == "gptneox":
         inner = re.fullmatch(r"gpt_neox\.layers\.(\d+)\.(.+)", name)
         if inner:
             return f"blk.{inner[1]}.{_NEOX[inner[2]]}.{suffix}"
         return f"{_NEOX[name.removeprefix('gpt_neox.')]}.{suffix}"
-    known = {"granitemoe": "GRANITE_MOE"}.get(architecture, architecture.upper())
+    known = {"granitemoe": "GRANITE_MOE", "gpt-oss": "GPT_OSS"}.get(architecture, architecture.upper())
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, known), layers)
     stored = names.get_name(name)
     assert stored is not None, name
@@ -154,7 +166,7 @@ def model_keys(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     writer.add_rope_dimension_count(head_dim)
     if getattr(config, "num_experts_per_tok", None):
         _expert_keys(writer, config, architecture)
-    if architecture in ("gemma3", "exaone4") and config.sliding_window is not None:
+    if architecture in ("gemma3", "exaone4", "gpt-oss") and config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
     if architecture == "exaone4" and config.sliding_window is not None:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
@@ -168,6 +180,11 @@ def model_keys(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
 def _expert_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
     writer.add_expert_count(config.num_local_experts if architecture != "olmoe" else config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
     if architecture.startswith("qwen"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if architecture == "qwen2moe":
@@ -207,7 +224,8 @@ def write_gguf(
     model_keys(writer, model)
     extra(writer)
     for name, values in {**stored_tensors(model), **(tensors or {})}.items():
-        data, kind = (values.astype(np.float32), Kind.F32) if values.ndim == 1 else blocks(name, values)
+        plain = values.ndim == 1 or name.endswith(".bias")
+        data, kind = (values.astype(np.float32), Kind.F32) if plain else blocks(name, values)
         writer.add_tensor(name, data, raw_dtype=None if kind == Kind.F32 else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

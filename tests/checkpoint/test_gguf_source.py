@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -22,7 +23,7 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.models.families import checkpoint_names, ignored_names, spec_from_config
-from tests.checkpoint.gguf_files import ROWS, SIZES, Kind, by_transformers, in_kind, tiny_model, write_gguf
+from tests.checkpoint.gguf_files import MIXTURES, ROWS, SIZES, Kind, by_transformers, in_kind, tiny_model, write_gguf
 from tests.checkpoint.test_gguf_blocks import PACKED, random_blocks
 from tests.tiny import make_model, save
 
@@ -61,7 +62,7 @@ def comparable(spec: ModelSpec) -> ModelSpec:
     return replace(spec, arch=arch, dtype="float32", packings=())
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", [*ROWS, *MIXTURES])
 def test_floats_and_shape_are_the_models(row: str, tmp_path: Path) -> None:
     model = tiny_model(row)
     spec, source = opened(write_gguf(tmp_path / "tiny.gguf", model))
@@ -143,6 +144,41 @@ def test_rows_of_fused_tensors_have_a_place_of_their_own(tmp_path: Path) -> None
         places = [source.location(f"layers.0.attn.{part}.weight") for part in "qkv"]
         starts = [place.file_offset for place in places if place is not None]
         assert [start - starts[0] for start in starts] == [0, 4 * 64 * 64, 4 * 64 * 96]
+
+
+def test_gates_and_ups_of_gpt_oss_may_be_of_two_kinds(tmp_path: Path) -> None:
+    """Their rows take turns: as floats where no layout has both."""
+    model = tiny_model("gpt-oss")
+
+    def blocks(name: str, values: np.ndarray) -> tuple[np.ndarray, Kind]:
+        kind = Kind.MXFP4 if "gate_exps" in name else Kind.Q8_0 if "_exps" in name else Kind.F32
+        return in_kind(kind)(name, values)
+
+    _, source = opened(write_gguf(tmp_path / "tiny.gguf", model, blocks))
+    state = model.state_dict()
+    with source:
+        assert {name.split(".")[-2] for name in source.packings} == {"down"}
+        for name, kinds in (("gate_up", (Kind.MXFP4, Kind.Q8_0)), ("down", (Kind.Q8_0, Kind.Q8_0))):
+            wanted = state[f"model.layers.1.mlp.experts.{name}_proj"][2].T.contiguous()
+            rows = [wanted[turn::2] for turn in (0, 1)]
+            for turn, kind in enumerate(kinds):
+                codes = gguf.quants.quantize(rows[turn].contiguous().numpy(), kind)
+                rows[turn] = torch.from_numpy(gguf.quants.dequantize(codes, kind))
+            found = torch.empty(wanted.shape)
+            source.read_into(f"layers.1.mlp.experts.2.{name}.weight", found)
+            assert torch.equal(found, torch.stack(rows, 1).flatten(0, 1)), name
+
+
+def test_what_is_missing_of_gates_and_ups_is_told(tmp_path: Path) -> None:
+    biases = {"blk.1.ffn_up_exps.bias": np.zeros((64, 8), np.float32)}  # the other way round
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("gpt-oss"), tensors=biases)
+    header = read_header(path)
+    tensors = {name: tensor for name, tensor in header.tensors.items() if name != "blk.2.ffn_gate_exps.weight"}
+    header = header._replace(tensors=tensors)
+    with pytest.raises(ModelError) as caught:
+        GgufSource(header, spec_from_config(config_of(header), "tiny"))
+    assert "tensor 'blk.2.ffn_gate_exps.weight' (layers.2.mlp.experts.0.gate_up.weight) is missing" in str(caught.value)
+    assert "'blk.1.ffn_up_exps.bias': expected shape (8, 64) from the metadata, found (64, 8)" in str(caught.value)
 
 
 def test_a_long_tensor_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -56,6 +58,25 @@ def test_floats_of_a_family_that_transformers_does_not_read(row: str, place: str
     model = tiny_model(row)
     llm = check(write_gguf(tmp_path / "tiny.gguf", model), model, place)
     assert llm.last_record.quantization is None
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_gpt_oss_with_experts_in_mxfp4(place: str, tmp_path: Path) -> None:
+    """Gate and up are two tensors in GGUF, and rows in turns of one in the engine."""
+    model, kind = tiny_model("gpt-oss"), Kind.MXFP4
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            codes = gguf.quants.quantize(parameter.detach().transpose(1, 2).contiguous().numpy(), kind)
+            values = torch.from_numpy(gguf.quants.dequantize(codes, kind))
+            parameter.data.copy_(values.transpose(1, 2))
+
+    def blocks(name: str, values: np.ndarray) -> tuple[np.ndarray, Kind]:
+        return (gguf.quants.quantize(values, kind), kind) if "_exps" in name else (values, Kind.F32)
+
+    llm = check(write_gguf(tmp_path / "tiny.gguf", model, blocks), model, place)
+    packings = dict(llm.model.spec.packings)
+    assert {name for name in packings} == {each.name for each in llm.model.spec.multiplied["experts"]}
+    assert {packing.levels for packing in packings.values()} == {"e2m1"}
 
 
 @pytest.mark.parametrize("place", ["disk", "gpu"])

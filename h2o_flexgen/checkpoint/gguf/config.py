@@ -295,6 +295,21 @@ def _qwen3_moe(keys: _Keys) -> dict[str, Any]:
     return {"model_type": "qwen3_moe", **_whole_heads(keys), **_experts(keys), **size}
 
 
+def _gpt_oss(keys: _Keys) -> dict[str, Any]:
+    """Every second layer has a window, from the first on, and YaRN's bounds are not rounded: no keys say so."""
+    config, size = _whole_heads(keys), keys.whole("expert_feed_forward_length")
+    if size != keys.whole("feed_forward_length", size):
+        raise keys.error("expert_feed_forward_length", "feed_forward_length")
+    if config["rope_scaling"] is not None:
+        config["rope_scaling"]["truncate"] = False
+    pattern = _pattern(keys, keys.whole("block_count"), 2)
+    if pattern.get("sliding_window_pattern", 2) != 2:
+        raise keys.error("attention.sliding_window_pattern", "2, or true or false for each layer")
+    biased = "blk.0.attn_q.bias" in keys.header.tensors
+    window = {"sliding_window": keys.whole("attention.sliding_window"), **pattern}
+    return {"model_type": "gpt_oss", **config, **_experts(keys), **window, "attention_bias": biased}
+
+
 def _olmo2(keys: _Keys) -> dict[str, Any]:
     return {"model_type": "olmo2", **_whole_heads(keys)}
 
@@ -425,6 +440,7 @@ ARCHITECTURES = {
     "qwen3": Architecture(_qwen3),
     "olmo2": Architecture(_olmo2),
     "olmoe": Architecture(_olmoe),
+    "gpt-oss": Architecture(_gpt_oss, names={"mlp.norm": "post_attention_norm"}),
     "qwen2moe": Architecture(_qwen2_moe),
     "qwen3moe": Architecture(_qwen3_moe),
     "granite": Architecture(_granite, turned=True),

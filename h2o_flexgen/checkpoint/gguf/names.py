@@ -26,6 +26,7 @@ _PARTS = {
     "attn.o": "attn_output",
     "attn.q_norm": "attn_q_norm",
     "attn.k_norm": "attn_k_norm",
+    "attn.sinks": "attn_sinks",
     "attn.post_norm": "post_attention_norm",
     "mlp.norm": "ffn_norm",
     "mlp.up": "ffn_up",
@@ -46,13 +47,14 @@ ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factor
 
 
 class StoredRows(NamedTuple):
-    """Rows of a stored tensor that are a canonical one.
+    """Rows of a stored tensor that are a canonical one, or those of its rows that are `turn` modulo `turns`.
 
     start   the first of them
     rows    of the stored tensor in all
     heads   where it is not 0: rows come head by head, and within a head the two halves that are rotated against each
             other take turns, as llama.cpp keeps q and k of Llama
     offset  to be added to every number: GGUF has norms with the 1 that Gemma adds to them
+    lists   of numbers that the stored tensor has one below the other, of which one is meant
     """
 
     name: str
@@ -60,41 +62,55 @@ class StoredRows(NamedTuple):
     rows: int = 0
     heads: int = 0
     offset: float = 0.0
+    lists: int = 1
+    turn: int = 0
+    turns: int = 1
 
 
 class StoredTensor(NamedTuple):
-    """A canonical tensor of `shape`: `place` in the stored `tensor`."""
+    """A canonical tensor, or the rows of it that a stored one has, of `shape`: `place` in the stored `tensor`."""
 
     tensor: GgufTensor
     place: StoredRows
     shape: tuple[int, ...]
 
 
-def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, StoredTensor]:
-    """Where each canonical tensor of `spec` is. ModelError with all that is missing, misshapen or too much."""
+def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, tuple[StoredTensor, ...]]:
+    """Where each canonical tensor of `spec` is: in one stored tensor, or in some whose rows take turns.
+
+    ModelError with all that is missing, misshapen or too much.
+    """
     problems, found = Problems(), {}
     architecture = str(header.metadata.get("general.architecture"))
     shapes = {tensor.name: tuple(tensor.shape) for group in spec.weight_groups for tensor in group.tensors}
-    places = {name: _place(architecture, spec, name, shape[0]) for name, shape in shapes.items()}
-    for name, place in places.items():
-        shape = shapes[name]
-        tensor = header.tensors.get(place.name)
-        if tensor is None:
-            problems.add(f"tensor {place.name!r} ({name}) is missing", download=True)
-            continue
-        stored = (place.rows, *shape[1:])
-        if len(shape) == 1 and FORMATS[tensor.kind].dtype is None:
-            problems.add(f"tensor {place.name!r} is a list in blocks of {tensor.kind}: needed floats")
-        elif _flat(tensor.shape) == _flat(stored):
-            found[name] = StoredTensor(tensor, place, shape)
-        else:
-            problems.add(f"tensor {place.name!r}: expected shape {stored} from the metadata, found {tensor.shape}")
-    used = {place.name for place in places.values()}
+    places = {name: _places(architecture, spec, name, shape[0]) for name, shape in shapes.items()}
+    for name, those in places.items():
+        parts = [_bound(header, name, place, shapes[name], problems) for place in those]
+        found[name] = tuple(part for part in parts if part is not None)
+    used = {place.name for those in places.values() for place in those}
     for name in header.tensors:
         if name not in used and name not in ROTARY_FACTORS:
             problems.add(f"tensor {name!r} is not part of this model")
     problems.raise_any(header.path, NEEDED.replace("GGUF file", "GGUF file of a model whose weights fit its metadata"))
     return found
+
+
+def _bound(
+    header: GgufHeader, name: str, place: StoredRows, shape: tuple[int, ...], problems: Problems
+) -> StoredTensor | None:
+    """The rows of canonical `name` that `place` has, of a tensor that is there and fits; None: a problem is added."""
+    tensor = header.tensors.get(place.name)
+    if tensor is None:
+        problems.add(f"tensor {place.name!r} ({name}) is missing", download=True)
+        return None
+    stored = (place.rows, *shape[1:]) if place.lists == 1 else (place.lists, place.rows // place.lists)
+    if len(shape) == 1 and FORMATS[tensor.kind].dtype is None:
+        problems.add(f"tensor {place.name!r} is a list in blocks of {tensor.kind}: needed floats")
+    elif _flat(tensor.shape) == _flat(stored):
+        return StoredTensor(tensor, place, (shape[0] // place.turns, *shape[1:]))
+    else:
+        problems.add(f"tensor {place.name!r}: expected shape {stored} from the metadata, found {tensor.shape}")
+    return None
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -103,20 +119,38 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def packings_of(header: GgufHeader, spec: ModelSpec) -> tuple[tuple[str, Packing], ...]:
-    """The layouts that the tensors in blocks are converted to, by canonical name. ModelError as `bind` raises it."""
-    packings = ((name, FORMATS[bound.tensor.kind].packing) for name, bound in sorted(bind(header, spec).items()))
-    return tuple((name, packing) for name, packing in packings if packing is not None)
+    """The layouts that the tensors in blocks are converted to, by canonical name. ModelError as `bind` raises it.
+
+    Where rows of several kinds take turns, which llama.cpp does not write, there is no layout for all of them.
+    """
+    packings = (
+        (name, {FORMATS[part.tensor.kind].packing for part in parts})
+        for name, parts in sorted(bind(header, spec).items())
+    )
+    whole = ((name, next(iter(kinds))) for name, kinds in packings if len(kinds) == 1)
+    return tuple((name, packing) for name, packing in whole if packing is not None)
+
+
+def _places(architecture: str, spec: ModelSpec, name: str, rows: int) -> tuple[StoredRows, ...]:
+    """Where the canonical tensor `name` of so many rows is: in gpt-oss' experts rows of gate and up take turns."""
+    if ".gate_up." not in name:
+        return (_place(architecture, spec, name, rows),)
+    halves = (_place(architecture, spec, name.replace("gate_up", part), rows // 2) for part in ("gate", "up"))
+    return tuple(half._replace(turn=turn, turns=2) for turn, half in enumerate(halves))
 
 
 def _place(architecture: str, spec: ModelSpec, name: str, rows: int) -> StoredRows:
-    """Where the canonical tensor `name` of so many rows is."""
+    """Where the canonical tensor `name` of so many rows is, in one stored tensor."""
     if name in _OUTER:
         return StoredRows(_OUTER[name], 0, rows, 0, -spec.arch.norm_offset if "norm" in name else 0.0)
+    if name.endswith(".sinks"):
+        return StoredRows(f"blk.{name.split('.')[1]}.{_PARTS['attn.sinks']}.weight", 0, rows)
     _, layer, half, part, *expert, suffix = name.split(".")
     if expert:  # one below the other
         number, part = int(expert[0]), expert[1]
-        whole = rows * (spec.arch.experts.count if spec.arch.experts else 1)
-        return StoredRows(f"blk.{layer}.{_PARTS[f'{half}.{part}']}_exps.{suffix}", number * rows, whole)
+        count = spec.arch.experts.count if spec.arch.experts else 1
+        name = f"blk.{layer}.{_PARTS[f'{half}.{part}']}_exps.{suffix}"
+        return StoredRows(name, number * rows, rows * count, lists=count if suffix == "bias" else 1)
     if part in _SHARED and half == "mlp" and spec.arch.experts_of(int(layer)) is not None:
         return StoredRows(f"blk.{layer}.{_SHARED[part]}.{suffix}", 0, rows)
     query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim

@@ -47,9 +47,10 @@ class GgufSource:
         self.dtype = stored_dtype(header)
         self.packings = dict(packings_of(header, spec))
         self.format = "gguf" if self.packings else None
-        for name, bound in self._bound.items():
-            if _row_bytes(bound) > CHUNK:
-                raise ModelError(f"{header.path}: rows of {name} have {_row_bytes(bound)} bytes", f"needed {CHUNK}")
+        for name, pieces in self._bound.items():
+            most = max(_row_bytes(bound) for bound in pieces)
+            if most > CHUNK:
+                raise ModelError(f"{header.path}: rows of {name} have {most} bytes", f"needed {CHUNK}")
         facts = [[tuple(part) for part in header.parts], self._bound]
         self.fingerprint = hashlib.sha256(json.dumps(["gguf", facts], sort_keys=True).encode()).hexdigest()
         self._files: list[CheckpointFile] = []
@@ -75,42 +76,45 @@ class GgufSource:
 
         Raises ModelError, StorageError or ValueError.
         """
-        bound = self._bound[name]
-        file = self._files[bound.tensor.part]
-        if file.closed:
+        pieces = self._bound[name]
+        files = [self._files[bound.tensor.part] for bound in pieces]
+        if any(file.closed for file in files):
             raise ValueError(f"the checkpoint is closed, {name} cannot be read")
         if isinstance(out, PackedWeight):
-            if out.packing != self.packings.get(name) or out.shape != bound.shape:
-                raise ValueError(f"{name} is {self.packings.get(name)} of {bound.shape}, got {out.packing}")
-            convert_blocks = FORMATS[bound.tensor.kind].convert
-            assert convert_blocks is not None, "only blocks have a packing"
+            if out.packing != self.packings.get(name) or out.shape != _whole(pieces):
+                raise ValueError(f"{name} is {self.packings.get(name)} of {_whole(pieces)}, got {out.packing}")
+            packed = out
 
-            def take(part: range) -> None:
+            def take(bound: StoredTensor, part: range) -> None:
+                convert_blocks = FORMATS[bound.tensor.kind].convert
+                assert convert_blocks is not None, "only blocks have a packing"
                 for rows, blocks in self._rows(name, bound, part):
-                    _fill(out, _destination(bound, rows), convert_blocks(blocks))
+                    _fill(packed, _destination(bound, rows), convert_blocks(blocks))
         else:
-            flat = flat_out(name, bound.shape, out)
+            flat = flat_out(name, _whole(pieces), out)
 
-            def take(part: range) -> None:
+            def take(bound: StoredTensor, part: range) -> None:
                 for rows, blocks in self._rows(name, bound, part):
                     _fill_floats(bound, rows, blocks, flat)
 
-        parts = _parts(bound)
-        if len(parts) == 1:
-            take(parts[0])
+        tasks = [(bound, part) for bound in pieces for part in _parts(bound)]
+        if len(tasks) == len(pieces):
+            for task in tasks:
+                take(*task)
         else:
-            with ThreadPoolExecutor(len(parts)) as pool:
-                list(pool.map(take, parts))
-        file.check()
+            with ThreadPoolExecutor(min(len(tasks), _MOST_THREADS)) as pool:
+                list(pool.map(lambda task: take(*task), tasks))
+        for file in files:
+            file.check()
 
     def location(self, name: str) -> Location | None:
         """Where the bytes of `name` lie, if they are floats of this source's dtype, just as they are wanted."""
-        bound = self._bound[name]
+        bound, *others = self._bound[name]
         tensor, place = bound.tensor, bound.place
         file = self._files[tensor.part]
         file.check()
         start = tensor.offset + place.start * _row_bytes(bound)
-        if FORMATS[tensor.kind].dtype != self.dtype or place.heads or place.offset:
+        if others or FORMATS[tensor.kind].dtype != self.dtype or place.heads or place.offset:
             return None
         if start % torch_dtype(self.dtype).itemsize:
             return None
@@ -119,8 +123,9 @@ class GgufSource:
     def content(self) -> str:
         """See WeightSource. Raises as read_into does."""
         facts = {
-            name: ((bound.tensor.kind, bound.place.heads, bound.place.offset), self._stored(bound))
-            for name, bound in self._bound.items()
+            f"{name}{'+' * turn}": ((bound.tensor.kind, bound.place.heads, bound.place.offset), self._stored(bound))
+            for name, pieces in self._bound.items()
+            for turn, bound in enumerate(pieces)
         }
         return content_digest(facts)
 
@@ -153,6 +158,11 @@ class GgufSource:
         return FileTensor(self._files[bound.tensor.part], (run,), "uint8", bound.shape)
 
 
+def _whole(pieces: tuple[StoredTensor, ...]) -> tuple[int, ...]:
+    """The shape of a canonical tensor."""
+    return (sum(bound.shape[0] for bound in pieces), *pieces[0].shape[1:])
+
+
 def _parts(bound: StoredTensor) -> list[range]:
     """The rows of a tensor in parts for threads of their own: numpy takes one, and lets others work meanwhile."""
     count = min(len(os.sched_getaffinity(0)), _MOST_THREADS, bound.shape[0] * _row_bytes(bound) // _LARGE)
@@ -169,7 +179,8 @@ def _row_bytes(bound: StoredTensor) -> int:
 def _destination(bound: StoredTensor, rows: range) -> slice | np.ndarray:
     """Where `rows` of the file belong in the canonical tensor."""
     if not bound.place.heads:
-        return slice(rows.start, rows.stop)
+        turn, turns = bound.place.turn, bound.place.turns
+        return slice(rows.start * turns + turn, rows.stop * turns, turns)
     dim = bound.shape[0] // bound.place.heads
     stored = np.arange(rows.start, rows.stop)
     within = stored % dim
@@ -189,17 +200,17 @@ def _fill(out: PackedWeight, where: slice | np.ndarray, parts: Parts) -> None:
 def _fill_floats(bound: StoredTensor, rows: range, blocks: Bytes, out: torch.Tensor) -> None:
     """The rows of `out`, which is flat, from the file's bytes of them."""
     form, place = FORMATS[bound.tensor.kind], bound.place
-    width = out.numel() // bound.shape[0]
+    width = out.numel() // (bound.shape[0] * place.turns)
     if form.dtype is not None:
         values = torch.from_numpy(blocks.reshape(-1)).view(torch_dtype(form.dtype))
-        if not place.heads and not place.offset:
+        if not place.heads and not place.offset and place.turns == 1:
             move = copy if values.dtype == out.dtype else convert
             move(out.narrow(0, rows.start * width, values.numel()), values)
             return
         pieces = iter([(rows, values.view(len(rows), width).float() + place.offset)])
     else:
         pieces = _expanded(form, rows, blocks, width)
-    matrix = out.view(bound.shape[0], width)
+    matrix = out.view(-1, width)
     for some, numbers in pieces:
         matrix[_destination(bound, some)] = numbers.to(out.dtype).to(out.device)
 
