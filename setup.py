@@ -42,7 +42,7 @@ class WithKernels(build_py):
             )
         folder.mkdir(parents=True, exist_ok=True)
         for name, flags in building.MACHINES.items():
-            building.build(compiler, (*building.FLAGS, *flags), folder / building.file_of(name))
+            building.build(compiler, (*building.FLAGS, *flags), folder / building.file_of(name), timeout_s=3600)
 
 
 class OfThisPlatform(bdist_wheel):

@@ -149,7 +149,7 @@ def _linear_by_torch(
         return onto.addmm_(x, weight.t())
     if fused and relu and bias is not None:
         y = torch._addmm_activation(bias, x, weight.t())
-    elif x.dtype is weight.dtype is torch.bfloat16 and x.is_cpu and len(x) >= _WIDENED and torch_widens():
+    elif not fused and x.dtype is weight.dtype is torch.bfloat16 and x.is_cpu and len(x) >= _WIDENED and torch_widens():
         y = _widened_linear(x, weight, bias)
         y = y.relu_() if relu else y
     else:

@@ -44,17 +44,17 @@ def sources() -> list[Path]:
     return sorted(FOLDER.glob("*.c"))
 
 
-def build(compiler: str, flags: Sequence[str], target: Path) -> None:
+def build(compiler: str, flags: Sequence[str], target: Path, timeout_s: float = TIMEOUT_S) -> None:
     """Compiles the library to `target`, at once: another process that builds the same ends up with the same. Raises
-    subprocess.SubprocessError or OSError."""
+    subprocess.SubprocessError, also after `timeout_s` seconds of a compiler, or OSError."""
     with tempfile.TemporaryDirectory(dir=target.parent) as made, ThreadPoolExecutor(_COMPILERS) as pool:
         objects = [str(Path(made) / f"{source.stem}.o") for source in sources()]
         each = [[compiler, *flags, "-c", str(c), "-o", o] for c, o in zip(sources(), objects, strict=True)]
-        list(pool.map(_run, each))
+        list(pool.map(lambda command: _run(command, timeout_s), each))
         linked = Path(made, target.name)
-        _run([compiler, "-shared", "-pthread", _LINKER, *objects, "-o", str(linked), "-lm"])
+        _run([compiler, "-shared", "-pthread", _LINKER, *objects, "-o", str(linked), "-lm"], timeout_s)
         linked.replace(target)
 
 
-def _run(command: list[str]) -> None:
-    subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+def _run(command: list[str], timeout_s: float) -> None:
+    subprocess.run(command, capture_output=True, text=True, check=True, timeout=timeout_s)

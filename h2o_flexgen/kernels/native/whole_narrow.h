@@ -16,12 +16,17 @@ INLINE void four_steps(__m256i whole[][2], const int8_t *x, int64_t apart, const
             int32_t four;
             memcpy(&four, x + r * apart + s * 4, sizeof four);
             const __m256i both = _mm256_set1_epi32(four);
-            UNROLL for (int h = 0; h < 2; h++)
+            UNROLL for (int h = 0; h < 2; h++) {
                 if (sixteen)
                     whole[r][h] = first && s == 0 ? _mm256_maddubs_epi16(w[h], both)
                                                   : _mm256_add_epi16(whole[r][h], _mm256_maddubs_epi16(w[h], both));
+                else if (nibbles == 1 || nibbles == 2)
+                    whole[r][h] = dot_bytes(whole[r][h], w[h], both);
                 else
-                    whole[r][h] = nibbles == 1 || nibbles == 2 ? dot_bytes(whole[r][h], w[h], both) : dot_signed(whole[r][h], w[h], both);
+                    whole[r][h] = dot_signed(whole[r][h], w[h], both);
+                /* In this order: compilers that add up all products in a tree have no registers for them. */
+                __asm__("" : "+x"(whole[r][h]));
+            }
         }
     }
 }
