@@ -135,7 +135,12 @@ def make_decoder(model: Model, device: torch.device) -> Decoder:
         return Decoder(model.spec)
     from h2o_flexgen.models.hf.decoder import ModuleDecoder  # imports transformers
 
-    return ModuleDecoder(model.spec, torch_dtype(model.dtype), device)
+    decoder = ModuleDecoder(model.spec, torch_dtype(model.dtype), device)
+    for name in decoder.exact:
+        tensor = torch.empty(model.spec.tensors[name].shape)
+        model.stored.read_into(name, tensor)
+        decoder.keep(name, tensor.to(device))
+    return decoder
 
 
 def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> EngineConfig:

@@ -154,6 +154,28 @@ def test_sixteen_bits_are_near_the_native_family(kind: str, tmp_path: Path) -> N
     assert found[0] == pytest.approx(found[1], rel=0.05)
 
 
+def test_parts_in_float32_stay_so(tmp_path: Path) -> None:
+    """transformers keeps what corrects a router's choice in float32, and checkpoints have it so."""
+    model, (context, rest) = tiny("deepseek_v3"), prompts_of([20, 6])
+    bias = torch.linspace(-0.3, 0.3, 6)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(bias)
+    model.to(torch.bfloat16)
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias = bias.clone()
+    model.save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    with torch.no_grad():
+        rows = theirs(torch.tensor([context + rest[:-1]])).logits[0, len(context) - 1 :].float().log_softmax(-1)
+    with Engine(str(tmp_path), dtype="bfloat16") as llm:
+        ours = llm.score([(context, rest)])[0].logprob
+        kept = llm._decoder.exact  # type: ignore[attr-defined]
+        assert len(kept) == 2
+        assert all(torch.equal(where[key], bias) for places in kept.values() for where, key in places)
+    assert ours == pytest.approx(float(rows.gather(1, torch.tensor(rest)[:, None]).sum()), rel=0.05)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_packed_weights_are_multiplied_by_the_engine(bits: int, tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from greenlet import GreenletExit, getcurrent
 from torch import Tensor, nn
+from transformers.core_model_loading import build_glob_alternation
 
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.errors import ModelError
@@ -110,6 +111,10 @@ class ModuleDecoder(Decoder):
             modules[path].register_forward_pre_hook(_stop(number), with_kwargs=True)
         take_products(model, model.get_output_embeddings())
         self._places: list[Places] = [[] for _ in spec.units]
+        plan = model._get_dtype_plan(dtype)
+        self._exact = build_glob_alternation(list(plan))[0] if plan else None
+        self.exact: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        """By canonical name where the tensors go that transformers keeps in float32 whatever the dtype: see `keep`."""
         groups = dict(spec.groups)
         for unit in spec.units:
             for each in groups[unit.weights]:  # not those of experts, which are computed elsewhere
@@ -130,7 +135,15 @@ class ModuleDecoder(Decoder):
         module = modules[path]
         where: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
         where[key] = Absent(parameter)
+        if self._exact is not None and self._exact.search(parameter):
+            self.exact.setdefault(name, []).append((where, key))
+            return
         self._places[unit].append((where, key, local_name(name), copied))
+
+    def keep(self, name: str, tensor: Tensor) -> None:
+        """One of the tensors in `exact`, float32, for good."""
+        for where, key in self.exact[name]:
+            where[key] = tensor
 
     def scale_of(self, layer: int) -> float:
         """What the logits of a layer's attention are multiplied by."""
