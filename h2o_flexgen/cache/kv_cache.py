@@ -138,6 +138,7 @@ class KVCache:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
         self.watch: PromptWatch | None = None
+        self.soft_cap: float | None = None  # of the logits of steps, from the first on
 
     @classmethod
     def joined(cls, parts: Sequence[tuple[KVCache, Sequence[int]]], k: Tensor, v: Tensor) -> KVCache:
@@ -368,7 +369,7 @@ class KVCache:
         """All prompts are in: which way the steps go is settled for good, by the first query among others."""
         self._lengths.start()
         self._slots.start(rolling)
-        torch_only = rolling or (sinks and self.device.type != "cpu")
+        torch_only = rolling or self.soft_cap is not None or (sinks and self.device.type != "cpu")
         self._fused = None if torch_only else FusedStep.of(self._lengths, self._slots, k, q, self._packings)
         if self._fused is not None:
             self._fused.attach(k, v)
@@ -435,7 +436,7 @@ class KVCache:
         if table is not None:
             newest, ranks = some_of(self._lengths.newest_ranks, rows), some_of(self._slots.ranks(width), rows)
             asked, keys = rolled(asked, keys, table, newest.view(-1, 1), ranks)
-        return decode_attention(asked, keys, values, scale, seen, self._slots.needs_rows, sink_logits)
+        return decode_attention(asked, keys, values, scale, seen, self._slots.needs_rows, sink_logits, self.soft_cap)
 
     def _together(self, width: int) -> list[slice | None]:
         """The rows that are attended to at once: all, or as many as may be expanded at a time."""

@@ -65,6 +65,7 @@ def prefill_attention(
     past: KeysValues | None = None,
     window: int | None = None,
     sink_logits: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> PrefillAttention:
     """Causal attention of whole prompts, or ends of prompts, of one length, and how much attention each key received.
 
@@ -72,19 +73,20 @@ def prefill_attention(
     n rows have in common. Query i has position P + i and sees the keys up to there, with a window only the last
     `window` of them. `column_sums` (n, kv_heads, P + S): the sum over these S queries of the softmax probability of
     each key, averaged over the query heads that share a KV head (H2O section 3; accumulated score). sink_logits:
-    float32 (heads,), of each head a logit that is no token's and takes its share of every softmax (gpt-oss).
+    float32 (heads,), of each head a logit that is no token's and takes its share of every softmax (gpt-oss). soft_cap:
+    c tanh(logit / c) is what a logit counts (Gemma 2), in torch alone.
 
     In C, any strides will do where the last dimension is contiguous. Weights are rounded to bfloat16 before they
     multiply the values, column sums come from what they were in float32: as torch's kernel has it. Equal inputs give
     equal bits, whatever the number of threads.
     """
-    if sink_logits is None and q.numel() and by_triton(q.device, q.shape[-1]):
+    if sink_logits is None and soft_cap is None and q.numel() and by_triton(q.device, q.shape[-1]):
         from h2o_flexgen.kernels import triton_prompt  # imports Triton, which is not there on every machine
 
         return triton_prompt.prefill_attention(q, k, v, scale, column_sums, past=past, window=window)
-    if not _fits(q, k, v, scale, past):
+    if soft_cap is not None or not _fits(q, k, v, scale, past):
         return torch_attention.prefill_attention(
-            q, k, v, scale, column_sums, past=past, window=window, sink_logits=sink_logits
+            q, k, v, scale, column_sums, past=past, window=window, sink_logits=sink_logits, soft_cap=soft_cap
         )
     n, heads, length, d = q.shape
     task = _task(q, k, v, past, window, sink_logits)

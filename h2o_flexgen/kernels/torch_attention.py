@@ -42,6 +42,7 @@ def prefill_attention(
     past: KeysValues | None = None,
     window: int | None = None,
     sink_logits: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> PrefillAttention:
     """Causal attention and column sums; shapes and meaning as `prompt.prefill_attention`."""
     n, heads, length, d = q.shape
@@ -60,7 +61,7 @@ def prefill_attention(
             asked, left = _scaled(asked, scale)
             first = 0 if window is None else max(0, before + start + 1 - window)
             seen = _seen(past, own, first, before, stop)
-            logits = _logits(asked, *seen).mul_(left)
+            logits = _capped(_logits(asked, *seen).mul_(left), soft_cap)
             by_query = logits.view(-1, kv_heads, group, stop - start, logits.shape[-1])
             _mask(by_query, before + start - first, window)
             sinks = None if sink_logits is None else sink_logits.view(1, kv_heads, group, 1)
@@ -83,6 +84,11 @@ def _scaled(q: Tensor, scale: float) -> tuple[Tensor, float]:
         return q, scale
     shift = 2.0 ** (math.frexp(scale)[1] - 1)
     return q * shift, scale / shift
+
+
+def _capped(logits: Tensor, soft_cap: float | None) -> Tensor:
+    """The logits, none of them beyond `soft_cap` either way (Gemma 2), in place."""
+    return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)
 
 
 def _seen(
@@ -152,18 +158,19 @@ def decode_attention(
     valid: Tensor | None,
     want_row: bool,
     sink_logits: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> DecodeAttention:
     """One query per sequence over the kept slots.
 
     q: (b, heads, d); k, v: (b, kv_heads, N, d); valid: (b, kv_heads, N) bool, or None where every slot is occupied.
-    sink_logits: float32 (heads,), of each head a logit that is no token's.
+    sink_logits: float32 (heads,), of each head a logit that is no token's. soft_cap: see `_capped`.
     `row` is the softmax probability of each slot, averaged over the query heads of its KV head, 0 where not valid.
     """
     b, heads, d = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     asked, left = _scaled(q.view(b, kv_heads, group, d), scale)
-    logits = _product(asked, k.transpose(-1, -2)).float().mul_(left)
+    logits = _capped(_product(asked, k.transpose(-1, -2)).float().mul_(left), soft_cap)
     if valid is not None:
         logits.masked_fill_(~valid.unsqueeze(2), float("-inf"))
     sinks = None if sink_logits is None else sink_logits.view(1, kv_heads, group).expand(b, -1, -1)

@@ -38,9 +38,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[DecodeAttention]:
     seen: list[DecodeAttention] = []
 
     def spy(
-        q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, want_row: bool, sinks: Any = None
+        q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, want_row: bool, *others: Any
     ) -> DecodeAttention:
-        result = decode_attention(q, k, v, scale, valid, True, sinks)
+        result = decode_attention(q, k, v, scale, valid, True, *others)
         seen.append(result)
         return result if want_row else DecodeAttention(result.out, None)
 

@@ -154,7 +154,7 @@ def test_a_step_takes_the_same_operations_whatever_the_shape(
     policy: PolicyRow, turning: Turning | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_attention(
-        q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Any, want_row: bool, sinks: Any = None
+        q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Any, want_row: bool, *others: Any
     ) -> DecodeAttention:
         return DecodeAttention(q, zeros[:, :, : k.shape[2]] if want_row else None)
 

@@ -48,6 +48,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "cohere2": {"head_dim": 16, **WINDOWED},
     "granite_swa": WINDOWED,
+    "gemma2": {"head_dim": 16, "attn_logit_softcapping": 2.0, **WINDOWED},
     "qwen3_moe": {"head_dim": 16, **EXPERTS},
     "glm4_moe": {"head_dim": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, **EXPERTS},
     "mixtral": EXPERTS,
@@ -141,6 +142,31 @@ def test_shared_prefixes_and_samples_go_through_modules(tmp_path: Path) -> None:
         assert [each.token_ids for each in llm.generate(prompts, max_new_tokens=5, ignore_eos=True)] == alone
     with Engine(str(tmp_path), dtype="float32", model_impl="native") as llm:
         assert scores.logprob == pytest.approx(llm.score([(head, first[1:6])])[0].logprob, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "glm4_moe", "granite", "deepseek_v3"])
+def test_h2o_scores_a_prompt_by_transformers_probabilities(kind: str, tmp_path: Path) -> None:
+    """Column sums, in the mean over the heads of a KV head, all where these share latents; the heaviest stay."""
+    model, prompt, budget = tiny(kind), prompts_of([30])[0], 12
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        attentions = model(torch.tensor([prompt]), output_attentions=True).attentions
+    eviction = EvictionConfig("h2o", budget=budget)
+    with Engine(
+        str(tmp_path), dtype="float32", model_impl="transformers", eviction=eviction, record_scores=True
+    ) as llm:
+        llm.generate([prompt], max_new_tokens=1, ignore_eos=True)
+        assert llm.score_log is not None
+        ((row_id, (_, kept)),) = llm.score_log._ended.items()
+        found = llm.score_log._scores[row_id]
+    assert any(found)
+    for layer, scores in found.items():
+        sums = attentions[layer][0].sum(1).view(len(scores), -1, len(prompt)).mean(1)
+        assert torch.tensor(scores) == pytest.approx(sums, abs=1e-4)
+        if llm.model.spec.windows[layer] is None:
+            older = sums[:, : len(prompt) - budget // 2].topk(budget // 2).indices
+            recent = range(len(prompt) - budget // 2, len(prompt))
+            assert kept[layer] == [sorted([*each, *recent]) for each in older.tolist()]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])

@@ -56,6 +56,7 @@ class AttendedPrompts:
     column_sums: Tensor | None = None
     turn: Turn | None = None
     sink_logits: Tensor | None = None
+    soft_cap: float | None = None
 
     def of(self, rows: slice | Tensor) -> AttendedPrompts:
         """Those of some rows."""
@@ -275,6 +276,8 @@ def attention_rows(
         asked = prompts.queries[:, :, end - (stop - start) : end].float().mul(prompts.scale)
         logits = asked.reshape(n, kv_heads, -1, d) @ keys
         logits = logits.view(n, kv_heads, heads // kv_heads, stop - start, length)
+        if prompts.soft_cap is not None:
+            logits = logits.div_(prompts.soft_cap).tanh_().mul_(prompts.soft_cap)
         at = places[start:stop]
         hidden = places > at.unsqueeze(1)
         if window is not None:

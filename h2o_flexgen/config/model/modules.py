@@ -54,6 +54,8 @@ class ModuleSpec(ModelSpec):
     matrices: tuple[tuple[str, tuple[Product, ...]], ...] = ()
     scales: tuple[float, ...] = ()
     starts: tuple[str, ...] = ()
+    soft_caps: bool = False
+    """Whether logits of attention are kept from growing (Gemma 2)."""
 
     @cached_property
     def tensors(self) -> dict[str, ModuleTensor]:

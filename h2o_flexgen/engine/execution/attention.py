@@ -108,6 +108,8 @@ class PromptAttention:
     layer: int = 0
     path_sums: bool = False
     """Whether a store keeps column sums, which what is on the path then needs even where no cache wants them."""
+    soft_cap: float | None = None
+    """Of logits: see `prefill_attention`."""
 
     def chunk(self, chunk: PromptChunk, angles: Angles | None, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         """q (t, heads, d), k and v (t, kv_heads, d) of the chunk's packed tokens: the mixed values go to `out`, like q.
@@ -135,7 +137,7 @@ class PromptAttention:
         the kernels takes longer than these.
         """
         alone = [segment for segment in chunk.segments if segment.rows and not segment.depth]
-        if any(segment.length != self.lengths[segment.rows[0]] for segment in alone):
+        if self.soft_cap is not None or any(segment.length != self.lengths[segment.rows[0]] for segment in alone):
             return chunk.segments
         spans = list[tuple[int, int, int]]()
         for segment in alone:
@@ -161,7 +163,15 @@ class PromptAttention:
         seen = None if past is None else past.seen
         wanted = self.column_sums or (self.path_sums and not segment.rows)
         mixed, sums = prefill_attention(
-            q, k, v, self.scale, wanted, past=seen, window=self.window, sink_logits=self.sink_logits
+            q,
+            k,
+            v,
+            self.scale,
+            wanted,
+            past=seen,
+            window=self.window,
+            sink_logits=self.sink_logits,
+            soft_cap=self.soft_cap,
         )
         out.copy_(mixed.transpose(1, 2).flatten(0, 1))
         if past is not None and sums is not None and past.sums is not None:
@@ -171,7 +181,16 @@ class PromptAttention:
             sums = sums if self.cache.wants_column_sums else None
             before = None if past is None else (*past.seen, past.stored_k)
             prompts = AttendedPrompts(
-                k, v, stored_k, self.scale, before, queries, sums, self.turn, sink_logits=self.sink_logits
+                k,
+                v,
+                stored_k,
+                self.scale,
+                before,
+                queries,
+                sums,
+                self.turn,
+                sink_logits=self.sink_logits,
+                soft_cap=self.soft_cap,
             )
             self._fill(list(segment.rows), prompts)
         else:
@@ -220,6 +239,7 @@ class TickAttention:
     prompt_angles: Angles | None
     table: Angles | None
     sink_logits: Tensor | None = None
+    soft_cap: float | None = None
 
     def part(self, part: AttentionPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (t, heads, d), k and v (t, kv_heads, d) of the part's tokens to the mixed values (t, heads, d)."""
@@ -255,5 +275,6 @@ class TickAttention:
         """One decode step over the cache, all of it where the cache is."""
         if self.cache is None:
             raise RuntimeError("decode rows are in hand, and no cache of theirs")
+        self.cache.soft_cap = self.soft_cap
         sinks = self.sink_logits if self.sink_logits is None else self.sink_logits.to(self.cache.device)
         return self.cache.attend(q, k, v, self.scale, self.table, sinks)

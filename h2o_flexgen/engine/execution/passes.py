@@ -98,9 +98,9 @@ class Passes:
 
 def _attend(attention: TickAttention, part: AttentionPart, call: Call) -> Tensor:
     """What a part's tokens attend to: decode rows to their caches, prompts to themselves."""
-    attention.sink_logits = call.sinks
+    attention.sink_logits, attention.soft_cap = call.sinks, call.soft_cap
     if attention.prompts is not None:
-        attention.prompts.sink_logits = call.sinks
+        attention.prompts.sink_logits, attention.prompts.soft_cap = call.sinks, call.soft_cap
     if part.chunk is None:
         return attention.decode(call.q, call.k, call.v)
     return attention.part(part, call.q, call.k, call.v)

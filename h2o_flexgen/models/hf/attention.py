@@ -48,7 +48,7 @@ class NotUnderstood(ModelError):
 class Call(NamedTuple):
     """One call of attention: q (T, heads, d), k and v (T, kv_heads, d), rotated as the model has it.
 
-    `sinks`: of each head a logit that is no token's.
+    `sinks`: of each head a logit that is no token's; `soft_cap`: of all logits.
     """
 
     layer: int
@@ -58,6 +58,7 @@ class Call(NamedTuple):
     scale: float
     window: int | None
     sinks: Tensor | None = None
+    soft_cap: float | None = None
 
 
 class ModelRun(greenlet):
@@ -116,6 +117,7 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """q (1, heads, T, d), k (1, kv_heads, T, d), v (1, kv_heads, T, e) -> (1, T, heads, e)."""
@@ -143,12 +145,14 @@ def _attention(
         absorbed = Absorbed.of(module, query, key, value)
         k, v = own_k[0].transpose(0, 1), own_v[0].transpose(0, 1)
         kept = torch.cat([k, v], -1)
-        mixed = run.attend(Call(layer, absorbed.query(query), kept, _wide(k, kept.shape[-1]), scale, window, sinks))
+        mixed = run.attend(
+            Call(layer, absorbed.query(query), kept, _wide(k, kept.shape[-1]), scale, window, sinks, softcap)
+        )
         return absorbed.value(mixed).unsqueeze(0), None
     # Caches have keys and values of one size: the smaller ones end with zeros, which add nothing.
     dim = max(key.shape[-1], value.shape[-1])
     q, k, v = (_wide(each[0].transpose(0, 1), dim) for each in (query, key, value))
-    return run.attend(Call(layer, q, k, v, scale, window, sinks))[..., : value.shape[-1]].unsqueeze(0), None
+    return run.attend(Call(layer, q, k, v, scale, window, sinks, softcap))[..., : value.shape[-1]].unsqueeze(0), None
 
 
 def _wide(x: Tensor, dim: int) -> Tensor:

@@ -235,6 +235,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
         matrices=matrices,
         scales=tuple(each.scale for each in timeline.calls),
         starts=tuple(timeline.starts),
+        soft_caps=any(each.soft_cap is not None for each in timeline.calls),
     )
 
 
