@@ -18,6 +18,7 @@ from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.requests.sequence import RequestOutput
 from h2o_flexgen.engine.requests.tokenizer import TextCodec, added_text
 from h2o_flexgen.errors import UsageError
+from h2o_flexgen.jobs.idle import asks_nothing, known
 from h2o_flexgen.jobs.requests import BatchRequest, Refused, finite, seed_of, talk_of, with_spans
 from h2o_flexgen.jobs.source import BadLine, Record, load_json
 
@@ -49,13 +50,11 @@ _SAMPLING = frozenset(
         "fold",
     ]
 )
-_COMMON = _SAMPLING | {"model", "stream", "user", "spans"}
+_COMMON = _SAMPLING | {"model", "stream", "spans"}
 _FIELDS = {
     COMPLETIONS: _COMMON | {"prompt", "echo", "best_of", "suffix"},
     CHAT: _COMMON | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"},
 }
-_LATER = ("tools", "tool_choice", "functions", "stream_options")
-"""Fields that are known and refused by that, so that a reader does not look for a spelling mistake."""
 _BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
     "top_p": (0, 1),
@@ -87,10 +86,10 @@ class OpenAIFormat:
         """What a line asks for; Refused with the field that cannot be served."""
         line = self._line(record)
         url, body = line["url"], line["body"]
-        for name in body:
-            if name not in _FIELDS[url] and body[name] is not None:
-                known = "is not supported" if name in _LATER else "is not known"
-                raise Refused(f"the field {name!r} of the body {known}", "unsupported_field", param=name)
+        for name, value in body.items():
+            if name not in _FIELDS[url] and not asks_nothing(name, value):
+                why = f"is {shown(value)}, which is not supported" if known(name) else "is not known"
+                raise Refused(f"the field {name!r} of the body {why}", "unsupported_field", param=name)
         fields = _Body(body)
         names = {self.model, self.model.rstrip("/").rpartition("/")[2], *self.served}
         if body.get("model") is not None and fields.text("model") not in names:
@@ -168,14 +167,13 @@ class OpenAIFormat:
             if len(prompts) > 1:
                 raise Refused(f"spans are given, and {len(prompts)} prompts", param="spans")
             prompts = [with_spans(prompts[0], spans)]
-        if fields.get("suffix") is not None:
+        if not asks_nothing("suffix", fields.get("suffix")):
             raise Refused("suffix is not supported", "unsupported_field", param="suffix")
         n = fields.whole("n", 1, 1, MOST_SAMPLES)
         if fields.whole("best_of", n, 1, MOST_SAMPLES) != n:
             raise Refused("best_of other than n is not supported", "unsupported_field", param="best_of")
         echo, logprobs = fields.switch("echo"), fields.get("logprobs")
-        if logprobs is not None:
-            logprobs = fields.whole("logprobs", 0, 0, 5)
+        logprobs = None if logprobs is None or logprobs is False else fields.whole("logprobs", 0, 0, 5)
         asked = BatchRequest(prompts, SamplingParams(), body={"n": n, "echo": echo, "logprobs": logprobs})
         if fields.get("max_tokens") == 0 and echo:
             asked.scores = True
@@ -193,7 +191,7 @@ class OpenAIFormat:
         messages, arguments = _messages(fields.get("messages")), fields.get("chat_template_kwargs")
         talk = talk_of(self.codec, self.model, messages, fields.get("spans", ()), arguments)
         logprobs = fields.whole("top_logprobs", 0, 0, 20) if fields.switch("logprobs") else None
-        if logprobs is None and fields.get("top_logprobs") is not None:
+        if logprobs is None and not asks_nothing("top_logprobs", fields.get("top_logprobs")):
             raise Refused("top_logprobs is given without logprobs", param="top_logprobs")
         name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
         params = self._params(record, fields, logprobs, fields.whole(name, self._most(CHAT), 1))
@@ -429,7 +427,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 
 
 def _stops(given: Any) -> tuple[str, ...]:
-    stops = [given] if isinstance(given, str) else [] if given is None else given
+    stops = [] if given is None or given == "" else [given] if isinstance(given, str) else given
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise Refused(f"stop is {shown(given)}, needed a text or up to {MOST_STOPS} of them", param="stop")
     return tuple(stops)
