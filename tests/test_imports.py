@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -288,6 +290,8 @@ REFUSALS = [
     ("run", "--model", "nobody/nothing"),
     ("run", "--model", "{folder}/unknown"),
     ("run", "--model", "{folder}/hollow"),
+    ("run", "--model", "{folder}/deeper"),
+    ("evaluate", "--model", "{folder}/deeper"),
     ("run", "--prompts", "./nowhere"),
     ("run", "--output", "{folder}/there"),
     ("run", "--hh-ratio", "2"),
@@ -306,6 +310,9 @@ REFUSALS = [
 def test_what_is_refused_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
     """torch takes seconds to import. One process for all: the first that loads it is named."""
     shipped = PACKAGE / "data" / "demo" / "config.json"
+    shutil.copytree(shipped.parent, tmp_path / "deeper")
+    more = {**json.loads(shipped.read_text()), "num_hidden_layers": 99}
+    (tmp_path / "deeper" / "config.json").write_text(json.dumps(more))
     for name, config in (("unknown", '{"model_type": "nothing_known"}'), ("hollow", shipped.read_text())):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)

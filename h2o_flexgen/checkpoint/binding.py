@@ -22,11 +22,11 @@ from h2o_flexgen.checkpoint.quantized import (
     stored_matrix,
 )
 from h2o_flexgen.checkpoint.shards import Shards
-from h2o_flexgen.checkpoint.source import WEIGHT_DTYPES
 from h2o_flexgen.checkpoint.tables import Entry
 from h2o_flexgen.checkpoint.wanted import LAYER, Range, Wanted
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import WEIGHT_DTYPES
 from h2o_flexgen.models.quantized import SETTINGS_FILES, Quantization
 from h2o_flexgen.models.stored import Stored
 

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.checkpoint.binding import Binding, FileTensor, FoundTensor, PackedTensor, Range
+from h2o_flexgen.checkpoint.checking import bind_files
 from h2o_flexgen.checkpoint.content import content_digest
 from h2o_flexgen.checkpoint.files import CheckpointFile, Problems
 from h2o_flexgen.checkpoint.quantized import Array, Read
-from h2o_flexgen.checkpoint.shards import Shards, find_shards
+from h2o_flexgen.checkpoint.shards import find_shards
 from h2o_flexgen.checkpoint.source import convert, copy, flat_out
-from h2o_flexgen.checkpoint.tables import Entry, bin_table, safetensors_table
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import PAGE
@@ -66,11 +66,9 @@ def open_checkpoint(
     files: list[CheckpointFile] = []
     try:
         shards = find_shards(root, problems)
-        if shards is not None:
-            patterns = tuple(re.compile(pattern) for pattern in ignored)
-            binding = Binding(spec, names, patterns, problems, quantization)
-            tables = _read_tables(root, shards, files, binding)
-            tensors = binding.bind(shards, tables)
+        patterns = tuple(re.compile(pattern) for pattern in ignored)
+        binding = Binding(spec, names, patterns, problems, quantization)
+        tensors = {} if shards is None else bind_files(root, shards, binding, files)
         problems.raise_any(root)
         source = CheckpointSource(tensors, files, quantization.method if quantization else None)
         try:
@@ -93,29 +91,6 @@ def _check_tied(source: CheckpointSource, binding: Binding, root: str) -> None:
             "needed a config.json that says what the checkpoint is",
             "if the model has a head of its own, set tie_word_embeddings to false in config.json",
         )
-
-
-def _read_tables(
-    root: str, shards: Shards, files: list[CheckpointFile], binding: Binding
-) -> dict[str, dict[str, Entry]]:
-    """The table of every shard that has one; opened files are appended to `files`."""
-    tables, problems = {}, binding.problems
-    for name in shards.files:
-        if name not in shards.present:
-            continue
-        try:
-            file = CheckpointFile(os.path.join(root, name))
-        except OSError as error:
-            problems.add(f"{name} cannot be opened: {error.strerror}", download=True)
-            continue
-        files.append(file)
-        if shards.kind == "safetensors":
-            table = safetensors_table(file, problems)
-        else:
-            table = bin_table(file, problems, binding.least_bytes(shards, name))
-        if table is not None:
-            tables[name] = table
-    return tables
 
 
 class CheckpointSource:

@@ -12,13 +12,13 @@ import torch
 
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.config.model.tensors import WEIGHT_DTYPES
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.disk import host_view
 from h2o_flexgen.memory.handle import Location, torch_dtype
 from h2o_flexgen.models.quantized import MXFP4
 from h2o_flexgen.quant import PackedWeight, Weight
 
-WEIGHT_DTYPES = ("float16", "bfloat16", "float32")
 _SERIAL = 1 << 14  # numbers; half of what torch gives to a second thread
 _POOL = 4_194_319  # numbers; prime, so that no two rows of a matrix are the same stretch of it
 _STD = 0.02

@@ -13,12 +13,13 @@ import pickle
 import sys
 import zipfile
 from collections.abc import Mapping
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from h2o_flexgen.checkpoint.files import CheckpointFile, Problems, foreign_content, name_fault, strict_json
 from h2o_flexgen.errors import H2OFlexGenError
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library itself
 _PREFIX = 8  # bytes of the little-endian header length
@@ -164,6 +165,8 @@ def bin_table(file: CheckpointFile, problems: Problems, at_least: int) -> dict[s
 
 def _load(file: CheckpointFile, problems: Problems) -> dict[str, torch.Tensor] | None:
     """The state dict with its tensors mapped, not read."""
+    import torch  # here: the tables of safetensors are read without it
+
     try:
         state = torch.load(file.path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:

@@ -130,23 +130,20 @@ def write_json(line: str, wanted: bool | None) -> None:
 
 
 def look_up_model(config: EngineConfig) -> None:
-    """Finds the model that `config` names, fetches what the hub has of it, and reads its shape: ModelError for what
-    cannot be used. Called before torch is imported, which takes seconds that a refusal need not cost."""
-    from h2o_flexgen.checkpoint.files import Problems
+    """Finds the model that `config` names, fetches what the hub has of it, and checks it: ModelError for what cannot be
+    used. Called before torch is imported, which takes seconds that a refusal need not cost."""
+    from h2o_flexgen.checkpoint.checking import check_model
     from h2o_flexgen.checkpoint.hub import resolve_model
-    from h2o_flexgen.checkpoint.shards import find_shards
-    from h2o_flexgen.models.families import check_config
 
-    dummy = config.weights == "dummy"
-    found = resolve_model(
-        config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=not dummy
-    )
-    check_config(found.config, found.name, "native" if found.gguf is not None else config.model_impl)
-    if not dummy and found.gguf is None and found.folder is not None:
-        problems = Problems()
-        shards = find_shards(str(found.folder), problems)
-        if shards is None or not shards.present:  # else what is there may have faults too, and all are told at once
-            problems.raise_any(str(found.folder))
+    stored = config.weights != "dummy"
+    logging.disable(logging.WARNING)  # whoever opens the model says it
+    try:
+        found = resolve_model(
+            config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=stored
+        )
+        check_model(found, config.model_impl, stored)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def output_file(flag: str, text: str | None, *, keep: bool) -> Path | None:

@@ -116,7 +116,7 @@ def spec_from_config(config: Mapping[str, Any], name: str, impl: str = "native")
     `impl`: "native" for the families here, "transformers" for transformers' own modules, which are imported, or "auto"
     for these where there is no family.
     """
-    if _by_modules(config, name, impl):
+    if by_modules(config, name, impl):
         return _spec_of_modules(config, name)
     text = nested.text_config(config, name)
     if text is not None and text["model_type"] in FAMILIES:
@@ -132,13 +132,13 @@ def spec_from_config(config: Mapping[str, Any], name: str, impl: str = "native")
 def check_config(config: Mapping[str, Any], name: str, impl: str) -> None:
     """ModelError for what `spec_from_config` refuses, as far as that is seen without torch, whose import takes seconds:
     all that a family refuses, and types that transformers has never heard of."""
-    if not _by_modules(config, name, impl):
+    if not by_modules(config, name, impl):
         spec_from_config(config, name)
     elif not _in_transformers(config["model_type"]):
         raise _unknown(config["model_type"], name)
 
 
-def _by_modules(config: Mapping[str, Any], name: str, impl: str) -> bool:
+def by_modules(config: Mapping[str, Any], name: str, impl: str) -> bool:
     """Whether transformers' modules compute this model."""
     if impl != "auto":
         return impl == "transformers" and isinstance(config.get("model_type"), str)

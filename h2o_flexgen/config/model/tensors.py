@@ -18,6 +18,10 @@ PAGE = 4096
 """Bytes that a unit's buffer is rounded up to: a memory page, and the unit of O_DIRECT."""
 
 
+WEIGHT_DTYPES = ("float16", "bfloat16", "float32")
+"""What weights that are not packed are stored in."""
+
+
 def dtype_bytes(dtype: str) -> int:
     """Bytes per number of `dtype`; a dtype that is not in DTYPES raises UsageError."""
     if dtype not in DTYPES:
