@@ -58,8 +58,22 @@ static void numbers_of(int64_t kind, const void *at, int64_t n, float *to) {
     for (int64_t i = 0; i < n; i += LANES) _mm512_storeu_ps(to + i, sixteen(kind, at, i, first_lanes(n - i)));
 }
 #else
+INLINE __m256 eight(int64_t kind, const void *at, int64_t i) {
+    const char *wide = (const char *)at + 2 * i, *small = (const char *)at + i;
+    switch (kind) {
+    case BFLOAT16: return as_f(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)wide)), 16));
+    case FLOAT16: return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)wide));
+    case FLOAT32: return _mm256_loadu_ps((const float *)at + i);
+    case E8M0: return as_f(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)small)), 23));
+    case SUPER: return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)small)));
+    default: return _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)wide)));
+    }
+}
+
 static void numbers_of(int64_t kind, const void *at, int64_t n, float *to) {
-    for (int64_t i = 0; i < n; i++) {
+    const int64_t whole = n & -8;
+    for (int64_t i = 0; i < whole; i += 8) _mm256_storeu_ps(to + i, eight(kind, at, i));
+    for (int64_t i = whole; i < n; i++) {
         switch (kind) {
         case BFLOAT16: to[i] = wide_number((uint32_t)((const uint16_t *)at)[i] << 16); break;
         case FLOAT16: to[i] = half_number(((const uint16_t *)at)[i]); break;
