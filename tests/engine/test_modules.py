@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import ModelError, UsageError
+from tests.checkpoint.quantised import FORMATS, checkpoint
 from tests.tiny import VOCAB, decided, prompts_of, transformers_agrees
 
 SIZES: dict[str, Any] = {
@@ -255,3 +256,18 @@ def test_a_finite_check_names_the_unit(tmp_path: Path) -> None:
         output = llm.generate(prompts_of([6]), max_new_tokens=3)[0]
     assert output.finish_reason == "error"
     assert "layers.1.mlp" in str(output.error)
+
+
+@pytest.mark.parametrize("name", ["gptq act-order", "awq", "packed 4", "int8", "fp8 128", "fp8 channel"])
+def test_stored_formats_are_read_packed(name: str, tmp_path: Path) -> None:
+    """As by the native family: what matrices stand for is what is multiplied."""
+    checkpoint(FORMATS[name], num_hidden_layers=2).write(tmp_path)
+    pairs, found = [([5, 9, 30, 7, 12], [3, 8, 21]), ([4], [17, 33])], []
+    for impl, tier in (("native", "cpu"), ("transformers", "cpu"), ("transformers", "disk")):
+        how = {"dtype": "float32", "model_impl": impl, "policy": {"weights": {tier: 1.0}}}
+        with Engine(str(tmp_path), offload_dir=str(tmp_path / "offload"), **how) as llm:
+            found.append([score.logprob for score in llm.score(pairs)])
+            assert llm.last_record is not None
+            assert llm.last_record.quantization["weights"]["bits"] in (4, 8)
+    assert found[1] == pytest.approx(found[0], abs=1e-3)
+    assert found[2] == pytest.approx(found[0], abs=1e-3)
