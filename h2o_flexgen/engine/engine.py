@@ -193,6 +193,8 @@ class Engine:
             raise UsageError(f"on_error is {on_error!r}", f"needed one of {', '.join(ON_ERROR)}")
         refused: list[RefusedPrompt] | None = [] if on_error == "skip" else None
         rows = self._reader().read(prompts, params, refused)
+        if refused is not None and rows:
+            rows = self._fitting(rows, refused)
         empty = None if self.model.dummy or self.model.codec is None else ""
         for each in refused or ():
             for sample in range(each.samples):
@@ -313,6 +315,26 @@ class Engine:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _fitting(self, rows: list[Sequence], refused: list[RefusedPrompt]) -> list[Sequence]:
+        """Those of `rows` that can be planned; prompts so long that they cannot are added to `refused`.
+
+        PlanError where not even the shortest can.
+        """
+        ordered = sorted({row.index: row for row in rows}.values(), key=lambda row: row.prompt_tokens + row.steps)
+        fit, none, why = 0, len(ordered) + 1, ""
+        while none - fit > 1:
+            some = (fit + none) // 2 if why else len(ordered)  # all of them, as a rule
+            try:
+                self.plan(workload_of(ordered[:some]))
+                fit = some
+            except PlanError as error:
+                if some == 1:
+                    raise
+                none, why = some, str(error).partition("\n")[0].removesuffix(":")
+        refused += [RefusedPrompt(row.index, row.params.num_return_sequences, why) for row in ordered[fit:]]
+        kept = {row.index for row in ordered[:fit]}
+        return [row for row in rows if row.index in kept]
 
     def _run(self, rows: list[Sequence]) -> Iterator[Sequence]:
         """Runs sequences in blocks whose places are filled again; yields them as they finish, leaves `last_record`.

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from h2o_flexgen import LLM, Prompt, SamplingParams
-from h2o_flexgen.errors import ContextLengthError, UsageError
+from h2o_flexgen.engine.limits.plan import Plan, by_rule
+from h2o_flexgen.errors import ContextLengthError, PlanError, UsageError
+from h2o_flexgen.schedule.request import PlanRequest
 from tests.programs import Run, answers, write_talker
 
 LONG = "too long " * 20
@@ -41,6 +43,8 @@ def test_others_are_run_as_if_it_were_not_there(model: Path) -> None:
         assert [each.error is None for each in two] == [False, True]
         assert [each.index for each in llm.stream([LONG, "a", LONG], max_new_tokens=1, on_error="skip")] == [0, 2, 1]
         with pytest.raises(ContextLengthError):
+            llm.generate(["abc", LONG], max_new_tokens=3)
+        with pytest.raises(ContextLengthError, match='--on-error skip, on_error="skip"'):
             llm.generate(["abc", LONG], max_new_tokens=3)
         assert llm.generate([LONG], max_new_tokens=3, on_error="skip")[0].error == first.error
         with pytest.raises(UsageError, match="on_error is 'no'"):
@@ -114,3 +118,27 @@ def test_on_stdout_and_where_all_are_bad(tmp_path: Path, model: Path, run: Run) 
     assert "prompt 0: has 181 tokens, with 3 to be generated 184 in all" in ran.err
     ran = run("--model", model, "--prompt", LONG, *FLAGS, "--on-error", "skip")
     assert (ran.code, ran.record["sequences"]) == (3, 0), ran.err
+
+
+def test_a_prompt_beyond_memory_is_skipped_too(model: Path) -> None:
+    """Within the context, and with a plan that needs more than there is; not where nothing fits."""
+    prompts: list[list[int]] = [[5] * (3 + i % 4) for i in range(40)]
+    prompts[7], prompts[20], least = [5] * 120, [5] * 60, 50
+
+    def planner(request: PlanRequest) -> Plan:
+        if request.workload.prompt_len > least:
+            raise PlanError("the plan needs 3 GiB on the cpu tier, and its cap is 2 GiB:\ncpu   a table of it")
+        return by_rule(request)
+
+    with LLM(str(model), dtype="float32") as llm:
+        whole = llm.generate(prompts, max_new_tokens=3, num_return_sequences=2, do_sample=True)
+        llm.planner = planner
+        with pytest.raises(PlanError):
+            llm.generate(prompts, max_new_tokens=3)
+        found = llm.generate(prompts, max_new_tokens=3, num_return_sequences=2, do_sample=True, on_error="skip")
+        assert [each.index for each in found if each.error] == [7, 7, 20, 20]
+        assert {each.error for each in found} == {None, "the plan needs 3 GiB on the cpu tier, and its cap is 2 GiB"}
+        assert [each for each in found if not each.error] == [each for each in whole if each.index not in (7, 20)]
+        least = 2
+        with pytest.raises(PlanError):
+            llm.generate(prompts, max_new_tokens=3, on_error="skip")

@@ -25,6 +25,7 @@ PromptLike = str | SequenceOf[int] | Prompt
 
 _ANY_TEXT = "x"  # any: special tokens do not depend on it
 
+_SKIP = 'to run the others nevertheless: --on-error skip, on_error="skip"'
 
 SAMPLE_BITS = 16
 """Of a sequence's number in a job, those that count the samples of a request."""
@@ -89,7 +90,8 @@ class RequestReader:
                 sequences += self._samples(index, number, prompt, settings)
             except UsageError as error:
                 if refused is None:
-                    raise
+                    advice = [error.change, _SKIP] if len(prompts) > 1 else [error.change]
+                    raise type(error)(error.found, error.needed, "; ".join(filter(None, advice))) from None
                 refused.append(RefusedPrompt(index, settings.num_return_sequences, str(error)))
             number += settings.num_return_sequences
         return sequences
@@ -109,8 +111,9 @@ class RequestReader:
         """The sequences of a request that is part of a larger job. UsageError where it cannot be run."""
         (ids, spans), forced = self._marked(request.prompt, "the prompt"), None
         params = self._ending(request.params, request.prompt)
-        if request.fits and not self.eviction.rolling_positions:
-            most = min(params.max_new_tokens, max(1, self.spec.max_positions - len(ids)))
+        left = self.spec.max_positions - len(ids)
+        if request.fits and left > 0 and not self.eviction.rolling_positions:
+            most = min(params.max_new_tokens, left)
             params = replace(params, max_new_tokens=most, min_new_tokens=min(most, params.min_new_tokens))
         if request.scores:
             if spans:
