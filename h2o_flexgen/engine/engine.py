@@ -46,6 +46,7 @@ from h2o_flexgen.schedule.request import Caps, PlanRequest
 from h2o_flexgen.schedule.timeline import Timeline
 from h2o_flexgen.schedule.work import CountedWork
 
+_SKIP = 'to run the others nevertheless: --on-error skip, on_error="skip"'
 ON_ERROR = ("fail", "skip")
 """What a prompt that cannot be run does: ends the call before any work, or has an error for its answer."""
 
@@ -192,7 +193,7 @@ class Engine:
         if on_error not in ON_ERROR:
             raise UsageError(f"on_error is {on_error!r}", f"needed one of {', '.join(ON_ERROR)}")
         refused: list[RefusedPrompt] | None = [] if on_error == "skip" else None
-        rows = self._reader().read(prompts, params, refused)
+        rows = self._reader().read(prompts, params, refused, _SKIP)
         if refused is not None and rows:
             rows = self._fitting(rows, refused)
         empty = None if self.model.dummy or self.model.codec is None else ""

@@ -25,8 +25,6 @@ PromptLike = str | SequenceOf[int] | Prompt
 
 _ANY_TEXT = "x"  # any: special tokens do not depend on it
 
-_SKIP = 'to run the others nevertheless: --on-error skip, on_error="skip"'
-
 SAMPLE_BITS = 16
 """Of a sequence's number in a job, those that count the samples of a request."""
 
@@ -73,10 +71,11 @@ class RequestReader:
         prompts: SequenceOf[PromptLike | UsageError],
         params: SamplingParams | SequenceOf[SamplingParams],
         refused: list[RefusedPrompt] | None = None,
+        advice: str = "",
     ) -> list[Sequence]:
         """One sequence per prompt and sample, in order. UsageError naming the prompt where one cannot be run; with a
         list `refused`, such prompts are added to it, and the others are as they would be beside it. An error in the
-        place of a prompt is why there is none."""
+        place of a prompt is why there is none. `advice`: what else can be done about one prompt among others."""
         if isinstance(prompts, str):
             raise UsageError("prompts is one string", "needed a list of prompts", "wrap it: [prompt]")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -90,7 +89,7 @@ class RequestReader:
                 sequences += self._samples(index, number, prompt, settings)
             except UsageError as error:
                 if refused is None:
-                    advice = [error.change, _SKIP] if len(prompts) > 1 else [error.change]
+                    advice = [error.change, advice] if len(prompts) > 1 else [error.change]
                     raise type(error)(error.found, error.needed, "; ".join(filter(None, advice))) from None
                 refused.append(RefusedPrompt(index, settings.num_return_sequences, str(error)))
             number += settings.num_return_sequences
