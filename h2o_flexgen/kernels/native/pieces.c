@@ -146,16 +146,33 @@ INLINE int64_t expand_most(const Pieces *p, const uint8_t *codes, const bf16 *sc
     }
     return i;
 }
+#else
+/* As many numbers as make whole vectors of 16, and how many those are. */
+INLINE int64_t expand_most(const Pieces *p, const uint8_t *codes, const bf16 *scale, const bf16 *low, const int bits,
+                           const int wide, char *to) {
+    int64_t i = 0;
+    for (; i + LANES <= p->dim; i += LANES) {
+        const __m512 s = _mm512_set1_ps(from_bf16(scale[i / PIECE_GROUP])), l = _mm512_set1_ps(from_bf16(low[i / PIECE_GROUP]));
+        __m128i bytes;
+        if (bits == 8) {
+            bytes = _mm_loadu_si128((const __m128i *)(codes + i));
+        } else {
+            const __m128i pairs = _mm_loadl_epi64((const __m128i *)(codes + i / 2)), half = _mm_set1_epi8(15);
+            bytes = _mm_unpacklo_epi8(_mm_and_si128(pairs, half), _mm_and_si128(_mm_srli_epi16(pairs, 4), half));
+        }
+        const __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), s, l);
+        if (wide) _mm512_storeu_ps(to + 4 * i, x);
+        else _mm256_storeu_si256((__m256i *)(to + 2 * i), rounded(x));
+    }
+    return i;
+}
 #endif
 
 INLINE void expand_all(const Pieces *p, const uint8_t *from, int64_t count, char *to, const int bits, const int wide) {
     const int64_t groups = piece_groups(p), piece = kept_bytes(p), bytes = p->dim * (wide ? 4 : 2);
     for (int64_t j = 0; j < count; j++, from += piece, to += bytes) {
         const bf16 *scale = (const bf16 *)(const void *)(from + p->dim * bits / 8), *low = scale + groups;
-        int64_t done = 0;
-#ifdef __AVX512BF16__
-        done = expand_most(p, from, scale, low, bits, wide, to);
-#endif
+        const int64_t done = expand_most(p, from, scale, low, bits, wide, to);
         if (done < p->dim) expand_plain(p, from, scale, low, done, to);
     }
 }
