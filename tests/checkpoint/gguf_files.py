@@ -45,6 +45,12 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed-oss", {"head_dim": 16}),
     "exaone4": ("exaone4", {}),
     "exaone4-full": ("exaone4-full", {}),
+    "olmo3": ("olmo3", {}),
+    "cohere2": (
+        "cohere2",
+        {"num_hidden_layers": 5, "layer_types": [*["sliding_attention"] * 3, "full_attention", "sliding_attention"]},
+    ),
+    "glm4": ("glm4", {"head_dim": 16}),
     "gptneox": ("gpt-neox", {}),
     "gptneox-serial": ("gpt-neox-serial", {}),
 }
@@ -56,6 +62,10 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3moe": ("qwen3-moe", {"moe_intermediate_size": 32, "mlp_only_layers": []}),
     "granitemoe": ("granite-moe", {}),
     "gpt-oss": ("gpt-oss", {"head_dim": 16, "swiglu_limit": 7.0}),
+    "glm4moe": ("glm4-moe", {"head_dim": 16, "moe_intermediate_size": 32}),
+    "dots1": ("dots1", {"moe_intermediate_size": 32, "sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "ernie4_5-moe": ("ernie4.5-moe", {"moe_intermediate_size": 32}),
+    "minimax-m2": ("minimax-m2", {"head_dim": 16}),
 }
 """The same of models with experts, which transformers does not read from GGUF, or only in part."""
 
@@ -74,7 +84,7 @@ def tiny_model(row: str) -> PreTrainedModel:
 
 def architecture_of(model: PreTrainedModel) -> str:
     others = {"seed_oss": "seed_oss", "gemma3_text": "gemma3", "gpt_neox": "gptneox", "mixtral": "llama"}
-    others |= {"gpt_oss": "gpt-oss"}
+    others |= {"gpt_oss": "gpt-oss", "olmo3": "olmo2", "ernie4_5_moe": "ernie4_5-moe", "minimax_m2": "minimax-m2"}
     return others.get(model.config.model_type, model.config.model_type.replace("_", ""))
 
 
@@ -95,7 +105,7 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
         if architecture == "gptneox" and "attn_qkv" in stored:
             heads = config.num_attention_heads
             values = values.reshape(heads, 3, -1, *values.shape[1:]).swapaxes(0, 1).reshape(values.shape)
-        found[stored] = np.ascontiguousarray(values)
+        found[stored] = np.ascontiguousarray(values.squeeze() if "exp_probs" in stored else values)
     return found
 
 
@@ -118,7 +128,7 @@ def _one_by_one(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _stored_name(architecture: str, layers: int, name: str) -> str:
-    expert = re.fullmatch(r"model\.layers\.(\d+)\..*experts\.(gate|up|down)_proj(\.weight|\.bias|)", name)
+    expert = re.fullmatch(r"model\.layers\.(\d+)\..*\.experts\.(gate|up|down)_proj(\.weight|\.bias|)", name)
     if expert:
         return f"blk.{expert[1]}.ffn_{expert[2]}_exps{expert[3] or '.weight'}"
     router = re.fullmatch(r"model\.layers\.(\d+)\..*\.(gate|router)\.(weight|bias)", name)
@@ -126,15 +136,16 @@ def _stored_name(architecture: str, layers: int, name: str) -> str:
         return f"blk.{router[1]}.ffn_gate_inp.{router[3]}"
     if name.endswith(".sinks"):
         name += ".weight"
+    if name.endswith("correction_bias"):
+        return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
     name, _, suffix = name.rpartition(".")
     if architecture == "gptneox":
         inner = re.fullmatch(r"gpt_neox\.layers\.(\d+)\.(.+)", name)
         if inner:
             return f"blk.{inner[1]}.{_NEOX[inner[2]]}.{suffix}"
         return f"{_NEOX[name.removeprefix('gpt_neox.')]}.{suffix}"
-    known = {"granitemoe": "GRANITE_MOE", "gpt-oss": "GPT_OSS"}.get(architecture, architecture.upper())
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, known), layers)
-    stored = names.get_name(name)
+    known = next(arch for arch, word in gguf.MODEL_ARCH_NAMES.items() if word == architecture)
+    stored = gguf.get_tensor_name_map(known, layers).get_name(name)
     assert stored is not None, name
     return f"{stored}.{suffix}"
 
@@ -158,17 +169,26 @@ def model_keys(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
         return
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if architecture == "cohere2":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+        writer.add_logit_scale(config.logit_scale)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
-    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if rope.get("full_attention", rope)["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope.get("full_attention", rope)["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope.get("full_attention", rope)["original_max_position_embeddings"])
     if getattr(config, "num_experts_per_tok", None):
         _expert_keys(writer, config, architecture)
-    if architecture in ("gemma3", "exaone4", "gpt-oss") and config.sliding_window is not None:
+    windowed = getattr(config, "sliding_window", None) is not None
+    if windowed and architecture in ("gemma3", "exaone4", "gpt-oss", "olmo2", "cohere2"):
         writer.add_sliding_window(config.sliding_window)
-    if architecture == "exaone4" and config.sliding_window is not None:
+    if windowed and architecture in ("exaone4", "olmo2"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if architecture.startswith("granite"):
         writer.add_attention_scale(config.attention_multiplier)
@@ -178,13 +198,28 @@ def model_keys(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
 
 
 def _expert_keys(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
-    writer.add_expert_count(config.num_local_experts if architecture != "olmoe" else config.num_experts)
+    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    writer.add_expert_count(next(getattr(config, name) for name in counts if hasattr(config, name)))
     writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture in ("glm4moe", "dots1"):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if architecture == "ernie4_5-moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    if architecture == "minimax-m2":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if architecture == "gpt-oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
-        writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
     if architecture.startswith("qwen"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if architecture == "qwen2moe":

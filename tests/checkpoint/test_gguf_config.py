@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from h2o_flexgen.checkpoint.gguf.config import config_of
 from h2o_flexgen.checkpoint.gguf.header import GgufHeader, read_header
+from h2o_flexgen.checkpoint.gguf.names import bind
 from h2o_flexgen.config.model.arch import RotarySpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import ModelError
@@ -131,6 +132,58 @@ def test_exaone_has_windows_in_its_large_model_alone_where_no_key_says_so(
     assert found == [layer for layer in range(layers) if windowed and (layer + 1) % 4]
     assert arch.window == (4096 if windowed else None)
     assert arch.unrotated == (tuple(range(3, 64, 4)) if windowed else ())
+
+
+def test_layers_that_predict_more_tokens_are_left_out(tmp_path: Path) -> None:
+    """They stand behind the others and are counted with them."""
+
+    def extra(writer: gguf.GGUFWriter) -> None:
+        changed("glm4moe.block_count", 4, "UINT32")(writer)
+        writer.add_nextn_predict_layers(1)
+
+    tensors = {"blk.3.nextn.eh_proj": np.zeros((64, 128), np.float32), "blk.3.attn_k": np.zeros((32, 64), np.float32)}
+    header = header_of(tmp_path, "glm4moe", extra, **tensors)
+    spec = spec_of(header)
+    assert spec.num_layers == 3
+    assert all(place.name.split(".")[1] != "3" for parts in bind(header, spec).values() for _, place, _ in parts)
+
+
+def test_yarns_factor_of_logits_is_the_configs(tmp_path: Path) -> None:
+    """llama.cpp's converter writes transformers' attention_factor as it is, as OLMo 3 has it."""
+
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_yarn_attn_factor(1.25)
+
+    rotary = spec_of(header_of(tmp_path, "olmo3", extra)).arch.rotary
+    assert rotary is not None
+    assert rotary.attention_factor == 1.25
+
+
+@pytest.mark.parametrize(
+    ("row", "key", "value", "message"),
+    [
+        ("glm4moe", "expert_gating_func", 1, "glm4moe.expert_gating_func is 1. needed 2"),
+        ("glm4moe", "nextn_predict_layers", "x", "glm4moe.nextn_predict_layers is 'x'. needed a whole number"),
+        ("glm4moe", "nextn_predict_layers", 3, "needed fewer than block_count, 3"),
+        ("ernie4_5-moe", "expert_gating_func", 2, "ernie4_5-moe.expert_gating_func is 2. needed 1"),
+        ("minimax-m2", "expert_gating_func", 1, "minimax-m2.expert_gating_func is 1. needed 2"),
+        ("glm4", "rope.dimension_count", 7, "needed an even part of heads of 16 dimensions"),
+        ("glm4", "rope.dimension_count", 32, "needed an even part of heads of 16 dimensions"),
+        ("gpt-oss", "expert_feed_forward_length", 32, "needed feed_forward_length"),
+        ("gpt-oss", "attention.sliding_window_pattern", "x", "gpt-oss.attention.sliding_window_pattern is 'x'"),
+        ("dots1", "expert_group_used_count", 8, "topk_group"),
+    ],
+)
+def test_what_an_architecture_alone_refuses(row: str, key: str, value: Any, message: str, tmp_path: Path) -> None:
+    def extra(writer: gguf.GGUFWriter) -> None:
+        name = f"{writer.arch}.{key}"
+        writer.kv_data[0].pop(name, None)
+        kind = gguf.GGUFValueType.STRING if isinstance(value, str) else gguf.GGUFValueType.UINT32
+        writer.add_key_value(name, value, kind)
+
+    with pytest.raises(ModelError) as caught:
+        spec_of(header_of(tmp_path, row, extra))
+    assert message in str(caught.value)
 
 
 def test_a_turn_and_a_text_may_end_with_different_tokens(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_every_tensor_is_what_gguf_makes_of_it(reader: gguf.GGUFReader) -> None:
     stored = {each.name: each for each in reader.tensors}
     with GgufSource(found.gguf, found.spec()) as source:
         assert {packing.levels for packing in source.packings.values()} == {"uint4", "int8"}
-        for name, bound in places.items():
+        for name, (bound,) in places.items():
             values = torch.empty(bound.shape)
             source.read_into(name, values)
             raw = stored[bound.place.name]

@@ -6,8 +6,8 @@ import math
 from typing import NamedTuple
 
 from h2o_flexgen.checkpoint.files import Problems
+from h2o_flexgen.checkpoint.gguf.architectures import ARCHITECTURES
 from h2o_flexgen.checkpoint.gguf.blocks import FORMATS
-from h2o_flexgen.checkpoint.gguf.config import ARCHITECTURES
 from h2o_flexgen.checkpoint.gguf.header import NEEDED, GgufHeader, GgufTensor
 from h2o_flexgen.config.model.packing import Packing
 from h2o_flexgen.config.model.spec import ModelSpec
@@ -26,7 +26,6 @@ _PARTS = {
     "attn.o": "attn_output",
     "attn.q_norm": "attn_q_norm",
     "attn.k_norm": "attn_k_norm",
-    "attn.sinks": "attn_sinks",
     "attn.post_norm": "post_attention_norm",
     "mlp.norm": "ffn_norm",
     "mlp.up": "ffn_up",
@@ -35,6 +34,8 @@ _PARTS = {
     "mlp.post_norm": "post_ffw_norm",
     "mlp.router": "ffn_gate_inp",
 }
+_ALONE = {"attn.sinks": "attn_sinks.weight", "mlp.choice": "exp_probs_b.bias"}
+"""Names of what is no part of a module."""
 _SHARED = {
     "up": "ffn_up_shexp",
     "gate": "ffn_gate_shexp",
@@ -52,7 +53,7 @@ class StoredRows(NamedTuple):
     start   the first of them
     rows    of the stored tensor in all
     heads   where it is not 0: rows come head by head, and within a head the two halves that are rotated against each
-            other take turns, as llama.cpp keeps q and k of Llama
+            other take turns, as llama.cpp keeps q and k of Llama; `rotated` are the first rows of a head, others stay
     offset  to be added to every number: GGUF has norms with the 1 that Gemma adds to them
     lists   of numbers that the stored tensor has one below the other, of which one is meant
     """
@@ -63,6 +64,7 @@ class StoredRows(NamedTuple):
     heads: int = 0
     offset: float = 0.0
     lists: int = 1
+    rotated: int = 0
     turn: int = 0
     turns: int = 1
 
@@ -88,8 +90,10 @@ def bind(header: GgufHeader, spec: ModelSpec) -> dict[str, tuple[StoredTensor, .
         parts = [_bound(header, name, place, shapes[name], problems) for place in those]
         found[name] = tuple(part for part in parts if part is not None)
     used = {place.name for those in places.values() for place in those}
+    predicting = header.metadata.get(f"{architecture}.nextn_predict_layers", 0)
+    behind = tuple(f"blk.{spec.num_layers + layer}." for layer in range(predicting))
     for name in header.tensors:
-        if name not in used and name not in ROTARY_FACTORS:
+        if name not in used and name not in ROTARY_FACTORS and not name.startswith(behind):
             problems.add(f"tensor {name!r} is not part of this model")
     problems.raise_any(header.path, NEEDED.replace("GGUF file", "GGUF file of a model whose weights fit its metadata"))
     return found
@@ -143,8 +147,9 @@ def _place(architecture: str, spec: ModelSpec, name: str, rows: int) -> StoredRo
     """Where the canonical tensor `name` of so many rows is, in one stored tensor."""
     if name in _OUTER:
         return StoredRows(_OUTER[name], 0, rows, 0, -spec.arch.norm_offset if "norm" in name else 0.0)
-    if name.endswith(".sinks"):
-        return StoredRows(f"blk.{name.split('.')[1]}.{_PARTS['attn.sinks']}.weight", 0, rows)
+    _, layer, alone = name.split(".", 2)
+    if alone in _ALONE:
+        return StoredRows(f"blk.{layer}.{_ALONE[alone]}", 0, rows)
     _, layer, half, part, *expert, suffix = name.split(".")
     if expert:  # one below the other
         number, part = int(expert[0]), expert[1]
@@ -160,6 +165,8 @@ def _place(architecture: str, spec: ModelSpec, name: str, rows: int) -> StoredRo
         starts = {"q": 0, "k": query, "v": query + kv, "gate": 0, "up": spec.ffn_size}
         whole = 2 * spec.ffn_size if half == "mlp" else query + 2 * kv
         return StoredRows(f"blk.{layer}.{stored}.{suffix}", starts[part], whole)
-    heads = {"q": spec.num_heads, "k": spec.num_kv_heads}.get(part, 0) if row.turned else 0
+    turned = row.turned == "all" or (row.turned == "rotated" and int(layer) not in spec.arch.unrotated)
+    heads = {"q": spec.num_heads, "k": spec.num_kv_heads}.get(part, 0) if turned else 0
     offset = -spec.arch.norm_offset if part.endswith("norm") else 0.0
-    return StoredRows(f"blk.{layer}.{stored}.{suffix}", 0, rows, heads, offset)
+    rotated = spec.arch.rotary.dim if heads and spec.arch.rotary is not None else 0
+    return StoredRows(f"blk.{layer}.{stored}.{suffix}", 0, rows, heads, offset, rotated=rotated)

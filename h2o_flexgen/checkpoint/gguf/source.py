@@ -183,8 +183,8 @@ def _destination(bound: StoredTensor, rows: range) -> slice | np.ndarray:
         return slice(rows.start * turns + turn, rows.stop * turns, turns)
     dim = bound.shape[0] // bound.place.heads
     stored = np.arange(rows.start, rows.stop)
-    within = stored % dim
-    return stored - within + within % 2 * (dim // 2) + within // 2
+    within, half = stored % dim, bound.place.rotated // 2
+    return np.where(within < 2 * half, stored - within + within % 2 * half + within // 2, stored)
 
 
 def _fill(out: PackedWeight, where: slice | np.ndarray, parts: Parts) -> None:

@@ -1,0 +1,341 @@
+"""The architectures of GGUF files that are read: their metadata in config.json's keys, and their tensors' names.
+
+Keys are those of llama.cpp's converter. A key that asks for something unknown is refused, never left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from h2o_flexgen.checkpoint.gguf.keys import GgufKeys, factors_of, scaling_of
+
+_GEMMA3_27B_LAYERS, _EXAONE4_32B_LAYERS = 62, 64
+
+
+def _rms(keys: GgufKeys) -> dict[str, Any]:
+    """The fields of most architectures: RMS norms, KV heads, the size of a head."""
+    return {**_heads(keys), "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon")}
+
+
+def _heads(keys: GgufKeys) -> dict[str, Any]:
+    """`_rms` without the norms."""
+    heads, hidden = keys.whole("attention.head_count"), keys.whole("embedding_length")
+    head_dim = keys.whole("attention.key_length", max(1, hidden // heads))
+    if keys.whole("attention.value_length", head_dim) != head_dim:
+        raise keys.error("attention.value_length", f"that of a key, {head_dim}")
+    if not keys.flag("attention.causal", True):
+        raise keys.error("attention.causal", "true")
+    return {
+        "num_key_value_heads": keys.whole("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+    }
+
+
+def _whole_heads(keys: GgufKeys) -> dict[str, Any]:
+    """`_rms` of a family whose heads turn whole, and the scaling of its rotary positions."""
+    return _whole(keys, _rms(keys))
+
+
+def _whole(keys: GgufKeys, config: dict[str, Any]) -> dict[str, Any]:
+    if keys.whole("rope.dimension_count", config["head_dim"]) != config["head_dim"]:
+        raise keys.error("rope.dimension_count", f"whole heads, of {config['head_dim']} dimensions")
+    return {**config, "rope_scaling": scaling_of(keys, config["rope_theta"], config["head_dim"])}
+
+
+def _part_of_heads(keys: GgufKeys) -> dict[str, Any]:
+    """`_rms` of a family of whose heads a part turns, without any scaling."""
+    config = _rms(keys)
+    turned = keys.whole("rope.dimension_count", config["head_dim"])
+    if turned > config["head_dim"] or turned % 2:
+        raise keys.error("rope.dimension_count", f"an even part of heads of {config['head_dim']} dimensions")
+    if scaling_of(keys, config["rope_theta"], turned) is not None:
+        raise keys.error("rope.scaling.type", "none: another one is not supported for this architecture")
+    return {**config, "partial_rotary_factor": _share(turned, config["head_dim"])}
+
+
+def _llama(keys: GgufKeys) -> dict[str, Any]:
+    tensors = keys.header.tensors
+    if keys.value("expert_count"):
+        return {"model_type": "mixtral", **_whole_heads(keys), **_experts(keys)}
+    biases = {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    return {"model_type": "llama", **_whole_heads(keys), **biases}
+
+
+def _qwen2(keys: GgufKeys) -> dict[str, Any]:
+    return {"model_type": "qwen2", **_whole_heads(keys)}
+
+
+def _qwen3(keys: GgufKeys) -> dict[str, Any]:
+    biased = "blk.0.attn_q.bias" in keys.header.tensors
+    return {"model_type": "qwen3", **_whole_heads(keys), "attention_bias": biased}
+
+
+def _experts(keys: GgufKeys) -> dict[str, Any]:
+    return {"num_experts": keys.whole("expert_count"), "num_experts_per_tok": keys.whole("expert_used_count")}
+
+
+def _olmoe(keys: GgufKeys) -> dict[str, Any]:
+    keys.value("expert_feed_forward_length")
+    return {"model_type": "olmoe", **_whole_heads(keys), **_experts(keys)}
+
+
+def _qwen2_moe(keys: GgufKeys) -> dict[str, Any]:
+    sizes = {"moe_intermediate_size": keys.whole("expert_feed_forward_length")}
+    sizes["shared_expert_intermediate_size"] = keys.whole("expert_shared_feed_forward_length")
+    return {"model_type": "qwen2_moe", **_whole_heads(keys), **_experts(keys), **sizes}
+
+
+def _qwen3_moe(keys: GgufKeys) -> dict[str, Any]:
+    """All of its models divide the weights of the experts that a token chose by their sum: no key says so."""
+    size = {"moe_intermediate_size": keys.whole("expert_feed_forward_length"), "norm_topk_prob": True}
+    return {"model_type": "qwen3_moe", **_whole_heads(keys), **_experts(keys), **size}
+
+
+def _gpt_oss(keys: GgufKeys) -> dict[str, Any]:
+    """Every second layer has a window, from the first on, and YaRN's bounds are not rounded: no keys say so."""
+    config, size = _whole_heads(keys), keys.whole("expert_feed_forward_length")
+    if size != keys.whole("feed_forward_length", size):
+        raise keys.error("expert_feed_forward_length", "feed_forward_length")
+    if config["rope_scaling"] is not None:
+        config["rope_scaling"]["truncate"] = False
+    biased = "blk.0.attn_q.bias" in keys.header.tensors
+    return {"model_type": "gpt_oss", **config, **_experts(keys), **_window(keys, 2), "attention_bias": biased}
+
+
+def _olmo2(keys: GgufKeys) -> dict[str, Any]:
+    """OLMo 3 is known by its windows."""
+    if keys.value("attention.sliding_window"):
+        return {"model_type": "olmo3", **_whole_heads(keys), **_window(keys, 4)}
+    return {"model_type": "olmo2", **_whole_heads(keys)}
+
+
+def _cohere2(keys: GgufKeys) -> dict[str, Any]:
+    config = {**_whole(keys, _heads(keys)), "layer_norm_eps": keys.number("attention.layer_norm_epsilon")}
+    biased = "blk.0.attn_q.bias" in keys.header.tensors
+    scale = keys.number("logit_scale")
+    return {"model_type": "cohere2", **config, **_window(keys, 4), "logit_scale": scale, "attention_bias": biased}
+
+
+def _glm4(keys: GgufKeys) -> dict[str, Any]:
+    biased = "blk.0.attn_q.bias" in keys.header.tensors
+    return {"model_type": "glm4", **_part_of_heads(keys), "attention_bias": biased}
+
+
+def _routed(keys: GgufKeys, function: int) -> dict[str, Any]:
+    """Experts by DeepSeek's router; `function`: how logits become weights, by GGUF's number (1 softmax, 2 sigmoid)."""
+    if keys.whole("expert_gating_func", function) != function:
+        raise keys.error("expert_gating_func", f"{function}: others are not supported for this architecture")
+    groups = {"n_group": keys.whole("expert_group_count", 1), "topk_group": keys.whole("expert_group_used_count", 1)}
+    return {
+        "n_routed_experts": keys.whole("expert_count"),
+        "num_experts_per_tok": keys.whole("expert_used_count"),
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
+        "n_shared_experts": keys.count("expert_shared_count"),
+        "first_k_dense_replace": keys.count("leading_dense_block_count"),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        **groups,
+    }
+
+
+def _glm4_moe(keys: GgufKeys) -> dict[str, Any]:
+    """Layers that predict more tokens at once stand behind the others, and are left out."""
+    tensors, layers = keys.header.tensors, keys.whole("block_count") - keys.count("nextn_predict_layers")
+    if layers < 1:
+        raise keys.error("nextn_predict_layers", f"fewer than block_count, {keys.whole('block_count')}")
+    return {
+        "model_type": "glm4_moe",
+        **_part_of_heads(keys),
+        **_routed(keys, 2),
+        "norm_topk_prob": keys.flag("expert_weights_norm", True),
+        "num_hidden_layers": layers,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+    }
+
+
+def _dots1(keys: GgufKeys) -> dict[str, Any]:
+    biased = "blk.0.attn_q.bias" in keys.header.tensors
+    norms = keys.flag("expert_weights_norm", False)
+    config = {"model_type": "dots1", **_whole_heads(keys), **_routed(keys, 2), "norm_topk_prob": norms}
+    return {**config, "attention_bias": biased, "layer_types": ["full_attention"] * keys.whole("block_count")}
+
+
+def _ernie_moe(keys: GgufKeys) -> dict[str, Any]:
+    """The size of a shared expert is that of the others: what the key says is not needed."""
+    keys.value("expert_shared_feed_forward_length")
+    routed = _routed(keys, 1)
+    if routed["routed_scaling_factor"] != 1:
+        raise keys.error("expert_weights_scale", "1: others are not supported for this architecture")
+    return {
+        "model_type": "ernie4_5_moe",
+        **_whole_heads(keys),
+        "moe_num_experts": routed["n_routed_experts"],
+        "moe_k": routed["num_experts_per_tok"],
+        "moe_intermediate_size": routed["moe_intermediate_size"],
+        "moe_num_shared_experts": routed["n_shared_experts"],
+        "moe_layer_start_index": routed["first_k_dense_replace"],
+        "moe_layer_interval": keys.whole("interleave_moe_layer_step", 1),
+    }
+
+
+def _minimax_m2(keys: GgufKeys) -> dict[str, Any]:
+    if keys.whole("expert_gating_func", 2) != 2:
+        raise keys.error("expert_gating_func", "2, a sigmoid")
+    if keys.whole("expert_feed_forward_length", 1) != keys.whole("feed_forward_length"):
+        raise keys.error("expert_feed_forward_length", "feed_forward_length")
+    return {"model_type": "minimax_m2", **_part_of_heads(keys), **_experts(keys)}
+
+
+def _smollm3(keys: GgufKeys) -> dict[str, Any]:
+    """In all of its models every fourth layer has no positions: no key says so."""
+    return {"model_type": "smollm3", **_whole_heads(keys), "no_rope_layer_interval": 4}
+
+
+def _exaone4(keys: GgufKeys) -> dict[str, Any]:
+    """The large one has windows even where no key says so."""
+    config, layers = _whole_heads(keys), keys.whole("block_count")
+    if keys.value("attention.sliding_window") is None and layers != _EXAONE4_32B_LAYERS:
+        return {"model_type": "exaone4", **config, "sliding_window": None, "layer_types": ["full_attention"] * layers}
+    return {"model_type": "exaone4", **config, **_window(keys, 4, 4096)}
+
+
+def _seed_oss(keys: GgufKeys) -> dict[str, Any]:
+    biases = {
+        name: f"blk.0.{part}.bias" in keys.header.tensors
+        for name, part in (("attention_bias", "attn_q"), ("attention_out_bias", "attn_output"), ("mlp_bias", "ffn_up"))
+    }
+    return {"model_type": "seed_oss", **_whole_heads(keys), **biases}
+
+
+def _granite(keys: GgufKeys) -> dict[str, Any]:
+    tensors = keys.header.tensors
+    biases = {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    return {"model_type": "granite", **_whole_heads(keys), **biases, **_granite_scales(keys)}
+
+
+def _granite_scales(keys: GgufKeys) -> dict[str, Any]:
+    return {
+        "attention_multiplier": keys.number("attention.scale"),
+        "embedding_multiplier": keys.number("embedding_scale"),
+        "residual_multiplier": keys.number("residual_scale"),
+        "logits_scaling": keys.number("logit_scale"),
+    }
+
+
+def _granite_moe(keys: GgufKeys) -> dict[str, Any]:
+    return {"model_type": "granitemoe", **_whole_heads(keys), **_experts(keys), **_granite_scales(keys)}
+
+
+def _phi3(keys: GgufKeys) -> dict[str, Any]:
+    config, positions = _rms(keys), keys.whole("context_length")
+    turned = keys.whole("rope.dimension_count", config["head_dim"])
+    original = keys.whole("rope.scaling.original_context_length", positions)
+    scaling, attention = None, keys.number("rope.scaling.attn_factor", 1.0)
+    short, long = (factors_of(keys.header, f"rope_factors_{word}.weight") for word in ("short", "long"))
+    if keys.value("rope.scaling.type") not in (None, "none", "longrope") or (short is None) != (long is None):
+        raise keys.error("rope.scaling.type", "longrope with its two tensors of factors, or none")
+    if short is not None and long is not None:
+        scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long, "attention_factor": attention}
+    return {
+        "model_type": "phi3",
+        **config,
+        "partial_rotary_factor": _share(turned, config["head_dim"]),
+        "rope_scaling": scaling,
+        "original_max_position_embeddings": original,
+        "sliding_window": keys.value("attention.sliding_window") or None,
+    }
+
+
+def _share(turned: int, head_dim: int) -> float:
+    """The share of a head's dimensions that rotates; rounding down gives `turned` again."""
+    return 1.0 if turned == head_dim else (turned + 0.5) / head_dim
+
+
+def _gemma3(keys: GgufKeys) -> dict[str, Any]:
+    config, layers = _whole_heads(keys), keys.whole("block_count")
+    # The one size whose scale is not that of a head is known by its layers: no key says so.
+    by_hidden = layers == _GEMMA3_27B_LAYERS
+    scalar = keys.whole("embedding_length") // keys.whole("attention.head_count") if by_hidden else config["head_dim"]
+    return {
+        "model_type": "gemma3_text",
+        **config,
+        "rope_theta": keys.number("rope.freq_base", 1e6),
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
+        "query_pre_attn_scalar": scalar,
+        **_window(keys, 6),
+    }
+
+
+def _window(keys: GgufKeys, usual: int, size: int | None = None) -> dict[str, Any]:
+    """The window, and which layers have it: all but every n-th, or one flag for each; `usual`: n where nothing says it.
+
+    size    of the window where no key has it; None: the key has to be there
+    """
+    pattern, layers = keys.value("attention.sliding_window_pattern"), keys.whole("block_count")
+    if not isinstance(pattern, np.ndarray):
+        period = keys.whole("attention.sliding_window_pattern", usual)
+        pattern = (np.arange(layers) + 1) % period != 0
+    if pattern.dtype != bool or len(pattern) != layers:
+        raise keys.error("attention.sliding_window_pattern", f"a number, or true or false for each of {layers} layers")
+    types = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+    return {"sliding_window": keys.whole("attention.sliding_window", size), "layer_types": types}
+
+
+def _gptneox(keys: GgufKeys) -> dict[str, Any]:
+    heads, hidden = keys.whole("attention.head_count"), keys.whole("embedding_length")
+    turned = keys.whole("rope.dimension_count", max(1, hidden // heads))
+    return {
+        "model_type": "gpt_neox",
+        "layer_norm_eps": keys.number("attention.layer_norm_epsilon"),
+        "use_parallel_residual": keys.flag("use_parallel_residual", True),
+        "rotary_pct": _share(turned, max(1, hidden // heads)),
+        "rotary_emb_base": keys.number("rope.freq_base", 10000.0),
+        "attention_bias": "blk.0.attn_qkv.bias" in keys.header.tensors,
+    }
+
+
+class Architecture(NamedTuple):
+    """One of GGUF's architectures: a row is all that the reading of its files has to know.
+
+    read    what it adds to the keys of config.json that all have
+    turned  the layers in which pairs that are rotated lie side by side in the rows of q and k, see StoredRows.heads:
+            "all" where llama.cpp's converter turned them, "rotated" where the family has them so, "" for none
+    names   GGUF's names of canonical parts, where they are not the usual ones; parts of one name are one tensor, one
+            after another
+    """
+
+    read: Callable[[GgufKeys], dict[str, Any]]
+    turned: str = ""
+    names: Mapping[str, str] = {}
+
+
+_QKV = dict.fromkeys(("attn.q", "attn.k", "attn.v"), "attn_qkv")
+ARCHITECTURES = {
+    "llama": Architecture(_llama, turned="all"),
+    "qwen2": Architecture(_qwen2),
+    "qwen3": Architecture(_qwen3),
+    "olmo2": Architecture(_olmo2),
+    "olmoe": Architecture(_olmoe),
+    "gpt-oss": Architecture(_gpt_oss, names={"mlp.norm": "post_attention_norm"}),
+    "qwen2moe": Architecture(_qwen2_moe),
+    "qwen3moe": Architecture(_qwen3_moe),
+    "granite": Architecture(_granite, turned="all"),
+    "granitemoe": Architecture(_granite_moe, turned="all"),
+    "smollm3": Architecture(_smollm3, turned="all"),
+    "exaone4": Architecture(_exaone4),
+    "cohere2": Architecture(_cohere2, turned="rotated", names={"mlp.norm": "attn_norm"}),
+    "glm4": Architecture(_glm4, turned="rotated", names={"mlp.gate": "ffn_up", "mlp.up": "ffn_up"}),
+    "glm4moe": Architecture(_glm4_moe, names={"mlp.norm": "post_attention_norm"}),
+    "dots1": Architecture(_dots1),
+    "ernie4_5-moe": Architecture(_ernie_moe, turned="rotated"),
+    "minimax-m2": Architecture(_minimax_m2),
+    "seed_oss": Architecture(_seed_oss, names={"mlp.norm": "post_attention_norm"}),
+    "phi3": Architecture(_phi3, names={**_QKV, "mlp.gate": "ffn_up", "mlp.up": "ffn_up"}),
+    "gemma3": Architecture(_gemma3),
+    "gptneox": Architecture(_gptneox, names=_QKV),
+}
+"""The architectures that are read, by GGUF's word."""
