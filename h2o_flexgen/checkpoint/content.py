@@ -17,7 +17,7 @@ from h2o_flexgen.checkpoint.wanted import Range
 from h2o_flexgen.errors import ModelError
 
 WHOLE = 128 << 20  # bytes of a checkpoint of which all are looked at; of a larger one:
-_PIECE, _STRETCH = 16 << 20, 16 << 10  # so many bytes of each piece of a tensor
+_PIECE, _STRETCH = 16 << 20, 16 << 10  # of each piece of a tensor as large a share as adds up to WHOLE, or so much
 _CHUNK = 4 << 20
 _READERS = 4
 _ABOUT_FILES = ("_name_or_path", "name_or_path", "transformers_version", "_commit_hash")
@@ -31,14 +31,15 @@ class _Content(Protocol):
 def content_digest(tensors: Mapping[str, tuple[object, FileTensor]]) -> str:
     """A digest of `tensors`: for each name what else numbers depend on, by its repr, and where its bytes are.
 
-    Of a small checkpoint all bytes count, of a large one a stretch of every 16 MiB of every tensor, which costs less
-    than a second for 60 GB: training, merging or quantising anew changes all of a matrix. StorageError and ModelError
-    as reading has them.
+    Of a small checkpoint all bytes count, of a large one a stretch of every 16 MiB of every tensor, 128 MiB together or
+    16 KiB each: training, merging or quantising anew changes all of a matrix. StorageError and ModelError as reading
+    has them.
     """
     places = {(part.file.path, part.runs): part for _, part in tensors.values()}
-    whole = sum(part.nbytes for part in places.values()) <= WHOLE
+    total = sum(part.nbytes for part in places.values())
+    stretch = None if total <= WHOLE else max(_STRETCH, _PIECE * WHOLE // total)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="checkpoint-digest") as pool:
-        found = dict(zip(places, pool.map(lambda part: _digest(part, whole), places.values()), strict=True))
+        found = dict(zip(places, pool.map(lambda part: _digest(part, stretch), places.values()), strict=True))
     facts = [
         (name, repr(fact), part.dtype, part.shape, part.transposed, found[part.file.path, part.runs])
         for name, (fact, part) in sorted(tensors.items())
@@ -60,9 +61,10 @@ def model_content(found: ResolvedModel, source: _Content) -> dict[str, str]:
     return digests
 
 
-def _digest(part: FileTensor, whole: bool) -> str:
+def _digest(part: FileTensor, stretch: int | None) -> str:
+    """Of all bytes, or of a stretch of so many of each piece."""
     found = hashlib.sha256()
-    stretches = [(0, part.nbytes)] if whole else _stretches(part.nbytes)
+    stretches = [(0, part.nbytes)] if stretch is None else _stretches(part.nbytes, stretch)
     for start, stop in _in_file(part.runs, stretches):
         for at in range(start, stop, _CHUNK):
             found.update(part.file.head(min(_CHUNK, stop - at), at))
@@ -70,12 +72,12 @@ def _digest(part: FileTensor, whole: bool) -> str:
     return found.hexdigest()
 
 
-def _stretches(nbytes: int) -> Iterator[Range]:
-    """Which bytes of a tensor of `nbytes` are looked at: of each piece some, elsewhere in each."""
+def _stretches(nbytes: int, stretch: int) -> Iterator[Range]:
+    """Which bytes of a tensor of `nbytes` are looked at: of each piece `stretch`, elsewhere in each."""
     for number, start in enumerate(range(0, nbytes, _PIECE)):
-        room = max(1, min(_PIECE, nbytes - start) - _STRETCH)
+        room = max(1, min(_PIECE, nbytes - start) - stretch)
         at = start + int.from_bytes(hashlib.sha256(f"{nbytes} {number}".encode()).digest()[:8]) % room
-        yield at, min(at + _STRETCH, nbytes)
+        yield at, min(at + stretch, start + _PIECE, nbytes)
 
 
 def _in_file(runs: Iterable[Range], stretches: Iterable[Range]) -> Iterator[Range]:

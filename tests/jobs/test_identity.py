@@ -206,7 +206,7 @@ def test_stretches_are_where_runs_have_them() -> None:
         (59, 60),
         (200, 202),
     ]
-    wanted = list(content._stretches(40 << 20))
+    wanted = list(content._stretches(40 << 20, 16 << 10))
     assert [start >> 24 for start, _ in wanted] == [0, 1, 2]
     assert {stop - start for start, stop in wanted} == {16 << 10}
-    assert list(content._stretches(100)) == [(0, 100)]
+    assert list(content._stretches(100, 16 << 10)) == [(0, 100)]

@@ -89,8 +89,8 @@ class RequestReader:
                 sequences += self._samples(index, number, prompt, settings)
             except UsageError as error:
                 if refused is None:
-                    advice = [error.change, advice] if len(prompts) > 1 else [error.change]
-                    raise type(error)(error.found, error.needed, "; ".join(filter(None, advice))) from None
+                    changes = [error.change, advice] if len(prompts) > 1 else [error.change]
+                    raise type(error)(error.found, error.needed, "; ".join(filter(None, changes))) from None
                 refused.append(RefusedPrompt(index, settings.num_return_sequences, str(error)))
             number += settings.num_return_sequences
         return sequences
