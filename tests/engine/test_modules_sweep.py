@@ -52,7 +52,9 @@ OWN: dict[str, dict[str, Any]] = {
     },
 }
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2}
-VISION |= {"num_attention_heads": 2, "out_hidden_size": 64}
+VISION |= {"num_attention_heads": 2, "out_hidden_size": 64, "embed_dim": 32, "mm_hidden_size": 32}
+SECTIONS = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm_ocr", "paddleocr_vl")
+"""Types whose positions have three parts by default, of as many dimensions as the default head has."""
 
 
 def small(given: PreTrainedConfig) -> dict[str, Any]:
@@ -86,7 +88,7 @@ def tiny_config(kind: str) -> PreTrainedConfig:
     raw["vision_config"] |= {key: value for key, value in VISION.items() if key in raw["vision_config"]}
     raw |= {key: VOCAB - 1 for key in raw if re.search(r"(image|video|vision\w*|boi|eoi)_token_(id|index)$", key)}
     rope = raw["text_config"].get("rope_parameters") or {}
-    if "mrope_section" in rope:
+    if "mrope_section" in rope or kind in SECTIONS:
         rope["mrope_section"] = [4, 2, 2]
     return CONFIG_MAPPING[kind].from_dict(raw)
 
