@@ -19,6 +19,7 @@ from h2o_flexgen.checkpoint.hub import resolve_model
 from h2o_flexgen.config.hardware.profile import cache_folder
 from h2o_flexgen.engine.requests.tokenizer import TextCodec
 from tests.checkpoint.gguf_files import by_transformers
+from tests.engine.test_chats_real import tricky
 from tests.engine.test_gguf_tokenizer import TEXTS
 
 FILE = cache_folder().parent / "models" / "gemma-3-270m-q4_k_m.gguf"
@@ -30,7 +31,9 @@ pytestmark = [
 
 PROMPTS = [
     "The capital of France is", "def fib(n):\n", "两个黄鹂鸣翠柳，", "1, 2, 3, 4,", "Q: What is 2+2?\nA:", "In 1969,",
-    "<html>", "\U0001f600\U0001f600",
+    "<html>", "\U0001f600\U0001f600", "Once upon a time", "SELECT name FROM", "La vie est", "Der schnelle braune Fuchs",
+    "x = [i for i in", "Привет, ", "The derivative of x^2 is", "Roses are red,", "To be, or not to be,", "{\"name\": ",
+    "Dear Sir or Madam,", "日本の首都は",
 ]  # fmt: skip
 NEW = 4
 ENDS = 500
@@ -88,7 +91,8 @@ def test_every_tensor_is_what_gguf_makes_of_it(reader: gguf.GGUFReader) -> None:
 def test_ids_and_texts_are_transformers(codec: TextCodec) -> None:
     other = AutoTokenizer.from_pretrained(str(FILE.parent), gguf_file=FILE.name)
     this = Path(__file__).read_text(encoding="utf-8")
-    for text in [*TEXTS, *PROMPTS, this, "<start_of_turn>user\nHi<end_of_turn>\n", "<unused7>", "a" + " " * 40 + "b"]:
+    more = [*TEXTS, *PROMPTS, this, "<start_of_turn>user\nHi<end_of_turn>\n", "<unused7>", "a" + " " * 40 + "b"]
+    for text in [*more, *tricky()]:
         ids = codec.encode(text)
         assert ids == other(text).input_ids, text
         assert codec.decode(ids) == other.decode(ids, skip_special_tokens=True), text
