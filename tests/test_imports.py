@@ -12,6 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import gguf
+import numpy as np
+
 from tests.test_style import nodes_of
 
 ROOT = Path(__file__).parents[1]
@@ -291,6 +294,11 @@ REFUSALS = [
     ("run", "--model", "{folder}/unknown"),
     ("run", "--model", "{folder}/hollow"),
     ("run", "--model", "{folder}/deeper"),
+    ("run", "--model", "{folder}/bloom.gguf"),
+    ("run", "--model", "{folder}/bloom.gguf", "--model-impl", "transformers"),
+    ("run", "--model", "{folder}/llama.gguf", "--model-impl", "transformers"),
+    ("run", "--model", "{folder}/adapter.gguf"),
+    ("run", "--model", "{folder}/hollow", "--model-impl", "transformers"),
     ("evaluate", "--model", "{folder}/deeper"),
     ("run", "--prompts", "./nowhere"),
     ("run", "--output", "{folder}/there"),
@@ -317,6 +325,17 @@ def test_what_is_refused_is_refused_before_torch_is_loaded(tmp_path: Path) -> No
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
     (tmp_path / "there").write_text("{}\n")
+    for name in ("bloom", "llama", "adapter"):
+        writer = gguf.GGUFWriter(str(tmp_path / f"{name}.gguf"), "llama" if name == "adapter" else name)
+        writer.add_type("adapter" if name == "adapter" else "model")
+        writer.add_layer_norm_rms_eps(1e-5)
+        for key in ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count"):
+            writer.add_uint32(f"{writer.arch}.{key}", 1)
+        writer.add_tensor("token_embd.weight", np.zeros((8, 32), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
     refusals = [[word.format(folder=tmp_path) for word in words] for words in REFUSALS]
     code = f"""
 import importlib, sys
@@ -326,4 +345,6 @@ for program, *words in {refusals}:
 """
     run = _python(code)
     assert run.stdout.splitlines() == [f"{' '.join(words)} True False" for words in refusals], run.stderr
+    assert run.stderr.count("llama.gguf is a GGUF file") == 1
+    assert run.stderr.count("is of the architecture 'bloom', which is not supported") == 2
     assert all(len(block.splitlines()) < 24 for block in run.stderr.split("error: ")), "one screen each"

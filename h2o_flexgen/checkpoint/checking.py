@@ -17,7 +17,7 @@ from h2o_flexgen.models.quantized import read_quantization
 def check_model(found: ResolvedModel, impl: str, weights: bool) -> None:
     """ModelError for what cannot be used of `found`: its shape, and of its `weights` what the tables of GGUF and
     safetensors files say. Where transformers' modules compute, and for pickled files, loading sees the rest."""
-    check_config(found.config, found.name, "native" if found.gguf is not None else impl)
+    check_config(found.config, found.name, found.impl(impl))
     if found.gguf is not None:
         found.spec()
         return

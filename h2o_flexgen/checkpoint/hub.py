@@ -76,8 +76,17 @@ class ResolvedModel:
 
     def spec(self, impl: str = "auto") -> ModelSpec:
         """The shape of the model, for one of `config.engine.MODEL_IMPLS`. ModelError for what is not supported."""
-        spec = spec_from_config(self.config, self.name, "native" if self.gguf else impl)
+        spec = spec_from_config(self.config, self.name, self.impl(impl))
         return spec if self.gguf is None else replace(spec, packings=packings_of(self.gguf, spec))
+
+    def impl(self, wanted: str) -> str:
+        """`wanted` of `config.engine.MODEL_IMPLS`; of a GGUF file "native", and ModelError for "transformers"."""
+        if self.gguf is None:
+            return wanted
+        if wanted == "transformers":
+            needed = "needed safetensors for --model-impl transformers"
+            raise ModelError(f"{self.name} is a GGUF file", needed, "use --model-impl auto")
+        return "native"
 
 
 def resolve_model(

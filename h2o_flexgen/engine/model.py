@@ -103,12 +103,8 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
     found = resolve_model(
         config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=not dummy
     )
-    if found.gguf is not None and config.model_impl == "transformers":
-        raise ModelError(
-            f"{found.name} is a GGUF file", "needed safetensors for --model-impl transformers", "use --model-impl auto"
-        )
-    impl = "native" if found.gguf is not None else config.model_impl
-    spec = _with_generation_eos(spec_from_config(found.config, found.name, impl), found.folder)
+    spec = spec_from_config(found.config, found.name, found.impl(config.model_impl))
+    spec = _with_generation_eos(spec, found.folder)
     spec = spec.with_cache_bits(config.cache_bits)
     if dummy:
         spec = replace(spec, packings=tuple(packings_of_config(found.config, spec).items()))

@@ -1,5 +1,5 @@
-"""JSON files with anything in them: indices, policies, profiles, schemas, and config.json of each family. Our errors,
-never others."""
+"""JSON files with anything in them: indices, policies, profiles, schemas, and config.json of each family; GGUF files
+with other bytes in them. Our errors, never others."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from h2o_flexgen.checkpoint.files import Problems
+from h2o_flexgen.checkpoint.gguf.blocks import FORMATS
+from h2o_flexgen.checkpoint.gguf.header import read_header
 from h2o_flexgen.checkpoint.shards import find_shards
 from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.response_format import ResponseFormat
 from h2o_flexgen.errors import H2OFlexGenError
+from tests.checkpoint.gguf_files import Kind, tiny_model, write_gguf
+from tests.checkpoint.test_gguf_blocks import random_blocks
 from tests.programs import Run
 from tests.tiny import FAMILIES, make_model, save
 
@@ -131,6 +136,46 @@ def test_a_config_with_anything_in_it_runs_or_is_refused_in_one_message(
         ran = run("--model", folder, "--prompts", prompts, "--gen-len", 2, "--no-calibrate", "--quiet")
     finally:
         (folder / "config.json").write_text(written)
+    assert ran.code in (0, 2, 3, 4, 5), ran.err
+    assert "Traceback" not in ran.err
+    assert ran.err.count("error: ") == (ran.code in (2, 4, 5)), ran.err
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int]]:
+    """GGUF files of tiny models whose matrices are blocks of one kind, and where each one's header ends."""
+    found = {}
+    for kind in ("IQ4_XS", "MXFP4", "Q2_K", "IQ2_XS"):
+
+        def random(name: str, values: np.ndarray, kind: str = kind) -> tuple[np.ndarray, Kind]:
+            made = random_blocks(kind, len(values), 256 // FORMATS[kind].numbers, len(name))
+            return made.reshape(len(values), -1), Kind[kind]
+
+        sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+        path = write_gguf(tmp_path_factory.mktemp(kind) / "model.gguf", make_model("llama", **sizes), random)
+        found[kind] = path, min(tensor.offset for tensor in read_header(path).tensors.values())
+    path = write_gguf(tmp_path_factory.mktemp("gpt") / "model.gguf", tiny_model("gpt-oss"))
+    return {**found, "gpt-oss": (path, min(tensor.offset for tensor in read_header(path).tensors.values()))}
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_gguf_file_with_other_bytes_runs_or_is_refused_in_one_message(
+    blocks: dict[str, tuple[Path, int]], run: Run, tmp_path: Path, data: st.DataObject
+) -> None:
+    """0; 3 where numbers are then not finite; 2 or 5 where a context or a plan is too small; else 4."""
+    whole, header = blocks[data.draw(st.sampled_from(sorted(blocks)))]
+    content = bytearray(whole.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.one_of(st.integers(0, header - 1), st.integers(0, len(content) - 1)))
+        content[place] = data.draw(st.one_of(st.integers(0, 255), st.sampled_from([0, 1, 127, 128, 255])))
+    if data.draw(st.integers(0, 5)) == 0:
+        del content[data.draw(st.integers(0, len(content))) :]
+    path, prompts = tmp_path / "model.gguf", tmp_path / "prompts.jsonl"
+    path.write_bytes(content)
+    prompts.write_text(json.dumps({"prompt": [3, 4, 5]}))
+    ran = run("--model", path, "--prompts", prompts, "--gen-len", 2, "--no-calibrate", "--quiet")
     assert ran.code in (0, 2, 3, 4, 5), ran.err
     assert "Traceback" not in ran.err
     assert ran.err.count("error: ") == (ran.code in (2, 4, 5)), ran.err
