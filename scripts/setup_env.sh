@@ -15,10 +15,9 @@ setup_env() {
     .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv .venv || return 2
     # The native kernels need a compiler and nothing else: they are made meanwhile. What fails here is told by the programs.
     # The package around them imports torch: an empty one stands for it.
-    .venv/bin/python -c 'import sys, types; name = "h2o_flexgen.kernels"; it = sys.modules[name] = types.ModuleType(name)
+    (.venv/bin/python -c 'import sys, types; name = "h2o_flexgen.kernels"; it = sys.modules[name] = types.ModuleType(name)
 it.__path__ = ["h2o_flexgen/kernels"]; from h2o_flexgen.kernels import native; native.library()' \
-      </dev/null >/dev/null 2>&1 &
-    disown
+      </dev/null >/dev/null 2>&1 &)
     install=(.venv/bin/python -m pip install --disable-pip-version-check --no-compile)
     [ -t 2 ] || install+=(-qq) # a terminal sees what is downloaded
     # torch by its exact version first: a range may bring gigabytes of CUDA that a machine without a GPU has no use for.
