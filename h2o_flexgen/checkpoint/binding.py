@@ -309,7 +309,8 @@ class Binding:
         if shards.index is None:
             return
         for stored, shard in shards.index.items():
-            if shard in self._tables and stored not in self._tables[shard]:
+            unread = self._is_ignored(stored) or stored in self._tied_heads
+            if shard in self._tables and stored not in self._tables[shard] and not unread:
                 self.problems.add(f"tensor {stored!r} is not in {shard}, where the index has it", download=True)
         for stored, holders in self._where.items():
             if stored not in shards.index and not self._is_ignored(stored):

@@ -14,7 +14,7 @@ import numpy as np
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.memory.disk import DirectFile, HostView
 
-_SHOWN = 24  # faults: one screen
+_SHOWN = 20  # faults: with the lines around them one screen
 _NEEDED = "needed all weights of the model that config.json describes, and no others"
 _DRIVE = re.compile(r"[A-Za-z]:")
 

@@ -40,7 +40,9 @@ def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
 
 def test_a_long_list_is_cut(tmp_path: Path) -> None:
     write_single(tmp_path, {f"surplus{number}": torch.zeros(1) for number in range(200)})
-    assert "more" in refused(tmp_path)
+    message = refused(tmp_path)
+    assert "more" in message
+    assert len(message.splitlines()) <= 22, "with what was needed and the advice in lines of their own: one screen"
 
 
 def test_another_models_checkpoint(tmp_path: Path) -> None:

@@ -105,6 +105,17 @@ def test_shards_of_any_name(tmp_path: Path, binary: bool) -> None:
     assert torch.equal(_tokens_read(tmp_path), _theirs(tmp_path))
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "decoder.version"])
+def test_an_index_may_name_what_no_part_is_read_from(tmp_path: Path, name: str) -> None:
+    """Copies of the embedding and buffers of older versions, which the file is without."""
+    write_config(tmp_path)
+    (first, _) = write_shards(tmp_path, weights(make_spec()))
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"][name] = first.name
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    assert torch.equal(_tokens_read(tmp_path), _theirs(tmp_path))
+
+
 def test_a_bin_beside_safetensors_of_another_kind(tmp_path: Path) -> None:
     write_config(tmp_path)
     torch.save(weights(make_spec()), tmp_path / "pytorch_model.bin")

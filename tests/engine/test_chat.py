@@ -107,6 +107,9 @@ def test_a_model_without_a_template(tmp_path: Path) -> None:
     (only / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(UsageError, match="m has no chat template of the name default, only code, rag"):
         chat_prompt(codec_of(only), "m", "Hi", "it")
+    (only / "tokenizer_config.json").write_text(json.dumps({"chat_template": []}))
+    with pytest.raises(UsageError, match="of the name default, only an empty list"):
+        chat_prompt(codec_of(only), "m", "Hi", "it")
 
 
 def test_templates_are_run_in_a_sandbox(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def chat_text(
     tokenizer = codec.transformed
     template = None if tokenizer is None else tokenizer.chat_template
     if isinstance(template, dict) and "default" not in template:
-        names = ", ".join(sorted(template))
+        names = ", ".join(sorted(template)) or "an empty list"
         raise UsageError(f"{model} has no chat template of the name default, only {names}")
     if not template:
         raise UsageError(

@@ -167,6 +167,16 @@ def _installed(name: str) -> bool:
         return False
 
 
+def _torn(folder: Path) -> str:
+    """Which of the tokenizer's JSON files cannot be read and why, empty where all can be."""
+    for path in sorted(folder.glob("*token*.json")):
+        try:
+            read_json(path)
+        except (OSError, ValueError) as error:
+            return f"{path.name}: {str(error).removeprefix(f'{path.name} ')}"
+    return ""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, empty where there is no file. ValueError or OSError for one that cannot be read."""
     loaded = json.loads(path.read_text(encoding="utf-8-sig")) if path.exists() else {}
@@ -256,7 +266,7 @@ class TextCodec:
             raise
         except Exception as error:  # the libraries raise bare Exception for a torn file
             raise ModelError(
-                f"the tokenizer in {folder} cannot be read: {error}",
+                f"the tokenizer in {folder} cannot be read: {_torn(folder) or error}",
                 "needed tokenizer.json or the files it is made from",
             ) from error
 
