@@ -189,6 +189,8 @@ def test_what_an_architecture_alone_refuses(row: str, key: str, value: Any, mess
 def test_a_turn_and_a_text_may_end_with_different_tokens(tmp_path: Path) -> None:
     spec = spec_of(header_of(tmp_path, "llama", lambda writer: writer.add_eot_token_id(7)))
     assert (spec.bos_token_id, spec.eos_token_ids, spec.pad_token_id) == (2, (2, 7), 1)
+    none = spec_of(header_of(tmp_path, "llama", lambda writer: writer.add_eot_token_id(2**32 - 1)))
+    assert none.eos_token_ids == (2,), "-1 in 32 bits is none"
 
 
 def key(name: str, value: Any, kind: str) -> Extra:
@@ -218,7 +220,7 @@ REFUSED: dict[str, tuple[Extra, str]] = {
     "value": (changed("llama.attention.value_length", 8, "UINT32"), "needed that of a key, 16"),
     "turned": (changed("llama.rope.dimension_count", 8, "UINT32"), "needed whole heads, of 16 dimensions"),
     "eps": (changed("llama.attention.layer_norm_rms_epsilon", -1.0, "FLOAT32"), "needed a number above 0"),
-    "bos": (changed("tokenizer.ggml.bos_token_id", 97, "UINT32"), "needed a token id below 97"),
+    "bos": (changed("tokenizer.ggml.bos_token_id", "<s>", "STRING"), "needed the id of a token"),
     "tokens": (lambda writer: writer.add_token_list(["x"] * 98), "has 98 tokens. needed at most 97"),
     "scaling": (key("llama.rope.scaling.type", "longrope", "STRING"), "needed one of none, linear, yarn"),
     "factor": (key("llama.rope.scaling.factor", 2.0, "FLOAT32"), "needed a rope.scaling.type that it belongs to"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -223,6 +224,21 @@ def test_the_end_of_a_turn_may_be_known_by_its_text_alone(end: str) -> None:
     assert sorted(codec.turn_ends) == [2, 3, 4]
 
 
+@pytest.mark.parametrize("token", [2**32 - 1, 10**6, -1])
+@pytest.mark.parametrize("name", ["bos", "eos", "eot", "padding", "unknown"])
+def test_ids_that_are_no_ids(name: str, token: int) -> None:
+    """As without the key: converters write -1, which becomes 4294967295."""
+    tokens = ["a", "b", "<0x0A>", "</s>"]
+    plain: dict[str, Any] = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+                             "tokenizer.ggml.scores": np.full(4, -1.0),
+                             "tokenizer.ggml.token_type": np.array([1, 1, 6, 3])}  # fmt: skip
+    without = TextCodec.of_gguf(plain, "x.gguf")
+    found = TextCodec.of_gguf({**plain, f"tokenizer.ggml.{name}_token_id": token}, "x.gguf")
+    assert without is not None
+    assert found is not None
+    assert (found.encode("ab"), found.turn_ends) == (without.encode("ab"), without.turn_ends)
+
+
 def test_llama3_starts_with_bos_unless_told_not_to(tmp_path: Path) -> None:
     codec = opened(written(tmp_path, "llama", byte_level("llama-bpe")))
     assert codec.encode("a") == [2, *codec.encode_bare("a")]
@@ -239,7 +255,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens": ({"model": "llama", "tokens": "abc"}, "tokenizer.ggml.tokens is 'abc'"),
     "no scores": ({"model": "llama"}, "tokenizer.ggml.scores is None"),
     "flag": ({"model": "gpt2", "pre": "gpt-2", "merges": [], "add_bos_token": "yes"}, "needed true or false"),
-    "special": ({"model": "gpt2", "pre": "gpt-2", "merges": [], "bos_token_id": 9}, "needed the id of one of 2 tokens"),
+    "special": ({"model": "gpt2", "pre": "gpt-2", "merges": [], "bos_token_id": "a"}, "needed the id of a token"),
 }
 
 

@@ -88,15 +88,18 @@ def stored_dtype(header: GgufHeader) -> str:
 
 
 def _special_tokens(header: GgufHeader, vocab: int) -> dict[str, Any]:
-    """bos, eos and pad. A model of conversations has a token that ends a turn besides the one that ends a text."""
+    """bos, eos and pad. A model of conversations has a token that ends a turn besides the one that ends a text.
+
+    An id that is no token's is none: -1, which is 4294967295 in 32 bits, stands in files of many converters.
+    """
     found: dict[str, Any] = {}
     for name, words in _SPECIAL.items():
         ids = []
         for word in words:
             key = f"tokenizer.ggml.{word}_token_id"
             token = header.metadata.get(key)
-            if token is not None and (type(token) is not int or not 0 <= token < vocab):
-                raise ModelError(f"{header.path}: {key} is {str(token)[:80]!r}", f"needed a token id below {vocab}")
-            ids += [] if token is None or token in ids else [token]
+            if token is not None and type(token) is not int:
+                raise ModelError(f"{header.path}: {key} is {str(token)[:80]!r}", "needed the id of a token")
+            ids += [token] if token is not None and 0 <= token < vocab and token not in ids else []
         found[name] = ids if len(ids) > 1 else ids[0] if ids else None
     return found

@@ -167,11 +167,12 @@ class _Metadata:
         return found
 
     def token(self, key: str) -> int | None:
-        """The id of a token; None where the file has no such key."""
+        """The id of a token; None where the file has no such key, or -1 (as a 32-bit number, too) or another id
+        that is no token's, as llama.cpp has it."""
         token = self._metadata.get(_KEY + key)
-        if token is not None and (type(token) is not int or not 0 <= token < len(self.tokens)):
-            raise self.error(key, f"the id of one of {len(self.tokens)} tokens")
-        return token
+        if token is not None and type(token) is not int:
+            raise self.error(key, "the id of a token")
+        return token if token is not None and 0 <= token < len(self.tokens) else None
 
     def error(self, key: str, needed: str) -> ModelError:
         """That the value of `key` will not do."""
