@@ -22,7 +22,7 @@ _MOST_CHARACTERS = 1 << 20
 _REFUSED = (
     *("not", "if", "then", "else", "contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas"),
     *("dependencies", "unevaluatedProperties", "unevaluatedItems", "$anchor", "$dynamicRef", "$dynamicAnchor"),
-    "$recursiveRef",
+    *("$recursiveRef", "$recursiveAnchor", "additionalItems"),
 )
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$comment"}
@@ -31,12 +31,27 @@ _ANNOTATIONS = frozenset(
 _TYPED = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "string": ("minLength", "maxLength", "pattern", "format"),
+    "object": ("minProperties", "maxProperties", "propertyNames"),
+    "array": ("minItems", "maxItems"),
 }
 _ONE_SCHEMA = ("additionalProperties", "items", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _PATTERN_BEYOND = re.compile(r"""\(\?(?!:)|\\[bBpPkcxunrtfv1-9\\]|["\x00-\x1f]""")
 """Of regular expressions what is not regular, not understood, or what a JSON string holds in escapes only."""
+
+_DAY = r"[1-9]\d{3}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
+_TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d([.]\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
+_BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]\d|\d)"
+_FORMS = {
+    "date": f"^{_DAY}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DAY}T{_TIME}$",
+    "ipv4": rf"^({_BYTE}\.){{3}}{_BYTE}$",
+}
+"""Formats by patterns of our own: the library's let the 30th of February and bytes with leading zeros pass. Leap days
+are left out."""
+_KNOWN_FORMATS = frozenset({*_FORMS, "uuid", "email", "ipv6", "hostname", "uri", "uri-reference", "duration"})
 
 
 @dataclass(frozen=True)
@@ -81,8 +96,9 @@ class ResponseFormat:
         if len(text) > _MOST_CHARACTERS:
             raise UsageError(f"the schema has {len(text)} characters", f"needed at most {_MOST_CHARACTERS}")
         # Read again: what is checked is what is followed.
-        _check(json.loads(text), "#", 0)
-        return cls(text, strict)
+        read = json.loads(text)
+        _check(read, "#", 0)
+        return cls(json.dumps(read, ensure_ascii=False), strict)
 
 
 def _check(schema: Any, where: str, level: int) -> None:
@@ -100,10 +116,34 @@ def _check(schema: Any, where: str, level: int) -> None:
         raise _fault(where, "has 'uniqueItems'", "needed a schema without it")
     if level and "$id" in schema:
         raise _fault(where, "has an '$id' of its own", "needed references from the root")
-    for check in (_check_alone, _check_types, _check_pattern, _check_required, _check_one_of):
+    parts = list(_parts(schema, where))
+    for check in (_check_alone, _check_types, _check_pattern, _check_required, _check_together):
         check(schema, where)
-    for name, part in _parts(schema, where):
+    for name, part in parts:
         _check(part, f"{where}/{name}", level + 1)
+    _check_one_of(schema, where)
+    _spell(schema)
+
+
+def _spell(schema: dict[str, Any]) -> None:
+    """Writes a schema that was checked so that the library follows it."""
+    if schema.get("format") in _FORMS:
+        schema["pattern"] = _FORMS[schema.pop("format")]
+    if "pattern" in schema:
+        schema["pattern"] = _without_optional_groups(schema["pattern"])
+    if "patternProperties" in schema:
+        named = schema["patternProperties"]
+        schema["patternProperties"] = {_without_optional_groups(name): part for name, part in named.items()}
+
+
+def _without_optional_groups(pattern: str) -> str:
+    """`(...)?` as `(...){0,1}`, which means the same: of `(ab+)?` in a schema xgrammar 0.2.8 lets `b` pass as well."""
+    spelled, within_class = [], False
+    tokens = re.findall(r"\\.|.", pattern, re.DOTALL)
+    for before, token in zip(["", *tokens], tokens, strict=False):
+        within_class = token == "[" or (within_class and token != "]")
+        spelled.append("{0,1}" if token == "?" and before == ")" and not within_class else token)
+    return "".join(spelled)
 
 
 _INSTEAD = {"if": ": anyOf with the cases", "not": ": what is wanted, in the place of what is not"}
@@ -174,6 +214,36 @@ def _check_required(schema: dict[str, Any], where: str) -> None:
     named = schema.get("properties", {})
     if lacking := [name for name in required if name not in named]:
         raise _fault(where, f"requires {lacking[0]!r} and does not describe it", "needed it among the properties")
+
+
+def _check_together(schema: dict[str, Any], where: str) -> None:
+    """Words that the library takes and ignores, some of them beside others only."""
+    for word, others in _ALONE.items():
+        if word in schema and (beside := [other for other in others if other in schema]):
+            raise _fault(where, f"has {word!r} beside {beside[0]!r}", "needed one of the two")
+    if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] not in _KNOWN_FORMATS):
+        raise _fault(where, f"has the format {shown(schema['format'])}", f"needed one of {sorted(_KNOWN_FORMATS)}")
+    if "multipleOf" in schema:
+        factor = schema["multipleOf"]
+        if "number" in schema["type"] or type(factor) is not int or factor < 1:
+            raise _fault(where, f"has multipleOf={shown(factor)}", "needed a whole number, and the type integer")
+    if "minProperties" in schema:
+        least = schema["minProperties"]
+        if not isinstance(least, int) or least > len(set(schema.get("required", ()))):
+            # Names may come twice in a text.
+            raise _fault(where, f"has minProperties={shown(least)}", "needed as many names in 'required'")
+    if len(schema.get("patternProperties") or ()) > 1:
+        raise _fault(where, "has 'patternProperties' with several patterns", "needed one pattern")
+    if schema.get("patternProperties") and schema.get("additionalProperties", False) is not False:
+        raise _fault(where, "has 'patternProperties' beside 'additionalProperties'", "needed that to be false")
+
+
+_ALONE = {
+    "format": ("pattern", "minLength", "maxLength"),
+    "multipleOf": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    "patternProperties": ("properties", "propertyNames"),
+    "propertyNames": ("properties", "additionalProperties"),
+}
 
 
 def _check_one_of(schema: dict[str, Any], where: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
+import itertools
 import json
 import random
 import re
@@ -168,10 +171,25 @@ REFUSED: list[tuple[Any, str]] = [
     ({"type": "string", "pattern": "a", "minLength": 2}, "'pattern' beside a length"),
     ({"type": "string", "pattern": "(?=a)b"}, "the pattern"),
     ({"type": "string", "pattern": 'say "x"'}, "the pattern"),
+    ({"type": "number", "multipleOf": 3}, "has multipleOf=3"),
+    ({"type": ["string", "number"], "multipleOf": 3}, "has multipleOf=3"),
+    ({"type": "integer", "multipleOf": 3, "minimum": 2}, "'multipleOf' beside 'minimum'"),
+    ({"type": "string", "format": "date", "maxLength": 3}, "'format' beside 'maxLength'"),
+    ({"type": "string", "format": "uuid", "pattern": "^a$"}, "'format' beside 'pattern'"),
+    ({"type": "string", "format": "json-pointer"}, "the format 'json-pointer'"),
+    ({"type": "object", "additionalProperties": {}, "minProperties": 2}, "minProperties=2"),
+    ({"type": "object", "patternProperties": {"^a$": {}, "a": {}}}, "several patterns"),
+    ({"type": "object", "patternProperties": {"^a$": {}}, "additionalProperties": True}, "beside 'additional"),
+    ({"type": "object", "patternProperties": {"^a$": {}}, "properties": {"a": {}}}, "beside 'properties'"),
+    ({"type": "object", "propertyNames": {"maxLength": 1}, "properties": {"ab": {}}}, "beside 'properties'"),
+    ({"maxItems": 3}, "'maxItems' and not the type array"),
     ({"type": "object", "properties": {}, "required": ["b"]}, "requires 'b'"),
     ({"type": "strin"}, "cannot be followed: Unsupported type"),
     ({"type": "integer", "minimum": 5, "maximum": 3}, "cannot be followed: Invalid range"),
     ({"properties": 3}, "has properties=3"),
+    ({"properties": 3, "required": ["a"]}, "has properties=3"),
+    ({"oneOf": [{"properties": 3, "required": ["a"]}, {"required": 3}]}, "has properties=3"),
+    ({"type": "object", "patternProperties": 3}, "has patternProperties=3"),
     ([], "is \\[\\]"),
     (False, "cannot be followed"),
     ({"a": float("nan")}, "not JSON"),
@@ -183,6 +201,72 @@ REFUSED: list[tuple[Any, str]] = [
 def test_schemas_that_no_grammar_can_promise_are_refused(grammars: Grammars, schema: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         grammars.of(ResponseFormat.of_schema(schema), "prompt 0")
+
+
+PAIRED: dict[str, dict[str, Any]] = {
+    "string": {"minLength": 2, "maxLength": 3, "pattern": "^[a-c]+$", "format": "date"},
+    "integer": {"minimum": 2, "maximum": 30, "exclusiveMinimum": 3, "exclusiveMaximum": 20, "multipleOf": 3},
+    "number": {"minimum": 2.5, "maximum": 30, "exclusiveMinimum": 3, "exclusiveMaximum": 20.5, "multipleOf": 3},
+    "array": {"items": {"type": "integer"}, "prefixItems": [{"type": "null"}], "minItems": 1, "maxItems": 2},
+    "object": {
+        "properties": {"a": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": {"type": "boolean"},
+        "patternProperties": {"^[ab]$": {"type": "string", "maxLength": 2}},
+        "propertyNames": {"pattern": "^[b-d]$"},
+        "minProperties": 2,
+        "maxProperties": 2,
+    },
+}
+PAIRS = [
+    {"type": kind, **{word: words[word] for word in pair}}
+    for kind, words in PAIRED.items()
+    for pair in itertools.combinations_with_replacement(words, 2)
+]
+
+
+@pytest.mark.parametrize("schema", PAIRS, ids=str)
+def test_pairs_of_words_are_followed_or_refused(grammars: Grammars, schema: Any) -> None:
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    for seed in range(8):
+        try:
+            text = random_text(grammars, ResponseFormat.of_schema(schema), seed)
+        except UsageError:
+            return
+        if text is not None:
+            jsonschema.validate(json.loads(text), schema, VALIDATOR, format_checker=checker)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["^a(b[0-9]+)?$", "^(b[0-9]*)?a$", "^a(b(c[0-9]+)?)?$", r"^[)?]x([)])?([.][0-9]{1,2})?$", "^(?:ab[0-9]+)?(c|[?]d+)?$"],
+)
+def test_groups_that_may_be_left_out_are_whole_or_not_there(grammars: Grammars, pattern: str) -> None:
+    for schema in (
+        {"type": "string", "pattern": pattern},
+        {"type": "object", "patternProperties": {pattern: {"type": "null"}}, "additionalProperties": False},
+        {"type": "object", "propertyNames": {"type": "string", "pattern": pattern}},
+    ):
+        form = ResponseFormat.of_schema(schema)
+        for seed in range(12):
+            text = random_text(grammars, form, seed)
+            if text is not None:
+                jsonschema.validate(json.loads(text), schema, VALIDATOR)
+
+
+@pytest.mark.parametrize("form", ["date", "time", "date-time", "ipv4"])
+def test_formats_are_what_python_reads(grammars: Grammars, form: str) -> None:
+    """Judged by the standard library: jsonschema checks dates and times only with packages that it does not bring."""
+    reads = {
+        "date": datetime.date.fromisoformat,
+        "time": datetime.time.fromisoformat,
+        "date-time": datetime.datetime.fromisoformat,
+        "ipv4": ipaddress.IPv4Address,
+    }
+    for seed in range(24):
+        text = random_text(grammars, ResponseFormat.of_schema({"type": "string", "format": form}), seed)
+        if text is not None:
+            reads[form](json.loads(text))
 
 
 def test_deep_schemas_are_refused() -> None:
