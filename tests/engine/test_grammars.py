@@ -239,7 +239,13 @@ def test_pairs_of_words_are_followed_or_refused(grammars: Grammars, schema: Any)
 
 @pytest.mark.parametrize(
     "pattern",
-    ["^a(b[0-9]+)?$", "^(b[0-9]*)?a$", "^a(b(c[0-9]+)?)?$", r"^[)?]x([)])?([.][0-9]{1,2})?$", "^(?:ab[0-9]+)?(c|[?]d+)?$"],
+    [
+        "^a(b[0-9]+)?$",
+        "^(b[0-9]*)?a$",
+        "^a(b(c[0-9]+)?)?$",
+        r"^[)?]x([)])?([.][0-9]{1,2})?$",
+        "^(?:ab[0-9]+)?(c|[?]d+)?$",
+    ],
 )
 def test_groups_that_may_be_left_out_are_whole_or_not_there(grammars: Grammars, pattern: str) -> None:
     for schema in (
