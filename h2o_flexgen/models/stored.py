@@ -42,17 +42,22 @@ def pairs_apart(spec: ModelSpec, names: Names) -> Names:
     the rows of each head in that other order here."""
     dim, turned = spec.head_dim, 0 if spec.arch.rotary is None else spec.arch.rotary.dim
     order = [*range(0, turned, 2), *range(1, turned, 2)]
+
+    def turned_heads(heads: int) -> tuple[tuple[int, int], ...]:
+        spans: list[tuple[int, int]] = []
+        for start in range(0, heads * dim, dim):
+            spans += [(start + row, start + row + 1) for row in order]
+            spans.append((start + turned, start + dim))
+        return tuple(spans)
+
+    spans = {"q": turned_heads(spec.num_heads), "k": turned_heads(spec.num_kv_heads)}  # the same in all layers
     found = dict(names)
     for name, places in names.items():
         _, layer, *part = name.split(".") if name.startswith("layers.") else ("", "0", "")
         if part[:2] not in (["attn", "q"], ["attn", "k"]) or int(layer) in spec.arch.unrotated:
             continue
         heads = spec.num_heads if part[1] == "q" else spec.num_kv_heads
-        spans: list[tuple[int, int]] = []
-        for start in range(0, heads * dim, dim):
-            spans += [(start + row, start + row + 1) for row in order]
-            spans.append((start + turned, start + dim))
-        found[name] = fused((str(place) for place in places), spans, heads * dim)
+        found[name] = fused((str(place) for place in places), spans[part[1]], heads * dim)
     return found
 
 

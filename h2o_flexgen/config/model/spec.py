@@ -12,9 +12,9 @@ from h2o_flexgen.config.model.packing import CacheBits, CachePacking, Packing, c
 from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup, dtype_bytes
 from h2o_flexgen.errors import ModelError, UsageError
 
-MOST_LAYERS, MOST_EXPERTS = 1000, 1 << 15
-"""Of a model, experts over all its layers: more than any published one has. A larger number in a config.json is damage,
-and would take hours to be refused by its missing tensors."""
+MOST_LAYERS, MOST_EXPERTS, MOST_QUERIES = 1000, 1 << 15, 1 << 20
+"""Of a model, experts over all its layers and numbers of a token's queries: more than any published one has. A larger
+number in a config.json is damage, and would take hours, or all memory, to be refused by its missing tensors."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,11 @@ class ModelSpec:
         except UsageError as error:
             raise ModelError(f"{self.name}: {error.found}", error.needed, error.change) from None
         experts = 0 if self.arch.experts is None else self.arch.experts.count * self.num_layers
-        for name, count, most in (("layers", self.num_layers, MOST_LAYERS), ("experts", experts, MOST_EXPERTS)):
+        for name, count, most in (
+            ("layers", self.num_layers, MOST_LAYERS),
+            ("experts", experts, MOST_EXPERTS),
+            ("numbers in a token's queries", self.num_heads * self.head_dim, MOST_QUERIES),
+        ):
             if count > most:
                 raise ModelError(f"{self.name} has {count:,} {name}", f"needed at most {most:,}")
         if self.num_heads % self.num_kv_heads:
