@@ -197,8 +197,9 @@ def test_parts_in_float32_stay_so(tmp_path: Path) -> None:
         rows = theirs(torch.tensor([context + rest[:-1]])).logits[0, len(context) - 1 :].float().log_softmax(-1)
     with Engine(str(tmp_path), dtype="bfloat16") as llm:
         ours = llm.score([(context, rest)])[0].logprob
-        kept = llm._decoder.exact  # type: ignore[attr-defined]
-        assert len(kept) == 2
+        exact = llm._decoder.exact  # type: ignore[attr-defined]
+        kept = {name: places for name, places in exact.items() if name.endswith("bias")}
+        assert len(kept) == 2  # releases differ in whether routers' matrices are so too
         assert all(torch.equal(where[key], bias) for places in kept.values() for where, key in places)
     assert ours == pytest.approx(float(rows.gather(1, torch.tensor(rest)[:, None]).sum()), rel=0.05)
 

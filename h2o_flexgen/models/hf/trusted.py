@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import transformers
 
-SWEPT = "5.23"
+SWEPT = "5.24"
 """The release of transformers that was swept."""
 
 TRUSTED = frozenset(
