@@ -61,6 +61,8 @@ class EvictionOracle:
         self.closest = math.inf
         self.sinks: Sequence[float] = ()
         """Of each query head a logit that is no token's."""
+        self.soft_cap: float | None = None
+        """What no logit of attention reaches, up or down."""
 
     @property
     def kept(self) -> set[int]:
@@ -110,6 +112,8 @@ class EvictionOracle:
         for number, unrotated in enumerate(queries):
             query = self.rotate(unrotated, rank[position])
             logits = [self.scale * sum(map(mul, query, key)) for key in keys]
+            if self.soft_cap is not None:
+                logits = [self.soft_cap * math.tanh(logit / self.soft_cap) for logit in logits]
             probabilities = softmax([*logits, *self.sinks[number : number + 1]])[: len(keys)]
             for p, probability in zip(positions, probabilities, strict=True):
                 received[p] += probability / len(queries)

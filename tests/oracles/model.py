@@ -51,8 +51,16 @@ class OracleAttention:
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **settings: Any
     ) -> tuple[Tensor, None]:
-        """query (1, heads, n, d), key and value (1, kv_heads, n, d) of the new tokens to (1, n, heads, d)."""
+        """query (1, heads, n, d), key (1, kv_heads, n, d) and value (1, kv_heads, n, e) of the new tokens to
+        (1, n, heads, e)."""
         assert mask is None, "transformers makes masks only for attention functions that it knows"
+        if hasattr(module, "expand_kv"):  # all heads share the latents that their keys and values are made of
+            return _one_head(partial(self._answer, module, settings), query, key, value), None
+        return self._answer(module, settings, query, key, value), None
+
+    def _answer(
+        self, module: torch.nn.Module, settings: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
         layer, kv_heads = int(module.layer_idx), key.shape[1]
         if layer not in self.layers:
             window = settings.get("sliding_window")
@@ -63,10 +71,22 @@ class OracleAttention:
             for head, cache in enumerate(self.layers[layer]):
                 cache.siblings = self.layers[layer]
                 cache.sinks = () if sinks is None else sinks.view(kv_heads, -1)[head].tolist()
+                cache.soft_cap = settings.get("softcap")
         groups = query[0].unflatten(0, (kv_heads, -1)).transpose(1, 2).tolist()  # (kv_heads, n, group, d)
         heads = zip(self.layers[layer], groups, key[0].tolist(), value[0].tolist(), strict=True)
         outputs = torch.tensor([_attend(*head) for head in heads])
-        return outputs.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None].to(value.dtype), None
+        return outputs.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None].to(value.dtype)
+
+
+def _one_head(answer: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of heads that have keys and values of their own, by one that has all of them side by side: each query
+    meets its own head's, and nothing elsewhere."""
+    heads, e = query.shape[1], value.shape[-1]
+    own = torch.eye(heads)[None, :, None, :, None]
+    wide = (query.unsqueeze(3) * own).flatten(3)
+    joined = (x.transpose(1, 2).flatten(2).unsqueeze(1) for x in (key, value))
+    mixed = answer(wide, *joined).unflatten(-1, (heads, e))  # (1, n, heads, heads, e)
+    return torch.stack([mixed[:, :, head, head] for head in range(heads)], 2)
 
 
 def _attend(cache: EvictionOracle, q: list, k: list, v: list) -> list:

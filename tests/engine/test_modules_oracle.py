@@ -1,0 +1,74 @@
+"""transformers' modules under eviction against the slow oracle: what each layer and head keeps after every step, and
+the probabilities of tokens. The oracle has transformers' attention read what is kept, and nothing of the engine."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from h2o_flexgen import Prompt, Span
+from h2o_flexgen.engine.engine import Engine
+from tests.engine.compare import CLOSE, History, assert_engine_equals_oracle, assert_outputs_equal
+from tests.engine.test_modules import tiny
+from tests.oracles.model import OracleRun, oracle_generate
+from tests.oracles.spans import with_spans
+from tests.policy_matrix import LATER, POLICIES, THEN_H2O
+from tests.tiny import TooCloseToCall, decided, prompts_of
+
+KINDS: dict[str, dict[str, Any]] = {
+    "olmo": {"clip_qkv": 0.9},
+    "helium": {"head_dim": 12},
+    "gemma2": {},
+    "deepseek_v3": {},
+}
+"""And what is changed from the sizes that other tests take."""
+ROWS = {row.name: row for row in (*POLICIES, *LATER, *THEN_H2O)}
+NAMES = ("h2o", "snapkv", "snapkv+h2o", "streaming")
+MODULES = {"model_impl": "transformers"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of(tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def make(kind: str) -> tuple[PreTrainedModel, str]:
+        model, folder = tiny(kind, **KINDS[kind]), tmp_path_factory.mktemp(kind)
+        model.save_pretrained(folder)
+        return model, str(folder)
+
+    return make
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_equals_the_oracle(kind: str, name: str, checkpoint_of, history: History) -> None:
+    """In ragged GPU batches and alone."""
+    assert_engine_equals_oracle(checkpoint_of(kind), ROWS[name], [17, 26, 9, 22], 7, history, places=MODULES)
+
+
+SPANS = {23: ((2, 4), (9, 12)), 40: ((30, 33),), 12: ()}
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule"), [("h2o", "whitelist"), ("h2o", "fair"), ("streaming", "whitelist"), ("snapkv", "fair")]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_spans_equal_the_oracle(kind: str, policy: str, rule: str, checkpoint_of, history: History) -> None:
+    (model, folder), row, new = checkpoint_of(kind), ROWS[policy], 5
+    eviction, oracle = row.eviction(ratio=0.6, spans=rule), with_spans(row.oracle, rule)
+
+    def answer(row_id: int, prompt: list[int]) -> OracleRun:
+        run = oracle_generate(model, prompt, new, oracle, eviction, row_id, SPANS[len(prompt)])
+        if run.closest <= CLOSE:
+            raise TooCloseToCall(f"{run.closest} between two scores or logits")
+        return run
+
+    prompts, runs = decided(prompts_of(list(SPANS)), answer)
+    marked = [Prompt(ids, [Span(a, b, f"at {a}", keep=True) for a, b in SPANS[len(ids)]]) for ids in prompts]
+    history.clear()
+    with Engine(folder, dtype="float32", eviction=eviction, **MODULES) as llm:
+        outputs = llm.generate(marked, max_new_tokens=new, ignore_eos=True, logprobs=0)
+    for i, (run, output) in enumerate(zip(runs, outputs, strict=True)):
+        assert_outputs_equal(run, output, history, i, 1e-3)
