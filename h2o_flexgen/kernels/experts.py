@@ -60,7 +60,10 @@ class ExpertPlace(ctypes.Structure):
 
 
 def expert_place(w: Mapping[str, Any]) -> ExpertPlace | TritonExpert | None:
-    """What the kernels of their device are given of an expert's weights; None where they cannot take them."""
+    """What the kernels of their device are given of an expert's weights; None where they cannot take them: they know
+    up, gate and down, or gate and up in turns."""
+    if "joint.weight" in w:
+        return None
     if not serves(w["down.weight"].device):
         return ExpertPlace.of(w)
     from h2o_flexgen.kernels.triton_experts import TritonExpert  # imports Triton, which is not there everywhere

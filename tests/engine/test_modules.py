@@ -53,6 +53,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, **EXPERTS},
     "glm4_moe": {"head_dim": 16, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, **EXPERTS},
     "mixtral": EXPERTS,
+    "gpt_oss": {"head_dim": 16, "intermediate_size": 24, **WINDOWED, **EXPERTS},
     "deepseek_v3": {
         **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},
         **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8},
@@ -170,7 +171,7 @@ def test_h2o_scores_a_prompt_by_transformers_probabilities(kind: str, tmp_path: 
             assert kept[layer] == [sorted([*each, *recent]) for each in older.tolist()]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss"])
 def test_sixteen_bits_are_near_the_native_family(kind: str, tmp_path: Path) -> None:
     """In bfloat16 kernels in C attend, multiply and mix: what modules give them lies otherwise in memory."""
     tiny(kind, head_dim=16).save_pretrained(tmp_path)

@@ -62,6 +62,7 @@ class ExpertSpec:
     bias            of the router and of each projection of the experts (gpt-oss)
     clamp           gpt-oss: gate and up lie in one projection, row by row in turn; both are clamped to it, and the gate
                     is multiplied with (up + 1). None: as in a gated MLP
+    own             what is between the projections, and behind them, is known to transformers' modules alone
     shared_size     of an MLP that every token goes through besides; 0: none
     shared_gate     its result is weighted by a gate of its own (Qwen2)
     dense           the layers that have a plain MLP instead
@@ -78,6 +79,7 @@ class ExpertSpec:
     scale: float = 1.0
     bias: bool = False
     clamp: float | None = None
+    own: bool = False
     shared_size: int = 0
     shared_gate: bool = True
     dense: tuple[int, ...] = ()

@@ -14,11 +14,12 @@ from transformers.core_model_loading import build_glob_alternation
 
 from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.kernels.experts import Gate
 from h2o_flexgen.kernels.packed import PackedWeight
 from h2o_flexgen.models.decoder import Decoder, local_name
 from h2o_flexgen.models.hf.attention import Call, ModelRun
 from h2o_flexgen.models.hf.build import Absent, Packed, build, take_products
-from h2o_flexgen.models.hf.experts import Routing
+from h2o_flexgen.models.hf.experts import Routing, feed_forward
 from h2o_flexgen.models.hf.record import arguments
 
 Places = list[tuple[dict[str, Any], str, str, bool]]
@@ -129,6 +130,14 @@ class ModuleDecoder(Decoder):
                 if torch.is_tensor(buffer):
                     module._buffers[key] = buffer.to(device)
         self._model = model
+        part = next((each.parameter for each in spec.tensors.values() if each.expert is not None), "")
+        self._experts_module = modules.get(part.rpartition(".")[0])
+        self._own_experts = spec.arch.experts is not None and spec.arch.experts.own
+        if self._own_experts:
+            self._gate = Gate("own")  # which no kernel knows
+
+    def _expert(self, w: Mapping[str, Any], x: Tensor) -> Tensor:
+        return feed_forward(self._experts_module, w, x) if self._own_experts else super()._expert(w, x)
 
     def _place(self, modules: Mapping[str, nn.Module], unit: int, name: str, parameter: str, copied: bool) -> None:
         path, _, key = parameter.rpartition(".")

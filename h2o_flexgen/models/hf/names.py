@@ -72,10 +72,13 @@ def _of_expert(
             names[each.parameter.removesuffix(target) + source.replace("*", str(each.expert)).rstrip("$")] = None
     both = [name for name in names for name in (*_saved(name, renamings), name)]
     own = [Stored(short) for name in both for short in (name, name.removeprefix(prefix))]
-    first, shape = each.expert * each.rows + each.start, (experts.count, each.rows, each.shape[1])
+    first, shape = each.expert * each.rows + each.start, (experts.count, each.rows, *each.shape[1:])
     span = ((first, first + each.shape[0]),)
+    if each.transposed:
+        span, shape = ((first, first + each.rows),), (experts.count, *reversed(each.shape))
     joined = [each.parameter, each.parameter.removeprefix(prefix), *_saved(each.parameter, renamings)]
-    return tuple(dict.fromkeys([*own, *(Stored(name, span, experts.count * each.rows, shape) for name in joined)]))
+    all_of = (Stored(name, span, experts.count * each.rows, shape, each.transposed) for name in joined)
+    return tuple(dict.fromkeys([*own, *all_of]))
 
 
 _MERGED = ([MergeModulelist], [MergeModulelist, Concatenate])

@@ -19,7 +19,7 @@ from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.hf.attention import Call, ModelRun
 from h2o_flexgen.models.hf.build import build, is_product, quiet
-from h2o_flexgen.models.hf.experts import Routing, activation_of
+from h2o_flexgen.models.hf.experts import ExpertForm, Routing, form_of, settings_of
 
 TOKENS = 4
 """Of the recorded run."""
@@ -318,37 +318,41 @@ def _also(found: dict[str, list[ModuleTensor]], name: str, unit: str, parameter:
 
 def _experts_of(timeline: RecordedUnits, name: str, model: PreTrainedModel) -> tuple[ExpertSpec | None, Activation]:
     """The experts of the layers, which are to be alike, and their activation."""
-    found = {}
+    found, settings = dict[int, tuple[ExpertForm, int]](), list[dict[str, Any]]()
     for layer, (_, routing) in timeline.routings.items():
-        module: Any = routing.module
-        count, wide, _ = module.gate_up_proj.shape if hasattr(module, "gate_up_proj") else (0, 0, 0)
         try:
-            activation = activation_of(module)
+            found[layer] = (form_of(routing.module), routing.experts.shape[-1])
         except ModelError as error:
             raise ModelError(f"{name}: {error.found}") from None
-        found[layer] = (count, routing.experts.shape[-1], wide // 2, activation)
+        settings.append(settings_of(routing.module))
     if not found:
         return None, "relu"
-    if len(set(found.values())) > 1:
-        raise ModelError(f"{name}: {type(model).__name__} has layers with experts of different sizes")
-    count, active, ffn, activation = next(iter(found.values()))
+    if len(set(found.values())) > 1 or any(each != settings[0] for each in settings):
+        raise ModelError(f"{name}: {type(model).__name__} has layers with experts of different kinds")
+    form, active = next(iter(found.values()))
     dense = tuple(layer for layer in range(len(timeline.layers)) if layer not in found)
-    return ExpertSpec(count, active, ffn, dense=dense), activation
+    spec = ExpertSpec(form.count, active, form.ffn, bias=form.bias, clamp=form.clamp, own=form.own, dense=dense)
+    return spec, form.activation
 
 
-def _add_experts(found: dict[str, list[ModuleTensor]], layer: int, path: str, module: Any) -> None:
+def _add_experts(found: dict[str, list[ModuleTensor]], layer: int, path: str, module: nn.Module) -> None:
     """A group for each expert of a layer, behind that of its half."""
-    count, wide, hidden = module.gate_up_proj.shape
+    form = form_of(module)
     others = {key: found.pop(key) for key in list(found)[list(found).index(f"layers.{layer}.mlp") + 1 :]}
-    for expert in range(count):
-        key, joined = f"layers.{layer}.mlp.experts.{expert}", f"{path}.gate_up_proj"
+    for expert in range(form.count):
+        key = f"layers.{layer}.mlp.experts.{expert}"
         found[key] = [
-            ModuleTensor(f"{key}.{part}.weight", parameter, (rows, ins), True, False, False, expert, start, whole)
-            for part, parameter, rows, ins, start, whole in (
-                ("up", joined, wide // 2, hidden, wide // 2, wide),
-                ("gate", joined, wide // 2, hidden, 0, wide),
-                ("down", f"{path}.down_proj", hidden, wide // 2, 0, hidden),
+            ModuleTensor(
+                f"{key}.{part.name}",
+                f"{path}.{part.parameter}",
+                part.shape,
+                len(part.shape) == 2,
+                part.transposed,
+                expert=expert,
+                start=part.start,
+                rows=part.rows,
             )
+            for part in form.parts
         ]
     found.update(others)
 
@@ -383,9 +387,10 @@ def _matrices(model: PreTrainedModel, timeline: RecordedUnits) -> tuple[tuple[st
             first, second = module._parameters["weight"].shape  # type: ignore[union-attr]
             made[kind].append(Product(first, second) if isinstance(module, nn.Linear) else Product(second, first))
     for _, routing in list(timeline.routings.values())[:1]:
-        experts: Any = routing.module
-        (count, wide, hidden), rows = experts.gate_up_proj.shape, experts.down_proj.shape
-        made["router"].append(Product(count, hidden))
-        made["experts"] = [Product(wide, hidden), Product(rows[1], rows[2])]
+        form = form_of(routing.module)
+        shapes = [part.shape for part in form.parts if len(part.shape) == 2]
+        wide, hidden = sum(outs for outs, _ in shapes[:-1]), shapes[0][1]
+        made["router"].append(Product(form.count, hidden))
+        made["experts"] = [Product(wide, hidden), Product(*shapes[-1])]
         made.setdefault("mlp", made["experts"])
     return tuple((kind, tuple(products)) for kind, products in made.items())
