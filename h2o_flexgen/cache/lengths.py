@@ -107,6 +107,8 @@ class CacheLengths:
         self.before = [0] * len(self.budgets)  # steps that a row has taken in other caches
         self.gone = [0] * len(self.budgets)  # tokens of it that have gone several at a time
         self.dropped: list[tuple[Range, ...]] = [()] * len(self.budgets)  # and where, if that was not left to scores
+        self.starts = [0] * len(self.budgets)
+        """Where in its text a row's first token is: what came before it is in other chunks."""
         self.step = 0
         self.started = self.resumed = False
         self._held: list[int] | None = None  # once all prompts are in
@@ -130,6 +132,7 @@ class CacheLengths:
         joined.before = [lengths.before[row] + lengths.step for lengths, row in members]
         joined.gone = [lengths.gone[row] for lengths, row in members]
         joined.dropped = [lengths.dropped[row] for lengths, row in members]
+        joined.starts = [lengths.starts[row] for lengths, row in members]
         joined.resumed = True
         shared.joined = key, joined
         return joined
@@ -154,7 +157,7 @@ class CacheLengths:
         thinned = CacheLengths(self.budgets, self.capacity, self.device, self.window)
         thinned.prompts, thinned.resumed = self.prompts, True
         thinned.before = [before + self.step for before in self.before]
-        thinned.gone, thinned.dropped = self.gone.copy(), self.dropped.copy()
+        thinned.gone, thinned.dropped, thinned.starts = self.gone.copy(), self.dropped.copy(), self.starts
         for i, row in enumerate(rows):
             own = ranges[i] if ranges else ()
             thinned.gone[row] += sum(stop - start for start, stop in own) if ranges else self.budgets[row].burst
@@ -162,12 +165,27 @@ class CacheLengths:
         self._shared.joined = key, thinned
         return thinned
 
+    def restarted(self, rows: Sequence[int]) -> CacheLengths:
+        """Before a step `rows` begin anew, without a token: a chunk is over."""
+        key = [self.step, tuple(rows), "restarted"]
+        if self._shared.joined is not None and self._shared.joined[0] == key:
+            return self._shared.joined[1].for_another_layer()
+        made, positions = CacheLengths(self.budgets, self.capacity, self.device, self.window), self.next_pos
+        made.prompts, made.before = self.prompts.copy(), [before + self.step for before in self.before]
+        made.gone, made.dropped, made.starts = self.gone.copy(), self.dropped, self.starts.copy()
+        made.resumed = True
+        for row in rows:
+            made.starts[row] += positions[row]
+            made.prompts[row] = made.before[row] = made.gone[row] = 0
+        self._shared.joined = key, made
+        return made
+
     def for_another_layer(self) -> CacheLengths:
         """For the same rows in another layer with the same window, as these were when they were made."""
         other = copy(self)
         other.step, other.started = 0, False
         if not self.resumed:
-            other.prompts, other._held = [None] * len(self.budgets), None
+            other.prompts, other._held, other.starts = [None] * len(self.budgets), None, [0] * len(self.budgets)
         return other
 
     @property

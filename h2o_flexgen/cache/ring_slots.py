@@ -88,6 +88,10 @@ class CacheSlots(ABC):
         """
         return None
 
+    def restart(self, rows: list[int]) -> None:
+        """All tokens of `rows` go; `go_on` follows."""
+        return None
+
     @abstractmethod
     def go_on(self, lengths: CacheLengths) -> None:
         """Several tokens have gone, and these are the lengths of what is left; `start` follows."""

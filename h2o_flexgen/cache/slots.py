@@ -332,6 +332,13 @@ class ScoredSlots(CacheSlots):
     def moves(self) -> tuple[list[int], Tensor] | None:
         return self._moves
 
+    def restart(self, rows: list[int]) -> None:
+        index = index_of(rows, self._lengths.device)
+        for table, none in ((self.score, torch.inf), (self._pos, -1), (self._extra, 0.0)):
+            if table is not None:
+                table[index] = none
+        self._free.view(self._shape[:2])[index] = self._base.view(self._shape[:2])[index]
+
     def go_on(self, lengths: CacheLengths) -> None:
         self._lengths, self._moves = lengths, None
         self._resumed = (self._free - self._base).view(self._shape[:2])

@@ -157,6 +157,11 @@ def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> En
             f"the eviction policy is {config.eviction.name} {what} and has soft caps in attention",
             "needed a policy that does not compute attention anew while it decodes",
         )
+    if spec.arch.chunked and config.eviction.spans:
+        raise UsageError(
+            f"spans are {config.eviction.spans!r} {what}, and whose layers attend by chunks",
+            "needed no spans: a chunk's tokens go when the next one begins",
+        )
     hidden = config.fixed.get("hidden", {compute_tier: 1.0})
     if any(share for tier, share in hidden.items() if tier != compute_tier):
         raise UsageError(f"hidden states are placed on {', '.join(hidden)} {what}", f"needed all on {compute_tier}")

@@ -59,6 +59,7 @@ TYPES: dict[str, dict[str, Any]] = {
         **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8},
         **EXPERTS,
     },
+    "llama4_text": {"head_dim": 16, "attention_chunk_size": 8, "floor_scale": 4, "num_hidden_layers": 4, **EXPERTS},
     "bert": {"is_decoder": True},
 }
 WRAPPERS = {"gemma3": {"head_dim": 16, **WINDOWED}, "mistral3": {"head_dim": 16}}

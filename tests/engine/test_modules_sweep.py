@@ -34,7 +34,7 @@ SIZES: list[tuple[int, str]] = [
     (8, "num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim"),
     (32, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size q_lora_rank"),
     (1, "topk_group first_k_dense_replace num_dense_layers"),
-    (WINDOW, "sliding_window attention_window_size window_size"),
+    (WINDOW, "sliding_window attention_window_size window_size attention_chunk_size floor_scale"),
 ]
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 OWN: dict[str, dict[str, Any]] = {

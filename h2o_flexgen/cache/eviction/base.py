@@ -75,6 +75,21 @@ class AttendedPrompts:
         k, v, stored_k = (part[:, :length] for part in self.past)
         return replace(self, past=(k, v, stored_k), **own)
 
+    def last(self, count: int) -> AttendedPrompts:
+        """The last `count` tokens as if they were prompts: nothing but them saw them."""
+        own, whole = self.k.shape[2], self.length
+        taken: dict[str, Any] = {
+            name: getattr(self, name)[:, :, max(0, own - count) :] for name in ("k", "v", "stored_k")
+        }
+        past = self.past if self.past is not None and count > own else None
+        if past is not None:
+            k, v, stored_k = (part[:, whole - count :] for part in past)
+            past = k, v, stored_k
+        queries, sums = self.queries, self.column_sums
+        queries = None if queries is None else queries[:, :, max(0, queries.shape[2] - count) :]
+        sums = None if sums is None else sums[..., whole - count : whole]
+        return replace(self, past=past, queries=queries, column_sums=sums, **taken)
+
     def part(self, start: int, stop: int) -> AttendedPrompts:
         """The tokens [start, stop) as if they were prompts; `queries` are those of all tokens. Their positions stay."""
         turn, before = self.turn, self.length - (stop - start)

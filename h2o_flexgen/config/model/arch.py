@@ -135,6 +135,9 @@ class ArchSpec:
     """Tokens that a query of a windowed layer sees, itself included."""
     window_layers: tuple[int, ...] | None = None
     """Which layers are windowed, if `window` is given; None: all."""
+    chunked: bool = False
+    """Windows are chunks, which follow one another from the first token on: a query sees its own one, up to itself
+    (Llama 4)."""
     attention_scale: float | None = None
     """Multiplies the logits of attention; None: head_dim ** -0.5."""
     embed_scale: float = 1.0
@@ -155,6 +158,10 @@ class ArchSpec:
     def window_of(self, layer: int) -> int | None:
         """Tokens that a query of `layer` sees, itself included; None: all of them."""
         return self.window if self.window_layers is None or layer in self.window_layers else None
+
+    def chunk_of(self, layer: int) -> int | None:
+        """The tokens of a chunk, where `window_of` is that."""
+        return self.window_of(layer) if self.chunked else None
 
     def rotary_of(self, layer: int) -> RotarySpec | None:
         """How `layer` rotates its queries and keys; None where it does not."""

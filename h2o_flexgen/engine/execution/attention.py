@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.cache.chunked import ChunkedCache
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, Turn
 from h2o_flexgen.cache.kv_cache import KVCache
 from h2o_flexgen.cache.prefix_store import LayerPrefix
@@ -17,6 +18,7 @@ from h2o_flexgen.engine.batching.prefix_tree import PromptChunk, PromptSegment
 from h2o_flexgen.huge import LARGE
 from h2o_flexgen.kernels import KeysValues, prefill_attention
 from h2o_flexgen.kernels.prompt import packed_attention, takes_packed
+from h2o_flexgen.kernels.types import PrefillAttention
 from h2o_flexgen.models.rotary import Angles, rotate_both
 
 
@@ -110,6 +112,8 @@ class PromptAttention:
     """Whether a store keeps column sums, which what is on the path then needs even where no cache wants them."""
     soft_cap: float | None = None
     """Of logits: see `prefill_attention`."""
+    chunk_size: int | None = None
+    """The tokens of a chunk, where queries see their own one alone."""
 
     def chunk(self, chunk: PromptChunk, angles: Angles | None, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         """q (t, heads, d), k and v (t, kv_heads, d) of the chunk's packed tokens: the mixed values go to `out`, like q.
@@ -137,6 +141,9 @@ class PromptAttention:
         the kernels takes longer than these.
         """
         alone = [segment for segment in chunk.segments if segment.rows and not segment.depth]
+        longest = max((segment.length for segment in alone), default=0)
+        if self.chunk_size is not None and longest >= self.chunk_size:
+            return chunk.segments
         if self.soft_cap is not None or any(segment.length != self.lengths[segment.rows[0]] for segment in alone):
             return chunk.segments
         spans = list[tuple[int, int, int]]()
@@ -162,17 +169,7 @@ class PromptAttention:
         past = self.path.before(segment.depth)
         seen = None if past is None else past.seen
         wanted = self.column_sums or (self.path_sums and not segment.rows)
-        mixed, sums = prefill_attention(
-            q,
-            k,
-            v,
-            self.scale,
-            wanted,
-            past=seen,
-            window=self.window,
-            sink_logits=self.sink_logits,
-            soft_cap=self.soft_cap,
-        )
+        mixed, sums = self._attend(q, KeysValues(k, v), seen, wanted)
         out.copy_(mixed.transpose(1, 2).flatten(0, 1))
         if past is not None and sums is not None and past.sums is not None:
             sums[..., : segment.past] += past.sums
@@ -202,6 +199,29 @@ class PromptAttention:
             if segment.new is not None:
                 segment.new.add(self.layer, LayerPrefix(*own, stored, piece.sums))
 
+    def _attend(self, q: Tensor, own: KeysValues, past: KeysValues | None, wanted: bool) -> PrefillAttention:
+        """See `prefill_attention`."""
+        how: dict[str, Any] = {"window": self.window, "sink_logits": self.sink_logits, "soft_cap": self.soft_cap}
+        before, length = 0 if past is None else past.k.shape[1], q.shape[2]
+        if self.chunk_size is None or before + length <= self.chunk_size:
+            return prefill_attention(q, *own, self.scale, wanted, past=past, **how)
+        outs, sums, start = [], None, before
+        if wanted:
+            sums = torch.zeros(len(q), own.k.shape[1], before + length, device=q.device)
+        while start < before + length:
+            first = start // self.chunk_size * self.chunk_size
+            stop = min(first + self.chunk_size, before + length)
+            seen = None if past is None or first >= before else KeysValues(*(part[:, first:] for part in past))
+            mine = slice(max(first, before) - before, stop - before)
+            keys, values = (part[:, :, mine] for part in own)
+            asked = q[:, :, start - before : stop - before]
+            mixed, added = prefill_attention(asked, keys, values, self.scale, wanted, past=seen, **how)
+            outs.append(mixed)
+            if sums is not None and added is not None:
+                sums[..., first:stop] = added
+            start = stop
+        return PrefillAttention(torch.cat(outs, dim=2), sums)
+
     def _last_queries(self, asked: Tensor, past: PrefixKV | None) -> Tensor | None:
         """Of a segment's queries (n, heads, S, d), and those before them, as many as policies look at."""
         if not self.queries:
@@ -211,9 +231,15 @@ class PromptAttention:
         return asked[:, :, -self.queries :]
 
     def _fill(self, rows: list[int], prompts: AttendedPrompts) -> None:
-        place = self.cache.device
-        scores = self.cache.scores_of(rows, prompts)
-        prompts = prompts.first(self.lengths[rows[0]])
+        place, length = self.cache.device, self.lengths[rows[0]]
+        if isinstance(self.cache, ChunkedCache):
+            inside = length % self.cache.chunk
+            prompts = prompts.first(length).last(inside)
+            for row in rows:
+                self.cache.begins(row, length - inside)
+            length = inside
+        scores = self.cache.scores_of(rows, prompts) if length else prompts.k.new_zeros(*prompts.k.shape[:3]).float()
+        prompts = prompts.first(length)
         past = prompts.past
         if self.fill is not None:
             self.fill(rows, prompts.stored_k, prompts.v, scores, None if past is None else (past[2], past[1]))

@@ -67,7 +67,7 @@ class Passes:
         """What experts have made of a GPU batch's tokens, if anything: the next unit goes on with it."""
         if made is not None:
             forwards = self._under_way[gpu_batch.index]
-            pieces = made.split([part.span.stop - part.span.start for part, _ in forwards])
+            pieces = made.split([forward.routed for _, forward in forwards])
             for (_, forward), piece in zip(forwards, pieces, strict=True):
                 forward.give(piece)
 

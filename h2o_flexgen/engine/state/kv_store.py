@@ -8,10 +8,12 @@ from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from h2o_flexgen.cache.chunked import ChunkedCache
 from h2o_flexgen.cache.eviction import spans
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.kv_cache import CacheShape, KVCache, PromptWatch
@@ -58,15 +60,20 @@ class CacheMaker:
 
     def make(self, layer: int, gpu_batch: int, rows: SequenceOf[Sequence]) -> KVCache:
         """An empty cache for the prompts of `rows`."""
-        spec, window = self.spec, self.spec.arch.window_of(layer)
+        spec, window, chunk = self.spec, self.spec.arch.window_of(layer), self.spec.arch.chunk_of(layer)
         slots, device = self.shapes[layer, gpu_batch].capacity, self.devices[layer, gpu_batch]
         own = tuple(self.budgets(layer, rows)) if rows and rows[0].by_layer else ()
         alike = gpu_batch, window, slots, device, own
         known, lengths = self._lengths.get(alike, (None, None))
         budgets = self.budgets(layer, rows) if lengths is None or known is not rows else lengths.for_another_layer()
         shape = CacheShape(len(rows), spec.num_kv_heads, spec.head_dim, slots, spec.cache_bits)
-        ids = [row.row_id for row in rows]
-        cache = KVCache(shape, budgets, self.eviction, layer=layer, row_ids=ids, device=device, window=window)
+        cache: KVCache
+        made: dict[str, Any] = {"layer": layer, "row_ids": [row.row_id for row in rows], "device": device}
+        if chunk is None:
+            cache = KVCache(shape, budgets, self.eviction, window=window, **made)
+        else:
+            cache = ChunkedCache(shape, budgets, self.eviction, **made)
+            cache.chunk = chunk
         cache.watch = self.watch
         if known is not rows:
             self._lengths[alike] = rows, cache.lengths_for_another_layer()
@@ -130,7 +137,7 @@ class BatchCache:
         rows = count + (0 if fresh is None else fresh.shape.batch)
         if self._shrinks:
             self.shape = replace(self.shape, batch=rows)
-        self.rows = None if old is None or not kept else KVCache.joined([(old, kept)], *self._places(0, count))
+        self.rows = None if old is None or not kept else old.joined([(old, kept)], *self._places(0, count))
         self.fresh = fresh
         if fresh is not None:
             fresh.attach(*self._places(count, rows))
@@ -142,7 +149,7 @@ class BatchCache:
             return
         if rows is not None:
             parts = [(cache, list(range(cache.shape.batch))) for cache in (rows, fresh)]
-            fresh = KVCache.joined(parts, *self._places(0, rows.shape.batch + fresh.shape.batch))
+            fresh = rows.joined(parts, *self._places(0, rows.shape.batch + fresh.shape.batch))
         self.rows, self.fresh = fresh, None
 
     def settled(self) -> BatchCache:

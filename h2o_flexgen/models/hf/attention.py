@@ -48,7 +48,7 @@ class NotUnderstood(ModelError):
 class Call(NamedTuple):
     """One call of attention: q (T, heads, d), k and v (T, kv_heads, d), rotated as the model has it.
 
-    `sinks`: of each head a logit that is no token's; `soft_cap`: of all logits.
+    `sinks`: of each head a logit that is no token's; `soft_cap`: of all logits. `chunked`: windows are chunks.
     """
 
     layer: int
@@ -59,17 +59,22 @@ class Call(NamedTuple):
     window: int | None
     sinks: Tensor | None = None
     soft_cap: float | None = None
+    chunked: bool = False
 
 
 class ModelRun(greenlet):
     """A forward of a model. `attend` answers its calls of attention, `route` those of experts; `cache` stands for the
-    caches."""
+    caches. `positions` (T,): of its tokens."""
 
     def __init__(
-        self, run: Callable[[], Any], attend: Callable[[Call], Tensor], route: Callable[[Any], Tensor]
+        self,
+        run: Callable[[], Any],
+        attend: Callable[[Call], Tensor],
+        route: Callable[[Any], Tensor],
+        positions: Tensor,
     ) -> None:
         super().__init__(run)
-        self.attend, self.route = attend, route
+        self.attend, self.route, self.positions = attend, route, positions
         self.cache = PassedOn()
 
 
@@ -139,20 +144,25 @@ def _attention(
     if query.shape[0] != 1 or key.shape[:-1] != value.shape[:-1] or query.shape[-1] != key.shape[-1]:
         sizes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
         raise NotUnderstood(f"attention of {kind} is of queries, keys and values {sizes}")
-    window, scale = _window(module, sliding_window), query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    window, chunked = _window(module, sliding_window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    by_position = getattr(module, "query_scale", None)
+    if by_position is not None:
+        query = (query * by_position(run.positions).unsqueeze(-1)).to(query.dtype)
     sinks = None if s_aux is None else s_aux.flatten().float()
     if latent:
         absorbed = Absorbed.of(module, query, key, value)
         k, v = own_k[0].transpose(0, 1), own_v[0].transpose(0, 1)
         kept = torch.cat([k, v], -1)
         mixed = run.attend(
-            Call(layer, absorbed.query(query), kept, _wide(k, kept.shape[-1]), scale, window, sinks, softcap)
+            Call(layer, absorbed.query(query), kept, _wide(k, kept.shape[-1]), scale, window, sinks, softcap, chunked)
         )
         return absorbed.value(mixed).unsqueeze(0), None
     # Caches have keys and values of one size: the smaller ones end with zeros, which add nothing.
     dim = max(key.shape[-1], value.shape[-1])
     q, k, v = (_wide(each[0].transpose(0, 1), dim) for each in (query, key, value))
-    return run.attend(Call(layer, q, k, v, scale, window, sinks, softcap))[..., : value.shape[-1]].unsqueeze(0), None
+    mixed = run.attend(Call(layer, q, k, v, scale, window, sinks, softcap, chunked))
+    return mixed[..., : value.shape[-1]].unsqueeze(0), None
 
 
 def _wide(x: Tensor, dim: int) -> Tensor:
@@ -191,16 +201,19 @@ class Absorbed(NamedTuple):
         return torch.matmul(latents, self.values.transpose(1, 2)).transpose(0, 1)
 
 
-def _window(module: nn.Module, given: int | None) -> int | None:
-    """The tokens that a query of the module sees, itself included, as transformers' masks have it; None: all."""
+def _window(module: nn.Module, given: int | None) -> tuple[int | None, bool]:
+    """The tokens that a query of the module sees, itself included, as transformers' masks have it, None: all; and
+    whether they are those of its chunk."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds and layer is not None and layer < len(kinds) else None
-    if kind not in (None, "full_attention", "sliding_attention"):
+    if kind not in (None, "full_attention", "sliding_attention", "chunked_attention"):
         raise NotUnderstood(f"a layer's attention is of the kind {kind!r}")
+    if kind == "chunked_attention":
+        return getattr(config, "attention_chunk_size", None), True
     if given is None and kind == "sliding_attention":
-        return getattr(config, "sliding_window", None)
-    return given
+        return getattr(config, "sliding_window", None), False
+    return given, False
 
 
 def _no_mask(*args: Any, allow_is_causal_skip: bool = True, **kwargs: Any) -> Tensor | None:

@@ -24,6 +24,7 @@ from h2o_flexgen.errors import ModelError
 from h2o_flexgen.kernels import linear
 from h2o_flexgen.kernels.packed import PackedWeight, look_up
 from h2o_flexgen.models.hf import experts as _registers_experts  # noqa: F401
+from h2o_flexgen.models.hf.adapted import TEXT_ONLY, adapt
 from h2o_flexgen.models.hf.attention import NAME
 
 OTHER_CODE = ("auto_map", "custom_pipelines", "quantization_config", "torch_dtype", "dtype")
@@ -46,10 +47,13 @@ def build(config: str, name: str, dtype: torch.dtype = torch.float32) -> transfo
         with quiet(), _parameters_on_meta():
             made = CONFIG_MAPPING[raw["model_type"]].from_dict(kept)
             kind: Any = transformers.AutoModelForCausalLM
-            if raw["model_type"] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:  # names of tensors are then its own
+            if raw["model_type"] in TEXT_ONLY:
+                made = made.get_text_config(decoder=True)
+            elif raw["model_type"] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:  # names of tensors are then its own
                 kind = transformers.AutoModelForImageTextToText
             model = kind.from_config(made, dtype=dtype, attn_implementation=NAME, experts_implementation=NAME)
             model.tie_weights()
+            adapt(model)
             for module in model.modules():
                 if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # it would look at the tokens
                     module.warn_if_padding_and_no_attention_mask = lambda *_, **__: None

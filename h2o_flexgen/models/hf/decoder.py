@@ -33,9 +33,11 @@ class Forward:
         self._spec, self._unit = spec, 0
         self._attend: Callable[[Call], Tensor] | None = None
         self._given = (model, ids, positions, last)
-        self._run = ModelRun(self._compute, self._answer, self._route)
+        self._run = ModelRun(self._compute, self._answer, self._route, positions)
         self._made: Tensor | None = None  # what experts have answered, which the forward is still to be given
         self._routed = False
+        self.routed = 0
+        """Tokens that were last given to experts."""
         self.hidden: Tensor | None = None
 
     def _compute(self) -> Tensor:
@@ -48,6 +50,7 @@ class Forward:
         """Attention, as it was when the modules were recorded."""
         spec, layer = self._spec, (self._unit - 1) // 2
         same = call.layer == layer and call.scale == spec.scales[layer] and call.window == spec.windows[layer]
+        same = same and (call.window is None or call.chunked == spec.arch.chunked)
         sizes = (call.q.shape[1:], call.k.shape[1:])
         same = same and sizes == ((spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim))
         if self._attend is None or not same:
@@ -77,7 +80,7 @@ class Forward:
         self._attend = attend
         found = self._run.switch()
         if isinstance(found, Routing):
-            self._routed = True
+            self._routed, self.routed = True, len(found.x)
             return found
         if self._attend is not None:
             raise ModelError(f"{self._spec.name} did not attend in unit {unit}")

@@ -92,7 +92,8 @@ def _between(module: Any) -> tuple[Activation, float | None, bool]:
     """The activation, gpt-oss's limit, and whether neither says all."""
     if getattr(module, "has_post_expert_norm", False) or not module.has_gate:
         return "silu", None, True
-    if type(module)._apply_gate is not getattr(moe, "_default_apply_gate", None):
+    plain = getattr(moe, "_default_apply_gate", None)
+    if getattr(type(module), "_apply_gate", plain) is not plain:
         gpt_oss = not module.is_concatenated and module.has_bias and getattr(module, "alpha", None) == _SLOPE
         return "silu", float(module.limit) if gpt_oss else None, not gpt_oss
     for name, ours in ACTIVATIONS.items():

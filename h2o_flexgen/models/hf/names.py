@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from transformers import PreTrainedModel
@@ -10,11 +11,16 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Prefix
 
 from h2o_flexgen.config.model.modules import ModuleSpec, ModuleTensor
 from h2o_flexgen.errors import ModelError
+from h2o_flexgen.models.hf.adapted import TEXT_ONLY
 from h2o_flexgen.models.hf.build import build
 from h2o_flexgen.models.stored import Names, Stored
 
 IGNORED = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$", r"position_ids$")
 """Regular expressions, to be searched for, of tensors that are in older checkpoints and are not weights."""
+
+
+INSIDE = "language_model."
+"""What a model for images and text puts before the names of its language model, where that is made alone."""
 
 
 def checkpoint_names(spec: ModuleSpec) -> Names:
@@ -30,7 +36,7 @@ def checkpoint_names(spec: ModuleSpec) -> Names:
             continue
         called = (each.parameter, *each.also)
         both = [name for one in called for name in (*_saved(one, renamings), one)]
-        names = dict.fromkeys([*both, *(name.removeprefix(prefix) for name in both)])
+        names = dict.fromkeys([*both, *(name.removeprefix(prefix) for name in both), *(INSIDE + name for name in both)])
         columns = each.shape[1] if each.transposed else 0
         shape = tuple(reversed(each.shape)) if each.transposed else ()
         stored = [Stored(name, ((0, columns),), columns, shape, True) if each.transposed else name for name in names]
@@ -45,8 +51,10 @@ def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
     used = {name for each in spec.tensors.values() for name in (each.parameter, *each.also)}
     unused = [name for name in model.state_dict() if name not in used]
     called = [name for each in unused for name in (each, *_saved(each, renamings))]
+    alone = json.loads(spec.config)["model_type"] in TEXT_ONLY
     return (
         *IGNORED,
+        *((r"^(vision_model|multi_modal_projector)\.",) if alone else ()),
         *(model._keys_to_ignore_on_load_unexpected or ()),
         *(f"^{re.escape(name)}$" for name in dict.fromkeys(called)),
     )
@@ -77,6 +85,7 @@ def _of_expert(
     if each.transposed:
         span, shape = ((first, first + each.rows),), (experts.count, *reversed(each.shape))
     joined = [each.parameter, each.parameter.removeprefix(prefix), *_saved(each.parameter, renamings)]
+    joined.append(INSIDE + each.parameter)
     all_of = (Stored(name, span, experts.count * each.rows, shape, each.transposed) for name in joined)
     return tuple(dict.fromkeys([*own, *all_of]))
 

@@ -58,7 +58,8 @@ def record(model: PreTrainedModel, name: str) -> list[Event]:
     paths = {id(module): path for path, module in model.named_modules()}
     numbers = torch.zeros(2, TOKENS, dtype=torch.int64, device="meta")
     last = torch.zeros(1, dtype=torch.int64, device="meta")
-    run = ModelRun(lambda: model(**arguments(model, run, numbers[0], numbers[1], last)), attend, route)
+    given = (numbers[0], numbers[1], last)
+    run = ModelRun(lambda: model(**arguments(model, run, *given)), attend, route, numbers[1])
     try:
         with torch.inference_mode(), quiet():
             run.switch()
@@ -200,6 +201,9 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     sizes = {window for window in windows if window is not None}
     if len(sizes) > 1:
         raise ModelError(f"{name}: its layers have windows of {sorted(sizes)} tokens", "needed one size")
+    chunked = {other.chunked for other in timeline.calls if other.window is not None} or {False}
+    if len(chunked) > 1:
+        raise ModelError(f"{name}: some of its layers have windows, and some chunks", "needed either in all")
     experts, activation = _experts_of(timeline, name, model)
     matrices = _matrices(model, timeline)
     tables = [module for path, module in model.named_modules() if timeline.first.get(path) == 0]
@@ -223,6 +227,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
             positions="learned" if learned else "rotary",
             window=sizes.pop() if sizes else None,
             window_layers=None if len(layers) == len(windows) or not layers else layers,
+            chunked=chunked.pop(),
             gated_mlp=True,
             tied_head=tied,
             activation=activation,
@@ -268,11 +273,11 @@ def _groups(
     routers = {routing.module.num_experts for _, routing in timeline.routings.values()}
     # The token embedding first: a head that is tied to it may come before.
     for path, module in sorted(model.named_modules(), key=lambda each: each[1] is not embedding):
-        if path not in timeline.first:
-            continue  # never called: its tensors stay without numbers, and using one is an error
         if path in expert_paths:
             _add_experts(found, expert_paths[path], path, module)
             continue
+        if path not in timeline.first:
+            continue  # never called: its tensors stay without numbers, and using one is an error
         for key, tensor in _tensors(module):
             parameter = f"{path}.{key}" if path else key
             if id(tensor) in seen:

@@ -88,6 +88,8 @@ TRUSTED = frozenset(
         "laguna",
         "lighton_ocr",
         "llama",
+        "llama4",
+        "llama4_text",
         "llava",
         "llava_next",
         "llava_next_video",

@@ -1,0 +1,82 @@
+"""Layers of transformers' modules that differ from one another: chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from h2o_flexgen.config.eviction import EvictionConfig
+from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.errors import UsageError
+from tests.engine.test_modules import EXPERTS, SIZES, VISION, tiny
+from tests.tiny import VOCAB, prompts_of
+
+CHUNK = 8
+
+
+def kept_of(llm: Engine, row: int) -> dict[int, list[list[int]]]:
+    """Positions that a row held at its end, by layer and KV head."""
+    assert llm.score_log is not None
+    return llm.score_log._ended[row][1] if row in llm.score_log._ended else {}
+
+
+def test_chunks_go_through_shared_prefixes(tmp_path: Path) -> None:
+    """Prompts that part before, at and behind the end of a chunk."""
+    tiny("llama4_text").save_pretrained(tmp_path)
+    (first, *_), head = prompts_of([20, 5]), prompts_of([12])[0]
+    prompts = [head + first[1:7], head[:8] + first[3:5], head, head + first[1:7], head[:8], first]
+    how: dict[str, Any] = {"dtype": "float32", "policy": {"prefill_chunk": 16}}
+    with Engine(str(tmp_path), share_prefixes=False, dtype="float32") as llm:
+        alone = [llm.generate([prompt], max_new_tokens=10, ignore_eos=True)[0].token_ids for prompt in prompts]
+    with Engine(str(tmp_path), **how) as llm:
+        assert [each.token_ids for each in llm.generate(prompts, max_new_tokens=10, ignore_eos=True)] == alone
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "streaming", "tova", "keydiff"])
+def test_nothing_of_other_chunks_is_kept(name: str, tmp_path: Path) -> None:
+    """Whatever the policy, and however many rows end a chunk in the same step."""
+    tiny("llama4_text").save_pretrained(tmp_path)
+    prompts = prompts_of([30, 11, 24, 16, 3])
+    found = []
+    for shape in ((1, 5), (3, 2)):
+        policy = {"gpu_batch_size": shape[0], "num_gpu_batches": shape[1], "cache": {"disk": 1.0}}
+        how: dict[str, Any] = {"policy": policy, "offload_dir": str(tmp_path / "offload"), "record_scores": True}
+        with Engine(str(tmp_path), dtype="float32", eviction=EvictionConfig(name, budget=5), **how) as llm:
+            found.append([output.token_ids for output in llm.generate(prompts, max_new_tokens=7, ignore_eos=True)])
+            windows = llm.model.spec.windows
+            for row, prompt in enumerate(prompts):
+                last = len(prompt) + 5  # the newest of the tokens is in no cache
+                for layer, heads in kept_of(llm, row).items():
+                    assert name != "h2o" or all(len(head) <= 5 and max(head) == last for head in heads)
+                    if windows[layer] is not None:
+                        assert all(min(head) >= last // CHUNK * CHUNK for head in heads)
+    assert windows.count(CHUNK) == 3
+    assert found[0] == found[1]
+
+
+def test_spans_have_no_meaning_in_chunks(tmp_path: Path) -> None:
+    tiny("llama4_text").save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="chunk"):
+        Engine(str(tmp_path), eviction=EvictionConfig("h2o", ratio=0.5, spans="whitelist"))
+
+
+def test_llama4s_language_model_is_computed_alone(tmp_path: Path) -> None:
+    """Of its checkpoint for images and text, which transformers' own class for it cannot run."""
+    text = {**SIZES, "head_dim": 16, "attention_chunk_size": CHUNK, "floor_scale": 4, **EXPERTS}
+    vision = {**VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+    config = AutoConfig.for_model("llama4", text_config=text, vision_config=vision)
+    torch.manual_seed(3)
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(tmp_path)
+    alone = AutoModelForCausalLM.from_config(config.text_config, attn_implementation="eager").eval()
+    alone.load_state_dict(whole.language_model.state_dict())
+    prompt = prompts_of([21])[0]
+    wanted = alone.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    with Engine(str(tmp_path), dtype="float32") as llm:
+        assert llm.model.spec.vocab_size == VOCAB
+        found = llm.generate([prompt], max_new_tokens=6, ignore_eos=True)[0].token_ids
+    assert found == wanted[0, len(prompt) :].tolist()
