@@ -18,6 +18,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.flags import add_arguments, called, from_namespace
 from h2o_flexgen.config.hardware.profile import HardwareProfile, find_profile, kept_profile, profile_names
 from h2o_flexgen.config.model.known import SHIPPED, known_config, known_names, only_gguf, read_config
+from h2o_flexgen.config.model.modules import ModuleSpec
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.offload import OffloadPolicy
 from h2o_flexgen.config.workload import Workload, check_positions, first_pass
@@ -120,7 +121,7 @@ def _request(args: argparse.Namespace) -> PlanRequest:
         caps=_caps(engine, profile, tier),
         compute_tier=tier,
         profile=profile,
-        fixed=_fixed(args),
+        fixed=_fixed(args, engine, spec, eviction, tier),
         baseline=PROCESS[tier],
         endless=not hasattr(args, "num_prompts"),
         triton=not profile.rates(tier).torch_attention,
@@ -160,9 +161,16 @@ def _caps(engine: EngineConfig, profile: HardwareProfile, tier: str) -> Caps:
     return Caps(**caps)
 
 
-def _fixed(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of the policy that stay as they are: those typed, or all of a --policy file's."""
+def _fixed(
+    args: argparse.Namespace, engine: EngineConfig, spec: ModelSpec, eviction: EvictionConfig, tier: str
+) -> dict[str, Any]:
+    """The fields of the policy that stay as they are: those typed, or all of a --policy file's, and what the model asks
+    for. UsageError for what it cannot do."""
     decided = policy_of(args)
+    if isinstance(spec, ModuleSpec):
+        from h2o_flexgen.engine.model import for_modules  # torch is there: modules made the spec
+
+        return for_modules(replace(engine, eviction=eviction, policy=decided), spec, tier).fixed
     if isinstance(decided, OffloadPolicy):
         return decided.fields
     return {} if isinstance(decided, str) else decided

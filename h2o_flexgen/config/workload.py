@@ -31,11 +31,13 @@ class Workload:
 
 
 def check_positions(spec: ModelSpec, eviction: EvictionConfig) -> None:
-    """UsageError where positions are to roll, and the model learned a table of them."""
+    """UsageError where positions are to roll, and the model learned a table of them, or rotates keys itself."""
     if eviction.rolling_positions and spec.arch.rotary is None:
+        learned = spec.arch.positions == "learned"
+        why = "which learned a table of positions" if learned else "whose keys are rotated by transformers' own modules"
         raise UsageError(
-            f"--rolling-positions with {spec.name}, which learned a table of positions",
-            "needed a model with rotary positions",
+            f"--rolling-positions with {spec.name}, {why}",
+            "needed a model with rotary positions" if learned else "needed a model with a family of its own here",
             "leave --rolling-positions out",
         )
 

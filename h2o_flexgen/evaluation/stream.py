@@ -132,9 +132,11 @@ def _checked_folder(model: Model, positions: Collection[Positions]) -> Path:
         raise UsageError(f"{model.spec.name} has no weights", "needed a checkpoint: random ones have no perplexity")
     rotary = model.spec.arch.rotary
     if rotary is None:
+        learned = model.spec.arch.positions == "learned"
+        why = "which learned a table of positions" if learned else "whose keys are rotated by transformers' own modules"
         raise UsageError(
-            f"--stream with {model.spec.name}, which learned a table of positions",
-            "needed a model with rotary positions, which can roll",
+            f"--stream with {model.spec.name}, {why}",
+            "needed a model with rotary positions and a family of its own here, which can roll",
         )
     if "absolute" in positions and rotary.scaling != "none":
         raise UsageError(

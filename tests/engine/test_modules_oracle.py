@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 12},
     "gemma2": {},
     "deepseek_v3": {},
+    "gpt_oss": {},
 }
 """And what is changed from the sizes that other tests take."""
 ROWS = {row.name: row for row in (*POLICIES, *LATER, *THEN_H2O)}
