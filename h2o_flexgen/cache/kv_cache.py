@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.eviction.base import AttendedPrompts, EvictionPolicy, RankedPolicy
 from h2o_flexgen.cache.fused import FusedStep
-from h2o_flexgen.cache.lengths import CacheLengths, slots_needed
+from h2o_flexgen.cache.lengths import CacheLengths
 from h2o_flexgen.cache.packing import expand, pack
 from h2o_flexgen.cache.ring_slots import CacheSlots, RingSlots, Rows
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.cache.slots import ScoredSlots
 from h2o_flexgen.cache.vectors import (
     index_of,
@@ -26,7 +26,7 @@ from h2o_flexgen.cache.vectors import (
     some_of,
 )
 from h2o_flexgen.config.budget import Budget, Range
-from h2o_flexgen.config.model.packing import EXPANDED, CacheBits, CachePacking, cache_packings
+from h2o_flexgen.config.model.packing import EXPANDED
 from h2o_flexgen.kernels import decode_attention
 from h2o_flexgen.kernels.decode import available
 from h2o_flexgen.kernels.prompt import keep_prompts, keeps
@@ -34,55 +34,6 @@ from h2o_flexgen.kernels.types import DecodeAttention, KeysValues, PackedPrompts
 
 PromptWatch = Callable[[int, int, Tensor], None]
 """Told of a prompt that comes in: row id, layer, and what its tokens are chosen by, (kv_heads, length) float32."""
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """Extent of K and of V: (batch, kv_heads, capacity, head_dim). `capacity` counts slots, see `slots_needed`.
-
-    With `bits` of 8 or 4 keys and values are packed, see `CachePacking`: tensors of K and V are then uint8, and their
-    last dimension is the bytes of one.
-    """
-
-    batch: int
-    kv_heads: int
-    head_dim: int
-    capacity: int
-    bits: CacheBits = 16
-
-    @classmethod
-    def of(cls, budgets: Sequence[Budget], kv_heads: int, head_dim: int, bits: CacheBits = 16) -> CacheShape:
-        """The smallest cache for rows with these budgets."""
-        return cls(len(budgets), kv_heads, head_dim, slots_needed(budgets), bits)
-
-    @property
-    def packings(self) -> tuple[CachePacking, CachePacking] | None:
-        """How a key and a value are kept; None: as their numbers."""
-        return cache_packings(self.bits, self.head_dim)
-
-    @property
-    def sizes(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-        """Of K's tensor, and of V's."""
-        packings, slots = self.packings, (self.batch, self.kv_heads, self.capacity)
-        keys, values = (self.head_dim,) * 2 if packings is None else (packing.nbytes for packing in packings)
-        return (*slots, keys), (*slots, values)
-
-    def kept(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of K and V, where `dtype` is the computation's."""
-        return dtype if self.packings is None else torch.uint8
-
-    def computed(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype that K and V of `dtype` are computed in; packed ones may be with any."""
-        return dtype if self.packings is None else torch.float32
-
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of K and V together."""
-        return sum(map(prod, self.sizes)) * self.kept(dtype).itemsize
-
-    def buffers(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """A K and a V of this shape, zeros."""
-        k, v = (torch.zeros(size, dtype=self.kept(dtype), device=device) for size in self.sizes)
-        return k, v
 
 
 class KVCache:
@@ -158,7 +109,7 @@ class KVCache:
             device=first.device,
         )
         occupied = [cache.occupied for cache, _ in parts]
-        for i, target in enumerate((k, v)):
+        for i, target in enumerate((k,) if first.shape.joint else (k, v)):
             start = 0
             for (cache, rows), used in zip(parts, occupied, strict=True):
                 move_down(cache._buffers()[i], rows, target[start : start + len(rows)], used)
@@ -223,7 +174,7 @@ class KVCache:
             source, target = (index_of(part, k.device) for part in (members, [rows[index] for index in members]))
             kept = self._slots.fill(target, length, budget, None if scores is None else scores[source])
             held = length if kept is None else kept.shape[-1]
-            for i, (buffer, own) in enumerate(zip(self._buffers(), (k, v), strict=True)):
+            for i, (buffer, own) in enumerate(zip(self._distinct(), (k, v), strict=False)):
                 shared = None if past is None else past[i]
                 if kept is not None:
                     buffer[target, :, :held] = self._stored(i, select(own[source], shared, kept))
@@ -293,6 +244,10 @@ class KVCache:
             raise RuntimeError("no K and V are attached")
         return KeysValues(self.k, self.v)
 
+    def _distinct(self) -> tuple[Tensor, ...]:
+        """K's buffer, and V's unless that is the same."""
+        return self._buffers()[: 1 if self.shape.joint else 2]
+
     def attend(
         self,
         q: Tensor,
@@ -351,7 +306,7 @@ class KVCache:
         index = index_of(rows, self.device)
         self._lengths = self._lengths.thinned(rows, ranges)
         held = max(self._lengths.held[row] for row in rows)
-        for buffer in self._buffers():
+        for buffer in self._distinct():
             buffer[index, :, :held] = reordered(buffer[index], order[..., :held])
         self._slots.go_on(self._lengths)
         self.rewritten += 1
@@ -396,7 +351,7 @@ class KVCache:
     ) -> Tensor:
         """A step in torch operations, on any device."""
         slot = self._last = self._slots.allocate(held)
-        for i, (buffer, flat) in enumerate(zip(self._buffers(), (self._flat_k, self._flat_v), strict=True)):
+        for i, (buffer, flat) in enumerate(zip(self._distinct(), (self._flat_k, self._flat_v), strict=False)):
             stored = self._stored(i, (k, v)[i])
             if isinstance(slot, int):
                 buffer.select(2, slot).copy_(stored)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from h2o_flexgen.cache.eviction import make_policy
-from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.calibration.bench import Bench, largest_cache
 from h2o_flexgen.calibration.timing import Sample
 from h2o_flexgen.config.eviction import Budget, EvictionConfig

@@ -83,7 +83,7 @@ class Compute:
         if task.kind is TaskKind.STORE_HIDDEN:
             return self._elementwise(2 * self._moves.state_bytes(task))
         if task.kind is TaskKind.STORE_CACHE and task.step % REWRITE_EVERY:
-            return self._new_tokens(task.batch)
+            return self._new_tokens(unit.layer or 0, task.batch)
         return 0.0
 
     # ---- units
@@ -228,7 +228,7 @@ class Compute:
         width = block.request.slots[layer] if whole else block.held(layer, step)
         spec, dtype = block.spec, block.request.dtype
         curve = rates.decode_attention["scored" if block.request.budgets[layer].scored else "plain"]
-        parts = {"attention": curve.time_at(rows * width * spec.attended_kv_bytes(dtype))}
+        parts = {"attention": curve.time_at(rows * width * spec.attended_kv_bytes(dtype, layer))}
         if block.request.eviction.rolling_positions:
             # Keys are turned (five passes) by angles that are looked up, cosines and sines of half a head each (two).
             # Packed ones, and values, are expanded before: read, and written.
@@ -244,14 +244,14 @@ class Compute:
             seconds += self._elementwise(2 * self._moves.state_bytes(load))
         if unit.kind == "attn" and task.step > 0 and (unit.layer, task.batch) in block.shape.cache_moves:
             waiting = (task.step - 1) % REWRITE_EVERY
-            seconds += waiting * self._new_tokens(task.batch)
+            seconds += waiting * self._new_tokens(unit.layer or 0, task.batch)
         return seconds
 
-    def _new_tokens(self, batch: int) -> float:
+    def _new_tokens(self, layer: int, batch: int) -> float:
         """Copying one token of each row out of a cache that moves, or into it, by an index of each number or byte."""
         block = self._block
         size = block.itemsize if block.spec.cache_packings is None else 1
-        nbytes = block.rows[batch] * block.spec.kv_bytes_per_token_and_layer(block.request.dtype)
+        nbytes = block.rows[batch] * block.spec.kv_bytes_per_token_and_layer(block.request.dtype, layer)
         return self._elementwise(nbytes * (2 + 8 / size))
 
     # ---- what units share

@@ -297,7 +297,7 @@ class Moves:
     def cache_bytes(self, layer: int, batch: int) -> int:
         """K and V of one (layer, GPU batch), all slots."""
         block = self._block
-        per_slot = block.rows[batch] * block.spec.kv_bytes_per_token_and_layer(block.request.dtype)
+        per_slot = block.rows[batch] * block.spec.kv_bytes_per_token_and_layer(block.request.dtype, layer)
         return round_up(per_slot * block.request.slots[layer], PAGE)
 
     def transfers(self, task: Task) -> tuple[Transfer, ...]:

@@ -146,9 +146,9 @@ def _weight_items(block: BlockShape, placement: Placement, unit_bytes: Mapping[s
 
 def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
     """Caches, what is known about their tokens, and what they move through."""
-    kv = block.spec.kv_bytes_per_token_and_layer(block.dtype)
     slots = block.request.slots
-    sizes = [round_up(block.rows * count * kv, PAGE) for count in slots]
+    tokens = [block.spec.kv_bytes_per_token_and_layer(block.dtype, layer) for layer in range(len(slots))]
+    sizes = [round_up(block.rows * count * token, PAGE) for count, token in zip(slots, tokens, strict=True)]
     known = [_record_bytes(block, layer) for layer in range(len(slots))]
     stays = {block.compute_tier} | ({"cpu"} if block.policy.cpu_cache_compute else set())
     caches, records = dict.fromkeys(TIERS, 0), dict.fromkeys(TIERS, 0)
@@ -163,7 +163,7 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
     yield Item(block.compute_tier, "cache buffers", STATE_BUFFERS * largest)
     yield Item("cpu", "cache staging buffers", STAGING_BUFFERS * largest if block.staged(away) else 0)
     waiting = min(REWRITE_EVERY - 1, max(0, block.request.workload.gen_len - 2))
-    token = block.rows * kv + 8 * block.heads
+    token = block.rows * max(tokens) + 8 * block.heads
     yield Item(block.compute_tier, "new tokens of moving caches", len(moving) * waiting * token)
     yield from (Item(tier, "cache records", nbytes) for tier, nbytes in records.items())
     if block.compute_tier != "cpu" and "cpu" in stays and caches["cpu"]:
@@ -176,8 +176,9 @@ def _record_bytes(block: BlockShape, layer: int) -> int:
     if request.budgets[layer].full:
         return 0
     numbers = split.numbers + 1 + block.rolling
-    queries = split.looks_back * block.spec.num_heads * block.spec.head_dim * block.size
-    return block.heads * (4 * numbers * request.slots[layer] + 64) + block.rows * queries
+    heads = block.spec.heads_of(layer)
+    queries = split.looks_back * heads.queries * heads.dim * block.size
+    return block.rows * (heads.keys * (4 * numbers * request.slots[layer] + 64) + queries)
 
 
 def _host_items(block: BlockShape, placement: Placement) -> Iterator[Item]:

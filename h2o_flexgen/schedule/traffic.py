@@ -81,10 +81,12 @@ def _needed_weights(spec: ModelSpec, dtype: str) -> int:
 
 def _held(request: PlanRequest, budgets: Sequence[Budget] | None) -> list[int]:
     """Bytes that one sequence's caches hold when each step starts; nothing before the first."""
-    layers = Counter((each.total, each.after_prompt) for each in budgets or request.budgets)
-    prompt, token = request.workload.prompt_len, request.spec.kv_bytes_per_token_and_layer(request.dtype)
+    prompt, layers = request.workload.prompt_len, Counter[tuple[int, int]]()
+    for layer, each in enumerate(budgets or request.budgets):
+        token = request.spec.kv_bytes_per_token_and_layer(request.dtype, layer)
+        layers[each.total, each.after_prompt] += token
 
     def before(step: int) -> int:
-        return token * sum(min(min(prompt, kept) + step - 1, total) * count for (total, kept), count in layers.items())
+        return sum(min(min(prompt, kept) + step - 1, total) * token for (total, kept), token in layers.items())
 
     return [0, *(before(step) for step in range(1, request.workload.gen_len))]

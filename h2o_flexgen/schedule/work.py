@@ -64,8 +64,9 @@ class PhaseWork:
     def cache_bytes(self, spec: ModelSpec, dtype: str) -> dict[str, float]:
         """Bytes of keys and values that decode steps read, by the device that reads."""
         found: dict[str, float] = _sums()
-        for (_, device), tokens in self.cache_tokens.items():
-            found[device] += tokens * spec.kv_bytes_per_token_and_layer(dtype)
+        token = spec.mean_by_window(lambda layer: spec.kv_bytes_per_token_and_layer(dtype, layer))
+        for (window, device), tokens in self.cache_tokens.items():
+            found[device] += tokens * token[window]
         return dict(found)
 
     def product_flops(self, spec: ModelSpec) -> float:
@@ -74,9 +75,9 @@ class PhaseWork:
 
     def attention_flops(self, spec: ModelSpec) -> float:
         """FLOPs of scores and weighted values."""
-        layers = _layers_by_window(spec)
-        pairs = sum(layers[window] * count for (window, _), count in self.prompt_pairs.items())
-        return 4 * spec.num_heads * spec.head_dim * (pairs + sum(self.cache_tokens.values()))
+        layers, width = _layers_by_window(spec), _query_width(spec)
+        pairs = sum(width[window] * layers[window] * count for (window, _), count in self.prompt_pairs.items())
+        return 4 * (pairs + sum(width[window] * tokens for (window, _), tokens in self.cache_tokens.items()))
 
 
 @dataclass
@@ -206,19 +207,20 @@ class _Roofline:
 
     def _caches(self, work: PhaseWork) -> Iterator[_Spent]:
         """Attention of decode steps; every call as large as they are on average."""
-        token = self._request.spec.attended_kv_bytes(self._request.dtype)
+        spec, dtype = self._request.spec, self._request.dtype
+        token = spec.mean_by_window(lambda layer: spec.attended_kv_bytes(dtype, layer))
         for (window, device), tokens in work.cache_tokens.items():
             calls = work.cache_calls.get((window, device), 0.0)
             if calls > 0:
                 curves = self._request.machine.rates(device).decode_attention
                 curve = curves["scored" if self._ranks(window) else "plain"]
-                yield _Spent("attention", self._reads_of(device), calls * curve.time_at(tokens * token / calls))
+                yield _Spent("attention", self._reads_of(device), calls * curve.time_at(tokens * token[window] / calls))
 
     def _prompts(self, work: PhaseWork) -> Iterator[_Spent]:
         rates, spec = self._request.machine.rates(self._tier).prefill_attention, self._request.spec
         for (window, keys), pairs in work.prompt_pairs.items():
             sums = self._ranks(window) and self._request.eviction.split.column_sums
-            flops = 4 * spec.num_heads * spec.head_dim * pairs * _layers_by_window(spec)[window]
+            flops = 4 * _query_width(spec)[window] * pairs * _layers_by_window(spec)[window]
             yield _Spent("attention", ARITHMETIC, flops / rates["scored" if sums else "plain"].at(keys))
 
     def _ranks(self, window: Window) -> bool:
@@ -240,6 +242,11 @@ def peak_flops(rates: ComputeRates) -> float:
 
 def _layers_by_window(spec: ModelSpec) -> Counter[Window]:
     return Counter(spec.arch.window_of(layer) for layer in range(spec.num_layers))
+
+
+def _query_width(spec: ModelSpec) -> dict[Window, float]:
+    """Numbers of a token's queries, by window."""
+    return spec.mean_by_window(lambda layer: spec.heads_of(layer).queries * spec.heads_of(layer).dim)
 
 
 def _flops(spec: ModelSpec, kind: str, rows: int) -> float:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from h2o_flexgen.cache.eviction import make_policy
-from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget, EvictionConfig
 from h2o_flexgen.config.sampling import SamplingParams
 from h2o_flexgen.engine.engine import Engine

@@ -80,3 +80,33 @@ def test_llama4s_language_model_is_computed_alone(tmp_path: Path) -> None:
         assert llm.model.spec.vocab_size == VOCAB
         found = llm.generate([prompt], max_new_tokens=6, ignore_eos=True)[0].token_ids
     assert found == wanted[0, len(prompt) :].tolist()
+
+
+def test_latents_are_kept_once(tmp_path: Path) -> None:
+    """512 latents and 64 rotated numbers, as DeepSeek has them: 1,152 bytes a token and layer in 16 bits."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "num_hidden_layers": 2}
+    tiny("deepseek_v3", **sizes).save_pretrained(tmp_path)
+    prompts, found = prompts_of([9, 30, 14]), []
+    for policy in ({"gpu_batch_size": 3}, {"gpu_batch_size": 1, "num_gpu_batches": 3, "cache": {"disk": 1.0}}):
+        how: dict[str, Any] = {"policy": policy, "offload_dir": str(tmp_path / "offload"), "dtype": "float32"}
+        with Engine(str(tmp_path), eviction=EvictionConfig("h2o", budget=8), **how) as llm:
+            found.append([output.token_ids for output in llm.generate(prompts, max_new_tokens=9, ignore_eos=True)])
+            assert llm.last_record is not None
+            assert llm.last_record.kv_bytes == 2 * 3 * (8 + 1) * 2304
+        assert llm.model.spec.kv_bytes_per_token_and_layer("bfloat16") == 1152
+    assert found[0] == found[1]
+
+
+def test_layers_have_heads_of_their_own_sizes(tmp_path: Path) -> None:
+    """Windowed and other layers with different numbers of KV heads, and heads of other sizes."""
+    sizes = {"head_dim": 16, "v_head_dim": 8, "swa_head_dim": 32, "swa_v_head_dim": 16, "swa_num_key_value_heads": 4}
+    model = tiny("mimo_v2_flash", **sizes, sliding_window=8, **EXPERTS)
+    model.save_pretrained(tmp_path)
+    with Engine(str(tmp_path), dtype="float32") as llm:
+        spec = llm.model.spec
+        assert len({spec.heads_of(layer) for layer in range(spec.num_layers)}) == 2
+        llm.generate(prompts_of([20, 6]), max_new_tokens=5, ignore_eos=True)
+        assert llm.last_record is not None
+        slots = [8 if window else 20 + 5 for window in spec.windows]
+        tokens = [spec.kv_bytes_per_token_and_layer("float32", layer) for layer in range(spec.num_layers)]
+        assert llm.last_record.kv_bytes == 2 * sum(map(int.__mul__, slots, tokens))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from h2o_flexgen.cache.kv_cache import CacheShape
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.config.model.tensors import page_ceil
 from h2o_flexgen.engine.engine import Engine

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from h2o_flexgen.cache.eviction.ceiling import CEILING, CeilingPolicy, Foresight
-from h2o_flexgen.cache.kv_cache import CacheShape, KVCache
+from h2o_flexgen.cache.kv_cache import KVCache
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import SPLITS, EvictionConfig
 from h2o_flexgen.evaluation.suites.tasks import ceiling
 from h2o_flexgen.planning.llm import LLM

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from h2o_flexgen.config.model.packing import groupwise
-from h2o_flexgen.config.model.spec import ModelSpec, Product
+from h2o_flexgen.config.model.spec import LayerHeads, ModelSpec, Product
 from h2o_flexgen.config.model.tensors import TensorSpec, WeightGroup
 
 
@@ -53,9 +53,15 @@ class ModuleSpec(ModelSpec):
     groups: tuple[tuple[str, tuple[ModuleTensor, ...]], ...] = ()
     matrices: tuple[tuple[str, tuple[Product, ...]], ...] = ()
     scales: tuple[float, ...] = ()
+    heads: tuple[LayerHeads, ...] = ()
+    """Of each layer."""
     starts: tuple[str, ...] = ()
     soft_caps: bool = False
     """Whether logits of attention are kept from growing (Gemma 2)."""
+
+    def heads_of(self, layer: int) -> LayerHeads:
+        """Those of a layer."""
+        return self.heads[layer]
 
     @cached_property
     def tensors(self) -> dict[str, ModuleTensor]:

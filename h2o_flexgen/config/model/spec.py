@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -42,6 +43,16 @@ class Product(NamedTuple):
 
     out_features: int
     in_features: int
+
+
+class LayerHeads(NamedTuple):
+    """Of a layer's attention: query heads, KV heads, and numbers of each. joint: a value is its key, and a cache keeps
+    both once (the latents of multi-head latent attention)."""
+
+    queries: int
+    keys: int
+    dim: int
+    joint: bool = False
 
 
 class ProductCall(NamedTuple):
@@ -129,6 +140,17 @@ class ModelSpec:
         """The tokens that end a sequence, as a tuple in every case."""
         return (self.eos_token_id,) if isinstance(self.eos_token_id, int) else self.eos_token_id
 
+    def heads_of(self, layer: int) -> LayerHeads:
+        """Those of a layer; the model's own numbers are of its largest."""
+        return LayerHeads(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def mean_by_window(self, of_layer: Callable[[int], float]) -> dict[int | None, float]:
+        """The mean of something over the layers of each window."""
+        found: dict[int | None, list[float]] = {}
+        for layer, window in enumerate(self.windows):
+            found.setdefault(window, []).append(of_layer(layer))
+        return {window: sum(values) / len(values) for window, values in found.items()}
+
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """Of each layer: the tokens that a query sees, itself included; None: all."""
@@ -211,7 +233,11 @@ class ModelSpec:
     @property
     def cache_packings(self) -> tuple[CachePacking, CachePacking] | None:
         """How caches keep a key, and a value; None: as numbers of the computation's dtype."""
-        return cache_packings(self.cache_bits, self.head_dim)
+        return self.packings_of(0)
+
+    def packings_of(self, layer: int) -> tuple[CachePacking, CachePacking] | None:
+        """How the cache of a layer keeps them."""
+        return cache_packings(self.cache_bits, self.heads_of(layer).dim)
 
     @property
     def packed_kind(self) -> dict[str, int | float | None] | None:
@@ -233,21 +259,23 @@ class ModelSpec:
         """Bytes of all weights, without the padding of buffers."""
         return sum(group.nbytes(dtype) for group in self.weight_groups)
 
-    def kv_bytes_per_token_and_layer(self, dtype: str) -> int:
-        """Bytes of one token's key and value in one layer's cache."""
-        packings = self.cache_packings
-        if packings is None:
-            return self.computed_kv_bytes(dtype)
-        return self.num_kv_heads * sum(packing.nbytes for packing in packings)
+    def kv_bytes_per_token_and_layer(self, dtype: str, layer: int = 0) -> int:
+        """Bytes of one token's key and value in a layer's cache."""
+        heads, packings = self.heads_of(layer), self.packings_of(layer)
+        key = heads.dim * dtype_bytes(dtype) if packings is None else packings[0].nbytes
+        value = 0 if heads.joint else key if packings is None else packings[1].nbytes
+        return heads.keys * (key + value)
 
     def computed_kv_bytes(self, dtype: str) -> int:
         """As much, of keys and values as they are computed, before a cache packs them."""
         return 2 * self.num_kv_heads * self.head_dim * dtype_bytes(dtype)
 
-    def attended_kv_bytes(self, dtype: str) -> int:
-        """Bytes of a token in a cache of `dtype` that takes as long to attend to: of a packed one, half-way between
-        what is read of it and what is computed with. Kernels have to take the codes apart."""
-        return (self.kv_bytes_per_token_and_layer(dtype) + self.computed_kv_bytes(dtype)) // 2
+    def attended_kv_bytes(self, dtype: str, layer: int = 0) -> int:
+        """Bytes of a token in a layer's cache of `dtype` that takes as long to attend to: of a packed one, half-way
+        between what is read of it and what is computed with. Kernels have to take the codes apart."""
+        heads, kept = self.heads_of(layer), self.kv_bytes_per_token_and_layer(dtype, layer)
+        computed = kept if self.cache_packings is None else 2 * heads.keys * heads.dim * dtype_bytes(dtype)
+        return (kept + computed) // 2
 
     @property
     def hidden_width(self) -> int:

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
-from h2o_flexgen.cache.kv_cache import CacheShape
 from h2o_flexgen.cache.prefix_store import PrefixStore
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.model.spec import UnitSpec
 from h2o_flexgen.engine.batching.gpu_batch import GpuBatch
 from h2o_flexgen.engine.batching.scheduler import BatchScheduler, StoredPrefixes, WaitingQueue
@@ -177,7 +177,8 @@ class BlockRunner:
             later = waiting.slots(layer, window)
             for gpu_batch, first in enumerate(rows):
                 budgets = [row.budget_in(layer, window) for row in first]
-                shape = CacheShape.of(budgets, spec.num_kv_heads, spec.head_dim, spec.cache_bits)
+                heads = spec.heads_of(layer)
+                shape = CacheShape.of(budgets, heads.keys, heads.dim, spec.cache_bits, heads.joint)
                 shapes[layer, gpu_batch] = replace(shape, capacity=max(shape.capacity, later))
                 on_cpu = plan.policy.cpu_cache_compute and plan.placement.cache[layer, gpu_batch] == "cpu"
                 devices[layer, gpu_batch] = torch.device("cpu") if on_cpu else at[layer]

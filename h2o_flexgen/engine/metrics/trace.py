@@ -206,12 +206,13 @@ class ScoreLog:
     ) -> dict[str, Any]:
         ids, scores, budget = [*row.given_ids, *row.token_ids], self._scores[row.row_id], row.budget
         # Of a layer whose window holds the whole budget.
-        empty = [[0.0] * len(row.prompt_ids)] * self._spec.num_kv_heads
+        heads = [self._spec.heads_of(layer).keys for layer in range(self._spec.num_layers)]
+        empty = [[[0.0] * len(row.prompt_ids)] * count for count in heads]
         return {
             "tokens": [str(each) for each in ids] if decode is None else texts_of(ids, decode),
             "prompt": len(row.prompt_ids),
             "budget": {"heavy": budget.heavy, "recent": budget.recent, "sinks": budget.sinks, "total": budget.total},
-            "scores": [scores.get(layer, empty) for layer in range(self._spec.num_layers)],
+            "scores": [scores.get(layer, empty[layer]) for layer in range(self._spec.num_layers)],
             "kept": [kept.get(layer, []) for layer in range(self._spec.num_layers)],
         }
 

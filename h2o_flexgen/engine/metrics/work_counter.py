@@ -35,7 +35,8 @@ class WorkCounter:
     def __init__(self, spec: ModelSpec, plan: Plan, work: CountedWork) -> None:
         self._spec, self._plan, self._work = spec, plan, work
         self._tier = plan.request.compute_tier
-        self._token = spec.kv_bytes_per_token_and_layer(plan.request.dtype)
+        dtype = plan.request.dtype
+        self._token = spec.mean_by_window(lambda layer: spec.kv_bytes_per_token_and_layer(dtype, layer))
         self._caches: dict[int, Counter[_CacheCounts]] = {}
         self._batch_of: dict[int, int] = {}
         groups = spec.groups_by_key
@@ -181,7 +182,7 @@ class WorkCounter:
 
     def _move(self, work: PhaseWork, caches: _CacheCounts, tokens: float, *, inward: bool) -> None:
         for link in links(caches.tier, caches.device, inward=inward) if tokens else ():
-            work.moved[link, "cache"] += tokens * self._token
+            work.moved[link, "cache"] += tokens * self._token[caches.window]
 
     def _caches_of(self, gpu_batch: int) -> Counter[_CacheCounts]:
         """How many layers there are of each kind."""

@@ -16,8 +16,9 @@ from torch import Tensor
 from h2o_flexgen.cache.chunked import ChunkedCache
 from h2o_flexgen.cache.eviction import spans
 from h2o_flexgen.cache.eviction.base import EvictionPolicy, RankedPolicy
-from h2o_flexgen.cache.kv_cache import CacheShape, KVCache, PromptWatch
+from h2o_flexgen.cache.kv_cache import KVCache, PromptWatch
 from h2o_flexgen.cache.lengths import CacheLengths, chooses
+from h2o_flexgen.cache.shape import CacheShape
 from h2o_flexgen.config.eviction import Budget
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.config.model.tensors import page_ceil
@@ -35,7 +36,7 @@ Place = tuple[int, int]  # (layer, GPU batch)
 def kv_views(buffer: Tensor, shape: CacheShape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """K and V of `shape`, one after the other in a flat uint8 `buffer`."""
     (keys, values), kept = (prod(size) * shape.kept(dtype).itemsize for size in shape.sizes), shape.kept(dtype)
-    k, v = buffer[:keys], buffer[keys : keys + values]
+    k, v = buffer[:keys], buffer[:keys] if shape.joint else buffer[keys : keys + values]
     return k.view(kept).view(shape.sizes[0]), v.view(kept).view(shape.sizes[1])
 
 
@@ -66,7 +67,8 @@ class CacheMaker:
         alike = gpu_batch, window, slots, device, own
         known, lengths = self._lengths.get(alike, (None, None))
         budgets = self.budgets(layer, rows) if lengths is None or known is not rows else lengths.for_another_layer()
-        shape = CacheShape(len(rows), spec.num_kv_heads, spec.head_dim, slots, spec.cache_bits)
+        heads = spec.heads_of(layer)
+        shape = CacheShape(len(rows), heads.keys, heads.dim, slots, spec.cache_bits, heads.joint)
         cache: KVCache
         made: dict[str, Any] = {"layer": layer, "row_ids": [row.row_id for row in rows], "device": device}
         if chunk is None:

@@ -48,7 +48,8 @@ class NotUnderstood(ModelError):
 class Call(NamedTuple):
     """One call of attention: q (T, heads, d), k and v (T, kv_heads, d), rotated as the model has it.
 
-    `sinks`: of each head a logit that is no token's; `soft_cap`: of all logits. `chunked`: windows are chunks.
+    `sinks`: of each head a logit that is no token's; `soft_cap`: of all logits. `chunked`: windows are chunks. `joint`:
+    values are the keys.
     """
 
     layer: int
@@ -60,6 +61,7 @@ class Call(NamedTuple):
     sinks: Tensor | None = None
     soft_cap: float | None = None
     chunked: bool = False
+    joint: bool = False
 
 
 class ModelRun(greenlet):
@@ -155,7 +157,8 @@ def _attention(
         k, v = own_k[0].transpose(0, 1), own_v[0].transpose(0, 1)
         kept = torch.cat([k, v], -1)
         mixed = run.attend(
-            Call(layer, absorbed.query(query), kept, _wide(k, kept.shape[-1]), scale, window, sinks, softcap, chunked)
+            # What follows the latents in a value is left out of what is mixed.
+            Call(layer, absorbed.query(query), kept, kept, scale, window, sinks, softcap, chunked, joint=True)
         )
         return absorbed.value(mixed).unsqueeze(0), None
     # Caches have keys and values of one size: the smaller ones end with zeros, which add nothing.

@@ -20,7 +20,7 @@ from h2o_flexgen.models.decoder import Decoder, local_name
 from h2o_flexgen.models.hf.attention import Call, ModelRun
 from h2o_flexgen.models.hf.build import Absent, Packed, build, take_products
 from h2o_flexgen.models.hf.experts import Routing, feed_forward
-from h2o_flexgen.models.hf.record import arguments
+from h2o_flexgen.models.hf.record import arguments, heads_of
 
 Places = list[tuple[dict[str, Any], str, str, bool]]
 """Of a unit's tensors: the dictionary of a module and the key in it, the bound name, whether a copy is put there."""
@@ -51,8 +51,7 @@ class Forward:
         spec, layer = self._spec, (self._unit - 1) // 2
         same = call.layer == layer and call.scale == spec.scales[layer] and call.window == spec.windows[layer]
         same = same and (call.window is None or call.chunked == spec.arch.chunked)
-        sizes = (call.q.shape[1:], call.k.shape[1:])
-        same = same and sizes == ((spec.num_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim))
+        same = same and heads_of(call) == spec.heads_of(layer)
         if self._attend is None or not same:
             raise ModelError(f"{spec.name} attends in unit {self._unit} as it did not when it was looked at")
         attend, self._attend = self._attend, None

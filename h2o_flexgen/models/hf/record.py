@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from h2o_flexgen.config.model.arch import Activation, ArchSpec, ExpertSpec
 from h2o_flexgen.config.model.modules import ModuleSpec, ModuleTensor
-from h2o_flexgen.config.model.spec import Product
+from h2o_flexgen.config.model.spec import LayerHeads, Product
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.hf.attention import Call, ModelRun
@@ -183,6 +183,19 @@ def _check_angles(config: Any, name: str) -> None:
             raise ModelError(found, "needed a model with a family of its own here, or another rope_type")
 
 
+def heads_of(call: Call) -> LayerHeads:
+    """Those of a call of attention."""
+    return LayerHeads(call.q.shape[1], call.k.shape[1], call.q.shape[2], call.joint)
+
+
+def _covering(heads: Sequence[LayerHeads]) -> LayerHeads:
+    """Such that no layer's queries, keys or values have more numbers."""
+    largest = max(heads, key=lambda each: (each.queries * each.dim, each.keys))
+    keys = max(each.keys * each.dim for each in heads)
+    enough = (n for n in range(1, largest.queries) if not largest.queries % n and n * largest.dim >= keys)
+    return largest._replace(keys=next(enough, largest.queries))
+
+
 def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     """The ModuleSpec of a config.json. ModelError where the modules do what is not understood."""
     text = json.dumps(config, sort_keys=True)
@@ -191,10 +204,8 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     timeline = RecordedUnits(model, record(model, name), name)
     groups, tied = _groups(model, timeline, name)
     made, read = model.config.get_text_config(decoder=True), ConfigReader(config, name)
-    call = timeline.calls[0]
-    for other in timeline.calls:
-        if (other.q.shape, other.k.shape) != (call.q.shape, call.k.shape):
-            raise ModelError(f"{name}: its layers have heads of different sizes", "needed the same in all layers")
+    heads = tuple(map(heads_of, timeline.calls))
+    largest = _covering(heads)
     if [other.layer for other in timeline.calls] != list(range(len(timeline.calls))):
         raise ModelError(f"{name}: its layers do not fill caches of their own in order")
     windows = [other.window for other in timeline.calls]
@@ -216,9 +227,9 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
         hidden_size=head.in_features,
         ffn_size=max(each.out_features for kind in ("attn", "mlp") for each in dict(matrices)[kind]),
         num_layers=len(timeline.layers),
-        num_heads=call.q.shape[1],
-        num_kv_heads=call.k.shape[1],
-        head_dim=call.q.shape[2],
+        num_heads=largest.queries,
+        num_kv_heads=largest.keys,
+        head_dim=largest.dim,
         embed_dim=head.in_features,
         max_positions=next((n for key in _LENGTHS if isinstance(n := getattr(made, key, None), int)), _UNBOUNDED),
         arch=ArchSpec(
@@ -238,6 +249,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
         config=text,
         groups=groups,
         matrices=matrices,
+        heads=heads,
         scales=tuple(each.scale for each in timeline.calls),
         starts=tuple(timeline.starts),
         soft_caps=any(each.soft_cap is not None for each in timeline.calls),

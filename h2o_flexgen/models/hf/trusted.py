@@ -95,6 +95,7 @@ TRUSTED = frozenset(
         "llava_next_video",
         "llava_onevision",
         "mellum",
+        "mimo_v2_flash",
         "minicpm3",
         "minimax_m2",
         "ministral",

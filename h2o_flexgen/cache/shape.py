@@ -1,0 +1,67 @@
+"""The extent of a cache's keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from h2o_flexgen.cache.lengths import slots_needed
+from h2o_flexgen.config.budget import Budget
+from h2o_flexgen.config.model.packing import CacheBits, CachePacking, cache_packings
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Extent of K and of V: (batch, kv_heads, capacity, head_dim). `capacity` counts slots, see `slots_needed`.
+
+    With `bits` of 8 or 4 keys and values are packed, see `CachePacking`: tensors of K and V are then uint8, and their
+    last dimension is the bytes of one. `joint`: values are the keys, in one tensor for both.
+    """
+
+    batch: int
+    kv_heads: int
+    head_dim: int
+    capacity: int
+    bits: CacheBits = 16
+    joint: bool = False
+
+    @classmethod
+    def of(
+        cls, budgets: Sequence[Budget], kv_heads: int, head_dim: int, bits: CacheBits = 16, joint: bool = False
+    ) -> CacheShape:
+        """The smallest cache for rows with these budgets."""
+        return cls(len(budgets), kv_heads, head_dim, slots_needed(budgets), bits, joint)
+
+    @property
+    def packings(self) -> tuple[CachePacking, CachePacking] | None:
+        """How a key and a value are kept; None: as their numbers."""
+        packings = cache_packings(self.bits, self.head_dim)
+        return (packings[0], packings[0]) if packings is not None and self.joint else packings
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+        """Of K's tensor, and of V's."""
+        packings, slots = self.packings, (self.batch, self.kv_heads, self.capacity)
+        keys, values = (self.head_dim,) * 2 if packings is None else (packing.nbytes for packing in packings)
+        return (*slots, keys), (*slots, values)
+
+    def kept(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of K and V, where `dtype` is the computation's."""
+        return dtype if self.packings is None else torch.uint8
+
+    def computed(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that K and V of `dtype` are computed in; packed ones may be with any."""
+        return dtype if self.packings is None else torch.float32
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Bytes of K and V together."""
+        return sum(map(prod, self.sizes[: 1 if self.joint else 2])) * self.kept(dtype).itemsize
+
+    def buffers(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+        """A K and a V of this shape, zeros."""
+        k, v = (torch.zeros(size, dtype=self.kept(dtype), device=device) for size in self.sizes)
+        return k, k if self.joint else v
