@@ -33,6 +33,12 @@ class _States(ctypes.Structure):
     )
 
 
+class _Selective(ctypes.Structure):
+    """`Selective` of native/selective.c."""
+
+    _fields_ = fields("q rows tokens channels numbers bf16 threads", "P x dt a b c skip state out")
+
+
 class _Conv(ctypes.Structure):
     """`Conv` of native/short_conv.c."""
 
@@ -114,6 +120,29 @@ def _run(
         function("state_step", "P")(ctypes.byref(task))
     elif function("state_prompts", "P", "i")(ctypes.byref(task)):
         raise MemoryError("no memory for the keys of some tokens")
+    return out
+
+
+def selective_scan(x: Tensor, dt: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor, skip: Tensor) -> Tensor:
+    """Each token's state = exp(dt rates) state + dt x b, then out = state c + skip x, token by token.
+
+    x (B, T, channels) of a dtype that `serves`, dt likewise; rates (channels, N), b, c (B, T, N), skip (channels), any
+    dtype. state (B, channels, N) float32, updated in place. Returns (B, T, channels) in the dtype of x, newly made. Gu
+    and Dao, arXiv 2312.00752.
+    """
+    (rows, tokens, channels), numbers = x.shape, rates.shape[1]
+    fits = dt.shape == x.shape and b.shape == c.shape == (rows, tokens, numbers) and skip.shape == (channels,)
+    if not fits or len(rates) != channels or state.shape != (rows, channels, numbers):
+        shapes = ", ".join(str(tuple(each.shape)) for each in (x, dt, rates, b, c, state, skip))
+        raise ValueError(
+            f"numbers, steps, rates, inputs, outputs, states and skips of shapes that do not fit: {shapes}"
+        )
+    x, out = x.contiguous(), torch.empty(rows, tokens, channels, dtype=x.dtype)
+    dt, rates, b, c, skip = (each.float().contiguous() for each in (dt, rates, b, c, skip))
+    task = _Selective(rows, tokens, channels, numbers, x.dtype is torch.bfloat16, torch.get_num_threads())
+    task.x, task.dt, task.a, task.b, task.c = (each.data_ptr() for each in (x, dt, rates, b, c))
+    task.skip, task.state, task.out = skip.data_ptr(), state.data_ptr(), out.data_ptr()
+    function("selective_scan", "P")(ctypes.byref(task))
     return out
 
 

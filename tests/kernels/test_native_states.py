@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+from transformers.models.mamba import modeling_mamba as mamba1
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
@@ -173,6 +174,34 @@ def test_rows_do_not_depend_on_each_other_nor_on_threads(kind: str, tokens: int)
             assert all(torch.equal(one[0], many[row]) for one, many in zip(alone, whole, strict=True))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "channels", "numbers"), [(1, 1, 1), (1, 70, 16), (3, 16, 5), (40, 33, 16), (9, 130, 40)]
+)
+def test_the_selective_scan(tokens: int, channels: int, numbers: int) -> None:
+    x, dt = torch.randn(3, tokens, channels), torch.rand(3, tokens, channels) * 2
+    rates, skip = -torch.rand(channels, numbers) * 4, torch.randn(channels)
+    b, c = (torch.randn(3, tokens, numbers) for _ in range(2))
+    before = torch.randn(3, channels, numbers)
+    state, slow, outs = before.clone(), before.double(), list[Tensor]()
+    found = states.selective_scan(x, dt, rates, b, c, state, skip)
+    for t in range(tokens):
+        own = x[:, t].double()
+        slow = slow * (dt[:, t, :, None].double() * rates).exp() + (dt[:, t] * own)[..., None] * b[:, t, None].double()
+        outs.append((slow * c[:, t, None]).sum(-1) + skip * own)
+    near(found, torch.stack(outs, 1))
+    near(state, slow)
+    alone = before[1:2].clone()
+    assert torch.equal(states.selective_scan(x[1:2], dt[1:2], rates, b[1:2], c[1:2], alone, skip), found[1:2])
+    assert torch.equal(alone, state[1:2])
+    across = [each.transpose(1, 2) for each in (x, dt)]
+    expected = mamba1.mamba_selective_scan(
+        *across, rates, b.transpose(1, 2), c.transpose(1, 2), skip, return_last_state=True
+    )
+    state = torch.zeros_like(before)
+    near(states.selective_scan(x, dt, rates, b, c, state, skip), expected[0].transpose(1, 2))
+    near(state, expected[1])
 
 
 def test_a_prompt_in_parts() -> None:

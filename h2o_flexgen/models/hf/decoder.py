@@ -20,6 +20,7 @@ from h2o_flexgen.models.decoder import Decoder, local_name
 from h2o_flexgen.models.hf.attention import Call, ModelRun
 from h2o_flexgen.models.hf.build import Absent, Packed, build, take_products
 from h2o_flexgen.models.hf.experts import Routing, feed_forward
+from h2o_flexgen.models.hf.mixers import take_recurrences
 from h2o_flexgen.models.hf.record import arguments, heads_of
 
 Places = list[tuple[dict[str, Any], str, str, bool]]
@@ -109,6 +110,7 @@ class ModuleDecoder(Decoder):
         super().__init__(spec)
         self._modules_of: ModuleSpec = spec
         model = build(spec.config, spec.name, dtype)
+        take_recurrences(model)
         modules = dict(model.named_modules())
         for number, path in enumerate(spec.starts, 1):
             modules[path].register_forward_pre_hook(_stop(number), with_kwargs=True)

@@ -1,0 +1,256 @@
+"""What transformers' mixers compute with torch, token by token or in large chunks, by kernels in C: the functions that
+their modules call by these names, with the same arguments and results.
+
+States that are given are updated in place and returned, where transformers returns new ones that its caches copy. What
+the kernels do not take, transformers' own function computes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from h2o_flexgen.kernels import states
+
+Original = Callable[..., Any]
+
+
+class _Rule(NamedTuple):
+    """Arguments of a delta rule: query, key (B, T, key heads, K), value (B, T, heads, V), g (B, T, heads) or, Kimi's,
+    (B, T, heads, K), beta (B, T, heads), initial_state (B, heads, K, V)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    g: Tensor
+    beta: Tensor
+    chunk_size: int = 64
+    initial_state: Tensor | None = None
+    output_final_state: bool = False
+    use_qk_l2norm_in_kernel: bool = False
+
+
+class _Step(NamedTuple):
+    """Arguments of a step of either Mamba. The second's: state (B, heads, P, N), hidden_states, dt (B, heads, P), A
+    (heads, P, N), B, C (B, groups, N), D, dt_bias (heads, P). The first's have channels in place of heads, and no P."""
+
+    state: Tensor
+    hidden_states: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None = None
+    dt_bias: Tensor | None = None
+    dt_softplus: bool = False
+    z: Tensor | None = None
+
+
+class _Scan(NamedTuple):
+    """Arguments of the second Mamba's scan: hidden_states (B, T, heads, P), dt (B, T, heads), A, D, dt_bias (heads), B,
+    C (B, T, groups, N), initial_states (B, heads, P, N)."""
+
+    hidden_states: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    chunk_size: int
+    D: Tensor | None = None
+    dt_bias: Tensor | None = None
+    initial_states: Tensor | None = None
+    dt_softplus: bool = False
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    return_final_states: bool = False
+    z: Tensor | None = None
+
+
+class _FirstScan(NamedTuple):
+    """Arguments of the first Mamba's: hidden_states, dt (B, channels, T), A (channels, N), B, C (B, N, T), D,
+    delta_bias (channels). It takes no state."""
+
+    hidden_states: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor | None = None
+    z: Tensor | None = None
+    delta_bias: Tensor | None = None
+    delta_softplus: bool = False
+    return_last_state: bool = False
+
+
+class _Convolution(NamedTuple):
+    """Arguments of a convolution: hidden_states (B, channels, T), with what is before them, weight (channels, taps)."""
+
+    hidden_states: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    activation: str | None = None
+
+
+class _ConvStep(NamedTuple):
+    """Arguments of one over a new token: hidden_states (B, channels, 1), conv_state (B, channels, held)."""
+
+    hidden_states: Tensor
+    conv_state: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    activation: str | None = None
+
+
+T = TypeVar("T", bound=tuple[Any, ...])
+
+
+def _given(kind: type[T], args: tuple[Any, ...], others: Mapping[str, Any]) -> T | None:
+    """Arguments, as transformers takes them: without what it does not know. None of packed sequences, as it refuses."""
+    if others.get("cu_seqlens") is not None or others.get("seq_idx") is not None:
+        return None
+    known: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+    return kind(*args, **{key: value for key, value in others.items() if key in known})
+
+
+def _delta_rule(original: Original, *args: Any, **others: Any) -> Any:
+    rule = _given(_Rule, args, others)
+    if rule is not None and states.serves(rule.query, rule.key, rule.value):
+        rows, _, heads, value_dim = rule.value.shape
+        state, dim = rule.initial_state, rule.key.shape[-1]
+        state = torch.zeros(rows, heads, dim, value_dim) if state is None else state
+        if states.serves_state(state, dim):
+            normed = rule.use_qk_l2norm_in_kernel
+            out = states.delta_rule(*rule[:5], state, scale=dim**-0.5, normed=normed)
+            return out, state if rule.output_final_state else None
+    return original(*args, **others)
+
+
+def _conv_step(original: Original, *args: Any, **others: Any) -> Any:
+    conv = _given(_ConvStep, args, others)
+    if conv is None or not _takes_conv(_Convolution(conv.hidden_states, *conv[2:])):
+        return original(*args, **others)
+    x, state = conv[:2]
+    fits = x.shape[-1] == 1 and state.dtype is x.dtype and state.is_contiguous()
+    if not fits or state.shape[-1] < conv.weight.shape[-1] - 1:
+        return original(*args, **others)
+    return states.short_conv(x, conv.weight, conv.bias, state, silu=conv.activation is not None)
+
+
+def _conv(original: Original, *args: Any, **others: Any) -> Any:
+    conv = _given(_Convolution, args, others)
+    if conv is None or not _takes_conv(conv):
+        return original(*args, **others)
+    return states.short_conv(*conv[:3], None, silu=conv.activation is not None)
+
+
+def _takes_conv(conv: _Convolution) -> bool:
+    return conv.activation in (None, "silu", "swish") and states.serves_conv(*conv[:3])
+
+
+def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+    dt = dt.float() if bias is None else dt.float() + bias.float()
+    return F.softplus(dt) if softplus else dt
+
+
+def _of_heads(x: Tensor | None, dims: int) -> Tensor | None:
+    """One number of each head where the last `dims` dimensions repeat it; None where they do not."""
+    for _ in range(dims):
+        if x is None or (x.shape[-1] != 1 and x.stride(-1) != 0):
+            return None
+        x = x[..., 0]
+    return x
+
+
+def _second_step(original: Original, *args: Any, **others: Any) -> Any:
+    step = _given(_Step, args, others)
+    if step is None or not states.serves(step.hidden_states, step.B, step.C):
+        return original(*args, **others)
+    dt, rates = _of_heads(step.dt, 1), _of_heads(step.A, 2)
+    skip, bias = _of_heads(step.D, 1), _of_heads(step.dt_bias, 1)
+    missing = (skip is None) != (step.D is None) or (bias is None) != (step.dt_bias is None)
+    if missing or dt is None or rates is None or not states.serves_state(step.state, step.B.shape[-1]):
+        return original(*args, **others)
+    dt = _steps(dt, bias, step.dt_softplus).unsqueeze(1)
+    c, b, x = (each.unsqueeze(1) for each in (step.C, step.B, step.hidden_states))
+    return _passed(states.scan(c, b, x, dt * rates.float(), dt, step.state, skip).squeeze(1), step.z)
+
+
+def _second_scan(original: Original, *args: Any, **others: Any) -> Any:
+    """In float32, as transformers has it for several tokens."""
+    scan = _given(_Scan, args, others)
+    if scan is None or not states.serves(scan.hidden_states, scan.B, scan.C) or scan.A.ndim != 1:
+        return original(*args, **others)
+    (rows, _, heads, dim), numbers = scan.hidden_states.shape, scan.B.shape[-1]
+    state = torch.zeros(rows, heads, dim, numbers) if scan.initial_states is None else scan.initial_states
+    if not states.serves_state(state, numbers) or scan.z is not None or (scan.D is not None and scan.D.ndim != 1):
+        return original(*args, **others)
+    dt = _steps(scan.dt, scan.dt_bias, scan.dt_softplus).clamp(*scan.dt_limit)
+    c, b, x = (each.float() for each in (scan.C, scan.B, scan.hidden_states))
+    out = states.scan(c, b, x, dt * scan.A.float(), dt, state, scan.D)
+    return (out, state) if scan.return_final_states else out
+
+
+def _first_step(original: Original, *args: Any, **others: Any) -> Any:
+    step = _given(_Step, args, others)
+    takes = step is not None and step.state.ndim == 3 and states.serves(step.hidden_states)
+    if step is None or not takes or not states.serves_state(step.state, step.A.shape[-1]) or step.D is None:
+        return original(*args, **others)
+    dt = _steps(step.dt, step.dt_bias, step.dt_softplus)
+    x, dt, b, c = (each.unsqueeze(1) for each in (step.hidden_states, dt, step.B, step.C))
+    return _passed(states.selective_scan(x, dt, step.A, b, c, step.state, step.D).squeeze(1), step.z)
+
+
+def _first_scan(original: Original, *args: Any, **others: Any) -> Any:
+    scan = _given(_FirstScan, args, others)
+    if scan is None or scan.D is None or scan.B.ndim != 3 or not states.serves(scan.hidden_states):
+        return original(*args, **others)
+    dt = _steps(scan.dt.transpose(1, 2), scan.delta_bias, scan.delta_softplus)
+    x, b, c = (each.transpose(1, 2) for each in (scan.hidden_states, scan.B, scan.C))
+    state = torch.zeros(len(x), *scan.A.shape)
+    out = _passed(states.selective_scan(x, dt, scan.A, b, c, state, scan.D).transpose(1, 2), scan.z)
+    return (out, state) if scan.return_last_state else out
+
+
+def _passed(out: Tensor, gate: Tensor | None) -> Tensor:
+    return out if gate is None else out * F.silu(gate)
+
+
+OURS: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "torch_recurrent_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "recurrent_kimi_delta_attention": _delta_rule,
+    "causal_conv1d_update": _conv_step,
+    "causal_conv1d_fn": _conv,
+    "mamba2_selective_state_update": _second_step,
+    "mamba2_chunk_scan": _second_scan,
+    "mamba_selective_state_update": _first_step,
+    "mamba_selective_scan": _first_scan,
+}
+"""By the names that transformers' modules call them by."""
+
+
+def take_recurrences(model: nn.Module) -> list[str]:
+    """From now on the modules of this model compute recurrences by `OURS`. Returns which functions they call.
+
+    A module's own forward is run with other globals: those of transformers stay what they are.
+    """
+    taken = set[str]()
+    for module in model.modules():
+        function = inspect.unwrap(type(module).forward)
+        found = [name for name in OURS if name in function.__code__.co_names and name in function.__globals__]
+        if not found or not isinstance(function, FunctionType):
+            continue
+        places = dict(function.__globals__)
+        places.update({name: partial(OURS[name], places[name]) for name in found})
+        own = FunctionType(function.__code__, places, function.__name__, function.__defaults__, function.__closure__)
+        own.__kwdefaults__ = function.__kwdefaults__
+        module.forward = MethodType(own, module)
+        taken.update(found)
+    return sorted(taken)
