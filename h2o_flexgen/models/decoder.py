@@ -67,7 +67,7 @@ def bind(views: Weights) -> dict[str, Any]:
     for fused, names in _FUSED.items():
         for kind in ("weight", "bias"):
             parts = [bound[f"{name}.{kind}"] for name in names if f"{name}.{kind}" in bound]
-            if len(parts) == len(names) and _adjacent(parts):
+            if len(parts) == len(names) and adjacent(parts):
                 rows, first = sum(part.shape[0] for part in parts), parts[0]
                 bound[f"{fused}.{kind}"] = first.as_strided((rows, *first.shape[1:]), first.stride())
         if f"{names[0]}.bias" in bound and f"{fused}.bias" not in bound:
@@ -84,7 +84,7 @@ def local_name(name: str) -> str:
     return inner.split(".", 2)[2] if inner.startswith("experts.") else inner
 
 
-def _adjacent(weights: list[Weight]) -> bool:
+def adjacent(weights: list[Weight]) -> bool:
     """Whether they are tensors back to back. Packed ones are not: any part of a projection may be, each by itself."""
     tensors = [each for each in weights if not isinstance(each, PackedWeight)]
     return len(tensors) == len(weights) and all(

@@ -56,6 +56,8 @@ class ModuleSpec(ModelSpec):
     heads: tuple[LayerHeads, ...] = ()
     """Of each layer."""
     starts: tuple[str, ...] = ()
+    joined: tuple[tuple[str, ...], ...] = ()
+    """Paths of modules whose products are of the same tensor, in the order of their calls."""
     soft_caps: bool = False
     """Whether logits of attention are kept from growing (Gemma 2)."""
 

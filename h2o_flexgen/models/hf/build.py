@@ -128,10 +128,13 @@ def multiply(weight: Tensor | Packed, x: Tensor, bias: Tensor | None = None, wid
     matrix = weight.packed if isinstance(weight, Packed) else weight
     if isinstance(matrix, Absent):
         raise RuntimeError(f"{matrix.name} is used outside of its unit")
-    return linear(x.reshape(-1, x.shape[-1]), matrix, bias, wide=wide).unflatten(0, x.shape[:-1])
+    if x.dim() == 2:
+        return linear(x, matrix, bias, wide=wide)
+    return linear(x.reshape(-1, x.shape[-1]), matrix, bias, wide=wide).view(*x.shape[:-1], -1)
 
 
-def _product(module: nn.Module, x: Tensor, wide: bool = False) -> Tensor:
+def product(module: nn.Module, x: Tensor, wide: bool = False) -> Tensor:
+    """x (..., in) times the matrix of a module for which `is_product` holds, plus its bias."""
     return multiply(module._parameters["weight"], x, module._parameters["bias"], wide)  # type: ignore[arg-type]
 
 
@@ -144,4 +147,4 @@ def take_products(model: nn.Module, head: nn.Module | None) -> None:
     """From now on products are computed by our kernels, that of the output head in float32."""
     for module in model.modules():
         if is_product(module):
-            module.forward = partial(_product, module, wide=module is head)
+            module.forward = partial(product, module, wide=module is head)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from greenlet import GreenletExit, getcurrent
@@ -20,11 +21,16 @@ from h2o_flexgen.models.decoder import Decoder, local_name
 from h2o_flexgen.models.hf.attention import Call, ModelRun
 from h2o_flexgen.models.hf.build import Absent, Packed, build, take_products
 from h2o_flexgen.models.hf.experts import Routing, feed_forward
+from h2o_flexgen.models.hf.fused import Joint, take_gates, take_norms
 from h2o_flexgen.models.hf.mixers import take_recurrences
 from h2o_flexgen.models.hf.record import arguments, heads_of
 
 Places = list[tuple[dict[str, Any], str, str, bool]]
 """Of a unit's tensors: the dictionary of a module and the key in it, the bound name, whether a copy is put there."""
+
+
+_JOINED = "joined"
+"""Among the weights of a unit: what its joints have for matrices."""
 
 
 class Forward:
@@ -115,7 +121,9 @@ class ModuleDecoder(Decoder):
         for number, path in enumerate(spec.starts, 1):
             modules[path].register_forward_pre_hook(_stop(number), with_kwargs=True)
         take_products(model, model.get_output_embeddings())
+        self._joints = [list[Joint]() for _ in spec.units]
         self._places: list[Places] = [[] for _ in spec.units]
+        self._fuse(model, modules, dtype if device.type == "cpu" else None)
         plan = model._get_dtype_plan(dtype)
         self._exact = build_glob_alternation(list(plan))[0] if plan else None
         self.exact: dict[str, list[tuple[dict[str, Any], str]]] = {}
@@ -142,6 +150,20 @@ class ModuleDecoder(Decoder):
 
     def _expert(self, w: Mapping[str, Any], x: Tensor) -> Tensor:
         return feed_forward(self._experts_module, w, x) if self._own_experts else super()._expert(w, x)
+
+    def _fuse(self, model: nn.Module, modules: Mapping[str, nn.Module], dtype: torch.dtype | None) -> None:
+        """`dtype`: what is normed, on a CPU."""
+        spec, groups = self._modules_of, dict(self._modules_of.groups)
+        for unit in spec.units:
+            own = [each for each in groups[unit.weights] if each.product and each.name.startswith(f"{unit.name}.")]
+            within = {each.parameter.rpartition(".")[0] for each in own}
+            for paths in spec.joined:
+                together = [modules[path] for path in paths if path in within]
+                if len(together) > 1 and unit.kind != "head":
+                    self._joints[unit.index].append(Joint(together))
+        take_gates(model, chain(*self._joints))
+        if dtype is torch.bfloat16:
+            take_norms(model)
 
     def _place(self, modules: Mapping[str, nn.Module], unit: int, name: str, parameter: str, copied: bool) -> None:
         path, _, key = parameter.rpartition(".")
@@ -172,9 +194,16 @@ class ModuleDecoder(Decoder):
         for where, key, name, copied in places:
             weight = weights[name]
             where[key] = Packed(weight) if isinstance(weight, PackedWeight) else weight.clone() if copied else weight
+        joints = self._joints[unit]
+        if joints and _JOINED not in weights:  # once for each time that the weights come
+            cast(dict[str, Any], weights)[_JOINED] = [joint.look() for joint in joints]
+        for joint, joined in zip(joints, weights[_JOINED] if joints else (), strict=True):
+            joint.joined = joined
         try:
             yield
         finally:
+            for joint in joints:
+                joint.joined = None
             for where, key, name, copied in places:
                 if not copied:
                     where[key] = Absent(name)

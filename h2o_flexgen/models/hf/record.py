@@ -20,6 +20,7 @@ from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.hf.attention import Call, ModelRun
 from h2o_flexgen.models.hf.build import build, is_product, quiet
 from h2o_flexgen.models.hf.experts import ExpertForm, Routing, form_of, settings_of
+from h2o_flexgen.models.hf.fused import SharedInputs, side_by_side
 
 TOKENS = 4
 """Of the recorded run."""
@@ -61,7 +62,7 @@ def record(model: PreTrainedModel, name: str) -> list[Event]:
     given = (numbers[0], numbers[1], last)
     run = ModelRun(lambda: model(**arguments(model, run, *given)), attend, route, numbers[1])
     try:
-        with torch.inference_mode(), quiet():
+        with torch.no_grad(), quiet():  # in inference mode nothing tells whether tensors have changed
             run.switch()
     except ModelError as error:
         raise ModelError(f"{name}: {error.found}", error.needed, error.change) from None
@@ -201,6 +202,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     text = json.dumps(config, sort_keys=True)
     model = build(text, name)
     _check_angles(model.config.get_text_config(decoder=True), name)
+    shared = SharedInputs(model)
     timeline = RecordedUnits(model, record(model, name), name)
     groups, tied = _groups(model, timeline, name)
     made, read = model.config.get_text_config(decoder=True), ConfigReader(config, name)
@@ -247,7 +249,8 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
         dtype=read.dtype("float32"),
         **read.special_tokens(*(_token(made, each) for each in ("bos_token_id", "eos_token_id", "pad_token_id"))),
         config=text,
-        groups=groups,
+        groups=side_by_side(groups, shared.joined),
+        joined=shared.joined,
         matrices=matrices,
         heads=heads,
         scales=tuple(each.scale for each in timeline.calls),

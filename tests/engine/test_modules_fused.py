@@ -1,0 +1,123 @@
+"""What stands in for several steps of transformers' modules computes the same, and only what is known is replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.models.hf.build import take_products
+from h2o_flexgen.models.hf.decoder import ModuleDecoder
+from h2o_flexgen.models.hf.fused import GatedMlp, Joint, take_gates, take_norms
+from tests.engine.test_modules import tiny
+
+
+class Mlp(nn.Module):
+    """`limit`: what the activated gate is clamped to."""
+
+    def __init__(self, activation: Any, limit: float | None = None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 12, bias=False), nn.Linear(8, 12, bias=False)
+        self.last, self.act = nn.Linear(12, 8), activation
+        self.limit = limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        activated = self.act(self.second(x))
+        return self.last(self.first(x) * (activated if self.limit is None else activated.clamp(max=self.limit)))
+
+
+def joint_of(mlp: Mlp) -> Joint:
+    """Of its first two products, whose matrices are put side by side."""
+    both = torch.cat([mlp.first.weight, mlp.second.weight]).detach()
+    mlp.first.weight, mlp.second.weight = (nn.Parameter(half, requires_grad=False) for half in both.split(12))
+    joint = Joint([mlp.first, mlp.second])
+    joint.joined = joint.look()
+    assert joint.joined is not None
+    return joint
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU(), nn.GELU(approximate="tanh"), nn.GELU(), nn.ReLU()])
+def test_a_gated_mlp_is_known_by_what_it_computes(activation: nn.Module) -> None:
+    torch.manual_seed(0)
+    mlp, x = Mlp(activation).eval(), torch.randn(1, 5, 8)
+    with torch.inference_mode():
+        wanted = mlp(x)
+        take_products(mlp, None)
+        take_gates(mlp, [joint_of(mlp)])
+        assert isinstance(mlp.forward, GatedMlp)
+        assert mlp(x) == pytest.approx(wanted, abs=1e-6)
+        assert mlp.forward._gate is mlp.second
+        mlp.forward._joint.joined = None  # type: ignore[union-attr]
+        assert mlp(x) == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("mlp", [Mlp(nn.SiLU(), limit=7.0), Mlp(nn.Tanh()), Mlp(nn.Identity())])
+def test_another_mlp_is_left_alone(mlp: Mlp) -> None:
+    take_gates(mlp, [])
+    assert "forward" not in vars(mlp)
+
+
+def test_joined_products_are_those_of_each() -> None:
+    """In the order that was seen; forwards that come between each other get their own."""
+    torch.manual_seed(0)
+    mlp = Mlp(nn.SiLU())
+    joint_of(mlp)
+    first, second = torch.randn(1, 3, 8), torch.randn(1, 3, 8)
+    weights = mlp.first.weight, mlp.second.weight
+    for order in ([(0, first), (1, first)], [(0, first), (0, second), (1, first), (1, second)], [(1, second)]):
+        for number, x in order:
+            found = (mlp.first, mlp.second)[number](x)
+            assert found == pytest.approx(x @ weights[number].T, abs=1e-6)
+
+
+@pytest.mark.parametrize("size", [48, 256])
+@pytest.mark.parametrize(
+    "norm", [LlamaRMSNorm, Olmo2RMSNorm, Gemma2RMSNorm, nn.LayerNorm, lambda n, eps: nn.RMSNorm(n, eps=eps)]
+)
+def test_norms_are_known_by_what_they_compute(norm: Any, size: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(norm(size, eps=1e-5)).to(torch.bfloat16)
+    x = torch.randn(1, 3, 2, size).to(torch.bfloat16)
+    with torch.inference_mode():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(size))
+        wanted = module(x).float()
+        take_norms(module)
+        found = module(x)
+    assert "forward" in vars(module[0])
+    assert found.shape == x.shape
+    assert found.float() == pytest.approx(wanted, rel=1e-2, abs=1e-3)
+
+
+def test_a_norm_of_another_kind_is_left_alone() -> None:
+    class Halved(LlamaRMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / 2
+
+    module = nn.Sequential(Halved(64, eps=1e-5), nn.GroupNorm(4, 64), nn.Linear(64, 1))
+    take_norms(module)
+    assert not any("forward" in vars(each) for each in module)
+
+
+@pytest.mark.parametrize(("kind", "joined"), [("llama", 3), ("gemma2", 3), ("olmo2", 3), ("deepseek_v3", 2)])
+def test_products_of_one_tensor_are_one(kind: str, joined: int, tmp_path: Path) -> None:
+    """Their matrices lie side by side in memory, wherever checkpoints have them."""
+    tiny(kind).save_pretrained(tmp_path)
+    with Engine(str(tmp_path), dtype="bfloat16", model_impl="transformers") as llm:
+        llm.generate([[3, 5, 9]], max_new_tokens=2, ignore_eos=True)
+        decoder, weights = llm._decoder, llm._loaded.stages[0].weights  # type: ignore[union-attr]
+        assert isinstance(decoder, ModuleDecoder)
+        (joint,) = decoder._joints[1]
+        assert len(joint.modules) == joined
+        with decoder.bound(1, weights.get(decoder.spec.units[1].weights)):
+            assert joint.joined is not None
+        assert joint.joined is None
+        mlps = [each for each in decoder._model.modules() if isinstance(vars(each).get("forward"), GatedMlp)]
+        assert len(mlps) == decoder.spec.num_layers
