@@ -122,6 +122,7 @@ class FusedStep:
         held: Tensor | None,
         kept: Callable[[int, torch.dtype], KeysValues],
         sink_logits: Tensor | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """The step of the lengths, which the caller moves on afterwards; see `KVCache.attend`.
 
@@ -129,10 +130,10 @@ class FusedStep:
         """
         number: int | Tensor = self._lengths.step if self._number is None else self._number
         if self._by_rows:
-            return self._with_rows(number, (q, k, v), scale, held, kept, sink_logits)
+            return self._with_rows(number, (q, k, v), scale, held, kept, sink_logits, soft_cap)
         scored = self._scored
         fresh = None if scored is None else scored.fresh(number, held)
-        out = self._kernel.step(number, (q, k, v), scale, fresh=fresh, sink_logits=sink_logits)
+        out = self._kernel.step(number, (q, k, v), scale, fresh=fresh, sink_logits=sink_logits, soft_cap=soft_cap)
         if scored is not None and self._thins:
             length = self._lengths.length
             scored.between_bursts(length, lambda: kept(length, q.dtype), (q, scale))
@@ -146,6 +147,7 @@ class FusedStep:
         held: Tensor | None,
         kept: Callable[[int, torch.dtype], KeysValues],
         sink_logits: Tensor | None,
+        soft_cap: float | None,
     ) -> Tensor:
         if self._scored is None:
             raise RuntimeError("slots in order of arrival have no scores")
@@ -155,7 +157,9 @@ class FusedStep:
             # Where the kernel counts its steps, it does not know how few slots are occupied yet.
             width = length if self._number is None else self._size[2]
             row = torch.empty(*self._size[:2], width, device=self._lengths.device)
-        out = self._kernel.step(number, qkv, scale, fresh=fresh, slots=slots, probs=row, sink_logits=sink_logits)
+        out = self._kernel.step(
+            number, qkv, scale, fresh=fresh, slots=slots, probs=row, sink_logits=sink_logits, soft_cap=soft_cap
+        )
         row = None if row is None else row[..., :length]
         self._slots.evict(row, length, lambda: kept(length, qkv[0].dtype), (qkv[0], scale))
         return out

@@ -277,7 +277,7 @@ class KVCache:
         if self._fused is not None:
             if table is not None:
                 raise RuntimeError("this cache was started without rolling positions")
-            out = self._fused.attend(q, k, v, scale, held, self._held, sink_logits)
+            out = self._fused.attend(q, k, v, scale, held, self._held, sink_logits, self.soft_cap)
             self._last = self._fused.used
         else:
             out = self._attend(q, k, v, scale, table, held, sink_logits)
@@ -324,7 +324,7 @@ class KVCache:
         """All prompts are in: which way the steps go is settled for good, by the first query among others."""
         self._lengths.start()
         self._slots.start(rolling)
-        torch_only = rolling or self.soft_cap is not None or (sinks and self.device.type != "cpu")
+        torch_only = rolling or (sinks and self.device.type != "cpu")
         self._fused = None if torch_only else FusedStep.of(self._lengths, self._slots, k, q, self._packings)
         if self._fused is not None:
             self._fused.attach(k, v)

@@ -23,7 +23,7 @@ class _DecodeTask(ctypes.Structure):
 
     _fields_ = fields(
         "q rows kv_heads group capacity dim bf16 k_bits v_bits threads step window adds masks",
-        "d scale",
+        "d scale cap",
         "P k v out",
         "P new_q",
         "q new_q_row new_q_head",
@@ -140,6 +140,7 @@ class NativeAttend:
         slots: Tensor | None = None,
         probs: Tensor | None = None,
         sink_logits: Tensor | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """See `DecodeStep`. `number` is a whole number. MemoryError where a few KiB are not to be had."""
         if isinstance(number, Tensor):
@@ -161,7 +162,7 @@ class NativeAttend:
         out = torch.empty(q.shape, dtype=self._dtype)
         step.new_q, step.new_k, step.new_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         step.out, step.step, step.group, step.scale = out.data_ptr(), number, heads // self._new[1], scale
-        step.threads = torch.get_num_threads()
+        step.threads, step.cap = torch.get_num_threads(), soft_cap or 0
         step.fresh = None if fresh is None else fresh.data_ptr()
         step.sinks = None if sink_logits is None else sink_logits.data_ptr()
         step.given = None if slots is None else slots.data_ptr()

@@ -34,7 +34,7 @@ class _PromptTask(Structure):
         "q q_row q_head q_token k_row k_head k_token v_row v_head v_token",
         "q past_k_head past_k_token past_v_head past_v_token",
         "q rows kv_heads group length before d window queries parts workers prompts",
-        "d scale",
+        "d scale cap",
         "P sinks packed",
     )
 
@@ -74,22 +74,23 @@ def prefill_attention(
     `window` of them. `column_sums` (n, kv_heads, P + S): the sum over these S queries of the softmax probability of
     each key, averaged over the query heads that share a KV head (H2O section 3; accumulated score). sink_logits:
     float32 (heads,), of each head a logit that is no token's and takes its share of every softmax (gpt-oss). soft_cap:
-    c tanh(logit / c) is what a logit counts (Gemma 2), in torch alone.
+    c tanh(logit / c) is what a logit counts (Gemma 2).
 
     In C, any strides will do where the last dimension is contiguous. Weights are rounded to bfloat16 before they
     multiply the values, column sums come from what they were in float32: as torch's kernel has it. Equal inputs give
     equal bits, whatever the number of threads.
     """
-    if sink_logits is None and soft_cap is None and q.numel() and by_triton(q.device, q.shape[-1]):
+    if sink_logits is None and q.numel() and by_triton(q.device, q.shape[-1]):
         from h2o_flexgen.kernels import triton_prompt  # imports Triton, which is not there on every machine
 
-        return triton_prompt.prefill_attention(q, k, v, scale, column_sums, past=past, window=window)
-    if soft_cap is not None or not _fits(q, k, v, scale, past):
+        return triton_prompt.prefill_attention(q, k, v, scale, column_sums, past=past, window=window, soft_cap=soft_cap)
+    if not _fits(q, k, v, scale, past):
         return torch_attention.prefill_attention(
             q, k, v, scale, column_sums, past=past, window=window, sink_logits=sink_logits, soft_cap=soft_cap
         )
     n, heads, length, d = q.shape
     task = _task(q, k, v, past, window, sink_logits)
+    task.cap = soft_cap or 0
     out = LARGE.empty(n, length, heads, d, dtype=q.dtype)
     size = task.parts, n, task.kv_heads, task.before + length
     sums = LARGE.empty(*size, dtype=torch.float32) if column_sums else None
@@ -114,6 +115,7 @@ def packed_attention(
     *,
     window: int | None = None,
     sink_logits: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor | None:
     """Attention of many prompts to themselves in one call, to the bit what `prefill_attention` gives for each.
 
@@ -132,7 +134,7 @@ def packed_attention(
     heads_first = [x.transpose(0, 1).unsqueeze(0) for x in qkv]
     task = _task(heads_first[0], heads_first[1], heads_first[2], None, window, sink_logits)
     task.length, task.parts, task.prompts = prompts.longest, 1, len(prompts.table)
-    task.packed = prompts.table.data_ptr()
+    task.packed, task.cap = prompts.table.data_ptr(), soft_cap or 0
     sums = LARGE.empty(len(q) * task.kv_heads, dtype=torch.float32) if column_sums else None
     _run(task, scale, out, sums, prompts.tokens)
     return sums

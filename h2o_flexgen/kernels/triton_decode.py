@@ -141,11 +141,12 @@ class TritonAttend:
         slots: Tensor | None = None,
         probs: Tensor | None = None,
         sink_logits: Tensor | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
         """See `DecodeStep`. Heads are at most `MAX_GROUP` per KV head. ValueError for logits of sinks."""
         if sink_logits is not None:
             raise ValueError("this kernel knows no logits of sinks")
-        launch = self._launch(number, qkv, scale, fresh, slots, probs)
+        launch = self._launch(number, qkv, scale, fresh, slots, probs, soft_cap)
         launch.run(self._config(launch))
         return launch.out
 
@@ -172,6 +173,7 @@ class TritonAttend:
         fresh: Tensor | None = None,
         slots: Tensor | None = None,
         probs: Tensor | None = None,
+        soft_cap: float | None = None,
     ) -> _Launch:
         """The arguments of `step`, checked."""
         if self._held is None:
@@ -190,7 +192,8 @@ class TritonAttend:
         state = self._slots._replace(given=slots, fresh=fresh)
         if isinstance(number, Tensor):
             state, number = state._replace(now=number, now_out=number), 0
-        return _Launch(self, self._held, new, state, probs, number, scale * math.log2(math.e))
+        in_base_2 = scale * math.log2(math.e), None if soft_cap is None else soft_cap * math.log2(math.e)
+        return _Launch(self, self._held, new, state, probs, number, in_base_2)
 
     def _occupied(self, number: int | Tensor) -> int:
         """Slots from the first on: at this step, or where only the device knows that, ever."""
@@ -209,9 +212,24 @@ class _Launch:
     """One step, ready to be run in any configuration."""
 
     def __init__(
-        self, owner: TritonAttend, held: Held, new: New, slots: Slots, probs: Tensor | None, step: int, scale: float
+        self,
+        owner: TritonAttend,
+        held: Held,
+        new: New,
+        slots: Slots,
+        probs: Tensor | None,
+        step: int,
+        counted: tuple[float, float | None],
     ) -> None:
-        self._owner, self._held, self._new, self._slots, self._step, self._scale = owner, held, new, slots, step, scale
+        """counted: the scale and the soft cap of logits, which are in base 2."""
+        self._owner, self._held, self._new, self._slots, self._step, self._counted = (
+            owner,
+            held,
+            new,
+            slots,
+            step,
+            counted,
+        )
         rows, heads, _ = new.q.shape
         self._probs, self._heads, self._group = probs, rows * heads, heads // owner.size[1]
         # A multiple of 16 where that is free to choose: one compiled kernel for all widths, and aligned rows.
@@ -226,7 +244,8 @@ class _Launch:
         q, owner, (rows, kv_heads, _, dim) = self._new.q, self._owner, self._owner.size
         sizes = [triton.next_power_of_2(size) for size in (rows * kv_heads, owner.most)]
         packed = owner.packed
-        return (q.device, q.dtype, dim, self._group, packed, self._scratch is not None, owner.splits > 1, *sizes)
+        does = packed, self._scratch is not None, owner.splits > 1, self._counted[1] is not None
+        return (q.device, q.dtype, dim, self._group, *does, *sizes)
 
     def run(self, config: Config) -> None:
         """Launches; changes the state."""
@@ -271,11 +290,11 @@ class _Launch:
         options: dict[str, Any] = {"warmup": compile_only, "num_warps": config.warps}
         whole = self._new, self._held, slots
         if splits == 1:
-            step_kernel.run(*whole, results, sizes, self._step, self._scale, form, grid=(tasks,), **options)
+            step_kernel.run(*whole, results, sizes, self._step, *self._counted, form, grid=(tasks,), **options)
             return
         parts = self._heads * splits
         results = results._replace(mixed=self._empty(parts, dim), top=self._empty(parts), total=self._empty(parts))
-        split_kernel.run(*whole, results, sizes, self._step, self._scale, form, grid=(tasks, splits), **options)
+        split_kernel.run(*whole, results, sizes, self._step, *self._counted, form, grid=(tasks, splits), **options)
         # One join for all configurations: it does not depend on tiles.
         form, options["num_warps"] = form._replace(block=0, stages=0, scan=2 * SCAN), _JOIN_WARPS
         join_kernel.run(slots, results, sizes, self._step, form, grid=(tasks,), **options)

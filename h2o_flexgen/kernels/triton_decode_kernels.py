@@ -104,13 +104,13 @@ class DecodeSizes(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["step"])
-def step_kernel(new, held, slots, results, sizes, step, scale, form: tl.constexpr):
+def step_kernel(new, held, slots, results, sizes, step, scale, cap, form: tl.constexpr):
     """A whole step of one task by one program."""
     task = tl.program_id(0)
     step = number_of(slots, task, step)
     where = locate(slots, sizes, task, step)
     begin = where[1] // form.block * form.block
-    top, total, mixed = _attend(new, held, results, sizes, (task, begin, where[2]), where, scale, form)
+    top, total, mixed = _attend(new, held, results, sizes, (task, begin, where[2]), where, (scale, cap), form)
     _write_out(results.out, task, mixed / total[:, None], form)
     if results.logits is not None:
         tl.debug_barrier()  # what one thread wrote of the logits, others read
@@ -120,7 +120,7 @@ def step_kernel(new, held, slots, results, sizes, step, scale, form: tl.constexp
 
 
 @triton.jit(do_not_specialize=["step"])
-def split_kernel(new, held, slots, results, sizes, step, scale, form: tl.constexpr):
+def split_kernel(new, held, slots, results, sizes, step, scale, cap, form: tl.constexpr):
     """The attention of one task to `sizes.chunk` of its slots."""
     task, split = tl.program_id(0), tl.program_id(1)
     step = number_of(slots, task, step)
@@ -128,7 +128,7 @@ def split_kernel(new, held, slots, results, sizes, step, scale, form: tl.constex
     begin = tl.maximum(split * sizes.chunk, where[1] // form.block * form.block)
     end = tl.minimum(split * sizes.chunk + sizes.chunk, where[2])
     if begin < end:
-        top, total, mixed = _attend(new, held, results, sizes, (task, begin, end), where, scale, form)
+        top, total, mixed = _attend(new, held, results, sizes, (task, begin, end), where, (scale, cap), form)
         heads, dims = tl.arange(0, form.g), tl.arange(0, form.d)
         at = (split * tl.num_programs(0) + task) * form.group + heads
         tl.store(results.top + at, top, mask=heads < form.group)
@@ -164,13 +164,14 @@ def join_kernel(slots, results, sizes, step, form: tl.constexpr):
 
 
 @triton.jit
-def _attend(new, held, results, sizes, part, where, scale, form: tl.constexpr):
+def _attend(new, held, results, sizes, part, where, counted, form: tl.constexpr):
     """Attention of a task to slots from `begin`, a multiple of the block, to `end`: top and total (g,), mixed (g, d).
 
     Writes the new token into its slot, if that is one of them, and logits where they are asked for.
     """
     task, begin, end = part
     slot, first, _ = where
+    scale, cap = counted
     row, head = (task // sizes.kv_heads).to(tl.int64), task % sizes.kv_heads
     base = task.to(tl.int64) * sizes.capacity
     heads, dims = tl.arange(0, form.g), tl.arange(0, form.d)
@@ -190,7 +191,7 @@ def _attend(new, held, results, sizes, part, where, scale, form: tl.constexpr):
         v = tile(held.v, held.v_scale, held.v_low, base, at, old, form)
         k = tl.where(is_new, new_k.to(q.dtype)[None, :], k.to(q.dtype))
         v = tl.where(is_new, new_v.to(q.dtype)[None, :], v.to(q.dtype))
-        x = tl.where(seen[None, :], _logits(q, k, form) * scale, float("-inf"))
+        x = tl.where(seen[None, :], capped(_logits(q, k, form) * scale, cap), float("-inf"))
         if results.logits is not None:
             to = results.logits + (task.to(tl.int64) * form.group + heads[:, None]) * sizes.width + at[None, :]
             tl.store(to, x, mask=(heads < form.group)[:, None] & seen[None, :])
@@ -209,6 +210,16 @@ def _logits(q, k, form: tl.constexpr):
         x = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
     else:
         x = product(q, tl.trans(k), form.wide)
+    return x
+
+
+@triton.jit
+def capped(x, cap):
+    """cap tanh(x / cap) of logits and cap in base 2, where there is a cap."""
+    if cap is not None:
+        e = tl.exp2(tl.abs(x) * (-2.8853900817779268 / cap))
+        y = cap * (1 - e) / (1 + e)
+        x = tl.where(x < 0, -y, y)
     return x
 
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h2o_flexgen.kernels.triton_available import interpreting
-from h2o_flexgen.kernels.triton_decode_kernels import product
+from h2o_flexgen.kernels.triton_decode_kernels import capped, product
 from h2o_flexgen.kernels.types import KeysValues, PrefillAttention
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -91,6 +91,7 @@ def prefill_attention(
     *,
     past: KeysValues | None = None,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> PrefillAttention:
     """Causal attention and column sums; shapes and meaning as `prompt.prefill_attention`. d: at most 256.
 
@@ -103,23 +104,30 @@ def prefill_attention(
     if window is not None and window >= before + q.shape[2]:
         window = None
     whole_vectors = q.dtype in _HALF and q.shape[-1] % _FLASH_MULTIPLE == 0
-    if window is None and (whole_vectors or q.device.type == "cpu"):
+    if window is None and soft_cap is None and (whole_vectors or q.device.type == "cpu"):
         out, lse = flash(q, k, v, scale, past)
     else:
-        out, lse = forward(q, k, v, scale, past=past, window=window)
+        out, lse = forward(q, k, v, scale, past=past, window=window, soft_cap=soft_cap)
     if not column_sums:
         return PrefillAttention(out, None)
-    return PrefillAttention(out, sum_columns(q, k, lse, scale, past=None if past is None else past.k, window=window))
+    shared = None if past is None else past.k
+    return PrefillAttention(out, sum_columns(q, k, lse, scale, past=shared, window=window, soft_cap=soft_cap))
 
 
 def sum_columns(
-    q: Tensor, k: Tensor, lse: Tensor, scale: float, *, past: Tensor | None = None, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    scale: float,
+    *,
+    past: Tensor | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Sums over the queries of each key's softmax probability, (n, kv_heads, P + S) float32.
 
     q (n, heads, S, d), k (n, kv_heads, S, d), past (kv_heads, P, d) keys; lse (n, heads, S) float32: of each query the
-    natural logarithm of the sum of the exponentials of its scaled logits, as flash attention gives it. Causal; `window`
-    as in `prefill_attention`. Averaged over the query heads that share a KV head.
+    natural logarithm of the sum of the exponentials of its logits, as flash attention gives it. Causal; the others as in `prefill_attention`. Averaged over the query heads that share a KV head.
     """
     n, _, length, _ = q.shape
     kv_heads, before = k.shape[1], 0 if past is None else past.shape[1]
@@ -132,12 +140,19 @@ def sum_columns(
         keys = _keys(own, own, first)
         to = Sums(sums[:, :, first:], *sums.stride()[:2])
         grid = (n * kv_heads, triton.cdiv(keys.length, form.seen))
-        sums_kernel[grid](asked, keys, to, before, span, scale * _LOG2_E, form, num_warps=warps)
+        sums_kernel[grid](asked, keys, to, before, span, scale * _LOG2_E, _base_2(soft_cap), form, num_warps=warps)
     return sums
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, past: KeysValues | None = None, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    past: KeysValues | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention by a kernel of ours: output (n, heads, S, d) in q's dtype and lse (n, heads, S) float32.
 
@@ -155,7 +170,8 @@ def forward(
     form, warps = _form(q, kv_heads, large=True)
     grid = (n * heads, triton.cdiv(length, form.asked))
     own = _keys(k, v, before)
-    forward_kernel[grid](asked, shared, own, before, span, scale * _LOG2_E, form, num_warps=warps)
+    counted = scale * _LOG2_E, _base_2(soft_cap)
+    forward_kernel[grid](asked, shared, own, before, span, *counted, form, num_warps=warps)
     return out, lse
 
 
@@ -188,6 +204,10 @@ def _torch_flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool)
         return cpu[0], cpu[1]
     gpu = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return gpu[0], gpu[1]
+
+
+def _base_2(soft_cap: float | None) -> float | None:
+    return None if soft_cap is None else soft_cap * _LOG2_E
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -223,7 +243,7 @@ def _form(q: Tensor, kv_heads: int, *, large: bool) -> tuple[PromptForm, int]:
 
 
 @triton.jit
-def sums_kernel(asked, keys, sums, past, window, scale, form: tl.constexpr):
+def sums_kernel(asked, keys, sums, past, window, scale, cap, form: tl.constexpr):
     """Column sums of one tile of keys of one row and KV head, over all queries that see any of them.
 
     The tile is read once and kept; query tiles of all heads of the group go by. No sum leaves the program before it is
@@ -246,7 +266,7 @@ def sums_kernel(asked, keys, sums, past, window, scale, form: tl.constexpr):
         token = begin + turn % tiles * form.asked + tl.arange(0, form.asked)
         q = _queries(asked, of, token, form)
         lse = tl.load(asked.lse + of * asked.queries + token, mask=token < asked.queries, other=float("inf"))
-        x = product(k, tl.trans(q), form.wide) * scale
+        x = capped(product(k, tl.trans(q), form.wide) * scale, cap)
         # How far a query is behind a key; a query that sees none of the tile gets nothing but zeros.
         behind = (past + token)[None, :] - (keys.first + key)[:, None]
         seen = (behind >= 0) & (behind < window)
@@ -255,7 +275,7 @@ def sums_kernel(asked, keys, sums, past, window, scale, form: tl.constexpr):
 
 
 @triton.jit
-def forward_kernel(asked, before, own, past, window, scale, form: tl.constexpr):
+def forward_kernel(asked, before, own, past, window, scale, cap, form: tl.constexpr):
     """Attention of one tile of queries of one row and head to the keys `before`, if any, and to `own`."""
     head_of, block = tl.program_id(0), tl.program_id(1)
     of = head_of.to(tl.int64)
@@ -270,10 +290,10 @@ def forward_kernel(asked, before, own, past, window, scale, form: tl.constexpr):
     )
     if before is not None:
         begin = tl.maximum(past + start + 1 - window, 0) // form.seen * form.seen
-        state = _take_in(q, state, before, (row, head, begin, before.length), past + token, window, scale, form)
+        state = _take_in(q, state, before, (row, head, begin, before.length), past + token, window, (scale, cap), form)
     begin = tl.maximum(start + 1 - window, 0) // form.seen * form.seen
     end = tl.minimum(start + form.asked, own.length)
-    top, total, mixed = _take_in(q, state, own, (row, head, begin, end), past + token, window, scale, form)
+    top, total, mixed = _take_in(q, state, own, (row, head, begin, end), past + token, window, (scale, cap), form)
     inside = token < asked.queries
     total = tl.where(total == 0, 1.0, total)  # of a query beyond the last, in whose window nothing may be
     at = asked.out + (of * asked.queries + token.to(tl.int64))[:, None] * form.dim + dims[None, :]
@@ -284,9 +304,10 @@ def forward_kernel(asked, before, own, past, window, scale, form: tl.constexpr):
 
 
 @triton.jit
-def _take_in(q, state, keys, where, position, window, scale, form: tl.constexpr):
+def _take_in(q, state, keys, where, position, window, counted, form: tl.constexpr):
     """The softmax of queries q at `position` (asked,), carried on over keys from `begin` to `end`."""
     top, total, mixed = state
+    scale, cap = counted
     row, head, begin, end = where
     dims = tl.arange(0, form.d)
     for start in tl.range(begin, end, form.seen, num_stages=form.stages):
@@ -299,7 +320,7 @@ def _take_in(q, state, keys, where, position, window, scale, form: tl.constexpr)
         v = tl.load(at, mask=inside, other=0.0)
         behind = position[:, None] - (keys.first + key)[None, :]
         seen = (behind >= 0) & (behind < window) & (key < keys.length)[None, :]
-        x = tl.where(seen, product(q, tl.trans(k), form.wide) * scale, float("-inf"))
+        x = tl.where(seen, capped(product(q, tl.trans(k), form.wide) * scale, cap), float("-inf"))
         peak = tl.maximum(top, tl.max(x, 1))
         # A query that has seen nothing yet has -inf, from which nothing can be subtracted.
         base = tl.where(peak == float("-inf"), 0.0, peak)

@@ -46,7 +46,13 @@ def in_order(count: int) -> SlotRule:
 
 
 def step_of(
-    counts: list[int], kv_heads: int, group: int, d: int, dtype: torch.dtype, seed: int = 0
+    counts: list[int],
+    kv_heads: int,
+    group: int,
+    d: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    soft_cap: float | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """One step of the kernel over rows with `counts` slots, and of the reference: output, probabilities, K, V each.
 
@@ -63,13 +69,13 @@ def step_of(
     kernel = NativeAttend([in_order(count) for count in counts], (rows, kv_heads, capacity, d))
     kernel.attach(k, v)
     probs = torch.full((rows, kv_heads, capacity), 7.0)
-    out = kernel.step(0, (q, new_k, new_v), 0.3, probs=probs)
+    out = kernel.step(0, (q, new_k, new_v), 0.3, probs=probs, soft_cap=soft_cap)
     expected_k, expected_v = k.clone(), v.clone()
     for row, count in enumerate(counts):
         assert kernel.used[row].tolist() == [count - 1] * kv_heads
         expected_k[row, :, count - 1], expected_v[row, :, count - 1] = new_k[row], new_v[row]
         expected_k[row, :, count:], expected_v[row, :, count:] = 0, 0
-    slow = reference.decode_attention(q, expected_k, expected_v, 0.3, valid.expand(-1, kv_heads, -1), True)
+    slow = reference.decode_attention(q, expected_k, expected_v, 0.3, valid.expand(-1, kv_heads, -1), True, soft_cap)
     assert slow.row is not None
     return [out, probs, k.nan_to_num(0), v.nan_to_num(0)], [slow.out, slow.row, expected_k, expected_v]
 
@@ -102,6 +108,16 @@ def test_a_step_equals_the_reference(dtype: torch.dtype, d: int, slots: int, thr
 def test_any_size_of_head(dtype: torch.dtype, d: int) -> None:
     for group in (1, 5):
         check(*step_of([37, 16], 3, group, d, dtype), dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("soft_cap", [0.05, 1.0, 3.0, 50.0])
+def test_soft_caps(dtype: torch.dtype, soft_cap: float) -> None:
+    for d, group in ((64, 1), (33, 3), (256, 2)):
+        found, expected = step_of([100, 17, 1], 2, group, d, dtype, soft_cap=soft_cap)
+        check(found, expected, dtype)
+        plain, _ = step_of([100, 17, 1], 2, group, d, dtype)
+        assert soft_cap > 10 or not torch.allclose(plain[1], found[1], rtol=1e-2)
 
 
 @each_dtype

@@ -31,9 +31,12 @@ class DecayingPolicy(H2OPolicy):
         step.score.mul_(0.75).add_(step.received)
 
 
-def pair(monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> tuple[CacheRun, CacheRun]:
+def pair(
+    monkeypatch: pytest.MonkeyPatch, *args: Any, soft_cap: float | None = None, **options: Any
+) -> tuple[CacheRun, CacheRun]:
     """The same run with the kernel in C and with torch's; the first step settles which."""
     native, plain = (CacheRun(*args, **options) for _ in range(2))
+    native.cache.soft_cap = plain.cache.soft_cap = soft_cap
     torch.testing.assert_close(*with_torch(monkeypatch, native, plain), atol=1e-5, rtol=1e-5)
     assert native.cache._fused is not None
     assert plain.cache._fused is None
@@ -74,6 +77,20 @@ def test_caches_keep_the_same_with_and_without(
     budgets = [budget_of(policy, n, s.prompt, 120, 2).within(window) for s, n in zip(streams, totals, strict=True)]
     options: dict[str, Any] = {"layer": 3, "window": window, "bits": bits}
     alike(*pair(monkeypatch, streams, budgets, make_policy(policy.eviction()), **options), 118)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4, (4, 8)])
+def test_soft_caps(bits: CacheBits, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = next(row for row in POLICIES if row.name == "h2o")
+    for group, d, window in ((1, 16, None), (3, 64, 13), (2, 128, None)):
+        streams = [make_stream(prompt, 40, group=group, d=d, seed=prompt) for prompt in (2, 30, 7)]
+        budgets = [
+            budget_of(policy, n, s.prompt, 40, 2).within(window) for s, n in zip(streams, (9, 12, 50), strict=True)
+        ]
+        native, plain = pair(
+            monkeypatch, streams, budgets, make_policy(policy.eviction()), window=window, bits=bits, soft_cap=0.7
+        )
+        alike(native, plain, 38)
 
 
 @pytest.mark.parametrize("window", [None, 20])

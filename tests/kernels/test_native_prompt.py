@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -58,16 +59,23 @@ def make_past(kv_heads: int, before: int, d: int) -> KeysValues | None:
     return KeysValues(*torch.randn(2, kv_heads, before, d, generator=generator).bfloat16()) if before else None
 
 
-def check(qkv: list[Tensor], scale: float, past: KeysValues | None = None, window: int | None = None) -> None:
+def check(
+    qkv: list[Tensor],
+    scale: float,
+    past: KeysValues | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+) -> None:
     """Output within the rounding of weights and output to bfloat16, column sums as exact as float32 has them."""
     exact_past = None if past is None else KeysValues(*(t.float() for t in past))
-    slow = reference.prefill_attention(*(t.float() for t in qkv), scale, True, past=exact_past, window=window)
-    fast = prompt.prefill_attention(*qkv, scale, True, past=past, window=window)
+    how: dict[str, Any] = {"window": window, "soft_cap": soft_cap}
+    slow = reference.prefill_attention(*(t.float() for t in qkv), scale, True, past=exact_past, **how)
+    fast = prompt.prefill_attention(*qkv, scale, True, past=past, **how)
     assert fast.out.dtype == torch.bfloat16
     assert fast.column_sums is not None
     torch.testing.assert_close(fast.out.float(), slow.out, atol=0.01, rtol=0.01)
     torch.testing.assert_close(fast.column_sums, slow.column_sums, atol=2e-5, rtol=1e-5)
-    silent = prompt.prefill_attention(*qkv, scale, False, past=past, window=window)
+    silent = prompt.prefill_attention(*qkv, scale, False, past=past, **how)
     assert silent.column_sums is None
     assert torch.equal(silent.out, fast.out)
 
@@ -90,6 +98,16 @@ def test_after_a_past_and_within_a_window(heads: int, kv_heads: int, before: int
     for length in (1, 17, 64, 130):
         for n in (1, 3):
             check(make(n, heads, kv_heads, length, 32), 0.2, make_past(kv_heads, before, 32), window)
+
+
+@native
+@pytest.mark.usefixtures("no_torch")
+@pytest.mark.parametrize("soft_cap", [0.1, 2.0, 50.0])
+@pytest.mark.parametrize(("before", "window"), [(0, None), (40, None), (16, 17), (0, 5)])
+def test_soft_caps(soft_cap: float, before: int, window: int | None) -> None:
+    for n, heads, kv_heads, length in ((1, 4, 2, 130), (3, 3, 1, 17)):
+        check(make(n, heads, kv_heads, length, 32), 1.5, make_past(kv_heads, before, 32), window, soft_cap)
+    check(make(1, 4, 2, 1100, 16), 0.7, None, window, soft_cap)  # in parts
 
 
 @native

@@ -48,6 +48,15 @@ def test_every_dimension_and_dtype(dim: int, group: int, dtype: torch.dtype) -> 
     pair.check_contents()
 
 
+@pytest.mark.parametrize(("group", "splits"), [(1, 2), (4, 1)])
+@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+def test_soft_caps(soft_cap: float, group: int, splits: int) -> None:
+    pair = Pair([(40, keeps(33, 10)), (9, holds(13))], group=group, splits=splits, soft_cap=soft_cap)
+    for _ in range(2):
+        pair.step()
+    pair.check_contents()
+
+
 @pytest.mark.parametrize("choice", range(3))
 @pytest.mark.parametrize(("group", "splits"), [(1, 2), (4, 1)])
 def test_every_candidate(choice: int, group: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:

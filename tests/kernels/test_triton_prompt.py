@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,34 +37,34 @@ class Prompts:
         qkv = tuple(x.to(DEVICE).transpose(1, 2).contiguous().transpose(1, 2) for x in self.qkv)
         return qkv, None if self.past is None else KeysValues(*(x.to(DEVICE) for x in self.past))
 
-    def exact(self, window: int | None) -> tuple[PrefillAttention, Tensor]:
+    def exact(self, window: int | None, soft_cap: float | None) -> tuple[PrefillAttention, Tensor]:
         """What the slow kernel says, and each query's sum of exponentials, as logarithms."""
         q, k, v = (x.float() for x in self.qkv)
         past = None if self.past is None else KeysValues(*(x.float() for x in self.past))
-        known = reference.prefill_attention(q, k, v, SCALE, True, past=past, window=window)
+        known = reference.prefill_attention(q, k, v, SCALE, True, past=past, window=window, soft_cap=soft_cap)
         keys = k if past is None else torch.cat([past.k.expand(len(k), -1, -1, -1), k], 2)
         logits = q @ keys.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * SCALE
+        logits = reference.capped(logits, soft_cap)
         length, total = logits.shape[-2:]
         behind = torch.arange(total - length, total).unsqueeze(1) - torch.arange(total)
         hidden = (behind < 0) | (behind >= (total if window is None else window))
         return known, logits.masked_fill(hidden, -torch.inf).logsumexp(-1)
 
-    def check(self, window: int | None, close: float = 2e-5) -> None:
+    def check(self, window: int | None, close: float = 2e-5, soft_cap: float | None = None) -> None:
         """All that there is, against `exact`."""
-        known, lse = self.exact(window)
+        known, lse = self.exact(window, soft_cap)
+        how: dict[str, Any] = {"window": window, "soft_cap": soft_cap}
         (q, k, v), past = self.on_device()
-        sums = triton_prompt.sum_columns(
-            q, k, lse.to(DEVICE), SCALE, past=None if past is None else past.k, window=window
-        )
+        sums = triton_prompt.sum_columns(q, k, lse.to(DEVICE), SCALE, past=None if past is None else past.k, **how)
         spread = known.column_sums.max().item()
         torch.testing.assert_close(sums.cpu(), known.column_sums, atol=close * spread, rtol=close)
-        out, own_lse = triton_prompt.forward(q, k, v, SCALE, past=past, window=window)
+        out, own_lse = triton_prompt.forward(q, k, v, SCALE, past=past, **how)
         torch.testing.assert_close(out.cpu().float(), known.out, atol=close, rtol=close)
         torch.testing.assert_close(own_lse.cpu(), lse, atol=close, rtol=close)
         if window is not None:
             return
         # What chooses between these and torch's flash attention; in the interpreter one look at the sums is enough.
-        whole = triton_prompt.prefill_attention(q, k, v, SCALE, DEVICE != "cpu", past=past)
+        whole = triton_prompt.prefill_attention(q, k, v, SCALE, DEVICE != "cpu", past=past, **how)
         assert whole.out.dtype == q.dtype
         torch.testing.assert_close(whole.out.cpu().float(), known.out, atol=close, rtol=close)
         if whole.column_sums is not None:
@@ -72,6 +74,12 @@ class Prompts:
 @pytest.mark.parametrize(("length", "window"), [(1, None), (1, 1), (63, 40), (64, None), (64, 40), (65, None), (65, 1)])
 def test_odd_lengths(length: int, window: int | None) -> None:
     Prompts(1, 2, 1, length).check(window)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+@pytest.mark.parametrize(("window", "before"), [(None, 0), (20, 7), (None, 40)])
+def test_soft_caps(soft_cap: float, window: int | None, before: int) -> None:
+    Prompts(2, 1, 2, 50, before).check(window, soft_cap=soft_cap)
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ class Pair:
         window: int | None = None,
         splits: int | None = None,
         counts: bool = False,
+        soft_cap: float | None = None,
     ) -> None:
         """`counts`: the kernel counts its steps on the device."""
         self.random = torch_generator(len(rows) + dim)
@@ -76,7 +77,7 @@ class Pair:
             splits=splits,
         )
         self.kernel.attach(self.k, self.v)
-        self.dtype, self.window, self.scale = dtype, window, 0.3
+        self.dtype, self.window, self.scale, self.soft_cap = dtype, window, 0.3, soft_cap
         self.count = torch.zeros(self.size[:2], dtype=torch.int64, device=DEVICE) if counts else None
 
     def draw(self, *size: int, dtype: torch.dtype) -> Tensor:
@@ -91,13 +92,13 @@ class Pair:
         """One step of both, compared."""
         q, k, v = self.new()
         number = self.lengths.step if self.count is None else self.count
-        out = self.kernel.step(number, copies(q, k, v), self.scale).cpu()
+        out = self.kernel.step(number, copies(q, k, v), self.scale, soft_cap=self.soft_cap).cpu()
         flat, (rows, kv_heads, capacity, dim) = self.slots.allocate(), self.size
         for held, one in ((self.seen_k, k), (self.seen_v, v)):
             held.view(-1, dim).index_copy_(0, flat, one.reshape(-1, dim))
         assert torch.equal(self.kernel.used.cpu(), (flat % capacity).view(rows, kv_heads))
         valid = self.valid()
-        exact = reference.decode_attention(q, self.seen_k, self.seen_v, self.scale, valid, True)
+        exact = reference.decode_attention(q, self.seen_k, self.seen_v, self.scale, valid, True, self.soft_cap)
         close = CLOSE[self.dtype]
         torch.testing.assert_close(out, exact.out, atol=close, rtol=close)
         score, pos, free = (part.cpu() for part in self.state)

@@ -17,13 +17,15 @@ def prefill_attention(
     *,
     past: KeysValues | None = None,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> PrefillAttention:
     """Causal attention of whole prompts, or ends of prompts, of one length, and how much attention each key received.
 
     q: (n, heads, S, d); k, v: (n, kv_heads, S, d); past: keys and values (kv_heads, P, d) of P earlier tokens that all
     n rows have in common. Query i has position P + i and sees the keys up to there, with a window only the last
     `window` of them. `column_sums` (n, kv_heads, P + S): the sum over these S queries of the softmax probability of
-    each key, averaged over the query heads that share a KV head (H2O section 3; accumulated score).
+    each key, averaged over the query heads that share a KV head (H2O section 3; accumulated score). soft_cap: c
+    tanh(logit / c) is what a logit counts.
     """
     if past is not None:
         k, v = (torch.cat([p.expand(len(own), -1, -1, -1), own], dim=2) for p, own in zip(past, (k, v), strict=True))
@@ -31,7 +33,7 @@ def prefill_attention(
     kv_heads, total = k.shape[1:3]
     group = heads // kv_heads
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    logits = q.float() @ keys.transpose(-1, -2) * scale
+    logits = capped(q.float() @ keys.transpose(-1, -2) * scale, soft_cap)
     distance = torch.arange(total - length, total).unsqueeze(1) - torch.arange(total)
     hidden = (distance < 0) | (distance >= (total if window is None else window))
     probs = logits.masked_fill(hidden.to(q.device), float("-inf")).softmax(-1)
@@ -39,8 +41,19 @@ def prefill_attention(
     return PrefillAttention((probs @ values).to(q.dtype), sums)
 
 
+def capped(logits: Tensor, soft_cap: float | None) -> Tensor:
+    """What logits count."""
+    return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+
+
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, want_row: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    valid: Tensor | None,
+    want_row: bool,
+    soft_cap: float | None = None,
 ) -> DecodeAttention:
     """One query per sequence over the kept slots.
 
@@ -50,7 +63,7 @@ def decode_attention(
     b, heads, d = q.shape
     kv_heads = k.shape[1]
     queries = q.float().view(b, kv_heads, heads // kv_heads, d)
-    logits = queries @ k.float().transpose(-1, -2) * scale
+    logits = capped(queries @ k.float().transpose(-1, -2) * scale, soft_cap)
     if valid is not None:
         logits = logits.masked_fill(~valid.unsqueeze(2), float("-inf"))
     probs = logits.softmax(-1)

@@ -144,7 +144,7 @@ class PromptAttention:
         longest = max((segment.length for segment in alone), default=0)
         if self.chunk_size is not None and longest >= self.chunk_size:
             return chunk.segments
-        if self.soft_cap is not None or any(segment.length != self.lengths[segment.rows[0]] for segment in alone):
+        if any(segment.length != self.lengths[segment.rows[0]] for segment in alone):
             return chunk.segments
         spans = list[tuple[int, int, int]]()
         for segment in alone:
@@ -154,7 +154,8 @@ class PromptAttention:
         if prompts is None or not takes_packed(*qkv, self.scale, prompts):
             return chunk.segments
         wanted = self.cache.wants_column_sums
-        sums = packed_attention(qkv, prompts, self.scale, wanted, out, window=self.window, sink_logits=self.sink_logits)
+        how = {"window": self.window, "sink_logits": self.sink_logits, "soft_cap": self.soft_cap}
+        sums = packed_attention(qkv, prompts, self.scale, wanted, out, **how)
         self.cache.fill_packed(prompts, stored_k, qkv[2], sums)
         return [segment for segment in chunk.segments if not segment.rows or segment.depth]
 

@@ -49,7 +49,7 @@ typedef struct {
     int64_t window;         /* tokens that a query sees, itself included; 0: all */
     int64_t adds;           /* whether the scores grow by the probabilities, or as `by` says */
     int64_t masks;          /* whether ranked slots other than sinks may hold what has left the window */
-    double scale;
+    double scale, cap;      /* of logits; cap: see `soft_capped`, 0: there is none */
     char *k, *v;            /* (rows, kv_heads, capacity, dim), or pieces where there are bits */
     char *out;              /* (rows, kv_heads * group, dim) */
     Vectors new_q, new_k, new_v;
@@ -89,8 +89,15 @@ INLINE void fetch(const Path *path, int64_t from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += VECTOR) _mm_prefetch(stretch + at + i, _MM_HINT_T1);
 }
 
-/* Logits of one query with `left` keys, at most 16; -inf in the lanes after them. */
-INLINE __m512 logits_of(const char *q, const char *k, int64_t left, int64_t dim, float scale, int bf16, int nv) {
+/* Logits of products with `left` keys, at most 16; -inf in the lanes after them. */
+INLINE __m512 logits_of(const Step *s, __m512 products, int64_t left) {
+    __m512 logits = _mm512_mul_ps(products, _mm512_set1_ps((float)s->scale));
+    if (s->cap > 0) logits = soft_capped(logits, (float)s->cap);
+    return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first_lanes(left), logits);
+}
+
+/* Products of one query with `left` keys, at most 16. */
+INLINE __m512 products_of(const char *q, const char *k, int64_t left, int64_t dim, int bf16, int nv) {
     int64_t bytes = dim * (bf16 ? 2 : 4);
     __m512 sums[LANES];
     UNROLL for (int i = 0; i < LANES; i++) sums[i] = _mm512_setzero_ps();
@@ -105,8 +112,7 @@ INLINE __m512 logits_of(const char *q, const char *k, int64_t left, int64_t dim,
                 sums[i] = dot(sums[i], load(k + least(i, left - 1) * bytes + v * VECTOR, bf16, mask), query, bf16);
         }
     }
-    __m512 logits = _mm512_mul_ps(sums_of(sums), _mm512_set1_ps(scale));
-    return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), first_lanes(left), logits);
+    return sums_of(sums);
 }
 
 /* Logits become the exponentials of their distance to the largest; returns the sum, that of `sink` included, if there
@@ -385,8 +391,8 @@ INLINE void attend(const Step *s, int64_t row, int64_t head, float *scratch, int
     for (int64_t i = 0; i < n; i += LANES) {
         UNROLL for (int64_t j = 0; j < LANES; j += 4) fetch(&path, (i + j) * bytes, 4 * bytes);
         for (int64_t g = 0; g < group; g++)
-            _mm512_storeu_ps(x + g * pitch + i, logits_of(q + g * s->new_q.head, k + i * bytes, n - i, s->dim,
-                                                          (float)s->scale, bf16, nv));
+            _mm512_storeu_ps(x + g * pitch + i, logits_of(s, products_of(q + g * s->new_q.head, k + i * bytes, n - i,
+                                                                         s->dim, bf16, nv), n - i));
     }
     if (s->masks) hide(s, &h, x);
     const float *sinks = s->sinks ? s->sinks + head * group : NULL;
@@ -465,9 +471,7 @@ INLINE void attend_packed(const Step *s, int64_t row, int64_t head, float *scrat
         for (int64_t g = 0; g < group; g++) {
             __m512 each[LANES];
             UNROLL for (int j = 0; j < LANES; j++) each[j] = _mm512_loadu_ps(lanes + (g * LANES + j) * LANES);
-            const __m512 logits = _mm512_mul_ps(sums_of(each), _mm512_set1_ps((float)s->scale));
-            const __m512 none = _mm512_set1_ps(-INFINITY);
-            _mm512_storeu_ps(x + g * pitch + i, _mm512_mask_mov_ps(none, first_lanes(n - i), logits));
+            _mm512_storeu_ps(x + g * pitch + i, logits_of(s, sums_of(each), n - i));
         }
     }
     if (s->masks) hide(s, &h, x);

@@ -3,7 +3,8 @@
  * A task is one row, one KV head and some blocks of queries. Its thread packs the keys and values of the head once, in
  * the order in which products read them, and then takes block by block:
  *
- *   logits   queries x keys, float32, of the keys that any query of the block may see; hidden ones are -inf
+ *   logits   queries x keys, float32, of the keys that any query of the block may see; hidden ones are -inf. They are
+ *            scaled where they are capped, else that is left to the weights
  *   weights  exp(logit - largest of its row) replaces the logits; CHUNK keys at a time they become terms (tiles.h) and
  *            are multiplied with the values
  *   finish   divides the output, and the float32 weights that add up to column sums, by the sum of the row's weights
@@ -34,6 +35,7 @@ typedef struct {
     int64_t workers; /* that have scratch */
     int64_t prompts; /* that are packed, if `packed` says where: `rows` is 1 then, and `length` that of the longest */
     double scale;    /* positive */
+    double cap;      /* of scaled logits, see `soft_capped`; 0: there is none */
     const float *sinks;      /* (kv_heads x group): of each head a logit that is no token's; NULL: there is none */
     const PackedRow *packed; /* sums of each lie from `first` x kv_heads on, (kv_heads, its length) */
 } Prompt;
@@ -193,6 +195,21 @@ INLINE void logits_tile(const int n, const int edge, const Prompt *p, const Work
     }
 }
 
+/* What counts of a logit: scaled and capped, where it is not hidden. */
+INLINE __m512 softened(const Prompt *p, __m512 x) {
+    const __m512 hidden = _mm512_set1_ps(-__builtin_inff());
+    const __mmask16 is_hidden = _mm512_cmpeq_epi32_mask(_mm512_castps_si512(x), _mm512_castps_si512(hidden));
+    const __m512 y = soft_capped(_mm512_mul_ps(x, _mm512_set1_ps((float)p->scale)), (float)p->cap);
+    return _mm512_mask_mov_ps(y, is_hidden, hidden);
+}
+
+static void soften(const Prompt *p, float *x, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) _mm512_store_ps(x + i, softened(p, _mm512_load_ps(x + i)));
+}
+
+/* What logits are still to be multiplied by. */
+INLINE double left_of(const Prompt *p) { return p->cap > 0 ? 1 : p->scale; }
+
 static void logits(const Prompt *p, const Worker *w, const Block *b) {
     for (int64_t i = 0; i < up(b->rows, TILE) * LANES; i++) w->top[i] = -__builtin_inff();
     for (int64_t key = b->from, n; key < b->to; key += n * LANES) {
@@ -224,18 +241,22 @@ INLINE void mix_tile(const int n, float *o, int64_t d, const term *weights, cons
 
 static void mix(const Prompt *p, const Worker *w, const Block *b, int64_t room) {
     int64_t d = p->d, padded = up(b->rows, TILE);
-    __m512 factor = _mm512_set1_ps((float)(p->scale * 1.4426950408889634)); /* exp(x) = 2^(x / ln 2) */
+    __m512 factor = _mm512_set1_ps((float)(left_of(p) * 1.4426950408889634)); /* exp(x) = 2^(x / ln 2) */
     memset(w->o, 0, padded * d * sizeof(float));
     memset(w->total, 0, padded * LANES * sizeof(float));
     for (int64_t i = 0; i < b->rows; i++) {
         float top = _mm512_reduce_max_ps(_mm512_load_ps(w->top + i * LANES));
         _mm512_store_ps(w->top + i * LANES, _mm512_set1_ps(top));
+        if (p->cap > 0) soften(p, w->top + i * LANES, LANES);
     }
     for (int64_t key = b->from; key < b->to; key += CHUNK) {
         int64_t keys = least(CHUNK, b->to - key);
-        for (int64_t i = 0; i < b->rows; i++)
-            weigh(w->x + i * w->stride + key - b->from, w->p + i * CHUNK, keys, factor,
-                  _mm512_load_ps(w->top + i * LANES), p->sums != NULL, w->total + i * LANES);
+        for (int64_t i = 0; i < b->rows; i++) {
+            float *x = w->x + i * w->stride + key - b->from;
+            if (p->cap > 0) soften(p, x, keys);
+            weigh(x, w->p + i * CHUNK, keys, factor, _mm512_load_ps(w->top + i * LANES), p->sums != NULL,
+                  w->total + i * LANES);
+        }
         for (int64_t dim = 0, n; dim < d; dim += n * LANES) {
             n = slice(d, dim);
             const term *values = w->v + dim * room + key * n * LANES;
@@ -262,7 +283,7 @@ static void finish(const Prompt *p, const Worker *w, const Block *b) {
     int64_t d = p->d;
     for (int64_t i = 0; i < b->rows; i++) {
         float total = _mm512_reduce_add_ps(_mm512_load_ps(w->total + i * LANES));
-        if (p->sinks) total += expf(p->sinks[w->head * p->group + i % p->group] - (float)p->scale * w->top[i * LANES]);
+        if (p->sinks) total += expf(p->sinks[w->head * p->group + i % p->group] - (float)left_of(p) * w->top[i * LANES]);
         float inverse = 1.0f / total;
         bf16 *out = place_of(p, w, b, i);
         for (int64_t dim = 0; dim < d; dim += LANES) {
