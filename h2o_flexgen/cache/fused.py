@@ -136,7 +136,7 @@ class FusedStep:
         out = self._kernel.step(number, (q, k, v), scale, fresh=fresh, sink_logits=sink_logits, soft_cap=soft_cap)
         if scored is not None and self._thins:
             length = self._lengths.length
-            scored.between_bursts(length, lambda: kept(length, q.dtype), (q, scale))
+            scored.between_bursts(length, lambda: kept(length, q.dtype), (q, scale, soft_cap))
         return out
 
     def _with_rows(
@@ -161,7 +161,7 @@ class FusedStep:
             number, qkv, scale, fresh=fresh, slots=slots, probs=row, sink_logits=sink_logits, soft_cap=soft_cap
         )
         row = None if row is None else row[..., :length]
-        self._slots.evict(row, length, lambda: kept(length, qkv[0].dtype), (qkv[0], scale))
+        self._slots.evict(row, length, lambda: kept(length, qkv[0].dtype), (qkv[0], scale, soft_cap))
         return out
 
 

@@ -368,7 +368,7 @@ class KVCache:
         if len(parts) > 1:
             out, row = torch.cat([part.out for part in parts]), joined_rows([part.row for part in parts])
         row = None if row is None else row[..., :length]
-        self._slots.evict(row, length, lambda: self._held(length, q.dtype), (q, scale))
+        self._slots.evict(row, length, lambda: self._held(length, q.dtype), (q, scale, self.soft_cap))
         return out
 
     def _attend_rows(

@@ -16,8 +16,8 @@ from h2o_flexgen.kernels.types import KeysValues
 Rows = slice | Tensor
 Held = Callable[[], KeysValues]
 """Gives keys and values of the occupied slots, (b, kv_heads, length, d)."""
-Asked = tuple[Tensor, float]
-"""Queries (b, heads, d), and what their products with keys are multiplied by."""
+Asked = tuple[Tensor, float, float | None]
+"""Queries (b, heads, d), what their products with keys are multiplied by, and the soft cap of these logits."""
 
 
 class CacheSlots(ABC):

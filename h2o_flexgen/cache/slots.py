@@ -368,7 +368,7 @@ class ScoredSlots(CacheSlots):
         queries = self._queries if kept and self._queries is not None else self._keep_queries(asked[0])
         ring = torch.arange(count, device=queries.device)
         asked_at = now.view(-1, 1) - (now.view(-1, 1) - ring) % count
-        return replace(step, scale=asked[1], queries=queries.transpose(1, 2), asked_at=asked_at)
+        return replace(step, scale=asked[1], soft_cap=asked[2], queries=queries.transpose(1, 2), asked_at=asked_at)
 
     def _keep_queries(self, queries: Tensor) -> Tensor:
         """The newest (b, heads, d) in place of the oldest; returns all of them."""

@@ -13,7 +13,6 @@ import torch
 
 from h2o_flexgen.cache.eviction import make_policy
 from h2o_flexgen.cache.eviction.base import RankedPolicy
-from h2o_flexgen.cache.eviction.looking_back import LookingBack
 from h2o_flexgen.checkpoint.content import model_content
 from h2o_flexgen.checkpoint.hub import ResolvedModel, resolve_model
 from h2o_flexgen.checkpoint.opening import open_stored
@@ -151,11 +150,6 @@ def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> En
         raise UsageError(
             f"the eviction policy is {config.eviction.name} {what}",
             "needed a policy that does not look at queries before they are rotated",
-        )
-    if spec.soft_caps and isinstance(policy, LookingBack):
-        raise UsageError(
-            f"the eviction policy is {config.eviction.name} {what} and has soft caps in attention",
-            "needed a policy that does not compute attention anew while it decodes",
         )
     if spec.arch.chunked and config.eviction.spans:
         raise UsageError(

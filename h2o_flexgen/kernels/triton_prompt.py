@@ -127,7 +127,8 @@ def sum_columns(
     """Sums over the queries of each key's softmax probability, (n, kv_heads, P + S) float32.
 
     q (n, heads, S, d), k (n, kv_heads, S, d), past (kv_heads, P, d) keys; lse (n, heads, S) float32: of each query the
-    natural logarithm of the sum of the exponentials of its logits, as flash attention gives it. Causal; the others as in `prefill_attention`. Averaged over the query heads that share a KV head.
+    natural logarithm of the sum of the exponentials of its logits, as flash attention gives it. Causal; the others as
+    in `prefill_attention`. Averaged over the query heads that share a KV head.
     """
     n, _, length, _ = q.shape
     kv_heads, before = k.shape[1], 0 if past is None else past.shape[1]

@@ -182,6 +182,6 @@ class DecodeStep(Protocol):
         kv_heads); None: 0. slots: where they go, as `Ranking.free`, if the caller decides that; with a ranking, in C
         alone, tokens come into it and none is freed. probs: takes the probabilities, float32 (rows, kv_heads, width),
         0 where no token is seen; width is at least what is occupied. sink_logits: float32 (heads,), of each head a
-        logit that is no token's; in C alone. soft_cap: c tanh(logit / c) is what a logit counts. All tensors contiguous.
+        logit that is no token's; in C alone. soft_cap: c tanh(logit / c) is what a logit counts. Tensors contiguous.
         """
         ...

@@ -108,6 +108,7 @@ class Decoder:
         self._before, self._after_attn, self._after_mlp = self._halves(arch)
         self._qk_norm, self._clip = self._norm_heads if arch.qk_norm else self._leave_heads, arch.clip_qkv
         self._joint, self._residual_scale, self._logit_scale = arch.qk_norm_joint, arch.residual_scale, arch.logit_scale
+        self._logit_cap, self.soft_cap = arch.logit_cap, arch.attention_cap
         self._feed_forward = self._gated if arch.gated_mlp else self._plain
         self._mixture = arch.experts
         self._gate = Gate(arch.activation, arch.experts.clamp if arch.experts else None)
@@ -203,7 +204,11 @@ class Decoder:
         for step in self._head_steps:
             hidden = step(w, hidden)
         logits = self._linear(hidden, w[self._head_name], w.get("head.vocab_bias"), wide=True)
-        return logits if self._logit_scale == 1 else logits.mul_(self._logit_scale)
+        if self._logit_scale != 1:
+            logits.mul_(self._logit_scale)
+        if self._logit_cap is not None:
+            logits.div_(self._logit_cap).tanh_().mul_(self._logit_cap)
+        return logits
 
     # ---- choices made at construction
 
@@ -398,8 +403,11 @@ def _attention(decoder: Decoder, layer: int, positions: Tensor, n: int) -> Atten
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if rotary is not None:
+            growth = rotary.growth(positions, q.dtype)
             q, k = rotate_both(q, k, rotary.angles(positions, torch.full_like(positions, length), q.dtype))
+            q = q if growth is None else q * growth
         q, k, v = (each.unflatten(0, (n, length)).transpose(1, 2) for each in (q, k, v))
-        return prefill_attention(q, k, v, decoder.scale, False, window=window).out.transpose(1, 2).flatten(0, 1)
+        found = prefill_attention(q, k, v, decoder.scale, False, window=window, soft_cap=decoder.soft_cap)
+        return found.out.transpose(1, 2).flatten(0, 1)
 
     return attend

@@ -16,6 +16,7 @@ from h2o_flexgen.models import (
     dots1,
     ernie4_5_moe,
     exaone4,
+    gemma2,
     gemma3,
     glm4,
     glm4_moe,
@@ -27,6 +28,7 @@ from h2o_flexgen.models import (
     llama,
     llama_like,
     minimax_m2,
+    ministral3,
     mistral,
     mixtral,
     mixture,
@@ -63,6 +65,7 @@ FAMILIES: Registry[Family] = Registry("model family", ModelError)
 FAMILIES.register("opt", Family(opt.spec_from_config, opt.checkpoint_names, opt.IGNORED))
 FAMILIES.register("llama", Family(llama.spec_from_config))
 FAMILIES.register("mistral", Family(mistral.spec_from_config))
+FAMILIES.register("ministral3", Family(ministral3.spec_from_config))
 FAMILIES.register("qwen2", Family(qwen2.spec_from_config))
 FAMILIES.register("qwen3", Family(qwen3.spec_from_config))
 FAMILIES.register("granite", Family(granite.spec_from_config))
@@ -74,6 +77,7 @@ FAMILIES.register("glm4", Family(glm4.spec_from_config, glm4.checkpoint_names))
 FAMILIES.register("smollm3", Family(smollm3.spec_from_config))
 FAMILIES.register("seed_oss", Family(seed_oss.spec_from_config))
 FAMILIES.register("phi3", Family(phi3.spec_from_config, phi3.checkpoint_names))
+FAMILIES.register("gemma2", Family(gemma2.spec_from_config, gemma3.checkpoint_names))
 FAMILIES.register("gemma3_text", Family(gemma3.spec_from_config, gemma3.checkpoint_names))
 FAMILIES.register("gpt_neox", Family(gpt_neox.spec_from_config, gpt_neox.checkpoint_names, gpt_neox.IGNORED))
 FAMILIES.register("mixtral", Family(mixtral.spec_from_config, mixtral.checkpoint_names, experts=True))

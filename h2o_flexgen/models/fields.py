@@ -111,6 +111,10 @@ class ConfigReader:
             raise self._error(key, value, f"a number above 0, at most {_LARGEST:.0e}")
         return float(value)
 
+    def number_or_null(self, key: str, default: float | None) -> float | None:
+        """A number above 0, or None for a null: here a null is not the default."""
+        return (default if key not in self._config else None) if key not in self else self.number(key)
+
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
         """A list of `count` numbers above 0."""
         values = self._value(key, None)

@@ -62,6 +62,13 @@ class Rotary:
             cos, sin = cos.mul_(self.spec.attention_factor), sin.mul_(self.spec.attention_factor)
         return Angles(*(torch.cat((t, t), dim=-1) for t in (cos.to(dtype), sin.to(dtype))))
 
+    def growth(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """What queries (T, heads, head_dim) at `positions` (T,) are multiplied by, (T, 1, 1); None: by 1."""
+        if not self.spec.growth:
+            return None
+        times = 1 + torch.floor(positions / self.spec.grows_every)
+        return (1 + self.spec.growth * times.log()).to(dtype).view(-1, 1, 1)
+
     def table(self, size: int, dtype: torch.dtype, device: torch.device) -> Angles:
         """Angles (size, dim) of positions 0 to size - 1 of a sequence of `size` tokens."""
         return self.angles(torch.arange(size, device=device), torch.full((size,), size, device=device), dtype)

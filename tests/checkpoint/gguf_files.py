@@ -39,6 +39,8 @@ ROWS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 1.5}),
+    "mistral3": ("ministral3", {"head_dim": 16}),
     "granite": ("granite", {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layer_interval": 4, "no_rope_layers": None}),
     "olmo2": ("olmo2", {}),
@@ -85,6 +87,7 @@ def tiny_model(row: str) -> PreTrainedModel:
 def architecture_of(model: PreTrainedModel) -> str:
     others = {"seed_oss": "seed_oss", "gemma3_text": "gemma3", "gpt_neox": "gptneox", "mixtral": "llama"}
     others |= {"gpt_oss": "gpt-oss", "olmo3": "olmo2", "ernie4_5_moe": "ernie4_5-moe", "minimax_m2": "minimax-m2"}
+    others |= {"ministral3": "mistral3"}
     return others.get(model.config.model_type, model.config.model_type.replace("_", ""))
 
 
@@ -97,10 +100,12 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values, stored = parameter.float().numpy(), _stored_name(architecture, config.num_hidden_layers, name)
-        if architecture in ("llama", "granite", "granitemoe", "smollm3") and re.search(r"attn_[qk]\.", stored):
+        if architecture in ("llama", "granite", "granitemoe", "smollm3", "mistral3") and re.search(
+            r"attn_[qk]\.", stored
+        ):
             heads = config.num_attention_heads if "attn_q." in stored else config.num_key_value_heads
             values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-        if architecture == "gemma3" and stored.endswith("norm.weight"):
+        if architecture in ("gemma2", "gemma3") and stored.endswith("norm.weight"):
             values = values + 1
         if architecture == "gptneox" and "attn_qkv" in stored:
             heads = config.num_attention_heads
@@ -186,10 +191,16 @@ def model_keys(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     if getattr(config, "num_experts_per_tok", None):
         _expert_keys(writer, config, architecture)
     windowed = getattr(config, "sliding_window", None) is not None
-    if windowed and architecture in ("gemma3", "exaone4", "gpt-oss", "olmo2", "cohere2"):
+    if windowed and architecture in ("gemma2", "gemma3", "exaone4", "gpt-oss", "olmo2", "cohere2"):
         writer.add_sliding_window(config.sliding_window)
     if windowed and architecture in ("exaone4", "olmo2"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if architecture == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if architecture.startswith("granite"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -274,6 +285,10 @@ def by_transformers(path: Path) -> PreTrainedModel:
     config = AutoConfig.for_model(**load_gguf_checkpoint(str(path))["config"])
     if config.model_type == "gemma3_text":  # GGUF has no word for it, and transformers takes that of the large ones
         config.query_pre_attn_scalar = config.head_dim
+    if config.model_type == "gemma2":  # and leaves out what is said here
+        config.query_pre_attn_scalar = config.head_dim
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            setattr(config, key, float(gguf.GGUFReader(path).fields[f"gemma2.{key}"].contents()))
     with no_init_weights():  # all are read
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]

@@ -24,7 +24,7 @@ from tests.tiny import prompts_of
 NEW = 6
 EXAONES = ("exaone4", "exaone4-full")
 OURS_ONLY = ("granite", "smollm3", "olmo2", "seed_oss", *EXAONES, "gptneox", "gptneox-serial", *MIXTURES)
-OURS_ONLY += ("olmo3", "cohere2", "glm4")
+OURS_ONLY += ("olmo3", "cohere2", "glm4", "mistral3")
 """What transformers does not read from GGUF."""
 
 

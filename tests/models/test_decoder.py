@@ -31,11 +31,15 @@ def causal_attention(decoder: Decoder, layer: int, sinks: Tensor | None, q: Tens
     rotary = decoder.rotary_of(layer)
     if rotary is not None:
         angles = rotary.angles(positions, torch.full_like(positions, len(q)), q.dtype)
+        growth = rotary.growth(positions, q.dtype)
         q, k = rotate(q, angles), rotate(k, angles)
+        q = q if growth is None else q * growth
     distance = positions.unsqueeze(1) - positions
     unseen = (distance < 0) | (distance >= (decoder.spec.arch.window_of(layer) or len(q)))
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q, k) * decoder.scale
+    if decoder.soft_cap is not None:
+        logits = decoder.soft_cap * torch.tanh(logits / decoder.soft_cap)
     logits = logits.masked_fill(unseen, -torch.inf).float()
     if sinks is not None:
         logits = torch.cat([logits, sinks.float().view(-1, 1, 1).expand(-1, len(q), 1)], -1)

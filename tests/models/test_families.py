@@ -57,6 +57,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phi3-multi-head": {"num_key_value_heads": None, "tie_word_embeddings": True, "head_dim": 6},
     "gemma3_text": {"head_dim": 16, "sliding_window_pattern": 2, "sliding_window": 8},
     "gemma3_text-layers": {**LAYERS, "head_dim": 8, "attention_bias": True, "tie_word_embeddings": False},
+    "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 12},
+    "gemma2-no-caps": {
+        **LAYERS,
+        "head_dim": 8,
+        "attention_bias": True,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    "ministral3": {"head_dim": 10},
     "gpt_neox": {"rotary_pct": 0.5},
     "gpt_neox-serial": {"rotary_pct": 1.0, "use_parallel_residual": False, "tie_word_embeddings": True},
     "gpt_neox-no-bias": {"rotary_pct": 0.5, "attention_bias": False},
@@ -194,7 +203,9 @@ def test_switches_of_a_plain_config(family: str) -> None:
     normed = ("qwen3", "gemma3_text", "qwen3_moe", "olmoe", "olmo2", "olmo3", "exaone4", "dots1", "hy_v3", "minimax_m2")
     assert arch.qk_norm == (family in normed)
     assert arch.tied_head == theirs.tie_word_embeddings
-    assert arch.activation == {"gpt_neox": "gelu", "gemma3_text": "gelu_tanh"}.get(family, "silu")
+    assert arch.activation == {"gpt_neox": "gelu", "gemma2": "gelu_tanh", "gemma3_text": "gelu_tanh"}.get(
+        family, "silu"
+    )
     assert not arch.head_bias
 
 
@@ -242,6 +253,9 @@ WINDOW_CASES: list[tuple[str, dict[str, Any]]] = [
     ("smollm3", {}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [0, 1, 0]}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 8, **LAYERS}),
+    ("gemma2", {}),
+    ("gemma2", {**LAYERS, "sliding_window": 5}),
+    ("ministral3", {"sliding_window": 8}),
     ("gemma3_text", {}),
     ("gemma3_text", {"sliding_window_pattern": 2, "sliding_window": 5}),
     ("gemma3_text", {"sliding_window_pattern": 1}),
@@ -256,7 +270,7 @@ def test_windows_are_those_of_transformers(family: str, changes: dict[str, Any])
     spec, config = spec_from_config(raw, "x"), AutoConfig.for_model(**json.loads(json.dumps(raw)))
     model = AutoModelForCausalLM.from_config(config)
     for layer in range(spec.num_layers):
-        everywhere = config.sliding_window if family in ("mistral", "phi3", "mixtral") else None
+        everywhere = config.sliding_window if family in ("mistral", "ministral3", "phi3", "mixtral") else None
         theirs = getattr(model.model.layers[layer].self_attn, "sliding_window", everywhere)
         attention = model.model.layers[layer].self_attn
         if family == "exaone4" and not attention.is_sliding:
@@ -295,6 +309,10 @@ def test_windows_are_those_of_transformers(family: str, changes: dict[str, Any])
         ("qwen2", {"max_window_layers": -1}, "max_window_layers is -1"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0.0"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping is -1.0"),
+        ("ministral3", {**LAYERS, "sliding_window": 8}, "layer_types is .*the same for all layers"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma3_text", {"sliding_window": None}, "sliding_window is missing"),
         ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),

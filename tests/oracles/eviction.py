@@ -98,6 +98,12 @@ class EvictionOracle:
     def attended(self, position: int, probability: float) -> None:
         """`position` has received `probability`, the mean over the group."""
 
+    def capped(self, logits: list[float]) -> list[float]:
+        """What logits count."""
+        if self.soft_cap is None:
+            return logits
+        return [self.soft_cap * math.tanh(logit / self.soft_cap) for logit in logits]
+
     def _attend(self, queries: Sequence[Vector], key: Vector, value: Vector) -> list[list[float]]:
         position = self.length
         self.length += 1
@@ -111,9 +117,7 @@ class EvictionOracle:
         columns = list(zip(*(self.values[p] for p in positions), strict=True))
         for number, unrotated in enumerate(queries):
             query = self.rotate(unrotated, rank[position])
-            logits = [self.scale * sum(map(mul, query, key)) for key in keys]
-            if self.soft_cap is not None:
-                logits = [self.soft_cap * math.tanh(logit / self.soft_cap) for logit in logits]
+            logits = self.capped([self.scale * sum(map(mul, query, key)) for key in keys])
             probabilities = softmax([*logits, *self.sinks[number : number + 1]])[: len(keys)]
             for p, probability in zip(positions, probabilities, strict=True):
                 received[p] += probability / len(queries)

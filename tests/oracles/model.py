@@ -169,6 +169,8 @@ def _greedy(
     while True:
         fed = ids[first:stop] * (2 if replays and first == 0 else 1)
         positions = torch.arange(first, first + len(fed))[None]
+        if rotations is not None and first:  # a place in the cache: queries do not grow there
+            positions.zero_()
         logits = model(torch.tensor([fed]), position_ids=positions, use_cache=False).logits[0, stop - first - 1].float()
         run.kept.append([[set(cache.kept) for cache in layer] for _, layer in sorted(attention.layers.items())])
         if stop == len(ids):

@@ -133,7 +133,7 @@ class BurstOracle(RankedOracle):
         return list(range(max(0, now + 1 - count), now + 1))
 
     def logits(self, query: Vector, keys: Sequence[int]) -> list[float]:
-        return [self.scale * dot(query, self.keys[p]) for p in keys]
+        return self.capped([self.scale * dot(query, self.keys[p]) for p in keys])
 
     def near(self, values: dict[int, float], now: int, size: int) -> dict[int, list[float]]:
         """Of each candidate its value and those of neighbours, as far as they are candidates, too."""
@@ -294,7 +294,7 @@ class DefensiveOracle(PromptOracle):
             for asked in self.queries[query]:
                 seen = [p for p in range(query + 1) if self.visible(p, query)]
                 turned = self.rotate(asked, query)
-                logits = [self.scale * dot(turned, self.rotate(self.keys[p], p)) for p in seen]
+                logits = self.capped([self.scale * dot(turned, self.rotate(self.keys[p], p)) for p in seen])
                 row = dict(zip(seen, softmax(logits), strict=True))
                 own = [row.get(p, 0.0) for p in range(end)]
                 smooth = [sum(near) / len(near) for near in (own[max(0, p - 2) : p + 3] for p in range(end))]
@@ -331,7 +331,7 @@ class KVzipOracle(PromptOracle):
         heads = []
         for asked in self.queries[query]:
             turned = self.rotate(asked, query)
-            logits = [self.scale * dot(turned, self.rotate(self.keys[p], p)) for p in seen]
+            logits = self.capped([self.scale * dot(turned, self.rotate(self.keys[p], p)) for p in seen])
             heads.append(dict(zip(seen, softmax(logits), strict=True)))
         return heads
 

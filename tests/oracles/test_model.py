@@ -12,7 +12,7 @@ from tests.tiny import FAMILIES, WINDOW, decided, make_model, prompts_of, transf
 NEW = 10
 WINDOWED = {"mistral": {0, 1, 2}, "qwen2-window": {1, 2}, "gemma3": {0, 2}}
 WINDOWED |= {"gpt-oss": {0, 2}, "mixtral-window": {0, 1, 2}, "smollm3-window": {0, 2}}
-WINDOWED |= {"olmo3": {0, 2}, "exaone4": {0, 2}, "cohere2": {0, 2}, "dots1": {2}}
+WINDOWED |= {"gemma2": {0, 2}, "olmo3": {0, 2}, "exaone4": {0, 2}, "cohere2": {0, 2}, "dots1": {2}}
 """Layers with a sliding window, by row of FAMILIES."""
 
 

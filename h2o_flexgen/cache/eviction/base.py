@@ -174,6 +174,7 @@ class AttendedStep:
     held: Callable[[], KeysValues]
     once: Once
     scale: float = 1.0
+    soft_cap: float | None = None
     window: int | None = None
     queries: Tensor | None = None
     asked_at: Tensor | None = None

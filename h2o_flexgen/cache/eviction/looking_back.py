@@ -43,6 +43,7 @@ class Look:
     tokens: Tokens
     budget: Budget
     window: int | None
+    soft_cap: float | None
 
     def attention(self, *, candidates: bool, group: str = "after") -> Tensor:
         """The mean over the queries of their softmax, (n, kv_heads, N): over candidates alone, or all that each sees.
@@ -51,6 +52,8 @@ class Look:
         """
         n, kv_heads, size = self.pos.shape
         logits = self.q.reshape(n, kv_heads, -1, self.q.shape[-1]) @ self.k.transpose(-1, -2)
+        if self.soft_cap is not None:
+            logits = logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         logits = logits.view(n, kv_heads, -1, self.q.shape[2], size)
         if group == "before":
             logits = logits.amax(2, keepdim=True)
@@ -97,7 +100,7 @@ class LookingBack(RankedPolicy):
             asked = part.queries[:, :, -count:] if part.queries is not None else part.k
             asked_at, held = pos[:, 0, length - count :], KeysValues(part.keys, part.values)
             scores.append(
-                self.score(self._look(rows._replace(tokens=tokens), asked, asked_at, held, pos, part.scale, pinned))
+                self.score(self._look(rows._replace(tokens=tokens), asked, asked_at, held, pos, part, pinned))
             )
         return PromptScores(torch.cat(scores))
 
@@ -119,7 +122,7 @@ class LookingBack(RankedPolicy):
                 pinned = None if pinned is None else pinned.gather(-1, own)
                 keys = reordered(kept.k, own)
                 kept = KeysValues(keys, reordered(kept.v, own) if self.reads_values else keys)
-            look = self._look(of, queries, step.asked_at[rows].gather(-1, recent), kept, pos[rows], step.scale, pinned)
+            look = self._look(of, queries, step.asked_at[rows].gather(-1, recent), kept, pos[rows], step, pinned)
             scores = self.score(look)
             found[rows] = scores if own is None else torch.empty_like(scores).scatter_(-1, own, scores)
         return found
@@ -145,7 +148,7 @@ class LookingBack(RankedPolicy):
         at: Tensor,
         held: KeysValues,
         pos: Tensor,
-        scale: float,
+        attended: AttendedPrompts | AttendedStep,
         pinned: Tensor | None,
     ) -> Look:
         budget, now = rows.budget, at.amax(-1).view(-1, 1, 1)
@@ -157,7 +160,8 @@ class LookingBack(RankedPolicy):
         # A token's number in a draw is its position beside the newest one: the next burst draws anew.
         tokens = rows.tokens._replace(positions=pos.clamp(min=0) + (now + 1) * 0x10001)
         keys, values = held.k.float(), held.v.float() if self.reads_values else held.v
-        return Look(q.float() * scale, at, keys, values, pos, chosen, tokens, budget, rows.window)
+        q = q.float() * attended.scale
+        return Look(q, at, keys, values, pos, chosen, tokens, budget, rows.window, attended.soft_cap)
 
 
 def neighbours(values: Tensor, chosen: Tensor, size: int, *, largest: bool) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 
 from h2o_flexgen.checkpoint.gguf.keys import GgufKeys, factors_of, scaling_of
 
-_GEMMA3_27B_LAYERS, _EXAONE4_32B_LAYERS = 62, 64
+_GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS, _EXAONE4_32B_LAYERS = 46, 62, 64
 
 
 def _rms(keys: GgufKeys) -> dict[str, Any]:
@@ -63,6 +63,17 @@ def _llama(keys: GgufKeys) -> dict[str, Any]:
         return {"model_type": "mixtral", **_whole_heads(keys), **_experts(keys)}
     biases = {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
     return {"model_type": "llama", **_whole_heads(keys), **biases}
+
+
+def _mistral3(keys: GgufKeys) -> dict[str, Any]:
+    """Ministral 3: the factor of YaRN's cosines and sines follows from a key of its own."""
+    config = _whole_heads(keys)
+    scaling = config["rope_scaling"] or {"rope_type": "default"}
+    if keys.value("rope.scaling.yarn_log_multiplier"):
+        scaling |= {"mscale": 1.0, "mscale_all_dim": keys.number("rope.scaling.yarn_log_multiplier")}
+    if keys.value("attention.temperature_scale"):
+        scaling |= {"llama_4_scaling_beta": keys.number("attention.temperature_scale")}
+    return {"model_type": "ministral3", **config, "rope_scaling": scaling}
 
 
 def _qwen2(keys: GgufKeys) -> dict[str, Any]:
@@ -255,17 +266,34 @@ def _share(turned: int, head_dim: int) -> float:
     return 1.0 if turned == head_dim else (turned + 0.5) / head_dim
 
 
+def _gemma2(keys: GgufKeys) -> dict[str, Any]:
+    """Every second layer has a window, from the first on, and old files leave out what is the same in all: the keys of
+    caps and of the window."""
+    config = _whole_heads(keys)
+    return {
+        "model_type": "gemma2",
+        **config,
+        "query_pre_attn_scalar": _scalar(keys, config["head_dim"], _GEMMA2_27B_LAYERS),
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        **_window(keys, 2, 4096),
+    }
+
+
+def _scalar(keys: GgufKeys, head_dim: int, largest: int) -> int:
+    """The one size of a Gemma whose scale is not that of a head is known by its layers: no key says so."""
+    by_hidden = keys.whole("block_count") == largest
+    return keys.whole("embedding_length") // keys.whole("attention.head_count") if by_hidden else head_dim
+
+
 def _gemma3(keys: GgufKeys) -> dict[str, Any]:
-    config, layers = _whole_heads(keys), keys.whole("block_count")
-    # The one size whose scale is not that of a head is known by its layers: no key says so.
-    by_hidden = layers == _GEMMA3_27B_LAYERS
-    scalar = keys.whole("embedding_length") // keys.whole("attention.head_count") if by_hidden else config["head_dim"]
+    config = _whole_heads(keys)
     return {
         "model_type": "gemma3_text",
         **config,
         "rope_theta": keys.number("rope.freq_base", 1e6),
         "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
-        "query_pre_attn_scalar": scalar,
+        "query_pre_attn_scalar": _scalar(keys, config["head_dim"], _GEMMA3_27B_LAYERS),
         **_window(keys, 6),
     }
 
@@ -316,6 +344,7 @@ class Architecture(NamedTuple):
 _QKV = dict.fromkeys(("attn.q", "attn.k", "attn.v"), "attn_qkv")
 ARCHITECTURES = {
     "llama": Architecture(_llama, turned="all"),
+    "mistral3": Architecture(_mistral3, turned="all"),
     "qwen2": Architecture(_qwen2),
     "qwen3": Architecture(_qwen3),
     "olmo2": Architecture(_olmo2),
@@ -335,6 +364,7 @@ ARCHITECTURES = {
     "minimax-m2": Architecture(_minimax_m2),
     "seed_oss": Architecture(_seed_oss, names={"mlp.norm": "post_attention_norm"}),
     "phi3": Architecture(_phi3, names={**_QKV, "mlp.gate": "ffn_up", "mlp.up": "ffn_up"}),
+    "gemma2": Architecture(_gemma2),
     "gemma3": Architecture(_gemma3),
     "gptneox": Architecture(_gptneox, names=_QKV),
 }

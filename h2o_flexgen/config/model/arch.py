@@ -23,6 +23,7 @@ class RotarySpec:
     short_factors, long_factors (dim / 2 each)            longrope: for sequences within original_positions, and longer
     recomputed          whether all keys of a sequence have the angles of its present length: they are made anew when
                         it passes original_positions (longrope of Phi-3); else keys keep those that they were made with
+    growth, grows_every queries at position p are multiplied by 1 + growth ln(1 + p // grows_every) (Llama 4); 0: by 1
     """
 
     dim: int
@@ -39,6 +40,8 @@ class RotarySpec:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     recomputed: bool = False
+    growth: float = 0.0
+    grows_every: int = 0
 
     @property
     def by_length(self) -> bool:
@@ -140,12 +143,16 @@ class ArchSpec:
     (Llama 4)."""
     attention_scale: float | None = None
     """Multiplies the logits of attention; None: head_dim ** -0.5."""
+    attention_cap: float | None = None
+    """c tanh(logit / c) is what a logit of attention counts (Gemma 2); None: the logit."""
     embed_scale: float = 1.0
     """Multiplies the token embeddings (Gemma)."""
     residual_scale: float = 1.0
     """Multiplies what each half adds (Granite)."""
     logit_scale: float = 1.0
     """Multiplies the logits (Granite)."""
+    logit_cap: float | None = None
+    """The same of the logits as `attention_cap` (Gemma 2)."""
     experts: ExpertSpec | None = None
     tied_head: bool = True
     nested: bool = False

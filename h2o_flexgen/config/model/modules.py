@@ -58,8 +58,6 @@ class ModuleSpec(ModelSpec):
     starts: tuple[str, ...] = ()
     joined: tuple[tuple[str, ...], ...] = ()
     """Paths of modules whose products are of the same tensor, in the order of their calls."""
-    soft_caps: bool = False
-    """Whether logits of attention are kept from growing (Gemma 2)."""
 
     def heads_of(self, layer: int) -> LayerHeads:
         """Those of a layer."""

@@ -120,8 +120,11 @@ class ModelSpec:
         """Tokens that a cache may hold in a step if positions roll within it: the context.
 
         Where angles depend on the length it is the trained context: within that they are the same for all neighbours.
+        So are queries that grow along a sequence, as far as they do not.
         """
-        return min([self.max_positions, *(rotary.original_positions for rotary in self._rotaries_by_length)])
+        growing = [each.grows_every for each in (self.arch.rotary, self.arch.local_rotary) if each and each.growth]
+        by_length = (rotary.original_positions for rotary in self._rotaries_by_length)
+        return min([self.max_positions, *by_length, *growing])
 
     def turn(self, prompt_len: int, gen_len: int) -> int:
         """The tokens, of prompt and answer, with which all keys are computed anew; 0 where that never happens."""

@@ -52,6 +52,7 @@ class GpuBatch:
         self._next: list[int] = []  # position of each row's next token
         self._planned: list[int] = []
         self._angles: dict[tuple[int, torch.dtype], Angles] = {}
+        self._growths: dict[tuple[int, torch.dtype], Tensor | None] = {}
         self._numbers = torch.empty(0)
         self._positions = self._lengths = self._totals = self._numbers
         self.go_on()
@@ -155,6 +156,7 @@ class GpuBatch:
     def forget_angles(self) -> None:
         """They were computed for another step, or in a way that came to nothing."""
         self._angles.clear()
+        self._growths.clear()
 
     def angles(self, rotary: Rotary, dtype: torch.dtype) -> Angles:
         """The angles of `rotary` for this step's queries and keys; made once per step. Where positions roll, only those
@@ -165,6 +167,13 @@ class GpuBatch:
             lengths = self._totals if rotary.spec.recomputed else self._lengths
             self._angles[key] = rotary.angles(self._positions[first:], lengths[first:], dtype)
         return self._angles[key]
+
+    def growth(self, rotary: Rotary, dtype: torch.dtype) -> Tensor | None:
+        """What this step's queries are multiplied by, see `Rotary.growth`; made once per step."""
+        key = (id(rotary), dtype)
+        if key not in self._growths:
+            self._growths[key] = rotary.growth(self._positions, dtype)
+        return self._growths[key]
 
     def rows_at(self) -> Iterator[tuple[slice, list[Sequence]]]:
         """Spans of `hidden` as it is now, and the rows whose tokens they hold."""

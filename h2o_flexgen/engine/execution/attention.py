@@ -154,8 +154,16 @@ class PromptAttention:
         if prompts is None or not takes_packed(*qkv, self.scale, prompts):
             return chunk.segments
         wanted = self.cache.wants_column_sums
-        how = {"window": self.window, "sink_logits": self.sink_logits, "soft_cap": self.soft_cap}
-        sums = packed_attention(qkv, prompts, self.scale, wanted, out, **how)
+        sums = packed_attention(
+            qkv,
+            prompts,
+            self.scale,
+            wanted,
+            out,
+            window=self.window,
+            sink_logits=self.sink_logits,
+            soft_cap=self.soft_cap,
+        )
         self.cache.fill_packed(prompts, stored_k, qkv[2], sums)
         return [segment for segment in chunk.segments if not segment.rows or segment.depth]
 
@@ -256,7 +264,8 @@ class TickAttention:
 
     `cache` holds the decode rows, `prompts` fills that of the fresh ones; either is None where there are no such rows.
     Angles are those of the packed decode rows and of the packed prompts. `table`, where positions roll: what the cache
-    turns its keys by, and then `row_angles` is None.
+    turns its keys by, and then `row_angles` is None. growth (T, 1, 1): what queries of all packed tokens are multiplied
+    by; None: by 1.
     """
 
     scale: float
@@ -267,6 +276,7 @@ class TickAttention:
     table: Angles | None
     sink_logits: Tensor | None = None
     soft_cap: float | None = None
+    growth: Tensor | None = None
 
     def part(self, part: AttentionPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (t, heads, d), k and v (t, kv_heads, d) of the part's tokens to the mixed values (t, heads, d)."""
@@ -281,7 +291,8 @@ class TickAttention:
             out[:rows] = self.decode(q[:rows], k[:rows], v[:rows])
         if self.prompts is None:
             raise RuntimeError("prompts are in hand, and no cache to fill from them")
-        self.prompts.chunk(part.chunk, self.prompt_angles, (q[rows:], k[rows:], v[rows:]), out[rows:])
+        asked = q[rows:] if self.growth is None else q[rows:] * self.growth[part.span][rows:]
+        self.prompts.chunk(part.chunk, self.prompt_angles, (asked, k[rows:], v[rows:]), out[rows:])
         return out
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -296,6 +307,8 @@ class TickAttention:
         """Those of the decode rows, rotated where that is done before they reach the cache."""
         if self.row_angles is None:
             return q, k, v
+        if self.growth is not None:
+            q = q * self.growth[: len(q)]
         return (*rotate_both(q, k, self.row_angles), v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -418,16 +418,20 @@ class Executor:
                 sinks,
                 layer,
                 self.path_sums,
+                self._decoder.soft_cap,
                 chunk_size=chunk,
             )
         if rotary is None:
-            return TickAttention(scale, cache.rows, prompts, None, None, None, sinks)
+            return TickAttention(scale, cache.rows, prompts, None, None, None, sinks, self._decoder.soft_cap)
+        growth = gpu_batch.growth(rotary, dtype)
         if not self._rolling:
             angles = _parted(gpu_batch.angles(rotary, dtype), rows)
-            return TickAttention(scale, cache.rows, prompts, *angles, None, sinks)
+            return TickAttention(scale, cache.rows, prompts, *angles, None, sinks, self._decoder.soft_cap, growth)
         table = None if cache.rows is None else self._table(rotary, cache.rows.device, dtype)
         prompt_angles = None if prompts is None else gpu_batch.angles(rotary, dtype)
-        return TickAttention(scale, cache.rows, prompts, None, prompt_angles, table, sinks)
+        return TickAttention(
+            scale, cache.rows, prompts, None, prompt_angles, table, sinks, self._decoder.soft_cap, growth
+        )
 
     def _table(self, rotary: Rotary, device: torch.device, dtype: torch.dtype) -> Angles:
         """The angles that turn the keys of the caches on `device` by their places in them; one table serves the whole

@@ -255,7 +255,6 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
         heads=heads,
         scales=tuple(each.scale for each in timeline.calls),
         starts=tuple(timeline.starts),
-        soft_caps=any(each.soft_cap is not None for each in timeline.calls),
     )
 
 
