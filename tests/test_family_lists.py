@@ -38,6 +38,7 @@ ASKING = {
     "baselines/random_gguf.py": "llama.cpp knows families by names of its own",
     "checkpoint/gguf/architectures.py": "a GGUF file has an architecture, and the config made of it a family",
     "models/hf/build.py": "transformers' modules are made by the type of their config.json",
+    "models/hf/names.py": "checkpoints of a type have names of their own",
     "models/hf/record.py": "a model without a family is of the type that its config.json says",
     "engine/requests/tokenizer.py": "transformers overrules tokenizer_config.json by model_type, and so must we",
 }
