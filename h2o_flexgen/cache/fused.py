@@ -113,6 +113,29 @@ class FusedStep:
         grow with the cache."""
         return self._number is not None and not self._by_rows and not self._thins
 
+    @property
+    def rereads(self) -> bool:
+        """Whether `again` can be asked: not where steps are counted on the device."""
+        return self._number is None
+
+    def again(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        sink_logits: Tensor | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """The step of the lengths once more, by other queries: what it is chosen by stays as it is."""
+        scored, slots = self._scored, None
+        saved = None if scored is None else scored.saved()
+        if scored is not None:
+            slots = scored.rewound(self.used)
+        given, number = slots if self._by_rows else None, self._lengths.step
+        out = self._kernel.step(number, qkv, scale, slots=given, sink_logits=sink_logits, soft_cap=soft_cap)
+        if scored is not None and saved is not None:
+            scored.restore(saved)
+        return out
+
     def attend(
         self,
         q: Tensor,

@@ -288,6 +288,32 @@ class KVCache:
             self._start(*self._buffers(), q, table is not None, sink_logits is not None)
         return out
 
+    def again(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        scale: float,
+        sink_logits: Tensor | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """Other queries of the last step's tokens over what its own saw, (b, heads, head_dim) as `attend`. What is kept
+        does not depend on them. k and v are what that step was given."""
+        self._lengths.tick(-1)
+        try:
+            if self._fused is not None and self._fused.rereads and self._lengths.step >= 0:
+                return self._fused.again(qkv, scale, sink_logits, soft_cap)
+            _, width, valid = self._lengths.occupied()
+            seen = self._slots.seen(width)
+            if valid is not None:
+                valid = valid.expand(self.shape.batch, self.shape.kv_heads, -1)
+                seen = valid if seen is None else valid & seen
+            own, self.soft_cap = self.soft_cap, soft_cap
+            rows = self._together(width)
+            parts = [self._attend_rows(each, qkv[0], scale, width, seen, None, sink_logits).out for each in rows]
+            self.soft_cap = own
+            return torch.cat(parts)
+        finally:
+            self._lengths.tick()
+
     def drop(self, row_id: int, ranges: Sequence[Range]) -> None:
         """Positions that the row of this id, a full one, has let go by its next step, all since its prompt in order."""
         if row_id in self._row_ids:

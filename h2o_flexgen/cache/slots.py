@@ -199,6 +199,21 @@ class ScoredSlots(CacheSlots):
         """Positions of the first step's tokens, (b, 1, 1)."""
         return torch.tensor(self._now, device=self._lengths.device).view(-1, 1, 1)
 
+    def saved(self) -> list[Tensor]:
+        """Copies of what a kernel changes in a step; `restore` puts them back."""
+        return [each.clone() for each in self._state()]
+
+    def restore(self, saved: list[Tensor]) -> None:
+        for table, copy in zip(self._state(), saved, strict=True):
+            table.copy_(copy)
+
+    def _state(self) -> list[Tensor]:
+        return [self.score, self._pos, self._free, *([] if self._extra is None else [self._extra])]
+
+    def rewound(self, used: Tensor) -> Tensor:
+        """Before the last step, which took the slots `used` (b, kv_heads): they are free again."""
+        return self._free.copy_(used.view(-1) + self._base)
+
     @property
     def ranking(self) -> Ranking:
         """The state that a kernel changes which does the work of `allocate` and `evict` itself; after `start`."""

@@ -225,7 +225,7 @@ class Compute:
         block, rates = self._block, self._block.machine.rates(device)
         # torch is handed the whole buffer: a prefix of every row's slots would have to be copied first.
         whole = rates.reads_all_slots or (device == "cpu" and block.request.eviction.rolling_positions)
-        width = block.request.slots[layer] if whole else block.held(layer, step)
+        width = block.request.slots[block.spec.source_of(layer)] if whole else block.held(layer, step)
         spec, dtype = block.spec, block.request.dtype
         curve = rates.decode_attention["scored" if block.request.budgets[layer].scored else "plain"]
         parts = {"attention": curve.time_at(rows * width * spec.attended_kv_bytes(dtype, layer))}

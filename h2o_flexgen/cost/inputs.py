@@ -144,7 +144,8 @@ class CostInputs:
     def held(self, layer: int, step: int) -> int:
         """Slots of a row's cache in `layer` that are in use in a decode step, the new token's included."""
         budget = self.request.budgets[layer]
-        return min(min(self.prompt_len, budget.after_prompt) + step, self.request.slots[layer])
+        slots = self.request.slots[self.spec.source_of(layer)]
+        return min(min(self.prompt_len, budget.after_prompt) + step, slots)
 
     def attention_device(self, layer: int, batch: int) -> str:
         """Where the attention over a cache is computed in decode steps."""

@@ -173,7 +173,7 @@ def _cache_items(block: BlockShape, placement: Placement) -> Iterator[Item]:
 def _record_bytes(block: BlockShape, layer: int) -> int:
     """What one cache of `layer` knows of its tokens; nothing where it never evicts."""
     request, split = block.request, block.request.eviction.split
-    if request.budgets[layer].full:
+    if request.budgets[layer].full or not request.slots[layer]:
         return 0
     numbers = split.numbers + 1 + block.rolling
     heads = block.spec.heads_of(layer)

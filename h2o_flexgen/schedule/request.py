@@ -117,8 +117,10 @@ class PlanRequest:
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
-        """Slots of a row's caches, layer by layer: the budget, and one for the newest token if tokens are evicted."""
-        return tuple(budget.total + (not budget.full) for budget in self.budgets)
+        """Slots of a row's caches, layer by layer: the budget, and one for the newest token if tokens are evicted; none
+        in layers that read another one's."""
+        slots = [budget.total + (not budget.full) for budget in self.budgets]
+        return tuple(count if self.spec.source_of(layer) == layer else 0 for layer, count in enumerate(slots))
 
     @cached_property
     def computed_prompt(self) -> int:
@@ -149,8 +151,14 @@ class PlanRequest:
         return replace(policy, **free)
 
     def place(self, policy: OffloadPolicy) -> Placement:
-        """Whole units on their tiers, as the engine places them."""
+        """Whole units on their tiers, as the engine places them. Caches that several layers read stay where these are
+        computed, and those that would be layers' that have none are nowhere else."""
         placement = place(self.spec, policy, self.dtype, self.slots)
+        shared = {layer for each in self.spec.last_readers.items() if each[0] != each[1] for layer in each}
+        if shared:
+            shared |= {layer for layer in range(self.spec.num_layers) if self.spec.source_of(layer) != layer}
+            stay = {place: self.compute_tier for place in placement.cache if place[0] in shared}
+            placement = replace(placement, cache={**placement.cache, **stay})
         kept = dict.fromkeys(alone(policy.num_gpu_batches, self.num_gpus), self.compute_tier)
         return replace(placement, hidden={**placement.hidden, **kept}) if kept else placement
 

@@ -60,6 +60,11 @@ TYPES: dict[str, dict[str, Any]] = {
         **EXPERTS,
     },
     "llama4_text": {"head_dim": 16, "attention_chunk_size": 8, "floor_scale": 4, "num_hidden_layers": 4, **EXPERTS},
+    "gemma4_text": {
+        **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "num_kv_shared_layers": 2},
+        **{"num_hidden_layers": 4, "sliding_window": 8, "vocab_size_per_layer_input": VOCAB},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "bert": {"is_decoder": True},
 }
 WRAPPERS = {"gemma3": {"head_dim": 16, **WINDOWED}, "mistral3": {"head_dim": 16}}

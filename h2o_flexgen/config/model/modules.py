@@ -55,6 +55,8 @@ class ModuleSpec(ModelSpec):
     scales: tuple[float, ...] = ()
     heads: tuple[LayerHeads, ...] = ()
     """Of each layer."""
+    sources: tuple[int, ...] = ()
+    """Of each layer the one whose cache it reads."""
     starts: tuple[str, ...] = ()
     joined: tuple[tuple[str, ...], ...] = ()
     """Paths of modules whose products are of the same tensor, in the order of their calls."""
@@ -62,6 +64,10 @@ class ModuleSpec(ModelSpec):
     def heads_of(self, layer: int) -> LayerHeads:
         """Those of a layer."""
         return self.heads[layer]
+
+    def source_of(self, layer: int) -> int:
+        """The layer whose cache a layer reads."""
+        return self.sources[layer]
 
     @cached_property
     def tensors(self) -> dict[str, ModuleTensor]:

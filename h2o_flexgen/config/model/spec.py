@@ -147,6 +147,15 @@ class ModelSpec:
         """Those of a layer; the model's own numbers are of its largest."""
         return LayerHeads(self.num_heads, self.num_kv_heads, self.head_dim)
 
+    def source_of(self, layer: int) -> int:
+        """The layer whose cache a layer reads: itself, but where it has no keys of its own (Gemma 3n)."""
+        return layer
+
+    @cached_property
+    def last_readers(self) -> dict[int, int]:
+        """By layer with a cache the last one that reads it."""
+        return {self.source_of(layer): layer for layer in range(self.num_layers)}
+
     def mean_by_window(self, of_layer: Callable[[int], float]) -> dict[int | None, float]:
         """The mean of something over the layers of each window."""
         found: dict[int | None, list[float]] = {}

@@ -114,6 +114,8 @@ class PromptAttention:
     """Of logits: see `prefill_attention`."""
     chunk_size: int | None = None
     """The tokens of a chunk, where queries see their own one alone."""
+    reads: bool = False
+    """Keys and values are another layer's, in whose cache they are already."""
 
     def chunk(self, chunk: PromptChunk, angles: Angles | None, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor) -> None:
         """q (t, heads, d), k and v (t, kv_heads, d) of the chunk's packed tokens: the mixed values go to `out`, like q.
@@ -142,7 +144,7 @@ class PromptAttention:
         """
         alone = [segment for segment in chunk.segments if segment.rows and not segment.depth]
         longest = max((segment.length for segment in alone), default=0)
-        if self.chunk_size is not None and longest >= self.chunk_size:
+        if self.reads or (self.chunk_size is not None and longest >= self.chunk_size):
             return chunk.segments
         if any(segment.length != self.lengths[segment.rows[0]] for segment in alone):
             return chunk.segments
@@ -183,6 +185,8 @@ class PromptAttention:
         if past is not None and sums is not None and past.sums is not None:
             sums[..., : segment.past] += past.sums
         queries = self._last_queries(asked, past)
+        if segment.rows and self.reads:
+            return
         if segment.rows:
             sums = sums if self.cache.wants_column_sums else None
             before = None if past is None else (*past.seen, past.stored_k)
@@ -277,6 +281,8 @@ class TickAttention:
     sink_logits: Tensor | None = None
     soft_cap: float | None = None
     growth: Tensor | None = None
+    again: bool = False
+    """Keys and values of the step are in the cache already: see `KVCache.again`."""
 
     def part(self, part: AttentionPart, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q (t, heads, d), k and v (t, kv_heads, d) of the part's tokens to the mixed values (t, heads, d)."""
@@ -315,6 +321,8 @@ class TickAttention:
         """One decode step over the cache, all of it where the cache is."""
         if self.cache is None:
             raise RuntimeError("decode rows are in hand, and no cache of theirs")
-        self.cache.soft_cap = self.soft_cap
         sinks = self.sink_logits if self.sink_logits is None else self.sink_logits.to(self.cache.device)
+        if self.again:
+            return self.cache.again((q, k, v), self.scale, sinks, self.soft_cap)
+        self.cache.soft_cap = self.soft_cap
         return self.cache.attend(q, k, v, self.scale, self.table, sinks)

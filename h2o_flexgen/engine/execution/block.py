@@ -172,7 +172,7 @@ class BlockRunner:
         units = [(spec.units[unit], stage) for stage in self.stages for unit in stage.units]
         at = {unit.layer: stage.device for unit, stage in units if unit.kind == "attn"}
         shapes, devices = dict[Place, CacheShape](), dict[Place, torch.device]()
-        for layer in range(spec.num_layers):
+        for layer in spec.last_readers:
             window = spec.arch.window_of(layer)
             later = waiting.slots(layer, window)
             for gpu_batch, first in enumerate(rows):

@@ -107,6 +107,7 @@ class Executor:
         self._layers = spec.num_layers
         self._layer = [-1 if unit.layer is None else unit.layer for unit in self._units]
         self._last_position = spec.max_positions - 1 if spec.arch.positions == "learned" else None
+        self._sources = [spec.source_of(layer) for layer in range(spec.num_layers)]
         self._windows = [spec.arch.window_of(layer) for layer in range(spec.num_layers)]
         self._tables: dict[tuple[Rotary, torch.device], Angles] = {}
         self._mixture = Mixture(decoder)
@@ -281,7 +282,7 @@ class Executor:
                 self._passes.give(gpu_batch, self._mixture.made(gpu_batch))
         cache = None
         if unit.kind == "attn":
-            cache = stage.caches.wait(self._layer[task.unit], gpu_batch.index)
+            cache = stage.caches.wait(self._sources[self._layer[task.unit]], gpu_batch.index)
         with self._trace.record(task, unit, gpu_batch.prompt_share, "", stage.number):
             if self._passes is not None:
                 logits = self._pass(self._passes, unit, gpu_batch, weights, cache)
@@ -314,8 +315,12 @@ class Executor:
             passes.begin(gpu_batch, unit, weights, tokens, self._in_table(positions))
         elif cache is not None:
             layer = self._layer[unit.index]
-            passes.attend(gpu_batch, unit, weights, self._begin_attention(layer, gpu_batch, cache, None))
-            self._end_attention(gpu_batch, cache)
+            if self._sources[layer] == layer:
+                attention = self._begin_attention(layer, gpu_batch, cache, None)
+            else:
+                attention = self._attention(layer, gpu_batch, cache, torch.float32, None)
+            passes.attend(gpu_batch, unit, weights, attention)
+            self._end_attention(gpu_batch, cache, self._decoder.spec.last_readers[self._sources[layer]] == layer)
         elif unit.experts:
             self._mixture.add(gpu_batch, passes.route(gpu_batch, unit, weights))
         else:
@@ -375,11 +380,12 @@ class Executor:
                     cache.rows.drop(row.row_id, [(each.start, each.stop) for each in row.dropped])
         return self._attention(layer, gpu_batch, cache, dtype, sinks)
 
-    def _end_attention(self, gpu_batch: GpuBatch, cache: BatchCache) -> None:
-        """Fresh prompts are in their caches: rows and paths go on without them."""
+    def _end_attention(self, gpu_batch: GpuBatch, cache: BatchCache, last: bool = True) -> None:
+        """Fresh prompts are in their caches: rows and paths go on without them. `last`: no other layer reads them."""
         if not gpu_batch.fresh:
             return
-        cache.join()
+        if last:
+            cache.join()
         group = self._groups[gpu_batch.index]
         if not any(later.fresh for later in group.gpu_batches if later.index > gpu_batch.index):
             group.path.clear()
@@ -402,7 +408,9 @@ class Executor:
             queries = max(self._maker.queries(layer, each.fresh) for each in group.gpu_batches if each.fresh)
             raw = isinstance(self._maker.eviction, RankedPolicy) and self._maker.eviction.raw_queries
             turn = None if rotary is None else partial(_following_angles, rotary)
-            lengths = [len(row.prompt_ids) for row in gpu_batch.fresh]
+            lengths, reads = [len(row.prompt_ids) for row in gpu_batch.fresh], self._sources[layer] != layer
+            if reads:
+                sums, queries, fill = False, 0, None
             prompts = PromptAttention(
                 cache.fresh,
                 group.path,
@@ -420,9 +428,11 @@ class Executor:
                 self.path_sums,
                 self._decoder.soft_cap,
                 chunk_size=chunk,
+                reads=reads,
             )
         if rotary is None:
-            return TickAttention(scale, cache.rows, prompts, None, None, None, sinks, self._decoder.soft_cap)
+            again, cap = self._sources[layer] != layer, self._decoder.soft_cap
+            return TickAttention(scale, cache.rows, prompts, None, None, None, sinks, cap, again=again)
         growth = gpu_batch.growth(rotary, dtype)
         if not self._rolling:
             angles = _parted(gpu_batch.angles(rotary, dtype), rows)

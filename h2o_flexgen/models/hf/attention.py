@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -49,7 +50,7 @@ class Call(NamedTuple):
     """One call of attention: q (T, heads, d), k and v (T, kv_heads, d), rotated as the model has it.
 
     `sinks`: of each head a logit that is no token's; `soft_cap`: of all logits. `chunked`: windows are chunks. `joint`:
-    values are the keys.
+    values are the keys. `reads`: k and v are those of `layer`, which has attended to them before.
     """
 
     layer: int
@@ -62,6 +63,7 @@ class Call(NamedTuple):
     soft_cap: float | None = None
     chunked: bool = False
     joint: bool = False
+    reads: bool = False
 
 
 class ModelRun(greenlet):
@@ -95,6 +97,7 @@ class PassedOn(Cache):
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.given: tuple[int, Tensor, Tensor] | None = None
+        self._passed = dict[int, ReferenceType[Tensor]]()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -103,7 +106,12 @@ class PassedOn(Cache):
         if self.given is not None:
             raise NotUnderstood(f"layer {self.given[0]} fills its cache, and attention is not ours")
         self.given = layer_idx, key_states, value_states
+        self._passed[layer_idx] = ref(key_states)
         return key_states, value_states
+
+    def giver_of(self, key: Tensor) -> int | None:
+        """The layer that gave these very keys."""
+        return next((layer for layer, given in self._passed.items() if given() is key), None)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Nothing: positions are given."""
@@ -128,10 +136,14 @@ def _attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """q (1, heads, T, d), k (1, kv_heads, T, d), v (1, kv_heads, T, e) -> (1, T, heads, e)."""
-    run, kind = current(), type(module).__name__
+    run, kind, reads = current(), type(module).__name__, False
     given, run.cache.given = run.cache.given, None
     if given is None:
-        raise NotUnderstood(f"{kind} attends to keys of another layer")
+        giver = run.cache.giver_of(key)
+        if giver is None:
+            raise NotUnderstood(f"{kind} attends to keys that no layer has given to its cache")
+        given = giver, key, value
+        reads = True
     layer, own_k, own_v = given
     latent = hasattr(module, "expand_kv") and own_k.shape[1] == own_v.shape[1] == 1
     if not latent and (key is not own_k or value is not own_v):
@@ -164,7 +176,7 @@ def _attention(
     # Caches have keys and values of one size: the smaller ones end with zeros, which add nothing.
     dim = max(key.shape[-1], value.shape[-1])
     q, k, v = (_wide(each[0].transpose(0, 1), dim) for each in (query, key, value))
-    mixed = run.attend(Call(layer, q, k, v, scale, window, sinks, softcap, chunked))
+    mixed = run.attend(Call(layer, q, k, v, scale, window, sinks, softcap, chunked, reads=reads))
     return mixed[..., : value.shape[-1]].unsqueeze(0), None
 
 

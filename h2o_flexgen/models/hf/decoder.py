@@ -56,7 +56,8 @@ class Forward:
     def _answer(self, call: Call) -> Tensor:
         """Attention, as it was when the modules were recorded."""
         spec, layer = self._spec, (self._unit - 1) // 2
-        same = call.layer == layer and call.scale == spec.scales[layer] and call.window == spec.windows[layer]
+        same = call.layer == spec.source_of(layer) and call.scale == spec.scales[layer]
+        same = same and call.window == spec.windows[layer]
         same = same and (call.window is None or call.chunked == spec.arch.chunked)
         same = same and heads_of(call) == spec.heads_of(layer)
         if self._attend is None or not same:

@@ -131,6 +131,8 @@ class RecordedUnits:
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
         self._walk(ends)
+        parts = [path.split(".") for path in self.first]
+        self._around = {".".join(part[:end]) for part in parts for end in range(len(part) + 1)}
 
     def _refused(self, why: str) -> ModelError:
         return ModelError(f"{self._name}: {type(self._model).__name__} is not understood: {why}")
@@ -168,9 +170,15 @@ class RecordedUnits:
         if twice or len(set(self.layers)) < len(self.layers):
             raise self._refused(f"{(twice or self.layers)[0]} is called more than once")
 
+    def uses(self, path: str) -> bool:
+        """Whether the module at `path`, or one in it, is called."""
+        return path in self._around
+
     def unit_of(self, path: str) -> int | None:
-        """The unit that uses what the module at `path`, which is called, holds itself; None: there are several."""
-        return self.first[path] if self.first[path] == self.last[path] else None
+        """The unit that uses what the module at `path` holds itself; None: there are several, or nobody knows, as other
+        methods of it are called."""
+        first = self.first.get(path)
+        return first if first == self.last.get(path) else None
 
 
 def _check_angles(config: Any, name: str) -> None:
@@ -187,6 +195,17 @@ def _check_angles(config: Any, name: str) -> None:
 def heads_of(call: Call) -> LayerHeads:
     """Those of a call of attention."""
     return LayerHeads(call.q.shape[1], call.k.shape[1], call.q.shape[2], call.joint)
+
+
+def _sources(calls: Sequence[Call], name: str) -> tuple[int, ...]:
+    """Of each layer the one whose cache it reads."""
+    for layer, call in enumerate(calls):
+        owner = calls[call.layer] if call.layer <= layer else call
+        if owner.reads or (call.layer != layer and not call.reads):
+            raise ModelError(f"{name}: its layers do not fill caches of their own in order")
+        if (owner.window, owner.chunked, heads_of(owner)[1:]) != (call.window, call.chunked, heads_of(call)[1:]):
+            raise ModelError(f"{name}: layer {layer} sees other keys than layer {call.layer}, whose they are")
+    return tuple(call.layer for call in calls)
 
 
 def _covering(heads: Sequence[LayerHeads]) -> LayerHeads:
@@ -208,9 +227,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     made, read = model.config.get_text_config(decoder=True), ConfigReader(config, name)
     heads = tuple(map(heads_of, timeline.calls))
     largest = _covering(heads)
-    if [other.layer for other in timeline.calls] != list(range(len(timeline.calls))):
-        raise ModelError(f"{name}: its layers do not fill caches of their own in order")
-    windows = [other.window for other in timeline.calls]
+    sources, windows = _sources(timeline.calls, name), [other.window for other in timeline.calls]
     sizes = {window for window in windows if window is not None}
     if len(sizes) > 1:
         raise ModelError(f"{name}: its layers have windows of {sorted(sizes)} tokens", "needed one size")
@@ -253,6 +270,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
         joined=shared.joined,
         matrices=matrices,
         heads=heads,
+        sources=sources,
         scales=tuple(each.scale for each in timeline.calls),
         starts=tuple(timeline.starts),
     )
@@ -290,7 +308,7 @@ def _groups(
         if path in expert_paths:
             _add_experts(found, expert_paths[path], path, module)
             continue
-        if path not in timeline.first:
+        if not timeline.uses(path):
             continue  # never called: its tensors stay without numbers, and using one is an error
         for key, tensor in _tensors(module):
             parameter = f"{path}.{key}" if path else key
