@@ -125,7 +125,7 @@ class Binding:
         self._ignored = ignored
         self._tied_heads = {name: Stored(name) for name in _TIED_HEADS if spec.arch.tied_head}
         self._vocab_shape = (spec.vocab_size, spec.embed_dim)
-        self._layers = spec.num_layers
+        self._layers, self._predicting = spec.num_layers, spec.arch.predicting
         self.problems = problems
         self.tied_copy: tuple[str, FileTensor] | None = None
         self._tables: Tables = {}
@@ -181,17 +181,22 @@ class Binding:
         return tensors
 
     def _surplus_layers(self) -> set[str]:
-        """The tensors of layers behind the last that config.json asks for, which are left alone, with a warning."""
+        """The tensors of layers behind the last that config.json asks for, which are left alone, with a warning where
+        it does not speak of them."""
         layers: dict[int, list[str]] = {}
         for stored in self._where:
             found = LAYER.match(stored)
             if found and found[1] in self._wanted.stems and int(found[2]) >= self._layers:
                 layers.setdefault(int(found[2]), []).append(stored)
-        if layers:
+        known = [layer for layer in sorted(layers) if layer < self._layers + self._predicting]
+        if known:
+            what = "predicts more tokens at once, and is" if len(known) == 1 else "predict more tokens at once, and are"
+            log.info("%s of the checkpoint %s not read", _numbered("layer", known), what)
+        if rest := sorted(layers.keys() - set(known)):
             log.warning(
                 "%s of the checkpoint %s not read: config.json has num_hidden_layers %d",
-                _numbered("layer", sorted(layers)),
-                "is" if len(layers) == 1 else "are",
+                _numbered("layer", rest),
+                "is" if len(rest) == 1 else "are",
                 self._layers,
             )
         return {stored for names in layers.values() for stored in names}

@@ -10,7 +10,7 @@ from dataclasses import replace
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import Defaults, by_layer, read_spec
-from h2o_flexgen.models.mixture import read_experts, read_groups
+from h2o_flexgen.models.mixture import predicting_layers, read_experts, read_groups
 
 DEFAULTS = Defaults(
     vocab_size=152064,
@@ -39,5 +39,6 @@ def spec_from_config(read: ConfigReader) -> ModelSpec:
         dense=tuple(range(min(read.count("first_k_dense_replace", 0), spec.num_layers))),
     )
     arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, qk_norm=True, experts=read_groups(read, experts))
+    arch = replace(arch, predicting=predicting_layers(read))
     window, first = read.whole_or_null("sliding_window", 4096), read.count("max_window_layers", 62)
     return replace(spec, arch=by_layer(arch, read, window, [layer >= first for layer in range(spec.num_layers)]))

@@ -109,7 +109,6 @@ def family_of(config: Mapping[str, Any], name: str) -> Family:
     return FAMILIES.get(model_type)
 
 
-_MOST_PREDICTING = 4
 UNDONE = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys that ask for experts."""
 
@@ -197,11 +196,16 @@ def ignored_names(spec: ModelSpec) -> tuple[str, ...]:
         from h2o_flexgen.models.hf import names
 
         return names.ignored_names(spec)
-    behind = _behind_the_last(spec) if spec.arch.experts is not None and spec.arch.experts.choice_bias else ()
-    return (*FAMILIES.get(spec.arch.family).ignored, *behind, *(nested.IGNORED if spec.arch.nested else ()))
+    return (
+        *FAMILIES.get(spec.arch.family).ignored,
+        *_behind_the_last(spec),
+        *(nested.IGNORED if spec.arch.nested else ()),
+    )
 
 
 def _behind_the_last(spec: ModelSpec) -> tuple[str, ...]:
     """Of the layers that predict more tokens at once, which stand behind the model's own."""
-    layers = range(spec.num_layers, spec.num_layers + _MOST_PREDICTING)
+    layers = range(spec.num_layers, spec.num_layers + spec.arch.predicting)
+    if not layers:
+        return ()
     return (rf"^model\.layers\.({'|'.join(map(str, layers))})\.",)

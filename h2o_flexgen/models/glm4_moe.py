@@ -11,7 +11,7 @@ from functools import partial
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import Defaults, read_spec
-from h2o_flexgen.models.mixture import EXPERTS, SHARED, names_beside_dense, read_experts, read_groups
+from h2o_flexgen.models.mixture import EXPERTS, SHARED, names_beside_dense, predicting_layers, read_experts, read_groups
 from h2o_flexgen.models.rope_fields import read_rotary
 from h2o_flexgen.models.stored import Names
 
@@ -51,7 +51,7 @@ def spec_from_config(read: ConfigReader) -> ModelSpec:
         dense=tuple(range(min(read.count("first_k_dense_replace", 1), spec.num_layers))),
     )
     arch = replace(spec.arch, qk_norm=read.flag("use_qk_norm", False), qkv_bias=read.flag("attention_bias", False))
-    return replace(spec, arch=replace(arch, experts=read_groups(read, experts)))
+    return replace(spec, arch=replace(arch, experts=read_groups(read, experts), predicting=predicting_layers(read)))
 
 
 def checkpoint_names(spec: ModelSpec) -> Names:

@@ -11,7 +11,7 @@ from functools import partial
 from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import Defaults, read_spec
-from h2o_flexgen.models.mixture import EXPERTS, SHARED, either, names_beside_dense, read_experts
+from h2o_flexgen.models.mixture import EXPERTS, SHARED, either, names_beside_dense, predicting_layers, read_experts
 from h2o_flexgen.models.rope_fields import read_rotary
 from h2o_flexgen.models.stored import Names
 
@@ -55,7 +55,8 @@ def spec_from_config(read: ConfigReader) -> ModelSpec:
         shared_gate=False,
         dense=tuple(layer for layer, it_is in enumerate(dense) if it_is),
     )
-    return replace(spec, arch=replace(spec.arch, qkv_bias=bias, output_bias=bias, qk_norm=True, experts=experts))
+    arch = replace(spec.arch, qkv_bias=bias, output_bias=bias, qk_norm=True, experts=experts)
+    return replace(spec, arch=replace(arch, predicting=predicting_layers(read)))
 
 
 def checkpoint_names(spec: ModelSpec) -> Names:

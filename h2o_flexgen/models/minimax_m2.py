@@ -12,7 +12,7 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.models import mixtral
 from h2o_flexgen.models.fields import ConfigReader
 from h2o_flexgen.models.llama_like import Defaults, read_spec
-from h2o_flexgen.models.mixture import EXPERTS, either, mixture_names, read_experts
+from h2o_flexgen.models.mixture import EXPERTS, either, mixture_names, predicting_layers, read_experts
 from h2o_flexgen.models.rope_fields import read_rotary
 from h2o_flexgen.models.stored import Names
 
@@ -43,7 +43,10 @@ def spec_from_config(read: ConfigReader) -> ModelSpec:
         share = read.whole("rotary_dim") / read.whole("head_dim", 128)
     spec = read_spec(read, "minimax_m2", DEFAULTS, partial(read_rotary, theta=5e6, share=share))
     experts = read_experts(read, 256, 8, spec.ffn_size, router="each", choice_bias=True)
-    return replace(spec, arch=replace(spec.arch, qk_norm=True, qk_norm_joint=True, experts=experts))
+    return replace(
+        spec,
+        arch=replace(spec.arch, qk_norm=True, qk_norm_joint=True, experts=experts, predicting=predicting_layers(read)),
+    )
 
 
 def checkpoint_names(spec: ModelSpec) -> Names:

@@ -65,6 +65,15 @@ def read_groups(read: ConfigReader, experts: ExpertSpec) -> ExpertSpec:
     return made
 
 
+_PREDICTING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+"""The names that families have for how many layers predict more tokens at once."""
+
+
+def predicting_layers(read: ConfigReader) -> int:
+    """How many there are behind the others: one where a config.json does not say, of which the checkpoint may be."""
+    return read.count(next((key for key in _PREDICTING if key in read), _PREDICTING[0]), 1)
+
+
 def dense_layers(read: ConfigReader, layers: int) -> tuple[int, ...]:
     """The layers without experts in the Qwen families: `mlp_only_layers`, and all but every `decoder_sparse_step`th."""
     listed = read.whole_list("mlp_only_layers")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 from pathlib import Path
 
@@ -77,8 +79,9 @@ HUB = {
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_files_as_the_hub_has_them(name: str, checkpoint, tmp_path: Path) -> None:
-    """Expert by expert, under older names, with a layer behind the last one that predicts another token."""
+def test_files_as_the_hub_has_them(name: str, checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Expert by expert, under older names, with two layers behind the last one that predict more tokens, and one that
+    config.json does not know."""
     model, folder = checkpoint(name)
     tensors = {}
     for key, tensor in model.state_dict().items():
@@ -95,11 +98,18 @@ def test_files_as_the_hub_has_them(name: str, checkpoint, tmp_path: Path) -> Non
     for pattern, stored in HUB[name]:
         tensors = {re.sub(pattern, stored, key): tensor for key, tensor in tensors.items()}
     behind = model.config.num_hidden_layers
-    tensors[f"model.layers.{behind}.eh_proj.weight"] = torch.ones(3, 3)
+    for layer in range(behind, behind + 3):
+        tensors[f"model.layers.{layer}.eh_proj.weight"] = torch.ones(3, 3)
     model.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("num_mtp_layers", "num_nextn_predict_layers")}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 2}))
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, tmp_path / "model.safetensors")
     assert load_file(tmp_path / "model.safetensors")
+    caplog.set_level(logging.INFO)
     settings = {"max_new_tokens": NEW, "ignore_eos": True}
     with Engine(folder, dtype="float32") as one, Engine(str(tmp_path), dtype="float32") as other:
         first, second = (llm.generate(prompts_of([9, 4]), **settings) for llm in (one, other))
     assert [output.token_ids for output in first] == [output.token_ids for output in second]
+    assert "layers 3 and 4 of the checkpoint predict more tokens at once, and are not read" in caplog.text
+    assert "layer 5 of the checkpoint is not read: config.json has num_hidden_layers 3" in caplog.text

@@ -154,6 +154,8 @@ class ArchSpec:
     logit_cap: float | None = None
     """The same of the logits as `attention_cap` (Gemma 2)."""
     experts: ExpertSpec | None = None
+    predicting: int = 0
+    """Layers of the checkpoint behind the model's own, which predict more tokens at once and are not read."""
     tied_head: bool = True
     nested: bool = False
     """Its checkpoint is that of a multimodal model, of which nothing else is read (Gemma 3)."""
