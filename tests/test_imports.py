@@ -55,7 +55,7 @@ ENGINE = (
     {"sampling", "metrics"},
     {"state"},
     {"model"},
-    {"batching", "limits"},
+    {"batching", "limits", "self_test"},
     {"requests"},
 )
 """The rooms of the engine from top to bottom: each may import those below it, and none beside or above it."""

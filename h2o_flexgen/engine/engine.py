@@ -113,7 +113,7 @@ class Engine:
         self.config = EngineConfig.of(model, **settings)
         self.device = devices.resolve_device(self.config)
         self._devices = devices.resolve_devices(self.config, self.device)
-        self.model: Model = open_model(self.config, self.device)
+        self.model: Model = open_model(self.config, self.device, Engine)
         if isinstance(self.model.spec, ModuleSpec):
             try:
                 self.config = for_modules(self.config, self.model.spec, self._compute_tier())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,8 +27,10 @@ from h2o_flexgen.engine.requests.tokenizer import TextCodec, read_json
 from h2o_flexgen.errors import ModelError, UsageError
 from h2o_flexgen.memory.handle import torch_dtype
 from h2o_flexgen.models.decoder import Decoder, random_tokens
-from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.models.families import by_modules, spec_from_config
 from h2o_flexgen.models.quantized import packings_of_config
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -93,8 +96,9 @@ def _no_collections() -> Iterator[None]:
 
 
 @_no_collections()
-def open_model(config: EngineConfig, device: torch.device) -> Model:
-    """Finds the model that `config` names and checks all of it that can be checked without reading weights.
+def open_model(config: EngineConfig, device: torch.device, make: Callable[..., object]) -> Model:
+    """Finds the model that `config` names and checks all of it that can be checked without reading weights. `make`: the
+    Engine, by which a tiny one of its kind is tried where it is not known how it runs.
 
     ModelError saying what was looked for and where. With dummy weights only a config.json is needed.
     """
@@ -102,7 +106,15 @@ def open_model(config: EngineConfig, device: torch.device) -> Model:
     found = resolve_model(
         config.model, path=config.path, revision=config.revision, offline=config.offline, need_weights=not dummy
     )
-    spec = spec_from_config(found.config, found.name, found.impl(config.model_impl))
+    impl = found.impl(config.model_impl)
+    if by_modules(found.config, found.name, impl):
+        from h2o_flexgen.engine.self_test import tested_spec  # imports transformers
+
+        spec = tested_spec(found.config, found.name, make)
+    else:
+        spec = spec_from_config(found.config, found.name, impl)
+    if (said := alone_warning(spec)) is not None:
+        log.warning(said)
     spec = _with_generation_eos(spec, found.folder)
     spec = spec.with_cache_bits(config.cache_bits)
     if dummy:
@@ -143,6 +155,8 @@ def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> En
     """The settings for a model of transformers' modules, which keep hidden states where they compute. UsageError for
     what they cannot do."""
     what = f"for {spec.name}, which is computed by transformers' own modules"
+    if spec.alone:
+        config = _for_rows(config, f"{what}, row by row", compute_tier)
     if config.num_gpus > 1:
         raise UsageError(f"--num-gpus is {config.num_gpus} {what}", "needed 1")
     policy = make_policy(config.eviction)
@@ -160,6 +174,35 @@ def for_modules(config: EngineConfig, spec: ModuleSpec, compute_tier: str) -> En
     if any(share for tier, share in hidden.items() if tier != compute_tier):
         raise UsageError(f"hidden states are placed on {', '.join(hidden)} {what}", f"needed all on {compute_tier}")
     return replace(config, policy={**config.fixed, "hidden": {compute_tier: 1.0}})
+
+
+def _for_rows(config: EngineConfig, what: str, compute_tier: str) -> EngineConfig:
+    """The settings for sequences whose caches are made by modules, where these compute. UsageError for what concerns
+    other caches."""
+    eviction, places = config.eviction, config.fixed.get("cache", {compute_tier: 1.0})
+    asked = {
+        f"the eviction policy is {eviction.name}": eviction.name != "full",
+        "--rolling-positions is given": eviction.rolling_positions,
+        f"cache_bits is {config.cache_bits}": config.cache_bits != 16,
+        f"caches are placed on {', '.join(places)}": any(places[tier] for tier in places if tier != compute_tier),
+        "cpu_cache_compute is given": bool(config.fixed.get("cpu_cache_compute")) and compute_tier != "cpu",
+        "a store of prefixes is asked for": config.keeps_prefixes,
+        "record_scores is given": config.record_scores,
+    }
+    for found, given in asked.items():
+        if given:
+            raise UsageError(f"{found} {what}", "needed full caches of the modules' own, on the tier that computes")
+    return replace(config, policy={**config.fixed, "cache": {compute_tier: 1.0}}, share_prefixes=False)
+
+
+def alone_warning(spec: ModelSpec) -> str | None:
+    """What is lost where the sequences of a model cannot be packed; None of others."""
+    if not isinstance(spec, ModuleSpec) or not spec.alone:
+        return None
+    return (
+        f"{spec.name} runs row by row ({spec.alone}): without budgets and shared prefixes, and one sequence at a time "
+        "in each product"
+    )
 
 
 def _with_generation_eos(spec: ModelSpec, folder: Path | None) -> ModelSpec:

@@ -166,18 +166,30 @@ def _unknown(kind: str, name: str) -> ModelError:
 
 
 def _spec_of_modules(config: Mapping[str, Any], name: str) -> ModelSpec:
+    """Packed where that is known to be right, else by rows. Untested where neither is known."""
     from h2o_flexgen.models.hf.build import model_types
     from h2o_flexgen.models.hf.record import spec_of
-    from h2o_flexgen.models.hf.trusted import why_not
+    from h2o_flexgen.models.hf.rows import spec_of_rows
+    from h2o_flexgen.models.hf.trusted import Untested, tested, under_test, way_of
 
     kind = config["model_type"]
     if kind not in model_types():
         raise _unknown(kind, name)
-    doubt = why_not(kind)
-    if doubt is not None:
-        raise ModelError(f"{name} is of the family {kind!r}, which is not supported: {doubt}")
     read_quantization(config, name)
-    return spec_of(config, name)
+    way, refused = way_of(config), ""
+    if way is not None and way.how == "packed":
+        try:
+            return spec_of(config, name)
+        except ModelError as error:
+            if under_test():
+                raise
+            # This one is not as others of its type are.
+            way, refused = tested(config), error.found
+    if way is None or way.how == "packed":
+        raise Untested(refused or f"{name} is of the type {kind!r}, which is not among those that were tried")
+    if way.how == "refused":
+        raise ModelError(f"{name} is of the family {kind!r}, which is not supported: {way.why}")
+    return spec_of_rows(config, name, way.why)
 
 
 def checkpoint_names(spec: ModelSpec) -> Names:

@@ -1,149 +1,103 @@
-"""Every decoder of transformers, tiny: those that are trusted give its own tokens, from memory and disk; others are
-refused.
+"""Every decoder of transformers, tiny: packed or row by row it gives transformers' own tokens, or it is refused.
 
-A twentieth of them runs in the fast tier.
+A twentieth of them runs in the fast tier. `python -m tests.engine.test_modules_sweep TYPE ...` says what is found of
+single types, and without any makes the tables of docs/modules.md.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
+from h2o_flexgen.engine.self_test import prompts_of, way_by_test
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.hf.build import model_types
-from h2o_flexgen.models.hf.trusted import TRUSTED
+from h2o_flexgen.models.hf.shrink import VOCAB, random_model, shrunk
+from h2o_flexgen.models.hf.trusted import HIGHEST, REFUSED, ROWS, TRUSTED, release
 
-LAYERS, VOCAB, WINDOW, NEW = 4, 128, 8, 6
-SIZES: list[tuple[int, str]] = [
-    (64, "hidden_size d_model n_embd dim hidden_dim word_embed_proj_dim"),
-    (4, "num_attention_heads n_head n_heads decoder_attention_heads num_heads"),
-    (LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers"),
-    (2, "num_key_value_heads num_experts_per_tok moe_topk moe_k top_k_experts n_group num_kv_shared_layers"),
-    (16, "head_dim v_head_dim kv_lora_rank qk_nope_head_dim attention_head_dim global_head_dim swa_head_dim"),
-    (96, "intermediate_size ffn_dim n_inner d_ff decoder_ffn_dim ffn_hidden_size intermediate_size_mlp"),
-    (VOCAB, "vocab_size vocab_size_per_layer_input"),
-    (256, "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions"),
-    (8, "num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim"),
-    (32, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size q_lora_rank"),
-    (1, "topk_group first_k_dense_replace num_dense_layers"),
-    (WINDOW, "sliding_window attention_window_size window_size attention_chunk_size floor_scale"),
-]
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-OWN: dict[str, dict[str, Any]] = {
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "ministral": {"head_dim": 16},
-    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
-    "dots1": {"n_group": 1, "n_shared_experts": 1, "n_routed_experts": 8, "num_experts_per_tok": 2},
-    "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "n_routed_experts": 8, "num_experts_per_tok": 2},
-    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
-        },
-    },
-}
-VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2}
-VISION |= {"num_attention_heads": 2, "out_hidden_size": 64, "embed_dim": 32, "mm_hidden_size": 32}
-SECTIONS = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm_ocr", "paddleocr_vl")
-"""Types whose positions have three parts by default, of as many dimensions as the default head has."""
+DECODERS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+LISTED = sorted((TRUSTED | set(ROWS)) & model_types())
+"""Some are not in the lowest release."""
 
 
-def small(given: PreTrainedConfig) -> dict[str, Any]:
-    """The fields that make a default config tiny, as far as it has them."""
-    have, made = given.to_dict(), dict[str, Any]()
-    for size, names in SIZES:
-        made |= {name: size for name in names.split() if type(have.get(name)) is int}
-    made |= {name: value for name, value in TOKENS.items() if name in have}
-    if "num_key_value_heads" in made and have["num_key_value_heads"] == have.get("num_attention_heads"):
-        made["num_key_value_heads"] = 4
-    if "qk_rope_head_dim" in made and "head_dim" in made:
-        made["head_dim"] = made["qk_rope_head_dim"]
-    if have.get("is_decoder") is False:
-        made["is_decoder"] = True
-    for name in ("layer_types", "mlp_layer_types"):
-        if have.get(name):
-            made[name] = (list(dict.fromkeys(have[name])) * LAYERS)[:LAYERS]
-    return {**made, **OWN.get(given.model_type, {})}
+def tiers(kinds: list[str]) -> list[Any]:
+    """One in twenty of them in the fast tier."""
+    return [pytest.param(kind, marks=() if i % 20 == 0 else pytest.mark.slow) for i, kind in enumerate(kinds)]
 
 
-def tiny_config(kind: str) -> PreTrainedConfig:
-    """Of a decoder, or of one in a wrapper with what looks at images."""
-    default = CONFIG_MAPPING[kind]()
-    text = default.get_text_config(decoder=True)
-    if text is default:
-        return CONFIG_MAPPING[kind](**small(default))
-    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in ("gemma3", "mistral3"):
-        return type(text)(**small(text))
-    raw = default.to_dict()
-    raw["text_config"] |= small(text)
-    raw["vision_config"] |= {key: value for key, value in VISION.items() if key in raw["vision_config"]}
-    raw |= {key: VOCAB - 1 for key in raw if re.search(r"(image|video|vision\w*|boi|eoi)_token_(id|index)$", key)}
-    rope = raw["text_config"].get("rope_parameters") or {}
-    if "mrope_section" in rope or kind in SECTIONS:
-        rope["mrope_section"] = [4, 2, 2]
-    return CONFIG_MAPPING[kind].from_dict(raw)
+@pytest.mark.parametrize("kind", tiers(LISTED))
+def test_a_listed_type_gives_transformers_tokens(kind: str) -> None:
+    """From memory and disk, in two shapes of a block."""
+    found = way_by_test({"model_type": kind}, Engine)
+    assert found.how == ("packed" if kind in TRUSTED else "rows"), found.why
 
 
-def tiny_model(kind: str) -> Any:
-    torch.manual_seed(0)
-    config = tiny_config(kind)
-    auto = AutoModelForCausalLM if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else None
-    if hasattr(config, "vision_config"):
-        auto = AutoModelForImageTextToText
-    model = auto.from_config(config, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
-                wide = parameter.shape[0] == VOCAB and "lm_head" not in name
-                parameter.copy_(noise * (1.0 if wide else 1.3 * parameter.shape[-1] ** -0.5))
-            else:
-                parameter.add_(noise * 0.15)
-    return model
-
-
-TIERS = [pytest.param(kind, marks=() if i % 20 == 0 else pytest.mark.slow) for i, kind in enumerate(sorted(TRUSTED))]
-
-
-@pytest.mark.parametrize("kind", TIERS)
-def test_a_trusted_type_gives_transformers_tokens(kind: str, tmp_path: Path) -> None:
-    model = tiny_model(kind)
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 120, (n,), generator=generator).tolist() for n in (5, 21, 13)]
-    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    wanted = [model.generate(torch.tensor([ids]), **settings)[0, len(ids) :].tolist() for ids in prompts]
-    model.save_pretrained(tmp_path)
+@pytest.mark.parametrize("kind", tiers([kind for kind in LISTED if kind in TRUSTED]))
+def test_budgets_hold_in_every_packed_type(kind: str, tmp_path: Path) -> None:
+    """With H2O at half a sequence's tokens are its own, from memory and disk, in two shapes of a block."""
+    random_model(shrunk({"model_type": kind})).save_pretrained(tmp_path)
+    found = []
     for shape, tier in (((2, 2), "cpu"), ((1, 3), "disk")):
         policy = {"gpu_batch_size": shape[0], "num_gpu_batches": shape[1], "weights": {tier: 1.0}}
-        how = {"dtype": "float32", "model_impl": "transformers", "offload_dir": str(tmp_path / "offload")}
-        with Engine(str(tmp_path), policy=policy, **how) as llm:
-            found = llm.generate(prompts, max_new_tokens=NEW, ignore_eos=True)
-        assert [output.token_ids for output in found] == wanted
+        how: dict[str, Any] = {"dtype": "float32", "model_impl": "transformers", "policy": policy}
+        with Engine(str(tmp_path), eviction=EvictionConfig("h2o", ratio=0.5), offload_dir=str(tmp_path), **how) as llm:
+            outputs = llm.generate(prompts_of(VOCAB), max_new_tokens=6, ignore_eos=True)
+        found.append([output.token_ids for output in outputs])
+    assert found[0] == found[1]
+    assert all(len(tokens) == 6 for tokens in found[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted(model_types() - TRUSTED))
-def test_any_other_type_is_refused(kind: str, tmp_path: Path) -> None:
-    try:
-        config = CONFIG_MAPPING[kind]().to_json_string(use_diff=False)
-    except Exception:
-        pytest.skip("transformers makes no config of its own")
-    (tmp_path / "config.json").write_text(config)
-    with pytest.raises(ModelError):
+@pytest.mark.parametrize("kind", tiers(sorted(REFUSED)))
+def test_a_refused_type_says_why(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ModelError, match=re.escape(REFUSED[kind])):
         Engine(str(tmp_path), weights="dummy", model_impl="transformers")
 
 
-def test_documents_name_every_trusted_type() -> None:
+@pytest.mark.skipif(release() != HIGHEST, reason="each release has other decoders")
+def test_every_decoder_is_packed_by_rows_or_refused() -> None:
+    ways = [frozenset(TRUSTED), frozenset(ROWS), frozenset(REFUSED)]
+    assert not DECODERS - ways[0] - ways[1] - ways[2]
+    assert not (ways[0] & ways[1]) | (ways[0] & ways[2]) | (ways[1] & ways[2])
+
+
+def test_documents_have_the_table_of_types() -> None:
     text = (Path(__file__).parents[2] / "docs/modules.md").read_text(encoding="utf-8")
-    table = text.strip().rpartition("\n\n")[2]
-    assert set(re.findall(r"`([\w-]+)`", table)) == TRUSTED
+    assert tables() in text
+
+
+def tables() -> str:
+    """The end of docs/modules.md."""
+    packed, rows = _listed(TRUSTED), _listed(ROWS)
+    refused = "\n".join(f"| `{kind}` | {why} |" for kind, why in sorted(REFUSED.items()))
+    return (
+        f"Packed, {len(TRUSTED)} types:\n\n{packed}\n\nRow by row, {len(ROWS)} types:\n\n{rows}\n\n"
+        f"Refused, {len(REFUSED)} types:\n\n| type | why |\n|---|---|\n{refused}\n"
+    )
+
+
+def _listed(kinds: Any) -> str:
+    lines, line = list[str](), ""
+    for i, kind in enumerate(sorted(kinds)):
+        word = f"`{kind}`" + ("." if i == len(kinds) - 1 else ",")
+        if len(line) + 1 + len(word) > 120:
+            lines.append(line)
+            line = ""
+        line = f"{line} {word}".strip()
+    return "\n".join([*lines, line])
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        sys.stdout.write(" | ".join((name, *way_by_test({"model_type": name}, Engine))) + "\n")
+        sys.stdout.flush()
+    if not sys.argv[1:]:
+        sys.stdout.write(tables())

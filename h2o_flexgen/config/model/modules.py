@@ -60,6 +60,18 @@ class ModuleSpec(ModelSpec):
     starts: tuple[str, ...] = ()
     joined: tuple[tuple[str, ...], ...] = ()
     """Paths of modules whose products are of the same tensor, in the order of their calls."""
+    alone: str = ""
+    """Why each sequence goes through the modules by itself, with the caches that they make; empty: all are packed."""
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Not where caches are the modules' own."""
+        return not self.alone
+
+    @property
+    def keeps_caches(self) -> bool:
+        """As of any model."""
+        return not self.alone
 
     def heads_of(self, layer: int) -> LayerHeads:
         """Those of a layer."""

@@ -111,6 +111,11 @@ class ModelSpec:
             )
 
     @property
+    def keeps_caches(self) -> bool:
+        """Whether keys and values are in the engine's own caches, not in such as modules make and nothing else sees."""
+        return True
+
+    @property
     def shares_prefixes(self) -> bool:
         """Whether equal first tokens have equal keys in every sequence, however long it is."""
         return not self._rotaries_by_length

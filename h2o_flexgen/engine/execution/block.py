@@ -248,4 +248,5 @@ def _count_spans(row: Sequence, when: str, stages: list[Stage]) -> None:
     if row.spans:
         ranges = [(span.start, span.stop) for span in row.spans]
         layers = [counts for stage in stages for counts in stage.caches.kept_in(row.row_id, ranges)]
+        layers = layers or [[float(stop - start) for start, stop in ranges]]  # caches that modules make evict nothing
         row.kept[when] = [sum(counts) / len(layers) for counts in zip(*layers, strict=True)]

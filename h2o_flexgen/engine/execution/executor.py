@@ -313,7 +313,7 @@ class Executor:
         if unit.kind == "embed":
             tokens, positions = gpu_batch.inputs()
             passes.begin(gpu_batch, unit, weights, tokens, self._in_table(positions))
-        elif cache is not None:
+        elif cache is not None and self._decoder.spec.keeps_caches:
             layer = self._layer[unit.index]
             if self._sources[layer] == layer:
                 attention = self._begin_attention(layer, gpu_batch, cache, None)
@@ -463,12 +463,12 @@ def _passes(decoder: Decoder) -> Passes | None:
     """Of a model of transformers' modules, whose package is imported for no other."""
     if not isinstance(decoder.spec, ModuleSpec):
         return None
-    from h2o_flexgen.engine.execution.passes import Passes
+    from h2o_flexgen.engine.execution.passes import Passes, RowPasses
     from h2o_flexgen.models.hf.decoder import ModuleDecoder
 
     if not isinstance(decoder, ModuleDecoder):
         raise TypeError(f"{decoder.spec.name} is computed by transformers' modules")
-    return Passes(decoder)
+    return RowPasses(decoder) if decoder.spec.alone else Passes(decoder)
 
 
 def _following_angles(rotary: Rotary, positions: Tensor) -> Angles:

@@ -7,6 +7,7 @@ with it when the unit's tick has come, as it does with hidden states that it hol
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from h2o_flexgen.engine.execution.attention import TickAttention
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.decoder import Routed, Weights
 from h2o_flexgen.models.hf.attention import Call
-from h2o_flexgen.models.hf.decoder import Forward, ModuleDecoder
+from h2o_flexgen.models.hf.decoder import Forward, ModuleDecoder, RowForward
 from h2o_flexgen.models.hf.experts import Routing
 
 
@@ -94,6 +95,82 @@ class Passes:
     def close(self) -> None:
         for index in list(self._under_way):
             self._end(index)
+
+
+class RowPasses(Passes):
+    """As `Passes`, of sequences that go through the modules one by one, with caches that these make."""
+
+    def __init__(self, decoder: ModuleDecoder) -> None:
+        super().__init__(decoder)
+        self._caches: dict[int, dict[int, Any]] = {}
+        """By GPU batch and row: what the modules keep of the tokens before."""
+        self._places: dict[int, list[Tensor]] = {}
+        """Of each row under way: where its tokens are among the packed ones of the step."""
+
+    def begin(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights, tokens: Tensor, positions: Tensor) -> None:
+        """Finished rows, which stay for a while, are not computed."""
+        self._end(gpu_batch.index)
+        before = self._caches.get(gpu_batch.index, {})
+        self._caches[gpu_batch.index] = {row.row_id: before.get(row.row_id) for row in gpu_batch.rows}
+        forwards, places = list[tuple[AttentionPart, Forward]](), list[Tensor]()
+        for row, where in zip(gpu_batch.rows, _places_of_rows(gpu_batch), strict=True):
+            if row.finished:
+                continue
+            cache, ids = before.get(row.row_id), tokens[where.to(tokens.device)]
+            seen = len(row.prompt_ids) + len(row.token_ids) - 1 if row.token_ids else 0
+            if cache is None and row.token_ids:  # they keep nothing: all tokens go again
+                ids, seen = torch.tensor([*row.prompt_ids, *row.token_ids], device=tokens.device), 0
+            start = sum(part.span.stop - part.span.start for part, _ in forwards)
+            part = AttentionPart(slice(start, start + len(ids)), 1, None)
+            forwards.append((part, self._decoder.start_alone(ids, cache, seen)))
+            places.append(where)
+        self._under_way[gpu_batch.index], self._places[gpu_batch.index] = forwards, places
+        self.go_on(gpu_batch, unit, weights)
+
+    def attend(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights, attention: TickAttention) -> None:
+        self.go_on(gpu_batch, unit, weights)
+
+    def head(self, gpu_batch: GpuBatch, unit: UnitSpec, weights: Weights) -> Tensor:
+        """As of packed rows; zeros for those that are finished."""
+        forwards, made = iter(self._under_way[gpu_batch.index]), list[Tensor | None]()
+        with self._decoder.bound(unit.index, weights):
+            for row in gpu_batch.rows:
+                if row.finished:
+                    made.append(None)
+                    continue
+                forward = next(forwards)[1]
+                logits = forward.step(unit.index)
+                if not isinstance(forward, RowForward) or not isinstance(logits, Tensor):
+                    raise ModelError(f"{self._decoder.spec.name} gave no logits")
+                made.append(logits[0])
+                self._caches[gpu_batch.index][row.row_id] = forward.cache
+        self._end(gpu_batch.index)
+        there = next(each for each in made if each is not None)
+        return torch.stack([torch.zeros_like(there) if each is None else each for each in made])
+
+    def hidden(self, gpu_batch: GpuBatch) -> Tensor:
+        forwards, places = self._under_way[gpu_batch.index], self._places[gpu_batch.index]
+        parts = [(each.hidden, where) for (_, each), where in zip(forwards, places, strict=True)]
+        shown = [(x.flatten(0, -2)[-len(where) :], where) for x, where in parts if x is not None]
+        whole = shown[0][0].new_zeros(gpu_batch.decoding + gpu_batch.prompt_tokens, shown[0][0].shape[-1])
+        for x, where in shown:
+            whole[where.to(x.device)] = x
+        return whole
+
+    def close(self) -> None:
+        super().close()
+        self._caches.clear()
+
+
+def _places_of_rows(gpu_batch: GpuBatch) -> list[Tensor]:
+    """Of each row, where its tokens are among the packed ones of the step, which prompts do not share."""
+    found = [torch.tensor([place]) for place in range(gpu_batch.decoding)]
+    prompts: list[list[Tensor]] = [[] for _ in gpu_batch.fresh]
+    for segment in gpu_batch.segments:
+        for i, row in enumerate(segment.rows or (segment.source,)):
+            first = gpu_batch.decoding + segment.start + i * segment.length
+            prompts[row].append(torch.arange(first, first + segment.length))
+    return [*found, *(torch.cat(each) for each in prompts)]
 
 
 def _attend(attention: TickAttention, part: AttentionPart, call: Call) -> Tensor:

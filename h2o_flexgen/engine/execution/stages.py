@@ -168,7 +168,8 @@ def open_stages(
         tiers, copies = each.tiers, each.copies
         layers = {spec.units[unit].layer for unit in each.units if spec.units[unit].kind == "attn"}
         own = {place: shape for place, shape in shapes.items() if place[0] in layers}
-        caches = CacheStore(tiers, copies, own, plan.placement.cache, dtype, plan.policy.cpu_cache_compute)
+        on_cpu, counted = plan.policy.cpu_cache_compute, not spec.keeps_caches
+        caches = CacheStore(tiers, copies, own, plan.placement.cache, dtype, on_cpu, counted)
         stack.callback(caches.close)
         hidden = HiddenStore(tiers, copies, dict(_parked(plan, each, groups)), hidden_bytes, dtype)
         stack.callback(hidden.close)

@@ -279,6 +279,8 @@ class RequestReader:
 
     def _check_fold(self, budget: Budget, where: str, turn: int) -> None:
         """UsageError where tokens leave the cache by other rules, too, come back to it, or where positions move."""
+        if not self.spec.keeps_caches:
+            raise UsageError(f"{where} has a fold, and {self.spec.name} runs row by row", "needed no fold")
         if turn:
             found = f"{where} has a fold, and {self.spec.name} computes all keys anew after {turn - 1} tokens"
             raise UsageError(found, f"needed at most {turn - 1} tokens, with those to be generated")

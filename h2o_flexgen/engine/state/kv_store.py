@@ -229,9 +229,10 @@ class CacheStore:
         backing: Mapping[Place, str],
         dtype: torch.dtype,
         stays_on_cpu: bool,
+        counted: bool = False,
     ) -> None:
         """`shapes`: of all places of each (layer, GPU batch); `backing`: the tier of each. `stays_on_cpu`: attention of
-        caches on cpu is computed there."""
+        caches on cpu is computed there. `counted`: what computes makes caches of its own, which are only counted."""
         resident = {tiers.compute.name, "cpu"} if stays_on_cpu else {tiers.compute.name}
         moving = {place for place in shapes if backing[place] not in resident}
         self._caches = {place: BatchCache(shape, dtype, place in moving) for place, shape in shapes.items()}
@@ -251,9 +252,12 @@ class CacheStore:
                 place: _MovingCache(self._caches[place], store) for place, store in self._parking.stores.items()
             }
             for place, cache in self._caches.items():
-                if place not in moving:
+                tier = tiers.memory(backing[place]) if place not in moving else None
+                if tier is not None and counted:
+                    tier.charge(cache.nbytes, "kv cache")
+                    stack.callback(tier.refund, cache.nbytes, "kv cache")
+                elif tier is not None:
                     # Attention is computed where it lies: no GPU copies it.
-                    tier = tiers.memory(backing[place])
                     cache.attach(stack.enter_context(tier.allocate(cache.nbytes, "kv cache", Pin.NEVER)).tensor)
             self._resources = stack.pop_all()
         if tiers.pins is not None:

@@ -36,8 +36,12 @@ def model_types() -> frozenset[str]:
     return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | frozenset(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
-def build(config: str, name: str, dtype: torch.dtype = torch.float32) -> transformers.PreTrainedModel:
+def build(
+    config: str, name: str, dtype: torch.dtype = torch.float32, *, alone: bool = False
+) -> transformers.PreTrainedModel:
     """The modules of a config.json (its text), on a CPU: parameters on meta, buffers in memory.
+
+    `alone`: for sequences that go through them one by one, by transformers' own attention.
 
     ModelError in transformers' words where it cannot make them.
     """
@@ -51,7 +55,8 @@ def build(config: str, name: str, dtype: torch.dtype = torch.float32) -> transfo
                 made = made.get_text_config(decoder=True)
             elif raw["model_type"] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:  # names of tensors are then its own
                 kind = transformers.AutoModelForImageTextToText
-            model = kind.from_config(made, dtype=dtype, attn_implementation=NAME, experts_implementation=NAME)
+            attention = "eager" if alone else NAME
+            model = kind.from_config(made, dtype=dtype, attn_implementation=attention, experts_implementation=NAME)
             model.tie_weights()
             adapt(model)
             for module in model.modules():

@@ -24,6 +24,7 @@ from h2o_flexgen.models.hf.experts import Routing, feed_forward
 from h2o_flexgen.models.hf.fused import Joint, take_gates, take_norms
 from h2o_flexgen.models.hf.mixers import take_recurrences
 from h2o_flexgen.models.hf.record import arguments, heads_of
+from h2o_flexgen.models.hf.rows import cache_of, row_arguments
 
 Places = list[tuple[dict[str, Any], str, str, bool]]
 """Of a unit's tensors: the dictionary of a module and the key in it, the bound name, whether a copy is put there."""
@@ -107,6 +108,22 @@ class Forward:
             self._run.throw(GreenletExit)
 
 
+class RowForward(Forward):
+    """One forward of a sequence by itself: of `ids` (T,), which follow `seen` tokens that `cache` knows. `cache` is
+    afterwards what the modules have made of it; None: they keep nothing."""
+
+    def __init__(self, model: nn.Module, spec: ModuleSpec, ids: Tensor, cache: Any, seen: int) -> None:
+        super().__init__(model, spec, ids, ids, ids)
+        self.cache, self._seen = cache, seen
+
+    def _compute(self) -> Tensor:
+        model, ids, _, _ = self._given
+        made = model(**row_arguments(model, ids, self.cache, self._seen))
+        self.cache = cache_of(made)
+        logits: Tensor = made.logits[0, -1:]
+        return logits
+
+
 class ModuleDecoder(Decoder):
     """The modules of one model. Holds no weights: `bound` lends them those of a unit.
 
@@ -116,8 +133,9 @@ class ModuleDecoder(Decoder):
     def __init__(self, spec: ModuleSpec, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(spec)
         self._modules_of: ModuleSpec = spec
-        model = build(spec.config, spec.name, dtype)
-        take_recurrences(model)
+        model = build(spec.config, spec.name, dtype, alone=bool(spec.alone))
+        if not spec.alone:
+            take_recurrences(model)
         modules = dict(model.named_modules())
         for number, path in enumerate(spec.starts, 1):
             modules[path].register_forward_pre_hook(_stop(number), with_kwargs=True)
@@ -138,7 +156,10 @@ class ModuleDecoder(Decoder):
         if spec.arch.tied_head:
             head = next(path for path, each in modules.items() if each is model.get_output_embeddings())
             self._place(modules, len(spec.units) - 1, "embed.tokens", f"{head}.weight", False)
-        for module in modules.values():
+        for path, module in modules.items():
+            for key, each in module._parameters.items():
+                if torch.is_tensor(each):  # of what was not called
+                    module._parameters[key] = Absent(f"{path}.{key}")
             for key, buffer in module._buffers.items():
                 if torch.is_tensor(buffer):
                     module._buffers[key] = buffer.to(device)
@@ -212,6 +233,10 @@ class ModuleDecoder(Decoder):
     def start(self, ids: Tensor, positions: Tensor, last: Tensor) -> Forward:
         """A forward of packed tokens (T,) at `positions` (T,), of which `last` (n,) want logits: at its first unit."""
         return Forward(self._model, self._modules_of, ids, positions, last)
+
+    def start_alone(self, ids: Tensor, cache: Any, seen: int) -> RowForward:
+        """As `start`, of one sequence: see `RowForward`."""
+        return RowForward(self._model, self._modules_of, ids, cache, seen)
 
 
 def _stop(unit: int) -> Callable[..., None]:

@@ -26,7 +26,7 @@ INSIDE = "language_model."
 def checkpoint_names(spec: ModuleSpec) -> Names:
     """For every canonical tensor the names that it may have: as it is saved today, as the modules call it, and both
     without the name of the model inside. ModelError where tensors are joined or split while they are loaded."""
-    model = build(spec.config, spec.name)
+    model = build(spec.config, spec.name, alone=bool(spec.alone))
     renamings, converters = _transforms(model, spec)
     prefix = f"{model.base_model_prefix}."
     found: Names = {}
@@ -46,7 +46,7 @@ def checkpoint_names(spec: ModuleSpec) -> Names:
 
 def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
     """Regular expressions, to be searched for, of checkpoint tensors that are not weights and may be skipped."""
-    model = build(spec.config, spec.name)
+    model = build(spec.config, spec.name, alone=bool(spec.alone))
     renamings, _ = _transforms(model, spec)
     used = {name for each in spec.tensors.values() for name in (each.parameter, *each.also)}
     unused = [name for name in model.state_dict() if name not in used]

@@ -42,11 +42,7 @@ class Event(NamedTuple):
 
 def record(model: PreTrainedModel, name: str) -> list[Event]:
     """The calls of a forward of TOKENS tokens. Leaves the model on meta. ModelError where that cannot be run."""
-    events: list[Event] = []
-    for path, module in model.named_modules():
-        module.register_forward_pre_hook(lambda *_, path=path: events.append(Event("enter", path)))
-        module.register_forward_hook(lambda *_, path=path: events.append(Event("exit", path)))
-    nn.Module.to(model, "meta")
+    events = listen(model)
 
     def attend(call: Call) -> Tensor:
         events.append(Event("attend", call=call))
@@ -71,6 +67,16 @@ def record(model: PreTrainedModel, name: str) -> list[Event]:
         raise ModelError(
             f"{name}: {type(model).__name__} cannot be run on packed prompts: {type(error).__name__}: {line}"
         ) from error
+    return events
+
+
+def listen(model: PreTrainedModel) -> list[Event]:
+    """Puts a model on meta, and lists the calls of its modules from now on."""
+    events: list[Event] = []
+    for path, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *_, path=path: events.append(Event("enter", path)))
+        module.register_forward_hook(lambda *_, path=path: events.append(Event("exit", path)))
+    nn.Module.to(model, "meta")
     return events
 
 
@@ -131,8 +137,6 @@ class RecordedUnits:
         self.first: dict[str, int] = {}
         self.last: dict[str, int] = {}
         self._walk(ends)
-        parts = [path.split(".") for path in self.first]
-        self._around = {".".join(part[:end]) for part in parts for end in range(len(part) + 1)}
 
     def _refused(self, why: str) -> ModelError:
         return ModelError(f"{self._name}: {type(self._model).__name__} is not understood: {why}")
@@ -169,6 +173,8 @@ class RecordedUnits:
         twice = [path for path in self.starts if entered[path] > 1]
         if twice or len(set(self.layers)) < len(self.layers):
             raise self._refused(f"{(twice or self.layers)[0]} is called more than once")
+        parts = [path.split(".") for path in self.first]
+        self._around = {".".join(part[:end]) for part in parts for end in range(len(part) + 1)}
 
     def uses(self, path: str) -> bool:
         """Whether the module at `path`, or one in it, is called."""
@@ -223,7 +229,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     _check_angles(model.config.get_text_config(decoder=True), name)
     shared = SharedInputs(model)
     timeline = RecordedUnits(model, record(model, name), name)
-    groups, tied = _groups(model, timeline, name)
+    groups, tied = weight_groups(model, timeline, name)
     made, read = model.config.get_text_config(decoder=True), ConfigReader(config, name)
     heads = tuple(map(heads_of, timeline.calls))
     largest = _covering(heads)
@@ -234,8 +240,8 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
     chunked = {other.chunked for other in timeline.calls if other.window is not None} or {False}
     if len(chunked) > 1:
         raise ModelError(f"{name}: some of its layers have windows, and some chunks", "needed either in all")
-    experts, activation = _experts_of(timeline, name, model)
-    matrices = _matrices(model, timeline)
+    experts, activation = experts_of(timeline, name, model)
+    matrices = matrices_of(model, timeline)
     tables = [module for path, module in model.named_modules() if timeline.first.get(path) == 0]
     learned = sum(isinstance(module, nn.Embedding) for module in tables) > 1
     head = dict(matrices)["head"][-1]
@@ -250,7 +256,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
         num_kv_heads=largest.keys,
         head_dim=largest.dim,
         embed_dim=head.in_features,
-        max_positions=next((n for key in _LENGTHS if isinstance(n := getattr(made, key, None), int)), _UNBOUNDED),
+        max_positions=positions_of(made),
         arch=ArchSpec(
             family=str(config["model_type"]),
             norm="rmsnorm",
@@ -263,8 +269,7 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
             activation=activation,
             experts=experts,
         ),
-        dtype=read.dtype("float32"),
-        **read.special_tokens(*(_token(made, each) for each in ("bos_token_id", "eos_token_id", "pad_token_id"))),
+        **read_beside(read, made),
         config=text,
         groups=side_by_side(groups, shared.joined),
         joined=shared.joined,
@@ -274,6 +279,17 @@ def spec_of(config: Mapping[str, Any], name: str) -> ModuleSpec:
         scales=tuple(each.scale for each in timeline.calls),
         starts=tuple(timeline.starts),
     )
+
+
+def positions_of(config: Any) -> int:
+    """The most positions that a model was trained with."""
+    return next((n for key in _LENGTHS if isinstance(n := getattr(config, key, None), int)), _UNBOUNDED)
+
+
+def read_beside(read: ConfigReader, config: Any) -> dict[str, Any]:
+    """The fields of a ModelSpec that no module shows."""
+    tokens = read.special_tokens(*(_token(config, each) for each in ("bos_token_id", "eos_token_id", "pad_token_id")))
+    return {"dtype": read.dtype("float32"), **tokens}
 
 
 def _token(config: Any, key: str) -> int | None:
@@ -290,7 +306,7 @@ def unit_name(unit: int, layers: int) -> str:
     return f"layers.{(unit - 1) // 2}.{'attn' if unit % 2 else 'mlp'}"
 
 
-def _groups(
+def weight_groups(
     model: PreTrainedModel, timeline: RecordedUnits, name: str
 ) -> tuple[tuple[tuple[str, tuple[ModuleTensor, ...]], ...], bool]:
     """The weight groups, and whether the output head is the token embedding."""
@@ -319,7 +335,7 @@ def _groups(
                 if _also(found, seen[id(tensor)], unit_name(timeline.unit_of(path) or 0, layers), parameter):
                     continue
                 raise ModelError(f"{name}: {parameter} is tied to {seen[id(tensor)]}, which is not understood")
-            if not tensor.dtype.is_floating_point or tensor.dim() > 2:
+            if not tensor.dtype.is_floating_point or tensor.dim() > 4:
                 raise ModelError(f"{name}: {parameter} is {tensor.dtype} of {tuple(tensor.shape)}: not understood")
             unit = timeline.unit_of(path)
             resident = unit is None
@@ -353,7 +369,7 @@ def _also(found: dict[str, list[ModuleTensor]], name: str, unit: str, parameter:
     return False
 
 
-def _experts_of(timeline: RecordedUnits, name: str, model: PreTrainedModel) -> tuple[ExpertSpec | None, Activation]:
+def experts_of(timeline: RecordedUnits, name: str, model: PreTrainedModel) -> tuple[ExpertSpec | None, Activation]:
     """The experts of the layers, which are to be alike, and their activation."""
     found, settings = dict[int, tuple[ExpertForm, int]](), list[dict[str, Any]]()
     for layer, (_, routing) in timeline.routings.items():
@@ -409,7 +425,7 @@ def _within(timeline: RecordedUnits, unit: int | None, parameter: str) -> str:
     return parameter.removeprefix(f"{timeline.layers[layer]}.")
 
 
-def _matrices(model: PreTrainedModel, timeline: RecordedUnits) -> tuple[tuple[str, tuple[Product, ...]], ...]:
+def matrices_of(model: PreTrainedModel, timeline: RecordedUnits) -> tuple[tuple[str, tuple[Product, ...]], ...]:
     """The products of the first layer's halves, and of the outer units; of experts and their routers, too."""
     units = {0: "embed", 1: "attn", 2: "mlp", 2 * len(timeline.layers) + 1: "head"}
     if timeline.routings:

@@ -1,20 +1,45 @@
-"""The model types whose modules were found to give transformers' own tokens here, and by which transformers.
+"""How the modules of each model type run here, as `tests/engine/test_modules_sweep.py` has found.
 
-`tests/engine/test_modules_sweep.py` compares them all. Others are refused: a module may take positions from a cache, or
-keep states, where nothing shows it.
+It compares the greedy tokens of all types with transformers' own. Any other type, or release, is tested before it is
+used (`engine.self_test`): a module may take positions from a cache, or keep states, where nothing shows it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
 import transformers
 
-SWEPT = "5.24"
-"""The release of transformers that was swept."""
+from h2o_flexgen.errors import ModelError
+from h2o_flexgen.folders import cached
+
+LOWEST, HIGHEST = (5, 20), (5, 24)
+"""The releases of transformers that were swept: the first and the last."""
+
+
+class Way(NamedTuple):
+    """How a model runs: its sequences packed, or one by one ("rows") for a reason; or not at all ("refused")."""
+
+    how: Literal["packed", "rows", "refused"]
+    why: str = ""
+
+
+class Untested(ModelError):
+    """It is not known how a model can be run: a test of it will say."""
+
 
 TRUSTED = frozenset(
     {
         "afmoe",
         "apertus",
+        "apertus1p5_text",
         "arcee",
         "aria",
         "aria_text",
@@ -26,6 +51,7 @@ TRUSTED = frozenset(
         "biogpt",
         "bitnet",
         "camembert",
+        "codegen",
         "cohere",
         "cohere2",
         "cohere2_moe",
@@ -45,6 +71,7 @@ TRUSTED = frozenset(
         "ernie",
         "ernie4_5",
         "ernie4_5_moe",
+        "exaone",
         "exaone4",
         "exaone4_5",
         "exaone_moe",
@@ -74,6 +101,7 @@ TRUSTED = frozenset(
         "gpt_bigcode",
         "gpt_neox",
         "gpt_oss",
+        "gptj",
         "granite",
         "granite_swa",
         "granitemoe",
@@ -105,6 +133,7 @@ TRUSTED = frozenset(
         "mimo_v2_flash",
         "minicpm3",
         "minimax_m2",
+        "minimax_m3_vl_text",
         "ministral",
         "ministral3",
         "mistral",
@@ -124,6 +153,7 @@ TRUSTED = frozenset(
         "persimmon",
         "phi",
         "phi3",
+        "phi4_multimodal",
         "phimoe",
         "pp_chart2table",
         "qwen2",
@@ -155,9 +185,120 @@ TRUSTED = frozenset(
 )
 
 
-def why_not(kind: str) -> str | None:
-    """Why a model type is not trusted; None: it is."""
-    release = ".".join(transformers.__version__.split(".")[:2])
-    if release != SWEPT:
-        return f"its modules were compared with those of transformers {SWEPT}, and this is {transformers.__version__}"
-    return None if kind in TRUSTED else f"its modules were not found to give the tokens of transformers {SWEPT}"
+_OWN = "attention of its own"
+_POSITIONS = "positions that follow from its cache"
+_BIAS = "attention of its own, with biases by distance"
+_CACHE = "a cache of its own, or none"
+_MASK = "masks of its own"
+_INDEX = "an index of keys in its cache"
+_TWICE = "layers that attend twice"
+ROWS = {
+    "axk2": _INDEX,
+    "bart": _POSITIONS,
+    "big_bird": _OWN,
+    "bigbird_pegasus": _OWN,
+    "blenderbot-small": _POSITIONS,
+    "bloom": _BIAS,
+    "deepseek_v32": _INDEX,
+    "diffllama": _TWICE,
+    "doge": _MASK,
+    "falcon": _OWN,
+    "git": _OWN,
+    "glm_moe_dsa": _INDEX,
+    "gpt_neo": _OWN,
+    "gpt_neox_japanese": _OWN,
+    "hy_v4": _INDEX,
+    "marian": _POSITIONS,
+    "mbart": _POSITIONS,
+    "megatron-bert": _OWN,
+    "minimax": _CACHE,
+    "moshi": _POSITIONS,
+    "mpt": _BIAS,
+    "mvp": _OWN,
+    "openai-gpt": _CACHE,
+    "pegasus": _POSITIONS,
+    "plbart": _POSITIONS,
+    "recurrent_gemma": "states that stay in its modules",
+    "rembert": _OWN,
+    "roformer": _OWN,
+    "trocr": _OWN,
+    "xglm": _OWN,
+}
+"""Types whose sequences cannot be packed, and what they have."""
+_NO_CLASS = "transformers has no class for it that makes text alone"
+REFUSED = {
+    "blenderbot": "transformers' own decoder fails on tiny ones, and nothing shows how it runs",
+    "blt": "it reads bytes in patches of its own",
+    "cpmant": "its positions are of a prompt within a prompt",
+    "emu3": _NO_CLASS,
+    "gemma4_assistant": "it drafts for another model, whose states it needs",
+    "mllama": _NO_CLASS,
+    "musicgen": _NO_CLASS,
+    "musicgen_melody": _NO_CLASS,
+    "prophetnet": "it predicts several tokens at once, by two streams of attention",
+    "reformer": "its attention hashes whole prompts, of lengths that it pads",
+    "xlm": "it makes text by tokens that are masked",
+    "xlnet": "it makes text by permuted tokens, of which the last is masked",
+    "xlstm": "transformers' own decoder fails without its kernels",
+    "xmod": "it wants the language of each prompt",
+}
+"""Types that are not run, and why."""
+_assumed: ContextVar[Way | None] = ContextVar("assumed", default=None)
+
+
+@contextmanager
+def assumed(way: Way) -> Iterator[None]:
+    """Within, every model is run so: for the test that finds out whether it can be."""
+    token = _assumed.set(way)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def under_test() -> bool:
+    """Whether a test is finding out how a model is run."""
+    return _assumed.get() is not None
+
+
+def way_of(config: Mapping[str, Any]) -> Way | None:
+    """How a model is run; None: that is still to be found out."""
+    kind, way = config["model_type"], _assumed.get()
+    if way is not None:
+        return way
+    if kind in REFUSED:
+        return Way("refused", REFUSED[kind])
+    if LOWEST <= release() <= HIGHEST and (kind in TRUSTED or kind in ROWS):
+        return Way("packed") if kind in TRUSTED else Way("rows", ROWS[kind])
+    return tested(config)
+
+
+def release() -> tuple[int, int]:
+    """The release of transformers, without that of its corrections."""
+    major, minor, *_ = transformers.__version__.split(".")
+    return int(major), int(minor)
+
+
+def tested(config: Mapping[str, Any]) -> Way | None:
+    """What a test of just this model has found, now or earlier; None: there was none."""
+    try:
+        kept = json.loads(_verdict(config).read_text(encoding="utf-8"))
+        return Way(kept["how"], kept["why"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def keep(config: Mapping[str, Any], way: Way) -> None:
+    """For later runs, what a test has found. OSError where it cannot be written."""
+    path = _verdict(config)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(way._asdict()), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _verdict(config: Mapping[str, Any]) -> Path:
+    """Where it is kept: of one config, one release of transformers and of what computes with it here."""
+    code = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
+    said = json.dumps([config, transformers.__version__, code], sort_keys=True)
+    return cached("modules", f"{config['model_type']}-{hashlib.sha256(said.encode()).hexdigest()[:16]}.json")

@@ -1,0 +1,114 @@
+"""Finds out how a model of transformers' modules can be run, if at all: on a tiny one of its kind, in a second or two.
+
+Its config is made small, its weights are random, and transformers' own tokens are what the engine's are compared with:
+packed, and if these differ row by row. What is found is kept for later runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import transformers
+
+from h2o_flexgen.config.model.spec import ModelSpec
+from h2o_flexgen.errors import H2OFlexGenError
+from h2o_flexgen.models.families import spec_from_config
+from h2o_flexgen.models.hf.build import quiet
+from h2o_flexgen.models.hf.rows import cache_of, row_arguments
+from h2o_flexgen.models.hf.shrink import random_model, shrunk
+from h2o_flexgen.models.hf.trusted import Untested, Way, assumed, keep
+
+log = logging.getLogger(__name__)
+NEW, NEAR = 6, 2e-3
+"""Tokens that are compared, and how far the logarithms of their probabilities may be from transformers'."""
+_LENGTHS = (5, 21, 13)
+_POLICIES = (
+    {"gpu_batch_size": 2, "num_gpu_batches": 2, "prefill_chunk": 16, "weights": {"cpu": 1.0}},
+    {"gpu_batch_size": 1, "num_gpu_batches": 3, "weights": {"disk": 1.0}},
+)
+Make = Callable[..., Any]
+"""The class Engine, which opens models by this module."""
+Tokens = list[tuple[list[int], list[float]]]
+"""Of each prompt those that follow, and the logarithms of their probabilities."""
+
+
+def tested_spec(config: Mapping[str, Any], name: str, make: Make) -> ModelSpec:
+    """The ModelSpec of a model of transformers' modules, which are tested first where it is not known how they run.
+    ModelError where they cannot be run rightly. `make`: the Engine."""
+    try:
+        return spec_from_config(config, name, "transformers")
+    except Untested as doubt:
+        way = way_by_test(config, make)
+        log.info("%s: a tiny model of its kind was run, and is %s (%s)", name, way.how, doubt.found)
+        try:
+            keep(config, way)
+        except OSError as error:
+            log.warning("what the test of %s has found cannot be kept: %s", name, error)
+        with assumed(way):
+            return spec_from_config(config, name, "transformers")
+
+
+def way_by_test(config: Mapping[str, Any], make: Make) -> Way:
+    """How models like this one are to be run, by comparing a tiny one's tokens with those of transformers alone."""
+    try:
+        with quiet(), torch.random.fork_rng(), torch.inference_mode(False), torch.no_grad():
+            model = random_model(shrunk(config))
+            prompts = prompts_of(model.config.get_text_config(decoder=True).vocab_size)
+            wanted = [_by_transformers(model, prompt) for prompt in prompts]
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                del model
+                differs = _difference(make, folder, Way("packed"), prompts, wanted)
+                if differs is None:
+                    return Way("packed")
+                again = _difference(make, folder, Way("rows", differs), prompts, wanted)
+                return Way("rows", differs) if again is None else Way("refused", again)
+    except Exception as error:  # whatever it raises, nothing was shown to be right
+        line = (str(error).strip().splitlines() or [""])[0][:200]
+        version = transformers.__version__
+        return Way("refused", f"transformers {version} cannot run a tiny one of it: {type(error).__name__}: {line}")
+
+
+def prompts_of(vocab: int) -> list[list[int]]:
+    """Of several lengths, within a window and beyond."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, vocab - 8, (length,), generator=generator).tolist() for length in _LENGTHS]
+
+
+def _by_transformers(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """The likeliest tokens behind a prompt, one after the other, by a forward of all that there is until then."""
+    ids, found, logprobs = list(prompt), list[int](), list[float]()
+    cache, fresh = None, ids
+    for _ in range(NEW):
+        made = model(**row_arguments(model, torch.tensor(fresh), cache, len(ids) - len(fresh)))
+        likely = made.logits[0, -1].float().log_softmax(-1)
+        token = int(likely.argmax())
+        found.append(token)
+        logprobs.append(float(likely[token]))
+        ids.append(token)
+        cache = cache_of(made)
+        fresh = ids if cache is None else [token]
+    return found, logprobs
+
+
+def _difference(make: Make, folder: str, way: Way, prompts: list[list[int]], wanted: Tokens) -> str | None:
+    """What of the engine's answers is otherwise; None: nothing."""
+    for policy in _POLICIES:
+        how: dict[str, Any] = {"dtype": "float32", "model_impl": "transformers", "policy": policy}
+        try:
+            with assumed(way), make(folder, offload_dir=folder, **how) as engine:
+                found = engine.generate(prompts, max_new_tokens=NEW, ignore_eos=True, logprobs=0)
+        except H2OFlexGenError as error:
+            return error.found.removeprefix(f"{folder}: ")
+        for output, (tokens, logprobs) in zip(found, wanted, strict=True):
+            if output.error is not None:
+                return output.error
+            for step, (token, own) in enumerate(zip(tokens, logprobs, strict=True)):
+                near = output.logprobs is not None and abs(output.logprobs[step] - own) <= NEAR
+                if not near or output.token_ids[step] != token:
+                    return f"answers other than those of transformers {transformers.__version__}"
+    return None

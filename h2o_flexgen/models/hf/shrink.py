@@ -1,0 +1,215 @@
+"""A model of any type made tiny: what is to be found out about a type shows in a second, on one of a few thousand
+numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+LAYERS, VOCAB, WINDOW = 4, 128, 8
+MOST = 100_000_000
+"""Numbers that a tiny model may have: others would take long."""
+SIZES: list[tuple[int, str]] = [
+    (64, "hidden_size d_model n_embd dim hidden_dim word_embed_proj_dim"),
+    (4, "num_attention_heads n_head n_heads decoder_attention_heads num_heads swa_num_attention_heads"),
+    (LAYERS, "num_hidden_layers n_layer n_layers num_layers decoder_layers"),
+    (2, "num_key_value_heads swa_num_key_value_heads num_global_key_value_heads num_kv_shared_layers n_group"),
+    (2, "num_experts_per_tok moe_topk moe_k moe_top_k top_k_experts num_experts_per_token zero_expert_num"),
+    (16, "head_dim v_head_dim kv_lora_rank qk_nope_head_dim attention_head_dim global_head_dim swa_head_dim d_kv"),
+    (96, "intermediate_size ffn_dim n_inner d_ff dff decoder_ffn_dim ffn_hidden_size intermediate_size_mlp"),
+    (96, "dense_intermediate_size swa_intermediate_size inner_dim"),
+    (VOCAB, "vocab_size vocab_size_per_layer_input unpadded_vocab_size"),
+    (256, "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions"),
+    (8, "num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim"),
+    (8, "attention_chunk_size hidden_size_per_layer_input rotary_dim"),
+    (32, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size q_lora_rank"),
+    (32, "expert_ffn_hidden_size moe_shared_expert_intermediate_size"),
+    (1, "topk_group first_k_dense_replace num_dense_layers"),
+    (WINDOW, "sliding_window attention_window_size window_size sliding_window_size floor_scale"),
+    (8, "mamba_d_state state_size ssm_state_size mamba_n_heads mamba_num_heads n_mamba_heads"),
+    (8, "chunk_size mamba_chunk_size"),
+    (16, "mamba_d_head mamba_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim"),
+    (16, "index_head_dim o_lora_rank"),
+    (2, "mamba_expand expand linear_num_key_heads o_groups"),
+    (4, "time_step_rank mamba_dt_rank linear_num_value_heads index_n_heads d_rel linear_num_heads"),
+    (1, "mamba_n_groups n_groups mamba_ngroups"),
+    (128, "mamba_d_ssm"),
+    (6, "index_topk"),
+    (64, "lru_width"),
+]
+"""Fields that sizes have in any config, and what they are made."""
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "forced_eos_token_id": None}
+"""No token ends a sequence, and none is written unasked."""
+_MIXED = ["linear_attention", "full_attention"] * 2
+_CONVOLVED = ["conv", "full_attention"] * 2
+_INKLING = {"d_rel": 4, "rel_extent": 8, "log_scaling_n_floor": 10, "n_layers_per_attn_res_block": 2}
+_INDEXED = {"layer_types": ["linear_attention", "indexed_attention"] * 2, "ple_layer_ids": [], "hc_count": 2}
+_INDEXED |= {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "hc_lowrank": 8}
+_INDEXED |= {"indexer_compress_ratio": 2}
+_ZAMBA = {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {
+        **{"layer_types": _MIXED, "num_experts": 8, "num_expert_group": 2, "topk_group": 1, "num_experts_per_token": 2},
+        **{"linear_head_dim": 16, "linear_num_heads": 4, "mlp_layer_types": ["dense", "sparse"] * 2},
+        "layer_group_size": 2,
+    },
+    "bamba": {"attn_layer_indices": [1, 3], "mamba_d_state": 8},
+    "blenderbot": {"encoder_no_repeat_ngram_size": 0},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {kind: _PLAIN_ROPE for kind in ("full_attention", "sliding_attention")},
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 8, "moe_top_k": 2, "hidden_size": 64},
+    },
+    "deepseek_v2": {"topk_method": "greedy", "n_group": 1, "n_routed_experts": 8, "num_experts_per_tok": 2},
+    "dory": {
+        **{"n_input_layers": 2, "n_recurrent_layers": 2, "n_output_layers": 2, "num_hidden_layers": 6},
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"],
+    },
+    "dots1": {"n_group": 1, "n_shared_experts": 1, "n_routed_experts": 8, "num_experts_per_tok": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": _MIXED},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},
+    "inkling2_loop_text": {
+        **_INKLING,
+        **{"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 3},
+        **{"loop_num_passes": 2, "loop_gate_rank": 8, "layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    },
+    "inkling2_text": _INKLING,
+    "jamba": {
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"mamba_dt_rank": 4, "use_mamba_kernels": False},
+    },
+    "lfm2": {"layer_types": _CONVOLVED},
+    "lfm2_moe": {"layer_types": _CONVOLVED},
+    "lfm3": {"layer_types": _CONVOLVED},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "phi4_multimodal": {
+        "vision_config": {
+            **{"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2},
+            **{"crop_size": 28, "image_size": 28},
+        },
+        "audio_config": {
+            **{"num_blocks": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2},
+            "nemo_conv_channels": 32,
+        },
+    },
+    "plbart": {"decoder_attention_heads": 4, "encoder_attention_heads": 4},
+    "qwen4_exp": _INDEXED,
+    "qwen4_exp_text": _INDEXED,
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
+    "whisper": {"encoder_attention_heads": 4},
+    "xlstm": {"num_heads": 4, "embedding_dim": 64, "num_blocks": 4, "qk_dim_factor": 0.5},
+    "zamba": {
+        **_ZAMBA,
+        **{"layers_block_type": ["linear_attention", "hybrid"] * 2 + ["linear_attention"], "num_hidden_layers": 5},
+        **{"n_mamba_heads": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+    },
+    "zamba2": {
+        **_ZAMBA,
+        **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 8, "mamba_headdim": 16},
+        **{"kv_channels": 16, "num_query_groups": 4, "mamba_ngroups": 1, "adapter_rank": 8},
+    },
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16, "layer_types": ["hybrid"] * 4},
+}
+"""Fields of single types that go with those sizes, or cannot be without."""
+UNSAID = {
+    "dbrx": ("num_hidden_layers", "hidden_size"),
+    "gpt_neo": ("attention_layers",),
+    "jamba": ("layer_types", "layers_block_type"),
+    "zamba2": ("layer_types",),
+}
+"""Fields of single types that follow from others."""
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2}
+VISION |= {"num_attention_heads": 2, "out_hidden_size": 64, "embed_dim": 32, "mm_hidden_size": 32}
+SECTIONS = ("qwen2_vl", "qwen2_5_vl", "glm4v", "glm_ocr", "paddleocr_vl")
+"""Types whose positions have three parts by default, of as many dimensions as the default head has."""
+
+
+def shrunk(raw: Mapping[str, Any]) -> PreTrainedConfig:
+    """The config of a config.json, tiny: of a decoder, or of one in a wrapper with what looks at images.
+
+    What it says beside sizes stays, as kinds of layers and of positions do. Raises as transformers does.
+    """
+    kind = CONFIG_MAPPING[raw["model_type"]]
+    given = kind.from_dict(dict(raw))
+    text = given.get_text_config(decoder=True)
+    if text is given:
+        return kind.from_dict({**raw, **small(given)})
+    said = raw.get("text_config") or {}
+    if raw["model_type"] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and raw["model_type"] not in ("gemma3", "mistral3"):
+        return type(text).from_dict({**said, **small(text)})
+    whole = given.to_dict()
+    whole["text_config"] |= small(text)
+    whole["vision_config"] |= {key: value for key, value in VISION.items() if key in whole["vision_config"]}
+    whole |= {key: VOCAB - 1 for key in whole if re.search(r"(image|video|vision\w*|boi|eoi)_token_(id|index)$", key)}
+    rope = whole["text_config"].get("rope_parameters") or {}
+    if "mrope_section" in rope or raw["model_type"] in SECTIONS:
+        rope["mrope_section"] = [4, 2, 2]
+    return kind.from_dict(whole)
+
+
+def small(given: PreTrainedConfig) -> dict[str, Any]:
+    """The fields that make a config tiny, as far as it has them."""
+    have, made = given.to_dict(), dict[str, Any]()
+    for size, names in SIZES:
+        made |= {name: size for name in names.split() if type(have.get(name)) is int}
+    made |= {name: value for name, value in TOKENS.items() if name in have}
+    if "num_key_value_heads" in made and have["num_key_value_heads"] == have.get("num_attention_heads"):
+        made["num_key_value_heads"] = 4
+    if "qk_rope_head_dim" in made and "head_dim" in made:
+        made["head_dim"] = made["qk_rope_head_dim"]
+    if have.get("is_decoder") is False:
+        made["is_decoder"] = True
+    for name, value in have.items():
+        if isinstance(value, list) and value and name.endswith("layer_types"):
+            made[name] = (list(dict.fromkeys(value)) * LAYERS)[:LAYERS]
+    made |= OWN.get(given.model_type, {})
+    return {name: value for name, value in made.items() if name not in UNSAID.get(given.model_type, ())}
+
+
+def random_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Its modules, by transformers' own attention, with weights at random that are large enough for the next token to
+    be far from certain."""
+    torch.manual_seed(0)
+    numbers = 0
+    with suppress(NotImplementedError, RuntimeError), torch.device("meta"):  # some cannot be made there
+        numbers = sum(each.numel() for each in _auto(config).from_config(config).parameters())
+    if numbers > MOST:
+        raise ValueError(f"it still has {numbers:,} numbers when made small")
+    model = _auto(config).from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in _RATES) or not parameter.is_floating_point():
+                continue
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                wide = parameter.shape[0] == VOCAB and "lm_head" not in name
+                parameter.copy_(noise * (1.0 if wide else 1.3 * parameter.shape[-1] ** -0.5))
+            else:
+                parameter.add_(noise * 0.15)
+    made: PreTrainedModel = model
+    return made
+
+
+def _auto(config: PreTrainedConfig) -> Any:
+    looks = hasattr(config, "vision_config") and config.model_type != "phi4_multimodal"
+    return AutoModelForImageTextToText if looks else AutoModelForCausalLM
+
+
+_RATES = ("A_log", "dt_bias", ".D", "recurrent_param", "a_param", "rg_lru", "log_decay")
+"""Parts of names of what rates of decay are made of, which constructors choose."""
