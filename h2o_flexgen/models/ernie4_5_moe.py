@@ -35,10 +35,14 @@ IGNORED = (r"\.rotary_emb\.inv_freq$", r"\bmtp_")
 
 _CHOICES = ("mlp.moe_statics.e_score_correction_bias", "mlp.gate.moe_statics.e_score_correction_bias")
 
+_LEAST = 1e-6
+
 
 def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have Ernie4_5_MoeConfig's defaults. Raises ModelError."""
     read.refuse(["use_bias"])
+    if read.number("moe_norm_min", 1e-12) > _LEAST:
+        raise read.error("moe_norm_min", f"at most {_LEAST:g}, which no sum of weights is below")
     spec = read_spec(read, "ernie4_5_moe", DEFAULTS, partial(read_rotary, theta=5e5))
     size, layers = read.whole("moe_intermediate_size", 1536), range(spec.num_layers)
     # Both bounds are layers; -1 stands for the last.

@@ -32,7 +32,6 @@ DEFAULTS = Defaults(
     eos_token_id=1,
     pad_token_id=0,
 )
-UNDONE = ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention")
 
 _NORMS = {
     "attn.post_norm": "post_attention_layernorm",
@@ -43,7 +42,8 @@ _NORMS = {
 
 def spec_from_config(read: ConfigReader) -> ModelSpec:
     """The ModelSpec of a config.json; keys that are absent have Gemma3TextConfig's defaults. Raises ModelError."""
-    read.refuse(UNDONE)
+    # What transformers makes of the first is nothing, against its own words.
+    read.refuse(["attn_logit_softcapping", "use_bidirectional_attention"])
     spec, bias = read_spec(read, "gemma3_text", DEFAULTS, global_rotary), read.flag("attention_bias", False)
     arch = replace(
         spec.arch,
@@ -54,6 +54,7 @@ def spec_from_config(read: ConfigReader) -> ModelSpec:
         output_bias=bias,
         attention_scale=read.number("query_pre_attn_scalar", 256) ** -0.5,
         embed_scale=math.sqrt(spec.hidden_size),
+        logit_cap=read.number_or_null("final_logit_softcapping", None),
     )
     positions = read.whole("max_position_embeddings", DEFAULTS.max_position_embeddings)
     period = read.whole("sliding_window_pattern", 6)

@@ -42,13 +42,14 @@ def _gemma3() -> PreTrainedModel:
     return Gemma3ForConditionalGeneration._from_config(made, attn_implementation="eager")
 
 
-def _mistral3(tied: bool = False) -> PreTrainedModel:
-    text = {**config_of("mistral").to_dict(), "tie_word_embeddings": tied}
+def _mistral3(text_model: str = "mistral", tied: bool = False) -> PreTrainedModel:
+    text = {**config_of(text_model).to_dict(), "tie_word_embeddings": tied}
     made = Mistral3Config(vision_config=PIXTRAL, text_config=text, tie_word_embeddings=tied)
     return Mistral3ForConditionalGeneration._from_config(made, attn_implementation="eager")
 
 
 MODELS = {"gemma3": _gemma3, "mistral3": _mistral3, "mistral3-tied": lambda: _mistral3(tied=True)}
+MODELS["ministral3"] = lambda: _mistral3("ministral3")
 
 
 def _made(name: str) -> PreTrainedModel:

@@ -23,8 +23,9 @@ TOKENS = 23
 class Reference:
     """A tiny model, one prompt, and every module's first input and its output while it ran: (TOKENS, width)."""
 
-    def __init__(self, name: str, dtype: torch.dtype = torch.float32) -> None:
-        self.model: PreTrainedModel = make_model(name).to(dtype)
+    def __init__(self, name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+        """changes: of the row's settings. ModelError where our reading refuses them."""
+        self.model: PreTrainedModel = make_model(name, **changes).to(dtype)
         self.tokens = torch.randint(3, VOCAB, (TOKENS,), generator=torch_generator(1))
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Tensor] = {}
