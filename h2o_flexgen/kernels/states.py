@@ -11,6 +11,7 @@ A row's numbers are the same whatever rows are beside it.
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,53 @@ class _Conv(ctypes.Structure):
     """`Conv` of native/short_conv.c."""
 
     _fields_ = fields("q rows tokens channels taps held bf16 silu threads x_row x_token", "P x state weight bias out")
+
+
+class _GatedNorm(ctypes.Structure):
+    """`GatedNorm` of native/gated_norm.c."""
+
+    _fields_ = fields(
+        "q rows groups size bf16 gate_bf16 weight_bf16 gate_first sigmoid rounds threads x_row gate_row",
+        "P x gate weight out",
+        "d eps",
+    )
+
+
+class GatedNorm(NamedTuple):
+    """An RMSNorm in groups of `size` numbers with a gate: `gate_first`, x is gated before it is normed, not after;
+    `sigmoid`, the gate's activation is that, not SiLU; `rounds`, what is normed is rounded to bfloat16, if x is, and
+    so is its product with the weight."""
+
+    eps: float
+    size: int
+    gate_first: bool
+    sigmoid: bool
+    rounds: bool
+
+    def __call__(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        """x, gate (..., n), weight (n), each of a dtype that `serves`, n in whole groups: newly made, in that of x.
+
+        MemoryError where a group's float32 numbers are not to be had.
+        """
+        n = weight.shape[0]
+        if x.shape != gate.shape or x.shape[-1] != n or n % self.size:
+            raise ValueError(f"numbers {tuple(x.shape)}, gate {tuple(gate.shape)}, weight {n}, groups of {self.size}")
+        flat, gate = (
+            each if each.stride(1) == 1 else each.contiguous() for each in (x.reshape(-1, n), gate.reshape(-1, n))
+        )
+        weight, out = weight.contiguous(), torch.empty(len(flat), n, dtype=x.dtype)
+        bits = (each.dtype is torch.bfloat16 for each in (flat, gate, weight))
+        task = _GatedNorm(len(flat), n // self.size, self.size, *bits, self.gate_first, self.sigmoid, self.rounds)
+        task.threads, task.x_row, task.gate_row, task.eps = (
+            torch.get_num_threads(),
+            flat.stride(0),
+            gate.stride(0),
+            self.eps,
+        )
+        task.x, task.gate, task.weight, task.out = (each.data_ptr() for each in (flat, gate, weight, out))
+        if function("gated_norm", "P", "i")(ctypes.byref(task)):
+            raise MemoryError(f"no memory for {self.size} numbers")
+        return out.view(x.shape)
 
 
 def serves(*tensors: Tensor) -> bool:

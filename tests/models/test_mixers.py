@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from h2o_flexgen.kernels.native import why_not
-from h2o_flexgen.models.hf import mixers
+from h2o_flexgen.kernels.states import GatedNorm
+from h2o_flexgen.models.hf import fused, mixers
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -50,7 +52,15 @@ KINDS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"} | CONVS,
     ),
     "falcon_h1": (
-        {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_chunk_size": 8},
+        {
+            "mamba_d_ssm": 96,
+            "mamba_n_heads": 6,
+            "mamba_d_head": 16,
+            "mamba_d_state": 24,
+            "mamba_chunk_size": 8,
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 2,
+        },
         SCANS | CONVS,
     ),
     "bamba": (
@@ -106,12 +116,15 @@ def test_tokens_stay_those_of_transformers(kind: str, monkeypatch: pytest.Monkey
     with pytest.raises(AssertionError, match="own function"):
         generated(model, ids)
     assert set(mixers.take_recurrences(model)) == names
+    mixers.take_gated_norms(model)
+    for module in model.modules():  # whatever has a gate is ours; with another way of doing it, it would not be
+        assert ("RMSNormGated" in type(module).__name__) == (getattr(module.forward, "func", None) is mixers._normed)
     found, near = generated(model, ids)
     assert torch.equal(found, wanted)
     torch.testing.assert_close(near, logits, rtol=0, atol=2e-4 * logits.std().item())
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "mamba", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "mamba", "mamba2", "lfm2"])
 def test_sixteen_bits(kind: str) -> None:
     """As near to float32 as transformers' own functions are."""
     model = tiny(kind, KINDS[kind][0])
@@ -122,6 +135,8 @@ def test_sixteen_bits(kind: str) -> None:
         model = model.bfloat16()
         theirs = (model(ids).logits - exact).abs().mean()
         mixers.take_recurrences(model)
+        mixers.take_gated_norms(model)
+        fused.take_norms(model)
         ours = (model(ids).logits - exact).abs().mean()
     assert ours <= 1.5 * theirs
 
@@ -134,6 +149,50 @@ def test_what_the_kernels_do_not_take_is_left_to_transformers() -> None:
         wanted = generated(model, ids)
         mixers.take_recurrences(model)
         assert all(torch.equal(one, other) for one, other in zip(generated(model, ids), wanted, strict=True))
+
+
+def test_a_norm_that_is_something_else_stays_as_it_is() -> None:
+    """One that adds its gate, and one whose weight is one more than what is stored."""
+
+    class Added(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(24)), 1e-6
+
+        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.rms_norm(x, (24,), self.weight, self.eps) + gate
+
+    class More(Added):
+        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            normed = torch.nn.functional.rms_norm(x, (24,), self.weight + 1, self.eps)
+            return normed * torch.nn.functional.silu(gate)
+
+    for module in (Added(), More()):
+        mixers.take_gated_norms(module)
+        assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32,) * 3, (torch.bfloat16,) * 3, (torch.float32, torch.bfloat16, torch.bfloat16)]
+)
+def test_gated_norms(dtypes: tuple[torch.dtype, ...]) -> None:
+    """In float64, at every size and switch; rows apart in a wider tensor."""
+    generator = torch.Generator().manual_seed(0)
+    for size, groups, rows in ((1, 1, 1), (15, 2, 3), (128, 1, 70), (100, 4, 9)):
+        n = size * groups
+        x, gate = (torch.randn(rows, 2 * n, generator=generator).to(each)[:, n:] for each in dtypes[:2])
+        weight = torch.randn(n, generator=generator).to(dtypes[2])
+        for first, sigmoid in ((False, False), (True, False), (False, True)):
+            found = GatedNorm(1e-5, size, first, sigmoid, False)(x, gate, weight)
+            wide, given = gate.double().sigmoid(), x.double()
+            wide = wide if sigmoid else wide * gate.double()
+            given = (given * wide if first else given).unflatten(1, (groups, size))
+            normed = given / (given.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+            expected = normed.flatten(1) * weight.double() * (1 if first else wide)
+            assert found.dtype is x.dtype
+            rounding = 2.0**-8 if x.dtype is torch.bfloat16 else 2e-6
+            torch.testing.assert_close(found.double(), expected, rtol=rounding, atol=2e-6)
+            assert torch.equal(found[:1], GatedNorm(1e-5, size, first, sigmoid, False)(x[:1], gate[:1], weight))
 
 
 def test_modules_without_recurrences_stay_as_they_are() -> None:

@@ -22,7 +22,7 @@ from h2o_flexgen.models.hf.attention import Call, ModelRun
 from h2o_flexgen.models.hf.build import Absent, Packed, build, take_products
 from h2o_flexgen.models.hf.experts import Routing, feed_forward
 from h2o_flexgen.models.hf.fused import Joint, take_gates, take_norms
-from h2o_flexgen.models.hf.mixers import take_recurrences
+from h2o_flexgen.models.hf.mixers import take_gated_norms, take_recurrences
 from h2o_flexgen.models.hf.record import arguments, heads_of
 from h2o_flexgen.models.hf.rows import cache_of, row_arguments
 
@@ -136,6 +136,7 @@ class ModuleDecoder(Decoder):
         model = build(spec.config, spec.name, dtype, alone=bool(spec.alone))
         if not spec.alone:
             take_recurrences(model)
+            take_gated_norms(model)
         modules = dict(model.named_modules())
         for number, path in enumerate(spec.starts, 1):
             modules[path].register_forward_pre_hook(_stop(number), with_kwargs=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
+from inspect import signature
 from itertools import permutations
 from typing import Any
 
@@ -153,7 +154,7 @@ def take_gates(model: nn.Module, joints: Iterable[Joint]) -> None:
         products = {name: child for name, child in module.named_children() if is_product(child)}
         if len(products) != 3 or any(True for _ in module.parameters(False)):
             continue
-        kind = _kind(module), tuple((name, _sizes(child)) for name, child in products.items())
+        kind = kind_of(module), tuple((name, _sizes(child)) for name, child in products.items())
         if kind not in known:
             known[kind] = _roles(module, products)
         if (found := known[kind]) is not None:
@@ -161,7 +162,7 @@ def take_gates(model: nn.Module, joints: Iterable[Joint]) -> None:
             module.forward = GatedMlp(module, roles, found[1], pairs.get(frozenset(roles[:2])))
 
 
-def _kind(module: nn.Module) -> Any:
+def kind_of(module: nn.Module) -> Any:
     """Modules that have the same of this compute the same of their parameters."""
     plain = [(key, repr(each)) for key, each in vars(module).items() if key[0] != "_" and key != "forward"]
     return type(module), tuple(plain), tuple((key, type(each)) for key, each in module.named_children())
@@ -208,13 +209,25 @@ def take_norms(model: nn.Module) -> None:
         others = [
             each for key, each in module._parameters.items() if each is not None and key not in ("weight", "bias")
         ]
-        if weight is None or weight.dim() != 1 or others or module._buffers or module._modules:
+        if (
+            weight is None
+            or weight.dim() != 1
+            or others
+            or module._buffers
+            or module._modules
+            or not _is_of_one(module)
+        ):
             continue
-        kind = _kind(module), len(weight), module._parameters.get("bias") is None
+        kind = kind_of(module), len(weight), module._parameters.get("bias") is None
         if kind not in known:
             known[kind] = _norm(module, len(weight))
         if (norm := known[kind]) is not None:
             module.forward = partial(norm, module, module.forward)
+
+
+def _is_of_one(module: nn.Module) -> bool:
+    """Whether a module computes something of one tensor: a gate, even one that may be left out, is another."""
+    return len(signature(type(module).forward).parameters) == 2  # itself, and that
 
 
 def _norm(module: nn.Module, size: int) -> Norm | None:

@@ -2,14 +2,15 @@
 their modules call by these names, with the same arguments and results.
 
 States that are given are updated in place and returned, where transformers returns new ones that its caches copy. What
-the kernels do not take, transformers' own function computes.
+the kernels do not take, transformers' own function computes. Norms with a gate are known by their numbers.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from h2o_flexgen.kernels import states
+from h2o_flexgen.kernels.native import library
+from h2o_flexgen.models.hf.fused import kind_of
 
 Original = Callable[..., Any]
 
@@ -254,3 +257,83 @@ def take_recurrences(model: nn.Module) -> list[str]:
         module.forward = MethodType(own, module)
         taken.update(found)
     return sorted(taken)
+
+
+_TOKENS = 6  # of the numbers by which norms are known
+
+
+def take_gated_norms(model: nn.Module) -> None:
+    """From now on norms with gates are computed by our kernel."""
+    known: dict[Any, states.GatedNorm | None] = {}
+    for module in model.modules() if library() is not None else ():
+        weight = module._parameters.get("weight")
+        alone = len(module._parameters) == 1 and not module._buffers and not module._modules
+        if weight is None or weight.dim() != 1 or not alone:
+            continue
+        kind = kind_of(module), len(weight)
+        if kind not in known:
+            known[kind] = _look(module, len(weight))
+        if (norm := known[kind]) is not None:
+            module.forward = partial(_normed, norm, module, module.forward)
+
+
+def _normed(
+    norm: states.GatedNorm, module: nn.Module, otherwise: Callable[..., Tensor], *args: Tensor, **kwargs: Tensor
+) -> Tensor:
+    weight = module._parameters["weight"]
+    if len(args) != 2 or kwargs or not isinstance(weight, Tensor):
+        return otherwise(*args, **kwargs)
+    if not all(map(states.serves, (*args, weight))) or args[0].shape != args[1].shape or not args[0].numel():
+        return otherwise(*args)
+    return norm(*args, weight)
+
+
+def _look(module: nn.Module, size: int) -> states.GatedNorm | None:
+    """What computes the same; None where nothing here does."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(_TOKENS, size, generator=generator) * torch.tensor([[1e-3], [0.1], [1.0], [3.0], [10.0], [30.0]])
+    gate, weight = torch.randn(_TOKENS, size, generator=generator) * 3, torch.randn(size, generator=generator)
+    wide = _theirs(module, x, gate, weight)
+    if wide is None:
+        return None
+    narrow = _theirs(module, x.bfloat16(), gate.bfloat16(), weight.bfloat16())
+    for norm in _candidates(module, size):
+        if not torch.allclose(norm(x, gate, weight), wide, rtol=1e-4, atol=1e-5):
+            continue
+        ours = norm(x.bfloat16(), gate.bfloat16(), weight.bfloat16())
+        if narrow is None or narrow.dtype is not ours.dtype:
+            continue
+        # Sums are taken in another order: now and then a number is rounded to the other side.
+        if (ours == narrow).float().mean() > 0.97 and torch.allclose(
+            ours.float(), narrow.float(), rtol=1e-2, atol=1e-5
+        ):
+            return norm
+    return None
+
+
+def _candidates(module: nn.Module, size: int) -> Iterator[states.GatedNorm]:
+    given = vars(module)
+    groups = [each for key, each in given.items() if "group" in key and isinstance(each, int) and each > 0]
+    sizes = {
+        size,
+        *(each for each in groups if size % each == 0),
+        *(size // each for each in groups if size % each == 0),
+    }
+    epsilons = [each for key, each in given.items() if "eps" in key and isinstance(each, float)]
+    for eps, of_group in product(epsilons, sorted(sizes)):
+        for gate_first, sigmoid, rounds in product((False, True), repeat=3):
+            yield states.GatedNorm(eps, of_group, gate_first, sigmoid, rounds)
+
+
+def _theirs(module: nn.Module, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor | None:
+    """What the module makes of these; None where it is of something else."""
+    before = dict(module._parameters)
+    module._parameters["weight"] = weight  # type: ignore[assignment]
+    try:
+        with torch.inference_mode():
+            made = type(module).forward(module, x, gate)
+    except Exception:  # it is something else then, whatever it is
+        return None
+    finally:
+        module._parameters.update(before)
+    return made if torch.is_tensor(made) and made.shape == x.shape else None
