@@ -103,11 +103,15 @@ class PassedOn(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Gives back what it is given."""
-        if self.given is not None:
-            raise NotUnderstood(f"layer {self.given[0]} fills its cache, and attention is not ours")
+        self.end()
         self.given = layer_idx, key_states, value_states
         self._passed[layer_idx] = ref(key_states)
         return key_states, value_states
+
+    def end(self) -> None:
+        """NotUnderstood where what was last given was not attended to by us."""
+        if self.given is not None:
+            raise NotUnderstood(f"layer {self.given[0]} fills its cache, and attention is not ours")
 
     def giver_of(self, key: Tensor) -> int | None:
         """The layer that gave these very keys."""

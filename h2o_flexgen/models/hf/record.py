@@ -60,6 +60,7 @@ def record(model: PreTrainedModel, name: str) -> list[Event]:
     try:
         with torch.no_grad(), quiet():  # in inference mode nothing tells whether tensors have changed
             run.switch()
+            run.cache.end()
     except ModelError as error:
         raise ModelError(f"{name}: {error.found}", error.needed, error.change) from None
     except Exception as error:
