@@ -15,7 +15,7 @@ from tests.pairs import pairs
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-ROWS = [*range(1, 18), 31, 32, 33, 64, 70]
+ROWS = [*range(1, 21), 31, 32, 33, 63, 64, 65, 70]
 OUTS = [1, 15, 16, 17, 768]
 INS = [1, 2, 31, 32, 33, 64, 768, 2049]
 

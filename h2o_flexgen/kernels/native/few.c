@@ -64,8 +64,29 @@ INLINE __m512 spread_four(__m128 four, __m512i which) {
 #endif
 }
 
+/* Scales or lows of an output's groups, of a kind that is read where it lies, or else float32. */
+typedef struct {
+    const void *at;
+    int64_t kind;
+} Numbers;
+
+INLINE __m128 four_of(Numbers n, int64_t i) {
+    if (n.kind == FLOAT32) return _mm_loadu_ps((const float *)n.at + i);
+    const __m128i four = _mm_loadl_epi64((const __m128i *)((const uint16_t *)n.at + i));
+    return n.kind == FLOAT16 ? _mm_cvtph_ps(four) : _mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(four), 16));
+}
+
+/* Of 16 those that a mask leaves. */
+INLINE __m512 sixteen_of(Numbers n, int64_t i, __mmask16 mask) {
+    if (n.kind == FLOAT32) return _mm512_maskz_loadu_ps(mask, (const float *)n.at + i);
+    const uint16_t *at = (const uint16_t *)n.at + i;
+    const __m256i halves = mask == (__mmask16)-1 ? _mm256_loadu_si256((const __m256i *)at) : _mm256_maskz_loadu_epi16(mask, at);
+    if (n.kind == FLOAT16) return _mm512_cvtph_ps(halves);
+    return widened(halves);
+}
+
 /* Output `out`: the sums of all rows to `to`, PIECE apart. */
-INLINE void sum_output(const Few *f, int64_t out, const float *scales, const float *lows, const int nibbles, const int tabled,
+INLINE void sum_output(const Few *f, int64_t out, Numbers scales, Numbers lows, const int nibbles, const int tabled,
                        const int rows, float *to) {
     const Whole *all = f->all;
     const int64_t group = all->p.packed->group, row_bytes = nibbles ? all->p.ins / 2 : all->p.ins;
@@ -84,7 +105,7 @@ INLINE void sum_output(const Few *f, int64_t out, const float *scales, const flo
             w[0] = whole_levels(packed, tabled, table), w[1] = whole_levels(_mm512_srli_epi16(packed, 4), tabled, table);
         else
             w[0] = whole_bytes(packed);
-        const __m512 scale = spread_four(_mm_loadu_ps(scales + (b * inputs >> shift)), f->which);
+        const __m512 scale = spread_four(four_of(scales, b * inputs >> shift), f->which);
         UNROLL for (int r = 0; r < rows; r++) {
             const int8_t *x = all->x + r * all->padded + b * inputs;
             const int64_t at = (r * f->blocks + b) * LANES;
@@ -96,15 +117,19 @@ INLINE void sum_output(const Few *f, int64_t out, const float *scales, const flo
         }
     }
     const int64_t padded = up(f->groups, LANES);
+    if (tabled) { /* a power of two */
+        const __m512 step = _mm512_set1_ps(whole_step(all->p.packed));
+        UNROLL for (int r = 0; r < rows; r++) sum[r] = _mm512_mul_ps(step, sum[r]);
+    }
     for (int64_t g = 0; all->lows && g < f->groups; g += LANES) {
-        const __m512 low = _mm512_maskz_loadu_ps(first_lanes(f->groups - g), lows + g);
+        const __m512 low = sixteen_of(lows, g, first_lanes(f->groups - g));
         UNROLL for (int r = 0; r < rows; r++) sum[r] = _mm512_fmadd_ps(low, _mm512_loadu_ps(f->sum + r * padded + g), sum[r]);
     }
     UNROLL for (int r = 0; r < rows; r++) to[r * PIECE] = _mm512_reduce_add_ps(sum[r]);
 }
 
 #define OUTPUTS(ROWS) \
-    static void output_##ROWS(const Few *f, int64_t out, const float *scales, const float *lows, float *to) { \
+    static void output_##ROWS(const Few *f, int64_t out, Numbers scales, Numbers lows, float *to) { \
         const int64_t levels = f->all->p.packed->levels; \
         if (levels == UINT4) \
             sum_output(f, out, scales, lows, 1, 0, ROWS, to); \
@@ -116,21 +141,28 @@ INLINE void sum_output(const Few *f, int64_t out, const float *scales, const flo
             sum_output(f, out, scales, lows, 0, 0, ROWS, to); \
     }
 OUTPUTS(1) OUTPUTS(2) OUTPUTS(3) OUTPUTS(4)
-static void (*const outputs[FEW_ROWS])(const Few *, int64_t, const float *, const float *, float *) = {output_1, output_2,
-                                                                                                      output_3, output_4};
+static void (*const outputs[FEW_ROWS])(const Few *, int64_t, Numbers, Numbers, float *) = {output_1, output_2, output_3,
+                                                                                           output_4};
+
+/* Numbers of 16 bits that mean what they are. */
+static int is_read_in_place(int64_t kind) { return kind == BFLOAT16 || kind == FLOAT16; }
 
 static void take_piece(const Few *f, int64_t first, int64_t last, float *scales, float *lows) {
     const Product *p = &f->all->p;
-    const __m512 step = _mm512_set1_ps(whole_step(p->packed));
+    const Packed *w = p->packed;
+    const int lie = is_read_in_place(w->scale_kind) && (!f->all->lows || is_read_in_place(w->low_kind));
     float sums[FEW_ROWS * PIECE];
     for (int64_t block = first; block < last; block += PIECE) {
         const int64_t end = least(block + PIECE, last);
         for (int64_t out = block; out < end; out++) {
-            ask_scales(p->packed, out + SCALES_AHEAD);
-            group_scales(p->packed, out, scales, f->all->lows ? lows : NULL);
-            for (int64_t g = 0; p->packed->levels != UINT4 && p->packed->levels <= IQ2 && g < f->groups; g += LANES)
-                _mm512_storeu_ps(scales + g, _mm512_mul_ps(step, _mm512_loadu_ps(scales + g)));
-            outputs[p->rows - 1](f, out, scales, lows, sums + (out - block));
+            Numbers scale = {(const uint16_t *)w->scale + out * f->groups, w->scale_kind}, low = {NULL, w->low_kind};
+            if (f->all->lows) low.at = (const uint16_t *)w->low + out * f->groups;
+            ask_scales(w, out + SCALES_AHEAD);
+            if (!lie || out + 1 == p->outs) { /* behind the last one's there may be nothing to be read */
+                group_scales(w, out, scales, f->all->lows ? lows : NULL);
+                scale = (Numbers){scales, FLOAT32}, low = (Numbers){lows, FLOAT32};
+            }
+            outputs[p->rows - 1](f, out, scale, low, sums + (out - block));
         }
         finish(p, sums, PIECE, 0, p->rows, block, end - block);
     }

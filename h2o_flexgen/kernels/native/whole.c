@@ -43,20 +43,55 @@ enum {
 
 /* ---- x */
 
+/* How rows are cut into tiles, as evenly as can be: `taller` of them, the first ones, have a row more than `height`. */
+typedef struct {
+    int64_t height, taller;
+} Cut;
+
+static Cut cut(int64_t rows) {
+    const int64_t turns = (rows + HEIGHT - 1) / HEIGHT;
+    return (Cut){rows / turns, rows % turns};
+}
+
+/* Where the numbers of a row are: the first four, and how far those that follow lie behind. */
+typedef struct {
+    int8_t *at;
+    int64_t step;
+} Fours;
+
+static Fours fours_of(const Whole *all, int64_t row) {
+    if (!all->woven) return (Fours){all->x + row * all->padded, 4};
+    const int64_t from = row / MOST_ROWS * MOST_ROWS, within = row - from;
+    const Cut c = cut(least(MOST_ROWS, all->p.rows - from));
+    const int64_t behind = within - c.taller * (c.height + 1), height = c.height + (behind < 0);
+    const int64_t place = (behind < 0 ? within : behind) % height;
+    return (Fours){all->x + (row - place) * all->padded + 4 * place, 4 * height};
+}
+
+/* 16 numbers from the `first` one of a row on. */
+INLINE void store_fours(__m128i bytes, Fours row, int64_t first) {
+    int32_t fours[4];
+    _mm_storeu_si128((__m128i *)fours, bytes);
+    if (row.step == 4)
+        memcpy(row.at + first, fours, sizeof fours);
+    else
+        UNROLL for (int i = 0; i < 4; i++) memcpy(row.at + (first / 4 + i) * row.step, fours + i, sizeof *fours);
+}
+
 /* 32 numbers of 8 bits in their order, to the places of a unit of 4 bits. */
-INLINE void store_halves(__m256i bytes, int8_t *even) {
+INLINE void store_halves(__m256i bytes, Fours row, int64_t even) {
     const __m256i apart = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0, 2, 4, 6, 8, 10, 12, 14, 1,
                                            3, 5, 7, 9, 11, 13, 15);
     const __m256i halves = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(bytes, apart), 0xD8);
-    _mm_storeu_si128((__m128i *)even, _mm256_castsi256_si128(halves));
-    _mm_storeu_si128((__m128i *)(even + 64), _mm256_extracti128_si256(halves, 1));
+    store_fours(_mm256_castsi256_si128(halves), row, even);
+    store_fours(_mm256_extracti128_si256(halves, 1), row, even + 64);
 }
 
 /* A span of a row: its numbers, their scale, and what sums with it start at. What is not finite makes the scale so. */
-static void round_span(const Whole *all, int64_t row, int64_t span) {
+static void round_span(const Whole *all, int64_t row, Fours to, int64_t span) {
     const int64_t first = span * all->span, at = row * all->spans + span;
     const bf16 *from = all->p.x + row * all->p.x_stride + first;
-    int8_t *to = all->x + row * all->padded, natural[MOST_SPAN];
+    int8_t natural[MOST_SPAN];
     const __m512 sign = _mm512_set1_ps(-0.0f);
     __m512 v[MOST_SPAN / LANES], top = _mm512_setzero_ps(), bad = top;
     for (int64_t i = 0; i < all->span; i += LANES) {
@@ -76,9 +111,9 @@ static void round_span(const Whole *all, int64_t row, int64_t span) {
     for (int64_t i = 0; i < all->span; i += all->unit) {
         const int64_t unit = (first + i) / all->unit;
         if (all->unit == 32)
-            store_halves(_mm256_loadu_si256((const __m256i *)(natural + i)), to + unit / UNITS * 128 + unit % UNITS * 16);
+            store_halves(_mm256_loadu_si256((const __m256i *)(natural + i)), to, unit / UNITS * 128 + unit % UNITS * 16);
         else
-            memcpy(to + first + i, natural + i, 16);
+            store_fours(_mm_loadu_si128((const __m128i *)(natural + i)), to, first + i);
     }
     const int whole = _mm512_reduce_add_epi32(total);
     all->scale[at] = largest / 127 + _mm512_reduce_add_ps(bad);
@@ -89,8 +124,10 @@ static void round_span(const Whole *all, int64_t row, int64_t span) {
 static void round_rows(void *task, int member) {
     Whole *all = task;
     (void)member;
-    for (int64_t row; (row = claim(&all->next, 1)) < all->p.rows;)
-        for (int64_t span = 0; span < all->spans; span++) round_span(all, row, span);
+    for (int64_t row; (row = claim(&all->next, 1)) < all->p.rows;) {
+        const Fours to = fours_of(all, row);
+        for (int64_t span = 0; span < all->spans; span++) round_span(all, row, to, span);
+    }
 }
 
 /* ---- a panel of weights */
@@ -304,14 +341,15 @@ static void take_panel(const Whole *all, int64_t out, int64_t following, const P
     const uint8_t *ahead = w->codes + following * row_bytes;
     take_scales(all, out, panel);
     for (int64_t from = 0; from < all->p.rows; from += MOST_ROWS) {
-        const int64_t rows = least(MOST_ROWS, all->p.rows - from), turns = (rows + HEIGHT - 1) / HEIGHT;
+        const int64_t rows = least(MOST_ROWS, all->p.rows - from);
+        const Cut c = cut(rows);
         for (int64_t in = 0; in < all->padded; in += DEPTH) {
             const uint8_t *next = ahead + in / (1 + nibbles) * COLS;
             for (int64_t i = COLS * in / all->padded; !from && i < COLS * (in + DEPTH) / all->padded; i++)
                 ask_scales(w, following + i);
             take_inputs(all, out, in, panel->codes, next);
             for (int64_t row = 0, turn = 0, height; row < rows; row += height, turn++) {
-                height = (rows - row + turns - turn - 1) / (turns - turn);
+                height = c.height + (turn < c.taller);
                 const int asks = !from && !turn && in + DEPTH <= w->ins;
                 tiles[kind][asks][height - 1](all, panel, from + row, in, panel->sums + row * COLS,
                                                  next + DEPTH / (1 + nibbles) * COLS / 2);
@@ -351,6 +389,9 @@ static void describe(Whole *all) {
     all->each = w->group ? w->group / all->span : all->spans;
     all->offset = whole_offset(w);
     all->lows = w->low_kind != NONE && w->low_kind != MIDDLE;
+#ifdef NARROW
+    all->woven = all->p.rows > FEW_ROWS;
+#endif
 }
 
 int whole(const Product *p, int threads) {

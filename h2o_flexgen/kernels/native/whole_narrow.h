@@ -6,15 +6,15 @@
 #ifndef WHOLE_NARROW_H
 #define WHOLE_NARROW_H
 
-/* whole (rows, 2) of 16 outputs += four steps of inputs at x, rows `apart` bytes apart, times codes. */
-INLINE void four_steps(__m256i whole[][2], const int8_t *x, int64_t apart, const uint8_t *codes, const int rows,
-                       const int nibbles, const int sixteen, const int first) {
+/* whole (rows, 2) of 16 outputs += four steps of inputs at x, woven, times codes. */
+INLINE void four_steps(__m256i whole[][2], const int8_t *x, const uint8_t *codes, const int rows, const int nibbles,
+                       const int sixteen, const int first) {
     UNROLL for (int s = 0; s < 4; s++) {
         const __m256i *at = (const __m256i *)(codes + s * COLS * 4);
         const __m256i w[2] = {_mm256_load_si256(at), _mm256_load_si256(at + 1)};
         UNROLL for (int r = 0; r < rows; r++) {
             int32_t four;
-            memcpy(&four, x + r * apart + s * 4, sizeof four);
+            memcpy(&four, x + (s * rows + r) * 4, sizeof four);
             const __m256i both = _mm256_set1_epi32(four);
             UNROLL for (int h = 0; h < 2; h++) {
                 if (sixteen)
@@ -27,6 +27,25 @@ INLINE void four_steps(__m256i whole[][2], const int8_t *x, int64_t apart, const
                 /* In this order: compilers that add up all products in a tree have no registers for them. */
                 __asm__("" : "+x"(whole[r][h]));
             }
+        }
+    }
+}
+
+/* What sums of a span are multiplied by: of 16 outputs, and of rows `apart`. */
+typedef struct {
+    const float *scale, *low, *x, *sum;
+    int64_t apart;
+} Scales;
+
+INLINE void add_span(__m256i whole[][2], Scales by, float *sums, const int rows, const int lows) {
+    const __m256 scale[2] = {_mm256_load_ps(by.scale), _mm256_load_ps(by.scale + 8)};
+    UNROLL for (int r = 0; r < rows; r++) {
+        const __m256 x = _mm256_broadcast_ss(by.x + r * by.apart);
+        UNROLL for (int h = 0; h < 2; h++) {
+            float *to = sums + r * COLS + 8 * h;
+            __m256 sum = _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(whole[r][h]), x), scale[h], _mm256_load_ps(to));
+            if (lows) sum = _mm256_fmadd_ps(_mm256_broadcast_ss(by.sum + r * by.apart), _mm256_load_ps(by.low + 8 * h), sum);
+            _mm256_store_ps(to, sum);
         }
     }
 }
@@ -45,6 +64,8 @@ INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, 
 #endif
     for (int v = 0; v < VECTORS_OUT; v++) {
         const uint8_t *codes = panel->codes + v * 64;
+        UNROLL for (int r = 0; r < rows && !in; r++)
+            UNROLL for (int h = 0; h < 2; h++) _mm256_store_ps(sums + r * COLS + v * LANES + 8 * h, _mm256_setzero_ps());
         for (int64_t span = first, unit = in / all->unit; span < last; span++) {
             __m256i whole[HEIGHT][2], wide[HEIGHT][2];
             UNROLL for (int r = 0; r < rows; r++)
@@ -52,11 +73,11 @@ INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, 
                     whole[r][h] = wide[r][h] = _mm256_set1_epi32(all->start[(row + r) * all->spans + span]);
             for (int64_t u = 0; u < units; u++, unit++) {
                 const int8_t *x = all->x + row * all->padded;
-                x += nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16;
+                x += rows * (nibbles ? unit / UNITS * 128 + unit % UNITS * 16 : unit * 16);
                 UNROLL for (int q = 0; q < quarters; q++, codes += 4 * COLS * 4) {
                     for (int i = 0; asks && i < 1 + !nibbles; i++, ahead += LINE)
                         _mm_prefetch((const char *)ahead, _MM_HINT_T1);
-                    four_steps(whole, x + 64 * q, all->padded, codes, rows, nibbles, sixteen, nibbles == 2 || q == 0);
+                    four_steps(whole, x + rows * 64 * q, codes, rows, nibbles, sixteen, nibbles == 2 || q == 0);
                     if (!sixteen || (nibbles == 1 && q == 0)) continue;
                     UNROLL for (int r = 0; r < rows; r++)
                         UNROLL for (int h = 0; h < 2; h++) {
@@ -65,19 +86,13 @@ INLINE void tile(const Whole *all, const Panel *panel, int64_t row, int64_t in, 
                         }
                 }
             }
-            const float *scale = panel->scale + span * COLS + v * LANES, *low = panel->low + span * COLS + v * LANES;
-            UNROLL for (int r = 0; r < rows; r++) {
-                const int64_t at = (row + r) * all->spans + span;
-                const __m256 by = _mm256_set1_ps(all->scale[at]), sum_of_x = _mm256_set1_ps(all->lows ? all->sum[at] : 0);
-                UNROLL for (int h = 0; h < 2; h++) {
-                    float *to = sums + r * COLS + v * LANES + 8 * h;
-                    const __m256 both = _mm256_mul_ps(_mm256_load_ps(scale + 8 * h), by);
-                    __m256 sum = span ? _mm256_load_ps(to) : _mm256_setzero_ps();
-                    sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sixteen ? wide[r][h] : whole[r][h]), both, sum);
-                    if (all->lows) sum = _mm256_fmadd_ps(_mm256_load_ps(low + 8 * h), sum_of_x, sum);
-                    _mm256_store_ps(to, sum);
-                }
-            }
+            const int64_t at = span * COLS + v * LANES;
+            const Scales by = {panel->scale + at, panel->low + at, all->scale + row * all->spans + span,
+                               all->sum + row * all->spans + span, all->spans};
+            if (all->lows)
+                add_span(sixteen ? wide : whole, by, sums + v * LANES, rows, 1);
+            else
+                add_span(sixteen ? wide : whole, by, sums + v * LANES, rows, 0);
         }
     }
 }
