@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -273,6 +274,10 @@ FORMATS: dict[str, Format] = {
 }
 
 
+_PLAIN = re.compile(r"\.(gate|router)\.weight$|correction_bias$|expert_bias$")
+"""Routers, and their biases in float32: quantisers leave them as they are."""
+
+
 class Checkpoint(NamedTuple):
     """A checkpoint to be written, and what its tensors stand for, by their usual names."""
 
@@ -322,17 +327,19 @@ def _made(form: Format, changes: Mapping[str, Any]) -> Checkpoint:
     for name, options in checkpoint_names(spec).items():
         option = options[0]
         stored, rows = (option, shapes[name][0]) if isinstance(option, str) else (option.name, option.rows)
-        sizes[stored] = (rows, *shapes[name][1:])
+        whole = () if isinstance(option, str) else option.shape
+        sizes[stored] = whole or (rows, *shapes[name][1:])
     tensors: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     for stored, size in sizes.items():
         module = stored.removesuffix(".weight")
-        if len(size) == 2 and ".layers." in stored:
+        if len(size) == 2 and ".layers." in stored and not _PLAIN.search(stored):
             matrix = form.write(generator, *size)
             tensors |= {f"{module}.{part}": each for part, each in matrix.parts.items()}
             meant[stored] = matrix.dense
         else:
-            tensors[stored] = (torch.randn(size, generator=generator) * 0.1).half()
+            drawn = torch.randn(size, generator=generator) * 0.1
+            tensors[stored] = drawn if stored.endswith("bias") and _PLAIN.search(stored) else drawn.half()
             meant[stored] = tensors[stored].float()
     return Checkpoint({**plain, "quantization_config": form.config}, tensors, meant)
 

@@ -45,7 +45,7 @@ def _model_of(written: Checkpoint) -> PreTrainedModel:
     return model
 
 
-def _pairs() -> list[tuple[list[int], list[int]]]:
+def pairs_to_score() -> list[tuple[list[int], list[int]]]:
     chance = python_random(1)
     return [
         ([chance.randrange(3, 40) for _ in range(n)], [chance.randrange(3, 40) for _ in range(6)]) for n in (5, 19, 1)
@@ -66,7 +66,7 @@ def test_log_probabilities(tmp_path: Path, name: str, changes: dict[str, Any]) -
     folder = tmp_path / "model"
     folder.mkdir()
     written.write(folder)
-    model, pairs, expected = _model_of(written), _pairs(), list[list[float]]()
+    model, pairs, expected = _model_of(written), pairs_to_score(), list[list[float]]()
     for context, continuation in pairs:
         rows = transformers_logprobs(model, context, continuation)
         expected.append(rows[torch.arange(len(continuation)), torch.tensor(continuation)].tolist())
