@@ -21,10 +21,10 @@ from h2o_flexgen.engine.self_test import prompts_of, way_by_test
 from h2o_flexgen.errors import ModelError
 from h2o_flexgen.models.hf.build import model_types
 from h2o_flexgen.models.hf.shrink import VOCAB, random_model, shrunk
-from h2o_flexgen.models.hf.trusted import HIGHEST, REFUSED, ROWS, TRUSTED, release
+from h2o_flexgen.models.hf.trusted import HIGHEST, REFUSED, ROWS, SINCE, TRUSTED, release
 
 DECODERS = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-LISTED = sorted((TRUSTED | set(ROWS)) & model_types())
+LISTED = sorted(kind for kind in (TRUSTED | set(ROWS)) & model_types() if release() >= SINCE.get(kind, release()))
 """Some are not in the lowest release."""
 
 

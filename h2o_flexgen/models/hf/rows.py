@@ -182,6 +182,7 @@ class RecordedRows(RecordedUnits):
             layer = next((each for each in self.layers if path.startswith(f"{each}.")), None)
             if layer is not None and path not in self.first and parent in self.first and module._parameters:
                 self.first[path], self.last[path] = self.first[parent], self.last[parent]
+                self._around.add(path)
 
     def _cut(self, start: int, stop: int) -> int:
         """The event of a layer's, from `start` to `stop`, behind which its second half begins."""

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 LAYERS, VOCAB, WINDOW = 4, 128, 8
-MOST = 100_000_000
+MOST = 200_000_000
 """Numbers that a tiny model may have: others would take long."""
 SIZES: list[tuple[int, str]] = [
     (64, "hidden_size d_model n_embd dim hidden_dim word_embed_proj_dim"),
