@@ -83,7 +83,7 @@ setup(
     install_requires=[
         "torch>=2.6",
         "numpy>=1.26",
-        "transformers>=4.56",
+        "transformers>=4.56",  # models by its modules: 5.20 to 5.24 are trusted, others tested first
         "greenlet>=3.1",
         "safetensors>=0.5",
         "huggingface_hub>=0.34",
