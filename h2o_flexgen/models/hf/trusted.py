@@ -249,6 +249,11 @@ SINCE = {
     "cohere_compass": HIGHEST,
     "cohere_compass_text": HIGHEST,
     "data2vec-text": HIGHEST,
+    "gptj": HIGHEST,
+    "roberta": HIGHEST,
+    "roberta-prelayernorm": HIGHEST,
+    "xlm-roberta": HIGHEST,
+    "xlm-roberta-xl": HIGHEST,
 }
 """Types that are listed from a later release on, since they run otherwise in those before, or not at all."""
 _assumed: ContextVar[Way | None] = ContextVar("assumed", default=None)
