@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from h2o_flexgen.models.families import spec_from_config
 from tests.tiny import config_of, decided, prompts_of, transformers_greedy
 
 NEW = 8
+TITLE = "__metadata__"
 SIGLIP = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -94,6 +96,40 @@ def test_tokens_are_those_of_the_whole_model(name: str, layout: str, tmp_path: P
         for output, (tokens, logprobs) in zip(outputs, answers, strict=True):
             assert output.token_ids == tokens
             assert output.logprobs == pytest.approx(logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("impl", ["native", "transformers"])
+@pytest.mark.parametrize("layout", ["hub", "new"])
+@pytest.mark.parametrize("name", ["gemma3", "ministral3"])
+def test_what_belongs_to_images_is_never_read(
+    name: str, layout: str, impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for what shares a page with what is."""
+    for tower in (SIGLIP, PIXTRAL):
+        monkeypatch.setitem(tower, "intermediate_size", 8192)
+    _write(_made(name), tmp_path, layout)
+    path, reads = tmp_path / "model.safetensors", list[tuple[int, int]]()
+    raw = path.read_bytes()[: 1 << 20]
+    size = int.from_bytes(raw[:8], "little")
+    held = {key: each["data_offsets"] for key, each in json.loads(raw[8 : 8 + size]).items() if key != TITLE}
+    towers = [[8 + size + edge for edge in held[key]] for key in held if "vision_tower" in key]
+    assert sum(last - first for first, last in towers) > 1 << 20
+    preadv = os.preadv
+
+    def watched(fd: int, views: list[memoryview], offset: int) -> int:
+        count = preadv(fd, views, offset)
+        if os.readlink(f"/proc/self/fd/{fd}") == str(path):
+            reads.append((offset, offset + count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", watched)
+    for weights in ({"cpu": 1.0}, {"disk": 1.0}):
+        with Engine(str(tmp_path), dtype="float32", model_impl=impl, policy={"weights": weights}) as llm:
+            llm.generate(prompts_of([5]), max_new_tokens=2, ignore_eos=True)
+        pairs = [(read, tower) for read in reads for tower in towers]
+        inside = sum(max(0, min(read[1], tower[1]) - max(read[0], tower[0])) for read, tower in pairs)
+        assert sum(stop - start for start, stop in reads) > 10_000
+        assert inside < 64 * 1024, "of more than a MiB"
 
 
 def test_published_configs() -> None:
