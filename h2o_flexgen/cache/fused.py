@@ -103,7 +103,7 @@ class FusedStep:
                 fits = fits and dim % triton_decode.PACKED_MULTIPLE == 0 and packings[0] == packings[1]
             fits = fits and heads // kv_heads <= triton_decode.MAX_GROUP
         else:
-            fits = available(dtype, dim, kv.device)
+            fits = available(dtype, dim, kv.device, packings is not None)
         return cls(lengths, slots, (rows, kv_heads, capacity, dim), triton, packings) if fits else None
 
     @property

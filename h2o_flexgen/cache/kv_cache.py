@@ -135,7 +135,8 @@ class KVCache:
                 found = f"{name} {tuple(buffer.shape)} on {buffer.device}"
                 raise ValueError(f"{found}: needed contiguous {size} on {self.device}")
         self.k, self.v = k, v
-        self._reads_occupied = available(self.shape.computed(k.dtype), self.shape.head_dim, self.device)
+        kind, dim = self.shape.computed(k.dtype), self.shape.head_dim
+        self._reads_occupied = available(kind, dim, self.device, self._packings is not None)
         self._flat_k, self._flat_v = k.view(-1, k.shape[-1]), v.view(-1, v.shape[-1])
         if self._fused is not None:
             self._fused.attach(k, v)

@@ -14,8 +14,8 @@ from h2o_flexgen.kernels.types import RULES, Ranking, RankRule, SlotRule
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
 """Of keys, values and queries."""
-MAX_DIM = 256
-"""Numbers per head."""
+MAX_DIM, MAX_PACKED_DIM = 640, 256
+"""Numbers per head, and where they are packed; DeepSeek's latents are 576."""
 
 
 class _DecodeTask(ctypes.Structure):
@@ -39,9 +39,10 @@ class _DecodeTask(ctypes.Structure):
     )
 
 
-def available(dtype: torch.dtype, dim: int, device: torch.device) -> bool:
+def available(dtype: torch.dtype, dim: int, device: torch.device, packed: bool = False) -> bool:
     """Whether the kernel can be had, and takes K and V of this kind."""
-    return device.type == "cpu" and dtype in DTYPES and dim <= MAX_DIM and library() is not None
+    most = MAX_PACKED_DIM if packed else MAX_DIM
+    return device.type == "cpu" and dtype in DTYPES and dim <= most and library() is not None
 
 
 class _RanksTask(ctypes.Structure):

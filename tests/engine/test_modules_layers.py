@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
-from tests.engine.test_modules import EXPERTS, SIZES, VISION, tiny
+from tests.engine.test_modules import EXPERTS, SIZES, VISION, WINDOWED, tiny
 from tests.tiny import VOCAB, prompts_of
 
 CHUNK = 8
@@ -132,3 +133,21 @@ def test_layers_that_read_the_keys_of_others_have_none(name: str, tmp_path: Path
                 tokens = [spec.kv_bytes_per_token_and_layer("float32", layer) for layer in (0, 1)]
                 assert record.kv_bytes == 6 * (6 + 1) * sum(tokens)
     assert found[0] == found[1] == found[2]
+
+
+def test_gemma_3ns_language_model_is_computed_alone(tmp_path: Path) -> None:
+    """Its tower needs another library; of the checkpoint nothing of it is read."""
+    text = {**SIZES, "head_dim": 16, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": VOCAB, **WINDOWED}
+    text |= {"hidden_size_per_layer_input": 8, "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 3}
+    alone = tiny("gemma3n_text", **text)
+    alone.save_pretrained(tmp_path)
+    config = AutoConfig.for_model("gemma3n", text_config=alone.config.to_dict())
+    (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
+    tensors = load_file(tmp_path / "model.safetensors")
+    whole = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file({**whole, "model.vision_tower.stem.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    prompt = prompts_of([21])[0]
+    wanted = alone.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    with Engine(str(tmp_path), dtype="float32") as llm:
+        found = llm.generate([prompt], max_new_tokens=6, ignore_eos=True)[0].token_ids
+    assert found == wanted[0, len(prompt) :].tolist()

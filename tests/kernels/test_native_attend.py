@@ -104,7 +104,7 @@ def test_a_step_equals_the_reference(dtype: torch.dtype, d: int, slots: int, thr
 
 
 @each_dtype
-@pytest.mark.parametrize("d", [1, 2, 7, 17, 31, 33, 100, 144, 192, 255, 256])
+@pytest.mark.parametrize("d", [1, 2, 7, 17, 31, 33, 100, 144, 192, 255, 256, 257, 512, 576, 640])
 def test_any_size_of_head(dtype: torch.dtype, d: int) -> None:
     for group in (1, 5):
         check(*step_of([37, 16], 3, group, d, dtype), dtype)
@@ -314,7 +314,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="for new tokens"):
         kernel.step(0, (k, k[:, :1], k), 1.0)
     with pytest.raises(ValueError, match="no kernel for"):
-        NativeAttend([in_order(3)], (1, 2, 3, 257))
+        NativeAttend([in_order(3)], (1, 2, 3, 641))
     assert not available(torch.float16, 64, CPU)
-    assert not available(torch.float32, 257, CPU)
+    assert not available(torch.float32, 641, CPU)
     assert not available(torch.float32, 64, torch.device("meta"))

@@ -18,7 +18,7 @@
 #include "team.h"
 #include "vectors.h"
 
-enum { BLOCK = 32, FEW_BYTES = 1 << 15, AHEAD = 4096 };
+enum { BLOCK = 32, FEW_BYTES = 1 << 15, AHEAD = 4096, MOST_VECTORS = 40 };
 
 /* What a row's slots follow from, beside the step. Occupied are the slots before min(held + step + 1, limit). */
 typedef struct {
@@ -500,7 +500,7 @@ typedef void Attend(const Step *, int64_t, int64_t, float *);
         attend(s, row, head, scratch, bf16, nv); \
     }
 KIND(0, 2) KIND(0, 4) KIND(0, 5) KIND(0, 6) KIND(0, 8) KIND(0, 16) KIND(1, 1) KIND(1, 2)
-KIND(1, 3) KIND(1, 4) KIND(1, 8)
+KIND(1, 3) KIND(1, 4) KIND(1, 8) KIND(0, 32) KIND(0, 36) KIND(1, 16) KIND(1, 18)
 
 /* Of any other size: slower, as sums do not stay in registers. */
 static void attend_0(const Step *s, int64_t row, int64_t head, float *scratch) {
@@ -510,10 +510,12 @@ static void attend_1(const Step *s, int64_t row, int64_t head, float *scratch) {
     attend(s, row, head, scratch, 1, (int)((s->dim + 31) / 32));
 }
 
-/* By the vectors of a head: those of 32, 64, 80, 96, 128 and 256 numbers have code of their own. */
-static Attend *const KINDS[2][17] = {
-    {[2] = attend_0_2, [4] = attend_0_4, [5] = attend_0_5, [6] = attend_0_6, [8] = attend_0_8, [16] = attend_0_16},
-    {[1] = attend_1_1, [2] = attend_1_2, [3] = attend_1_3, [4] = attend_1_4, [8] = attend_1_8},
+/* By the vectors of a head: those of 32, 64, 80, 96, 128, 256, 512 and 576 numbers have code of their own. */
+static Attend *const KINDS[2][MOST_VECTORS + 1] = {
+    {[2] = attend_0_2, [4] = attend_0_4, [5] = attend_0_5, [6] = attend_0_6, [8] = attend_0_8, [16] = attend_0_16,
+     [32] = attend_0_32, [36] = attend_0_36},
+    {[1] = attend_1_1, [2] = attend_1_2, [3] = attend_1_3, [4] = attend_1_4, [8] = attend_1_8, [16] = attend_1_16,
+     [18] = attend_1_18},
 };
 static Attend *const ANY[2] = {attend_0, attend_1};
 

@@ -13,8 +13,9 @@ from transformers.integrations import moe
 from h2o_flexgen.models.hf.attention import current
 from h2o_flexgen.models.hf.experts import Routing
 
-TEXT_ONLY = frozenset({"llama4"})
-"""Types whose model for images and text transformers cannot run: their language model alone is made."""
+TEXT_ONLY = frozenset({"llama4", "gemma3n"})
+"""Types whose model for images and text transformers cannot run, or not without another library: their language model
+alone is made."""
 
 
 def adapt(model: nn.Module) -> None:

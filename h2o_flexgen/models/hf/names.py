@@ -15,12 +15,14 @@ from h2o_flexgen.models.hf.adapted import TEXT_ONLY
 from h2o_flexgen.models.hf.build import build
 from h2o_flexgen.models.stored import Names, Stored
 
+_TOWERS = r"^(model\.)?(vision_model|vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector)\."
 IGNORED = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$", r"position_ids$")
 """Regular expressions, to be searched for, of tensors that are in older checkpoints and are not weights."""
 
 
-INSIDE = "language_model."
-"""What a model for images and text puts before the names of its language model, where that is made alone."""
+def _inside(name: str) -> tuple[str, str]:
+    """What a model for images and text may call a tensor of its language model, where that is made alone."""
+    return f"language_model.{name}", f"model.language_model.{name.removeprefix('model.')}"
 
 
 def checkpoint_names(spec: ModuleSpec) -> Names:
@@ -36,7 +38,8 @@ def checkpoint_names(spec: ModuleSpec) -> Names:
             continue
         called = (each.parameter, *each.also)
         both = [name for one in called for name in (*_saved(one, renamings), one)]
-        names = dict.fromkeys([*both, *(name.removeprefix(prefix) for name in both), *(INSIDE + name for name in both)])
+        names = dict.fromkeys([*both, *(name.removeprefix(prefix) for name in both)])
+        names |= dict.fromkeys(each for name in both for each in _inside(name))
         columns = each.shape[1] if each.transposed else 0
         shape = tuple(reversed(each.shape)) if each.transposed else ()
         stored = [Stored(name, ((0, columns),), columns, shape, True) if each.transposed else name for name in names]
@@ -54,7 +57,7 @@ def ignored_names(spec: ModuleSpec) -> tuple[str, ...]:
     alone = json.loads(spec.config)["model_type"] in TEXT_ONLY
     return (
         *IGNORED,
-        *((r"^(vision_model|multi_modal_projector)\.",) if alone else ()),
+        *((_TOWERS,) if alone else ()),
         *(model._keys_to_ignore_on_load_unexpected or ()),
         *(f"^{re.escape(name)}$" for name in dict.fromkeys(called)),
     )
@@ -85,7 +88,7 @@ def _of_expert(
     if each.transposed:
         span, shape = ((first, first + each.rows),), (experts.count, *reversed(each.shape))
     joined = [each.parameter, each.parameter.removeprefix(prefix), *_saved(each.parameter, renamings)]
-    joined.append(INSIDE + each.parameter)
+    joined.extend(_inside(each.parameter))
     all_of = (Stored(name, span, experts.count * each.rows, shape, each.transposed) for name in joined)
     return tuple(dict.fromkeys([*own, *all_of]))
 

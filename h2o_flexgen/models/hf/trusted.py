@@ -167,6 +167,7 @@ TRUSTED = frozenset(
         "roberta",
         "roberta-prelayernorm",
         "roc_bert",
+        "sarvam_mla",
         "seed_oss",
         "shieldgemma2",
         "smollm3",
