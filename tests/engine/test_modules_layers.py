@@ -1,4 +1,4 @@
-"""Layers of transformers' modules that differ from one another: chunks."""
+"""Layers of transformers' modules that differ from one another: chunks, sizes, keys that others have."""
 
 from __future__ import annotations
 
@@ -116,16 +116,18 @@ def test_layers_have_heads_of_their_own_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["full", "h2o", "tova"])
 def test_layers_that_read_the_keys_of_others_have_none(name: str, tmp_path: Path) -> None:
     """Two of four layers; rows that come later, prefixes that rows share and caches on disk change nothing."""
-    tiny("gemma4_text").save_pretrained(tmp_path)
+    tiny("gemma4_text", tie_word_embeddings=False).save_pretrained(tmp_path)
     head = prompts_of([12])[0]
     prompts = [head + prompt for prompt in prompts_of([5, 20, 9])] + prompts_of([30, 7, 2])
     eviction = EvictionConfig() if name == "full" else EvictionConfig(name, budget=6)
-    found = []
+    found, logprobs = list[list[list[int]]](), list[list[float]]()
     for shape, cache, shares in (((2, 1), "cpu", True), ((1, 3), "disk", False), ((6, 1), "cpu", False)):
         policy = {"gpu_batch_size": shape[0], "num_gpu_batches": shape[1], "cache": {cache: 1.0}}
         how: dict[str, Any] = {"policy": policy, "offload_dir": str(tmp_path / "offload"), "share_prefixes": shares}
         with Engine(str(tmp_path), dtype="float32", eviction=eviction, **how) as llm:
-            found.append([output.token_ids for output in llm.generate(prompts, max_new_tokens=7, ignore_eos=True)])
+            outputs = llm.generate(prompts, max_new_tokens=7, ignore_eos=True, logprobs=0)
+            found.append([output.token_ids for output in outputs])
+            logprobs.append([number for output in outputs for number in output.logprobs or ()])
             spec, record = llm.model.spec, llm.last_record
             assert [spec.source_of(layer) for layer in range(4)] == [0, 1, 0, 1]
             assert record is not None
@@ -133,6 +135,9 @@ def test_layers_that_read_the_keys_of_others_have_none(name: str, tmp_path: Path
                 tokens = [spec.kv_bytes_per_token_and_layer("float32", layer) for layer in (0, 1)]
                 assert record.kv_bytes == 6 * (6 + 1) * sum(tokens)
     assert found[0] == found[1] == found[2]
+    assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-4)
+    assert logprobs[2] == pytest.approx(logprobs[0], abs=1e-4)
+    assert len({token for tokens in found[0] for token in tokens}) > 10  # not the last token again and again
 
 
 def test_gemma_3ns_language_model_is_computed_alone(tmp_path: Path) -> None:
