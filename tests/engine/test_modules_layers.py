@@ -14,7 +14,7 @@ from h2o_flexgen.config.eviction import EvictionConfig
 from h2o_flexgen.engine.engine import Engine
 from h2o_flexgen.errors import UsageError
 from tests.engine.test_modules import EXPERTS, SIZES, VISION, WINDOWED, tiny
-from tests.tiny import VOCAB, prompts_of
+from tests.tiny import VOCAB, prompts_of, transformers_agrees
 
 CHUNK = 8
 
@@ -156,3 +156,24 @@ def test_gemma_3ns_language_model_is_computed_alone(tmp_path: Path) -> None:
     with Engine(str(tmp_path), dtype="float32") as llm:
         found = llm.generate([prompt], max_new_tokens=6, ignore_eos=True)[0].token_ids
     assert found == wanted[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+        {"attention_k_eq_v": True, "num_kv_shared_layers": 0},
+        {"use_double_wide_mlp": True},
+    ],
+    ids=["experts", "values of keys", "wide"],
+)
+def test_gemma_4_in_its_other_forms(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Experts beside an MLP, values from what keys are made of, MLPs of two sizes: scores are transformers'."""
+    model = tiny("gemma4_text", tie_word_embeddings=False, **changes)
+    model.save_pretrained(tmp_path)
+    prompts = prompts_of([21, 5])
+    with Engine(str(tmp_path), dtype="float32", model_impl="transformers") as llm:
+        outputs = llm.generate(prompts, max_new_tokens=5, ignore_eos=True, logprobs=0)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        wanted = transformers_agrees(model, prompt, output.token_ids)
+        assert output.logprobs == pytest.approx(wanted, abs=1e-3)
