@@ -18,7 +18,6 @@ from h2o_flexgen.config.model.spec import ModelSpec
 from h2o_flexgen.errors import H2OFlexGenError
 from h2o_flexgen.models.families import spec_from_config
 from h2o_flexgen.models.hf.build import quiet
-from h2o_flexgen.models.hf.rows import cache_of, row_arguments
 from h2o_flexgen.models.hf.shrink import random_model, shrunk
 from h2o_flexgen.models.hf.trusted import Untested, Way, assumed, keep
 
@@ -80,19 +79,13 @@ def prompts_of(vocab: int) -> list[list[int]]:
 
 
 def _by_transformers(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """The likeliest tokens behind a prompt, one after the other, by a forward of all that there is until then."""
-    ids, found, logprobs = list(prompt), list[int](), list[float]()
-    cache, fresh = None, ids
-    for _ in range(NEW):
-        made = model(**row_arguments(model, torch.tensor(fresh), cache, len(ids) - len(fresh)))
-        likely = made.logits[0, -1].float().log_softmax(-1)
-        token = int(likely.argmax())
-        found.append(token)
-        logprobs.append(float(likely[token]))
-        ids.append(token)
-        cache = cache_of(made)
-        fresh = ids if cache is None else [token]
-    return found, logprobs
+    """The likeliest tokens behind a prompt, one after the other, as transformers generates them."""
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.int64)
+    made = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, output_logits=True, **settings)
+    tokens = made.sequences[0, len(prompt) :].tolist()
+    likely = [logits[0].float().log_softmax(-1) for logits in made.logits]
+    return tokens, [float(each[token]) for each, token in zip(likely, tokens, strict=True)]
 
 
 def _difference(make: Make, folder: str, way: Way, prompts: list[list[int]], wanted: Tokens) -> str | None:

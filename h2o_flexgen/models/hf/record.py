@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config
 from transformers import PreTrainedModel
 
 from h2o_flexgen.config.model.arch import Activation, ArchSpec, ExpertSpec
@@ -56,7 +57,12 @@ def record(model: PreTrainedModel, name: str) -> list[Event]:
     numbers = torch.zeros(2, TOKENS, dtype=torch.int64, device="meta")
     last = torch.zeros(1, dtype=torch.int64, device="meta")
     given = (numbers[0], numbers[1], last)
-    run = ModelRun(lambda: model(**arguments(model, run, *given)), attend, route, numbers[1])
+
+    def forward() -> None:
+        with any_choice():
+            model(**arguments(model, run, *given))
+
+    run = ModelRun(forward, attend, route, numbers[1])
     try:
         with torch.no_grad(), quiet():  # in inference mode nothing tells whether tensors have changed
             run.switch()
@@ -69,6 +75,12 @@ def record(model: PreTrainedModel, name: str) -> list[Event]:
             f"{name}: {type(model).__name__} cannot be run on packed prompts: {type(error).__name__}: {line}"
         ) from error
     return events
+
+
+def any_choice() -> Any:
+    """Within, what depends on which numbers are not zero takes all of them for such, where there are no numbers. Each
+    greenlet has its own."""
+    return _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
 
 def listen(model: PreTrainedModel) -> list[Event]:

@@ -26,7 +26,7 @@ from h2o_flexgen.models.hf import record
 from h2o_flexgen.models.hf.attention import Call, ModelRun, NotUnderstood
 from h2o_flexgen.models.hf.build import build, quiet
 from h2o_flexgen.models.hf.experts import Routing
-from h2o_flexgen.models.hf.record import Event, RecordedUnits
+from h2o_flexgen.models.hf.record import Event, RecordedUnits, any_choice
 
 CACHES = ("cache", "past_key_values", "cache_params", "state", "mems")
 """What caches are called, as arguments of a model and in what it gives back."""
@@ -124,7 +124,8 @@ def _recorded(text: str, name: str, tokens: int) -> tuple[PreTrainedModel, list[
 
 
 def _call(model: nn.Module, given: dict[str, Any], made: list[Any]) -> None:
-    made.append(model(**given))
+    with any_choice():
+        made.append(model(**given))
 
 
 def _no_attention(call: Call) -> Tensor:

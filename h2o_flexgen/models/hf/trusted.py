@@ -219,6 +219,8 @@ ROWS = {
     "openai-gpt": _CACHE,
     "pegasus": _POSITIONS,
     "plbart": _POSITIONS,
+    "qwen4_exp": _INDEX,
+    "qwen4_exp_text": _INDEX,
     "recurrent_gemma": "states that stay in its modules",
     "rembert": _OWN,
     "roformer": _OWN,
@@ -227,17 +229,27 @@ ROWS = {
 }
 """Types whose sequences cannot be packed, and what they have."""
 _NO_CLASS = "transformers has no class for it that makes text alone"
+_BY_NUMBERS = "its experts are chosen by numbers that a look at its modules does not have"
+_AGAIN = "its layers are called more than once"
 REFUSED = {
     "blenderbot": "transformers' own decoder fails on tiny ones, and nothing shows how it runs",
     "blt": "it reads bytes in patches of its own",
     "cpmant": "its positions are of a prompt within a prompt",
+    "dbrx": _BY_NUMBERS,
+    "dory": _AGAIN,
     "emu3": _NO_CLASS,
     "gemma4_assistant": "it drafts for another model, whose states it needs",
+    "hrm_text": _AGAIN,
+    "inkling2_loop_text": _AGAIN,
+    "jetmoe": _BY_NUMBERS,
+    "longcat_flash": _BY_NUMBERS,
     "mllama": _NO_CLASS,
     "musicgen": _NO_CLASS,
     "musicgen_melody": _NO_CLASS,
     "prophetnet": "it predicts several tokens at once, by two streams of attention",
     "reformer": "its attention hashes whole prompts, of lengths that it pads",
+    "rwkv": "it rescales its weights where they lie",
+    "whisper": "it hears sound, and makes no text alone",
     "xlm": "it makes text by tokens that are masked",
     "xlnet": "it makes text by permuted tokens, of which the last is masked",
     "xlstm": "transformers' own decoder fails without its kernels",
@@ -245,16 +257,10 @@ REFUSED = {
 }
 """Types that are not run, and why."""
 SINCE = {
-    "camembert": HIGHEST,
     "codegen": HIGHEST,
     "cohere_compass": HIGHEST,
     "cohere_compass_text": HIGHEST,
-    "data2vec-text": HIGHEST,
     "gptj": HIGHEST,
-    "roberta": HIGHEST,
-    "roberta-prelayernorm": HIGHEST,
-    "xlm-roberta": HIGHEST,
-    "xlm-roberta-xl": HIGHEST,
 }
 """Types that are listed from a later release on, since they run otherwise in those before, or not at all."""
 _assumed: ContextVar[Way | None] = ContextVar("assumed", default=None)
